@@ -1,0 +1,76 @@
+"""What names a block: its key, and the namespace that seeds the keys."""
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import NewType
+
+BlockKey = NewType("BlockKey", bytes)
+"""32 bytes: the sha256 digest chained over all tokens up to and including the block's."""
+
+KEY_BYTES = 32
+KEY_FORMAT_VERSION = 1
+
+
+def frame(*items: bytes) -> bytes:
+    """Join `items` so that no two different lists give equal bytes (each behind its u64 length)."""
+    return b"".join(struct.pack("<Q", len(item)) + item for item in items)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """All that makes blocks of equal tokens unequal bytes, one field a cause.
+
+    Two replicas share blocks exactly if every field is equal. `part` figures describe the bytes
+    that one rank holds of a block.
+    """
+
+    model: str
+    """`model_key`, or the fingerprint of the checkpoint."""
+    quantization: str
+    """Weight and KV quantisation, as the engine names them."""
+    overrides: str
+    """RoPE, length and other overrides of the checkpoint's own configuration."""
+    kv_dtype: str
+    """Element type of the pool."""
+    num_layers: int
+    kv_factor: int
+    """2 for separate keys and values, 1 for a latent (MLA) cache."""
+    block_elems: int
+    """Elements of one layer and one of K or V in a block of one rank."""
+    tokens_per_block: int
+    part_bytes: int
+    """Bytes of one rank's part of a block."""
+    num_parts: int
+    """Ranks that each hold different bytes of a block."""
+    tp_layout: str
+    """How heads are dealt to ranks, for example `tp2`."""
+    layer_group: int
+    attention_backend: str
+    engine: str
+    """Engine name and major.minor version."""
+    key_format: int = KEY_FORMAT_VERSION
+
+    def digest(self) -> bytes:
+        """Return the 32 bytes that stand for this namespace in every key."""
+        named = (f"{f.name}={getattr(self, f.name)!r}".encode() for f in fields(self))
+        return hashlib.sha256(frame(b"kvray.namespace", *named)).digest()
+
+    def difference(self, other: "Namespace") -> dict[str, tuple[object, object]]:
+        """Return field -> (own value, other's value) for every field that differs."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return {name: (mine, theirs) for name, mine, theirs in pairs if mine != theirs}
+
+    def to_wire(self) -> dict[str, object]:
+        """Return a plain mapping for msgpack; `from_wire` is its inverse."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_wire(cls, values: Mapping[str, object]) -> "Namespace":
+        """Build a namespace from `to_wire`'s mapping.
+
+        Raises:
+            TypeError: a field is missing or unknown.
+        """
+        return cls(**values)  # type: ignore[arg-type]

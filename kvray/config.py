@@ -1,0 +1,223 @@
+"""The configuration: one YAML file with a schema, sizes in binary units, overrides by environment.
+
+This is the only module that reads the environment. Everything below the edge takes plain values.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from kvray.errors import ConfigError
+
+CONFIG_ENV = "KVRAY_CONFIG"
+"""Environment variable that names the configuration file."""
+
+WELL_KNOWN_PATH = Path("/etc/kvray/kvray.yaml")
+"""Read when nothing names a file: ranks started by a launcher get no environment of ours."""
+
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def parse_size(value: object) -> int:
+    """Return `value` in bytes: a whole number, or text such as `64GiB`.
+
+    Raises:
+        ValueError: no such unit, or the size is not positive.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+        if not found or found[2] not in _UNITS:
+            raise ValueError(f"{value!r} is no size; write a number with a unit such as 64GiB")
+        size = int(float(found[1]) * _UNITS[found[2]])
+    if size <= 0:
+        raise ValueError(f"{value!r} is not a positive size; write for example 64GiB")
+    return size
+
+
+def format_size(size: float) -> str:
+    """Return `size` bytes in the largest binary unit that keeps it above one."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:.4g}{unit}"
+    return f"{size:.0f}B"
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ArenaConfig(_Section):
+    """The shared memory of one node."""
+
+    dir: Path = Field(
+        default=Path("/dev/shm"), description="tmpfs or hugetlbfs mount that holds the arena"
+    )
+    capacity: Size = Field(default=4 * 2**30, description="bytes of blocks per node")
+    slab: Size = Field(default=64 * 2**20, description="unit in which block sizes share it")
+    slot_min: Size = Field(default=64 * 2**10, description="smallest slot; bounds the tables")
+    free_target: float = Field(
+        default=0.05, ge=0, le=0.9, description="share of the slots kept free by evicting ahead"
+    )
+    holders_max: int = Field(default=256, ge=4, le=4096, description="processes attached at once")
+    lock_wait_s: float = Field(
+        default=0.002, gt=0, le=1, description="longest try for the arena's lock; then a miss"
+    )
+    limbo_s: float = Field(
+        default=30.0, ge=0, description="how long a dead writer's slots wait before reuse"
+    )
+    lease_warn_s: float = Field(default=60.0, gt=0, description="leases older than this are named")
+
+
+class ShardConfig(_Section):
+    """The actor that owns a node's arena."""
+
+    announce_s: float = Field(default=0.05, gt=0, le=5, description="lag of announcements")
+    heartbeat_s: float = Field(default=1.0, gt=0, le=30, description="heartbeat to the lookup")
+    resource: str | None = Field(
+        default=None, description="Ray resource a node must have to get a shard; none: every node"
+    )
+
+
+class ConnectorConfig(_Section):
+    """One replica's connector inside TensorRT-LLM."""
+
+    replica: str | None = Field(default=None, description="name of the replica; else host-pid")
+    model_key: str | None = Field(
+        default=None, description="names model and revision when no checkpoint can be read"
+    )
+    verify_on_load: Literal["auto", "always", "never"] = Field(
+        default="auto", description="check checksums of loaded blocks; auto: when loading to CPU"
+    )
+    attach_retry_s: float = Field(
+        default=1.0, gt=0, le=60, description="how often an engine without an arena looks again"
+    )
+    saves_max: int = Field(
+        default=256, ge=1, description="passes whose saves may wait; more are dropped"
+    )
+
+
+class RayConfig(_Section):
+    """How the Ray cluster is reached or started."""
+
+    address: str | None = Field(default=None, description="GCS address; none: a local cluster")
+    timeout_s: float = Field(default=30.0, gt=0, description="deadline of each Ray call")
+
+
+class KVRayConfig(_Section):
+    """Everything that can be set, with its default."""
+
+    cluster_name: str = Field(
+        default="kvray", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,31}$", description="names the tier"
+    )
+    arena: ArenaConfig = ArenaConfig()
+    shard: ShardConfig = ShardConfig()
+    connector: ConnectorConfig = ConnectorConfig()
+    ray: RayConfig = RayConfig()
+
+    @property
+    def node_dir(self) -> Path:
+        """Directory of this node's arena, lock and socket files."""
+        return self.arena.dir / f"kvray-{self.cluster_name}"
+
+
+def load_config(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> KVRayConfig:
+    """Read the configuration; later sources win: file, environment, `overrides`.
+
+    Args:
+        path: a YAML file; None: the file that `KVRAY_CONFIG` names, else the well-known path,
+            else the defaults.
+        overrides: dotted key -> value, for example {"arena.capacity": "2GiB"}; None is no value.
+        environ: variables `KVRAY_SECTION__KEY`, for example KVRAY_ARENA__CAPACITY=2GiB.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown, or a value is out of range.
+    """
+    source = (
+        path or environ.get(CONFIG_ENV) or (WELL_KNOWN_PATH if WELL_KNOWN_PATH.is_file() else None)
+    )
+    values = _read_yaml(Path(source)) if source else {}
+    for dotted, value in _environment_overrides(environ).items():
+        _set_dotted(values, dotted, value)
+    for dotted, value in (overrides or {}).items():
+        if value is not None:
+            _set_dotted(values, dotted, value)
+    where = f"{source}: " if source else ""
+    try:
+        return KVRayConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(where + _explain(error)) from None
+
+
+def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the directory for downloads and other things that can be made again."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvray"
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"The configuration file {path} cannot be read ({error.strerror}); name an existing file."
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, not a {type(values).__name__}.")
+    return values
+
+
+def _environment_overrides(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return dotted key -> value of the variables that name a setting."""
+    names = {name: name.removeprefix("KVRAY_") for name in environ if name.startswith("KVRAY_")}
+    known = {name: rest for name, rest in names.items() if "__" in rest or rest == "CLUSTER_NAME"}
+    return {rest.lower().replace("__", "."): environ[name] for name, rest in known.items()}
+
+
+def _set_dotted(values: dict[str, Any], dotted: str, value: Any) -> None:
+    *sections, key = dotted.split(".")
+    for section in sections:
+        inner = values.setdefault(section, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{section} must be a section with keys, not {inner!r}.")
+        values = inner
+    values[key] = value
+
+
+def _explain(error: ValidationError) -> str:
+    """Return the first problem of `error` as one sentence with the fix."""
+    problem = error.errors()[0]
+    *sections, key = (str(part) for part in problem["loc"])
+    dotted = ".".join([*sections, key])
+    if problem["type"] == "extra_forbidden":
+        known = _keys_of(sections)
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*sections, near[0]])}?" if near else "remove it."
+        return f"Unknown setting {dotted}; {hint} Known here: {', '.join(sorted(known))}."
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"Setting {dotted} = {problem['input']!r} cannot be used: {message}."
+
+
+def _keys_of(sections: list[str]) -> list[str]:
+    model: Any = KVRayConfig
+    for section in sections:
+        model = model.model_fields[section].annotation
+    return list(model.model_fields)
