@@ -1,7 +1,7 @@
 """A distributed KV-cache tier for TensorRT-LLM that lives inside a Ray cluster.
 
-Importing this package imports nothing else: an engine that only wants `kvray.connector` must not pay
-for Ray, and a tool that only wants `__version__` must not need torch.
+Importing this package imports nothing else: an engine that only wants `kvray.connector` must not
+pay for Ray, and a tool that only wants `__version__` must not need torch.
 """
 
 from importlib import import_module

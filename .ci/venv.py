@@ -1,0 +1,145 @@
+"""Make .venv and install kvray into it, unless the one that is there already has all of it.
+
+Run by the Makefile with any Python: old ones must get as far as the sentence that they are too old,
+so this file uses no syntax newer than Python 3.5.
+"""
+
+import sys
+
+if sys.version_info < (3, 10):
+    sys.exit(
+        "kvray needs Python 3.10 or newer, and {} is {}.{}. Name another one: make PYTHON=python3.12 ...".format(
+            sys.executable, *sys.version_info[:2]
+        )
+    )
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+VENV = os.path.join(ROOT, ".venv")
+PYTHON = os.path.join(VENV, "bin", "python")
+STAMP = os.path.join(VENV, ".kvray-installed")
+BEGUN = os.path.join(VENV, ".kvray-begun")
+
+
+def main():
+    """Bring .venv up to date; a second run reads two files and touches no network."""
+    with open(os.path.join(ROOT, ".ci", ".lock"), "w") as lock:
+        take(lock)
+        wanted = fingerprint()
+        if read(STAMP) == wanted and runs("import kvray"):
+            return
+        if is_to_be_cleared():
+            create()
+        install()
+        with open(STAMP, "w") as stamp:
+            stamp.write(wanted)
+        os.remove(BEGUN)
+
+
+def take(lock):
+    """Wait until no other make command is at work on .venv."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        say("Waiting for another make command that is making .venv")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+def fingerprint():
+    """Return what the installation depends on; contents, because git changes times."""
+    # The path is in it because a moved checkout leaves scripts that name the old place.
+    told = [ROOT, "{}.{}".format(*sys.version_info[:2])]
+    told += [read(os.path.join(ROOT, name)) for name in ("pyproject.toml", "constraints.txt")]
+    return hashlib.sha256(repr(told).encode()).hexdigest()
+
+
+def is_to_be_cleared():
+    """Return whether .venv is missing, half made, or made by another Python."""
+    version = "import pip, sys; assert sys.version_info[:2] == {!r}".format(sys.version_info[:2])
+    return os.path.exists(BEGUN) or not runs(version)
+
+
+def create():
+    """Make an empty environment in place of whatever is there."""
+    for module in ("venv", "ensurepip"):
+        if importlib.util.find_spec(module) is None:
+            sys.exit(
+                "{} has no module {}, which makes virtual environments. Install it (on Debian and "
+                "Ubuntu: apt-get install python3-venv), then run make again.".format(
+                    sys.executable, module
+                )
+            )
+    say("Making .venv with {}".format(sys.executable))
+    if os.path.islink(VENV) or os.path.isfile(VENV):
+        os.remove(VENV)
+    shutil.rmtree(VENV, ignore_errors=True)
+    os.makedirs(VENV)
+    mark_begun()
+    run(sys.executable, "-m", "venv", VENV)
+
+
+def install():
+    """Install what constraints.txt pins, then kvray itself from this checkout."""
+    mark_begun()
+    say("Installing kvray and its tools into .venv (minutes the first time)")
+    pip = [PYTHON, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
+    pip += ["--constraint", os.path.join(ROOT, "constraints.txt")]
+    if not sys.stdout.isatty():
+        pip += ["--progress-bar", "off"]
+    # The build tool comes first and from the pins, so that nothing is fetched behind our back.
+    run(*pip, "--quiet", "hatchling")
+    run(*pip, "--no-build-isolation", "--editable", ".[dev]")
+
+
+def mark_begun():
+    """Leave a sign for the next run that this one did not finish."""
+    open(BEGUN, "w").close()
+
+
+def run(*command):
+    """Run `command` in the root of the checkout and end with its status if it fails."""
+    status = subprocess.call(command, cwd=ROOT, env=environment())
+    if status:
+        sys.exit("This command failed (status {}): {}".format(status, " ".join(map(repr, command))))
+
+
+def runs(code):
+    """Return whether .venv has a Python that runs `code`."""
+    command = [PYTHON, "-I", "-c", code]
+    try:
+        return subprocess.call(command, cwd="/", stderr=subprocess.DEVNULL) == 0
+    except OSError:
+        return False
+
+
+def environment():
+    """Return the environment without settings that lead pip out of .venv."""
+    kept = {name: value for name, value in os.environ.items() if name != "PIP_TARGET"}
+    return dict(kept, PIP_USER="0", PYTHONNOUSERSITE="1")
+
+
+def read(path):
+    """Return the text of a file; a missing one is empty."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def say(text):
+    """Print one line of progress."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,49 @@
+# Two commands do everything: `make demo` and `make test`. Both make .venv first when it is missing.
+# PYTHON names the interpreter to make it with.
+
+PYTHON ?= python3
+PY := .venv/bin/python
+
+# Settings of another environment would be seen inside ours.
+unexport PYTHONHOME
+unexport PYTHONPATH
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-long lint format clean venv
+
+help:
+	@echo "make demo       two engine replicas share prefixes of a real model, and a verdict"
+	@echo "make test       every check, then every test that takes seconds"
+	@echo "make test-long  the tests that take minutes"
+	@echo "make lint       the checks alone: format, ruff, mypy, layers"
+	@echo "make format     rewrite the code in the project's format"
+	@echo "make clean      delete .venv, caches and build outputs"
+
+demo: venv
+	.venv/bin/kvray demo
+
+test: lint
+	$(PY) -m pytest
+
+test-long: venv
+	$(PY) -m pytest -m long
+
+lint: venv
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command(["--no-logo"])'
+
+format: venv
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+venv:
+	@command -v "$(PYTHON)" >/dev/null || { \
+		echo "There is no command $(PYTHON). Install Python 3.10 or newer, or name one: make PYTHON=python3.12 ..." >&2; \
+		exit 1; }
+	@"$(PYTHON)" .ci/venv.py
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find kvray tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
