@@ -46,4 +46,4 @@ venv:
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
-	find kvray tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find kvray tests -name __pycache__ -type d -prune -exec rm -rf {} +

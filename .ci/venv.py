@@ -8,9 +8,8 @@ import sys
 
 if sys.version_info < (3, 10):
     sys.exit(
-        "kvray needs Python 3.10 or newer, and {} is {}.{}. Name another one: make PYTHON=python3.12 ...".format(
-            sys.executable, *sys.version_info[:2]
-        )
+        "kvray needs Python 3.10 or newer, and {} is {}.{}. "
+        "Name another one: make PYTHON=python3.12 ...".format(sys.executable, *sys.version_info[:2])
     )
 
 import fcntl

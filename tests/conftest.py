@@ -1,0 +1,193 @@
+"""Shields every test from this machine's Ray, and fails the ones that leave something behind."""
+
+import gc
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+SHM = Path("/dev/shm")
+GRACE_S = 2.0
+"""How long a resource that is on its way out may take."""
+
+THIRD_PARTY_THREADS = ("tqdm_monitor", "ThreadPoolExecutor", "asyncio_", "PythonGCThread", "ray_")
+"""Starts of the names of threads that other packages keep for the life of the process."""
+
+
+def _pin_environment() -> Path:
+    """Give the session its own home, Ray directory and settings; return the directory of both.
+
+    A token that a local `ray.init` writes into the home directory would make the next cluster ask
+    for it, and `address="auto"` would find whatever cluster runs here. Downloads keep their cache.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="kvt-"))  # short: Ray's socket paths have a limit
+    os.environ.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+    os.environ["HOME"] = str(scratch)
+    os.environ["RAY_TMPDIR"] = str(scratch)
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    for name in list(os.environ):
+        if name.startswith("KVRAY_") or name in ("RAY_ADDRESS", "RAY_NAMESPACE"):
+            del os.environ[name]
+    return scratch
+
+
+# Before any test module imports ray, which reads some of these only once.
+SCRATCH = _pin_environment()
+
+
+def pytest_configure() -> None:
+    """Let a terminated run end its fixtures, and with them every process that they started."""
+    runner = os.getpid()
+
+    def end(signum: int, _frame: object) -> None:
+        if os.getpid() == runner:
+            pytest.exit("terminated", returncode=128 + signum)
+        signal.signal(signum, signal.SIG_DFL)  # a fork of the runner just dies of it
+        os.kill(os.getpid(), signum)
+
+    signal.signal(signal.SIGTERM, end)
+
+
+def pytest_unconfigure() -> None:
+    """Remove the session's home, also when no test was run."""
+    shutil.rmtree(SCRATCH, ignore_errors=True)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a session after which a process or a shared-memory file of kvray remains."""
+    left = _wait_until_empty(_session_leftovers)
+    for process in _session_processes():
+        process.kill()
+    if left:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line("")
+            reporter.write_line(f"The session left behind: {', '.join(sorted(left))}", red=True)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test after which more is open than before it and its longer-lived fixtures."""
+    # Ray opens connections and threads of its own whenever it likes.
+    with_ray = request.node.get_closest_marker("ray") is not None
+    before = _resources(with_ray=with_ray)
+    yield
+    if left := _wait_until_empty(lambda: _grown(before, _resources(with_ray=with_ray))):
+        pytest.fail(f"The test left behind: {', '.join(sorted(left))}", pytrace=False)
+
+
+def _resources(*, with_ray: bool) -> dict[str, str]:
+    """Return a description for each identity of what this process holds open now."""
+    found = {f"shm:{name}": f"{SHM / name}" for name in _shm_names()}
+    for child in _children():
+        found[f"child:{child}"] = f"child process {child}"
+    for thread in threading.enumerate():
+        if not thread.name.startswith(THIRD_PARTY_THREADS):
+            found[f"thread:{thread.ident}"] = f"thread {thread.name}"
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue  # the listing's own descriptor
+        if not with_ray or target.startswith("/"):
+            found[f"fd:{fd}:{target}"] = f"descriptor {fd} of {target}"
+    return found
+
+
+def _children() -> list[str]:
+    """Return the pids of this process's living children, zombies included."""
+    pids: list[str] = []
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/children") as file:
+                pids += file.read().split()
+        except OSError:
+            continue  # the thread has ended
+    return pids
+
+
+def _grown(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    """Return what is in `after` alone, less the files that another program has just made."""
+    grown = {key: text for key, text in after.items() if key not in before}
+    return {
+        text
+        for key, text in grown.items()
+        if not (key.startswith("shm:") and _is_foreign(SHM / key.removeprefix("shm:")))
+    }
+
+
+def _session_leftovers() -> set[str]:
+    """Return what lives of the session: processes, and kvray's files that nobody else has open."""
+    left = {f"process {process.pid} ({_command(process)})" for process in _session_processes()}
+    for name in _shm_names() - SHM_BEFORE:
+        if not _is_foreign(SHM / name):
+            left.add(str(SHM / name))
+    return left
+
+
+def _shm_names() -> set[str]:
+    """Return the names in /dev/shm that kvray or Python's shared memory would give."""
+    return {name for name in os.listdir(SHM) if "kvray" in name or name.startswith("psm_")}
+
+
+SHM_BEFORE = frozenset(_shm_names())
+
+
+def _session_processes() -> list[psutil.Process]:
+    """Return every process but this one that runs with the session's home directory.
+
+    Unlike the process tree this finds daemons, whose parent is gone.
+    """
+    marker = f"HOME={SCRATCH}\0".encode()
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environ = Path(f"/proc/{process.pid}/environ").read_bytes()
+        except OSError:
+            continue  # ended, or another user's
+        if process.pid != os.getpid() and marker in environ:
+            found.append(process)
+    return found
+
+
+def _is_foreign(path: Path) -> bool:
+    """Return whether a process that is not of this session has `path`, or a file in it, open."""
+    ours = {process.pid for process in _session_processes()} | {os.getpid()}
+    needle = str(path)
+    return any(pid not in ours and needle in _open_files(pid) for pid in psutil.pids())
+
+
+def _open_files(pid: int) -> str:
+    """Return the mapped and opened paths of a process, as text."""
+    try:
+        links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+        return "\n".join([Path(f"/proc/{pid}/maps").read_text(), *links])
+    except OSError:
+        return ""
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()[:4])
+    except psutil.Error:
+        return "ended"
+
+
+def _wait_until_empty(leftovers: Callable[[], set[str]]) -> set[str]:
+    """Return what `leftovers` still gives after a collection and `GRACE_S`."""
+    left = leftovers()
+    deadline = time.monotonic() + GRACE_S
+    while left and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
+        left = leftovers()
+    return left

@@ -1,0 +1,35 @@
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+ENGINE_WING = ("kvray.node", "kvray.connector", "kvray.tensor_cache", "kvray.reference")
+
+CODE = """
+import importlib, pkgutil, sys
+package = importlib.import_module({name!r})
+for module in pkgutil.walk_packages(getattr(package, "__path__", []), {name!r} + "."):
+    if not module.name.endswith(".__main__"):
+        importlib.import_module(module.name)
+print(*(name for name in sys.modules if name.partition(".")[0] == "ray"))
+"""
+
+
+@pytest.mark.parametrize("name", ENGINE_WING)
+def test_engine_wing_never_imports_ray(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"there is no {name} yet")
+    # Its own process: here another test may have imported ray.
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(name=name)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []

@@ -1,0 +1,94 @@
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kvray
+
+ROOT = Path(__file__).parents[2]
+
+DEPENDENCIES = frozenset(
+    ["msgpack", "numpy", "psutil", "pydantic", "ray", "rich", "torch", "typer", "xxhash", "yaml"]
+)
+
+BLOCKED = """
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"{{name}} is not installed", name=name)
+
+sys.meta_path.insert(0, Blocker())
+{code}
+"""
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def build(source: Path, target: Path, what: str) -> Path:
+    # The tools are those of this environment, so that the test needs no network.
+    command = [sys.executable, "-m", "build", "--no-isolation", f"--{what}", "--outdir", target]
+    done = subprocess.run(
+        [*command, source], cwd=target, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = target.glob("*.whl" if what == "wheel" else "*.tar.gz")
+    return built
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The names in a wheel that was built from an sdist that was built from this checkout."""
+    scratch = tmp_path_factory.mktemp("build")
+    for name in ("sdist", "unpacked", "wheel"):
+        (scratch / name).mkdir()
+    sdist = build(ROOT, scratch / "sdist", "sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(scratch / "unpacked", filter="data")
+    (source,) = (scratch / "unpacked").iterdir()
+    with zipfile.ZipFile(build(source, scratch / "wheel", "wheel")) as wheel:
+        return wheel.namelist()
+
+
+def test_wheel_from_the_sdist_holds_every_file_of_the_package(wheel_names: list[str]) -> None:
+    package = ROOT / "kvray"
+    files = [path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    expected = {path.relative_to(ROOT).as_posix() for path in files}
+    assert "kvray/py.typed" in expected
+    assert expected == {name for name in wheel_names if name.startswith("kvray/")}
+
+
+def test_wheel_puts_nothing_but_kvray_at_the_top(wheel_names: list[str]) -> None:
+    tops = {name.partition("/")[0] for name in wheel_names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"kvray"}
+
+
+def test_wheel_holds_the_licence(wheel_names: list[str]) -> None:
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_names)
+
+
+@pytest.mark.parametrize("name", ["actors", "connector"])
+def test_link_at_the_top_is_relative(name: str) -> None:
+    assert os.readlink(ROOT / name) == f"kvray/{name}"
+
+
+def test_import_kvray_needs_no_other_package() -> None:
+    code = "import kvray; print(kvray.__version__, *dir(kvray))"
+    printed = run_python(BLOCKED.format(blocked=DEPENDENCIES, code=code))
+    assert {"Client", "TensorCache"} <= set(printed.split())
+
+
+def test_unknown_name_of_kvray_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Klient'"):
+        _ = kvray.Klient
