@@ -90,9 +90,9 @@ def install():
     pip = [PYTHON, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
     pip += ["--constraint", os.path.join(ROOT, "constraints.txt")]
     if not sys.stdout.isatty():
-        pip += ["--progress-bar", "off"]
+        pip += ["--quiet"]
     # The build tool comes first and from the pins, so that nothing is fetched behind our back.
-    run(*pip, "--quiet", "hatchling")
+    run(*pip, "hatchling")
     run(*pip, "--no-build-isolation", "--editable", ".[dev]")
 
 
