@@ -1,10 +1,13 @@
 """What names a block: its key, and the namespace that seeds the keys."""
 
 import hashlib
+import operator
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import NewType
+
+from kvray.errors import ConfigError
 
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes: the sha256 digest chained over all tokens up to and including the block's."""
@@ -16,6 +19,25 @@ KEY_FORMAT_VERSION = 1
 def frame(*items: bytes) -> bytes:
     """Join `items` so that no two different lists give equal bytes (each behind its u64 length)."""
     return b"".join(struct.pack("<Q", len(item)) + item for item in items)
+
+
+def tagged(value: str | int, *, what: str) -> bytes:
+    """Return `value` as bytes that tell text from number and are equal in every process.
+
+    Not `repr`, which writes a numpy integer or a character that is new to Unicode differently
+    from one installation to the next. A lone surrogate, which JSON can carry, is kept as it is.
+
+    Raises:
+        ConfigError: `value`, which the message calls `what`, is neither text nor whole number.
+    """
+    if isinstance(value, str):
+        return b"str:" + value.encode("utf-8", "surrogatepass")
+    try:
+        return b"int:%x" % operator.index(value)
+    except TypeError:
+        raise ConfigError(
+            f"{what} must be a text or a whole number, not a {type(value).__name__}."
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +75,18 @@ class Namespace:
     key_format: int = KEY_FORMAT_VERSION
 
     def digest(self) -> bytes:
-        """Return the 32 bytes that stand for this namespace in every key."""
-        named = (f"{f.name}={getattr(self, f.name)!r}".encode() for f in fields(self))
-        return hashlib.sha256(frame(b"kvray.namespace", *named)).digest()
+        """Return the 32 bytes that stand for this namespace in every key.
+
+        They are the sha256 of the framed items `kvray.namespace` and, field by field, its name
+        and its value, a text as `str:` and its UTF-8, a number as `int:` and its hex digits.
+
+        Raises:
+            ConfigError: a field is neither a text nor a whole number.
+        """
+        items = [b"kvray.namespace"]
+        for field in fields(self):
+            items += field.name.encode(), tagged(getattr(self, field.name), what=field.name)
+        return hashlib.sha256(frame(*items)).digest()
 
     def difference(self, other: "Namespace") -> dict[str, tuple[object, object]]:
         """Return field -> (own value, other's value) for every field that differs."""

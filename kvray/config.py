@@ -7,11 +7,12 @@ import difflib
 import os
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kvray.errors import ConfigError
 
@@ -36,7 +37,7 @@ def parse_size(value: object) -> int:
         found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
         if not found or found[2] not in _UNITS:
             raise ValueError(f"{value!r} is no size; write a number with a unit such as 64GiB")
-        size = int(float(found[1]) * _UNITS[found[2]])
+        size = int(Decimal(found[1]) * _UNITS[found[2]])
     if size <= 0:
         raise ValueError(f"{value!r} is not a positive size; write for example 64GiB")
     return size
@@ -54,7 +55,15 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_empty_for_defaults(cls, values: object) -> object:
+        """Read a section whose keys are all commented out, which YAML gives as null."""
+        return {} if values is None else values
 
 
 class ArenaConfig(_Section):
@@ -143,7 +152,8 @@ def load_config(
         path: a YAML file; None: the file that `KVRAY_CONFIG` names, else the well-known path,
             else the defaults.
         overrides: dotted key -> value, for example {"arena.capacity": "2GiB"}; None is no value.
-        environ: variables `KVRAY_SECTION__KEY`, for example KVRAY_ARENA__CAPACITY=2GiB.
+        environ: variables `KVRAY_SECTION__KEY`, for example KVRAY_ARENA__CAPACITY=2GiB; an empty
+            one counts as not set.
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown, or a value is out of range.
@@ -165,8 +175,15 @@ def load_config(
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory for downloads and other things that can be made again."""
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvray"
+    """Return the directory for downloads and other things that can be made again.
+
+    Raises:
+        ConfigError: neither XDG_CACHE_HOME nor a home directory is known.
+    """
+    try:
+        return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvray"
+    except RuntimeError:
+        raise ConfigError("This user has no home directory; set XDG_CACHE_HOME.") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -174,7 +191,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"The configuration file {path} cannot be read ({error.strerror}); name an existing file."
+            f"The configuration file {path} cannot be read ({error.strerror});"
+            " name an existing file."
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
@@ -187,18 +205,24 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _environment_overrides(environ: Mapping[str, str]) -> dict[str, str]:
     """Return dotted key -> value of the variables that name a setting."""
-    names = {name: name.removeprefix("KVRAY_") for name in environ if name.startswith("KVRAY_")}
-    known = {name: rest for name, rest in names.items() if "__" in rest or rest == "CLUSTER_NAME"}
-    return {rest.lower().replace("__", "."): environ[name] for name, rest in known.items()}
+    given = {
+        name.removeprefix("KVRAY_"): value
+        for name, value in environ.items()
+        if name.startswith("KVRAY_") and value
+    }
+    # Others are left alone: Kubernetes sets KVRAY_PORT and the like for a service named kvray.
+    known = {name for name in given if "__" in name or name == "CLUSTER_NAME"}
+    return {name.lower().replace("__", "."): given[name] for name in sorted(known)}
 
 
 def _set_dotted(values: dict[str, Any], dotted: str, value: Any) -> None:
     *sections, key = dotted.split(".")
     for section in sections:
-        inner = values.setdefault(section, {})
-        if not isinstance(inner, dict):
-            raise ConfigError(f"{section} must be a section with keys, not {inner!r}.")
-        values = inner
+        if values.get(section) is None:
+            values[section] = {}
+        if not isinstance(values[section], dict):
+            raise ConfigError(f"{section} must be a section with keys, not {values[section]!r}.")
+        values = values[section]
     values[key] = value
 
 
@@ -211,7 +235,10 @@ def _explain(error: ValidationError) -> str:
         known = _keys_of(sections)
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = f"did you mean {'.'.join([*sections, near[0]])}?" if near else "remove it."
-        return f"Unknown setting {dotted}; {hint} Known here: {', '.join(sorted(known))}."
+        return f"Unknown setting {dotted}; {hint} {_listed(known)}"
+    if problem["type"] == "model_type":
+        known = _keys_of([*sections, key])
+        return f"{dotted} must be a section with keys, not {problem['input']!r}. {_listed(known)}"
     message = problem["msg"].removeprefix("Value error, ")
     return f"Setting {dotted} = {problem['input']!r} cannot be used: {message}."
 
@@ -221,3 +248,7 @@ def _keys_of(sections: list[str]) -> list[str]:
     for section in sections:
         model = model.model_fields[section].annotation
     return list(model.model_fields)
+
+
+def _listed(known: list[str]) -> str:
+    return f"Known here: {', '.join(sorted(known))}."

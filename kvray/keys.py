@@ -1,13 +1,19 @@
 """Keys of blocks: sha256 chained over a prefix, equal in every process and on every machine.
 
-The chain starts from a *seed*. A seed covers the namespace and, per request, the LoRA adapter
-and the cache salt. A block's message is
+The chain starts from a *seed*: the sha256 of four items, each behind its length as u64:
+
+    "kvray.seed" | the namespace's digest | salt | adapter
+
+where salt is `str:` and its UTF-8, `int:` and its hex digits, or nothing without a salt, and
+adapter is `lora:` and the adapter's fingerprint, or nothing without one. A block's key is the
+sha256 of its message, which is
 
     parent (32 bytes) | u32 tokens_per_block | its tokens, i32 each | u32 number of extras | extras
 
-all little endian, where an extra is a media item that begins in this block: u32 its offset in
-the block, u32 the length of its digest, the digest. Every part has a fixed length or stands
-behind its length, so no two different contents give one message.
+where parent is the key of the block before (the seed for the first), and an extra is a media item
+that begins in this block: u32 its offset in the block, u32 the length of its digest, the digest;
+items stand in order of offset, then digest. All numbers are little endian. Every part has a fixed
+length or stands behind its length, so no two different contents give one message.
 """
 
 import hashlib
@@ -19,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvray.block import BlockKey, frame
+from kvray.block import KEY_BYTES, BlockKey, frame, tagged
 from kvray.errors import ConfigError
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -27,12 +33,23 @@ Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaItem:
-    """An image, audio or video item of a prompt."""
+    """An image, audio or video item of a prompt.
+
+    Raises:
+        ConfigError: the digest is empty: two different items would share keys.
+    """
 
     position: int
     """Index of the first token that stands for the item."""
     digest: bytes
     """The engine's digest of the item's content."""
+
+    def __post_init__(self) -> None:
+        if not self.digest:
+            raise ConfigError(
+                f"The media item at token {self.position} has no digest; a request whose engine"
+                " gives none must bypass the cache."
+            )
 
 
 def request_seed(
@@ -47,10 +64,13 @@ def request_seed(
 
     Returns:
         32 bytes.
+
+    Raises:
+        ConfigError: a salt that is neither text nor whole number.
     """
-    salted = b"" if salt is None else f"{type(salt).__name__}:{salt}".encode()
-    adapted = b"" if lora is None else b"lora:" + lora
-    return hashlib.sha256(frame(b"kvray.seed", namespace, salted, adapted)).digest()
+    salted = b"" if salt is None else tagged(salt, what="The cache salt")
+    adapter = b"" if lora is None else b"lora:" + lora
+    return hashlib.sha256(frame(b"kvray.seed", namespace, salted, adapter)).digest()
 
 
 def chain_keys(
@@ -63,49 +83,40 @@ def chain_keys(
     """Return one key for each full block of `tokens`, each chained to the one before.
 
     Args:
-        tokens: token ids, shape [num_tokens]; the tail that fills no block is left out.
+        tokens: token ids, shape [num_tokens], as a list or anything numpy can read, such as a CPU
+            tensor; the tail that fills no block is left out.
         tokens_per_block: tokens in a block, the engine's value.
         seed: what `request_seed` returned; to go on with a chain, the last key of its head.
-        media: items whose digests enter the chain at the block where each begins.
+        media: items whose digests enter the chain at the block where each begins; positions count
+            from the first of `tokens`, and an item that begins before it is already in `seed`.
 
     Returns:
         num_tokens // tokens_per_block keys of 32 bytes, in prefix order.
 
     Raises:
-        ConfigError: tokens_per_block < 1, or tokens that are not integers of 32 bits.
+        ConfigError: tokens_per_block < 1, a seed of another length than a key's, or tokens that
+            are not integers of 32 bits.
 
     Source: only full blocks are keyed, as in TensorRT-LLM's block reuse.
     """
     if tokens_per_block < 1:
         raise ConfigError(f"tokens_per_block must be at least 1, not {tokens_per_block}.")
-    num_blocks = len(tokens) // tokens_per_block
-    framed = _frame_blocks(tokens, num_blocks, tokens_per_block)
+    if len(seed) != KEY_BYTES:
+        raise ConfigError(
+            f"A seed has {KEY_BYTES} bytes, not {len(seed)}; use what request_seed returns."
+        )
+    framed = _frame_blocks(pack_tokens(tokens), tokens_per_block)
     step = (tokens_per_block + 2) * 4
-    extras = _media_extras(media, tokens_per_block) if media else {}
+    messages = [framed[start : start + step] for start in range(0, len(framed), step)]
+    for index, extras in _media_extras(media, tokens_per_block).items():
+        if 0 <= index < len(messages):
+            messages[index] = messages[index][:-4] + extras
     sha256 = hashlib.sha256
     parent, keys = seed, []
-    if not extras:
-        for start in range(0, num_blocks * step, step):
-            parent = sha256(parent + framed[start : start + step]).digest()
-            keys.append(parent)
-        return keys  # type: ignore[return-value]
-    for index in range(num_blocks):
-        message = framed[index * step : (index + 1) * step]
-        if index in extras:
-            message = message[:-4] + extras[index]
+    for message in messages:
         parent = sha256(parent + message).digest()
         keys.append(parent)
     return keys  # type: ignore[return-value]
-
-
-def _frame_blocks(tokens: Tokens, num_blocks: int, tokens_per_block: int) -> bytes:
-    """Return the messages of all full blocks, without parents and extras, end to end."""
-    packed = pack_tokens(tokens)[: num_blocks * tokens_per_block]
-    framed = np.empty((num_blocks, tokens_per_block + 2), dtype="<i4")
-    framed[:, 0] = tokens_per_block
-    framed[:, 1:-1] = packed.reshape(num_blocks, tokens_per_block)
-    framed[:, -1] = 0
-    return framed.tobytes()
 
 
 def pack_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
@@ -114,25 +125,39 @@ def pack_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
     Raises:
         ConfigError: a token is not an integer or does not fit into 32 bits.
     """
-    if isinstance(tokens, np.ndarray):
-        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
-            raise ConfigError(
-                f"Tokens must be a flat array of integers, not {tokens.dtype} of shape"
-                f" {list(tokens.shape)}; give the token ids of one prompt."
-            )
-        if tokens.size and (tokens.min() < -(2**31) or tokens.max() >= 2**31):
-            raise ConfigError("A token id does not fit into 32 bits; give the tokenizer's ids.")
-        return tokens.astype(np.int32, copy=False)
     try:
+        if hasattr(tokens, "__array__"):
+            return _pack_array(np.asarray(tokens))
         return np.frombuffer(struct.pack(f"<{len(tokens)}i", *tokens), dtype="<i4")
-    except struct.error as error:
+    except (struct.error, TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"Tokens must be integers of 32 bits ({error}); give token ids, not text."
+            f"Tokens must be a list of integers of 32 bits ({error}); give token ids, not text."
         ) from None
 
 
+def _pack_array(tokens: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+        raise ConfigError(
+            f"Tokens must be a flat array of integers, not {tokens.dtype} of shape"
+            f" {list(tokens.shape)}; give the token ids of one prompt."
+        )
+    if tokens.size and (tokens.min() < -(2**31) or tokens.max() >= 2**31):
+        raise ConfigError("A token id does not fit into 32 bits; give the tokenizer's ids.")
+    return tokens.astype("<i4", copy=False)
+
+
+def _frame_blocks(tokens: npt.NDArray[np.int32], tokens_per_block: int) -> bytes:
+    """Return the messages of all full blocks, without parents and extras, end to end."""
+    num_blocks = len(tokens) // tokens_per_block
+    framed = np.empty((num_blocks, tokens_per_block + 2), dtype="<i4")
+    framed[:, 0] = tokens_per_block
+    framed[:, 1:-1] = tokens[: num_blocks * tokens_per_block].reshape(num_blocks, tokens_per_block)
+    framed[:, -1] = 0
+    return framed.tobytes()
+
+
 def _media_extras(media: Sequence[MediaItem], tokens_per_block: int) -> dict[int, bytes]:
-    """Return block index -> count and framed extras, items in order of position."""
+    """Return block index -> the count and the extras that end its message in place of a zero."""
     blocks: dict[int, list[bytes]] = {}
     for item in sorted(media, key=lambda item: (item.position, item.digest)):
         index, offset = divmod(item.position, tokens_per_block)
