@@ -1,0 +1,7 @@
+"""The host tier: a node's arena in shared memory, and what is decided over its tables."""
+
+from kvray.store.arena import Arena, ArenaSpec
+from kvray.store.lease import Lease
+from kvray.store.slots import Reservation
+
+__all__ = ["Arena", "ArenaSpec", "Lease", "Reservation"]

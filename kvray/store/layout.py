@@ -1,0 +1,162 @@
+"""Where everything lies in an arena file: a header, tables of fixed size, then the data."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvray.block import KEY_BYTES
+from kvray.errors import CapacityError
+
+MAGIC = b"KVRAYARN"
+FORMAT_VERSION = 1
+ALIGNMENT = 4096
+"""Slots start and end on this boundary, so that files can be read into them directly."""
+
+LIVE, RETIRED = 1, 2
+"""States of an arena. RETIRED: whoever maps it detaches and looks for its successor."""
+
+FREE, RESERVED, READY, LIMBO, QUARANTINED = range(5)
+"""States of a slot. Only READY slots are ever read as blocks. LIMBO: its writer died, and a late
+copy may still land. QUARANTINED: its bytes did not have their checksum."""
+
+BUCKET_WAYS = 16
+PAGE_SLOTS = 256
+PAGES_MAX = 4096
+LABEL_BYTES = 64
+
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("format_version", "<u4"),
+        ("state", "<u4"),
+        ("cluster_name", "S64"),
+        ("arena_id", "S16"),
+        ("shard_epoch", "<u8"),
+        ("capacity", "<u8"),
+        ("slab_bytes", "<u8"),
+        ("slot_min", "<u8"),
+        ("holders_max", "<u8"),
+        # Set for as long as somebody changes the tables: found set, its setter died in there.
+        ("section", "<u8"),
+        ("tick", "<u8"),
+        ("changes", "<u8"),
+        ("next_lease", "<u8"),
+        ("stored", "<u8"),
+        ("evicted", "<u8"),
+        ("dropped", "<u8"),
+        ("corrupt", "<u8"),
+        ("repairs", "<u8"),
+    ]
+)
+
+
+def align(size: int, to: int = ALIGNMENT) -> int:
+    """Return `size` rounded up to a multiple of `to`."""
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """The figures of an arena that never change in its life; every offset follows from them."""
+
+    capacity: int
+    slab_bytes: int
+    slot_min: int
+    holders_max: int
+
+    @classmethod
+    def fit(cls, *, capacity: int, slab: int, slot_min: int, holders_max: int) -> "Geometry":
+        """Return the geometry of an arena of at most `capacity` bytes of blocks.
+
+        Small arenas get smaller slabs, so that at least four block sizes can share one.
+
+        Raises:
+            CapacityError: not even one slot fits.
+        """
+        slot_min = align(slot_min)
+        slab = max(slot_min, min(slab, capacity // 4)) // slot_min * slot_min
+        if capacity < slab:
+            raise CapacityError(
+                f"An arena of {capacity} bytes holds no slot of {slot_min}; raise arena.capacity."
+            )
+        return cls(
+            capacity=capacity // slab * slab,
+            slab_bytes=slab,
+            slot_min=slot_min,
+            holders_max=holders_max,
+        )
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs in the arena."""
+        return self.capacity // self.slab_bytes
+
+    @property
+    def slots_per_slab(self) -> int:
+        """Rows of the slot table that a slab owns; a large block size uses fewer."""
+        return self.slab_bytes // self.slot_min
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the slot table."""
+        return self.num_slabs * self.slots_per_slab
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of the key index, a power of two.
+
+        At four slots a bucket of 16 ways, one bucket in a million overflows (Poisson); a block
+        that finds its bucket full is not stored.
+        """
+        return max(16, 1 << (self.num_slots // 4 - 1).bit_length())
+
+    def stride(self, block_bytes: int) -> int:
+        """Return the bytes from one slot of `block_bytes` to the next."""
+        return align(max(block_bytes, self.slot_min))
+
+    def tables(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Return (name, dtype, shape) of every table, in file order."""
+        slots, holders = (self.num_slots,), (self.holders_max,)
+        buckets, pages = (self.num_buckets, BUCKET_WAYS), (PAGES_MAX,)
+        return [
+            ("slab_block_bytes", "<u8", (self.num_slabs,)),
+            ("slot_state", "u1", slots),
+            ("slot_key", "<u8", (self.num_slots, KEY_BYTES // 8)),
+            ("slot_part", "<u4", slots),
+            ("slot_depth", "<u4", slots),
+            ("slot_parent", "<i4", slots),
+            ("slot_children", "<i4", slots),
+            ("slot_leases", "<i4", slots),
+            ("slot_holder", "<i4", slots),
+            ("slot_version", "<u4", slots),
+            ("slot_tick", "<u8", slots),
+            ("slot_checksum", "<u8", slots),
+            ("slot_since", "<f8", slots),
+            ("index_slot", "<u4", buckets),
+            ("index_tag", "<u4", buckets),
+            ("holder_live", "<u4", holders),
+            ("holder_generation", "<u4", holders),
+            ("holder_pid", "<u4", holders),
+            ("holder_since", "<f8", holders),
+            ("holder_label", f"S{LABEL_BYTES}", holders),
+            ("page_holder", "<i4", pages),
+            ("page_lease", "<u8", pages),
+            ("page_next", "<i4", pages),
+            ("page_count", "<u4", pages),
+            ("page_since", "<f8", pages),
+            ("page_slots", "<u4", (PAGES_MAX, PAGE_SLOTS)),
+        ]
+
+    def offsets(self) -> dict[str, int]:
+        """Return the byte offset of every table, and of `data`, each on a page of its own."""
+        offsets, at = {}, ALIGNMENT
+        for name, dtype, shape in self.tables():
+            offsets[name] = at
+            at = align(at + np.dtype(dtype).itemsize * int(np.prod(shape)))
+        offsets["data"] = align(at, 2 * 2**20)
+        return offsets
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the whole file."""
+        return self.offsets()["data"] + self.capacity

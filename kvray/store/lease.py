@@ -1,0 +1,125 @@
+"""Leases: records of which holder may read which slots, kept in pages of the arena.
+
+A slot's lease count is derived from the records; a record ends by release or with its holder.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvray.store import key_index
+from kvray.store.layout import PAGE_SLOTS, READY
+from kvray.store.tables import Array, Tables
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to read one part of a run of blocks; small, so that it travels to other ranks."""
+
+    lease_id: int
+    """Never given twice in an arena's life."""
+    page: int
+    """First page of the record."""
+    num_blocks: int
+
+
+def match(tables: Tables, keys: Array, num_parts: int) -> Array:
+    """Return the slots of the longest run of leading keys of which every part is READY.
+
+    Returns:
+        Slots of shape [num_parts, run].
+    """
+    slots = np.stack([key_index.find(tables, keys, part) for part in range(num_parts)])
+    ready = ((slots >= 0) & (tables.slot_state[slots] == READY)).all(axis=0)
+    run = len(ready) if ready.all() else int(ready.argmin())
+    return slots[:, :run]
+
+
+def take(tables: Tables, slots: Array, *, holder: int, now: float) -> Lease | None:
+    """Lease `slots` to `holder`; None if the record's pages are used up.
+
+    The whole prefix is leased, from its root, so that no ancestor of a leased block can go.
+    """
+    pages_needed = max(1, -(-len(slots) // PAGE_SLOTS))
+    pages = np.flatnonzero(tables.page_holder == 0)[:pages_needed]
+    if len(pages) < pages_needed:
+        return None
+    tables.header["next_lease"] += 1
+    lease_id = int(tables.header["next_lease"])
+    tables.slot_tick[slots] = tables.next_tick()
+    padded = np.zeros(pages_needed * PAGE_SLOTS, dtype=np.uint32)
+    padded[: len(slots)] = slots
+    tables.page_slots[pages] = padded.reshape(pages_needed, PAGE_SLOTS)
+    tables.page_count[pages] = PAGE_SLOTS
+    tables.page_count[pages[-1]] = len(slots) - (pages_needed - 1) * PAGE_SLOTS
+    tables.page_next[pages] = np.append(pages[1:], -1)
+    tables.page_lease[pages] = lease_id
+    tables.page_since[pages] = now
+    tables.page_holder[pages] = holder + 1
+    tables.slot_leases[slots] += 1
+    return Lease(lease_id=lease_id, page=int(pages[0]), num_blocks=len(slots))
+
+
+def leased_slots(tables: Tables, lease: Lease) -> Array | None:
+    """Return the slots of `lease` in prefix order; None if it has ended.
+
+    Needs no lock: a record does not change while it is held.
+    """
+    pages = _pages(tables, lease)
+    if pages is None:
+        return None
+    return tables.page_slots[pages].ravel()[: lease.num_blocks].astype(np.int64)
+
+
+def release(tables: Tables, lease: Lease) -> bool:
+    """End `lease`; False if it had ended before."""
+    pages = _pages(tables, lease)
+    if pages is None:
+        return False
+    _end(tables, pages)
+    return True
+
+
+def release_holder(tables: Tables, holder: int) -> int:
+    """End every lease of `holder`; return how many slots they named."""
+    pages = np.flatnonzero(tables.page_holder == holder + 1)
+    return _end(tables, pages) if len(pages) else 0
+
+
+def count_leases(tables: Tables) -> Array:
+    """Return the lease count of every slot as the records have it."""
+    return np.bincount(
+        _named(tables, np.flatnonzero(tables.page_holder)), minlength=tables.geometry.num_slots
+    )
+
+
+def long_leases(tables: Tables, *, before: float) -> list[tuple[int, int]]:
+    """Return (holder, slots) of the holders with leases taken before then."""
+    pages = np.flatnonzero((tables.page_holder > 0) & (tables.page_since < before))
+    holders = np.unique(tables.page_holder[pages])
+    counts = tables.page_count[pages]
+    return [(int(h) - 1, int(counts[tables.page_holder[pages] == h].sum())) for h in holders]
+
+
+def _pages(tables: Tables, lease: Lease) -> list[int] | None:
+    pages, page = [], lease.page
+    while page >= 0:
+        if tables.page_lease[page] != lease.lease_id or tables.page_holder[page] == 0:
+            return None
+        pages.append(page)
+        page = int(tables.page_next[page])
+    return pages
+
+
+def _named(tables: Tables, pages: "Array | list[int]") -> Array:
+    """Return every slot that `pages` name, with repetitions."""
+    filled = np.arange(PAGE_SLOTS) < tables.page_count[pages][:, None]
+    return tables.page_slots[pages][filled].astype(np.int64)
+
+
+def _end(tables: Tables, pages: "Array | list[int]") -> int:
+    slots = _named(tables, pages)
+    np.subtract.at(tables.slot_leases, slots, 1)
+    tables.page_holder[pages] = 0
+    tables.page_lease[pages] = 0
+    return len(slots)
