@@ -1,7 +1,7 @@
 """Make .venv and install kvray into it, unless the one that is there already has all of it.
 
 Run by the Makefile with any Python: old ones must get as far as the sentence that they are too old,
-so this file uses no syntax newer than Python 3.5.
+so this file uses no syntax newer than Python 2.7.
 """
 
 import sys
@@ -80,7 +80,7 @@ def create():
     shutil.rmtree(VENV, ignore_errors=True)
     os.makedirs(VENV)
     mark_begun()
-    run(sys.executable, "-m", "venv", VENV)
+    run([sys.executable, "-m", "venv", VENV])
 
 
 def install():
@@ -92,8 +92,12 @@ def install():
     if not sys.stdout.isatty():
         pip += ["--quiet"]
     # The build tool comes first and from the pins, so that nothing is fetched behind our back.
-    run(*pip, "hatchling")
-    run(*pip, "--no-build-isolation", "--editable", ".[dev]")
+    try:
+        run(pip + ["hatchling"])
+        run(pip + ["--no-build-isolation", "--editable", ".[dev]"])
+    except SystemExit:  # pip refused before it touched anything: what was there still works
+        os.remove(BEGUN)
+        raise
 
 
 def mark_begun():
@@ -101,7 +105,7 @@ def mark_begun():
     open(BEGUN, "w").close()
 
 
-def run(*command):
+def run(command):
     """Run `command` in the root of the checkout and end with its status if it fails."""
     status = subprocess.call(command, cwd=ROOT, env=environment())
     if status:
@@ -134,7 +138,8 @@ def read(path):
 
 def say(text):
     """Print one line of progress."""
-    print(text, flush=True)
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
