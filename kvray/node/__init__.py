@@ -1,0 +1,5 @@
+"""What any process of a node reaches without Ray: the arena, and its shard's socket."""
+
+from kvray.node.link import NodeLink, Registration, attach
+
+__all__ = ["NodeLink", "Registration", "attach"]

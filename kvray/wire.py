@@ -1,0 +1,71 @@
+"""Frames on a node's unix socket: a u32 length, then one msgpack map; bounded both ways.
+
+A request has `op` and its fields; a reply has `ok`, and then fields, or `error` (the name of a
+class of `kvray.errors`) and `message`.
+"""
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import msgpack
+
+from kvray import errors
+
+FRAME_MAX = 4 * 2**20
+"""Longest frame either side accepts, bytes."""
+
+LENGTH = struct.Struct("<I")
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """Return `message` as one frame.
+
+    Raises:
+        TransferError: it is longer than a frame may be.
+    """
+    body = msgpack.packb(dict(message), use_bin_type=True)
+    if len(body) > FRAME_MAX:
+        raise errors.TransferError(
+            f"A message of {len(body)} bytes exceeds the {FRAME_MAX} of a frame; send fewer keys."
+        )
+    return LENGTH.pack(len(body)) + body
+
+
+def body_length(head: bytes) -> int:
+    """Return the length that a frame's first 4 bytes announce.
+
+    Raises:
+        TransferError: longer than a frame may be; the peer speaks something else.
+    """
+    length: int = LENGTH.unpack(head)[0]
+    if length > FRAME_MAX:
+        raise errors.TransferError(f"The peer announced a frame of {length} bytes; it is no kvray.")
+    return length
+
+
+def decode(body: bytes) -> dict[str, Any]:
+    """Return the message in a frame's body.
+
+    Raises:
+        TransferError: not a msgpack map with text keys.
+    """
+    try:
+        message = msgpack.unpackb(body, raw=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise errors.TransferError(f"The peer sent a broken frame ({error}).") from None
+    if not isinstance(message, dict):
+        raise errors.TransferError(f"The peer sent a {type(message).__name__} instead of a map.")
+    return message
+
+
+def error_reply(error: errors.KVRayError) -> dict[str, Any]:
+    """Return the reply that carries `error`."""
+    return {"ok": False, "error": type(error).__name__, "message": str(error)}
+
+
+def raise_for(reply: Mapping[str, Any]) -> None:
+    """Raise the error that `reply` carries, if any."""
+    if not reply.get("ok"):
+        kind = getattr(errors, str(reply.get("error")), errors.KVRayError)
+        raise kind(str(reply.get("message")))
