@@ -1,0 +1,57 @@
+"""From the name of a model to the model and its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvray.errors import ConfigError
+from kvray.reference.model import BlockModel, load_causal_lm, make_tiny_causal_lm
+from kvray.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from kvray.reference.weights import find_weights
+
+SMOLLM2 = "smollm2"
+TINY = "tiny"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A model ready to run. `name` is its path, or `tiny:SEED` for weights made in memory."""
+
+    name: str
+    model: BlockModel
+    tokenizer: Tokenizer
+
+
+def load_checkpoint(
+    model: str | Path, *, tokens_per_block: int, cache_dir: Path | None = None
+) -> Checkpoint:
+    """Load `smollm2`, `tiny`, `tiny:SEED` or the checkpoint at a path.
+
+    Raises:
+        ConfigError: there is no such model, or its weights can be neither found nor fetched.
+    """
+    name, _, seed = str(model).partition(":")
+    if name == TINY:
+        if seed and not seed.isdecimal():
+            raise ConfigError(f"The seed of {model!r} is no number; write tiny:7, for example.")
+        number = int(seed or 0)
+        return Checkpoint(
+            name=f"{TINY}:{number}",
+            model=BlockModel(make_tiny_causal_lm(number), tokens_per_block=tokens_per_block),
+            tokenizer=ByteTokenizer(),
+        )
+    if str(model) == SMOLLM2:
+        path = find_weights(cache_dir=cache_dir)
+    else:
+        path = Path(model).expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"There is no model at {path}; give {SMOLLM2!r}, {TINY!r}, or the path of a "
+            "Llama-family checkpoint (a directory or a .gguf file)."
+        )
+    return Checkpoint(
+        name=str(path.resolve()),
+        model=BlockModel(load_causal_lm(path), tokens_per_block=tokens_per_block),
+        tokenizer=load_tokenizer(path),
+    )

@@ -1,0 +1,326 @@
+"""The reference engine: text in, text out, over a paged pool that a connector may fill and save."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from kvray.errors import ConfigError, KVRayError
+from kvray.reference.cache_manager import KVCacheManager
+from kvray.reference.checkpoint import load_checkpoint
+from kvray.reference.connector_manager import KvCacheConnectorManager
+from kvray.reference.executor import Executor
+from kvray.reference.llm_args import KvCacheConfig, KvConnectorConfig, LlmArgs
+from kvray.reference.model_engine import ModelEngine
+from kvray.reference.request import LlmRequest
+
+Prompt: TypeAlias = "str | Sequence[int]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """The answer to one prompt.
+
+    `reused_tokens` were found in the engine's own pool, `hit_tokens` were loaded through the
+    connector; the rest of the `prompt_tokens` were computed. `ttft_s` runs from the submission to
+    the first token, waiting included. `finish_reason` is `stop`, `length` or `cancelled`.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    reused_tokens: int
+    hit_tokens: int
+    ttft_s: float
+    finish_reason: str
+
+
+class Pending:
+    """A submitted request: the promise of its output."""
+
+    def __init__(self, request_id: int, future: Future[LlmRequest], engine: ReferenceEngine):
+        self.request_id = request_id
+        self._future = future
+        self._engine = engine
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` returns at once."""
+        return self._future.done()
+
+    def result(self, timeout_s: float = 600.0) -> Output:
+        """Wait for the output.
+
+        Raises:
+            KVRayError: the request failed, the engine died or was closed, or time is up.
+        """
+        try:
+            request = self._future.result(timeout_s)
+        except FutureTimeoutError:
+            raise KVRayError(
+                f"Request {self.request_id} has not ended within {timeout_s:.0f} s."
+            ) from None
+        return self._engine.output_of(request)
+
+
+class ReferenceEngine:
+    """One replica: model, pool, executor and, if asked for, a connector.
+
+    Args:
+        model: `smollm2`, `tiny`, `tiny:SEED`, or the path of a Llama-family checkpoint (a
+            directory or a .gguf file).
+        tokens_per_block: tokens in a block, and rows in every step of the model.
+        num_blocks: blocks in the pool.
+        connector: where the connector's classes are; an object with the three attributes of
+            `KvConnectorConfig`.
+        chunk_tokens: with `enable_chunked_prefill`, the longest piece of a prompt in one pass.
+        overlap: sample one pass late, as TensorRT-LLM does by default.
+        pad_batch_size: fill smaller batches up with dummy requests.
+        poison: make every byte that nobody wrote NaN.
+        cache_dir: where downloaded weights are kept.
+        num_threads: torch's threads; equal answers need equal numbers.
+
+    Raises:
+        ConfigError: an argument, the model or the connector cannot be used.
+        KVRayError: the connector failed while the engine started.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2",
+        *,
+        tokens_per_block: int = 32,
+        num_blocks: int = 128,
+        connector: KvConnectorConfig | Any | None = None,
+        enable_block_reuse: bool = True,
+        enable_partial_reuse: bool = False,
+        enable_chunked_prefill: bool = False,
+        chunk_tokens: int | None = None,
+        overlap: bool = False,
+        max_batch_size: int = 8,
+        pad_batch_size: int = 0,
+        poison: bool = False,
+        cache_dir: Path | None = None,
+        num_threads: int = 2,
+    ) -> None:
+        chunk = _chunk(enable_chunked_prefill, chunk_tokens, tokens_per_block)
+        for name, value in (
+            ("tokens_per_block", tokens_per_block),
+            ("num_blocks", num_blocks),
+            ("max_batch_size", max_batch_size),
+            ("num_threads", num_threads),
+        ):
+            if value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        torch.set_num_threads(num_threads)
+        checkpoint = load_checkpoint(model, tokens_per_block=tokens_per_block, cache_dir=cache_dir)
+        self.tokenizer = checkpoint.tokenizer
+        self.model = checkpoint.model
+        self.llm_args = LlmArgs(
+            model=checkpoint.name,
+            enable_chunked_prefill=enable_chunked_prefill,
+            disable_overlap_scheduler=not overlap,
+            kv_cache_config=KvCacheConfig(
+                tokens_per_block=tokens_per_block,
+                enable_block_reuse=enable_block_reuse,
+                enable_partial_reuse=enable_partial_reuse,
+            ),
+            kv_connector_config=connector,
+        )
+        self.cache = KVCacheManager(
+            self.model.geometry,
+            num_blocks=num_blocks,
+            tokens_per_block=tokens_per_block,
+            enable_block_reuse=enable_block_reuse,
+            enable_partial_reuse=enable_partial_reuse,
+            poison=poison,
+        )
+        self.connector: KvCacheConnectorManager | None = None
+        self._request_ids = itertools.count(1)
+        self._ids_lock = threading.Lock()
+        try:
+            model_engine = self._bring_up(pad_batch_size)
+        except BaseException:
+            self._shut_connector_down()
+            raise
+        self._executor = Executor(
+            model_engine,
+            self.cache,
+            connector=self.connector,
+            overlap=overlap,
+            max_batch_size=max_batch_size,
+            chunk_tokens=chunk,
+            num_threads=num_threads,
+        )
+        self._executor.start()
+
+    def __enter__(self) -> ReferenceEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine, or None while it lives."""
+        return self._executor.failure
+
+    @property
+    def failure_traceback(self) -> str:
+        """Where the failure was raised, as text."""
+        return self._executor.failure_traceback
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_tokens: int = 16,
+        salt: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> Any:
+        """Answer one prompt (text or token ids) with an `Output`, or a list with a list of them.
+
+        The prompts of a list are in flight at once.
+        """
+        is_single = isinstance(prompts, str) or all(isinstance(item, int) for item in prompts)
+        batch: Sequence[Any] = [prompts] if is_single else prompts
+        pending = [self.submit(prompt, max_tokens=max_tokens, salt=salt) for prompt in batch]
+        outputs = [item.result(timeout_s) for item in pending]
+        return outputs[0] if is_single else outputs
+
+    def submit(self, prompt: Prompt, *, max_tokens: int = 16, salt: str | None = None) -> Pending:
+        """Queue one prompt and return at once.
+
+        Raises:
+            ConfigError: the prompt is empty, has ids that the model does not know, or does not
+                fit into the pool or the model with its answer.
+            KVRayError: the engine is dead or closed.
+        """
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check(tokens, max_tokens)
+        with self._ids_lock:
+            request_id = next(self._request_ids)
+        request = LlmRequest(
+            request_id,
+            tokens,
+            max_new_tokens=max_tokens,
+            end_ids=self.tokenizer.end_ids,
+            cache_salt=salt,
+        )
+        return Pending(request_id, self._executor.submit(request), self)
+
+    def cancel(self, pending: Pending) -> None:
+        """End a request early; its result is what it has so far, with reason `cancelled`."""
+        self._executor.cancel(pending.request_id)
+
+    def close(self) -> None:
+        """Stop the executor, then let the connector go. Twice is fine."""
+        try:
+            self._executor.close()
+        finally:
+            self._shut_connector_down()
+
+    def output_of(self, request: LlmRequest) -> Output:
+        """Describe a request that has ended."""
+        tokens = request.generated_tokens
+        has_hits = self.cache.enable_block_reuse
+        return Output(
+            text=self.tokenizer.decode(tokens),
+            token_ids=tuple(tokens),
+            prompt_tokens=request.prompt_len,
+            reused_tokens=request.reused_tokens,
+            hit_tokens=request.py_num_connector_matched_tokens if has_hits else 0,
+            ttft_s=max(request.first_token_at - request.submitted_at, 0.0),
+            finish_reason=request.finish_reason or "",
+        )
+
+    def _check(self, tokens: list[int], max_tokens: int) -> None:
+        if not tokens:
+            raise ConfigError("The prompt is empty; give it at least one token.")
+        if max_tokens < 1:
+            raise ConfigError(f"max_tokens is {max_tokens}; it must be at least 1.")
+        for token in tokens:
+            if not (isinstance(token, int) and 0 <= token < self.model.vocab_size):
+                raise ConfigError(
+                    f"{token!r} is no token id; ids are integers from 0 to "
+                    f"{self.model.vocab_size - 1}."
+                )
+        total = len(tokens) + max_tokens
+        room = self.cache.get_max_resource_count() * self.cache.tokens_per_block
+        if total > min(room, self.model.max_tokens):
+            raise ConfigError(
+                f"A prompt of {len(tokens)} tokens and {max_tokens} more do not fit: the pool "
+                f"holds {room} tokens and the model takes {self.model.max_tokens}."
+            )
+
+    def _bring_up(self, pad_batch_size: int) -> ModelEngine:
+        """Start the connector in TensorRT-LLM's order: warm-up comes before its pool does."""
+        worker = None
+        forward_callable = None
+        if self.llm_args.kv_connector_config is not None:
+            self.connector = _make_connector(self.llm_args)
+            worker = self.connector.worker
+            forward_callable = worker.register_forward_pass_callable()
+        model_engine = ModelEngine(
+            self.model,
+            self.cache,
+            forward_callable=forward_callable,
+            pad_batch_size=pad_batch_size,
+        )
+        model_engine.warm_up()
+        if self.connector is not None and worker is not None:
+            worker.register_kv_caches(self.cache.get_unique_primary_pool())
+            model_engine.install_hooks(self.connector)
+            self.connector.wait_for_initialization()
+            self.cache.connector = self.connector
+        return model_engine
+
+    def _shut_connector_down(self) -> None:
+        """Call `shutdown` where a connector has it: the abstract classes do not, forks do."""
+        connector, self.connector = self.connector, None
+        if connector is None:
+            return
+        for part in (connector.worker, connector.scheduler):
+            shutdown = getattr(part, "shutdown", None)
+            if shutdown is not None:
+                shutdown()
+
+
+def _make_connector(llm_args: LlmArgs) -> KvCacheConnectorManager:
+    """Build worker and scheduler at the same time on two threads, as the executor's creator does."""
+    config = llm_args.kv_connector_config
+    assert config is not None, "the caller looked"
+    try:
+        module = importlib.import_module(config.connector_module)
+        scheduler_class = getattr(module, config.connector_scheduler_class)
+        worker_class = getattr(module, config.connector_worker_class)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"The connector {config.connector_module!r} cannot be used: {error}."
+        ) from error
+    with ThreadPoolExecutor(2, thread_name_prefix="kvray-connector") as threads:
+        worker = threads.submit(worker_class, llm_args)
+        scheduler = threads.submit(scheduler_class, llm_args)
+        scheduler_result = scheduler.result()
+        return KvCacheConnectorManager(worker.result(), scheduler_result)
+
+
+def _chunk(is_chunked: bool, chunk_tokens: int | None, tokens_per_block: int) -> int | None:
+    if not is_chunked:
+        return None
+    chunk = 4 * tokens_per_block if chunk_tokens is None else chunk_tokens
+    if chunk < tokens_per_block or chunk % tokens_per_block:
+        raise ConfigError(
+            f"chunk_tokens is {chunk}; it must be a multiple of tokens_per_block "
+            f"({tokens_per_block})."
+        )
+    return chunk

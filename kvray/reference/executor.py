@@ -1,0 +1,302 @@
+"""The executor's loop: TensorRT-LLM's order of calls, with and without the overlap scheduler.
+
+Source: `PyExecutor._executor_loop` and `_executor_loop_overlap` of 1.2.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from kvray.errors import KVRayError
+from kvray.reference.cache_manager import KVCacheManager
+from kvray.reference.connector_manager import KvCacheConnectorManager
+from kvray.reference.model_engine import ModelEngine
+from kvray.reference.request import LlmRequest, LlmRequestState
+from kvray.reference.scheduler import ScheduledRequests, schedule
+
+_PARKED_POLL_S = 0.001
+_JOIN_TIMEOUT_S = 60.0
+
+
+@dataclass(slots=True)
+class _Previous:
+    """A pass whose tokens are sampled but not yet part of their requests."""
+
+    batch: ScheduledRequests
+    sampled: dict[int, int]
+
+
+class Executor:
+    """Runs requests to their end on a thread of its own.
+
+    Submitting threads touch only the inbox, under its condition; requests, pool and connector
+    belong to the executor's thread. Whatever the connector raises outside a forward pass ends the
+    engine, as it does in TensorRT-LLM; inside one it fails all active requests.
+    """
+
+    def __init__(
+        self,
+        model_engine: ModelEngine,
+        cache: KVCacheManager,
+        *,
+        connector: KvCacheConnectorManager | None = None,
+        overlap: bool = False,
+        max_batch_size: int = 8,
+        chunk_tokens: int | None = None,
+        num_threads: int = 2,
+    ) -> None:
+        self.failure: BaseException | None = None
+        self.failure_traceback = ""
+        self._model_engine = model_engine
+        self._cache = cache
+        self._connector = connector
+        self._overlap = overlap
+        self._max_batch_size = max_batch_size
+        self._chunk_tokens = chunk_tokens
+        self._num_threads = num_threads
+        self._active: list[LlmRequest] = []
+        self._previous: _Previous | None = None
+        self._futures: dict[int, Future[LlmRequest]] = {}
+        self._inbox = threading.Condition()
+        self._submitted: list[LlmRequest] = []
+        self._cancelled: set[int] = set()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kvray-executor", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def submit(self, request: LlmRequest) -> Future[LlmRequest]:
+        """Queue a request; the future ends with the request itself.
+
+        Raises:
+            KVRayError: the engine is dead or closed.
+        """
+        future: Future[LlmRequest] = Future()
+        request.submitted_at = time.monotonic()
+        with self._inbox:
+            if self._is_closed:
+                raise self._closed_error()
+            self._futures[request.request_id] = future
+            self._submitted.append(request)
+            self._inbox.notify()
+        return future
+
+    def cancel(self, request_id: int) -> None:
+        """End a request after the pass that is running; one that has ended stays as it is."""
+        with self._inbox:
+            if request_id in self._futures:
+                self._cancelled.add(request_id)
+                self._inbox.notify()
+
+    def close(self) -> None:
+        """Stop after the pass that is running and fail what is outstanding. Twice is fine."""
+        with self._inbox:
+            self._is_closed = True
+            self._inbox.notify()
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_TIMEOUT_S)
+            if self._thread.is_alive():
+                raise KVRayError(
+                    f"The executor did not stop within {_JOIN_TIMEOUT_S:.0f} s; a call into the "
+                    "connector hangs."
+                )
+
+    def _run(self) -> None:
+        # torch keeps the number of threads per calling thread.
+        torch.set_num_threads(self._num_threads)
+        try:
+            while self._fetch():
+                if self._overlap:
+                    self._iterate_overlap()
+                else:
+                    self._iterate()
+        except BaseException as error:  # noqa: BLE001 (the thread's end: every cause is kept)
+            self.failure = error
+            self.failure_traceback = traceback.format_exc()
+        with self._inbox:
+            self._is_closed = True
+            futures, self._futures = list(self._futures.values()), {}
+        for future in futures:
+            future.set_exception(self._closed_error())
+
+    def _closed_error(self) -> KVRayError:
+        if self.failure is None:
+            return KVRayError("The reference engine is closed.")
+        error = KVRayError(
+            f"The reference engine is dead: {type(self.failure).__name__}: {self.failure}"
+        )
+        error.__cause__ = self.failure
+        return error
+
+    def _fetch(self) -> bool:
+        """Take new requests in; an idle engine sleeps here until there is one or it is closed.
+
+        As in TensorRT-LLM 1.2, saves that are still running are not polled during that sleep.
+        """
+        with self._inbox:
+            while not (self._is_closed or self._active or self._submitted or self._previous):
+                self._inbox.wait()
+            self._active.extend(self._submitted)
+            self._submitted = []
+            return not self._is_closed
+
+    def _iterate(self) -> None:
+        batch = self._begin_batch()
+        sampled = self._forward(batch, {}) if batch.batch_size else None
+        if sampled is not None:
+            self._update_states(batch, num_pending=None)
+            self._update_requests(sampled, batch.all_requests())
+            self._finish_in_connector(batch.all_requests())
+            self._handle_cancelled()
+            self._handle_responses()
+            self._cache.update_resources(batch)
+        else:
+            self._pause()
+        self._poll_connector()
+
+    def _iterate_overlap(self) -> None:
+        batch, previous = self._begin_batch(), self._previous
+        sampled = None
+        if batch.batch_size:
+            sampled = self._forward(batch, {} if previous is None else previous.sampled)
+            if sampled is None:
+                previous = None  # the error has failed its requests too
+        if previous is not None:
+            self._update_requests(previous.sampled, previous.batch.all_requests())
+            self._finish_in_connector(previous.batch.all_requests())
+        if sampled is not None:
+            self._update_states(batch, num_pending=1)
+        if previous is not None:
+            self._handle_cancelled()
+            self._handle_responses()
+            self._cache.update_resources(previous.batch)
+        elif sampled is None:
+            self._pause()
+        self._previous = None if sampled is None else _Previous(batch, sampled)
+        self._poll_connector()
+
+    def _begin_batch(self) -> ScheduledRequests:
+        batch = schedule(
+            self._active,
+            self._cache,
+            max_batch_size=self._max_batch_size,
+            chunk_tokens=self._chunk_tokens,
+        )
+        if batch.batch_size:
+            self._cache.prepare_resources(batch)
+            if self._connector is not None:
+                self._connector.take_scheduled_requests_pending_load(batch)
+                self._connector.handle_metadata()
+                self._connector.worker.start_load_kv(None)
+        return batch
+
+    def _forward(self, batch: ScheduledRequests, pending: dict[int, int]) -> dict[int, int] | None:
+        """Return the sampled tokens, or None after an error that failed all active requests."""
+        try:
+            sampled = self._model_engine.forward(batch, pending)
+            if self._connector is not None:
+                self._connector.worker.wait_for_save(None)
+        except Exception as error:  # noqa: BLE001 (TensorRT-LLM survives any error of a pass)
+            self._handle_error(error)
+            return None
+        return sampled
+
+    def _update_states(self, batch: ScheduledRequests, *, num_pending: int | None) -> None:
+        """Count what the pass computed; with overlap also see which answers end by length."""
+        for request in batch.context_requests:
+            request.move_to_next_context_chunk()
+            if request.context_remaining_length == 0 and not request.is_finished:
+                request.state = LlmRequestState.GENERATION_IN_PROGRESS
+        for request in batch.generation_requests:
+            request.num_computed_tokens += 1
+        if num_pending is None:
+            return
+        for request in batch.all_requests():
+            if (
+                request.state is LlmRequestState.GENERATION_IN_PROGRESS
+                and request.will_complete_next_iteration(num_pending=num_pending)
+            ):
+                request.state = LlmRequestState.GENERATION_TO_COMPLETE
+
+    def _update_requests(self, sampled: dict[int, int], requests: Iterable[LlmRequest]) -> None:
+        for request in requests:
+            token = sampled.get(request.request_id)
+            if token is None or request.is_finished:
+                continue
+            if not request.generated_tokens:
+                request.first_token_at = time.monotonic()
+            request.add_new_token(token)
+
+    def _finish_in_connector(self, requests: Iterable[LlmRequest]) -> None:
+        """Announce ended requests that still hold blocks; pin those that a save still reads."""
+        if self._connector is None:
+            return
+        for request in requests:
+            if not request.is_finished:
+                continue
+            try:
+                block_ids = self._cache.get_cache_indices(request)
+            except KVRayError:
+                continue  # ended in the pass before and freed since
+            if self._connector.request_finished(request, block_ids):
+                self._cache.store_blocks_for_reuse(request, pin=True)
+
+    def _handle_cancelled(self) -> None:
+        with self._inbox:
+            cancelled, self._cancelled = self._cancelled, set()
+        for request in self._active:
+            if request.request_id in cancelled and not request.is_finished:
+                request.finish_by_reason("cancelled")
+
+    def _handle_responses(self) -> None:
+        ended = [request for request in self._active if request.is_finished]
+        self._active = [request for request in self._active if not request.is_finished]
+        for request in ended:
+            self._terminate(request)
+        for request in ended:
+            self._take_future(request).set_result(request)
+
+    def _handle_error(self, error: Exception) -> None:
+        message = f"A forward pass failed: {type(error).__name__}: {error}"
+        failed, self._active, self._previous = self._active, [], None
+        for request in failed:
+            request.finish_by_reason("error")
+            self._terminate(request)
+        for request in failed:
+            failure = KVRayError(message)
+            failure.__cause__ = error
+            self._take_future(request).set_exception(failure)
+
+    def _terminate(self, request: LlmRequest) -> None:
+        self._cache.free_resources(request)
+        if self._connector is not None:
+            self._connector.forget(request)
+
+    def _take_future(self, request: LlmRequest) -> Future[LlmRequest]:
+        with self._inbox:
+            return self._futures.pop(request.request_id)
+
+    def _pause(self) -> None:
+        """Without a pass: let cancelled requests go and leave the processor to others for a moment.
+
+        TensorRT-LLM 1.2 does neither: it spins, and cancels only after a pass.
+        """
+        self._handle_cancelled()
+        self._handle_responses()
+        with self._inbox:
+            if self._active and not (self._submitted or self._is_closed):
+                self._inbox.wait(_PARKED_POLL_S)
+
+    def _poll_connector(self) -> None:
+        if self._connector is not None:
+            for request in self._connector.get_finished():
+                self._cache.unpin(request)

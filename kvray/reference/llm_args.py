@@ -1,0 +1,48 @@
+"""What the engine tells a connector about itself, under the names of TensorRT-LLM's `TorchLlmArgs`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCacheConfig:
+    """The part of `TorchLlmArgs.kv_cache_config` that concerns a connector."""
+
+    tokens_per_block: int = 32
+    enable_block_reuse: bool = True
+    enable_partial_reuse: bool = False
+    dtype: str = "auto"
+    host_cache_size: int | None = None
+    max_attention_window: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvConnectorConfig:
+    """Where the two classes of a connector are; nothing else may be given, as in 1.1 and 1.2."""
+
+    connector_module: str
+    connector_scheduler_class: str
+    connector_worker_class: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlmArgs:
+    """The one argument of a connector's constructors.
+
+    `model` is a checkpoint's directory, a .gguf file, or `tiny:SEED` for the weights that exist
+    in memory alone.
+    """
+
+    model: str
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    context_parallel_size: int = 1
+    enable_attention_dp: bool = False
+    max_beam_width: int = 1
+    speculative_config: None = None
+    enable_chunked_prefill: bool = False
+    disable_overlap_scheduler: bool = True
+    kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
+    kv_connector_config: KvConnectorConfig | None = None
+    backend: str = "pytorch"

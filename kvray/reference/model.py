@@ -1,0 +1,229 @@
+"""A Llama model as a pure function of fixed shape: the tokens of one block at that block's positions.
+
+A step always runs `tokens_per_block` rows at the positions of block b, attending to the KV of
+blocks 0..b-1 and causally to itself; rows without a token hold token 0, come last, and are hidden
+by the mask. The shapes of all arithmetic so depend on b alone, never on what was cached, batched
+or chunked, and the KV of a generated token equals bit for bit that of the same token in a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvray.errors import ConfigError
+
+TINY_CONFIG = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """The shape of one token's KV in one layer, times the number of layers."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def block_size(self, tokens_per_block: int) -> int:
+        """Return the elements of one block in one layer, of the keys or of the values alone."""
+        return self.num_kv_heads * tokens_per_block * self.head_dim
+
+
+@dataclass(slots=True)
+class Step:
+    """One block on its way through the layers; `hidden` is [1, tokens_per_block, hidden_size]."""
+
+    block_index: int
+    num_tokens: int
+    hidden: torch.Tensor
+    mask: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor]
+
+
+class BlockModel:
+    """A Llama-family model of transformers, run layer by layer over blocks, in fp32 on the CPU."""
+
+    def __init__(self, causal_lm: Any, *, tokens_per_block: int) -> None:
+        config = causal_lm.config
+        self.tokens_per_block = tokens_per_block
+        self.vocab_size: int = config.vocab_size
+        self.max_tokens: int = config.max_position_embeddings
+        self.geometry = KVGeometry(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None)
+            or config.hidden_size // config.num_attention_heads,
+        )
+        self._body = causal_lm.model
+        self._head = causal_lm.lm_head
+        self._pasts = [_Past(layer) for layer in range(self.geometry.num_layers)]
+        _align(causal_lm)
+
+    @torch.inference_mode()
+    def begin(self, tokens: Sequence[int], block_index: int) -> Step:
+        """Return the step of the given tokens of a block: at least one, at most the block's."""
+        size = self.tokens_per_block
+        first = block_index * size
+        assert 0 < len(tokens) <= size, "a step has the tokens of one block"
+        ids = torch.zeros(1, size, dtype=torch.long)
+        ids[0, : len(tokens)] = torch.tensor(list(tokens), dtype=torch.long)
+        hidden = self._body.embed_tokens(ids)
+        positions = torch.arange(first, first + size)[None]
+        mask = torch.ones(size, first + size, dtype=torch.bool).tril_(diagonal=first)
+        return Step(
+            block_index=block_index,
+            num_tokens=len(tokens),
+            hidden=hidden,
+            mask=mask[None, None],
+            rotary=self._body.rotary_emb(hidden, position_ids=positions),
+        )
+
+    @torch.inference_mode()
+    def layer(
+        self, layer_index: int, step: Step, past: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one layer of a step, which moves on, and return the keys and values up to its end.
+
+        Args:
+            layer_index: the layer.
+            step: what `begin` returned, after all layers before this one.
+            past: keys and values of the blocks before, each contiguous and shaped
+                [1, num_kv_heads, block_index * tokens_per_block, head_dim].
+
+        Returns:
+            Keys and values as in `past` with those of this block appended: the next block's
+            past. Rows from `num_tokens` on belong to no token.
+        """
+        kv = self._pasts[layer_index]
+        kv.keys, kv.values = past
+        step.hidden = self._body.layers[layer_index](
+            step.hidden,
+            attention_mask=step.mask,
+            position_embeddings=step.rotary,
+            past_key_values=kv,
+            use_cache=True,
+        )
+        return kv.keys, kv.values
+
+    @torch.inference_mode()
+    def logits(self, step: Step) -> torch.Tensor:
+        """Return the logits after the step's last token, shape [vocab_size]."""
+        last = step.hidden[:, step.num_tokens - 1].clone()
+        logits: torch.Tensor = self._head(self._body.norm(last))[0]
+        return logits
+
+    def forward_block(
+        self,
+        pasts: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
+        tokens: Sequence[int],
+        block_index: int,
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Run one block through all layers: `begin`, every `layer`, `logits`.
+
+        Returns:
+            The logits after the last token, and per layer what `layer` returned.
+        """
+        step = self.begin(tokens, block_index)
+        empty = torch.empty(1, self.geometry.num_kv_heads, 0, self.geometry.head_dim)
+        kvs = [
+            self.layer(index, step, (empty, empty) if pasts is None else pasts[index])
+            for index in range(self.geometry.num_layers)
+        ]
+        return self.logits(step), kvs
+
+
+class _Past:
+    """The cache that a layer of transformers appends to; it holds one step of one layer."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def __init__(self, layer_index: int) -> None:
+        self._layer_index = layer_index
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert layer_idx == self._layer_index, "a step runs one layer"
+        self.keys = torch.cat((self.keys, keys), dim=2)
+        self.values = torch.cat((self.values, values), dim=2)
+        return self.keys, self.values
+
+
+def load_causal_lm(path: Path) -> Any:
+    """Return the transformers model of a .gguf file or of a checkpoint's directory, in fp32.
+
+    Raises:
+        ConfigError: there is no checkpoint at `path`, or it is not of the Llama family.
+    """
+    transformers = _transformers()
+    source, gguf_file = (path.parent, path.name) if path.is_file() else (path, None)
+    try:
+        causal_lm = transformers.AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=gguf_file, dtype=torch.float32, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no checkpoint that transformers reads: {error}") from error
+    if causal_lm.config.model_type != "llama":
+        raise ConfigError(
+            f"{path} holds a {causal_lm.config.model_type!r} model; the reference engine runs "
+            "the Llama family only."
+        )
+    return causal_lm.eval()
+
+
+def make_tiny_causal_lm(seed: int = 0) -> Any:
+    """Return a Llama of two layers with random weights that depend on the seed alone."""
+    transformers = _transformers()
+    causal_lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY_CONFIG)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in sorted(causal_lm.named_parameters()):
+            if "norm" in name:
+                weight.fill_(1.0)
+            else:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2)
+    return causal_lm
+
+
+def write_tiny_checkpoint(directory: Path, *, seed: int = 0) -> Path:
+    """Write the tiny model as a checkpoint on disk, for those who need files to fingerprint."""
+    make_tiny_causal_lm(seed).save_pretrained(directory)
+    return directory
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "The reference engine needs transformers: run pip install 'kvray[demo]'."
+        ) from error
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def _align(causal_lm: Any) -> None:
+    """Move every weight to memory of torch's own alignment.
+
+    A weight mapped from a file may lie anywhere, and a GEMM may round differently by alignment:
+    two processes would then disagree in the last bit.
+    """
+    with torch.no_grad():
+        for weight in causal_lm.parameters():
+            weight.requires_grad_(False)
+            weight.data = weight.data.clone(memory_format=torch.contiguous_format)

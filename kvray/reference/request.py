@@ -1,0 +1,156 @@
+"""A request as the executor and a connector see it, under the names of TensorRT-LLM's `LlmRequest`."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+
+from kvray.errors import KVRayError
+
+
+class LlmRequestState(enum.Enum):
+    """Where a request is. The two transfer states are the ones in which it is not scheduled."""
+
+    CONTEXT_INIT = enum.auto()
+    GENERATION_IN_PROGRESS = enum.auto()
+    GENERATION_TO_COMPLETE = enum.auto()
+    GENERATION_COMPLETE = enum.auto()
+    DISAGG_GENERATION_TRANS_IN_PROGRESS = enum.auto()
+    DISAGG_CONTEXT_TRANS_IN_PROGRESS = enum.auto()
+
+
+class LlmRequest:
+    """One prompt, what has been generated after it, and how far its context phase is.
+
+    Sampling is greedy, so a request is fully described by its tokens, `max_new_tokens` and the
+    ids that end it. Only the executor's thread changes a request once it was submitted.
+    """
+
+    is_generation_only_request = False
+    kv_cache_retention_config = None
+    py_draft_tokens: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_tokens: Sequence[int],
+        *,
+        max_new_tokens: int = 16,
+        end_ids: frozenset[int] = frozenset(),
+        cache_salt: str | None = None,
+        lora_task_id: int | None = None,
+        multimodal_hashes: Sequence[Sequence[int]] | None = None,
+        is_dummy: bool = False,
+    ) -> None:
+        self.request_id = request_id
+        self.py_request_id = request_id
+        self.prompt_len = self.orig_prompt_len = len(prompt_tokens)
+        self.max_new_tokens = max_new_tokens
+        self.end_ids = end_ids
+        self.cache_salt = cache_salt
+        self.cache_salt_id = None if cache_salt is None else _salt_id(cache_salt)
+        self.lora_task_id = lora_task_id
+        self.multimodal_hashes = multimodal_hashes
+        self.is_dummy = self.is_dummy_request = is_dummy
+        self.state = LlmRequestState.CONTEXT_INIT
+        self.finish_reason: str | None = None
+        self.context_chunk_size = self.prompt_len
+        self.prepopulated_prompt_len = 0
+        self.py_num_connector_matched_tokens = 0
+        self.reused_tokens = 0
+        self.is_admitted = False
+        self.submitted_at = 0.0
+        self.first_token_at = 0.0
+        self.num_computed_tokens = 0
+        self._context_position = 0
+        self._tokens = list(prompt_tokens)
+
+    def get_tokens(self, beam: int = 0) -> list[int]:
+        """Return a copy of all tokens so far, the prompt's first."""
+        assert beam == 0, "there is one beam"
+        return list(self._tokens)
+
+    def get_num_tokens(self, beam: int = 0) -> int:
+        """Return how many tokens there are so far, the prompt's included."""
+        assert beam == 0, "there is one beam"
+        return len(self._tokens)
+
+    @property
+    def generated_tokens(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self._tokens[self.prompt_len :]
+
+    @property
+    def context_current_position(self) -> int:
+        """How many tokens of the prompt have their KV in the pool."""
+        return self._context_position
+
+    @property
+    def context_remaining_length(self) -> int:
+        """How many tokens of the prompt have no KV yet."""
+        return self.prompt_len - self._context_position
+
+    @property
+    def is_first_context_chunk(self) -> bool:
+        """Whether no part of the prompt was computed for this request yet."""
+        return self._context_position == self.prepopulated_prompt_len
+
+    @property
+    def is_last_context_chunk(self) -> bool:
+        """Whether the coming chunk ends the prompt."""
+        return self.context_chunk_size >= self.context_remaining_length
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether generation has ended, for whatever reason."""
+        return self.finish_reason is not None
+
+    def set_prepopulated_prompt_len(self, num_tokens: int, tokens_per_block: int) -> None:
+        """Begin the context phase after `num_tokens`, with chunks that end where a block ends.
+
+        Raises:
+            KVRayError: nothing of the prompt would be left to compute.
+
+        Source: `LlmRequest::setPrepopulatedPromptLen`, which ends the engine in this case.
+        """
+        if num_tokens >= self.prompt_len:
+            raise KVRayError(
+                f"Request {self.request_id}: {num_tokens} tokens were offered for a prompt of "
+                f"{self.prompt_len}. There must be at least one uncomputed token, so offer at "
+                "most the full blocks of all tokens but the last."
+            )
+        self.prepopulated_prompt_len = self._context_position = num_tokens
+        self.num_computed_tokens = num_tokens
+        chunk_end = num_tokens + self.context_chunk_size
+        if chunk_end < self.prompt_len:
+            chunk_end = chunk_end // tokens_per_block * tokens_per_block
+            self.context_chunk_size = chunk_end - num_tokens
+        else:
+            self.context_chunk_size = self.context_remaining_length
+
+    def move_to_next_context_chunk(self) -> None:
+        """Count the chunk that was just computed."""
+        self._context_position += min(self.context_chunk_size, self.context_remaining_length)
+        self.num_computed_tokens = self._context_position
+
+    def will_complete_next_iteration(self, *, num_pending: int) -> bool:
+        """Whether one more pass after `num_pending` tokens not yet added would be one too many."""
+        return len(self._tokens) + num_pending - self.prompt_len >= self.max_new_tokens
+
+    def add_new_token(self, token: int) -> None:
+        """Append a sampled token and notice the end of the answer."""
+        self._tokens.append(token)
+        if token in self.end_ids:
+            self.finish_by_reason("stop")
+        elif len(self._tokens) - self.prompt_len >= self.max_new_tokens:
+            self.finish_by_reason("length")
+
+    def finish_by_reason(self, reason: str) -> None:
+        """End the request: `stop`, `length`, `cancelled` or `error`."""
+        self.finish_reason = reason
+        self.state = LlmRequestState.GENERATION_COMPLETE
+
+
+def _salt_id(salt: str) -> int:
+    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "little")
