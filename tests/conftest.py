@@ -61,6 +61,7 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(SCRATCH, ignore_errors=True)
 
 
+@pytest.hookimpl(trylast=True)  # after the fixtures of an interrupted session
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a session after which a process or a shared-memory file of kvray remains."""
     left = _wait_until_empty(_session_leftovers)
@@ -94,6 +95,8 @@ def _resources(*, with_ray: bool) -> dict[str, str]:
         if not thread.name.startswith(THIRD_PARTY_THREADS):
             found[f"thread:{thread.ident}"] = f"thread {thread.name}"
     for fd in os.listdir("/proc/self/fd"):
+        if int(fd) <= 2:
+            continue  # pytest's capture exchanges these, also between a test and its fixtures
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
