@@ -49,6 +49,7 @@ def pytest_configure() -> None:
 
     def end(signum: int, _frame: object) -> None:
         if os.getpid() == runner:
+            signal.signal(signum, lambda *_: None)  # a second one must not cut the clean-up short
             pytest.exit("terminated", returncode=128 + signum)
         signal.signal(signum, signal.SIG_DFL)  # a fork of the runner just dies of it
         os.kill(os.getpid(), signum)
