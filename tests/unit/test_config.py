@@ -1,0 +1,280 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvray import config
+from kvray.config import KVRayConfig, cache_dir, format_size, load_config, parse_size
+from kvray.errors import ConfigError
+
+GiB = 2**30
+WriteYaml = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def _no_system_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(config, "WELL_KNOWN_PATH", tmp_path / "etc" / "kvray.yaml")
+
+
+@pytest.fixture
+def write_yaml(tmp_path: Path) -> WriteYaml:
+    def write(text: str) -> Path:
+        path = tmp_path / "kvray.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def load(path: Path | None = None, /, environ: Any = None, **options: Any) -> KVRayConfig:
+    return load_config(path, environ=environ or {}, **options)
+
+
+# Sources and their order.
+
+
+def test_without_any_source_the_defaults_hold() -> None:
+    assert load() == KVRayConfig()
+
+
+def test_a_file_wins_over_the_defaults(write_yaml: WriteYaml) -> None:
+    assert load(write_yaml("arena: {capacity: 1GiB}")).arena.capacity == GiB
+
+
+def test_the_environment_wins_over_a_file(write_yaml: WriteYaml) -> None:
+    path = write_yaml("arena: {capacity: 1GiB, slab: 1MiB}")
+    arena = load(path, environ={"KVRAY_ARENA__CAPACITY": "2GiB"}).arena
+    assert (arena.capacity, arena.slab) == (2 * GiB, 2**20)
+
+
+def test_an_override_wins_over_the_environment() -> None:
+    environ = {"KVRAY_ARENA__CAPACITY": "2GiB"}
+    given = load(environ=environ, overrides={"arena.capacity": "3GiB"})
+    assert given.arena.capacity == 3 * GiB
+
+
+def test_an_override_of_none_is_no_value() -> None:
+    environ = {"KVRAY_ARENA__CAPACITY": "2GiB"}
+    assert load(environ=environ, overrides={"arena.capacity": None}).arena.capacity == 2 * GiB
+
+
+def test_the_environment_can_name_the_file(write_yaml: WriteYaml) -> None:
+    path = write_yaml("cluster_name: named")
+    assert load(environ={"KVRAY_CONFIG": str(path)}).cluster_name == "named"
+
+
+def test_a_file_named_by_the_caller_wins_over_the_environment_s(write_yaml: WriteYaml) -> None:
+    path = write_yaml("cluster_name: callers")
+    assert load(path, environ={"KVRAY_CONFIG": "/nowhere.yaml"}).cluster_name == "callers"
+
+
+def test_the_well_known_file_is_read_when_nothing_names_one(
+    write_yaml: WriteYaml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
+    assert load().cluster_name == "known"
+
+
+def test_a_named_file_wins_over_the_well_known_one(
+    write_yaml: WriteYaml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(config, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
+    other = tmp_path / "other.yaml"
+    other.write_text("cluster_name: other")
+    assert load(environ={"KVRAY_CONFIG": str(other)}).cluster_name == "other"
+
+
+def test_a_variable_can_name_the_cluster() -> None:
+    assert load(environ={"KVRAY_CLUSTER_NAME": "blue"}).cluster_name == "blue"
+
+
+def test_an_empty_variable_counts_as_not_set(write_yaml: WriteYaml) -> None:
+    path = write_yaml("ray: {address: head:6379}")
+    assert load(path, environ={"KVRAY_RAY__ADDRESS": ""}).ray.address == "head:6379"
+
+
+def test_variables_that_kubernetes_sets_for_a_service_are_left_alone() -> None:
+    environ = {"KVRAY_PORT": "tcp://10.0.0.1:80", "KVRAY_SERVICE_HOST": "10.0.0.1"}
+    assert load(environ=environ) == KVRayConfig()
+
+
+def test_numbers_from_the_environment_are_read_as_numbers() -> None:
+    assert load(environ={"KVRAY_ARENA__HOLDERS_MAX": "16"}).arena.holders_max == 16
+
+
+# Files.
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "arena:\n", "arena: {}\nray:\n"])
+def test_a_file_without_settings_means_the_defaults(write_yaml: WriteYaml, text: str) -> None:
+    assert load(write_yaml(text)) == KVRayConfig()
+
+
+def test_a_section_left_empty_in_the_file_can_be_set_elsewhere(write_yaml: WriteYaml) -> None:
+    given = load(write_yaml("arena:\n"), overrides={"arena.capacity": "1GiB"})
+    assert given.arena.capacity == GiB
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "."])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    with pytest.raises(ConfigError, match=f"{path} cannot be read .*; name an existing file"):
+        load(path)
+
+
+@pytest.mark.parametrize("text", ["arena: [", "a: b: c", "\tarena: 1", "\x00"])
+def test_broken_yaml_gives_one_line_with_its_place(write_yaml: WriteYaml, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"kvray.yaml is not valid YAML: [^\n]*$"):
+        load(write_yaml(text))
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "kvray.yaml"
+    path.write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        load(path)
+
+
+@pytest.mark.parametrize("text", ["- arena", "arena", "7"])
+def test_a_file_that_is_no_mapping_is_refused(write_yaml: WriteYaml, text: str) -> None:
+    with pytest.raises(ConfigError, match="must hold a mapping of settings"):
+        load(write_yaml(text))
+
+
+@pytest.mark.parametrize("text", ["arena: 5", "arena: [capacity]", "arena: 1GiB"])
+def test_a_value_in_the_place_of_a_section_is_refused(write_yaml: WriteYaml, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"arena must be a section with keys, not .*capacity"):
+        load(write_yaml(text))
+
+
+def test_a_value_in_the_place_of_a_section_is_refused_with_overrides_too(
+    write_yaml: WriteYaml,
+) -> None:
+    with pytest.raises(ConfigError, match="arena must be a section with keys, not 5"):
+        load(write_yaml("arena: 5"), overrides={"arena.slab": "1MiB"})
+
+
+# Keys and values.
+
+
+@pytest.mark.parametrize(
+    ("dotted", "hint"),
+    [
+        ("arean", "did you mean arena[?]"),
+        ("arena.capcity", "did you mean arena.capacity[?]"),
+        ("connector.verify", "did you mean connector.verify_on_load[?]"),
+        ("zzz", "remove it. Known here: arena, cluster_name, connector, ray, shard"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest(dotted: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"Unknown setting {dotted}; {hint}"):
+        load(overrides={dotted: 1})
+
+
+def test_an_unknown_key_in_the_environment_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean arena\.capacity"):
+        load(environ={"KVRAY_ARENA__CAPCITY": "1GiB"})
+
+
+def test_an_error_names_the_file_it_came_from(write_yaml: WriteYaml) -> None:
+    path = write_yaml("arean: {}")
+    with pytest.raises(ConfigError, match=f"^{path}: Unknown setting arean"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value"),
+    [
+        ("arena.free_target", 2),
+        ("arena.holders_max", 3),
+        ("arena.lock_wait_s", 0),
+        ("arena.lease_warn_s", float("inf")),
+        ("ray.timeout_s", float("nan")),
+        ("ray.timeout_s", "soon"),
+        ("connector.verify_on_load", "sometimes"),
+        ("connector.saves_max", 1.5),
+        ("cluster_name", "two words"),
+        ("cluster_name", "../up"),
+        ("cluster_name", ""),
+        ("cluster_name", "x" * 33),
+        ("arena.capacity", "-1GiB"),
+        ("arena.slab", 0),
+    ],
+)
+def test_a_value_that_cannot_be_used_is_named_with_its_setting(dotted: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^Setting {dotted} = .* cannot be used: "):
+        load(overrides={dotted: value})
+
+
+def test_a_configuration_cannot_be_changed_after_it_was_read() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load().arena.capacity = 1
+
+
+def test_the_files_of_a_node_lie_under_the_name_of_the_cluster() -> None:
+    given = load(overrides={"cluster_name": "blue", "arena.dir": "/mnt/huge"})
+    assert given.node_dir == Path("/mnt/huge/kvray-blue")
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("4096B", 4096),
+        ("64KiB", 2**16),
+        (" 2 MiB ", 2**21),
+        ("1.5GiB", 3 * 2**29),
+        ("2TiB", 2**41),
+        ("9007199254740993", 2**53 + 1),
+        (1e9, 10**9),
+    ],
+)
+def test_a_size_is_read_in_binary_units(text: object, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "value", ["64GB", "64gib", "64G", "GiB", "", "1,5GiB", "1e9", "0x10", None, True, [1], 1e400]
+)
+def test_what_is_no_size_is_refused_with_an_example(value: object) -> None:
+    with pytest.raises(ValueError, match="is no size; write a number with a unit such as 64GiB"):
+        parse_size(value)
+
+
+@pytest.mark.parametrize("value", [0, -1, "0", "-64GiB", "0.2B", 0.5])
+def test_a_size_of_less_than_a_byte_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="is not a positive size"):
+        parse_size(value)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0B"), (1023, "1023B"), (1024, "1KiB"), (3 * 2**29, "1.5GiB")]
+)
+def test_a_size_is_written_in_the_largest_unit_that_fits(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+# The cache directory.
+
+
+def test_the_cache_lies_where_the_desktop_standard_says() -> None:
+    assert cache_dir({"XDG_CACHE_HOME": "/var/cache"}) == Path("/var/cache/kvray")
+
+
+def test_the_cache_lies_in_the_home_directory_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert cache_dir({}) == Path("/home/ada/.cache/kvray")
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", refuse)
+    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
+        cache_dir({})
