@@ -24,7 +24,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
     Raises:
         TransferError: it is longer than a frame may be.
     """
-    body = msgpack.packb(dict(message), use_bin_type=True)
+    body: bytes = msgpack.packb(dict(message), use_bin_type=True)
     if len(body) > FRAME_MAX:
         raise errors.TransferError(
             f"A message of {len(body)} bytes exceeds the {FRAME_MAX} of a frame; send fewer keys."

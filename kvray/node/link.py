@@ -168,7 +168,7 @@ class NodeLink:
             return
         self._arena, self._warned = arena, False
         for registration in self._registrations:
-            registration.accepted = False
+            registration.accepted, registration.reported = False, {}
         _log.info("kvray: attached to arena %s in %s", arena.arena_id, self.directory)
 
     def _flush(self) -> None:
@@ -190,12 +190,16 @@ class NodeLink:
                 counters = registration.counters()
                 if counters != registration.reported:
                     replica, rank = registration.replica, registration.rank
-                    self.call("report", replica=replica, rank=rank, counters=counters)
-                    registration.reported = counters
+                    reply = self.call("report", replica=replica, rank=rank, counters=counters)
+                    registration.accepted = bool(reply["known"])
+                    registration.reported = counters if registration.accepted else {}
             except LayoutMismatch as error:
                 registration.refusal = str(error)
                 _log.error("kvray: %s", error)
             except KVRayError as error:
+                # The next connection is a new one to the shard: it has to hear all again.
+                for each in registrations:
+                    each.accepted, each.reported = False, {}
                 _log.debug("kvray: no report: %s", error)
                 return
 

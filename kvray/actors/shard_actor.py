@@ -1,0 +1,89 @@
+"""The Ray actor around a shard."""
+
+import logging
+from typing import Any
+
+import ray
+
+from kvray.actors.lookup import Announcement, Answer
+from kvray.actors.ray_calls import LOOKUP_NAME, NAMESPACE, call, get_actor, shard_name
+from kvray.actors.shard import Shard, ShardSettings
+from kvray.config import KVRayConfig
+from kvray.store import ArenaSpec
+
+_ANNOUNCE_TIMEOUT_S = 2.0
+_STOP_TIMEOUT_S = 20.0
+
+
+class ShardActor:
+    """A node's shard as a named actor; every method hands over to the `Shard`."""
+
+    def __init__(self, name: str, config: KVRayConfig) -> None:
+        """Start the shard; `status` tells when it serves. Runs again when Ray restarts it."""
+        logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
+        self._name = name
+        self._lookup: Any = None
+        self._shard = Shard(name, shard_settings(config), self._announce)
+        self._shard.start()
+
+    def status(self) -> dict[str, Any]:
+        """See `Shard.status`."""
+        return {**self._shard.status(), "node_id": ray.get_runtime_context().get_node_id()}
+
+    def clear(self) -> int:
+        """See `Shard.clear`."""
+        return self._shard.clear(_STOP_TIMEOUT_S)
+
+    def stop(self, retire: bool) -> None:
+        """See `Shard.stop`."""
+        self._shard.stop(retire=retire, timeout_s=_STOP_TIMEOUT_S)
+
+    def _announce(self, announcement: Announcement) -> Answer:
+        if self._lookup is None:
+            self._lookup = get_actor(LOOKUP_NAME)
+        answer: Answer = call(self._lookup.announce, announcement, timeout_s=_ANNOUNCE_TIMEOUT_S)
+        return answer
+
+    def __repr__(self) -> str:
+        return f"Shard({self._name.removeprefix('kvray-shard-')})"
+
+
+def shard_settings(config: KVRayConfig) -> ShardSettings:
+    """Return the plain values that a shard takes from the configuration."""
+    arena, shard = config.arena, config.shard
+    return ShardSettings(
+        directory=config.node_dir,
+        spec=ArenaSpec(
+            cluster_name=config.cluster_name,
+            capacity=arena.capacity,
+            slab=arena.slab,
+            slot_min=arena.slot_min,
+            holders_max=arena.holders_max,
+        ),
+        free_target=arena.free_target,
+        limbo_s=arena.limbo_s,
+        lease_warn_s=arena.lease_warn_s,
+        announce_s=shard.announce_s,
+        heartbeat_s=shard.heartbeat_s,
+    )
+
+
+def create_shard(node_id: str, config: KVRayConfig) -> Any:
+    """Return the shard's actor on a node, started if it is not there."""
+    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
+    name = shard_name(node_id)
+    return (
+        ray.remote(ShardActor)
+        .options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=4,
+            num_cpus=0,
+            scheduling_strategy=affinity,
+        )
+        .remote(name, config)
+    )
