@@ -102,9 +102,20 @@ def _resources(*, with_ray: bool) -> dict[str, str]:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             continue  # the listing's own descriptor
+        if _is_side_file(target):
+            continue
         if not with_ray or target.startswith("/"):
             found[f"fd:{fd}:{target}"] = f"descriptor {fd} of {target}"
     return found
+
+
+def _is_side_file(target: str) -> bool:
+    """Return whether `target` is a lock file of an arena, which stays open by design.
+
+    Closing any descriptor of a file drops a process's record locks on it (kvray/store/lock.py).
+    """
+    name = Path(target.removesuffix(" (deleted)")).name
+    return name == "owner" or name.startswith("lock.")
 
 
 def _children() -> list[str]:
