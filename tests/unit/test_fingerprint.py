@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +35,9 @@ TENSORS = {"embed": bytes(range(256)) * 4, "layer.0": b"\1" * 500, "layer.1": b"
 def write_checkpoint(directory: Path, **files: bytes | str) -> Path:
     """Write a small checkpoint; `files` add to it or replace (`__` in a name stands for a dot)."""
     directory.mkdir(parents=True)
-    given = {"config__json": CONFIG, "model__safetensors": safetensors(TENSORS)} | files
-    for name, data in given.items():
+    given: dict[str, bytes | str] = {"config__json": CONFIG}
+    given["model__safetensors"] = safetensors(TENSORS)
+    for name, data in (given | files).items():
         path = directory / name.replace("__", ".")
         path.write_bytes(data if isinstance(data, bytes) else data.encode())
     return directory
@@ -435,6 +437,17 @@ def test_a_file_that_vanishes_while_others_are_read_is_left_out(
     checkpoint = write_checkpoint(tmp_path / "model", z__bin=b"more")
     change_on_read((checkpoint / "z.bin").unlink, 1)
     assert of(checkpoint) == GOLDEN
+
+
+def test_a_file_stamped_in_this_very_tick_is_read_only_after_it(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stamps = [path.stat().st_ctime_ns for path in checkpoint.iterdir()]
+    waits: list[float] = []
+    monkeypatch.setattr(time, "time_ns", lambda: max(stamps) + 1_000_000)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    of(checkpoint)
+    assert waits == [0.019]
 
 
 # The cache.
