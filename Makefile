@@ -26,7 +26,7 @@ test: lint
 	$(PY) -m pytest
 
 test-long: venv
-	$(PY) -m pytest -m long
+	$(PY) -m pytest -m long || [ $$? -eq 5 ] # 5: no such test, which is no failure
 
 lint: venv
 	$(PY) -m ruff format --check .
