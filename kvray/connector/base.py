@@ -1,4 +1,4 @@
-"""The abstract classes of TensorRT-LLM's KV-cache connector: its own where it is installed, else the same ones.
+"""TensorRT-LLM's abstract connector classes: its own where it is installed, else the same.
 
 Source: `tensorrt_llm._torch.pyexecutor.kv_cache_connector` up to 1.2 and
 `tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector` after it. The classes below have

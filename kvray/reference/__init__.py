@@ -9,8 +9,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvray.reference.engine import Output, Pending, ReferenceEngine
+    from kvray.reference.engine import Pending, ReferenceEngine
     from kvray.reference.llm_args import KvCacheConfig, KvConnectorConfig, LlmArgs
+    from kvray.reference.output import Output
     from kvray.reference.replica import Replica
     from kvray.reference.weights import find_weights
 
@@ -29,7 +30,7 @@ _HOMES = {
     "KvCacheConfig": "llm_args",
     "KvConnectorConfig": "llm_args",
     "LlmArgs": "llm_args",
-    "Output": "engine",
+    "Output": "output",
     "Pending": "engine",
     "ReferenceEngine": "engine",
     "Replica": "replica",

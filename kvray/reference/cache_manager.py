@@ -63,7 +63,7 @@ class KVCacheManager:
     def get_buffers(self, layer_idx: int) -> torch.Tensor:
         """Return one layer as a view [num_blocks, 2, kv_heads, tokens_per_block, head_dim]."""
         shape = (self.geometry.num_kv_heads, self.tokens_per_block, self.geometry.head_dim)
-        return self._pool[:, layer_idx].unflatten(-1, shape)
+        return self._pool[:, layer_idx].view(-1, 2, *shape)
 
     def get_max_resource_count(self) -> int:
         """Return the number of blocks in the pool."""
@@ -74,7 +74,7 @@ class KVCacheManager:
         return self._blocks.num_free
 
     def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
-        """Return the blocks of the prompt and of the longest possible answer, held ones included."""
+        """Return the blocks of prompt and longest answer, those already held included."""
         num_tokens = request.orig_prompt_len + request.max_new_tokens
         return -(-num_tokens // self.tokens_per_block)
 

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvray.errors import ConfigError
-from kvray.reference.model import BlockModel, load_causal_lm, make_tiny_causal_lm
-from kvray.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
-from kvray.reference.weights import find_weights
+from kvray.reference.model import BlockModel, load_causal_lm, make_tiny_causal_lm, save_causal_lm
+from kvray.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, save_tokenizer
+from kvray.reference.weights import default_cache_dir, find_weights, unpack_once
 
 SMOLLM2 = "smollm2"
 TINY = "tiny"
+SMOLLM2_DIRECTORY = "SmolLM2-135M-Instruct-fp32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +42,8 @@ def load_checkpoint(
             model=BlockModel(make_tiny_causal_lm(number), tokens_per_block=tokens_per_block),
             tokenizer=ByteTokenizer(),
         )
-    if str(model) == SMOLLM2:
-        path = find_weights(cache_dir=cache_dir)
-    else:
-        path = Path(model).expanduser()
+    is_smollm2 = str(model) == SMOLLM2
+    path = find_smollm2(cache_dir) if is_smollm2 else Path(model).expanduser()
     if not path.exists():
         raise ConfigError(
             f"There is no model at {path}; give {SMOLLM2!r}, {TINY!r}, or the path of a "
@@ -55,3 +54,22 @@ def load_checkpoint(
         model=BlockModel(load_causal_lm(path), tokens_per_block=tokens_per_block),
         tokenizer=load_tokenizer(path),
     )
+
+
+def find_smollm2(cache_dir: Path | None = None) -> Path:
+    """Return SmolLM2-135M-Instruct as a checkpoint's directory, made on first use.
+
+    transformers takes some twenty seconds to read the .gguf file and two to read the directory,
+    which costs half a GiB of disk in the cache.
+
+    Raises:
+        ConfigError: the weights can be neither found nor fetched, or not be kept.
+    """
+    gguf = find_weights(cache_dir=cache_dir)
+    directory = default_cache_dir() if cache_dir is None else cache_dir
+    return unpack_once(directory / SMOLLM2_DIRECTORY, lambda target: _unpack(gguf, target))
+
+
+def _unpack(gguf: Path, target: Path) -> None:
+    save_causal_lm(load_causal_lm(gguf), target)
+    save_tokenizer(gguf, target)

@@ -1,4 +1,4 @@
-"""Between executor and connector: what TensorRT-LLM's `KvCacheConnectorManager` does, seen from outside.
+"""Between executor and connector: TensorRT-LLM's `KvCacheConnectorManager`, seen from outside.
 
 Behaviour, states and errors follow its versions 1.1 to 1.3; the parts of 1.3 that a 1.2 connector
 can see (a second report after an asynchronous load, salts) are the same in both.
@@ -124,7 +124,7 @@ class KvCacheConnectorManager:
             self.scheduler.update_state_after_alloc(request, block_ids)
 
     def build_scheduler_output(self, batch: ScheduledRequests, cache: KVCacheManager) -> None:
-        """Collect what the coming pass has that is new; requests about to be parked are left out."""
+        """Collect what is new in the coming pass; requests about to be parked are left out."""
         output = SchedulerOutput()
         for request in batch.context_requests:
             if request.request_id in self._new.loading:

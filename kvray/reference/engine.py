@@ -8,9 +8,8 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -21,27 +20,8 @@ from kvray.reference.connector_manager import KvCacheConnectorManager
 from kvray.reference.executor import Executor
 from kvray.reference.llm_args import KvCacheConfig, KvConnectorConfig, LlmArgs
 from kvray.reference.model_engine import ModelEngine
+from kvray.reference.output import Output, Prompt
 from kvray.reference.request import LlmRequest
-
-Prompt: TypeAlias = "str | Sequence[int]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """The answer to one prompt.
-
-    `reused_tokens` were found in the engine's own pool, `hit_tokens` were loaded through the
-    connector; the rest of the `prompt_tokens` were computed. `ttft_s` runs from the submission to
-    the first token, waiting included. `finish_reason` is `stop`, `length` or `cancelled`.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    prompt_tokens: int
-    reused_tokens: int
-    hit_tokens: int
-    ttft_s: float
-    finish_reason: str
 
 
 class Pending:
@@ -249,7 +229,7 @@ class ReferenceEngine:
         if max_tokens < 1:
             raise ConfigError(f"max_tokens is {max_tokens}; it must be at least 1.")
         for token in tokens:
-            if not (isinstance(token, int) and 0 <= token < self.model.vocab_size):
+            if not (type(token) is int and 0 <= token < self.model.vocab_size):
                 raise ConfigError(
                     f"{token!r} is no token id; ids are integers from 0 to "
                     f"{self.model.vocab_size - 1}."
@@ -296,7 +276,7 @@ class ReferenceEngine:
 
 
 def _make_connector(llm_args: LlmArgs) -> KvCacheConnectorManager:
-    """Build worker and scheduler at the same time on two threads, as the executor's creator does."""
+    """Build worker and scheduler at the same time on two threads, as upstream does."""
     config = llm_args.kv_connector_config
     assert config is not None, "the caller looked"
     try:

@@ -1,4 +1,4 @@
-"""What the engine tells a connector about itself, under the names of TensorRT-LLM's `TorchLlmArgs`."""
+"""What the engine tells a connector about itself, named as in TensorRT-LLM's `TorchLlmArgs`."""
 
 from __future__ import annotations
 

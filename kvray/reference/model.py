@@ -1,4 +1,4 @@
-"""A Llama model as a pure function of fixed shape: the tokens of one block at that block's positions.
+"""A Llama model as a pure function of fixed shape: one block's tokens at their positions.
 
 A step always runs `tokens_per_block` rows at the positions of block b, attending to the KV of
 blocks 0..b-1 and causally to itself; rows without a token hold token 0, come last, and are hidden
@@ -204,6 +204,16 @@ def write_tiny_checkpoint(directory: Path, *, seed: int = 0) -> Path:
     """Write the tiny model as a checkpoint on disk, for those who need files to fingerprint."""
     make_tiny_causal_lm(seed).save_pretrained(directory)
     return directory
+
+
+def save_causal_lm(causal_lm: Any, directory: Path) -> None:
+    """Write a checkpoint in fp32, also of a model that was read from a .gguf file."""
+    config = causal_lm.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = _transformers().LlamaForCausalLM(config)
+    plain.load_state_dict(causal_lm.state_dict())
+    plain.save_pretrained(directory)
 
 
 def _transformers() -> Any:

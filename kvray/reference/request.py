@@ -1,4 +1,4 @@
-"""A request as the executor and a connector see it, under the names of TensorRT-LLM's `LlmRequest`."""
+"""A request as executor and connector see it, named as in TensorRT-LLM's `LlmRequest`."""
 
 from __future__ import annotations
 

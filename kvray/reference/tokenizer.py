@@ -23,8 +23,9 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One id per UTF-8 byte. Ids that are no byte show as private-use characters, so that
-    two texts are equal only when their ids are.
+    """One id per UTF-8 byte.
+
+    Ids that are no byte show as private-use characters: equal texts come from equal ids alone.
     """
 
     end_ids: frozenset[int] = frozenset({2})
@@ -77,3 +78,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         return ByteTokenizer()
     return CheckpointTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True))
+
+
+def save_tokenizer(gguf: Path, directory: Path) -> None:
+    """Write the tokenizer of a .gguf file in the form that checkpoints on disk have."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, local_files_only=True
+    ).save_pretrained(directory)

