@@ -29,6 +29,7 @@ from kvray.store.layout import (
     FREE,
     HEADER,
     LABEL_BYTES,
+    LIMBO,
     LIVE,
     MAGIC,
     QUARANTINED,
@@ -353,7 +354,7 @@ class Arena:
             for row in np.flatnonzero(self.tables.holder_live)
             if self._side_file.holder_of(HOLDER_BYTES + int(row)) is None
         ]
-        limbo = self.tables.slot_state >= slots.LIMBO
+        limbo = self.tables.slot_state >= LIMBO
         if not dead and not limbo.any():
             return []
         with self._section(_PATIENT_S) as entered:
@@ -543,4 +544,4 @@ def _build(
 
 def _name(tables: Tables, chosen: Array) -> str:
     """Return the first key of `chosen` as people see it: 8 hex digits."""
-    return tables.slot_key[chosen[0]].tobytes().hex()[:8]
+    return bytes(tables.slot_key[chosen[0]].tobytes()).hex()[:8]
