@@ -12,6 +12,9 @@ import msgpack
 
 from kvray import errors
 
+SOCKET_FILE = "socket"
+"""Name of the socket, beside the arena."""
+
 FRAME_MAX = 4 * 2**20
 """Longest frame either side accepts, bytes."""
 

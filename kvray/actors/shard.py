@@ -20,9 +20,10 @@ from kvray.actors.engine_server import EngineServer
 from kvray.actors.replicas import Replicas
 from kvray.block import Namespace
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
-from kvray.node.shard_socket import SOCKET_FILE
-from kvray.store import Arena, ArenaSpec
+from kvray.store import Arena, ArenaSpec, lease
+from kvray.store.arena import ARENA_FILE
 from kvray.store.lock import OWNER_BYTE, SideFile
+from kvray.wire import SOCKET_FILE
 
 _log = logging.getLogger("kvray.shard")
 
@@ -48,9 +49,23 @@ class ShardSettings:
 class Shard:
     """One node's shard; `start` it, then ask. Thread-safe."""
 
-    def __init__(self, name: str, settings: ShardSettings, announce: Announce) -> None:
-        """Own the arena of `settings.directory`, announcing to the lookup through `announce`."""
+    def __init__(
+        self,
+        name: str,
+        settings: ShardSettings,
+        announce: Announce,
+        crashed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Own the arena of `settings.directory`.
+
+        Args:
+            name: the shard's name, everywhere.
+            settings: see there.
+            announce: brings announcements to the lookup.
+            crashed: called when the shard ends by a defect of its own, after it was logged.
+        """
         self.name = name
+        self._crashed = crashed
         self._settings = settings
         self._announcer = Announcer(name, announce)
         self._replicas = Replicas()
@@ -71,6 +86,8 @@ class Shard:
             self._retire = retire
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(timeout_s)
+        if retire and not self._thread.is_alive():
+            remove_files(self._settings.directory)
 
     def status(self) -> dict[str, Any]:
         """Return state, arena figures and replicas."""
@@ -104,6 +121,8 @@ class Shard:
             self._state = {"state": "failed", "message": str(error)}
         finally:
             self._loop.close()
+            if not self._stopping.is_set() and self._state["state"] != "failed":
+                self._crashed()
 
     async def _main(self) -> None:
         directory = self._settings.directory
@@ -119,10 +138,9 @@ class Shard:
             await self._serve()
         finally:
             await server.close()
-            self._close_arena()
-            owner.unlock(OWNER_BYTE)
             if self._retire or self._arena is None:
-                _remove_directory(directory)
+                remove_files(directory)
+            owner.unlock(OWNER_BYTE)
 
     async def _become_owner(self, owner: SideFile) -> None:
         deadline = time.monotonic() + _OWNER_WAIT_S
@@ -155,10 +173,6 @@ class Shard:
 
     def _progress(self, done: int, total: int) -> None:
         self._state = {"state": "preparing", "done": done, "total": total}
-
-    def _close_arena(self) -> None:
-        if self._arena is not None and self._retire:
-            self._arena.retire()
 
     def _handlers(self) -> dict[str, Callable[..., dict[str, Any]]]:
         return {"hello": self._hello, "register": self._register, "report": self._report}
@@ -197,7 +211,9 @@ class Shard:
     def _bury_and_warn(self, arena: Arena) -> None:
         for label in arena.bury_dead(limbo_s=self._settings.limbo_s):
             _log.warning("%s: holder %s died; its leases ended", self.name, label)
-        for label, count in arena.long_leases(self._settings.lease_warn_s):
+        before = time.monotonic() - self._settings.lease_warn_s
+        for row, count in lease.long_leases(arena.tables, before=before):
+            label = bytes(arena.tables.holder_label[row]).decode(errors="replace")
             _log.warning("%s: holder %s has leased %d slots for long", self.name, label, count)
 
 
@@ -220,9 +236,12 @@ def _remove_leftovers(directory: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _remove_directory(directory: Path) -> None:
+def remove_files(directory: Path) -> None:
+    """Retire the arena in `directory`, if there is one, and remove everything that is ours."""
+    with contextlib.suppress(ShardUnavailable):
+        Arena(directory, lock_wait_s=0.1).retire()
     _remove_leftovers(directory)
-    for name in (OWNER_FILE, SOCKET_FILE):
+    for name in (ARENA_FILE, OWNER_FILE, SOCKET_FILE):
         (directory / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         directory.rmdir()

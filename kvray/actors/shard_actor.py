@@ -1,6 +1,7 @@
 """The Ray actor around a shard."""
 
 import logging
+import os
 from typing import Any
 
 import ray
@@ -23,7 +24,10 @@ class ShardActor:
         logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
         self._name = name
         self._lookup: Any = None
-        self._shard = Shard(name, shard_settings(config), self._announce)
+        # Ray starts a shard anew that ends by a defect; it then adopts its arena.
+        self._shard = Shard(
+            name, shard_settings(config), self._announce, crashed=lambda: os._exit(1)
+        )
         self._shard.start()
 
     def status(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def plan_nodes(
 
 
 class SupervisorActor:
-    """Polls Ray's nodes (no event is to be had) and starts shards, also on nodes that join later."""
+    """Polls Ray's nodes, since Ray has no event for them, and starts shards where some are missing."""
 
     def __init__(self, config: KVRayConfig) -> None:
         """Reconcile in the background until stopped."""
@@ -72,7 +72,8 @@ class SupervisorActor:
             self._stopping.wait(_POLL_S)
 
     def _reconcile(self) -> None:
-        missing, gone = plan_nodes(ray.nodes(), set(self._shards), self._config.shard.resource)
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        missing, gone = plan_nodes(nodes, set(self._shards), self._config.shard.resource)
         for node_id in sorted(missing):
             self._shards[node_id] = create_shard(node_id, self._config)
         for node_id in gone:

@@ -133,15 +133,11 @@ class NodeLink:
     def _run(self) -> None:
         """Background thread. What crosses: `_arena` (written here alone), `_deferred`."""
         look_at = report_at = 0.0
-        while True:
+        while not self._closing:
             with self._wake:
-                if self._closing:
-                    return
                 self._wake.wait(
                     _RETRY_S if self._deferred else min(_REPORT_S, self._attach_retry_s)
                 )
-                if self._closing:
-                    return
             self._flush()
             now = time.monotonic()
             if now >= look_at:

@@ -8,8 +8,7 @@ from typing import Any
 
 from kvray import wire
 from kvray.errors import ShardUnavailable
-
-SOCKET_FILE = "socket"
+from kvray.wire import SOCKET_FILE
 
 
 class ShardSocket:

@@ -1,0 +1,72 @@
+"""The Python API over Ray, for command lines, ingresses and users; engines never use it."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import ray
+
+from kvray.actors import local_ray, tier
+from kvray.actors.ray_calls import LOOKUP_NAME, call, get_actor
+from kvray.block import BlockKey
+from kvray.config import KVRayConfig, load_config
+from kvray.index import Match
+
+
+class Client:
+    """A connection to the tier of a Ray cluster.
+
+    Uses the Ray connection of this process if there is one, else makes one of its own and ends it
+    with `close`.
+    """
+
+    def __init__(self, config: KVRayConfig | None = None) -> None:
+        """Connect to the cluster of `config` (None: the configuration that `load_config` finds).
+
+        Raises:
+            ShardUnavailable: no cluster answers.
+        """
+        config = config or load_config()
+        self._timeout_s = config.ray.timeout_s
+        self._owns_connection = not ray.is_initialized()
+        if self._owns_connection:
+            local_ray.connect_configured(config)
+
+    def status(self) -> dict[str, Any]:
+        """Return what shards and lookup say of themselves.
+
+        Raises:
+            ShardUnavailable: no tier runs there.
+        """
+        return tier.status(timeout_s=self._timeout_s)
+
+    def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> Match:
+        """Return the longest run of leading `keys` that shards hold, and which shards.
+
+        Raises:
+            ShardUnavailable: the lookup did not answer.
+        """
+        lookup = get_actor(LOOKUP_NAME)
+        match: Match = call(lookup.match, b"".join(keys), num_parts, timeout_s=self._timeout_s)
+        return match
+
+    def clear(self) -> int:
+        """Evict every block that nobody leases, on every node; return how many."""
+        return tier.clear(timeout_s=self._timeout_s)
+
+    def close(self) -> None:
+        """End the Ray connection if this client made it. Twice is fine."""
+        if self._owns_connection and ray.is_initialized():
+            ray.shutdown()
+        self._owns_connection = False
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
