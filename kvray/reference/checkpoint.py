@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvray import config
 from kvray.errors import ConfigError
 from kvray.reference.model import BlockModel, load_causal_lm, make_tiny_causal_lm, save_causal_lm
 from kvray.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, save_tokenizer
-from kvray.reference.weights import default_cache_dir, find_weights, unpack_once
+from kvray.reference.weights import find_weights, unpack_once
 
 SMOLLM2 = "smollm2"
 TINY = "tiny"
@@ -66,7 +67,7 @@ def find_smollm2(cache_dir: Path | None = None) -> Path:
         ConfigError: the weights can be neither found nor fetched, or not be kept.
     """
     gguf = find_weights(cache_dir=cache_dir)
-    directory = default_cache_dir() if cache_dir is None else cache_dir
+    directory = config.cache_dir() if cache_dir is None else cache_dir
     return unpack_once(directory / SMOLLM2_DIRECTORY, lambda target: _unpack(gguf, target))
 
 

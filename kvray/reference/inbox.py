@@ -1,0 +1,93 @@
+"""Where callers' threads and the executor's meet: requests and cancellations in, results out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from kvray.errors import KVRayError
+from kvray.reference.request import LlmRequest
+
+
+class Inbox:
+    """Requests that were submitted and the futures of all that have not ended.
+
+    A request crosses to the executor's thread in `take` and its result crosses back through its
+    future; nothing else is shared.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._submitted: list[LlmRequest] = []
+        self._cancelled: set[int] = set()
+        self._futures: dict[int, Future[LlmRequest]] = {}
+        self._is_closed = False
+
+    def submit(
+        self, request: LlmRequest, *, closed_error: Callable[[], KVRayError]
+    ) -> Future[LlmRequest]:
+        """Queue a request; after `close` raise what `closed_error` makes."""
+        future: Future[LlmRequest] = Future()
+        request.submitted_at = time.monotonic()
+        with self._condition:
+            if self._is_closed:
+                raise closed_error()
+            self._futures[request.request_id] = future
+            self._submitted.append(request)
+            self._condition.notify()
+        return future
+
+    def cancel(self, request_id: int) -> None:
+        """Note that nobody waits for a request any more; one that has ended stays as it is."""
+        with self._condition:
+            if request_id in self._futures:
+                self._cancelled.add(request_id)
+                self._condition.notify()
+
+    def close(self) -> None:
+        """Take nothing more in and wake the executor."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify()
+
+    def take(self, *, has_work: bool) -> list[LlmRequest] | None:
+        """Return new requests, sleeping until there is one unless `has_work`; None when closed."""
+        with self._condition:
+            while not (has_work or self._submitted or self._is_closed):
+                self._condition.wait()
+            submitted, self._submitted = self._submitted, []
+            return None if self._is_closed else submitted
+
+    def take_cancelled(self) -> set[int]:
+        """Return the ids that were cancelled since the last call."""
+        with self._condition:
+            cancelled, self._cancelled = self._cancelled, set()
+            return cancelled
+
+    def pause(self, timeout_s: float) -> None:
+        """Sleep until something comes in, at most so long."""
+        with self._condition:
+            if not (self._submitted or self._is_closed):
+                self._condition.wait(timeout_s)
+
+    def resolve(self, request: LlmRequest) -> None:
+        """Hand an ended request back."""
+        self._pop(request).set_result(request)
+
+    def fail(self, request: LlmRequest, error: KVRayError) -> None:
+        """Hand the reason back why a request has no answer."""
+        self._pop(request).set_exception(error)
+
+    def fail_all(self, make_error: Callable[[], KVRayError]) -> None:
+        """Close, and fail whatever has not ended."""
+        with self._condition:
+            self._is_closed = True
+            futures, self._futures = list(self._futures.values()), {}
+        for future in futures:
+            future.set_exception(make_error())
+
+    def _pop(self, request: LlmRequest) -> Future[LlmRequest]:
+        with self._condition:
+            return self._futures.pop(request.request_id)

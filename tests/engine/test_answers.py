@@ -1,0 +1,189 @@
+"""Whatever is cached, chunked, batched or loaded, the answer is the same."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvray.errors import ConfigError, KVRayError
+from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
+from tests.engine.fake_connector import CONFIG, State
+
+Expected = Callable[..., tuple[int, ...]]
+PROMPT = make_prompt(100)
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"overlap": True},
+    {"enable_chunked_prefill": True, "chunk_tokens": BLOCK},
+    {"enable_chunked_prefill": True, "chunk_tokens": 3 * BLOCK, "overlap": True},
+    {"enable_partial_reuse": True},
+    {"enable_block_reuse": False},
+    {"pad_batch_size": 3},
+    {"max_batch_size": 1},
+]
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=lambda options: ",".join(options) or "plain")
+@pytest.mark.parametrize("with_connector", [False, True], ids=["alone", "connector"])
+def test_answer_does_not_depend_on_how_it_was_made(
+    make_engine: MakeEngine,
+    expected: Expected,
+    fake: State,
+    options: dict[str, Any],
+    with_connector: bool,
+) -> None:
+    prompts = [PROMPT, PROMPT[:96], PROMPT[:50], make_prompt(70, seed=1), PROMPT[:97], [7]]
+    engine = make_engine(connector=CONFIG if with_connector else None, **options)
+    for _ in range(2):
+        for prompt, output in zip(prompts, engine.generate(prompts, max_tokens=20), strict=True):
+            assert output.token_ids == expected(prompt, 20)
+            assert output.prompt_tokens == len(prompt)
+    assert engine.cache.get_num_free_blocks() == 64
+
+
+@pytest.mark.parametrize("num_tokens", [33, 48, 49, 100])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_second_engine_loads_all_full_blocks_but_the_last_token(
+    make_engine: MakeEngine, expected: Expected, fake: State, num_tokens: int, overlap: bool
+) -> None:
+    prompt = make_prompt(num_tokens, seed=3)
+    make_engine(connector=CONFIG, overlap=overlap).generate(prompt, max_tokens=30)
+    output = make_engine(connector=CONFIG, overlap=overlap).generate(prompt, max_tokens=30)
+    assert output.hit_tokens == (num_tokens - 1) // BLOCK * BLOCK
+    assert output.reused_tokens == 0
+    assert output.token_ids == expected(prompt, 30)
+
+
+def test_generated_blocks_are_hits_for_a_prompt_that_continues_the_answer(
+    make_engine: MakeEngine, expected: Expected, fake: State
+) -> None:
+    first = make_engine(connector=CONFIG).generate(PROMPT, max_tokens=60)
+    longer = [*PROMPT, *first.token_ids, 5, 6]
+    output = make_engine(connector=CONFIG).generate(longer, max_tokens=8)
+    assert output.hit_tokens == (len(longer) - 4) // BLOCK * BLOCK
+    assert output.token_ids == expected(longer, 8)
+
+
+def test_local_reuse_comes_before_the_connector(make_engine: MakeEngine, fake: State) -> None:
+    engine = make_engine(connector=CONFIG)
+    engine.generate(PROMPT, max_tokens=1)
+    output = engine.generate(PROMPT, max_tokens=1)
+    assert (output.reused_tokens, output.hit_tokens) == (96, 0)
+
+
+def test_salts_do_not_share_blocks(
+    make_engine: MakeEngine, expected: Expected, fake: State
+) -> None:
+    engine = make_engine(connector=CONFIG)
+    engine.generate(PROMPT, salt="a")
+    output = engine.generate(PROMPT, salt="b")
+    assert (output.reused_tokens, output.hit_tokens) == (0, 0)
+    assert output.token_ids == expected(PROMPT)
+    assert engine.generate(PROMPT, salt="a").reused_tokens == 96
+
+
+def test_partial_reuse_reports_tokens_inside_a_block(
+    make_engine: MakeEngine, expected: Expected, fake: State
+) -> None:
+    engine = make_engine(connector=CONFIG, enable_partial_reuse=True)
+    engine.generate(PROMPT, max_tokens=1)
+    prompt = PROMPT[:39] + make_prompt(30, seed=5)
+    output = engine.generate(prompt)
+    assert output.reused_tokens == 39
+    assert fake.calls[-1][0] == "get_finished"
+    assert ("get_num_new_matched_tokens", 2, 39) in fake.calls
+    assert output.token_ids == expected(prompt)
+
+
+def test_pool_for_one_prompt_forgets_the_other_and_the_connector_does_not(
+    make_engine: MakeEngine, expected: Expected, fake: State
+) -> None:
+    prompts = [make_prompt(100, seed=seed) for seed in (1, 2)]
+    alone = make_engine(num_blocks=8)
+    assert [alone.generate(prompts[turn % 2]).reused_tokens for turn in range(4)] == [0] * 4
+    engine = make_engine(num_blocks=8, connector=CONFIG)
+    outputs = [engine.generate(prompts[turn % 2]) for turn in range(4)]
+    assert [output.hit_tokens for output in outputs] == [0, 0, 96, 96]
+    assert [output.token_ids for output in outputs] == [expected(p) for p in prompts] * 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_traffic_under_pressure_has_the_expected_answers(
+    make_engine: MakeEngine, expected: Expected, fake: State, seed: int
+) -> None:
+    chance = random.Random(seed)
+    fake.is_async_load, fake.is_async_save = chance.random() < 0.5, chance.random() < 0.5
+    chunked = chance.random() < 0.5
+    engines = [
+        make_engine(
+            connector=CONFIG,
+            num_blocks=chance.randint(12, 24),
+            overlap=chance.random() < 0.5,
+            enable_chunked_prefill=chunked,
+            chunk_tokens=BLOCK * chance.randint(1, 3) if chunked else None,
+        )
+        for _ in range(2)
+    ]
+    for engine in engines * 2:
+        prompts = [
+            make_prompt(chance.randint(1, 80), seed=chance.randint(0, 2))
+            + make_prompt(chance.randint(1, 40), seed=chance.randint(0, 2))
+            for _ in range(6)
+        ]
+        outputs = engine.generate(prompts, max_tokens=12)
+        assert [output.token_ids for output in outputs] == [expected(p, 12) for p in prompts]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 4, "empty"),
+        ([1, 512], 4, "no token id"),
+        ([1, -1], 4, "no token id"),
+        ([1, True], 4, "no token id"),
+        ([1, 2], 0, "max_tokens"),
+        ([1] * 1000, 100, "do not fit"),
+    ],
+)
+def test_unusable_prompts_are_refused(
+    make_engine: MakeEngine, prompt: list[int], max_tokens: int, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine().submit(prompt, max_tokens=max_tokens)
+
+
+def test_closed_engine_refuses_and_fails_what_is_outstanding(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    pending = engine.submit(PROMPT, max_tokens=900)
+    engine.close()
+    engine.close()
+    with pytest.raises(KVRayError, match="closed"):
+        pending.result(5)
+    with pytest.raises(KVRayError, match="closed"):
+        engine.submit(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_chunked_prefill": True, "chunk_tokens": BLOCK + 1}, "multiple"),
+        ({"num_blocks": 0}, "num_blocks"),
+        (
+            {
+                "connector": type(CONFIG)(
+                    connector_module="no.such.module",
+                    connector_scheduler_class="A",
+                    connector_worker_class="B",
+                )
+            },
+            "no.such.module",
+        ),
+    ],
+)
+def test_unusable_options_are_refused(
+    make_engine: MakeEngine, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine(**options)

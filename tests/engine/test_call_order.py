@@ -1,0 +1,299 @@
+"""The connector is called in TensorRT-LLM's order, with what TensorRT-LLM would say."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from kvray.connector.base import RequestData
+from kvray.errors import KVRayError
+from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
+from tests.engine.fake_connector import CONFIG, State
+
+PASS = ["wait_for_layer_load", "save_kv_layer"] * 2 + ["forward_callable", "wait_for_save"]
+META = ["build_connector_meta", "bind_connector_meta", "start_load_kv"]
+MATCH = ["get_num_new_matched_tokens", "update_state_after_alloc"]
+
+
+def bring_up(make_engine: MakeEngine, state: State, **options: Any) -> Any:
+    engine = make_engine(connector=CONFIG, **options)
+    state.calls.clear()
+    return engine
+
+
+def settle(engine: Any, state: State) -> list[str]:
+    """Return the names of all calls up to the poll that ends the last iteration."""
+    engine.close()
+    return state.names()
+
+
+def facts(data: RequestData) -> tuple[list[int], int, int, int]:
+    return (
+        data.new_tokens,
+        len(data.new_block_ids),
+        data.computed_position,
+        data.num_scheduled_tokens,
+    )
+
+
+def test_start_up_warms_up_before_the_pool_is_registered(
+    make_engine: MakeEngine, fake: State
+) -> None:
+    make_engine(connector=CONFIG)
+    names = fake.names()
+    assert sorted(names[:2]) == ["scheduler", "worker"]
+    threads = {call[1] for call in fake.calls[:2]}
+    assert threading.main_thread().name not in threads
+    assert names[2:] == [
+        "register_forward_pass_callable",
+        "forward_callable",
+        "forward_callable",
+        "register_kv_caches",
+        "wait_for_initialization",
+    ]
+    assert fake.calls[3] == ("forward_callable", False, None)
+
+
+def test_one_request_without_overlap(make_engine: MakeEngine, fake: State) -> None:
+    engine = bring_up(make_engine, fake)
+    output = engine.generate(make_prompt(40), max_tokens=3)
+    assert settle(engine, fake) == (
+        [*MATCH, *META, *PASS, "get_finished"]
+        + [*META, *PASS, "get_finished"]
+        + [*META, *PASS, "request_finished", "get_finished"]
+    )
+    first, second, third = output.token_ids
+    reports = [*fake.outputs[0].new_requests] + [o.cached_requests[0] for o in fake.outputs[1:]]
+    assert [facts(data) for data in reports] == [
+        (make_prompt(40), 3, 0, 40),
+        ([first], 0, 40, 1),
+        ([second], 0, 41, 1),
+    ]
+    assert third is not None
+
+
+def test_one_request_with_overlap_lags_by_one_token(make_engine: MakeEngine, fake: State) -> None:
+    engine = bring_up(make_engine, fake, overlap=True)
+    output = engine.generate(make_prompt(40), max_tokens=3)
+    assert settle(engine, fake) == (
+        [*MATCH, *META, *PASS, "get_finished"]
+        + [*META, *PASS, "get_finished"]
+        + [*META, *PASS, "get_finished"]
+        + ["request_finished", "get_finished"]
+    )
+    reports = [*fake.outputs[0].new_requests] + [o.cached_requests[0] for o in fake.outputs[1:]]
+    assert [facts(data) for data in reports] == [
+        (make_prompt(40), 3, 0, 40),
+        ([], 0, 39, 1),
+        ([output.token_ids[0]], 0, 40, 1),
+    ]
+
+
+def test_early_end_with_overlap_runs_one_pass_too_many(
+    make_engine: MakeEngine, fake: State
+) -> None:
+    engine = bring_up(make_engine, fake, overlap=True)
+    tokens = engine.generate(make_prompt(40), max_tokens=8).token_ids
+    fake.calls.clear()
+    engine.tokenizer.end_ids = frozenset({tokens[2]})
+    output = engine.generate(make_prompt(40), max_tokens=8)
+    assert output.finish_reason == "stop"
+    assert output.token_ids == tokens[:3]
+    names = settle(engine, fake)
+    assert names.count("wait_for_save") == 4
+    assert names.count("request_finished") == 1
+
+
+def test_chunked_prefill_reports_everything_first_and_then_moves_on(
+    make_engine: MakeEngine, fake: State
+) -> None:
+    engine = bring_up(make_engine, fake, enable_chunked_prefill=True, chunk_tokens=2 * BLOCK)
+    engine.generate(make_prompt(70), max_tokens=1)
+    names = settle(engine, fake)
+    assert names.count("update_state_after_alloc") == 1
+    assert names.count("wait_for_save") == 3
+    reports = [*fake.outputs[0].new_requests] + [o.cached_requests[0] for o in fake.outputs[1:]]
+    assert [facts(data) for data in reports] == [
+        (make_prompt(70), 5, 0, 32),
+        ([], 0, 32, 32),
+        ([], 0, 64, 6),
+    ]
+
+
+def test_report_leaves_out_what_is_loaded_for_this_pass(
+    make_engine: MakeEngine, fake: State
+) -> None:
+    make_engine(connector=CONFIG).generate(make_prompt(40), max_tokens=1)
+    engine = bring_up(make_engine, fake)
+    fake.outputs.clear()
+    engine.generate(make_prompt(40), max_tokens=1)
+    data = fake.outputs[0].new_requests[0]
+    assert (data.computed_position, data.num_scheduled_tokens) == (0, 8)
+
+
+def test_asynchronous_load_parks_the_request_and_comes_back_without_a_second_question(
+    make_engine: MakeEngine, fake: State
+) -> None:
+    make_engine(connector=CONFIG).generate(make_prompt(40), max_tokens=1)
+    fake.is_async_load = True
+    engine = bring_up(make_engine, fake)
+    fake.outputs.clear()
+    fake.metadata.clear()
+    engine.generate(make_prompt(40), max_tokens=1)
+    names = settle(engine, fake)
+    assert names == (
+        [*MATCH, *META, "get_finished", "get_finished", "get_finished"]
+        + [*META, *PASS, "request_finished", "get_finished"]
+    )
+    assert fake.outputs[0].new_requests == []
+    assert len(fake.metadata[0]["loads"]) == 2
+    data = fake.outputs[1].new_requests[0]
+    assert (data.computed_position, data.num_scheduled_tokens) == (32, 8)
+    polls = [call[2] for call in fake.calls if call[0] == "get_finished"]
+    assert polls[0] == [1]
+    assert not any(polls[1:])
+
+
+def test_others_go_on_while_a_request_is_parked(make_engine: MakeEngine, fake: State) -> None:
+    make_engine(connector=CONFIG).generate(make_prompt(40), max_tokens=1)
+    fake.is_async_load, fake.hold = True, threading.Event()
+    engine = make_engine(connector=CONFIG)
+    parked = engine.submit(make_prompt(40), max_tokens=1)
+    assert engine.generate(make_prompt(20, seed=2), max_tokens=4).finish_reason == "length"
+    assert not parked.is_done
+    fake.hold.set()
+    assert parked.result(10).hit_tokens == 32
+
+
+def test_asynchronous_save_holds_the_blocks_until_it_is_reported(
+    make_engine: MakeEngine, fake: State
+) -> None:
+    fake.is_async_save, fake.hold = True, threading.Event()
+    engine = bring_up(make_engine, fake, num_blocks=8)
+    engine.generate(make_prompt(60), max_tokens=1)
+    engine.generate(make_prompt(20, seed=2), max_tokens=1)
+    assert engine.cache.get_num_free_blocks() == 8 - 4 - 2
+    fake.hold.set()
+    engine.generate(make_prompt(20, seed=3), max_tokens=1)
+    engine.close()
+    assert engine.cache.get_num_free_blocks() == 8
+    handed = [call[1] for call in fake.calls if call[0] == "get_finished" and call[1]]
+    assert handed == [[1], [2], [3]]
+
+
+def test_cancelled_request_is_freed_and_never_reported_finished(
+    make_engine: MakeEngine, fake: State
+) -> None:
+    engine = bring_up(make_engine, fake)
+    pending = engine.submit(make_prompt(40), max_tokens=900)
+    engine.cancel(pending)
+    output = pending.result(10)
+    assert output.finish_reason == "cancelled"
+    engine.generate(make_prompt(5), max_tokens=1)
+    assert [call for call in fake.calls if call[0] == "request_finished"] == [
+        ("request_finished", 2)
+    ]
+    assert engine.cache.get_num_free_blocks() == 64
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_request_cancelled_while_it_loads_is_freed_at_once(
+    make_engine: MakeEngine, fake: State, overlap: bool
+) -> None:
+    make_engine(connector=CONFIG).generate(make_prompt(40), max_tokens=1)
+    fake.is_async_load, fake.hold = True, threading.Event()
+    engine = make_engine(connector=CONFIG, overlap=overlap)
+    pending = engine.submit(make_prompt(40), max_tokens=1)
+    engine.cancel(pending)
+    assert pending.result(10).finish_reason == "cancelled"
+    assert engine.cache.get_num_free_blocks() == 64
+    fake.hold.set()
+    assert engine.generate(make_prompt(40), max_tokens=1).hit_tokens == 32
+
+
+def test_offer_of_the_whole_prompt_ends_the_engine(make_engine: MakeEngine, fake: State) -> None:
+    fake.offer = (2 * BLOCK, False)
+    engine = make_engine(connector=CONFIG)
+    with pytest.raises(KVRayError, match="at least one uncomputed token"):
+        engine.generate(make_prompt(2 * BLOCK))
+    assert isinstance(engine.failure, KVRayError)
+    assert "set_prepopulated_prompt_len" in engine.failure_traceback
+    with pytest.raises(KVRayError, match="dead"):
+        engine.submit([1])
+
+
+def test_loading_nothing_asynchronously_ends_the_engine(
+    make_engine: MakeEngine, fake: State
+) -> None:
+    fake.offer = (0, True)
+    with pytest.raises(KVRayError, match="0 tokens asynchronously"):
+        make_engine(connector=CONFIG).generate([1, 2, 3])
+
+
+@pytest.mark.parametrize("num_tokens", [2 * BLOCK, 40])
+def test_offer_is_asked_for_and_ignored_without_block_reuse(
+    make_engine: MakeEngine, fake: State, num_tokens: int
+) -> None:
+    make_engine(connector=CONFIG).generate(make_prompt(num_tokens), max_tokens=1)
+    engine = bring_up(make_engine, fake, enable_block_reuse=False)
+    output = engine.generate(make_prompt(num_tokens), max_tokens=1)
+    assert output.hit_tokens == 0
+    assert fake.names()[:2] == MATCH
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["build_connector_meta", "bind_connector_meta", "start_load_kv", "get_finished"],
+)
+def test_error_outside_a_pass_ends_the_engine(
+    make_engine: MakeEngine, fake: State, name: str
+) -> None:
+    engine = make_engine(connector=CONFIG)
+    pending = [engine.submit(make_prompt(20, seed=seed), max_tokens=500) for seed in (1, 2)]
+    fake.raise_in = name
+    for item in pending:
+        with pytest.raises(KVRayError, match=f"dead.*told to fail in {name}"):
+            item.result(10)
+
+
+@pytest.mark.parametrize("name", ["wait_for_layer_load", "save_kv_layer", "wait_for_save"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_error_inside_a_pass_fails_its_requests_and_the_engine_lives(
+    make_engine: MakeEngine, fake: State, name: str, overlap: bool
+) -> None:
+    engine = make_engine(connector=CONFIG, overlap=overlap)
+    before = engine.generate(make_prompt(40)).token_ids
+    fake.raise_in = name
+    with pytest.raises(KVRayError, match=f"forward pass failed.*{name}"):
+        engine.generate(make_prompt(40))
+    fake.raise_in = ""
+    assert engine.generate(make_prompt(40)).token_ids == before
+    assert engine.cache.get_num_free_blocks() == 64
+
+
+def test_id_that_was_never_handed_over_ends_the_engine(
+    make_engine: MakeEngine, fake: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(connector=CONFIG)
+    assert engine.connector is not None
+    monkeypatch.setattr(engine.connector.worker, "get_finished", lambda *_: ([77], []))
+    with pytest.raises(KVRayError, match="dead.*KeyError"):
+        engine.submit([1, 2, 3], max_tokens=500).result(10)
+
+
+def test_connector_never_sees_padding(make_engine: MakeEngine, fake: State) -> None:
+    engine = bring_up(make_engine, fake, pad_batch_size=4)
+    engine.generate([make_prompt(20), make_prompt(30, seed=1)], max_tokens=4)
+    seen = {
+        data.request_id
+        for output in fake.outputs
+        for data in output.new_requests + output.cached_requests
+    }
+    assert seen == {1, 2}
+    assert {call[1] for call in fake.calls if call[0] in MATCH} == {1, 2}
+
+
+def test_failing_constructor_fails_the_start(make_engine: MakeEngine, fake: State) -> None:
+    fake.raise_in = "worker"
+    with pytest.raises(RuntimeError, match="told to fail in worker"):
+        make_engine(connector=CONFIG)
