@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ import torch
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.cache_manager import KVCacheManager
 from kvray.reference.checkpoint import load_checkpoint
-from kvray.reference.connector_manager import KvCacheConnectorManager
 from kvray.reference.executor import Executor
 from kvray.reference.llm_args import KvCacheConfig, KvConnectorConfig, LlmArgs
-from kvray.reference.model_engine import ModelEngine
 from kvray.reference.output import Output, Prompt
 from kvray.reference.request import LlmRequest
+from kvray.reference.start_up import bring_up, shut_down
 
 
 class Pending:
@@ -124,14 +122,11 @@ class ReferenceEngine:
             enable_partial_reuse=enable_partial_reuse,
             poison=poison,
         )
-        self.connector: KvCacheConnectorManager | None = None
         self._request_ids = itertools.count(1)
         self._ids_lock = threading.Lock()
-        try:
-            model_engine = self._bring_up(pad_batch_size)
-        except BaseException:
-            self._shut_connector_down()
-            raise
+        model_engine, self.connector = bring_up(
+            self.llm_args, self.model, self.cache, pad_batch_size=pad_batch_size
+        )
         self._executor = Executor(
             model_engine,
             self.cache,
@@ -207,7 +202,8 @@ class ReferenceEngine:
         try:
             self._executor.close()
         finally:
-            self._shut_connector_down()
+            connector, self.connector = self.connector, None
+            shut_down(connector)
 
     def output_of(self, request: LlmRequest) -> Output:
         """Describe a request that has ended."""
@@ -241,57 +237,6 @@ class ReferenceEngine:
                 f"A prompt of {len(tokens)} tokens and {max_tokens} more do not fit: the pool "
                 f"holds {room} tokens and the model takes {self.model.max_tokens}."
             )
-
-    def _bring_up(self, pad_batch_size: int) -> ModelEngine:
-        """Start the connector in TensorRT-LLM's order: warm-up comes before its pool does."""
-        worker = None
-        forward_callable = None
-        if self.llm_args.kv_connector_config is not None:
-            self.connector = _make_connector(self.llm_args)
-            worker = self.connector.worker
-            forward_callable = worker.register_forward_pass_callable()
-        model_engine = ModelEngine(
-            self.model,
-            self.cache,
-            forward_callable=forward_callable,
-            pad_batch_size=pad_batch_size,
-        )
-        model_engine.warm_up()
-        if self.connector is not None and worker is not None:
-            worker.register_kv_caches(self.cache.get_unique_primary_pool())
-            model_engine.install_hooks(self.connector)
-            self.connector.wait_for_initialization()
-            self.cache.connector = self.connector
-        return model_engine
-
-    def _shut_connector_down(self) -> None:
-        """Call `shutdown` where a connector has it: the abstract classes do not, forks do."""
-        connector, self.connector = self.connector, None
-        if connector is None:
-            return
-        for part in (connector.worker, connector.scheduler):
-            shutdown = getattr(part, "shutdown", None)
-            if shutdown is not None:
-                shutdown()
-
-
-def _make_connector(llm_args: LlmArgs) -> KvCacheConnectorManager:
-    """Build worker and scheduler at the same time on two threads, as upstream does."""
-    config = llm_args.kv_connector_config
-    assert config is not None, "the caller looked"
-    try:
-        module = importlib.import_module(config.connector_module)
-        scheduler_class = getattr(module, config.connector_scheduler_class)
-        worker_class = getattr(module, config.connector_worker_class)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"The connector {config.connector_module!r} cannot be used: {error}."
-        ) from error
-    with ThreadPoolExecutor(2, thread_name_prefix="kvray-connector") as threads:
-        worker = threads.submit(worker_class, llm_args)
-        scheduler = threads.submit(scheduler_class, llm_args)
-        scheduler_result = scheduler.result()
-        return KvCacheConnectorManager(worker.result(), scheduler_result)
 
 
 def _chunk(is_chunked: bool, chunk_tokens: int | None, tokens_per_block: int) -> int | None:

@@ -36,6 +36,8 @@ class JsonPipe:
             ConfigError: it is longer than `MESSAGE_BYTES_MAX`.
             PipeClosed: nobody reads, or nobody did within the timeout.
         """
+        if self._is_closed:
+            raise PipeClosed("This end of the pipe is closed.")
         data = memoryview(json.dumps(message).encode() + b"\n")
         if len(data) > MESSAGE_BYTES_MAX:
             raise ConfigError(

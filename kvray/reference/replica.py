@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from kvray.reference.pipe import JsonPipe, PipeClosed
 
 _CHILD_MODULE = "kvray.reference.replica_child"
 _SEND_TIMEOUT_S = 30.0
+_TURN_TIMEOUT_S = 0.5
 _CLOSE_TIMEOUT_S = 20.0
 _TERM_TIMEOUT_S = 3.0
 _LOG_TAIL_BYTES = 2000
@@ -38,6 +40,7 @@ class Replica:
         self._pipe = pipe
         self._log = log
         self._turn = threading.Lock()
+        self._call_ids = itertools.count(1)
 
     @classmethod
     def start(
@@ -124,7 +127,7 @@ class Replica:
     def wait_ready(self, timeout_s: float = 300.0) -> None:
         """Return when the engine is up, or raise what kept it from it."""
         with self._turn:
-            self._receive(timeout_s)
+            self._receive(0, timeout_s)
 
     def generate(
         self,
@@ -138,7 +141,7 @@ class Replica:
 
         Raises:
             KVRayError: the child's own error, its death, or no answer in time (then it is
-                killed: an answer that comes late must not be taken for that of another call).
+                killed: the next call would wait for this one).
         """
         request = {
             "prompts": prompts if isinstance(prompts, str) else [_plain(item) for item in prompts],
@@ -147,25 +150,34 @@ class Replica:
             "timeout_s": timeout_s,
         }
         with self._turn:
+            call_id = next(self._call_ids)
             try:
-                self._pipe.send(request, timeout_s=_SEND_TIMEOUT_S)
+                self._pipe.send({"id": call_id, "call": request}, timeout_s=_SEND_TIMEOUT_S)
             except PipeClosed as error:
                 raise self._death(str(error)) from error
-            outputs = self._receive(timeout_s + _SEND_TIMEOUT_S)["outputs"]
+            outputs = self._receive(call_id, timeout_s + _SEND_TIMEOUT_S)["outputs"]
         made = [Output(**{**item, "token_ids": tuple(item["token_ids"])}) for item in outputs[1]]
         return made[0] if outputs[0] else made
 
     def close(self) -> None:
-        """Let the engine end on its own, and make sure that it does. Twice is fine."""
-        self._pipe.close()
-        self._end(_CLOSE_TIMEOUT_S)
+        """Let the engine end on its own, and make sure that it does. Twice is fine.
+
+        A call that another thread is waiting in fails.
+        """
+        if not self._turn.acquire(timeout=_TURN_TIMEOUT_S):
+            self._process.kill()
+            self._turn.acquire()
+        try:
+            self._pipe.close()
+            self._end(_CLOSE_TIMEOUT_S)
+        finally:
+            self._turn.release()
 
     def kill(self) -> None:
         """End the process at once, as a crash would. Twice is fine."""
         if self.is_alive:
             self._process.kill()
-        self._pipe.close()
-        self._end(_TERM_TIMEOUT_S)
+        self.close()
 
     def __enter__(self) -> Replica:
         return self
@@ -173,9 +185,12 @@ class Replica:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _receive(self, timeout_s: float) -> dict[str, Any]:
+    def _receive(self, call_id: int, timeout_s: float) -> dict[str, Any]:
+        """Return the answer to a call; those to calls that were interrupted are dropped."""
         try:
             answer = self._pipe.receive(timeout_s=timeout_s)
+            while answer["id"] != call_id:
+                answer = self._pipe.receive(timeout_s=timeout_s)
         except PipeClosed as error:
             raise self._death(str(error)) from error
         if "error" in answer:
@@ -184,6 +199,8 @@ class Replica:
         return answer
 
     def _death(self, reason: str) -> KVRayError:
+        if self._log.closed:
+            return KVRayError(f"Replica {self.name} is closed.")
         try:
             code = str(self._process.wait(1.0))
         except subprocess.TimeoutExpired:
@@ -203,14 +220,17 @@ class Replica:
         )
 
     def _end(self, timeout_s: float) -> None:
-        for stop in (self._process.terminate, self._process.kill):
+        for stop in (self._process.terminate, self._process.kill, None):
             try:
                 self._process.wait(timeout_s)
                 break
             except subprocess.TimeoutExpired:
+                if stop is None:
+                    raise KVRayError(
+                        f"Replica {self.name} (pid {self.pid}) cannot be ended."
+                    ) from None
                 stop()
                 timeout_s = _TERM_TIMEOUT_S
-        self._process.wait()
         self._log.close()
 
 

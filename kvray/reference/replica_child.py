@@ -40,25 +40,27 @@ class _Child:
         try:
             self._engine = _start_engine(options)
         except (KVRayError, TypeError) as error:
-            self._send_error(error)
+            self._send_error(0, error)
             return
         with self._engine as engine:
-            self._pipe.send({"pid": os.getpid()}, timeout_s=_SEND_TIMEOUT_S)
+            self._pipe.send({"id": 0}, timeout_s=_SEND_TIMEOUT_S)
             while (message := self._inbox.get()) is not None:
                 try:
                     self._answer(engine, message)
                 except KVRayError as error:
-                    self._send_error(error)
+                    self._send_error(message["id"], error)
 
     def _answer(self, engine: ReferenceEngine, message: dict[str, Any]) -> None:
-        outputs = engine.generate(**message)
+        outputs = engine.generate(**message["call"])
         is_single = not isinstance(outputs, list)
         plain = [dataclasses.asdict(item) for item in ([outputs] if is_single else outputs)]
-        self._pipe.send({"outputs": [is_single, plain]}, timeout_s=_SEND_TIMEOUT_S)
+        answer = {"id": message["id"], "outputs": [is_single, plain]}
+        self._pipe.send(answer, timeout_s=_SEND_TIMEOUT_S)
 
-    def _send_error(self, error: Exception) -> None:
+    def _send_error(self, call_id: int, error: Exception) -> None:
         is_config = isinstance(error, (ConfigError, TypeError))
-        self._pipe.send({"error": str(error), "is_config": is_config}, timeout_s=_SEND_TIMEOUT_S)
+        answer = {"id": call_id, "error": str(error), "is_config": is_config}
+        self._pipe.send(answer, timeout_s=_SEND_TIMEOUT_S)
 
     def _read(self) -> None:
         """Hand messages over; when the parent is gone, end what runs, and the process with it."""

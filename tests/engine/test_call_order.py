@@ -12,6 +12,8 @@ from tests.engine.fake_connector import CONFIG, State
 
 PASS = ["wait_for_layer_load", "save_kv_layer"] * 2 + ["forward_callable", "wait_for_save"]
 META = ["build_connector_meta", "bind_connector_meta", "start_load_kv"]
+ITERATION = [*META, *PASS, "get_finished"]
+LAST = [*META, *PASS, "request_finished", "get_finished"]
 MATCH = ["get_num_new_matched_tokens", "update_state_after_alloc"]
 
 
@@ -57,11 +59,7 @@ def test_start_up_warms_up_before_the_pool_is_registered(
 def test_one_request_without_overlap(make_engine: MakeEngine, fake: State) -> None:
     engine = bring_up(make_engine, fake)
     output = engine.generate(make_prompt(40), max_tokens=3)
-    assert settle(engine, fake) == (
-        [*MATCH, *META, *PASS, "get_finished"]
-        + [*META, *PASS, "get_finished"]
-        + [*META, *PASS, "request_finished", "get_finished"]
-    )
+    assert settle(engine, fake) == [*MATCH, *ITERATION, *ITERATION, *LAST]
     first, second, third = output.token_ids
     reports = [*fake.outputs[0].new_requests] + [o.cached_requests[0] for o in fake.outputs[1:]]
     assert [facts(data) for data in reports] == [
@@ -75,12 +73,8 @@ def test_one_request_without_overlap(make_engine: MakeEngine, fake: State) -> No
 def test_one_request_with_overlap_lags_by_one_token(make_engine: MakeEngine, fake: State) -> None:
     engine = bring_up(make_engine, fake, overlap=True)
     output = engine.generate(make_prompt(40), max_tokens=3)
-    assert settle(engine, fake) == (
-        [*MATCH, *META, *PASS, "get_finished"]
-        + [*META, *PASS, "get_finished"]
-        + [*META, *PASS, "get_finished"]
-        + ["request_finished", "get_finished"]
-    )
+    settled = ["request_finished", "get_finished"]
+    assert settle(engine, fake) == [*MATCH, *ITERATION * 3, *settled]
     reports = [*fake.outputs[0].new_requests] + [o.cached_requests[0] for o in fake.outputs[1:]]
     assert [facts(data) for data in reports] == [
         (make_prompt(40), 3, 0, 40),
@@ -141,10 +135,7 @@ def test_asynchronous_load_parks_the_request_and_comes_back_without_a_second_que
     fake.metadata.clear()
     engine.generate(make_prompt(40), max_tokens=1)
     names = settle(engine, fake)
-    assert names == (
-        [*MATCH, *META, "get_finished", "get_finished", "get_finished"]
-        + [*META, *PASS, "request_finished", "get_finished"]
-    )
+    assert names == [*MATCH, *META, *["get_finished"] * 3, *LAST]
     assert fake.outputs[0].new_requests == []
     assert len(fake.metadata[0]["loads"]) == 2
     data = fake.outputs[1].new_requests[0]
@@ -277,7 +268,7 @@ def test_id_that_was_never_handed_over_ends_the_engine(
     engine = make_engine(connector=CONFIG)
     assert engine.connector is not None
     monkeypatch.setattr(engine.connector.worker, "get_finished", lambda *_: ([77], []))
-    with pytest.raises(KVRayError, match="dead.*KeyError"):
+    with pytest.raises(KVRayError, match=r"dead.*KeyError"):
         engine.submit([1, 2, 3], max_tokens=500).result(10)
 
 

@@ -1,0 +1,151 @@
+"""An engine in its own process answers as one in this process and never outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvray.errors import ConfigError, KVRayError
+from kvray.reference.pipe import JsonPipe, PipeClosed
+from kvray.reference.replica import Replica
+from tests.engine.conftest import BLOCK, make_prompt
+
+Expected = Callable[..., tuple[int, ...]]
+OPTIONS = {"model": "tiny", "tokens_per_block": BLOCK, "num_blocks": 64}
+DEADLINE_S = 20.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def test_replica_answers_bit_for_bit_like_this_process(expected: Expected, tmp_path: Path) -> None:
+    prompts = [make_prompt(100), make_prompt(40, seed=1)]
+    log_path = tmp_path / "log"
+    with Replica.start("one", log_path=log_path, **OPTIONS) as replica:
+        outputs = replica.generate(prompts, max_tokens=20)
+        assert [output.token_ids for output in outputs] == [expected(p, 20) for p in prompts]
+        assert replica.generate(prompts[0], max_tokens=20).reused_tokens == 96
+        assert replica.generate("text", max_tokens=2).prompt_tokens == 4
+        with pytest.raises(ConfigError, match=r"Replica one: .*no token id"):
+            replica.generate([-1])
+        assert replica.is_alive
+    assert not replica.is_alive
+    replica.close()
+    with pytest.raises(KVRayError, match="closed"):
+        replica.generate([1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"model": "/none"}, "no model at /none"), ({"num_blocks": 0}, "num_blocks is 0")],
+)
+def test_error_of_the_start_is_the_childs_own_sentence(options: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Replica.start("bad", **{**OPTIONS, **options})
+
+
+def test_crash_is_told_with_the_exit_status(tmp_path: Path) -> None:
+    with Replica.start("two", **OPTIONS) as replica:
+        os.kill(replica.pid, signal.SIGKILL)
+        with pytest.raises(KVRayError, match=r"Replica two is gone.*-9"):
+            replica.generate([1, 2])
+
+
+def test_closing_ends_a_call_of_another_thread() -> None:
+    replica = Replica.start("three", **OPTIONS)
+    errors: list[Exception] = []
+
+    def call() -> None:
+        try:
+            replica.generate(make_prompt(10), max_tokens=1000)
+        except KVRayError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    time.sleep(0.2)
+    replica.close()
+    thread.join(DEADLINE_S)
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize("is_thread", [False, True], ids=["main", "thread"])
+def test_replica_ends_with_its_parent(is_thread: bool) -> None:
+    code = f"""
+import threading, time
+from kvray.reference.replica import Replica
+def start():
+    replica = Replica.start("orphan", **{OPTIONS!r})
+    print(replica.pid, flush=True)
+    kept.append(replica)
+kept = []
+thread = threading.Thread(target=start)
+thread.start() if {is_thread} else start()
+{"thread.join()" if is_thread else ""}
+time.sleep(0.3)
+assert kept[0].is_alive
+print(kept[0].generate([1, 2], max_tokens=1).prompt_tokens, flush=True)
+kept[0].generate([1, 2], max_tokens=900)
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        pid = int(parent.stdout.readline())
+        assert parent.stdout.readline() == "2\n"
+        parent.kill()
+        parent.wait(DEADLINE_S)
+    wait_until(lambda: not psutil.pid_exists(pid))
+
+
+def test_pipe_bounds_time_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    near_read, far_write = os.pipe()
+    far_read, near_write = os.pipe()
+    near, far = JsonPipe(near_read, near_write), JsonPipe(far_read, far_write)
+    near.send({"text": "x" * 1000}, timeout_s=1)
+    assert far.receive(timeout_s=1) == {"text": "x" * 1000}
+    with pytest.raises(PipeClosed, match="in time"):
+        far.receive(timeout_s=0.01)
+    monkeypatch.setattr("kvray.reference.pipe.MESSAGE_BYTES_MAX", 100)
+    with pytest.raises(ConfigError, match="longer"):
+        near.send({"text": "x" * 1000}, timeout_s=1)
+    os.write(near_write, b"y" * 200)
+    with pytest.raises(PipeClosed, match="more than 100"):
+        far.receive(timeout_s=1)
+    near.close()
+    near.close()
+    far.close()
+
+
+def test_driving_replicas_needs_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, kvray.reference as r; r.Replica; r.Output;"
+        "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout == "[]\n"
+
+
+def test_engine_never_imports_ray() -> None:
+    code = (
+        "import sys; from kvray.reference import ReferenceEngine;"
+        "ReferenceEngine('tiny', num_blocks=8).generate('hi', max_tokens=1);"
+        "print('ray' in sys.modules); import os; sys.stdout.flush(); os._exit(0)"
+    )
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout == "False\n"
