@@ -1,6 +1,7 @@
 """The host tier: a node's arena in shared memory, and what is decided over its tables."""
 
-from kvray.store.arena import Arena, ArenaSpec
+from kvray.store.arena import Arena
+from kvray.store.arena_file import ArenaSpec
 from kvray.store.lease import Lease
 from kvray.store.slots import Reservation
 

@@ -8,75 +8,40 @@ marked *section*, and what may be changed how stands in `slots` and `lease`. Inv
 - A mapped arena is never truncated and never shrinks: its owner marks it RETIRED and unlinks it.
 """
 
-import mmap
 import os
-import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvray.block import BlockKey
-from kvray.errors import CapacityError, CorruptBlock, LeaseExpired, ShardUnavailable
-from kvray.store import key_index, lease, payload, repair, slots
-from kvray.store.capacity import check_room
-from kvray.store.layout import (
-    FORMAT_VERSION,
-    FREE,
-    HEADER,
-    LABEL_BYTES,
-    LIMBO,
-    LIVE,
-    MAGIC,
-    QUARANTINED,
-    READY,
-    RETIRED,
-    Geometry,
-)
+from kvray.errors import CapacityError, ConfigError, CorruptBlock, LeaseExpired, ShardUnavailable
+from kvray.store import arena_file, key_index, lease, payload, repair, slabs, slots
+from kvray.store.arena_file import ARENA_FILE, ArenaSpec, Progress, lock_path
+from kvray.store.layout import LABEL_BYTES, LIMBO, LIVE, QUARANTINED, READY, RETIRED
 from kvray.store.lease import Lease
 from kvray.store.lock import HOLDER_BYTES, ArenaLock, SideFile
 from kvray.store.slots import Reservation
 from kvray.store.tables import Array, Tables
 
-ARENA_FILE = "arena"
-_PREFAULT_CHUNK = 256 * 2**20
-_POPULATE_WRITE = 23
+__all__ = ["ARENA_FILE", "Arena", "ArenaSpec", "Progress", "lock_path"]
+
 _PATIENT_S = 5.0
 """How long what must succeed (joining, releasing) tries for the lock."""
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArenaSpec:
-    """What an owner asks of a new arena; sizes in bytes."""
-
-    cluster_name: str
-    capacity: int
-    slab: int
-    slot_min: int
-    holders_max: int
-
-    def geometry(self) -> Geometry:
-        """Return the figures that a file of this spec has."""
-        return Geometry.fit(
-            capacity=self.capacity,
-            slab=self.slab,
-            slot_min=self.slot_min,
-            holders_max=self.holders_max,
-        )
+_EVICT_BATCH = 256
+"""Blocks that one section evicts when nobody waits for them: the lock is kept for a moment only."""
 
 
 class Arena:
     """One process's access to an arena; all methods may be called from any thread.
 
-    Methods that answer None found the lock taken for `lock_wait_s`: treat it as a miss
-    (`arena_busy`).
+    Methods that answer None or False found the lock taken for `lock_wait_s`: treat it as a miss
+    (`arena_busy`), or try again. A retired arena gives no new lease and no new slot; what was
+    taken before can still be read, written and given back.
     """
 
     def __init__(self, directory: Path, *, lock_wait_s: float) -> None:
@@ -87,14 +52,22 @@ class Arena:
         """
         self.directory = directory
         self.lock_wait_s = lock_wait_s
-        mapping, geometry = _map(directory / ARENA_FILE)
-        self.tables = Tables(mapping, geometry)
+        self.tables: Tables = arena_file.map_file(directory / ARENA_FILE)
         header = self.tables.header
-        self.arena_id: str = bytes(header["arena_id"]).decode()
-        self.cluster_name: str = bytes(header["cluster_name"]).decode()
-        self._side_file = SideFile.at(lock_path(directory, self.arena_id))
+        self.arena_id: str = bytes(header["arena_id"]).decode(errors="replace")
+        self.cluster_name: str = bytes(header["cluster_name"]).decode(errors="replace")
+        try:
+            # Not created here: a retired arena's must not come back.
+            self._side_file = SideFile.at(lock_path(directory, self.arena_id), create=False)
+        except OSError as error:
+            raise ShardUnavailable(
+                f"The arena in {directory} has no lock file that can be opened"
+                f" ({error.strerror}); it is being replaced, or restart the tier."
+            ) from None
         self._lock = ArenaLock(self._side_file)
         self._holder: int | None = None
+        if self.retired:
+            raise ShardUnavailable(self._no_entry())
 
     @classmethod
     def create(
@@ -107,20 +80,14 @@ class Arena:
     ) -> "Arena":
         """Make, prefault and map a new arena; only the node's owner may.
 
-        The file gets its name when it is complete, so nobody ever maps half an arena.
+        The file gets its name when it is complete, so nobody ever maps half an arena. One that
+        has the name before must be retired first.
 
         Raises:
             CapacityError: it does not fit into the mount, the cgroup or the memory.
+            ConfigError: the directory cannot be used, or the cluster's name is too long.
         """
-        geometry = spec.geometry()
-        check_room(directory, geometry.file_bytes)
-        arena_id = secrets.token_hex(8)
-        path = directory / f"{ARENA_FILE}.{arena_id}.new"
-        try:
-            _build(path, geometry, spec.cluster_name, arena_id, progress)
-            os.rename(path, directory / ARENA_FILE)
-        finally:
-            path.unlink(missing_ok=True)
+        arena_file.create_file(directory, spec, progress)
         return cls(directory, lock_wait_s=lock_wait_s)
 
     # -- membership ---------------------------------------------------------------------------
@@ -132,28 +99,37 @@ class Arena:
 
     @property
     def holder(self) -> int:
-        """This process's row in the holder table."""
-        if self._holder is None:
-            raise LeaseExpired("This process has not joined the arena; call join first.")
-        return self._holder
+        """This process's row in the holder table.
+
+        Raises:
+            LeaseExpired: it has not joined, or has left.
+        """
+        holder = self._holder
+        if holder is None:
+            raise LeaseExpired("This process is no holder of the arena; call join first.")
+        return holder
 
     def join(self, label: str) -> int:
-        """Become a holder: what this process leases and reserves ends with it.
+        """Become a holder: what this process leases and reserves ends with it. Twice is fine.
 
         Raises:
             CapacityError: every row of the holder table is taken by a living process.
-            ShardUnavailable: the lock could not be had.
+            ShardUnavailable: the lock could not be had, or the arena is retired.
         """
+        name = label.encode(errors="replace")[:LABEL_BYTES]
         with self._section(_PATIENT_S) as entered:
-            if not entered:
-                raise ShardUnavailable(f"The arena in {self.directory} stays locked; try again.")
-            for row in range(self.tables.geometry.holders_max):
-                # A row that is marked live but whose byte is free belonged to a dead process.
-                if self._side_file.try_lock(HOLDER_BYTES + row):
-                    if self.tables.holder_live[row]:
-                        self._bury(row)
-                    self._enter(row, label)
+            if not entered or self.retired:
+                refused = True
+            elif self._holder is not None:
+                return self._holder
+            else:
+                refused = False
+                row = self._take_row()
+                if row is not None:
+                    self._enter(row, name)
                     return row
+        if refused:
+            raise ShardUnavailable(self._no_entry())
         raise CapacityError(
             "All holder rows of the arena are taken; raise arena.holders_max and restart the tier."
         )
@@ -162,15 +138,16 @@ class Arena:
         """Give back all that this process holds; its copies must have ended. Twice is fine."""
         if self._holder is None:
             return
-        row, self._holder = self._holder, None
         with self._section(_PATIENT_S) as entered:
+            # In the section, so that no other thread leases or reserves for a row that is gone.
+            row, self._holder = self._holder, None
             # Without the lock, ending the liveness lock is enough: the owner buries the row.
-            if entered:
-                mine = self.tables.slot_holder == row + 1
-                slots.free(self.tables, np.flatnonzero(mine))
+            if entered and row is not None:
+                slots.abort_holder(self.tables, row)
                 lease.release_holder(self.tables, row)
                 self.tables.holder_live[row] = 0
-        self._side_file.unlock(HOLDER_BYTES + row)
+        if row is not None:
+            self._side_file.unlock(HOLDER_BYTES + row)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -180,10 +157,14 @@ class Arena:
         Returns:
             One lease a part, all of the same length; [] if not even the first block is here;
             None if the arena was busy.
+
+        Raises:
+            ConfigError: `keys` are no keys, or num_parts < 1.
+            LeaseExpired: this process is no holder.
         """
-        packed, holder = key_index.pack_keys(list(keys)), self.holder
+        packed, holder = _packed(keys, num_parts), self.holder
         with self._section(self.lock_wait_s) as entered:
-            if not entered:
+            if not entered or not self._is_open(holder):
                 return None
             found = lease.match(self.tables, packed, num_parts)
             if not found.shape[1]:
@@ -199,12 +180,16 @@ class Arena:
 
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> int | None:
         """Return how many leading `keys` are here now, without holding them; None if busy."""
-        packed = key_index.pack_keys(list(keys))
-        with self._section(self.lock_wait_s) as entered:
-            return lease.match(self.tables, packed, num_parts).shape[1] if entered else None
+        packed = _packed(keys, num_parts)
+        with self._section(self.lock_wait_s, writes=False) as entered:
+            if not entered or self.retired:
+                return None
+            return int(lease.match(self.tables, packed, num_parts).shape[1])
 
     def release(self, *leases: Lease, wait_s: float | None = None) -> bool:
         """End leases, of whichever process of this node; False if busy: retry."""
+        if not leases:
+            return True
         with self._section(self.lock_wait_s if wait_s is None else wait_s) as entered:
             for one in leases if entered else ():
                 lease.release(self.tables, one)
@@ -234,28 +219,35 @@ class Arena:
             verify: check every block after its copy.
 
         Raises:
-            CorruptBlock: the copy has not the checksum; the slot is quarantined.
-            LeaseExpired: the lease was released.
+            ConfigError: the lease has not that many blocks.
+            CorruptBlock: a block has not its checksum; its slot is quarantined.
+            LayoutMismatch: the pool's blocks are of another size.
+            LeaseExpired: the lease was released, perhaps during the copy.
         """
         chosen = self.leased_slots(held)[first : first + len(block_ids)]
         sound = payload.read(self.tables, chosen, pool, block_ids, verify=verify)
-        if sound is not None and not sound.all():
-            self.quarantine(chosen[~sound])
+        bad = chosen[~self._is_sound(held, chosen, sound)]
+        if len(bad):
+            self.quarantine(bad)
             raise CorruptBlock(
-                f"Block {_name(self.tables, chosen[~sound])} changed while it was copied from"
-                " the host tier; it is quarantined."
+                f"Block {_name(self.tables, bad)} in the host tier does not have its checksum; it"
+                " is quarantined."
             )
 
     def sound_run(self, held: Lease, *, first: int = 0) -> int:
         """Return how many blocks of a lease from `first` on have their checksum.
 
         A block that has not is quarantined.
+
+        Raises:
+            LeaseExpired: the lease was released.
         """
         chosen = self.leased_slots(held)[first:]
         if not len(chosen):
             return 0
         slab = int(chosen[0]) // self.tables.geometry.slots_per_slab
         sound = payload.verify(self.tables, chosen, int(self.tables.slab_block_bytes[slab]))
+        sound = self._is_sound(held, chosen, sound)
         if sound.all():
             return len(chosen)
         self.quarantine(chosen[~sound])
@@ -291,17 +283,20 @@ class Arena:
 
         Raises:
             CapacityError: a block of this size fits into no slab.
+            ConfigError: `keys` are no keys or not all different, or a number is out of range.
+            LeaseExpired: this process is no holder.
         """
+        _check_place(keys, depth=depth, part=part, block_bytes=block_bytes)
         geometry = self.tables.geometry
         if geometry.stride(block_bytes) > geometry.slab_bytes:
             raise CapacityError(
                 f"A block of {block_bytes} bytes is larger than a slab of {geometry.slab_bytes};"
                 " raise arena.slab, and arena.capacity to at least four slabs."
             )
-        packed, holder = key_index.pack_keys(list(keys)), self.holder
+        packed, holder = key_index.pack_keys(keys), self.holder
         before = None if parent is None else key_index.pack_keys([parent])
         with self._section(self.lock_wait_s if wait_s is None else wait_s) as entered:
-            if not entered:
+            if not entered or not self._is_open(holder):
                 return None
             return slots.reserve(
                 self.tables,
@@ -323,100 +318,122 @@ class Arena:
     def commit(
         self, reservation: Reservation, checksums: Array, *, wait_s: float = _PATIENT_S
     ) -> bool:
-        """Make written slots READY; False if busy: retry."""
+        """Make written slots READY; False if busy: retry.
+
+        Slots that this process has given back since, by `abort` or `leave`, are passed over.
+
+        Raises:
+            ConfigError: there is not one checksum for each reserved slot.
+            LeaseExpired: this process is no holder.
+        """
+        sums, holder = np.asarray(checksums, dtype="<u8"), self.holder
+        if sums.shape != reservation.slots.shape:
+            raise ConfigError(
+                f"{len(reservation.slots)} slots cannot be committed with checksums of shape"
+                f" {list(sums.shape)}; give what write returned."
+            )
+        if not len(sums):
+            return True
         with self._section(wait_s) as entered:
             if entered:
-                slots.commit(self.tables, reservation.slots, checksums, holder=self.holder)
+                slots.commit(self.tables, reservation, sums, holder=holder)
             return entered
 
     def abort(self, reservation: Reservation, *, wait_s: float = _PATIENT_S) -> bool:
         """Give reserved slots back unwritten; False if busy: retry."""
+        if not len(reservation.slots) or self._holder is None:
+            return True
+        holder = self.holder
         with self._section(wait_s) as entered:
             if entered:
-                slots.abort(self.tables, reservation.slots, holder=self.holder)
+                slots.abort(self.tables, reservation, holder=holder)
             return entered
 
     # -- the owner's part ---------------------------------------------------------------------
 
     def adopt(self) -> int:
-        """Take over as owner: fence off the owner before; return the new shard_epoch."""
+        """Take over as owner: fence off the owner before; return the new shard_epoch.
+
+        Raises:
+            ShardUnavailable: the lock could not be had.
+        """
         with self._section(_PATIENT_S) as entered:
-            if not entered:
-                raise ShardUnavailable(f"The arena in {self.directory} stays locked; try again.")
-            self.tables.header["shard_epoch"] += 1
-            return int(self.tables.header["shard_epoch"])
+            if entered:
+                self.tables.header["shard_epoch"] += 1
+                return int(self.tables.header["shard_epoch"])
+        raise ShardUnavailable(self._no_entry())
 
     def bury_dead(self, *, limbo_s: float) -> list[str]:
         """End what dead holders held; return their labels."""
-        labels, now = [], time.monotonic()
-        dead = [
-            int(row)
-            for row in np.flatnonzero(self.tables.holder_live)
-            if self._side_file.holder_of(HOLDER_BYTES + int(row)) is None
-        ]
-        limbo = self.tables.slot_state >= LIMBO
-        if not dead and not limbo.any():
-            return []
+        labels: list[str] = []
+        if not self._dead_rows() and not (self.tables.slot_state >= LIMBO).any():
+            return labels
         with self._section(_PATIENT_S) as entered:
-            for row in dead if entered else ():
+            if not entered:
+                return labels
+            # Looked for again: a living process may have got a dead one's row meanwhile.
+            for row in self._dead_rows():
                 labels.append(bytes(self.tables.holder_label[row]).decode(errors="replace"))
                 self._bury(row)
-            if entered:
-                slots.reclaim(self.tables, before=now - limbo_s)
+            slots.reclaim(self.tables, before=time.monotonic() - limbo_s)
         return labels
 
     def evict_ahead(self, free_target: float) -> int:
         """Evict until a `free_target` share of each full block size is free; return how many."""
-        evicted = 0
         tables = self.tables
         if (tables.slab_block_bytes == 0).mean() >= free_target:
             return 0
-        for size in np.unique(tables.slab_block_bytes):
-            if size == 0:
-                continue
-            within = slots.slots_of(tables, np.flatnonzero(tables.slab_block_bytes == size), size)
-            short = int(len(within) * free_target) - np.count_nonzero(
-                tables.slot_state[within] == FREE
-            )
-            if short <= 0:
-                continue
-            with self._section(self.lock_wait_s) as entered:
-                if entered:
-                    evicted += slots.evict(tables, short, within=within, protect=within[:0])
-        return evicted
+        sizes = np.unique(tables.slab_block_bytes[tables.slab_block_bytes > 0])
+        return sum(self._evict_ahead(size, free_target) for size in sizes.tolist())
 
     def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:
         """Return what became or ceased to be READY since `seen`, and bring `seen` up to date.
+
+        A slot may have changed more than once: what it held before is for the caller to remember.
 
         Args:
             seen: the slot versions at the last call, u32 [num_slots]; changed in place.
 
         Returns:
-            (slots that changed, mask of those READY now, their keys).
+            (slots that changed, mask of those READY now, their keys, which mean nothing where a
+            slot is not READY).
         """
-        with self._section(_PATIENT_S) as entered:
+        none = np.empty(0, dtype=np.int64)
+        nothing = none, none.astype(bool), self.tables.slot_key[none]
+        # Without the lock at first: what is missed by a moment is seen the next time.
+        if np.array_equal(self.tables.slot_version, seen):
+            return nothing
+        with self._section(_PATIENT_S, writes=False) as entered:
             if not entered:
-                none = np.empty(0, dtype=np.int64)
-                return none, none.astype(bool), self.tables.slot_key[none]
+                return nothing
             changed = np.flatnonzero(self.tables.slot_version != seen)
             seen[changed] = self.tables.slot_version[changed]
             ready = self.tables.slot_state[changed] == READY
-            return changed, ready, self.tables.slot_key[changed].copy()
+            return changed, ready, self.tables.slot_key[changed]
 
     def clear(self) -> int:
-        """Evict every block that nobody leases; return how many."""
-        with self._section(_PATIENT_S) as entered:
-            everything = np.arange(self.tables.geometry.num_slots)
-            if not entered:
-                raise ShardUnavailable(f"The arena in {self.directory} stays locked; try again.")
-            return slots.evict(
-                self.tables, len(everything), within=everything, protect=everything[:0]
-            )
+        """Evict every block that nobody leases; return how many.
+
+        Raises:
+            ShardUnavailable: the lock could not be had; some blocks may have gone.
+        """
+        everything = np.ones(self.tables.geometry.num_slots, dtype=bool)
+        cleared = 0
+        while True:
+            went = self._evict(_EVICT_BATCH, within=everything, wait_s=_PATIENT_S)
+            if went is None:
+                raise ShardUnavailable(self._no_entry())
+            if not went:
+                return cleared
+            cleared += went
 
     def retire(self) -> None:
         """End this arena: its holders detach; the file and its side file are unlinked."""
         self.tables.header["state"] = RETIRED
-        (self.directory / ARENA_FILE).unlink(missing_ok=True)
+        path = self.directory / ARENA_FILE
+        # The name may be the successor's already.
+        if arena_file.holds_arena(path, self.arena_id):
+            path.unlink(missing_ok=True)
         self._side_file.path.unlink(missing_ok=True)
 
     def stats(self) -> dict[str, Any]:
@@ -443,29 +460,52 @@ class Arena:
     # -- inside -------------------------------------------------------------------------------
 
     @contextmanager
-    def _section(self, wait_s: float) -> Iterator[bool]:
-        """Hold the lock and mark the section; yields False if the lock was not to be had.
+    def _section(self, wait_s: float, *, writes: bool = True) -> Iterator[bool]:
+        """Hold the lock, with the section marked if it `writes`; False: the lock was taken.
 
-        An exception leaves the mark set: whoever comes next rebuilds.
+        An exception leaves the mark set: whoever comes next rebuilds. So arguments are checked,
+        and errors that a caller can cause are raised, outside.
         """
-        if self.retired or not self._lock.acquire(wait_s):
+        if not self._lock.acquire(wait_s):
             yield False
             return
+        header = self.tables.header
         try:
-            if self.tables.header["section"]:
-                repair.rebuild(self.tables)
-            self.tables.header["section"] = 1
+            if header["section"]:
+                repair.rebuild(self.tables, now=time.monotonic())
+            header["section"] = writes
             yield True
-            self.tables.header["section"] = 0
+            header["section"] = 0
         finally:
             self._lock.release()
 
-    def _enter(self, row: int, label: str) -> None:
+    def _is_open(self, holder: int) -> bool:
+        """Whether `holder` may take something new: another thread may have left or retired."""
+        return self._holder == holder and not self.retired
+
+    def _no_entry(self) -> str:
+        if self._side_file.detached:
+            return "A forked process cannot use its parent's arena; start it with spawn instead."
+        if self.retired:
+            return f"The arena in {self.directory} is retired; open its successor."
+        return f"The arena in {self.directory} stays locked; try again."
+
+    def _take_row(self) -> int | None:
+        """Lock a holder row that no living process has, and end what its last one held."""
+        for row in range(self.tables.geometry.holders_max):
+            if self._side_file.try_lock(HOLDER_BYTES + row):
+                # Marked live, but nobody had its byte: it belonged to a dead process.
+                if self.tables.holder_live[row]:
+                    self._bury(row)
+                return row
+        return None
+
+    def _enter(self, row: int, name: bytes) -> None:
         tables = self.tables
         tables.holder_generation[row] += 1
         tables.holder_pid[row] = os.getpid()
         tables.holder_since[row] = time.monotonic()
-        tables.holder_label[row] = label.encode()[:LABEL_BYTES]
+        tables.holder_label[row] = name
         tables.holder_live[row] = 1
         self._holder = row
 
@@ -474,72 +514,53 @@ class Arena:
         slots.strand(self.tables, row, now=time.monotonic())
         self.tables.holder_live[row] = 0
 
+    def _dead_rows(self) -> list[int]:
+        """Return the rows that are marked live and whose process is gone."""
+        rows = np.flatnonzero(self.tables.holder_live).tolist()
+        return [row for row in rows if self._side_file.holder_of(HOLDER_BYTES + row) is None]
 
-def lock_path(directory: Path, arena_id: str) -> Path:
-    """Return the side file of an arena: one name belongs to one inode for ever."""
-    return directory / f"lock.{arena_id}"
-
-
-def _map(path: Path) -> tuple[mmap.mmap, Geometry]:
-    """Map an arena file after checking that its header is one that this code understands."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise ShardUnavailable(
-            f"There is no arena at {path} ({error.strerror}); start the tier with `kvray up`."
-        ) from None
-    try:
-        size = os.fstat(fd).st_size
-        head = os.pread(fd, HEADER.itemsize, 0)
-        if len(head) < HEADER.itemsize:
-            raise ShardUnavailable(f"{path} is too short to be an arena.")
-        header = np.frombuffer(head, HEADER)[0]
-        if header["magic"] != MAGIC or int(header["format_version"]) != FORMAT_VERSION:
-            raise ShardUnavailable(
-                f"{path} is no arena of format {FORMAT_VERSION}; restart the tier with the same"
-                " kvray version as the engine."
+    def _is_sound(self, held: Lease, chosen: Array, sound: Array | None) -> Array:
+        """Return a mask of the blocks that may be used, once they have been copied or summed."""
+        if lease.leased_slots(self.tables, held) is None:
+            raise LeaseExpired(
+                f"Lease {held.lease_id} ended while its blocks were read; what was read is void."
             )
-        figures = ("capacity", "slab_bytes", "slot_min", "holders_max")
-        geometry = Geometry(**{name: int(header[name]) for name in figures})
-        if size != geometry.file_bytes:
-            raise ShardUnavailable(f"{path} has {size} bytes instead of {geometry.file_bytes}.")
-        return mmap.mmap(fd, size), geometry
-    finally:
-        os.close(fd)
+        ready: Array = self.tables.slot_state[chosen] == READY
+        return ready if sound is None else ready & sound
+
+    def _evict_ahead(self, block_bytes: int, free_target: float) -> int:
+        within = slabs.slots_of(self.tables, block_bytes)
+        evicted = 0
+        while (short := slabs.shortfall(self.tables, block_bytes, free_target)) > 0:
+            went = self._evict(min(short, _EVICT_BATCH), within=within, wait_s=self.lock_wait_s)
+            if not went:
+                break
+            evicted += went
+        return evicted
+
+    def _evict(self, count: int, *, within: Array, wait_s: float) -> int | None:
+        """Evict up to `count` blocks in one section; None if the arena was busy."""
+        nothing = np.empty(0, dtype=np.int64)
+        with self._section(wait_s) as entered:
+            if not entered:
+                return None
+            return slots.evict(self.tables, count, within=within, protect=nothing)
 
 
-def _build(
-    path: Path, geometry: Geometry, cluster_name: str, arena_id: str, progress: Progress
-) -> None:
-    """Write a complete arena file: memory allocated and touched, tables empty, header last."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        total = geometry.file_bytes
-        os.ftruncate(fd, total)
-        mapping = mmap.mmap(fd, total)
-        for start in range(0, total, _PREFAULT_CHUNK):
-            length = min(_PREFAULT_CHUNK, total - start)
-            # Allocated first: a full mount must be an error here, not a SIGBUS in some copy.
-            os.posix_fallocate(fd, start, length)
-            mapping.madvise(_POPULATE_WRITE, start, length)
-            progress(start + length, total)
-    except OSError as error:
-        raise CapacityError(
-            f"The arena's {total} bytes could not be had in {path.parent} ({error.strerror});"
-            " lower arena.capacity."
-        ) from None
-    finally:
-        os.close(fd)
-    header = np.ndarray((), HEADER, mapping)
-    header["format_version"] = FORMAT_VERSION
-    header["state"] = LIVE
-    header["cluster_name"] = cluster_name.encode()
-    header["arena_id"] = arena_id.encode()
-    header["capacity"] = geometry.capacity
-    header["slab_bytes"] = geometry.slab_bytes
-    header["slot_min"] = geometry.slot_min
-    header["holders_max"] = geometry.holders_max
-    header["magic"] = MAGIC
+def _packed(keys: Sequence[BlockKey], num_parts: int) -> Array:
+    if num_parts < 1:
+        raise ConfigError(f"num_parts must be at least 1, not {num_parts}.")
+    return key_index.pack_keys(keys)
+
+
+def _check_place(keys: Sequence[BlockKey], *, depth: int, part: int, block_bytes: int) -> None:
+    """Refuse what would be found wrong only when the tables are half changed."""
+    if len(set(keys)) < len(keys):
+        raise ConfigError("The keys to reserve are not all different; give each block once.")
+    if not (0 <= part < 2**31 and 0 <= depth < 2**31):
+        raise ConfigError(f"A block cannot be part {part} at depth {depth}; both count from 0.")
+    if block_bytes < 1:
+        raise ConfigError(f"A block must have at least 1 byte, not {block_bytes}.")
 
 
 def _name(tables: Tables, chosen: Array) -> str:

@@ -5,13 +5,16 @@ from pathlib import Path
 
 from kvray.errors import CapacityError
 
-_CGROUP_FILES = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+_CGROUPS = (
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
     ),
 )
+"""Version 2, then 1: directory, file of the limit, file of the usage, reclaimable part of it."""
 
 
 def check_room(directory: Path, file_bytes: int) -> None:
@@ -40,14 +43,21 @@ def _gib(size: int) -> str:
 
 
 def _cgroup_room() -> int | None:
-    for limit_path, usage_path in _CGROUP_FILES:
+    """Return what the cgroup leaves; the page cache, which the kernel gives up, counts as free."""
+    for directory, limit_name, usage_name, cache_name in _CGROUPS:
         try:
-            limit = Path(limit_path).read_text().strip()
-            usage = int(Path(usage_path).read_text())
+            limit = (directory / limit_name).read_text().strip()
+            usage = int((directory / usage_name).read_text())
+            cache = _stat_figure((directory / "memory.stat").read_text(), cache_name)
         except (OSError, ValueError):
             continue
-        return None if limit == "max" else max(0, int(limit) - usage)
+        return None if limit == "max" else max(0, int(limit) - usage + cache)
     return None
+
+
+def _stat_figure(text: str, name: str) -> int:
+    figures = dict(line.split() for line in text.splitlines())
+    return int(figures.get(name, 0))
 
 
 def _available_memory() -> int | None:

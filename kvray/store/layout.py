@@ -1,5 +1,6 @@
 """Where everything lies in an arena file: a header, tables of fixed size, then the data."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,7 +153,7 @@ class Geometry:
         offsets, at = {}, ALIGNMENT
         for name, dtype, shape in self.tables():
             offsets[name] = at
-            at = align(at + np.dtype(dtype).itemsize * int(np.prod(shape)))
+            at = align(at + np.dtype(dtype).itemsize * math.prod(shape))
         offsets["data"] = align(at, 2 * 2**20)
         return offsets
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvray.store import key_index
-from kvray.store.layout import PAGE_SLOTS, READY
+from kvray.store.layout import PAGE_SLOTS, PAGES_MAX, QUARANTINED, READY
 from kvray.store.tables import Array, Tables
 
 
@@ -40,7 +40,7 @@ def take(tables: Tables, slots: Array, *, holder: int, now: float) -> Lease | No
 
     The whole prefix is leased, from its root, so that no ancestor of a leased block can go.
     """
-    pages_needed = max(1, -(-len(slots) // PAGE_SLOTS))
+    pages_needed = _pages_needed(len(slots))
     pages = np.flatnonzero(tables.page_holder == 0)[:pages_needed]
     if len(pages) < pages_needed:
         return None
@@ -56,19 +56,21 @@ def take(tables: Tables, slots: Array, *, holder: int, now: float) -> Lease | No
     tables.page_lease[pages] = lease_id
     tables.page_since[pages] = now
     tables.page_holder[pages] = holder + 1
-    tables.slot_leases[slots] += 1
+    np.add.at(tables.slot_leases, slots, 1)
     return Lease(lease_id=lease_id, page=int(pages[0]), num_blocks=len(slots))
 
 
 def leased_slots(tables: Tables, lease: Lease) -> Array | None:
     """Return the slots of `lease` in prefix order; None if it has ended.
 
-    Needs no lock: a record does not change while it is held.
+    Needs no lock: a record does not change while it is held. One that somebody ends meanwhile is
+    told by looking twice.
     """
     pages = _pages(tables, lease)
     if pages is None:
         return None
-    return tables.page_slots[pages].ravel()[: lease.num_blocks].astype(np.int64)
+    slots = tables.page_slots[pages].ravel()[: lease.num_blocks].astype(np.int64)
+    return slots if _pages(tables, lease) == pages else None
 
 
 def release(tables: Tables, lease: Lease) -> bool:
@@ -101,14 +103,35 @@ def long_leases(tables: Tables, *, before: float) -> list[tuple[int, int]]:
     return [(int(h) - 1, int(counts[tables.page_holder[pages] == h].sum())) for h in holders]
 
 
+def drop_unsound(tables: Tables) -> None:
+    """Forget the pages that cannot be part of a lease, whatever wrote them."""
+    pages = np.flatnonzero(tables.page_holder)
+    holders, counts = tables.page_holder[pages], tables.page_count[pages]
+    bad = (holders < 0) | (holders > tables.geometry.holders_max) | (counts > PAGE_SLOTS)
+    slots = tables.page_slots[pages]
+    inside = slots < tables.geometry.num_slots
+    states = tables.slot_state[np.where(inside, slots, 0)]
+    readable = inside & ((states == READY) | (states == QUARANTINED))
+    bad |= ((np.arange(PAGE_SLOTS) < counts[:, None]) & ~readable).any(axis=1)
+    tables.page_holder[pages[bad]] = 0
+
+
 def _pages(tables: Tables, lease: Lease) -> list[int] | None:
-    pages, page = [], lease.page
+    """Return the pages of the record of `lease`; None if it has ended or never was."""
+    pages: list[int] = []
+    page = lease.page
     while page >= 0:
-        if tables.page_lease[page] != lease.lease_id or tables.page_holder[page] == 0:
+        if page >= PAGES_MAX or len(pages) == PAGES_MAX or tables.page_holder[page] == 0:
+            return None
+        if tables.page_lease[page] != lease.lease_id:
             return None
         pages.append(page)
         page = int(tables.page_next[page])
-    return pages
+    return pages or None
+
+
+def _pages_needed(num_slots: int) -> int:
+    return max(1, -(-num_slots // PAGE_SLOTS))
 
 
 def _named(tables: Tables, pages: "Array | list[int]") -> Array:
@@ -119,7 +142,7 @@ def _named(tables: Tables, pages: "Array | list[int]") -> Array:
 
 def _end(tables: Tables, pages: "Array | list[int]") -> int:
     slots = _named(tables, pages)
-    np.subtract.at(tables.slot_leases, slots, 1)
     tables.page_holder[pages] = 0
     tables.page_lease[pages] = 0
+    np.subtract.at(tables.slot_leases, slots, 1)
     return len(slots)

@@ -48,33 +48,49 @@ class SideFile:
     """One process's only descriptor of a lock file."""
 
     _open: dict[Path, "SideFile"] = {}  # noqa: RUF012 - the registry of this process
+    _replaced: list["SideFile"] = []  # noqa: RUF012 - those whose file was unlinked since
     _registry_lock = threading.Lock()
 
-    def __init__(self, path: Path) -> None:
-        """Open `path`, creating it; use `SideFile.at` instead."""
+    def __init__(self, path: Path, *, create: bool) -> None:
+        """Open `path`; use `SideFile.at` instead."""
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        self._fd = os.open(path, flags, 0o600)
         self.thread_lock = threading.Lock()
         self._own: set[int] = set()
         self._detached = False
 
     @classmethod
-    def at(cls, path: Path) -> "SideFile":
-        """Return the process's side file at `path`, whose name must belong to one inode for ever."""
-        path = path.absolute()
+    def at(cls, path: Path, *, create: bool = True) -> "SideFile":
+        """Return the process's side file at `path`.
+
+        Raises:
+            OSError: it cannot be opened, or is not there and `create` is not set.
+        """
+        # Two names of one file must not give two descriptors, whose locks would not exclude.
+        path = path.resolve()
         with cls._registry_lock:
-            if path not in cls._open:
-                cls._open[path] = cls(path)
-            return cls._open[path]
+            known = cls._open.get(path)
+            if known is None or not known._is_at_its_path():
+                opened = cls(path, create=create)
+                if known is not None:
+                    cls._replaced.append(known)
+                known = cls._open[path] = opened
+            return known
 
     @classmethod
     def detach_child(cls) -> None:
         """After a fork: the parent's locks are not the child's, and never will be."""
         cls._registry_lock = threading.Lock()
-        for side_file in cls._open.values():
+        for side_file in [*cls._open.values(), *cls._replaced]:
             side_file._detached = True
             side_file._own.clear()
             side_file.thread_lock = threading.Lock()
+
+    @property
+    def detached(self) -> bool:
+        """Whether this process is a fork of the one that opened the file, and can lock nothing."""
+        return self._detached
 
     def try_lock(self, byte: int) -> bool:
         """Take the exclusive lock on `byte` if nobody has it; never waits."""
@@ -101,6 +117,12 @@ class SideFile:
             raise OSError(ctypes.get_errno(), "fcntl(F_GETLK) failed", str(self.path))
         return None if flock.l_type == _F_UNLCK else int(flock.l_pid)
 
+    def _is_at_its_path(self) -> bool:
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
     def _set(self, byte: int, kind: int) -> bool:
         flock = _Flock(kind, os.SEEK_SET, byte, 1, 0)
         if _libc.fcntl(self._fd, _F_SETLK, ctypes.byref(flock)) == 0:
@@ -126,22 +148,33 @@ class ArenaLock:
 
     def acquire(self, wait_s: float) -> bool:
         """Try for at most `wait_s`; False: somebody else has it, treat it as a miss."""
-        deadline = time.monotonic() + wait_s
-        # The lock object is read once: after a fork the child has another.
-        thread_lock = self._side_file.thread_lock
-        if not thread_lock.acquire(timeout=wait_s):
+        if self._side_file.detached:
             return False
+        deadline = time.monotonic() + wait_s
+        if not self._side_file.thread_lock.acquire(timeout=wait_s):
+            return False
+        taken = False
+        try:
+            taken = self._try_until(deadline)
+        finally:
+            # Also when it raises, be it Ctrl-C while it sleeps: other threads must go on.
+            if not taken:
+                self._side_file.thread_lock.release()
+        return taken
+
+    def release(self) -> None:
+        """Give the lock up; only its taker may call this."""
+        try:
+            self._side_file.unlock(ARENA_BYTE)
+        finally:
+            self._side_file.thread_lock.release()
+
+    def _try_until(self, deadline: float) -> bool:
         attempt = 0
         while not self._side_file.try_lock(ARENA_BYTE):
             pause = _BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]
             attempt += 1
             if time.monotonic() + pause > deadline:
-                thread_lock.release()
                 return False
             time.sleep(pause)
         return True
-
-    def release(self) -> None:
-        """Give the lock up; only its taker may call this."""
-        self._side_file.unlock(ARENA_BYTE)
-        self._side_file.thread_lock.release()

@@ -5,11 +5,12 @@ do not change.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import xxhash
 
-from kvray.store.layout import FREE
+from kvray.errors import ConfigError, LayoutMismatch
 from kvray.store.tables import Array, Tables
 
 
@@ -20,9 +21,13 @@ def write(tables: Tables, slots: Array, pool: Array, block_ids: Array) -> Array:
         tables: the arena's tables.
         slots: reserved slots, one a block.
         pool: bytes of shape [num_blocks, block_bytes].
-        block_ids: rows of `pool`.
+        block_ids: rows of `pool`, one a slot.
 
     Each run is summed right after it is copied, while it is still in the cache.
+
+    Raises:
+        ConfigError: there are not as many blocks as slots.
+        LayoutMismatch: the pool's blocks are of another size than the slots'.
     """
     checksums = np.empty(len(slots), dtype="<u8")
     for start, stop, area in _runs(tables, slots, block_ids, pool.shape[1]):
@@ -72,15 +77,24 @@ def _runs(
 
     The bytes are the run's slots, shape [stop - start, block_bytes].
     """
+    if len(slots) != len(block_ids):
+        raise ConfigError(
+            f"{len(block_ids)} blocks cannot be copied from or to {len(slots)} slots; give one"
+            " row of the pool for each slot."
+        )
     if not len(slots):
         return
     per_slab = tables.geometry.slots_per_slab
     breaks = (np.diff(slots) != 1) | (np.diff(block_ids) != 1)
     breaks |= np.diff(slots // per_slab) != 0
     edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges):
         slab, row = divmod(int(slots[start]), per_slab)
-        assert tables.slot_state[slots[start]] != FREE
+        if tables.slab_block_bytes[slab] != block_bytes:
+            raise LayoutMismatch(
+                f"The pool's blocks have {block_bytes} bytes, those in the arena"
+                f" {tables.slab_block_bytes[slab]}; they are not of one namespace."
+            )
         yield start, stop, tables.rows(slab)[row : row + stop - start, :block_bytes]
 
 

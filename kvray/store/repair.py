@@ -2,57 +2,83 @@
 
 import numpy as np
 
-from kvray.store import key_index, lease
-from kvray.store.layout import READY, RESERVED
-from kvray.store.slots import free
-from kvray.store.tables import Tables
+from kvray.store import key_index, lease, slabs
+from kvray.store.layout import LIMBO, QUARANTINED, READY, RESERVED
+from kvray.store.slots import free, unlink
+from kvray.store.tables import Array, Tables
 
 
-def rebuild(tables: Tables) -> int:
+def rebuild(tables: Tables, *, now: float) -> int:
     """Bring the tables back to a consistent state after a process died while changing them.
 
-    The truth is each slot's state word, which is written last, and each lease page's holder,
-    likewise. Key index, lease counts and families are derived from them anew. A slot that was
-    being made or unmade loses nothing but itself.
+    The truth is each slot's state word, which is written last when a slot is made and first when
+    it is unmade, and each lease page's holder, likewise. Key index, lease counts, families and
+    empty slabs are derived from them anew. Whoever dies in here leaves the same truth to the next.
+
+    Args:
+        tables: the arena's tables.
+        now: monotonic seconds.
 
     Returns:
         How many slots were given up.
     """
+    lease.drop_unsound(tables)
+    tables.slot_leases[:] = lease.count_leases(tables)
+    used = _used_oldest_first(tables)
+    _relink(tables, used)
     tables.index_slot[:] = 0
     tables.index_tag[:] = 0
-    tables.slot_leases[:] = lease.count_leases(tables)
-    used = np.flatnonzero((tables.slot_state == READY) | (tables.slot_state == RESERVED))
-    _relink(tables, used)
-    lost = used[_duplicates(tables, used)]
-    kept = np.setdiff1d(used, lost)
-    full = key_index.insert(tables, kept)
-    lost = np.concatenate((lost, kept[full]))
-    free(tables, lost)
-    tables.header["repairs"] += 1
+    lost = _duplicates(tables, used)
+    lost[~lost] = key_index.insert(tables, used[~lost])
+    _give_up(tables, used[lost], now)
+    tables.slot_holder[tables.slot_state != RESERVED] = 0
+    slabs.give_back(tables, np.arange(tables.geometry.num_slots))
+    # Which changes the dead had not noted is not known: to whoever announces them, all are new.
+    tables.slot_version += 1
     tables.header["changes"] += 1
-    return len(lost)
+    tables.header["repairs"] += 1
+    return int(np.count_nonzero(lost))
 
 
-def _relink(tables: Tables, used: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
+def _used_oldest_first(tables: Tables) -> Array:
+    """Return the slots that name a block: READY before RESERVED, each from the oldest on.
+
+    Where two claim what only one can have, the one that the interrupted call brought is last.
+    """
+    used = np.flatnonzero((tables.slot_state == READY) | (tables.slot_state == RESERVED))
+    return used[np.lexsort((tables.slot_tick[used], tables.slot_state[used] != READY))]
+
+
+def _relink(tables: Tables, used: Array) -> None:
     """Keep a parent link only where the parent is in use and one step nearer to the root."""
     parents = tables.slot_parent[used].astype(np.int64)
-    valid = np.isin(parents, used)
-    nearer = np.zeros(len(used), dtype=bool)
-    nearer[valid] = (tables.slot_depth[parents[valid]] + 1 == tables.slot_depth[used[valid]]) & (
-        tables.slot_part[parents[valid]] == tables.slot_part[used[valid]]
-    )
-    tables.slot_parent[:] = -1
-    tables.slot_children[:] = 0
-    tables.slot_parent[used[nearer]] = parents[nearer]
-    np.add.at(tables.slot_children, parents[nearer], 1)
+    is_used = np.zeros(tables.geometry.num_slots, dtype=bool)
+    is_used[used] = True
+    valid = (parents >= 0) & (parents < len(is_used))
+    valid[valid] = is_used[parents[valid]]
+    valid[valid] = (
+        tables.slot_depth[parents[valid]].astype(np.int64) + 1 == tables.slot_depth[used[valid]]
+    ) & (tables.slot_part[parents[valid]] == tables.slot_part[used[valid]])
+    tables.slot_parent[used[~valid]] = -1
+    tables.slot_parent[~is_used] = -1
+    tables.slot_children[:] = np.bincount(parents[valid], minlength=len(is_used))
 
 
-def _duplicates(
-    tables: Tables, used: "np.ndarray[tuple[int], np.dtype[np.int64]]"
-) -> "np.ndarray[tuple[int], np.dtype[np.bool_]]":
+def _duplicates(tables: Tables, used: Array) -> Array:
     """Return a mask of the slots that name a key and part which an earlier one names too."""
     identity = np.column_stack((tables.slot_key[used], tables.slot_part[used].astype("<u8")))
     _, first = np.unique(identity, axis=0, return_index=True)
     mask = np.ones(len(used), dtype=bool)
     mask[first] = False
     return mask
+
+
+def _give_up(tables: Tables, lost: Array, now: float) -> None:
+    """Take slots out of use without breaking a lease, nor a copy that is still under way."""
+    reserved = tables.slot_state[lost] == RESERVED
+    leased = ~reserved & (tables.slot_leases[lost] > 0)
+    tables.slot_since[lost[reserved]] = now
+    tables.slot_state[lost[reserved]] = LIMBO
+    tables.slot_state[lost[leased]] = QUARANTINED
+    unlink(tables, lost[reserved | leased])
+    free(tables, lost[~reserved & ~leased])

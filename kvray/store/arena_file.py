@@ -1,0 +1,188 @@
+"""The file of an arena: made complete before it gets its name, checked before it is mapped."""
+
+import errno
+import mmap
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvray.errors import CapacityError, ConfigError, ShardUnavailable
+from kvray.store.capacity import check_room
+from kvray.store.layout import FORMAT_VERSION, HEADER, LIVE, MAGIC, Geometry
+from kvray.store.lock import SideFile
+from kvray.store.tables import Tables
+
+ARENA_FILE = "arena"
+_PREFAULT_CHUNK = 256 * 2**20
+_POPULATE_WRITE = 23
+_CLUSTER_NAME_BYTES = HEADER["cluster_name"].itemsize
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaSpec:
+    """What an owner asks of a new arena; sizes in bytes."""
+
+    cluster_name: str
+    capacity: int
+    slab: int
+    slot_min: int
+    holders_max: int
+
+    def geometry(self) -> Geometry:
+        """Return the figures that a file of this spec has."""
+        return Geometry.fit(
+            capacity=self.capacity,
+            slab=self.slab,
+            slot_min=self.slot_min,
+            holders_max=self.holders_max,
+        )
+
+
+def lock_path(directory: Path, arena_id: str) -> Path:
+    """Return the side file of an arena: one name belongs to one inode for ever."""
+    return directory / f"lock.{arena_id}"
+
+
+def create_file(directory: Path, spec: ArenaSpec, progress: Progress) -> None:
+    """Make and prefault an arena in `directory`, in place of the one that has its name.
+
+    Raises:
+        CapacityError: it does not fit into the mount, the cgroup or the memory.
+        ConfigError: the directory cannot be used, or the cluster's name is too long.
+    """
+    if len(spec.cluster_name.encode()) > _CLUSTER_NAME_BYTES:
+        raise ConfigError(
+            f"cluster_name {spec.cluster_name!r} is longer than {_CLUSTER_NAME_BYTES} bytes;"
+            " choose a shorter one."
+        )
+    geometry = spec.geometry()
+    arena_id = secrets.token_hex(8)
+    path = directory / f"{ARENA_FILE}.{arena_id}.new"
+    side = lock_path(directory, arena_id)
+    complete = False
+    try:
+        for stale in directory.glob(f"{ARENA_FILE}.*.new"):
+            stale.unlink(missing_ok=True)  # of an owner that died while it made one
+        check_room(directory, geometry.file_bytes)
+        _build(path, geometry, spec.cluster_name, arena_id, progress)
+        SideFile.at(side)
+        os.rename(path, directory / ARENA_FILE)
+        complete = True
+    except OSError as error:
+        raise ConfigError(
+            f"No arena can be made in {directory} ({error.strerror}); make it a directory that"
+            " this user may write to."
+        ) from None
+    finally:
+        if not complete:
+            path.unlink(missing_ok=True)
+            side.unlink(missing_ok=True)
+
+
+def map_file(path: Path) -> Tables:
+    """Map an arena after checking that its header is one that this code understands.
+
+    Raises:
+        ShardUnavailable: there is none, or it is of another format, or not whole.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise ShardUnavailable(
+            f"There is no arena at {path} ({error.strerror}); start the tier with `kvray up`."
+        ) from None
+    try:
+        geometry = _check_header(path, os.pread(fd, HEADER.itemsize, 0))
+        size = os.fstat(fd).st_size
+        if size != geometry.file_bytes:
+            raise ShardUnavailable(
+                f"{path} has {size} bytes instead of {geometry.file_bytes}; restart the tier."
+            )
+        return Tables(mmap.mmap(fd, size), geometry)
+    except OSError as error:
+        raise ShardUnavailable(f"{path} cannot be mapped ({error.strerror}).") from None
+    finally:
+        os.close(fd)
+
+
+def holds_arena(path: Path, arena_id: str) -> bool:
+    """Return whether the file at `path` is the arena of that id, and not its successor."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(HEADER.itemsize)
+    except OSError:
+        return False
+    if len(head) < HEADER.itemsize:
+        return False
+    return bytes(np.frombuffer(head, HEADER)[0]["arena_id"]) == arena_id.encode()
+
+
+def _check_header(path: Path, head: bytes) -> Geometry:
+    """Return the figures in an arena's header, or say why they cannot be used."""
+    if len(head) < HEADER.itemsize:
+        raise ShardUnavailable(f"{path} is too short to be an arena; restart the tier.")
+    header = np.frombuffer(head, HEADER)[0]
+    if header["magic"] != MAGIC:
+        raise ShardUnavailable(f"{path} is no arena, or was never finished; restart the tier.")
+    version = int(header["format_version"])
+    if version != FORMAT_VERSION:
+        raise ShardUnavailable(
+            f"{path} is an arena of format {version}, not {FORMAT_VERSION}; restart the tier with"
+            " the same kvray version as the engine."
+        )
+    figures = {
+        name: int(header[name]) for name in ("capacity", "slab_bytes", "slot_min", "holders_max")
+    }
+    if not all(figures.values()):
+        raise ShardUnavailable(f"{path} has a damaged header; restart the tier.")
+    return Geometry(**figures)
+
+
+def _build(
+    path: Path, geometry: Geometry, cluster_name: str, arena_id: str, progress: Progress
+) -> None:
+    """Write a complete arena file: memory allocated and touched, tables empty, header last."""
+    total = geometry.file_bytes
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.ftruncate(fd, total)
+        mapping = mmap.mmap(fd, total)
+        for start in range(0, total, _PREFAULT_CHUNK):
+            length = min(_PREFAULT_CHUNK, total - start)
+            # Allocated first: a full mount must be an error here, not a SIGBUS in some copy.
+            os.posix_fallocate(fd, start, length)
+            _populate(mapping, start, length)
+            progress(start + length, total)
+    except OSError as error:
+        raise CapacityError(
+            f"The arena's {total} bytes could not be had in {path.parent} ({error.strerror});"
+            " lower arena.capacity."
+        ) from None
+    finally:
+        os.close(fd)
+    header = Tables(mapping, geometry).header
+    header["format_version"] = FORMAT_VERSION
+    header["state"] = LIVE
+    header["cluster_name"] = cluster_name.encode()
+    header["arena_id"] = arena_id.encode()
+    header["capacity"] = geometry.capacity
+    header["slab_bytes"] = geometry.slab_bytes
+    header["slot_min"] = geometry.slot_min
+    header["holders_max"] = geometry.holders_max
+    header["magic"] = MAGIC
+
+
+def _populate(mapping: mmap.mmap, start: int, length: int) -> None:
+    """Map the allocated pages now; a kernel before 5.14 maps them at first use instead."""
+    try:
+        mapping.madvise(_POPULATE_WRITE, start, length)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise

@@ -1,0 +1,103 @@
+"""Slabs of an arena: each serves one block size for as long as it holds a block of it.
+
+Pure, like `slots`: the caller holds the arena's lock and has marked the section.
+"""
+
+import numpy as np
+
+from kvray.store.layout import FREE, READY
+from kvray.store.tables import Array, Tables
+
+
+def slots_of(tables: Tables, block_bytes: int) -> Array:
+    """Return a mask of the slots in slabs that serve `block_bytes`, shape [num_slots]."""
+    return np.repeat(tables.slab_block_bytes == block_bytes, tables.geometry.slots_per_slab)
+
+
+def usable(tables: Tables, block_bytes: int) -> int:
+    """Return how many blocks of `block_bytes` a slab holds."""
+    return tables.geometry.slab_bytes // tables.geometry.stride(block_bytes)
+
+
+def free_slots(tables: Tables, block_bytes: int) -> Array:
+    """Return the FREE slots in slabs that serve `block_bytes`, ascending."""
+    slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
+    states = _by_slab(tables)[slabs, : usable(tables, block_bytes)]
+    slab, row = np.nonzero(states == FREE)
+    return slabs[slab] * tables.geometry.slots_per_slab + row
+
+
+def shortfall(tables: Tables, block_bytes: int, free_target: float) -> int:
+    """Return how many FREE slots the slabs of `block_bytes` lack to a share of `free_target`."""
+    num_slabs = int(np.count_nonzero(tables.slab_block_bytes == block_bytes))
+    target = int(num_slabs * usable(tables, block_bytes) * free_target)
+    return target - len(free_slots(tables, block_bytes)) if target else 0
+
+
+def take_spare(tables: Tables, num_slots: int, block_bytes: int) -> None:
+    """Give `block_bytes` as many spare slabs as `num_slots` blocks need and there are."""
+    spare = np.flatnonzero(tables.slab_block_bytes == 0)
+    needed = -(-num_slots // usable(tables, block_bytes))
+    tables.slab_block_bytes[spare[:needed]] = block_bytes
+
+
+def give_back(tables: Tables, slots: Array) -> None:
+    """Return those slabs of `slots` that have become empty to all block sizes."""
+    slabs = np.unique(slots // tables.geometry.slots_per_slab)
+    tables.slab_block_bytes[slabs[(_by_slab(tables)[slabs] == FREE).all(axis=1)]] = 0
+
+
+def choose_to_clear(tables: Tables, block_bytes: int, protect: Array) -> tuple[int, Array] | None:
+    """Return the slab of another block size to take, and a mask of the blocks that go for it.
+
+    It is the slab that was used longest ago among those that can be emptied: nothing in it, and
+    no block that hangs from one in it, is leased, being written or in `protect`. None: there is
+    no such slab.
+    """
+    busy = (tables.slot_state != FREE) & (tables.slot_state != READY) | (tables.slot_leases > 0)
+    busy[protect] = True
+    other = (tables.slab_block_bytes != block_bytes) & (tables.slab_block_bytes != 0)
+    slabs = np.flatnonzero(other & ~_by_slab(tables, busy).any(axis=1))
+    last_used = _by_slab(tables, np.where(tables.slot_state == READY, tables.slot_tick, 0))
+    for slab in slabs[np.argsort(last_used[slabs].max(axis=1), kind="stable")].tolist():
+        going = _with_descendants(tables, slab)
+        if not (going & busy).any():
+            return slab, going
+    return None
+
+
+def longest_runs_first(slots: Array, count: int) -> Array:
+    """Return `count` of the ascending `slots` in as few contiguous runs as possible."""
+    if len(slots) <= count:
+        return slots
+    starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
+    lengths = np.diff(starts, append=len(slots))
+    enough = np.flatnonzero(lengths >= count)
+    if len(enough):
+        start = starts[enough[lengths[enough].argmin()]]
+        return slots[start : start + count]
+    order = np.argsort(-lengths, kind="stable")
+    order = order[: int(np.searchsorted(np.cumsum(lengths[order]), count)) + 1]
+    picked = np.concatenate([np.arange(starts[i], starts[i] + lengths[i]) for i in order])
+    chosen: Array = slots[picked[:count]]
+    return chosen
+
+
+def _with_descendants(tables: Tables, slab: int) -> Array:
+    """Return a mask of the slots of `slab` and of every block that hangs from one of them."""
+    geometry = tables.geometry
+    # The last row stands for "no parent" and is its own parent.
+    marked = np.zeros(geometry.num_slots + 1, dtype=bool)
+    marked[slab * geometry.slots_per_slab : (slab + 1) * geometry.slots_per_slab] = True
+    above = np.append(np.where(tables.slot_state == FREE, -1, tables.slot_parent), -1)
+    while (above >= 0).any():
+        # Looks at the ancestor twice as far away in each round.
+        marked |= marked[above]
+        above = above[above]
+    return marked[:-1]
+
+
+def _by_slab(tables: Tables, column: "Array | None" = None) -> Array:
+    """Return a column of the slot table (by default the states) as [num_slabs, slots_per_slab]."""
+    column = tables.slot_state if column is None else column
+    return column.reshape(tables.geometry.num_slabs, -1)
