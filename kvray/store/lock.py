@@ -71,7 +71,7 @@ class SideFile:
         path = path.resolve()
         with cls._registry_lock:
             known = cls._open.get(path)
-            if known is None or not known._is_at_its_path():
+            if known is None or not known.is_current():
                 opened = cls(path, create=create)
                 if known is not None:
                     cls._replaced.append(known)
@@ -91,6 +91,13 @@ class SideFile:
     def detached(self) -> bool:
         """Whether this process is a fork of the one that opened the file, and can lock nothing."""
         return self._detached
+
+    def is_current(self) -> bool:
+        """Return whether the path still names this file: a lock on another excludes nobody."""
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def try_lock(self, byte: int) -> bool:
         """Take the exclusive lock on `byte` if nobody has it; never waits."""
@@ -116,12 +123,6 @@ class SideFile:
         if _libc.fcntl(self._fd, _F_GETLK, ctypes.byref(flock)) != 0:
             raise OSError(ctypes.get_errno(), "fcntl(F_GETLK) failed", str(self.path))
         return None if flock.l_type == _F_UNLCK else int(flock.l_pid)
-
-    def _is_at_its_path(self) -> bool:
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.stat(self.path))
-        except FileNotFoundError:
-            return False
 
     def _set(self, byte: int, kind: int) -> bool:
         flock = _Flock(kind, os.SEEK_SET, byte, 1, 0)
