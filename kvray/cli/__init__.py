@@ -1,0 +1,5 @@
+"""The command `kvray`."""
+
+from kvray.cli.app import main
+
+__all__ = ["main"]

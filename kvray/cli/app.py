@@ -1,0 +1,45 @@
+"""The command line: one module for each command."""
+
+from typing import Annotated
+
+import typer
+
+from kvray import __version__
+from kvray.cli.connector_config import connector_config
+from kvray.cli.down import down
+from kvray.cli.status import status
+from kvray.cli.up import up
+
+app = typer.Typer(
+    name="kvray",
+    help="A distributed KV-cache tier for TensorRT-LLM that lives inside a Ray cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(up)
+app.command()(status)
+app.command()(down)
+app.command()(connector_config)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvray {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    app()

@@ -1,0 +1,26 @@
+"""`kvray down`: end the tier, and its Ray if `kvray up` started one."""
+
+from rich.console import Console
+
+from kvray.cli.boundary import boundary
+from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
+from kvray.config import load_config
+
+
+def down(
+    config: ConfigOption = None, address: AddressOption = None, verbose: VerboseOption = False
+) -> None:
+    """End the tier, free its memory, and end its Ray if `kvray up` started it; again is fine.
+
+    Engines go on without a tier.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        settings = load_config(config, overrides={"ray.address": address})
+        from kvray.actors.launch import take_down
+
+        with interrupts.held():
+            found = take_down(settings)
+        name = settings.cluster_name
+        Console(highlight=False, soft_wrap=True).print(
+            f"The tier [bold]{name}[/] is down." if found else f"No tier {name} was running."
+        )

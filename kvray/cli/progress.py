@@ -1,0 +1,87 @@
+"""What moves on the terminal while a tier comes up."""
+
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from kvray.cli.interrupts import Interrupts
+
+
+class LaunchProgress:
+    """A spinner while Ray starts, then a bar with the bytes of the arenas that are made.
+
+    Its two callbacks let a signal through that was held back.
+    """
+
+    def __init__(self, console: Console, interrupts: Interrupts) -> None:
+        self._interrupts = interrupts
+        self._ray = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._bytes = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._shown: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> "LaunchProgress":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._show(None, "", None)
+
+    def waiting(self, elapsed_s: float) -> None:
+        """Ray is starting."""
+        self._interrupts.check()
+        self._show(self._ray, "Starting Ray", None)
+
+    def report(self, shards: list[dict[str, Any]]) -> None:
+        """The shards are getting ready."""
+        # By now this process is connected: Ray has put its own handler in place.
+        self._interrupts.catch()
+        self._interrupts.check()
+        total = sum(shard.get("total", 0) for shard in shards)
+        done = sum(shard.get("done", 0) for shard in shards)
+        if total:
+            self._show(self._bytes, "Preparing the arena", total)
+            assert self._task is not None
+            self._bytes.update(self._task, completed=done, total=total)
+        else:
+            self._show(self._ray, "Starting the tier", None)
+
+    def _show(self, progress: Progress | None, description: str, total: float | None) -> None:
+        if self._shown is not progress:
+            if self._shown is not None:
+                self._shown.stop()
+            self._shown, self._task = progress, None
+            if progress is not None:
+                progress.start()
+        if progress is None:
+            return
+        if self._task is None:
+            self._task = progress.add_task(description, total=total)
+        progress.update(self._task, description=description)
