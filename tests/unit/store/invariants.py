@@ -1,0 +1,79 @@
+"""What holds of an arena's tables whenever nobody is inside a section."""
+
+import numpy as np
+
+from kvray.store import key_index, lease, payload
+from kvray.store.layout import FREE, LIMBO, PAGE_SLOTS, QUARANTINED, READY, RESERVED
+from kvray.store.tables import Tables
+
+
+def check_invariants(tables: Tables) -> None:
+    """Fail if the tables contradict each other."""
+    _check_states(tables)
+    _check_index(tables)
+    _check_families(tables)
+    _check_leases(tables)
+    _check_slabs(tables)
+
+
+def check_bytes(tables: Tables) -> None:
+    """Fail if a READY slot does not hold the bytes that its checksum was made of."""
+    for slab in np.flatnonzero(tables.slab_block_bytes):
+        per_slab = tables.geometry.slots_per_slab
+        rows = np.arange(slab * per_slab, (slab + 1) * per_slab)
+        ready = rows[tables.slot_state[rows] == READY]
+        size = int(tables.slab_block_bytes[slab])
+        assert payload.verify(tables, ready, size).all(), f"wrong bytes in slab {slab}"
+
+
+def _check_states(tables: Tables) -> None:
+    state = tables.slot_state
+    assert np.isin(state, (FREE, RESERVED, READY, LIMBO, QUARANTINED)).all()
+    has_holder = tables.slot_holder != 0
+    assert (has_holder == (state == RESERVED)).all(), "only a RESERVED slot has a holder"
+    assert (tables.slot_holder <= tables.geometry.holders_max).all()
+    assert int(tables.header["section"]) == 0
+
+
+def _check_index(tables: Tables) -> None:
+    named = tables.index_slot[tables.index_slot > 0].astype(np.int64) - 1
+    used = _used(tables)
+    assert sorted(named.tolist()) == used.tolist(), "index and slots are not one to one"
+    assert ((tables.index_tag == 0) | (tables.index_slot > 0)).all()
+    for part in np.unique(tables.slot_part[used]):
+        of_part = used[tables.slot_part[used] == part]
+        found = key_index.find(tables, tables.slot_key[of_part], int(part))
+        assert (found == of_part).all(), "a slot is not found under its own key"
+
+
+def _check_families(tables: Tables) -> None:
+    used = _used(tables)
+    parents = tables.slot_parent[used].astype(np.int64)
+    linked, parents = used[parents >= 0], parents[parents >= 0]
+    assert np.isin(parents, used).all(), "a parent went before its child"
+    assert (tables.slot_depth[parents] + 1 == tables.slot_depth[linked]).all()
+    assert (tables.slot_part[parents] == tables.slot_part[linked]).all()
+    counted = np.bincount(parents, minlength=tables.geometry.num_slots)
+    assert (tables.slot_children == counted).all(), "child counts differ from parent links"
+
+
+def _check_leases(tables: Tables) -> None:
+    held = tables.page_holder > 0
+    assert (tables.page_count[held] <= PAGE_SLOTS).all()
+    assert (tables.page_holder <= tables.geometry.holders_max).all()
+    assert (tables.slot_leases == lease.count_leases(tables)).all(), "lease counts differ"
+    states = tables.slot_state[tables.slot_leases > 0]
+    assert np.isin(states, (READY, QUARANTINED)).all(), "a leased slot was given away"
+
+
+def _check_slabs(tables: Tables) -> None:
+    geometry = tables.geometry
+    states = tables.slot_state.reshape(geometry.num_slabs, -1)
+    for slab, size in enumerate(tables.slab_block_bytes.tolist()):
+        usable = geometry.slab_bytes // geometry.stride(size) if size else 0
+        assert (states[slab, usable:] == FREE).all(), f"slab {slab} has slots outside of it"
+        assert not size or states[slab].any(), f"slab {slab} is empty but was not given back"
+
+
+def _used(tables: Tables) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    return np.flatnonzero((tables.slot_state == READY) | (tables.slot_state == RESERVED))
