@@ -17,6 +17,8 @@ import torch
 
 from kvray.errors import ConfigError
 
+_ATTENTION = "kvray_block"
+
 TINY_CONFIG = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -68,6 +70,8 @@ class BlockModel:
             head_dim=getattr(config, "head_dim", None)
             or config.hidden_size // config.num_attention_heads,
         )
+        _transformers().AttentionInterface.register(_ATTENTION, _attend)
+        causal_lm.config._attn_implementation = _ATTENTION
         self._body = causal_lm.model
         self._head = causal_lm.lm_head
         self._pasts = [_Past(layer) for layer in range(self.geometry.num_layers)]
@@ -144,6 +148,23 @@ class BlockModel:
             for index in range(self.geometry.num_layers)
         ]
         return self.logits(step), kvs
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    attention_mask: torch.Tensor,
+    *,
+    scaling: float,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend with grouped heads; transformers' own function copies the keys per query head."""
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        query, keys, values, attn_mask=attention_mask, scale=scaling, enable_gqa=True
+    )
+    return attended.transpose(1, 2).contiguous(), None
 
 
 class _Past:
