@@ -101,11 +101,11 @@ def put(
 
 
 def find(tables: Tables, keys: list[BlockKey], part: int = 0) -> list[int]:
-    return key_index.find(tables, key_index.pack_keys(keys), part).tolist()
+    return list(key_index.find(tables, key_index.pack_keys(keys), part).tolist())
 
 
 def matched(tables: Tables, keys: list[BlockKey], *, num_parts: int = 1) -> int:
-    return lease.match(tables, key_index.pack_keys(keys), num_parts).shape[1]
+    return int(lease.match(tables, key_index.pack_keys(keys), num_parts).shape[1])
 
 
 def take(tables: Tables, keys: list[BlockKey], *, holder: int = 0, now: float = 0.0) -> Lease:

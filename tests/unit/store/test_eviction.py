@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvray.block import BlockKey
 from kvray.store import lease
 from kvray.store.eviction import choose_victims
 from kvray.store.layout import READY
@@ -24,11 +25,11 @@ from tests.unit.store.small_arena import (
 
 def victims(tables: Tables, count: int, *, protect: Array = NOBODY) -> list[int]:
     everything = np.ones(tables.geometry.num_slots, dtype=bool)
-    return choose_victims(tables, count, within=everything, protect=protect).tolist()
+    return list(choose_victims(tables, count, within=everything, protect=protect).tolist())
 
 
-def touch(tables: Tables, keys: "list[bytes]") -> None:
-    lease.release(tables, take(tables, keys))  # type: ignore[arg-type]
+def touch(tables: Tables, keys: list[BlockKey]) -> None:
+    lease.release(tables, take(tables, keys))
 
 
 def test_tail_goes_before_its_parents(tables: Tables) -> None:
@@ -144,17 +145,17 @@ def test_eviction_is_lru_by_subtree(
     pieces: list[tuple[int, int]], touched: list[int], count: int, num_leased: int
 ) -> None:
     tables = make_tables()
-    known: list[tuple[bytes, int]] = []
+    known: list[tuple[BlockKey, int]] = []
     for number, (where, length) in enumerate(pieces):
         parent, depth = known[where % len(known)] if known and where % 4 else (None, -1)
         keys = chain(length, seed=f"piece {number}")
-        made = put(tables, keys, parent=parent, depth=depth + 1)  # type: ignore[arg-type]
+        made = put(tables, keys, parent=parent, depth=depth + 1)
         known += [(keys[row], depth + 1 + int(row)) for row in made.rows]
-        known = [one for one in known if find(tables, [one[0]])[0] >= 0]  # type: ignore[list-item]
+        known = [one for one in known if find(tables, [one[0]])[0] >= 0]
     for which in touched:
         touch(tables, [known[which % len(known)][0]])
     for which in touched[:num_leased]:
-        take(tables, [known[which % len(known)][0]])  # type: ignore[list-item]
+        take(tables, [known[which % len(known)][0]])
     expected = slow_victims(tables, count)
     chosen = victims(tables, count)
     assert [ticks_below(tables, slot) for slot in chosen] == [

@@ -21,7 +21,7 @@ EVERY_SLOT = 64
 
 
 def sizes(tables: Tables) -> list[int]:
-    return tables.slab_block_bytes.tolist()
+    return list(tables.slab_block_bytes.tolist())
 
 
 def test_empty_arena_gives_one_contiguous_run(tables: Tables) -> None:
