@@ -174,6 +174,12 @@ def load_config(
         raise ConfigError(where + _explain(error)) from None
 
 
+def environ_for(path: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables for a child process that reads `path` and no other setting of ours."""
+    names = [f"KVRAY_{name.upper().replace('.', '__')}" for name in _environment_overrides(environ)]
+    return {**dict.fromkeys(names, ""), CONFIG_ENV: str(path.absolute())}
+
+
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the directory for downloads and other things that can be made again.
 

@@ -6,6 +6,7 @@ import typer
 
 from kvray import __version__
 from kvray.cli.connector_config import connector_config
+from kvray.cli.demo import demo
 from kvray.cli.down import down
 from kvray.cli.status import status
 from kvray.cli.up import up
@@ -22,6 +23,7 @@ app.command()(up)
 app.command()(status)
 app.command()(down)
 app.command()(connector_config)
+app.command()(demo)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,124 @@
+"""What the demo shows: bars while it works, then a table and a verdict, or one JSON object."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvray.cli.demo.phases import PHASES, Phase
+from kvray.cli.demo.record import WITH_KVRAY, WITHOUT_KVRAY, Record, Verdict
+from kvray.cli.demo.stage import TOKENS_PER_BLOCK
+
+
+def make_bars(console: Console) -> Progress:
+    """Return the bars of the phases, one task each."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def bar_title(phase: Phase) -> str:
+    """Return what stands before a phase's bar."""
+    return f"Phase {phase.name}: {phase.title}" if len(phase.name) == 1 else phase.title
+
+
+def make_table(records: Sequence[Record]) -> Table:
+    """Return one row for each request."""
+    table = Table(box=box.SIMPLE, title_justify="left")
+    table.add_column("phase")
+    table.add_column("replica", no_wrap=True)
+    table.add_column("prompt")
+    for name in ("prompt tokens", "from own pool", "hit tokens", "first token"):
+        table.add_column(name, justify="right")
+    table.add_column("text", no_wrap=True, overflow="ellipsis", max_width=40)
+    phase = ""
+    for record in records:
+        if phase not in ("", record.phase):
+            table.add_section()
+        phase = record.phase
+        table.add_row(
+            record.phase,
+            record.replica,
+            record.prompt,
+            str(record.prompt_tokens),
+            str(record.reused_tokens),
+            f"[bold green]{record.hit_tokens}[/]" if record.hit_tokens else "0",
+            _duration(record.ttft_s),
+            Text(" ".join(_encodable(record.text).split())),
+        )
+    return table
+
+
+def print_all(
+    console: Console, records: Sequence[Record], verdict: Verdict, *, seconds: float
+) -> None:
+    """Print the table, and what it proves."""
+    console.print(make_table(records))
+    if verdict.identical_text:
+        console.print("[green]✔[/] Every text equals that of an engine that reuses nothing.")
+    for failure in verdict.failures:
+        console.print(f"[red]✘[/] {failure}")
+    console.print(
+        f"The first token of the long prompt came {verdict.ttft_ratio:.1f} times sooner from the"
+        " blocks of the other replica."
+    )
+    result = "[bold red]failed[/]" if verdict.failures else "[bold green]passed[/]"
+    console.print(f"Verdict: {result}, {verdict.wrong_tokens} wrong tokens, {seconds:.0f} s.")
+
+
+def to_json(records: Sequence[Record], verdict: Verdict, *, model: str, seconds: float) -> str:
+    """Return everything as one JSON object."""
+    found: dict[str, Any] = {
+        "identical_text": verdict.identical_text,
+        "wrong_tokens": verdict.wrong_tokens,
+        "ttft_ratio": round(verdict.ttft_ratio, 2),
+        "passed": not verdict.failures,
+        "failures": verdict.failures,
+        "phase_c": {
+            "without_kvray_reused_tokens": _found_tokens(records, WITHOUT_KVRAY),
+            "with_kvray_reused_tokens": _found_tokens(records, WITH_KVRAY),
+        },
+        "phases": {phase.name: phase.title for phase in PHASES},
+        "model": model,
+        "tokens_per_block": TOKENS_PER_BLOCK,
+        "seconds": round(seconds, 1),
+        "requests": [_request(record) for record in records],
+    }
+    return json.dumps(found, indent=2)
+
+
+def _request(record: Record) -> dict[str, Any]:
+    return {
+        "phase": record.phase,
+        "replica": record.replica,
+        "prompt": record.prompt,
+        "prompt_tokens": record.prompt_tokens,
+        "reused_tokens": record.reused_tokens,
+        "hit_tokens": record.hit_tokens,
+        "ttft_s": round(record.ttft_s, 6),
+        "text": _encodable(record.text),
+    }
+
+
+def _found_tokens(records: Sequence[Record], replica: str) -> int:
+    return sum(
+        record.reused_tokens + record.hit_tokens for record in records if record.replica == replica
+    )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+
+
+def _encodable(text: str) -> str:
+    """Return `text` with what is no Unicode replaced: a tiny model answers with any bytes."""
+    return text.encode("utf-8", "replace").decode("utf-8")
