@@ -166,7 +166,8 @@ class ReferenceEngine:
 
         The prompts of a list are in flight at once.
         """
-        is_single = isinstance(prompts, str) or all(isinstance(item, int) for item in prompts)
+        is_list = not isinstance(prompts, str) and len(prompts) > 0
+        is_single = not (is_list and all(isinstance(item, Sequence) for item in prompts))
         batch: Sequence[Any] = [prompts] if is_single else prompts
         pending = [self.submit(prompt, max_tokens=max_tokens, salt=salt) for prompt in batch]
         outputs = [item.result(timeout_s) for item in pending]

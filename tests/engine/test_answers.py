@@ -165,6 +165,11 @@ def test_closed_engine_refuses_and_fails_what_is_outstanding(make_engine: MakeEn
         engine.submit(PROMPT)
 
 
+def test_list_that_is_neither_a_prompt_nor_prompts_is_refused(make_engine: MakeEngine) -> None:
+    with pytest.raises(ConfigError, match=r"2\.5 is no token id"):
+        make_engine().generate([1, 2.5])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

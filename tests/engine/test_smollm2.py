@@ -12,21 +12,20 @@ of its arrival and the goods that it carries. """
 
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize("trim", [0, 1])
-def test_real_model_gives_the_same_text_from_loaded_blocks(fake: State, trim: int) -> None:
+def test_real_model_gives_the_same_text_from_loaded_blocks(fake: State) -> None:
     def engine(connector: object = None) -> ReferenceEngine:
         return ReferenceEngine("smollm2", num_blocks=32, connector=connector, poison=True)
 
     with engine() as alone:
-        tokens = alone.tokenizer.encode(TEXT * 5)[: 288 + trim]
-        expected = alone.generate(tokens, max_tokens=12)
-        facts = alone.generate("The capital of France is", max_tokens=4)
-    assert "Paris" in facts.text
+        tokens = alone.tokenizer.encode(TEXT * 5)
+        prompts = [tokens[:288], tokens[1:290]]  # an aligned one and one that is not
+        expected = [alone.generate(prompt, max_tokens=12) for prompt in prompts]
+        assert "Paris" in alone.generate("The capital of France is", max_tokens=4).text
     with engine(CONFIG) as first:
-        assert first.generate(tokens, max_tokens=12).token_ids == expected.token_ids
+        stored = [first.generate(prompt, max_tokens=12) for prompt in prompts]
     with engine(CONFIG) as second:
-        output = second.generate(tokens, max_tokens=12)
-    assert output.token_ids == expected.token_ids
-    assert output.text == expected.text
-    assert output.hit_tokens == (288 + trim - 1) // 32 * 32
-    assert output.ttft_s < expected.ttft_s
+        loaded = [second.generate(prompt, max_tokens=12) for prompt in prompts]
+    assert [output.token_ids for output in stored] == [output.token_ids for output in expected]
+    assert [output.text for output in loaded] == [output.text for output in expected]
+    assert [output.hit_tokens for output in stored] == [0, 0]
+    assert [output.hit_tokens for output in loaded] == [256, 288]
