@@ -52,7 +52,7 @@ class Arena:
         """
         self.directory = directory
         self.lock_wait_s = lock_wait_s
-        self.tables: Tables = arena_file.map_file(directory / ARENA_FILE)
+        self._tables: Tables | None = arena_file.map_file(directory / ARENA_FILE)
         header = self.tables.header
         self.arena_id: str = bytes(header["arena_id"]).decode(errors="replace")
         self.cluster_name: str = bytes(header["cluster_name"]).decode(errors="replace")
@@ -89,6 +89,24 @@ class Arena:
         """
         arena_file.create_file(directory, spec, progress)
         return cls(directory, lock_wait_s=lock_wait_s)
+
+    def close(self) -> None:
+        """Leave and unmap; views that others still have keep the mapping alive. Twice is fine."""
+        if self._tables is not None:
+            self.leave()
+            self._tables = None
+
+    @property
+    def tables(self) -> Tables:
+        """The arena's tables; whoever changes them holds the lock.
+
+        Raises:
+            ShardUnavailable: the arena was closed.
+        """
+        tables = self._tables
+        if tables is None:
+            raise ShardUnavailable(f"This process has closed the arena in {self.directory}.")
+        return tables
 
     # -- membership ---------------------------------------------------------------------------
 

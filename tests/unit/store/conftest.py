@@ -71,7 +71,7 @@ def arena(directory: Path) -> Iterator[Arena]:
     made = make_arena(directory)
     made.join("test")
     yield made
-    made.leave()
+    made.close()
 
 
 @pytest.fixture

@@ -1,0 +1,155 @@
+"""Bytes between an engine's pool and slots: runs, checksums, what proves wrong."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvray.errors import ConfigError, CorruptBlock, LayoutMismatch, LeaseExpired
+from kvray.store import Arena
+from kvray.store.layout import QUARANTINED
+from kvray.store.payload import block_checksum
+from kvray.store.tables import Array
+from tests.unit.store.small_arena import (
+    SLOT,
+    chain,
+    content,
+    fetch,
+    make_arena,
+    pool_of,
+    spec,
+    store,
+)
+
+KEYS = chain(20)
+
+
+def test_blocks_come_back_as_they_were_across_slabs(arena: Arena) -> None:
+    made = store(arena, KEYS)
+    assert len(np.unique(made.slots // 8)) == 3
+    leases = arena.lease(KEYS)
+    assert leases
+    assert fetch(arena, KEYS, leases[0])
+    arena.release(*leases)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 100, SLOT - 1, SLOT + 1, 3 * SLOT, 8 * SLOT])
+def test_any_block_size_comes_back(arena: Arena, block_bytes: int) -> None:
+    store(arena, KEYS[:3], block_bytes=block_bytes)
+    leases = arena.lease(KEYS)
+    assert leases
+    assert leases[0].num_blocks == 3
+    assert fetch(arena, KEYS, leases[0], block_bytes=block_bytes)
+    assert arena.sound_run(leases[0]) == 3
+
+
+def test_blocks_may_lie_anywhere_in_the_pool(arena: Arena) -> None:
+    where = np.array([7, 3, 4, 5, 29, 0])
+    pool = np.zeros((30, SLOT), dtype=np.uint8)
+    pool[where] = pool_of(KEYS[:6])
+    made = arena.reserve(KEYS[:6], parent=None, depth=0, part=0, block_bytes=SLOT)
+    assert made is not None
+    arena.commit(made, arena.write(made, pool, where))
+    leases = arena.lease(KEYS[:6])
+    assert leases
+    back = np.zeros_like(pool)
+    arena.read(leases[0], back, where[::-1][:4], first=2, verify=True)
+    assert (back[where[::-1][:4]] == pool_of(KEYS[2:6])).all()
+    untouched = np.setdiff1d(np.arange(30), where[::-1][:4])
+    assert not back[untouched].any()
+
+
+def test_checksum_depends_on_bytes_and_key() -> None:
+    block = content(KEYS[0])
+    assert block_checksum(block, 1) == block_checksum(block.copy(), 1)
+    assert block_checksum(block, 1) != block_checksum(block, 2)
+    assert block_checksum(block, 1) != block_checksum(content(KEYS[1]), 1)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_flipped_byte_is_found_and_the_block_never_served_again(arena: Arena, verify: bool) -> None:
+    made = store(arena, KEYS)
+    leases = arena.lease(KEYS)
+    assert leases
+    arena.tables.rows(1)[3, 77] ^= 1
+    bad = int(np.flatnonzero(made.slots == 11)[0])
+    with pytest.raises(CorruptBlock, match=KEYS[bad].hex()[:8]):
+        fetch(arena, KEYS, leases[0])
+    assert int(arena.tables.slot_state[11]) == QUARANTINED
+    assert (arena.match(KEYS), arena.stats()["corrupt"]) == (bad, 1)
+    # A lease from before does not serve it either, whether it looks at checksums or not.
+    pool = np.zeros((len(KEYS), SLOT), dtype=np.uint8)
+    with pytest.raises(CorruptBlock):
+        arena.read(leases[0], pool, np.arange(len(KEYS)), verify=verify)
+    assert arena.stats()["corrupt"] == 1
+    arena.release(*leases)
+    arena.bury_dead(limbo_s=0)
+    store(arena, KEYS)
+    again = arena.lease(KEYS)
+    assert again
+    assert fetch(arena, KEYS, again[0])
+    arena.release(*again)
+
+
+def test_sound_run_ends_before_the_first_bad_block(arena: Arena) -> None:
+    store(arena, KEYS)
+    leases = arena.lease(KEYS)
+    assert leases
+    assert arena.sound_run(leases[0]) == 20
+    arena.tables.rows(1)[3, 77] ^= 1
+    assert arena.sound_run(leases[0], first=15) == 5
+    assert arena.sound_run(leases[0]) == 11
+    assert arena.sound_run(leases[0]) == 11
+    assert arena.match(KEYS) == 11
+    assert arena.sound_run(leases[0], first=20) == 0
+
+
+def test_lease_that_ends_during_the_copy_voids_it(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(arena, KEYS)
+    leases = arena.lease(KEYS)
+    assert leases
+    copyto = np.copyto
+
+    def release_and_copy(target: Array, source: Array) -> None:
+        arena.release(leases[0])
+        copyto(target, source)
+
+    monkeypatch.setattr(np, "copyto", release_and_copy)
+    with pytest.raises(LeaseExpired, match="void"):
+        fetch(arena, KEYS, leases[0])
+
+
+def test_pool_of_another_block_size_is_refused(arena: Arena) -> None:
+    made = arena.reserve(KEYS[:2], parent=None, depth=0, part=0, block_bytes=SLOT)
+    assert made is not None
+    with pytest.raises(LayoutMismatch, match=f"{SLOT // 2} bytes, those in the arena {SLOT}"):
+        arena.write(made, np.zeros((2, SLOT // 2), dtype=np.uint8), np.arange(2))
+    assert arena.abort(made)
+
+
+def test_as_many_blocks_as_slots_must_be_named(arena: Arena) -> None:
+    store(arena, KEYS[:3])
+    leases = arena.lease(KEYS[:3])
+    assert leases
+    pool = np.zeros((9, SLOT), dtype=np.uint8)
+    for num_blocks in (4, 9):
+        with pytest.raises(ConfigError, match=f"{num_blocks} blocks"):
+            arena.read(leases[0], pool, np.arange(num_blocks), verify=False)
+    with pytest.raises(ConfigError, match="2 blocks"):
+        arena.read(leases[0], pool, np.arange(2), first=2, verify=False)
+    arena.read(leases[0], pool, np.arange(0), verify=True)
+
+
+def test_bytes_are_seen_by_another_mapping(directory: Path) -> None:
+    writer = make_arena(directory, asked=spec(num_slabs=4))
+    writer.join("writer")
+    store(writer, KEYS[:5])
+    reader = Arena(directory, lock_wait_s=1)
+    reader.join("reader")
+    leases = reader.lease(KEYS[:5])
+    assert leases
+    assert fetch(reader, KEYS[:5], leases[0])
+    reader.close()
+    writer.close()
