@@ -8,8 +8,9 @@ import ray
 
 from kvray.actors import local_ray, tier
 from kvray.actors.ray_calls import LOOKUP_NAME, call, get_actor
-from kvray.block import BlockKey
+from kvray.block import KEY_BYTES, BlockKey
 from kvray.config import KVRayConfig, load_config
+from kvray.errors import ConfigError
 from kvray.index import Match
 
 
@@ -44,14 +45,24 @@ class Client:
         """Return the longest run of leading `keys` that shards hold, and which shards.
 
         Raises:
+            ConfigError: `keys` are no keys, or no block has that many parts.
             ShardUnavailable: the lookup did not answer.
         """
+        for key in keys:
+            if type(key) is not bytes or len(key) != KEY_BYTES:
+                raise ConfigError(
+                    f"A key is {KEY_BYTES} bytes of kvray.chain_keys, not {key!r:.40}."
+                )
         lookup = get_actor(LOOKUP_NAME)
         match: Match = call(lookup.match, b"".join(keys), num_parts, timeout_s=self._timeout_s)
         return match
 
     def clear(self) -> int:
-        """Evict every block that nobody leases, on every node; return how many."""
+        """Evict every block that nobody leases, on every node; return how many.
+
+        Raises:
+            ShardUnavailable: no tier runs there, or a shard did not answer.
+        """
         return tier.clear(timeout_s=self._timeout_s)
 
     def close(self) -> None:

@@ -4,6 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvray.block import KEY_BYTES, BlockKey
+from kvray.errors import ConfigError
+
+PARTS_MAX = 1024
+"""Parts of a block that the index can tell apart: far more than any replica has ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +24,7 @@ class Index:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._parts: dict[bytes, dict[str, int]] = {}
+        self._parts: dict[BlockKey, dict[str, int]] = {}
         self._entries: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -30,17 +34,25 @@ class Index:
         """Return shard -> parts it has announced."""
         return dict(self._entries)
 
-    def add(self, shard: str, keys: bytes, parts: Iterable[int]) -> None:
-        """Enter parts of blocks that `shard` now has; `keys` end to end, 32 bytes each."""
-        for key, part in zip(split_keys(keys), parts, strict=True):
+    def add(self, shard: str, keys: bytes, parts: Sequence[int]) -> None:
+        """Enter parts of blocks that `shard` now has; `keys` end to end, 32 bytes each.
+
+        Raises:
+            ConfigError: there is not one part in range for each key; nothing was entered.
+        """
+        for key, part in _entries(keys, parts):
             holders = self._parts.setdefault(key, {})
             before = holders.get(shard, 0)
             holders[shard] = before | 1 << part
             self._entries[shard] = self._entries.get(shard, 0) + (before != holders[shard])
 
-    def remove(self, shard: str, keys: bytes, parts: Iterable[int]) -> None:
-        """Take out parts that `shard` no longer has; unknown ones are passed over."""
-        for key, part in zip(split_keys(keys), parts, strict=True):
+    def remove(self, shard: str, keys: bytes, parts: Sequence[int]) -> None:
+        """Take out parts that `shard` no longer has; unknown ones are passed over.
+
+        Raises:
+            ConfigError: as `add`.
+        """
+        for key, part in _entries(keys, parts):
             holders = self._parts.get(key, {})
             before = holders.get(shard, 0)
             after = before & ~(1 << part)
@@ -69,7 +81,12 @@ class Index:
         Args:
             keys: keys in prefix order.
             num_parts: parts that make a block whole.
+
+        Raises:
+            ConfigError: no block has that many parts.
         """
+        if not 1 <= num_parts <= PARTS_MAX:
+            raise ConfigError(f"num_parts must be 1 to {PARTS_MAX}, not {num_parts}.")
         whole = (1 << num_parts) - 1
         holders: dict[str, int] = {}
         for run, key in enumerate(keys):
@@ -82,6 +99,21 @@ class Index:
         return Match(num_blocks=len(keys), holders=holders)
 
 
-def split_keys(keys: bytes) -> list[bytes]:
-    """Return the keys that lie end to end in `keys`."""
-    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
+def split_keys(keys: bytes) -> list[BlockKey]:
+    """Return the keys that lie end to end in `keys`.
+
+    Raises:
+        ConfigError: the last one is not whole.
+    """
+    if len(keys) % KEY_BYTES:
+        raise ConfigError(f"{len(keys)} bytes are no whole number of keys of {KEY_BYTES}.")
+    return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+
+
+def _entries(keys: bytes, parts: Sequence[int]) -> Iterable[tuple[BlockKey, int]]:
+    split = split_keys(keys)
+    if len(split) != len(parts):
+        raise ConfigError(f"{len(split)} keys came with {len(parts)} parts; give one each.")
+    if parts and not 0 <= min(parts) <= max(parts) < PARTS_MAX:
+        raise ConfigError(f"The parts of a block are 0 to {PARTS_MAX - 1}.")
+    return zip(split, parts, strict=True)

@@ -4,6 +4,7 @@ A request has `op` and its fields; a reply has `ok`, and then fields, or `error`
 class of `kvray.errors`) and `message`.
 """
 
+import operator
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -25,9 +26,15 @@ def encode(message: Mapping[str, Any]) -> bytes:
     """Return `message` as one frame.
 
     Raises:
-        TransferError: it is longer than a frame may be.
+        TransferError: it is longer than a frame may be, or holds what no frame can carry.
     """
-    body: bytes = msgpack.packb(dict(message), use_bin_type=True)
+    try:
+        # Whole numbers of other libraries pass for ints, a lone surrogate for a character.
+        body: bytes = msgpack.packb(
+            dict(message), default=operator.index, unicode_errors="surrogatepass"
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise errors.TransferError(f"A message cannot be sent ({error}).") from None
     if len(body) > FRAME_MAX:
         raise errors.TransferError(
             f"A message of {len(body)} bytes exceeds the {FRAME_MAX} of a frame; send fewer keys."
@@ -54,11 +61,13 @@ def decode(body: bytes) -> dict[str, Any]:
         TransferError: not a msgpack map with text keys.
     """
     try:
-        message = msgpack.unpackb(body, raw=False)
-    except (ValueError, msgpack.UnpackException) as error:
+        message = msgpack.unpackb(body, unicode_errors="surrogatepass")
+    except (ValueError, OverflowError, msgpack.UnpackException) as error:
         raise errors.TransferError(f"The peer sent a broken frame ({error}).") from None
     if not isinstance(message, dict):
         raise errors.TransferError(f"The peer sent a {type(message).__name__} instead of a map.")
+    if not all(isinstance(key, str) for key in message):
+        raise errors.TransferError("The peer sent a map with keys that are no text.")
     return message
 
 
@@ -70,5 +79,7 @@ def error_reply(error: errors.KVRayError) -> dict[str, Any]:
 def raise_for(reply: Mapping[str, Any]) -> None:
     """Raise the error that `reply` carries, if any."""
     if not reply.get("ok"):
-        kind = getattr(errors, str(reply.get("error")), errors.KVRayError)
+        kind = getattr(errors, str(reply.get("error")), None)
+        if not (isinstance(kind, type) and issubclass(kind, errors.KVRayError)):
+            kind = errors.KVRayError
         raise kind(str(reply.get("message")))

@@ -1,6 +1,7 @@
 """Turns changes of an arena into announcements that the lookup takes in unbroken order."""
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from kvray.actors.lookup import Announcement, Answer
 from kvray.errors import KVRayError
+from kvray.index import PARTS_MAX
 from kvray.store import Arena
 
 _log = logging.getLogger("kvray.shard")
@@ -15,7 +17,7 @@ _log = logging.getLogger("kvray.shard")
 Announce = Callable[[Announcement], Answer]
 """Brings an announcement to the lookup; raises ShardUnavailable within its deadline."""
 
-_ANNOUNCED_MAX = 20_000
+ANNOUNCED_MAX = 20_000
 """Keys in one announcement; the rest follows in the next."""
 
 
@@ -26,27 +28,26 @@ class Announcer:
         """Announce for `shard`."""
         self._shard = shard
         self._announce = announce
+        self._arena_id = ""
         self._seen: Any = None
         self._held_keys: Any = None
         self._held_parts: Any = None
         self._held: Any = None
-        self._pending: list[tuple[Any, Any, bool]] = []
+        # (keys, parts, whether they were added); the lookup has all that came before.
+        self._pending: deque[tuple[Any, Any, bool]] = deque()
         self._sequence = 0
         self._lookup_epoch: str | None = None
+        self._is_heard = True
 
     def collect(self, arena: Arena) -> bool:
         """Note what changed in `arena`; True if there is something to announce."""
         if self._seen is None:
-            rows = arena.tables.geometry.num_slots
-            # A version no slot has, so that what an adopted arena holds counts as a change.
-            self._seen = arena.tables.slot_version.copy() - np.uint32(1)
-            self._seen[arena.tables.slot_version == 0] = 0
-            self._held = np.zeros(rows, dtype=bool)
-            self._held_keys = np.zeros((rows, 4), dtype="<u8")
-            self._held_parts = np.zeros(rows, dtype=np.uint32)
+            self._start(arena)
         slots, ready, keys = arena.changes_since(self._seen)
         if len(slots):
             parts = arena.tables.slot_part[slots]
+            # One engine's absurd part must not have everything refused that the shard announces.
+            ready &= parts < PARTS_MAX
             gone = self._held[slots]
             self._note(self._held_keys[slots[gone]], self._held_parts[slots[gone]], False)
             self._note(keys[ready], parts[ready], True)
@@ -57,52 +58,60 @@ class Announcer:
     def send(self, shard_epoch: int) -> None:
         """Announce what was noted, or just a heartbeat; what fails is sent again later."""
         full = self._lookup_epoch is None
-        announcement = self._full(shard_epoch) if full else self._next(shard_epoch)
+        if full:
+            self._pending.clear()
+            held = np.flatnonzero(self._held)
+            self._note(self._held_keys[held], self._held_parts[held], True)
+        # Never a number twice: one that seems lost may still arrive.
+        self._sequence += 1
+        announcement = self._next(shard_epoch, full=full)
         try:
             answer = self._announce(announcement)
         except KVRayError as error:
-            _log.debug("%s: not announced: %s", self._shard, error)
-            self._lookup_epoch = None
+            if self._is_heard:
+                _log.warning("%s: the lookup cannot be told: %s", self._shard, error)
+            self._is_heard, self._lookup_epoch = False, None
             return
-        if answer.resync or (not full and answer.lookup_epoch != self._lookup_epoch):
-            self._lookup_epoch = None
-            return
-        self._lookup_epoch = answer.lookup_epoch
-        self._sequence = announcement.sequence
+        if not self._is_heard:
+            _log.info("%s: the lookup answers again", self._shard)
+        self._is_heard = True
+        same = full or answer.lookup_epoch == self._lookup_epoch
+        self._lookup_epoch = answer.lookup_epoch if same and not answer.resync else None
+
+    def _start(self, arena: Arena) -> None:
+        versions, rows = arena.tables.slot_version, arena.tables.geometry.num_slots
+        self._arena_id = arena.arena_id
+        # A version no slot has, so that what an adopted arena holds counts as a change.
+        self._seen = np.where(versions == 0, versions, versions - np.uint32(1))
+        self._held = np.zeros(rows, dtype=bool)
+        self._held_keys = np.zeros((rows, 4), dtype="<u8")
+        self._held_parts = np.zeros(rows, dtype=np.uint32)
 
     def _note(self, keys: Any, parts: Any, added: bool) -> None:
-        if len(keys):
-            self._pending.append((keys, parts, added))
+        for start in range(0, len(keys), ANNOUNCED_MAX):
+            part = slice(start, start + ANNOUNCED_MAX)
+            self._pending.append((keys[part], parts[part], added))
 
-    def _full(self, shard_epoch: int) -> Announcement:
-        self._pending.clear()
-        held = np.flatnonzero(self._held)
-        return Announcement(
-            shard=self._shard,
-            shard_epoch=shard_epoch,
-            sequence=0,
-            added_keys=self._held_keys[held].tobytes(),
-            added_parts=self._held_parts[held].tolist(),
-            removed_keys=b"",
-            removed_parts=[],
-        )
-
-    def _next(self, shard_epoch: int) -> Announcement:
+    def _next(self, shard_epoch: int, *, full: bool) -> Announcement:
         added_keys, removed_keys = bytearray(), bytearray()
         added_parts: list[int] = []
         removed_parts: list[int] = []
-        while self._pending and len(added_parts) + len(removed_parts) < _ANNOUNCED_MAX:
+        while self._pending:
             keys, parts, added = self._pending[0]
+            if len(added_parts) + len(removed_parts) + len(keys) > ANNOUNCED_MAX:
+                break
             # Removals are applied first: an addition must not be overtaken by an older removal.
             if not added and added_parts:
                 break
-            self._pending.pop(0)
+            self._pending.popleft()
             (added_keys if added else removed_keys).extend(keys.tobytes())
             (added_parts if added else removed_parts).extend(parts.tolist())
         return Announcement(
             shard=self._shard,
+            arena_id=self._arena_id,
             shard_epoch=shard_epoch,
-            sequence=self._sequence + 1,
+            sequence=self._sequence,
+            full=full,
             added_keys=bytes(added_keys),
             added_parts=added_parts,
             removed_keys=bytes(removed_keys),

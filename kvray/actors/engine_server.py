@@ -1,8 +1,11 @@
 """The shard's end of the node's unix socket: answers engines, one task a connection."""
 
 import asyncio
+import contextlib
 import itertools
+import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,16 @@ from typing import Any
 from kvray import wire
 from kvray.errors import ConfigError, KVRayError
 
+_log = logging.getLogger("kvray.shard")
+
 Handler = Callable[..., dict[str, Any]]
 """Called with the connection's number and the request's fields."""
 
 _CONNECTIONS_MAX = 1024
 _FRAME_S = 10.0
 """How long the rest of a frame may take; between requests an engine may be silent for ever."""
+_PATH_MAX = 107
+"""Bytes of a unix socket's path."""
 
 
 class EngineServer:
@@ -30,64 +37,76 @@ class EngineServer:
         self._hung_up = hung_up
         self._connections = itertools.count()
         self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Bind the socket, replacing what a dead shard left."""
-        self._path.unlink(missing_ok=True)
-        if len(os.fsencode(self._path)) > 107:
+        """Bind the socket, replacing what a dead shard left.
+
+        Raises:
+            ConfigError: its path is too long, or it cannot be made.
+        """
+        if len(os.fsencode(self._path)) > _PATH_MAX:
             raise ConfigError(
-                f"The socket path {self._path} is longer than 107 bytes; choose a shorter"
+                f"The socket path {self._path} is longer than {_PATH_MAX} bytes; choose a shorter"
                 " arena.dir or cluster_name."
             )
-        before = os.umask(0o177)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._server = await asyncio.start_unix_server(self._serve, str(self._path))
-        finally:
-            os.umask(before)
+            self._path.unlink(missing_ok=True)
+            listener.bind(str(self._path))
+            # Nobody else can have come in before: the directory is this user's alone.
+            self._path.chmod(0o600)
+            self._server = await asyncio.start_unix_server(self._accept, sock=listener)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"The socket {self._path} cannot be made ({error.strerror}); set arena.dir to a"
+                " tmpfs that this user may write to."
+            ) from None
 
     async def close(self) -> None:
-        """Hang up on everybody and unlink the socket."""
+        """Hang up on everybody and unlink the socket. Twice is fine."""
         if self._server is not None:
-            self._server.close()
-            for writer in list(self._writers):
-                writer.close()
+            server, self._server = self._server, None
+            server.close()
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._path.unlink(missing_ok=True)
-            self._server = None
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._writers) >= _CONNECTIONS_MAX:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._tasks) >= _CONNECTIONS_MAX:
+            _log.warning("the socket has %d connections; one more was refused", _CONNECTIONS_MAX)
             writer.close()
             return
-        self._writers.add(writer)
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = next(self._connections)
+        # The peer went away, or speaks something else: hang up.
+        ends = (asyncio.IncompleteReadError, asyncio.TimeoutError, OSError, KVRayError)
         try:
-            while True:
-                length = wire.body_length(await reader.readexactly(wire.LENGTH.size))
-                body = await asyncio.wait_for(reader.readexactly(length), _FRAME_S)
-                writer.write(wire.encode(self._answer(connection, wire.decode(body))))
-                await asyncio.wait_for(writer.drain(), _FRAME_S)
-        except (
-            asyncio.IncompleteReadError,
-            TimeoutError,
-            asyncio.TimeoutError,
-            OSError,
-            KVRayError,
-        ):
-            pass  # The peer went away, or speaks something else: hang up.
+            with contextlib.suppress(*ends):
+                while True:
+                    length = wire.body_length(await reader.readexactly(wire.LENGTH.size))
+                    body = await asyncio.wait_for(reader.readexactly(length), _FRAME_S)
+                    writer.write(wire.encode(self._answer(connection, wire.decode(body))))
+                    await asyncio.wait_for(writer.drain(), _FRAME_S)
         finally:
-            self._writers.discard(writer)
             self._hung_up(connection)
             writer.close()
 
     def _answer(self, connection: int, request: dict[str, Any]) -> dict[str, Any]:
-        op = request.pop("op", None)
-        handler = self._handlers.get(str(op))
+        op = str(request.pop("op", None))[:64]
+        handler = self._handlers.get(op)
         try:
             if handler is None:
                 raise ConfigError(f"The shard knows no request {op!r}; engine and shard differ.")
             return {"ok": True, **handler(connection, **request)}
         except KVRayError as error:
             return wire.error_reply(error)
-        except TypeError as error:
+        except (TypeError, ValueError, AttributeError) as error:
             return wire.error_reply(ConfigError(f"Request {op!r} has wrong fields: {error}."))

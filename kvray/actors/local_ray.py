@@ -6,7 +6,9 @@ Ray of the machine). Its sessions, its token and what is needed to find it again
 directory of this user; HOME and /tmp/ray stay as they are.
 """
 
+import contextlib
 import ctypes
+import hashlib
 import json
 import logging
 import os
@@ -18,21 +20,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 import ray
+from ray._private import ray_constants
 
+from kvray.actors.ownership import is_own
+from kvray.actors.ray_calls import first_line
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, ShardUnavailable
 
 _START_TIMEOUT_S = 90.0
 _STOP_TIMEOUT_S = 20.0
+_LAST_BREATH_S = 5.0
 _OBJECT_STORE_BYTES = 80 * 2**20
 """The least Ray accepts: kvray keeps no blocks in Ray's object store."""
 _PR_SET_PDEATHSIG = 1
+_MARK = "KVRAY_LOCAL_RAY"
+"""Set in the environment of every process of a local cluster: its directory, by which those are
+found that a killed parent left behind."""
+_STATE_FILE = "ray.json"
+_STARTER_FILE = "starter.json"
+_SOCKET_PATH = "ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
+"""The longest path that Ray gives to a socket; no socket's may exceed 107 bytes."""
+_CONNECT_TRIES = 2
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_HTTP2_SETTINGS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +69,23 @@ class LocalRay:
 
 def local_dir(cluster_name: str) -> Path:
     """Return the directory of the local cluster for the tier `cluster_name`."""
-    return Path(tempfile.gettempdir()) / f"kvray-{os.getuid()}-{cluster_name}"
+    parent, prefix = Path(tempfile.gettempdir()), f"kvray-{os.getuid()}-"
+    directory = parent / f"{prefix}{cluster_name}"
+    if _sockets_fit(directory):
+        return directory
+    return parent / (prefix + hashlib.sha256(cluster_name.encode()).hexdigest()[:8])
 
 
 def find(cluster_name: str) -> LocalRay | None:
     """Return the local cluster that runs for the tier, if one does."""
+    directory = local_dir(cluster_name)
+    if not is_own(directory):
+        return None
     try:
-        local = LocalRay(**json.loads((local_dir(cluster_name) / "ray.json").read_text()))
+        local = LocalRay(**json.loads((directory / _STATE_FILE).read_text()))
     except (OSError, ValueError, TypeError):
         return None
-    return local if _process(local) is not None else None
+    return local if _process(local.pid, local.started) is not None else None
 
 
 def start(
@@ -79,30 +102,33 @@ def start(
         cluster_name: the tier it is for; one local cluster each.
         port: port of the head; None: a free one.
         dashboard: start Ray's dashboard too.
-        die_with_parent: end it when this process dies, however it dies.
+        die_with_parent: end it when this thread ends, however its process dies.
         waiting: called a few times a second with the time it has taken so far.
 
     Raises:
-        ConfigError: the port is in use, or Ray did not start.
+        ConfigError: the port or the directory is in use, or Ray did not start.
     """
-    directory = local_dir(cluster_name)
     if port is not None:
         _check_port(port)
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(mode=0o700)
+    directory = _claim_directory(cluster_name)
     token = secrets.token_hex(32)
     log = directory / "ray-start.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            _command(directory, port=port or 0, dashboard=dashboard),
-            env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_die_with_parent if die_with_parent else None,  # noqa: PLW1509
-        )
     try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                _command(directory, port=port or 0, dashboard=dashboard),
+                env={
+                    **os.environ,
+                    "RAY_AUTH_MODE": "token",
+                    "RAY_AUTH_TOKEN": token,
+                    _MARK: str(directory),
+                },
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent if die_with_parent else None,  # noqa: PLW1509
+            )
         local = LocalRay(
             address=_await_address(process, directory, log, waiting),
             token=token,
@@ -110,24 +136,28 @@ def start(
             started=psutil.Process(process.pid).create_time(),
             dashboard_url=_dashboard_url(log) if dashboard else None,
         )
-        state = directory / "ray.json"
+        state = directory / _STATE_FILE
         state.touch(mode=0o600)
         state.write_text(json.dumps(asdict(local)))
+        (directory / _STARTER_FILE).unlink()
     except BaseException:
-        _end(psutil.Process(process.pid))
+        _end_all(directory)
         shutil.rmtree(directory, ignore_errors=True)
         raise
+    process.returncode = 0  # It is to outlive this object, which would warn of that.
     return local
 
 
 def stop(cluster_name: str) -> bool:
-    """End the local cluster of the tier and remove its directory; False if none runs."""
-    local = find(cluster_name)
-    process = None if local is None else _process(local)
-    if process is not None:
-        _end(process)
-    shutil.rmtree(local_dir(cluster_name), ignore_errors=True)
-    return process is not None
+    """End the local cluster of the tier and remove its directory; False if none runs.
+
+    What an interrupted start or a killed parent left of it is ended too.
+    """
+    directory = local_dir(cluster_name)
+    ended = _end_all(directory)
+    if is_own(directory):
+        shutil.rmtree(directory, ignore_errors=True)
+    return ended
 
 
 def connect(address: str) -> None:
@@ -137,18 +167,18 @@ def connect(address: str) -> None:
         ShardUnavailable: nobody answers there, or the token is not the cluster's.
     """
     _check_address(address)
-    # Ray tries 20 times 41 s by default: whoever waits at a terminal wants to know sooner.
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "2")
     try:
-        ray.init(
-            address=address,
-            namespace="kvray",
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            configure_logging=False,
-        )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        cause = str(error.__cause__ or error).strip().splitlines()[0]
+        with _few_tries():
+            ray.init(
+                address=address,
+                namespace="kvray",
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+            )
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        ray.shutdown()
+        cause = first_line(error.__cause__ or error)
         raise ShardUnavailable(
             f"The Ray cluster at {address} cannot be reached ({cause}); check ray.address, and"
             " RAY_AUTH_MODE and RAY_AUTH_TOKEN if it wants a token."
@@ -184,22 +214,104 @@ def _adopt_token(local: LocalRay) -> None:
     ray._raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
 
 
+@contextlib.contextmanager
+def _few_tries() -> Iterator[None]:
+    """Have Ray give up soon: by default it tries 20 times, for up to 41 s each."""
+    before = ray_constants.NUM_REDIS_GET_RETRIES
+    ray_constants.NUM_REDIS_GET_RETRIES = _CONNECT_TRIES
+    try:
+        yield
+    finally:
+        ray_constants.NUM_REDIS_GET_RETRIES = before
+
+
 def _check_address(address: str) -> None:
-    """Find out within seconds whether anybody listens at `host:port`."""
+    """Find out within seconds whether a server like Ray's listens at `host:port`."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or "://" in address:
         raise ConfigError(
             f"{address!r} is no Ray address; write host:port, for example 10.0.0.5:6379."
         )
     try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except OSError as error:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=5) as probe:
+            speaks = _speaks_http2(probe)
+    except (OSError, OverflowError) as error:
         raise ShardUnavailable(
-            f"Nobody answers at the Ray address {address} ({error.strerror or error}); start Ray"
-            " there, or correct ray.address."
+            f"Nobody answers at the Ray address {address} ({error}); start Ray there, or correct"
+            " ray.address."
         ) from None
+    if not speaks:
+        raise ShardUnavailable(
+            f"What answers at {address} is no Ray head; correct ray.address (6379 is Ray's usual"
+            " port)."
+        )
+
+
+def _speaks_http2(probe: socket.socket) -> bool:
+    """Return whether the server answers as gRPC's do; if not, Ray would try for minutes."""
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return True
+    answer = b""
+    with contextlib.suppress(OSError):
+        probe.sendall(_HTTP2_HELLO)
+        while len(answer) < 9 and (chunk := probe.recv(9 - len(answer))):
+            answer += chunk
+    return len(answer) == 9 and answer[3] == _HTTP2_SETTINGS
+
+
+def _sockets_fit(directory: Path) -> bool:
+    return len(os.fsencode(directory / _SOCKET_PATH)) <= 107
+
+
+def _claim_directory(cluster_name: str) -> Path:
+    """Make the cluster's directory, in place of one that a dead cluster left.
+
+    Raises:
+        ConfigError: a living cluster, one that is being started or another user has it.
+    """
+    directory = local_dir(cluster_name)
+    if not _sockets_fit(directory):
+        raise ConfigError(
+            f"{directory.parent} is too long a path for Ray's sockets; set TMPDIR to a shorter"
+            " one, such as /tmp."
+        )
+    # Complete before it has its name, so that who finds it always finds its starter too.
+    made = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
+    try:
+        me = psutil.Process()
+        (made / _STARTER_FILE).write_text(json.dumps([me.pid, me.create_time()]))
+        if is_own(directory):
+            _refuse_living(cluster_name, directory)
+            _end_all(directory)
+            shutil.rmtree(directory, ignore_errors=True)
+        os.rename(made, directory)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be used for a local Ray ({error.strerror}): it is another user's"
+            " or has just been made; remove it, or choose another cluster_name."
+        ) from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return directory
+
+
+def _refuse_living(cluster_name: str, directory: Path) -> None:
+    if find(cluster_name) is not None:
+        raise ConfigError(
+            f"A local Ray for the tier {cluster_name!r} is running already; end it with"
+            " `kvray down`, or choose another cluster_name."
+        )
+    try:
+        pid, created = json.loads((directory / _STARTER_FILE).read_text())
+    except (OSError, ValueError):
+        return
+    if pid != os.getpid() and _process(pid, created) is not None:
+        raise ConfigError(
+            f"Process {pid} is starting a local Ray for the tier {cluster_name!r}; wait for it, or"
+            " choose another cluster_name."
+        )
 
 
 def _check_port(port: int) -> None:
@@ -252,6 +364,8 @@ def _await_address(
             return address.read_text().strip()
         time.sleep(0.1)
     tail = " ".join(log.read_text(errors="replace").split()[-40:])
+    if process.poll() is not None:
+        raise ConfigError(f"Ray did not start, but ended with status {process.poll()}: {tail}")
     raise ConfigError(f"Ray did not start within {_START_TIMEOUT_S:.0f} s; it said: {tail}")
 
 
@@ -262,24 +376,48 @@ def _dashboard_url(log: Path) -> str | None:
     return None
 
 
-def _process(local: LocalRay) -> psutil.Process | None:
+def _process(pid: int, created: float) -> psutil.Process | None:
+    """Return the living process of that pid, unless it is a later one."""
     try:
-        process = psutil.Process(local.pid)
+        process = psutil.Process(pid)
         alive = process.status() != psutil.STATUS_ZOMBIE
-        return process if alive and abs(process.create_time() - local.started) < 1 else None
-    except psutil.NoSuchProcess:
+        return process if alive and abs(process.create_time() - created) < 1 else None
+    except (psutil.Error, TypeError, ValueError):
         return None
 
 
-def _end(process: psutil.Process) -> None:
-    """End `ray start --block`, which ends what it started; then whatever is left of it."""
-    try:
-        family = [process, *process.children(recursive=True)]
-        process.terminate()
-        psutil.wait_procs([process], timeout=_STOP_TIMEOUT_S)
-    except psutil.NoSuchProcess:
-        return
-    _, left = psutil.wait_procs(family, timeout=5)
+def _end_all(directory: Path) -> bool:
+    """End every process of the local cluster in `directory`; False if there was none."""
+    found = _family(directory)
+    # `ray start --block` ends what it started, in the right order; then whatever is left of it.
+    for main in found:
+        if _is_ray_start(main):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                main.terminate()
+            psutil.wait_procs([main], timeout=_STOP_TIMEOUT_S)
+    _, left = psutil.wait_procs(found, timeout=_LAST_BREATH_S)
+    left = list({*left, *_family(directory)})
     for one in left:
-        one.kill()
-    psutil.wait_procs(left, timeout=5)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(left, timeout=_LAST_BREATH_S)
+    return bool(found)
+
+
+def _family(directory: Path) -> list[psutil.Process]:
+    """Return the living processes that carry the cluster's mark, and their children."""
+    mark = f"{_MARK}={directory}\0".encode()
+    me = psutil.Process()
+    kept = {me, *me.parents()}  # if this runs inside of that cluster
+    found: set[psutil.Process] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            if mark in Path(f"/proc/{process.pid}/environ").read_bytes():
+                found.update([process, *process.children(recursive=True)])
+    return sorted(found - kept, key=lambda process: process.pid)
+
+
+def _is_ray_start(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return {"start", "--head", "--block"} <= set(process.cmdline())
+    return False

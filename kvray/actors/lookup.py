@@ -1,11 +1,10 @@
-"""The lookup: one actor that knows which shard holds which block."""
+"""The lookup: knows which shard holds which block, from what the shards announce."""
 
 import secrets
-import time
 from dataclasses import dataclass
 from typing import Any
 
-from kvray.index import Index, Match, split_keys
+from kvray.index import Index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,9 +12,13 @@ class Announcement:
     """What became resident or was evicted in one shard since its announcement before."""
 
     shard: str
+    arena_id: str
+    """A new arena counts its epochs anew: they are told apart by it."""
     shard_epoch: int
     sequence: int
-    """0 for a full one; else one more than the last that was answered without `resync`."""
+    """One more than that of the announcement made before it, whatever became of that one."""
+    full: bool
+    """It stands by itself: what the shard has, or the first of it, and nothing else."""
     added_keys: bytes
     added_parts: list[int]
     removed_keys: bytes
@@ -35,34 +38,50 @@ class Answer:
 class Lookup:
     """Keeps the index in step with announcements.
 
-    A shard's announcements are numbered within its epoch. One that does not follow the last is
-    refused and answered with `resync`: the shard then sends a full one. So whatever is lost,
-    repeated or reordered, the index is what one shard said in an unbroken sequence.
+    A shard's announcements are numbered within its epoch, and no number is given twice. One that
+    does not follow the last is refused and answered with `resync`: the shard then sends a full
+    one, which is taken unless a later one was. So whatever is lost, repeated or reordered, the
+    index is what one shard said in an unbroken sequence.
     """
 
     def __init__(self) -> None:
         """Start empty, with a fresh epoch."""
         self.index = Index()
         self.epoch = secrets.token_hex(8)
-        self._last: dict[str, tuple[int, int]] = {}
+        self._last: dict[str, tuple[str, int, int]] = {}
         self._heard: dict[str, float] = {}
 
     def announce(self, announcement: Announcement, now: float) -> Answer:
-        """Take an announcement, which is a heartbeat too."""
+        """Take an announcement, which is a heartbeat too.
+
+        Raises:
+            ConfigError: its keys and parts do not belong together; the shard has to resync.
+        """
         shard = announcement.shard
-        epoch, sequence = announcement.shard_epoch, announcement.sequence
-        last_epoch, last_sequence = self._last.get(shard, (-1, -1))
-        if epoch < last_epoch or (
-            sequence > 0 and (epoch, sequence) != (last_epoch, last_sequence + 1)
-        ):
+        if not self._follows(announcement):
             return Answer(lookup_epoch=self.epoch, resync=True)
-        if sequence == 0:
+        # Forgotten until all of it is in: half an announcement must not be built upon.
+        last = announcement.arena_id, announcement.shard_epoch, announcement.sequence
+        self._last.pop(shard, None)
+        if announcement.full:
             self.index.drop(shard)
         self.index.remove(shard, announcement.removed_keys, announcement.removed_parts)
         self.index.add(shard, announcement.added_keys, announcement.added_parts)
-        self._last[shard] = (epoch, sequence)
+        self._last[shard] = last
         self._heard[shard] = now
         return Answer(lookup_epoch=self.epoch, resync=False)
+
+    def _follows(self, announcement: Announcement) -> bool:
+        """Return whether what the shard says can be put upon what is known of it."""
+        here = announcement.arena_id, announcement.shard_epoch, announcement.sequence
+        arena_id, epoch, sequence = self._last.get(announcement.shard, ("", -1, -1))
+        if announcement.full:
+            return here[0] != arena_id or here[1:] > (epoch, sequence)
+        return here == (arena_id, epoch, sequence + 1)
+
+    def shards(self) -> list[str]:
+        """Return the shards that it knows of."""
+        return list(self._heard)
 
     def drop(self, shard: str) -> None:
         """Forget a shard whose node has gone."""
@@ -82,35 +101,3 @@ class Lookup:
                 for shard, ago in heard.items()
             },
         }
-
-
-class LookupActor:
-    """The Ray actor around a `Lookup`; synchronous, calls carry whole batches."""
-
-    def __init__(self, cluster_name: str) -> None:
-        """Serve the tier `cluster_name`."""
-        self._cluster_name = cluster_name
-        self._lookup = Lookup()
-
-    def cluster_name(self) -> str:
-        """Return the name of the tier."""
-        return self._cluster_name
-
-    def announce(self, announcement: Announcement) -> Answer:
-        """See `Lookup.announce`."""
-        return self._lookup.announce(announcement, time.monotonic())
-
-    def match(self, keys: bytes, num_parts: int) -> Match:
-        """Return the longest run of `keys` (end to end, 32 bytes each) that shards hold."""
-        return self._lookup.index.match(split_keys(keys), num_parts)  # type: ignore[arg-type]
-
-    def drop(self, shard: str) -> None:
-        """See `Lookup.drop`."""
-        self._lookup.drop(shard)
-
-    def status(self) -> dict[str, Any]:
-        """See `Lookup.status`."""
-        return self._lookup.status(time.monotonic())
-
-    def __repr__(self) -> str:
-        return f"Lookup({self._cluster_name})"

@@ -1,22 +1,24 @@
 """Names of the actors, and calls to them with a deadline and kvray's own errors."""
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from kvray.errors import KVRayError, ShardUnavailable
 
 NAMESPACE = "kvray"
 LOOKUP_NAME = "kvray-lookup"
 SUPERVISOR_NAME = "kvray-supervisor"
+SHARD_PREFIX = "kvray-shard-"
 
 
 def shard_name(node_id: str) -> str:
     """Return the actor name of the shard on a Ray node."""
-    return f"kvray-shard-{node_id[:12]}"
+    return SHARD_PREFIX + node_id[:12]
 
 
 def get_actor(name: str) -> Any:
@@ -53,11 +55,43 @@ def mapped_errors() -> Iterator[None]:
         cause = error.cause if hasattr(error, "cause") else None
         if isinstance(cause, KVRayError):
             raise cause from None
-        raise
+        raise ShardUnavailable(
+            f"An actor of the tier has a defect ({_last_line(error)}); its log has the details."
+        ) from error
     except GetTimeoutError:
         raise ShardUnavailable(
             "An actor of the tier did not answer in time; see `kvray status`."
         ) from None
-    except (RayActorError, RayError) as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ShardUnavailable(f"An actor of the tier is gone ({first_line}).") from None
+    except RayError as error:
+        raise ShardUnavailable(f"An actor of the tier is gone ({first_line(error)}).") from None
+
+
+def list_actors() -> list[str]:
+    """Return the names of the tier's living actors."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(
+        actor["name"]
+        for actor in named
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith("kvray-")
+    )
+
+
+def log_to_stderr() -> None:
+    """Have an actor's process write kvray's events, and nobody else's, to its log file."""
+    log = logging.getLogger("kvray")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says first; Ray's go on for pages."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _last_line(error: BaseException) -> str:
+    """Return what a traceback ends with."""
+    return [type(error).__name__, *str(error).strip().splitlines()][-1]

@@ -1,12 +1,15 @@
 """The replicas whose ranks have registered with a shard, and their figures."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvray.block import Namespace
-from kvray.errors import LayoutMismatch
+from kvray.errors import ConfigError, LayoutMismatch
 
 _RANKS_MAX = 4096
+_NAME_MAX = 256
+_COUNTERS_MAX = 256
 
 MODEL_KEY_PREFIX = "key:"
 """`Namespace.model` begins with this where a `model_key` was given instead of a checkpoint."""
@@ -15,12 +18,13 @@ MODEL_KEY_PREFIX = "key:"
 @dataclass(slots=True)
 class _Rank:
     namespace: Namespace
+    digest: str
     connection: int | None
     counters: dict[str, int] = field(default_factory=dict)
 
 
 class Replicas:
-    """Who uses this shard, and who did; the oldest entry goes when there are too many."""
+    """Who uses this shard, and who did; of too many the oldest goes, the disconnected first."""
 
     def __init__(self) -> None:
         """Start without any."""
@@ -30,18 +34,31 @@ class Replicas:
         """Enter a rank that speaks through `connection`.
 
         Raises:
+            ConfigError: no replica is called so, or its namespace has fields of wrong types.
             LayoutMismatch: a replica that is there gave the same `model_key` for another layout.
         """
+        _check_name(replica, rank)
+        # Now, and not when somebody asks for the status: one engine's defect is nobody else's.
+        digest = namespace.digest().hex()[:8]
+        if not isinstance(namespace.model, str):
+            raise ConfigError(f"A namespace's model must be a text, not {namespace.model!r}.")
         for (other, _), entry in self._ranks.items():
             if other != replica and entry.connection is not None:
                 _check_layout(replica, namespace, other, entry.namespace)
         self._ranks.pop((replica, rank), None)
-        self._ranks[replica, rank] = _Rank(namespace, connection)
+        self._ranks[replica, rank] = _Rank(namespace, digest, connection)
         if len(self._ranks) > _RANKS_MAX:
-            del self._ranks[next(iter(self._ranks))]
+            gone = (key for key, entry in self._ranks.items() if entry.connection is None)
+            del self._ranks[next(gone, next(iter(self._ranks)))]
 
     def report(self, connection: int, replica: str, rank: int, counters: dict[str, int]) -> bool:
-        """Keep a rank's latest figures; False if it has to register first."""
+        """Keep a rank's latest figures; False if it has to register first.
+
+        Raises:
+            ConfigError: these are no figures.
+        """
+        _check_name(replica, rank)
+        _check_counters(counters)
         entry = self._ranks.get((replica, rank))
         if entry is None or entry.connection != connection:
             return False
@@ -55,17 +72,32 @@ class Replicas:
                 entry.connection = None
 
     def status(self) -> list[dict[str, Any]]:
-        """Return one entry a rank, in order of registration."""
+        """Return one entry a rank, in order of registration; from any thread."""
         return [
             {
                 "replica": replica,
                 "rank": rank,
                 "connected": entry.connection is not None,
-                "namespace": entry.namespace.digest().hex()[:8],
+                "namespace": entry.digest,
                 "counters": entry.counters,
             }
-            for (replica, rank), entry in self._ranks.items()
+            for (replica, rank), entry in list(self._ranks.items())
         ]
+
+
+def _check_name(replica: object, rank: object) -> None:
+    if not (isinstance(replica, str) and 0 < len(replica) <= _NAME_MAX):
+        raise ConfigError(f"A replica's name is a text of 1 to {_NAME_MAX} characters.")
+    if not isinstance(rank, int) or rank < 0:
+        raise ConfigError(f"A rank is a number from 0 on, not {rank!r}.")
+
+
+def _check_counters(counters: object) -> None:
+    if not isinstance(counters, Mapping) or len(counters) > _COUNTERS_MAX:
+        raise ConfigError(f"Counters are a map of at most {_COUNTERS_MAX} numbers.")
+    for name, value in counters.items():
+        if not (isinstance(name, str) and len(name) <= _NAME_MAX and isinstance(value, int)):
+            raise ConfigError(f"Counter {str(name)[:_NAME_MAX]!r} is no number with a name.")
 
 
 def _check_layout(replica: str, mine: Namespace, other: str, theirs: Namespace) -> None:

@@ -6,17 +6,18 @@ All state belongs to one event loop in one thread. The actor around it only hand
 import asyncio
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvray.actors.announcer import Announce, Announcer
 from kvray.actors.engine_server import EngineServer
+from kvray.actors.ownership import is_own
 from kvray.actors.replicas import Replicas
 from kvray.block import Namespace
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
@@ -31,6 +32,9 @@ T = TypeVar("T")
 
 OWNER_FILE = "owner"
 _OWNER_WAIT_S = 20.0
+_OWNER_RETRY_S = 0.1
+_LOCK_WAIT_S = 0.1
+_LAST_SEND_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,24 +74,34 @@ class Shard:
         self._announcer = Announcer(name, announce)
         self._replicas = Replicas()
         self._arena: Arena | None = None
+        self._epoch = 0
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
         self._retire = False
+        self._long_leases: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="kvray-shard", daemon=True)
 
     def start(self) -> None:
         """Prepare the arena in the background; `status` tells how far it is."""
+        self._loop = asyncio.new_event_loop()
         self._thread.start()
 
     def stop(self, *, retire: bool, timeout_s: float) -> None:
-        """End the shard; with `retire` its arena and files go too. Twice is fine."""
+        """End the shard; with `retire` its arena and files go too. Twice is fine.
+
+        Raises:
+            ShardUnavailable: it has not ended within `timeout_s`.
+        """
         if self._thread.is_alive():
             self._retire = retire
-            self._loop.call_soon_threadsafe(self._stopping.set)
+            with contextlib.suppress(RuntimeError):  # it has just ended by itself
+                self._require_loop().call_soon_threadsafe(self._stopping.set)
             self._thread.join(timeout_s)
-        if retire and not self._thread.is_alive():
-            remove_files(self._settings.directory)
+            if self._thread.is_alive():
+                raise ShardUnavailable(f"{self.name} did not end within {timeout_s:.0f} s.")
+        if retire:
+            sweep(self._settings.directory)
 
     def status(self) -> dict[str, Any]:
         """Return state, arena figures and replicas."""
@@ -98,69 +112,125 @@ class Shard:
         return status
 
     def clear(self, timeout_s: float) -> int:
-        """Evict every block that nobody leases; return how many."""
-        return self._on_loop(lambda: self._serving().clear()).result(timeout_s)
+        """Evict every block that nobody leases; return how many.
 
-    def _on_loop(self, function: Callable[[], T]) -> "Future[T]":
-        async def run() -> T:
-            return function()
+        Raises:
+            ShardUnavailable: the shard is not serving, or does not answer within `timeout_s`.
+        """
+        self._serving()
+        return self._on_loop(lambda: self._serving().clear(), timeout_s)
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop)
+    def _on_loop(self, function: Callable[[], T], timeout_s: float) -> T:
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(function())
+            except KVRayError as error:
+                answer.set_exception(error)
+
+        try:
+            self._require_loop().call_soon_threadsafe(run)
+            return answer.result(timeout_s)
+        except (RuntimeError, FutureTimeoutError):
+            raise ShardUnavailable(
+                f"{self.name} did not answer within {timeout_s:.0f} s; see `kvray status`."
+            ) from None
+
+    def _require_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            raise ShardUnavailable(f"{self.name} was not started.")
+        return self._loop
 
     def _serving(self) -> Arena:
-        if self._arena is None:
+        if self._arena is None or self._state["state"] != "serving":
             raise ShardUnavailable(f"{self.name} is {self._state['state']}; see `kvray status`.")
         return self._arena
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
+        loop = self._require_loop()
+        asyncio.set_event_loop(loop)
         try:
-            self._loop.run_until_complete(self._main())
-        except KVRayError as error:
-            _log.error("%s failed: %s", self.name, error)
-            self._state = {"state": "failed", "message": str(error)}
-        finally:
-            self._loop.close()
-            if not self._stopping.is_set() and self._state["state"] != "failed":
+            loop.run_until_complete(self._main())
+            self._state = {"state": "stopped"}
+        except Exception as error:  # noqa: BLE001 - the thread's end; it is logged and acted upon
+            was_ready = self._state["state"] == "serving"
+            self._state = {"state": "failed", "error": type(error).__name__, "message": str(error)}
+            if isinstance(error, KVRayError):
+                _log.error("%s failed: %s", self.name, error)
+            else:
+                _log.exception("%s ended by a defect", self.name)
+            if was_ready:  # else it would just fail again
                 self._crashed()
+        finally:
+            loop.close()
 
     async def _main(self) -> None:
         directory = self._settings.directory
-        _make_directory(directory)
-        owner = SideFile.at(directory / OWNER_FILE)
-        await self._become_owner(owner)
+        owner = await self._become_owner()
+        if owner is None:
+            return
         server = EngineServer(directory / SOCKET_FILE, self._handlers(), self._replicas.disconnect)
         try:
-            self._arena = await self._loop.run_in_executor(None, self._open_arena)
-            self._epoch = self._arena.adopt()
-            await server.start()
-            self._state = {"state": "serving"}
-            await self._serve()
+            arena = await self._require_loop().run_in_executor(None, self._open_arena)
+            if await self._adopt(arena):
+                await server.start()
+                self._arena, self._state = arena, {"state": "serving"}
+                await self._serve(arena)
         finally:
             await server.close()
-            if self._retire or self._arena is None:
+            if self._retire or not (directory / ARENA_FILE).exists():
                 remove_files(directory)
             owner.unlock(OWNER_BYTE)
 
-    async def _become_owner(self, owner: SideFile) -> None:
+    async def _become_owner(self) -> SideFile | None:
+        """Return the owner lock once it is ours; None if the shard is to stop before."""
+        directory = self._settings.directory
         deadline = time.monotonic() + _OWNER_WAIT_S
-        while not owner.try_lock(OWNER_BYTE):
+        while not self._stopping.is_set():
+            _make_directory(directory)
+            owner = _open_owner_file(directory)
+            if owner is not None and owner.try_lock(OWNER_BYTE):
+                if owner.is_current():
+                    return owner
+                owner.unlock(OWNER_BYTE)  # the owner before removed it while it ended
+                continue
             if time.monotonic() > deadline:
+                pid = owner.holder_of(OWNER_BYTE) if owner is not None else None
                 raise ShardUnavailable(
-                    f"Process {owner.holder_of(OWNER_BYTE)} owns {self._settings.directory}; run"
-                    " `kvray down` there, or choose another cluster_name or arena.dir."
+                    f"Process {pid} owns {directory}; run `kvray down` there, or choose another"
+                    " cluster_name or arena.dir."
                 )
-            await asyncio.sleep(0.1)
+            await self._pause(_OWNER_RETRY_S)
+        return None
+
+    async def _adopt(self, arena: Arena) -> bool:
+        """Take the arena over, however long some process keeps its lock; False if stopped."""
+        while not self._stopping.is_set():
+            try:
+                self._epoch = arena.adopt()
+            except ShardUnavailable as error:
+                _log.warning("%s: waits to take the arena over: %s", self.name, error)
+                self._state = {"state": "starting", "done": 0, "total": 0, "message": str(error)}
+                await self._pause(_OWNER_RETRY_S)
+            else:
+                return True
+        return False
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but not longer than until the shard is to stop."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
 
     def _open_arena(self) -> Arena:
         """Adopt the arena that is there if it is the one we would make, else make a new one."""
         settings = self._settings
         try:
-            arena = Arena(settings.directory, lock_wait_s=0.1)
+            arena = Arena(settings.directory, lock_wait_s=_LOCK_WAIT_S)
         except ShardUnavailable:
             arena = None
         if arena is not None:
-            if arena.tables.geometry == settings.spec.geometry() and not arena.retired:
+            if arena.tables.geometry == settings.spec.geometry():
                 return arena
             _log.warning(
                 "%s: the arena has other sizes than configured; making a new one", self.name
@@ -168,10 +238,12 @@ class Shard:
             arena.retire()
         _remove_leftovers(settings.directory)
         return Arena.create(
-            settings.directory, settings.spec, lock_wait_s=0.1, progress=self._progress
+            settings.directory, settings.spec, lock_wait_s=_LOCK_WAIT_S, progress=self._progress
         )
 
     def _progress(self, done: int, total: int) -> None:
+        if self._stopping.is_set():
+            raise ShardUnavailable(f"{self.name} was stopped while it prepared its arena.")
         self._state = {"state": "preparing", "done": done, "total": total}
 
     def _handlers(self) -> dict[str, Callable[..., dict[str, Any]]]:
@@ -192,41 +264,103 @@ class Shard:
     ) -> dict[str, Any]:
         return {"known": self._replicas.report(connection, replica, rank, counters)}
 
-    async def _serve(self) -> None:
+    async def _serve(self, arena: Arena) -> None:
         """Do the shard's regular work until told to stop."""
-        settings, arena = self._settings, self._serving()
+        settings, loop = self._settings, self._require_loop()
         heartbeat_at = 0.0
+        is_due = False
+        sending: asyncio.Future[None] | None = None
         while not self._stopping.is_set():
             now = time.monotonic()
-            due = now >= heartbeat_at
-            if due:
-                heartbeat_at = now + settings.heartbeat_s
+            if now >= heartbeat_at:
+                heartbeat_at, is_due = now + settings.heartbeat_s, True
                 self._bury_and_warn(arena)
             arena.evict_ahead(settings.free_target)
-            if self._announcer.collect(arena) or due:
-                await self._loop.run_in_executor(None, self._announcer.send, self._epoch)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), settings.announce_s)
+            # A lookup that does not answer keeps the shard from announcing, but from nothing else.
+            if sending is None or sending.done():
+                if sending is not None:
+                    sending.result()
+                    sending = None
+                if self._announcer.collect(arena) or is_due:
+                    sending = loop.run_in_executor(None, self._announcer.send, self._epoch)
+                    is_due = False
+            await self._pause(settings.announce_s)
+        if sending is not None:
+            await asyncio.wait([sending], timeout=_LAST_SEND_S)
 
     def _bury_and_warn(self, arena: Arena) -> None:
         for label in arena.bury_dead(limbo_s=self._settings.limbo_s):
             _log.warning("%s: holder %s died; its leases ended", self.name, label)
         before = time.monotonic() - self._settings.lease_warn_s
-        for row, count in lease.long_leases(arena.tables, before=before):
+        long = dict(lease.long_leases(arena.tables, before=before))
+        for row in long.keys() - self._long_leases:
             label = bytes(arena.tables.holder_label[row]).decode(errors="replace")
-            _log.warning("%s: holder %s has leased %d slots for long", self.name, label, count)
+            _log.warning("%s: holder %s has leased %d slots for long", self.name, label, long[row])
+        self._long_leases = set(long)
+
+
+def sweep(directory: Path, wait_s: float = 0.0) -> bool:
+    """Remove what a shard that is no more left in `directory`; nothing if one owns it.
+
+    Args:
+        directory: `KVRayConfig.node_dir`.
+        wait_s: how long to wait for an owner that is ending.
+
+    Returns:
+        Whether nothing is left there.
+    """
+    deadline = time.monotonic() + wait_s
+    while is_own(directory):
+        owner = _open_owner_file(directory)
+        if owner is not None and owner.try_lock(OWNER_BYTE):
+            try:
+                if owner.is_current():
+                    remove_files(directory)
+            finally:
+                owner.unlock(OWNER_BYTE)
+        if not directory.exists() or time.monotonic() >= deadline:
+            break
+        time.sleep(_OWNER_RETRY_S)
+    return not directory.exists()
 
 
 def _make_directory(directory: Path) -> None:
+    """Make the directory, for this user alone.
+
+    Raises:
+        ConfigError: it cannot be made, or is not this user's.
+    """
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
+        # In a directory that everybody writes to, a link may have been laid by anybody.
+        if not is_own(directory):
+            raise ConfigError(
+                f"{directory} belongs to another user or is a link; choose another cluster_name"
+                " or arena.dir."
+            )
+        directory.chmod(0o700)
     except OSError as error:
         raise ConfigError(
             f"The arena's directory {directory} cannot be made ({error.strerror}); set arena.dir"
             " to a tmpfs that this user may write to."
         ) from None
-    if directory.stat().st_uid != os.getuid():
-        raise ConfigError(f"{directory} belongs to another user; choose another cluster_name.")
+
+
+def _open_owner_file(directory: Path) -> SideFile | None:
+    """Return the file of the owner lock; None if the directory has just been removed.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+    try:
+        return SideFile.at(directory / OWNER_FILE)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"{directory / OWNER_FILE} cannot be opened ({error.strerror}); make {directory}"
+            " writable for this user, or choose another arena.dir."
+        ) from None
 
 
 def _remove_leftovers(directory: Path) -> None:
@@ -237,11 +371,14 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def remove_files(directory: Path) -> None:
-    """Retire the arena in `directory`, if there is one, and remove everything that is ours."""
+    """Retire the arena in `directory`, if there is one, and remove everything that is ours.
+
+    Only who has the owner lock may; others call `sweep`.
+    """
     with contextlib.suppress(ShardUnavailable):
-        Arena(directory, lock_wait_s=0.1).retire()
+        Arena(directory, lock_wait_s=_LOCK_WAIT_S).retire()
     _remove_leftovers(directory)
-    for name in (ARENA_FILE, OWNER_FILE, SOCKET_FILE):
+    for name in (ARENA_FILE, SOCKET_FILE, OWNER_FILE):
         (directory / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         directory.rmdir()

@@ -1,15 +1,23 @@
 """The Ray actor around a shard."""
 
-import logging
 import os
 from typing import Any
 
 import ray
 
 from kvray.actors.lookup import Announcement, Answer
-from kvray.actors.ray_calls import LOOKUP_NAME, NAMESPACE, call, get_actor, shard_name
+from kvray.actors.ray_calls import (
+    LOOKUP_NAME,
+    NAMESPACE,
+    SHARD_PREFIX,
+    call,
+    get_actor,
+    log_to_stderr,
+    shard_name,
+)
 from kvray.actors.shard import Shard, ShardSettings
 from kvray.config import KVRayConfig
+from kvray.errors import KVRayError
 from kvray.store import ArenaSpec
 
 _ANNOUNCE_TIMEOUT_S = 2.0
@@ -21,7 +29,7 @@ class ShardActor:
 
     def __init__(self, name: str, config: KVRayConfig) -> None:
         """Start the shard; `status` tells when it serves. Runs again when Ray restarts it."""
-        logging.basicConfig(format="%(levelname)s %(message)s", level=logging.INFO)
+        log_to_stderr()
         self._name = name
         self._lookup: Any = None
         # Ray starts a shard anew that ends by a defect; it then adopts its arena.
@@ -43,13 +51,19 @@ class ShardActor:
         self._shard.stop(retire=retire, timeout_s=_STOP_TIMEOUT_S)
 
     def _announce(self, announcement: Announcement) -> Answer:
-        if self._lookup is None:
-            self._lookup = get_actor(LOOKUP_NAME)
-        answer: Answer = call(self._lookup.announce, announcement, timeout_s=_ANNOUNCE_TIMEOUT_S)
+        try:
+            if self._lookup is None:
+                self._lookup = get_actor(LOOKUP_NAME)
+            answer: Answer = call(
+                self._lookup.announce, announcement, timeout_s=_ANNOUNCE_TIMEOUT_S
+            )
+        except KVRayError:
+            self._lookup = None  # it may have been made anew, under the same name
+            raise
         return answer
 
     def __repr__(self) -> str:
-        return f"Shard({self._name.removeprefix('kvray-shard-')})"
+        return f"Shard({self._name.removeprefix(SHARD_PREFIX)})"
 
 
 def shard_settings(config: KVRayConfig) -> ShardSettings:

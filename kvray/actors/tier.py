@@ -2,28 +2,37 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvray.actors.lookup import LookupActor
+from kvray import wire
+from kvray.actors.lookup_actor import create_lookup
 from kvray.actors.ray_calls import (
     LOOKUP_NAME,
     NAMESPACE,
+    SHARD_PREFIX,
     SUPERVISOR_NAME,
     call,
     get_actor,
+    list_actors,
     mapped_errors,
+    shard_name,
 )
-from kvray.actors.supervisor import SupervisorActor
+from kvray.actors.shard import sweep
+from kvray.actors.supervisor import create_supervisor, plan_nodes
 from kvray.config import KVRayConfig
-from kvray.errors import CapacityError, ConfigError, KVRayError, ShardUnavailable
+from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 
 Report = Callable[[list[dict[str, Any]]], None]
 """Called with the shards' statuses while they get ready."""
 
 _POLL_S = 0.1
+_SUPERVISOR_TIMEOUT_S = 6.0
+_SWEEP_WAIT_S = 10.0
+"""How long a killed shard's process may take to be gone."""
 
 
 def up(
@@ -35,50 +44,30 @@ def up(
         The shards' statuses.
 
     Raises:
-        ConfigError: another tier runs in this Ray cluster.
+        ConfigError: another tier runs in this Ray cluster, or no node is to have a shard.
         CapacityError: a shard could not get its memory.
         ShardUnavailable: the shards were not ready within `timeout_s`.
     """
-    options = {
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "get_if_exists": True,
-        "max_restarts": -1,
-        "max_task_retries": 0,
-        "num_cpus": 0,
-    }
     deadline = time.monotonic() + timeout_s
+    # One after the other: in another tier's namespace no supervisor of ours must start.
     with mapped_errors():
-        lookup = (
-            ray.remote(LookupActor).options(name=LOOKUP_NAME, **options).remote(config.cluster_name)
-        )
-        supervisor = (
-            ray.remote(SupervisorActor).options(name=SUPERVISOR_NAME, **options).remote(config)
-        )
-    there = call(lookup.cluster_name, timeout_s=timeout_s)
-    running = call(supervisor.config, timeout_s=timeout_s)
-    if there != config.cluster_name:
-        raise ConfigError(
-            f"The namespace {NAMESPACE!r} of this Ray cluster is in use by the tier {there!r}; run"
-            f" `kvray down` for it first, or set cluster_name to {there!r}."
-        )
-    if running != config:
-        raise ConfigError(
-            f"The tier {there!r} is running with other settings; run `kvray down`, then `kvray up`"
-            " again."
-        )
+        lookup = create_lookup(config.cluster_name)
+    _check_name(config, call(lookup.cluster_name, timeout_s=timeout_s))
+    with mapped_errors():
+        supervisor = create_supervisor(config)
+    running = call(supervisor.config, timeout_s=max(1.0, deadline - time.monotonic()))
+    _check_name(config, running.cluster_name)
+    _check_settings(config, running)
     while True:
         shards = _shard_statuses(supervisor, max(1.0, deadline - time.monotonic()))
         report(shards)
         for shard in shards:
             if shard["state"] == "failed":
-                raise CapacityError(shard["message"])
+                wire.raise_for({"ok": False, **shard})
         if shards and all(shard["state"] == "serving" for shard in shards):
             return shards
         if time.monotonic() > deadline:
-            raise ShardUnavailable(
-                f"The shards were not ready within {timeout_s:.0f} s; see `kvray status`."
-            )
+            raise _not_ready(config, shards, timeout_s)
         time.sleep(_POLL_S)
 
 
@@ -98,39 +87,156 @@ def status(*, timeout_s: float) -> dict[str, Any]:
 
 
 def clear(*, timeout_s: float) -> int:
-    """Evict every block that nobody leases, on every node; return how many."""
+    """Evict every block that nobody leases, on every node; return how many.
+
+    Raises:
+        ShardUnavailable: a shard did not answer; the others have cleared.
+    """
     shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
-    return sum(call(shard.clear, timeout_s=timeout_s) for shard in shards.values())
+    answers = _ask_all({name: shard.clear for name, shard in shards.items()}, timeout_s)
+    for answer in answers.values():
+        if isinstance(answer, KVRayError):
+            raise answer
+    return sum(answers.values())
 
 
-def down(*, timeout_s: float) -> bool:
-    """End the tier and remove its arenas; False if there was none. Again is fine."""
-    found = False
+def down(*, timeout_s: float, config: KVRayConfig | None = None) -> bool:
+    """End the tier and remove its arenas; False if there was none. Again is fine.
+
+    Works on whatever is left of a tier: parts that are dead or hang are killed, and what dead
+    shards left is removed on every node that Ray reaches.
+
+    Args:
+        timeout_s: how long each step may take.
+        config: names the shards' directory where no supervisor does.
+    """
+    with mapped_errors():
+        found = bool(list_actors())
+    configs = [] if config is None else [config]
     with contextlib.suppress(KVRayError):
         supervisor = get_actor(SUPERVISOR_NAME)
-        found = True
-        call(supervisor.stop, timeout_s=timeout_s)
-        shards = call(supervisor.shards, timeout_s=timeout_s)
-        ray.kill(supervisor)
-        stopping = [(shard, shard.stop.remote(True)) for shard in shards.values()]
-        deadline = time.monotonic() + timeout_s
-        for shard, stopped in stopping:
-            with contextlib.suppress(KVRayError), mapped_errors():
-                ray.get(stopped, timeout=max(0.1, deadline - time.monotonic()))
-            ray.kill(shard)
-    with contextlib.suppress(KVRayError):
-        ray.kill(get_actor(LOOKUP_NAME))
-        found = True
+        running = call(supervisor.config, timeout_s=min(timeout_s, _SUPERVISOR_TIMEOUT_S))
+        configs.append(running)
+        call(supervisor.stop, timeout_s=min(timeout_s, _SUPERVISOR_TIMEOUT_S))
+    _kill(SUPERVISOR_NAME)
+    # Named by Ray, not by the supervisor, which may be gone or just restarted.
+    names = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
+    stopped = _stop_shards(names, timeout_s)
+    for name in (*names, LOOKUP_NAME):
+        _kill(name)
+    for one in {one.node_dir: one for one in configs}.values():
+        _sweep_nodes(one, stopped, timeout_s)
+    _await_no_names(timeout_s)
     return found
+
+
+def _check_name(config: KVRayConfig, running: str) -> None:
+    if running != config.cluster_name:
+        raise ConfigError(
+            f"The namespace {NAMESPACE!r} of this Ray cluster is in use by the tier {running!r};"
+            f" run `kvray down` for it first, or set cluster_name to {running!r}."
+        )
+
+
+def _check_settings(config: KVRayConfig, running: KVRayConfig) -> None:
+    """Refuse other settings of what the tier is made of; each engine and client has its own."""
+    different = [
+        f"{section}.{name} is {theirs!s} there, {mine!s} here"
+        for section in ("arena", "shard")
+        for name, mine, theirs in _pairs(getattr(config, section), getattr(running, section))
+        if mine != theirs
+    ]
+    if different:
+        raise ConfigError(
+            f"The tier {running.cluster_name!r} is running with other settings"
+            f" ({'; '.join(different)}); run `kvray down`, then `kvray up` again."
+        )
+
+
+def _pairs(mine: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
+    return [(name, getattr(mine, name), getattr(theirs, name)) for name in type(mine).model_fields]
+
+
+def _not_ready(
+    config: KVRayConfig, shards: list[dict[str, Any]], timeout_s: float
+) -> ConfigError | ShardUnavailable:
+    if not shards and config.shard.resource is not None:
+        return ConfigError(
+            f"No node of the Ray cluster has the resource {config.shard.resource!r}; start nodes"
+            " with it, or unset shard.resource."
+        )
+    states = ", ".join(f"{shard['shard']} {shard['state']}" for shard in shards) or "none started"
+    return ShardUnavailable(
+        f"The shards were not ready within {timeout_s:.0f} s ({states}); see `kvray status`."
+    )
 
 
 def _shard_statuses(supervisor: Any, timeout_s: float) -> list[dict[str, Any]]:
     """Return every shard's status; one that does not answer says so."""
     shards = call(supervisor.shards, timeout_s=timeout_s)
-    statuses = []
-    for node_id, shard in shards.items():
+    answers = _ask_all(
+        {shard_name(node_id): shard.status for node_id, shard in shards.items()}, timeout_s
+    )
+    return [
+        {"shard": name, "state": "unreachable", "message": str(answer)}
+        if isinstance(answer, KVRayError)
+        else answer
+        for name, answer in answers.items()
+    ]
+
+
+def _ask_all(methods: Mapping[str, Any], timeout_s: float, *args: Any) -> dict[str, Any]:
+    """Call all `methods` at once; return what each answered, or the error that it raised."""
+    answers: dict[str, Any] = {}
+    calls = {}
+    for name, method in methods.items():
         try:
-            statuses.append(call(shard.status, timeout_s=timeout_s))
-        except ShardUnavailable as error:
-            statuses.append({"shard": node_id[:12], "state": "unreachable", "message": str(error)})
-    return statuses
+            with mapped_errors():
+                calls[name] = method.remote(*args)
+        except KVRayError as error:
+            answers[name] = error
+    deadline = time.monotonic() + timeout_s
+    for name, answer in calls.items():
+        try:
+            with mapped_errors():
+                answers[name] = ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
+        except KVRayError as error:
+            answers[name] = error
+    return answers
+
+
+def _stop_shards(names: list[str], timeout_s: float) -> set[str]:
+    """Have shards end and remove their files; return those that said they did."""
+    methods = {}
+    for name in names:
+        with contextlib.suppress(ShardUnavailable):
+            methods[name] = get_actor(name).stop
+    answers = _ask_all(methods, timeout_s, True)
+    return {name for name, answer in answers.items() if not isinstance(answer, KVRayError)}
+
+
+def _kill(name: str) -> None:
+    with contextlib.suppress(KVRayError), mapped_errors():
+        ray.kill(get_actor(name))
+
+
+def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> None:
+    """Remove what shards left on nodes where none said that it had removed it."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    meant, _ = plan_nodes(nodes, set(), config.shard.resource)
+    sweeps = {}
+    for node_id in sorted(meant):
+        if shard_name(node_id) not in stopped:
+            affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            sweeps[node_id] = ray.remote(sweep).options(
+                num_cpus=0, max_retries=0, scheduling_strategy=affinity
+            )
+    _ask_all(sweeps, timeout_s, config.node_dir, _SWEEP_WAIT_S)
+
+
+def _await_no_names(timeout_s: float) -> None:
+    """Wait until Ray has forgotten the actors, so that `up` gets new ones and not dying ones."""
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(KVRayError), mapped_errors():
+        while list_actors() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)

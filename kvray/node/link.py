@@ -12,19 +12,24 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvray.block import Namespace
-from kvray.errors import CapacityError, KVRayError, LayoutMismatch, ShardUnavailable
+from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena
+from kvray.store.arena_file import ARENA_FILE, holds_arena
 
 _log = logging.getLogger("kvray.node")
 
 _CALL_TIMEOUT_S = 2.0
 _REPORT_S = 1.0
 _RETRY_S = 0.005
+_FLUSH_S = 0.1
+"""How long one round of deferred actions may take, so that an arena that stays locked does not
+keep the thread from its other work."""
+_LAST_FLUSH_S = 2.0
 _DEFERRED_MAX = 4096
 
 Deferred = Callable[[Arena], bool]
@@ -42,8 +47,7 @@ class Registration:
     """Figures for `kvray status`: totals since the engine started."""
     accepted: bool = False
     refusal: str | None = None
-    """The shard's sentence, if it refused."""
-    reported: dict[str, int] = field(default_factory=dict)
+    """The shard's sentence, if it refuses."""
 
 
 class NodeLink:
@@ -60,10 +64,11 @@ class NodeLink:
         self._arena: Arena | None = None
         self._socket = ShardSocket(directory)
         self._registrations: list[Registration] = []
-        self._deferred: deque[tuple[Arena, Deferred]] = deque(maxlen=_DEFERRED_MAX)
+        self._deferred: deque[tuple[Arena, Deferred]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._warned = False
+        self._defect: str | None = None
         self._pid = os.getpid()
         self._users = 0
         self._try_attach()
@@ -74,7 +79,7 @@ class NodeLink:
     def arena(self) -> Arena | None:
         """The arena to use now; None: the tier is not there (or this is a forked child)."""
         arena = self._arena
-        usable = arena is not None and not arena.retired and os.getpid() == self._pid
+        usable = arena is not None and not arena.retired and not self._forked
         return arena if usable else None
 
     def register(self, registration: Registration) -> None:
@@ -83,6 +88,8 @@ class NodeLink:
         Raises:
             LayoutMismatch: another replica claims the same `model_key` with another layout.
         """
+        if self._forked:
+            return
         with self._wake:
             self._registrations.append(registration)
         if self.arena is not None:
@@ -96,13 +103,19 @@ class NodeLink:
 
     def unregister(self, registration: Registration) -> None:
         """Forget a rank; its last figures stay with the shard."""
+        if self._forked:
+            return
         with self._wake:
-            if registration in self._registrations:
-                self._registrations.remove(registration)
+            self._registrations = [one for one in self._registrations if one is not registration]
 
     def defer(self, arena: Arena, action: Deferred) -> None:
         """Do `action` on `arena` from the background thread until it answers True."""
+        if self._forked:
+            return
         with self._wake:
+            if len(self._deferred) >= _DEFERRED_MAX:
+                _log.warning("kvray: the arena has been locked for too long; a call on it is lost")
+                return
             self._deferred.append((arena, action))
             self._wake.notify()
 
@@ -113,91 +126,136 @@ class NodeLink:
         return self._socket.call(op, timeout_s=timeout_s, **fields)
 
     def detach(self) -> None:
-        """One user less; the last one closes the link."""
+        """One user less; the last one closes the link. In a forked child nothing happens."""
+        if self._forked:
+            return
         with _links_lock:
             self._users -= 1
-            if self._users > 0:
+            if self._users != 0:
                 return
-            _links.pop(self.directory, None)
+            if _links.get(self.directory) is self:
+                del _links[self.directory]
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._thread.join(timeout=10)
-        self._flush()
-        self._report()
+        self._flush_until_done()
+        self._attempt(self._report)
         self._socket.close()
         if self._arena is not None:
             self._arena.leave()
             self._arena = None
 
+    @property
+    def _forked(self) -> bool:
+        return os.getpid() != self._pid
+
     def _run(self) -> None:
         """Background thread. What crosses: `_arena` (written here alone), `_deferred`."""
         look_at = report_at = 0.0
-        while not self._closing:
+        while True:
             with self._wake:
-                self._wake.wait(
-                    _RETRY_S if self._deferred else min(_REPORT_S, self._attach_retry_s)
-                )
-            self._flush()
+                if not self._closing:
+                    self._wake.wait(
+                        _RETRY_S if self._deferred else min(_REPORT_S, self._attach_retry_s)
+                    )
+                if self._closing:
+                    return
+            self._attempt(self._flush)
             now = time.monotonic()
             if now >= look_at:
-                self._try_attach()
+                self._attempt(self._try_attach)
                 look_at = now + self._attach_retry_s
             if now >= report_at:
-                self._report()
+                self._attempt(self._report)
                 report_at = now + _REPORT_S
+
+    def _attempt(self, step: Callable[[], None]) -> None:
+        """Do a step of the thread; a defect, of a caller's function too, must not end it.
+
+        Without the thread leases would stay and the engine could never join again.
+        """
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - see above; it is logged
+            if self._defect != repr(error):
+                self._defect = repr(error)
+                _log.exception("kvray: a defect in the background; the engine goes on")
 
     def _try_attach(self) -> None:
         """Map the arena that is there now, if it is not the one we have."""
-        if self._arena is not None and not self._arena.retired:
+        if self._arena is not None and not self._is_superseded(self._arena):
             return
         if self._arena is not None:
+            _log.info("kvray: arena %s is no more", self._arena.arena_id)
             self._arena.leave()
             self._arena = None
         try:
             arena = Arena(self.directory, lock_wait_s=self._lock_wait_s)
             arena.join(self._label)
-        except (ShardUnavailable, CapacityError) as error:
+        except KVRayError as error:
             if not self._warned:
                 _log.warning("kvray: no tier yet, the engine goes on without: %s", error)
                 self._warned = True
             return
         self._arena, self._warned = arena, False
         for registration in self._registrations:
-            registration.accepted, registration.reported = False, {}
+            registration.accepted = False
         _log.info("kvray: attached to arena %s in %s", arena.arena_id, self.directory)
+
+    def _is_superseded(self, arena: Arena) -> bool:
+        """Whether `arena` was given up, or its file removed by hand and another made."""
+        path = self.directory / ARENA_FILE
+        return arena.retired or (path.exists() and not holds_arena(path, arena.arena_id))
 
     def _flush(self) -> None:
         """Do what was deferred; what is still busy goes back to the end."""
+        until = time.monotonic() + _FLUSH_S
         for _ in range(len(self._deferred)):
             arena, action = self._deferred.popleft()
-            if not arena.retired and not action(arena):
+            try:
+                done = arena.retired or action(arena)
+            except KVRayError as error:
+                _log.debug("kvray: a deferred call has become void: %s", error)
+                continue
+            if not done:
                 self._deferred.append((arena, action))
+                if time.monotonic() > until:
+                    return
+
+    def _flush_until_done(self) -> None:
+        until = time.monotonic() + _LAST_FLUSH_S
+        self._attempt(self._flush)
+        while self._deferred and time.monotonic() < until:
+            time.sleep(_RETRY_S)
+            self._attempt(self._flush)
 
     def _report(self) -> None:
+        """Tell the shard of every rank, changed or not: a shard that was restarted knows none."""
         if self.arena is None:
             return
         with self._wake:
             registrations = list(self._registrations)
         for registration in registrations:
             try:
-                if not registration.accepted and registration.refusal is None:
-                    self._send_registration(registration)
-                counters = registration.counters()
-                if counters != registration.reported:
-                    replica, rank = registration.replica, registration.rank
-                    reply = self.call("report", replica=replica, rank=rank, counters=counters)
-                    registration.accepted = bool(reply["known"])
-                    registration.reported = counters if registration.accepted else {}
-            except LayoutMismatch as error:
-                registration.refusal = str(error)
-                _log.error("kvray: %s", error)
-            except KVRayError as error:
+                self._report_one(registration)
+            except ShardUnavailable as error:
                 # The next connection is a new one to the shard: it has to hear all again.
                 for each in registrations:
-                    each.accepted, each.reported = False, {}
+                    each.accepted = False
                 _log.debug("kvray: no report: %s", error)
                 return
+            except KVRayError as error:
+                if registration.refusal != str(error):
+                    registration.refusal = str(error)
+                    _log.error("kvray: replica %s is refused: %s", registration.replica, error)
+
+    def _report_one(self, registration: Registration) -> None:
+        if not registration.accepted:
+            self._send_registration(registration)
+        replica, rank = registration.replica, registration.rank
+        reply = self.call("report", replica=replica, rank=rank, counters=registration.counters())
+        registration.accepted = bool(reply.get("known"))
 
     def _send_registration(self, registration: Registration) -> None:
         self.call(
@@ -206,7 +264,7 @@ class NodeLink:
             rank=registration.rank,
             namespace=registration.namespace.to_wire(),
         )
-        registration.accepted = True
+        registration.accepted, registration.refusal = True, None
 
 
 _links: dict[Path, NodeLink] = {}
@@ -221,14 +279,27 @@ def attach(directory: Path, *, label: str, lock_wait_s: float, attach_retry_s: f
         label: who this process is, for people.
         lock_wait_s: longest try for the arena's lock.
         attach_retry_s: how often to look for an arena while there is none.
+
+    The first caller's values hold. The registry is locked while it attaches, which takes seconds
+    at worst: whoever asks for the same directory meanwhile wants that very link.
     """
     directory = directory.absolute()
     with _links_lock:
         link = _links.get(directory)
-        if link is None or link._pid != os.getpid():
+        if link is None:
             link = NodeLink(
                 directory, label=label, lock_wait_s=lock_wait_s, attach_retry_s=attach_retry_s
             )
             _links[directory] = link
         link._users += 1
         return link
+
+
+def _forget_links() -> None:
+    """After a fork: the links are the parent's, and their threads are not here."""
+    global _links_lock
+    _links_lock = threading.Lock()
+    _links.clear()
+
+
+os.register_at_fork(after_in_child=_forget_links)

@@ -1,5 +1,7 @@
 """The client end of a shard's unix socket: one call at a time, each with a deadline."""
 
+import os
+import select
 import socket
 import threading
 import time
@@ -19,24 +21,33 @@ class ShardSocket:
         self._path = directory / SOCKET_FILE
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
+        self._pid = os.getpid()
 
     def call(self, op: str, *, timeout_s: float, **fields: Any) -> dict[str, Any]:
         """Send one request and return its reply.
 
         Raises:
             ShardUnavailable: no answer within `timeout_s`.
+            TransferError: `fields` are more than a frame takes, or the answer is none.
             KVRayError: what the shard answered with.
         """
+        if os.getpid() != self._pid:
+            # The connection is the parent's: two processes would read each other's replies.
+            raise ShardUnavailable("A forked process cannot use its parent's link; use spawn.")
+        request = wire.encode({"op": op, **fields})
         deadline = time.monotonic() + timeout_s
         if not self._lock.acquire(timeout=timeout_s):
             raise ShardUnavailable(f"The socket {self._path} is busy with another call.")
         try:
-            reply = self._exchange(wire.encode({"op": op, **fields}), deadline)
+            reply = self._exchange(request, deadline)
         except OSError as error:
             self._disconnect()
             raise ShardUnavailable(
                 f"The shard at {self._path} did not answer ({error}); see `kvray status`."
             ) from None
+        except BaseException:
+            self._disconnect()  # What is left of this reply must not be taken for the next one.
+            raise
         finally:
             self._lock.release()
         wire.raise_for(reply)
@@ -44,34 +55,49 @@ class ShardSocket:
 
     def close(self) -> None:
         """Hang up; the next call connects again."""
-        with self._lock:
-            self._disconnect()
+        if os.getpid() == self._pid:
+            with self._lock:
+                self._disconnect()
 
     def _exchange(self, request: bytes, deadline: float) -> dict[str, Any]:
+        peer = self._connected(deadline)
+        peer.settimeout(_left(deadline))
+        peer.sendall(request)
+        head = _receive(peer, wire.LENGTH.size, deadline)
+        return wire.decode(_receive(peer, wire.body_length(head), deadline))
+
+    def _connected(self, deadline: float) -> socket.socket:
+        """Return the connection, a new one if the shard has hung up since the last call."""
+        if self._socket is not None and _has_input(self._socket):
+            # Nothing is due between calls: the shard has ended, or does not keep to the protocol.
+            self._disconnect()
         if self._socket is None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket.settimeout(_left(deadline))
             self._socket.connect(str(self._path))
-        self._socket.settimeout(_left(deadline))
-        self._socket.sendall(request)
-        head = self._receive(wire.LENGTH.size, deadline)
-        return wire.decode(self._receive(wire.body_length(head), deadline))
-
-    def _receive(self, size: int, deadline: float) -> bytes:
-        assert self._socket is not None
-        received = bytearray()
-        while len(received) < size:
-            self._socket.settimeout(_left(deadline))
-            chunk = self._socket.recv(size - len(received))
-            if not chunk:
-                raise ConnectionResetError("it hung up")
-            received += chunk
-        return bytes(received)
+        return self._socket
 
     def _disconnect(self) -> None:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+def _receive(peer: socket.socket, size: int, deadline: float) -> bytes:
+    received = bytearray()
+    while len(received) < size:
+        peer.settimeout(_left(deadline))
+        chunk = peer.recv(size - len(received))
+        if not chunk:
+            raise ConnectionResetError("it hung up")
+        received += chunk
+    return bytes(received)
+
+
+def _has_input(peer: socket.socket) -> bool:
+    poll = select.poll()  # `select` fails on descriptors above 1023, which engines have
+    poll.register(peer, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _left(deadline: float) -> float:
