@@ -1,0 +1,230 @@
+"""Runs of blocks in this node's arena, as bytes: written where missing, read where sound.
+
+Whatever the tier does (it may be gone, busy, full or damaged), a caller gets fewer blocks and no
+error: the cache may be slow or away, who uses it goes on.
+"""
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from kvray.block import BlockKey
+from kvray.errors import CapacityError, CorruptBlock, LeaseExpired
+from kvray.node import NodeLink
+from kvray.store import Arena, Lease, Reservation
+from kvray.store.tables import Array
+
+_log = logging.getLogger("kvray.tensor_cache")
+
+_BUSY_S = 0.25
+"""How long to try for an arena that others keep locked: computing the KV again takes longer."""
+
+T = TypeVar("T")
+
+Source = Callable[[Array], tuple[Array, Array]]
+"""Given ascending indexes of blocks, returns a pool of bytes and the row of each block in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What became of the blocks of one write."""
+
+    stored: int = 0
+    existing: int = 0
+    """Blocks that the arena had, or that another writer is bringing."""
+
+
+class LeasedRun:
+    """The leading blocks of a chain that the arena has, held for reading."""
+
+    def __init__(self, arena: Arena, lease: Lease, *, verify: bool) -> None:
+        """Read what `lease` names in `arena`, and with `verify` check it."""
+        self._arena = arena
+        self._lease = lease
+        self._verify = verify
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks from the root of the chain on."""
+        return self._lease.num_blocks
+
+    def read(self, first: int, pool: Array) -> int:
+        """Copy the blocks from `first` on into the rows of `pool`; return how many are sound.
+
+        Raises:
+            LeaseExpired: the arena was given up meanwhile.
+        """
+        try:
+            self._read(first, pool)
+            return len(pool)
+        except CorruptBlock as error:
+            _log.warning("kvray: a shorter prefix was retrieved: %s", error)
+        # Which one it was is found by reading them again, one at a time.
+        for row in range(len(pool)):
+            try:
+                self._read(first + row, pool[row : row + 1])
+            except CorruptBlock:
+                return row
+        return len(pool)
+
+    def drop_damaged(self) -> None:
+        """Take those blocks out of service that lost their checksum."""
+        self._arena.sound_run(self._lease)
+
+    def _read(self, first: int, pool: Array) -> None:
+        rows = np.arange(len(pool))
+        self._arena.read(self._lease, pool, rows, first=first, verify=self._verify)
+
+
+class ArenaBlocks:
+    """Blocks of one size in the arena that `link` is attached to; one part each."""
+
+    def __init__(self, link: NodeLink, *, block_bytes: int, blocks_per_step: int, verify: bool):
+        """Convert and copy `blocks_per_step` at a time; with `verify`, check what is read."""
+        self._link = link
+        self._block_bytes = block_bytes
+        self._blocks_per_step = blocks_per_step
+        self._verify = verify
+        self._said: set[str] = set()
+        self._said_lock = threading.Lock()
+
+    def count(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many leading `keys` are here now."""
+        arena = self._link.arena
+        if arena is None or not keys:
+            return 0
+        return _patiently(arena, lambda: arena.match(keys)) or 0
+
+    @contextlib.contextmanager
+    def leased(self, keys: Sequence[BlockKey]) -> Iterator[LeasedRun | None]:
+        """Hold the longest run of leading `keys` that is here; None: not even the first is.
+
+        If the arena is given up meanwhile, the body ends early and without an error.
+        """
+        arena = self._link.arena
+        lease = None if arena is None or not keys else _lease(arena, keys)
+        if arena is None or lease is None:
+            yield None
+            return
+        try:
+            with contextlib.suppress(LeaseExpired):
+                yield LeasedRun(arena, lease, verify=self._verify)
+        finally:
+            self._until_done(arena, lambda arena: arena.release(lease))
+
+    def write(
+        self, keys: Sequence[BlockKey], first: int, source: Source, *, renew: bool
+    ) -> Written:
+        """Write those of `keys[first:]` that are missing, in prefix order, as far as there is room.
+
+        Args:
+            keys: a whole chain, from its root.
+            first: first block that may be written; without its parent here nothing is.
+            source: gives the bytes; its indexes count from `first`.
+            renew: look for damage in what is here first, and replace it.
+        """
+        arena = self._link.arena
+        written = Written()
+        if arena is None:
+            return written
+        if renew:
+            with self.leased(keys) as held:
+                if held is not None:
+                    held.drop_damaged()
+        with self._tolerant():
+            for start in range(first, len(keys), self._blocks_per_step):
+                part = keys[start : start + self._blocks_per_step]
+                reservation = self._reserve(arena, keys, start, part)
+                if reservation is None:
+                    break
+                self._fill(arena, reservation, source, reservation.rows + (start - first))
+                written = replace(
+                    written,
+                    stored=written.stored + len(reservation.rows),
+                    existing=written.existing + reservation.existing,
+                )
+                if reservation.dropped:
+                    self._say_dropped(len(keys) - start - len(part) + reservation.dropped)
+                    break
+        return written
+
+    def say_once(self, topic: str, message: str, *details: object) -> None:
+        """Log a warning, once for each topic."""
+        with self._said_lock:
+            if topic in self._said:
+                return
+            self._said.add(topic)
+        _log.warning(message, *details)
+
+    def _reserve(
+        self, arena: Arena, keys: Sequence[BlockKey], start: int, part: Sequence[BlockKey]
+    ) -> Reservation | None:
+        reservation = arena.reserve(
+            part,
+            parent=keys[start - 1] if start else None,
+            depth=start,
+            part=0,
+            block_bytes=self._block_bytes,
+            wait_s=_BUSY_S,
+        )
+        if reservation is None and not arena.retired:
+            self.say_once("busy", "kvray: KV was not stored: the arena stays locked by others")
+        return reservation
+
+    def _fill(self, arena: Arena, reservation: Reservation, source: Source, blocks: Array) -> None:
+        """Write and commit what was reserved; on any failure give it back."""
+        if not len(blocks):
+            return
+        try:
+            checksums = arena.write(reservation, *source(blocks))
+        except BaseException:
+            self._until_done(arena, lambda arena: arena.abort(reservation))
+            raise
+        self._until_done(arena, lambda arena: arena.commit(reservation, checksums))
+
+    def _until_done(self, arena: Arena, action: Callable[[Arena], bool]) -> None:
+        """Do what must not be lost: now, or from the link's thread if the arena is busy."""
+        with contextlib.suppress(LeaseExpired):
+            if not action(arena):
+                self._link.defer(arena, action)
+
+    @contextlib.contextmanager
+    def _tolerant(self) -> Iterator[None]:
+        """End the body early, and without an error, if the arena is given up or too small."""
+        try:
+            yield
+        except LeaseExpired as error:
+            _log.debug("kvray: the arena was given up during a store: %s", error)
+        except CapacityError as error:
+            self.say_once("capacity", "kvray: nothing is stored: %s", error)
+
+    def _say_dropped(self, num_blocks: int) -> None:
+        self.say_once(
+            "dropped",
+            "kvray: %d blocks were not stored: the tier has no room for them, or has not the"
+            " blocks before them that the mask left out (said once)",
+            num_blocks,
+        )
+
+
+def _lease(arena: Arena, keys: Sequence[BlockKey]) -> Lease | None:
+    """Lease the longest run of leading `keys`; None: nothing is here, or the arena goes away."""
+    try:
+        leases = _patiently(arena, lambda: arena.lease(keys))
+    except LeaseExpired:
+        return None
+    return leases[0] if leases else None
+
+
+def _patiently(arena: Arena, ask: Callable[[], T | None]) -> T | None:
+    """Return the answer of `ask`, which answers None while the arena is busy; None at last."""
+    deadline = time.monotonic() + _BUSY_S
+    while (answer := ask()) is None and not arena.retired and time.monotonic() < deadline:
+        pass
+    return answer

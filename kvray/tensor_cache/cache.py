@@ -1,0 +1,383 @@
+"""The tensor cache: stores and retrieves KV tensors by their tokens, in this node's arena."""
+
+import contextlib
+import logging
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from kvray.config import KVRayConfig, cache_dir, load_config
+from kvray.errors import ConfigError, LayoutMismatch, ShardUnavailable
+from kvray.fingerprint import fingerprint_model
+from kvray.keys import request_seed
+from kvray.node import Registration, attach
+from kvray.store.tables import Array
+from kvray.tensor_cache import layout
+from kvray.tensor_cache.blocks import ArenaBlocks, Source
+from kvray.tensor_cache.instances import Instances
+from kvray.tensor_cache.layout import KV, Heads
+from kvray.tensor_cache.metadata import TensorMetadata
+from kvray.tensor_cache.prompt import Mask, Prompt, Tokens, read_prompt
+from kvray.tensor_cache.saver import Saver
+
+_log = logging.getLogger("kvray.tensor_cache")
+
+_CLOSE_S = 30.0
+_FLUSH_S = 60.0
+_STEP_BYTES = 16 * 2**20
+"""Bytes converted at a time: bounds the memory that it takes."""
+_WAITING_BYTES_MAX = 2**30
+"""Copies of tensors that may wait for the background."""
+
+_instances = Instances()
+
+
+@dataclass(slots=True)
+class _Counters:
+    """Totals since the cache was made, as `kvray status` shows them."""
+
+    stored_tokens: int = 0
+    dropped_tokens: int = 0
+    hit_tokens: int = 0
+    missed_tokens: int = 0
+
+
+class TensorCache:
+    """KV tensors in the node's tier, found by their tokens; all methods from any thread.
+
+    Only full blocks of `metadata.tokens_per_block` tokens are stored and found. Without a tier
+    nothing is stored and nothing found, which is logged once; when the tier appears, or comes
+    back, the cache uses it. A tensor may be on any device; what is retrieved is on the CPU.
+
+    Source: the contract of LMCache's LMCacheEngine and LMCacheEngineBuilder.
+    """
+
+    def __init__(self, config: KVRayConfig | None, metadata: TensorMetadata) -> None:
+        """Make a cache; `close` it, or use it with `with`.
+
+        Args:
+            config: of the tier; None: the configuration that `load_config` finds.
+            metadata: the model and the shape of its tensors.
+
+        Raises:
+            ConfigError: no configuration, or `metadata.model` is a path without a checkpoint.
+        """
+        self.config = config or load_config()
+        self.metadata = metadata
+        self.namespace = metadata.namespace(fingerprint=_fingerprint(metadata.model))
+        self._seed = request_seed(self.namespace.digest(), salt=metadata.salt)
+        self._step = max(1, _STEP_BYTES // metadata.block_bytes)
+        self._counters = _Counters()
+        self._pid = os.getpid()
+        # Guards `_counters`, `_closed` and `_users`; notified when the last user has gone.
+        self._state = threading.Condition()
+        self._closed = False
+        self._users = 1  # this object, until it is closed
+        connector = self.config.connector
+        self._saver = Saver(saves_max=connector.saves_max, bytes_max=_WAITING_BYTES_MAX)
+        self._place = (self.config.node_dir, metadata.rank)
+        self._name = _instances.claim_name(
+            self._place, connector.replica or f"{platform.node()}-{os.getpid()}"
+        )
+        self._link = attach(
+            self.config.node_dir,
+            label=f"tensors {self._name} rank {metadata.rank}",
+            lock_wait_s=self.config.arena.lock_wait_s,
+            attach_retry_s=connector.attach_retry_s,
+        )
+        self._blocks = ArenaBlocks(
+            self._link,
+            block_bytes=metadata.block_bytes,
+            blocks_per_step=self._step,
+            verify=connector.verify_on_load != "never",
+        )
+        self._registration = Registration(
+            replica=self._name,
+            rank=metadata.rank,
+            namespace=self.namespace,
+            counters=self.counters,
+        )
+        self._link.register(self._registration)
+
+    # -- by instance id -----------------------------------------------------------------------
+
+    @classmethod
+    def get_or_create(
+        cls, instance_id: str, config: KVRayConfig | None, metadata: TensorMetadata
+    ) -> "TensorCache":
+        """Return this process's cache of that id, made if there is none.
+
+        Raises:
+            ConfigError: it exists with another configuration or other metadata.
+        """
+        settings = config or load_config()
+        return _instances.get_or_create(
+            instance_id, settings, metadata, lambda: cls(settings, metadata)
+        )
+
+    @classmethod
+    def get(cls, instance_id: str) -> "TensorCache | None":
+        """Return this process's cache of that id; None if there is none or it is closed."""
+        return _instances.get(instance_id)
+
+    @classmethod
+    def destroy(cls, instance_id: str) -> None:
+        """Close this process's cache of that id and forget it; nothing happens without one."""
+        found = _instances.pop(instance_id)
+        if found is not None:
+            found.close()
+
+    # -- storing and retrieving ---------------------------------------------------------------
+
+    def store(
+        self,
+        tokens: Tokens,
+        kv: KV,
+        mask: Mask | None = None,
+        skip_existing: bool = True,
+        blocking: bool = True,
+    ) -> int:
+        """Store the KV of the full blocks of `tokens`.
+
+        Args:
+            tokens: token ids, shape [num_tokens].
+            kv: a (keys, values) pair of tensors for each layer, or one tensor
+                [num_layers, 2, ...], in the layout and dtype of the metadata and without a batch
+                dimension; only of the tokens that `mask` does not leave out. Not kept: it may be
+                changed as soon as this returns.
+            mask: booleans, shape [num_tokens], False for leading tokens whose KV is not in `kv`.
+                Their number is a multiple of tokens_per_block. If their blocks are not in the
+                tier nothing is stored, for it could not be found.
+            skip_existing: False: read the blocks that are there and replace those that are
+                damaged. Equal tokens have equal KV, so sound blocks are never written again.
+            blocking: False: take a copy and store it in the background; if too much is waiting
+                there, it is dropped and counted. `flush` or `close` waits for it.
+
+        Returns:
+            Tokens that were newly stored; 0 with blocking=False.
+
+        Raises:
+            ConfigError: tokens or a mask that cannot be read, or the cache is closed.
+            LayoutMismatch: the tensors are not what the metadata says.
+        """
+        prompt = self._read_prompt(tokens, mask)
+        heads = layout.heads_of(kv, self.metadata)
+        expected = prompt.num_tokens - prompt.num_masked
+        if heads[0].shape[1] != expected:
+            raise LayoutMismatch(
+                f"The KV is of {heads[0].shape[1]} tokens where tokens and mask ask for"
+                f" {expected}; give the KV of exactly the tokens that the mask does not leave out."
+            )
+        with self._using():
+            if blocking:
+                return self._store(prompt, self._packing(heads), renew=not skip_existing)
+            self._store_later(prompt, heads, renew=not skip_existing)
+            return 0
+
+    def retrieve(
+        self, tokens: Tokens, mask: Mask | None = None, return_tuple: bool = True
+    ) -> tuple[KV, torch.Tensor]:
+        """Return the stored KV of the longest run of leading blocks.
+
+        Args:
+            tokens: token ids, shape [num_tokens].
+            mask: booleans, shape [num_tokens], False for leading tokens whose KV is not wanted
+                (it must be in the tier all the same). Their number is a multiple of
+                tokens_per_block.
+            return_tuple: False: one tensor [num_layers, 2, ...] instead of a pair for each layer.
+
+        Returns:
+            (kv, ret_mask). ret_mask, a bool tensor of shape [num_tokens], is True for the tokens
+            that were found. kv holds exactly those, in the layout of the metadata, as CPU tensors
+            of the caller's own; () if none was found. A damaged block ends the run.
+
+        Raises:
+            ConfigError: tokens or a mask that cannot be read, or the cache is closed.
+        """
+        prompt = self._read_prompt(tokens, mask)
+        with self._using():
+            blob = self._load(prompt)
+        found = layout.num_tokens(blob, self.metadata)
+        wanted = prompt.num_tokens - prompt.num_masked
+        self._count(hit_tokens=found, missed_tokens=wanted - found)
+        ret_mask = torch.zeros(prompt.num_tokens, dtype=torch.bool, device="cpu")
+        ret_mask[prompt.num_masked : prompt.num_masked + found] = True
+        if not found:
+            return (), ret_mask
+        return (layout.pairs_of(blob) if return_tuple else blob), ret_mask
+
+    def lookup(self, tokens: Tokens) -> int:
+        """Return how many leading tokens are stored now, a multiple of tokens_per_block.
+
+        They are neither held nor read: `retrieve` may find fewer.
+
+        Raises:
+            ConfigError: tokens that cannot be read, or the cache is closed.
+        """
+        prompt = self._read_prompt(tokens, None)
+        with self._using():
+            return self._blocks.count(prompt.keys) * self.metadata.tokens_per_block
+
+    def counters(self) -> dict[str, int]:
+        """Return totals of tokens since this cache was made, as `kvray status` shows them."""
+        with self._state:
+            return asdict(self._counters)
+
+    # -- its life -----------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether it cannot be used any more: closed, or this is a forked child of its process."""
+        return self._closed or os.getpid() != self._pid
+
+    def flush(self, timeout_s: float = _FLUSH_S) -> bool:
+        """Wait for the stores with blocking=False; False: not done within `timeout_s`."""
+        return self._saver.flush(timeout_s)
+
+    def close(self) -> None:
+        """Finish what is under way, within a deadline, and leave the tier. Twice is fine."""
+        with self._state:
+            if self.closed:
+                return
+            self._closed = True
+        deadline = time.monotonic() + _CLOSE_S
+        given_up = self._saver.close(_CLOSE_S)
+        if given_up:
+            _log.warning("kvray: %d stores were given up at close", given_up)
+        self._let_go()
+        with self._state:
+            # Whoever is last leaves the arena: what he copies is still leased or reserved.
+            if not self._state.wait_for(lambda: self._users <= 0, deadline - time.monotonic()):
+                _log.warning("kvray: calls are still under way after close")
+
+    def __enter__(self) -> "TensorCache":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[None]:
+        """Keep the arena for a call."""
+        with self._state:
+            if self.closed:
+                raise ConfigError(
+                    "This TensorCache is closed (or belongs to the parent of this forked process);"
+                    " make a new one."
+                )
+            self._users += 1
+        try:
+            yield
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        with self._state:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._leave()
+            with self._state:
+                self._users = -1
+                self._state.notify_all()
+
+    def _leave(self) -> None:
+        one = self._registration
+        self._link.unregister(one)
+        if self._link.arena is not None:
+            with contextlib.suppress(ShardUnavailable):
+                self._link.call(
+                    "report", replica=one.replica, rank=one.rank, counters=self.counters()
+                )
+        self._link.detach()
+        _instances.release_name(self._place, self._name)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _read_prompt(self, tokens: Tokens, mask: Mask | None) -> Prompt:
+        size = self.metadata.tokens_per_block
+        return read_prompt(tokens, mask, tokens_per_block=size, seed=self._seed)
+
+    def _store(self, prompt: Prompt, source: Source, *, renew: bool) -> int:
+        """Store the blocks of the suffix; return the tokens that were new."""
+        size = self.metadata.tokens_per_block
+        written = self._blocks.write(prompt.keys, prompt.first, source, renew=renew)
+        dropped = prompt.num_blocks - written.stored - written.existing
+        self._count(stored_tokens=written.stored * size, dropped_tokens=dropped * size)
+        return written.stored * size
+
+    def _store_later(self, prompt: Prompt, heads: Heads, *, renew: bool) -> None:
+        """Copy what has to be stored and hand it to the background."""
+        here = 0 if renew else max(0, self._blocks.count(prompt.keys) - prompt.first)
+        missing = np.arange(here, prompt.num_blocks)
+        size = len(missing) * self.metadata.block_bytes
+        if not len(missing) or self._link.arena is None:
+            self._count(dropped_tokens=len(missing) * self.metadata.tokens_per_block)
+            return
+        later = replace(prompt, first=prompt.first + here)
+        if self._saver.has_room(size):
+            copy = layout.pack(heads, missing, self.metadata)
+
+            def store() -> None:
+                self._store(later, lambda blocks: (copy, blocks), renew=renew)
+
+            if self._saver.submit(size, store):
+                return
+        self._count(dropped_tokens=len(missing) * self.metadata.tokens_per_block)
+        self._blocks.say_once(
+            "saves",
+            "kvray: KV was not stored: too many stores wait for the background (said once)",
+        )
+
+    def _packing(self, heads: Heads) -> Source:
+        """Return what converts blocks of `heads` when they are needed."""
+
+        def pack(blocks: Array) -> tuple[Array, Array]:
+            return layout.pack(heads, blocks, self.metadata), np.arange(len(blocks))
+
+        return pack
+
+    def _load(self, prompt: Prompt) -> torch.Tensor:
+        """Return the KV of the blocks of the suffix that are here and sound, as one tensor."""
+        metadata, done = self.metadata, 0
+        blob = layout.empty_blob(0, metadata)
+        with self._blocks.leased(prompt.keys) as held:
+            found = 0 if held is None else max(0, held.num_blocks - prompt.first)
+            if held is None or not found:
+                return blob
+            blob = layout.empty_blob(found * metadata.tokens_per_block, metadata)
+            heads = layout.heads_of(blob, metadata)
+            pool = layout.empty_block_bytes(min(found, self._step), metadata)
+            while done < found:
+                wanted = min(found - done, self._step)
+                sound = held.read(prompt.first + done, pool[:wanted])
+                layout.unpack(pool[:sound], heads, done, metadata)
+                done += sound
+                if sound < wanted:
+                    break
+        return layout.first_tokens(blob, done * metadata.tokens_per_block, metadata)
+
+    def _count(self, **tokens: int) -> None:
+        with self._state:
+            for name, number in tokens.items():
+                setattr(self._counters, name, getattr(self._counters, name) + number)
+
+
+def _fingerprint(model: str) -> str | None:
+    """Return the fingerprint of the checkpoint at the path `model`; None if it is a name."""
+    if not Path(model).exists() and not model.startswith(("/", "./", "../", "~")):
+        return None
+    return fingerprint_model(Path(model).expanduser(), cache_dir=cache_dir())

@@ -1,0 +1,189 @@
+"""Conversion between KV tensors and the bytes of blocks.
+
+A block is stored as [num_layers, 2, num_kv_heads, tokens_per_block, head_size], keys before
+values, whatever the layout of the tensors; this is also the order of TensorRT-LLM's pools.
+Elements are moved as integers of their size: no conversion, no NaN that changes its payload.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from kvray.errors import LayoutMismatch
+from kvray.store.tables import Array
+from kvray.tensor_cache.metadata import TensorMetadata
+
+KV: TypeAlias = Sequence[Sequence[torch.Tensor]] | torch.Tensor
+"""A (keys, values) pair for each layer, or one tensor [num_layers, 2, ...]."""
+
+Heads: TypeAlias = list[torch.Tensor]
+"""Keys and values of layer 0, of layer 1 and so on: views of integers, each of shape
+[num_kv_heads, num_tokens, head_size]."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def heads_of(kv: KV, metadata: TensorMetadata) -> Heads:
+    """Return `kv` as views of heads, after checking that it is what `metadata` says.
+
+    Raises:
+        LayoutMismatch: another number of layers, shape or element type.
+    """
+    try:
+        pairs = [tuple(pair) for pair in kv]
+    except TypeError:
+        raise LayoutMismatch(
+            f"The KV is a {type(kv).__name__} that holds no pairs of tensors; give one (keys,"
+            " values) pair for each layer, or one tensor [num_layers, 2, ...]."
+        ) from None
+    if len(pairs) != metadata.num_layers:
+        raise LayoutMismatch(
+            f"The KV has {len(pairs)} layers, not {metadata.num_layers}; give one (keys, values)"
+            " pair for each layer, or one tensor [num_layers, 2, ...]."
+        )
+    heads = []
+    for layer, pair in enumerate(pairs):
+        if len(pair) != 2:
+            raise LayoutMismatch(
+                f"Layer {layer} of the KV holds {len(pair)} things; give a pair (keys, values)."
+            )
+        heads += [_heads(tensor, layer, metadata) for tensor in pair]
+    counts = {one.shape[1] for one in heads}
+    if len(counts) > 1:
+        raise LayoutMismatch(
+            f"The KV's tensors hold different numbers of tokens ({sorted(counts)}); all layers'"
+            " keys and values must be of the same tokens."
+        )
+    return heads
+
+
+def empty_blob(num_tokens: int, metadata: TensorMetadata) -> torch.Tensor:
+    """Return an uninitialised CPU tensor [num_layers, 2, ...] in the layout of `metadata`."""
+    shape = (
+        (metadata.num_kv_heads, num_tokens, metadata.head_size)
+        if metadata.layout == "huggingface"
+        else (num_tokens, metadata.num_kv_heads, metadata.head_size)
+    )
+    return torch.empty((metadata.num_layers, 2, *shape), dtype=metadata.dtype, device="cpu")
+
+
+def num_tokens(blob: torch.Tensor, metadata: TensorMetadata) -> int:
+    """Return how many tokens `blob` holds."""
+    return blob.shape[_token_dim(metadata)]
+
+
+def first_tokens(blob: torch.Tensor, count: int, metadata: TensorMetadata) -> torch.Tensor:
+    """Return the first tokens of `blob`, by themselves in memory."""
+    if num_tokens(blob, metadata) == count:
+        return blob
+    # Narrowed as integers, because not every element type can be copied as such.
+    bits = blob.view(_BITS[blob.dtype.itemsize]).narrow(_token_dim(metadata), 0, count)
+    return bits.contiguous().view(blob.dtype)
+
+
+def pairs_of(blob: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+    """Return `blob` as a (keys, values) pair for each layer; its memory is shared."""
+    return tuple((layer[0], layer[1]) for layer in blob)
+
+
+def pack(heads: Heads, blocks: Array, metadata: TensorMetadata) -> Array:
+    """Return the bytes of some blocks of `heads`, u8 [num_blocks, block_bytes].
+
+    Args:
+        heads: the tokens' keys and values, on any device.
+        blocks: ascending indexes of blocks, counted from the first token of `heads`.
+        metadata: the geometry.
+    """
+    size = metadata.tokens_per_block
+    pool = _empty_blocks(len(blocks), metadata)
+    edges = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)]
+    for start, stop in pairwise(edges):
+        if start == stop:
+            continue
+        first = int(blocks[start]) * size
+        for index, one in enumerate(heads):
+            run = one[:, first : first + (stop - start) * size].unflatten(1, (stop - start, size))
+            pool[start:stop, index].copy_(run.transpose(0, 1))
+    return _bytes_of(pool)
+
+
+def unpack(block_bytes: Array, heads: Heads, first: int, metadata: TensorMetadata) -> None:
+    """Write blocks into `heads`, from block `first` on; the inverse of `pack`.
+
+    Args:
+        block_bytes: u8 [num_blocks, block_bytes].
+        heads: views of CPU tensors.
+        first: index of the first block, counted from the first token of `heads`.
+        metadata: the geometry.
+    """
+    num_blocks, size = len(block_bytes), metadata.tokens_per_block
+    if num_blocks == 0:
+        return
+    bits = torch.from_numpy(block_bytes).view(_BITS[metadata.dtype.itemsize])
+    pool = bits.view(num_blocks, len(heads), *_block_shape(metadata))
+    for index, one in enumerate(heads):
+        run = one[:, first * size : (first + num_blocks) * size]
+        run.unflatten(1, (num_blocks, size)).copy_(pool[:, index].transpose(0, 1))
+
+
+def empty_block_bytes(num_blocks: int, metadata: TensorMetadata) -> Array:
+    """Return room for blocks as `unpack` takes them."""
+    return _bytes_of(_empty_blocks(num_blocks, metadata))
+
+
+def _heads(tensor: torch.Tensor, layer: int, metadata: TensorMetadata) -> torch.Tensor:
+    """Return one tensor of a layer as [num_kv_heads, num_tokens, head_size] integers."""
+    if not isinstance(tensor, torch.Tensor):
+        raise LayoutMismatch(
+            f"Layer {layer} of the KV holds a {type(tensor).__name__}; give torch tensors."
+        )
+    if tensor.dtype != metadata.dtype:
+        raise LayoutMismatch(
+            f"Layer {layer} of the KV is of {tensor.dtype}, not {metadata.dtype}; make the cache"
+            " with the tensors' dtype in its metadata: nothing is converted."
+        )
+    by_head = metadata.layout == "huggingface"
+    fits = tensor.ndim == 3 and (tensor.shape[0 if by_head else 1], tensor.shape[2]) == (
+        metadata.num_kv_heads,
+        metadata.head_size,
+    )
+    if not fits or tensor.layout != torch.strided or tensor.is_meta:
+        raise LayoutMismatch(_misfit(tensor, layer, metadata))
+    bits = tensor.detach().view(_BITS[metadata.dtype.itemsize])
+    return bits if by_head else bits.transpose(0, 1)
+
+
+def _misfit(tensor: torch.Tensor, layer: int, metadata: TensorMetadata) -> str:
+    order = (
+        f"[{metadata.num_kv_heads}, num_tokens, {metadata.head_size}]"
+        if metadata.layout == "huggingface"
+        else f"[num_tokens, {metadata.num_kv_heads}, {metadata.head_size}]"
+    )
+    batched = tensor.ndim == 4 and tensor.shape[0] == 1
+    fix = "take the batch dimension off with tensor[0]" if batched else "see the metadata"
+    return (
+        f"Layer {layer} of the KV is a tensor of shape {list(tensor.shape)}, where the layout"
+        f" {metadata.layout!r} has dense ones of {order}; {fix}."
+    )
+
+
+def _token_dim(metadata: TensorMetadata) -> int:
+    return 3 if metadata.layout == "huggingface" else 2
+
+
+def _empty_blocks(num_blocks: int, metadata: TensorMetadata) -> torch.Tensor:
+    shape = (num_blocks, 2 * metadata.num_layers, *_block_shape(metadata))
+    return torch.empty(shape, dtype=_BITS[metadata.dtype.itemsize], device="cpu")
+
+
+def _block_shape(metadata: TensorMetadata) -> tuple[int, int, int]:
+    return metadata.num_kv_heads, metadata.tokens_per_block, metadata.head_size
+
+
+def _bytes_of(pool: torch.Tensor) -> Array:
+    """Return the bytes under `pool`, shape [num_blocks, block_bytes], without a copy."""
+    found: Array = pool.view(torch.uint8).flatten(1).numpy()
+    return found

@@ -1,0 +1,130 @@
+"""What a `TensorCache` is told of its model, and the namespace that follows from it."""
+
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+from urllib.parse import quote
+
+import torch
+
+from kvray.block import Namespace
+from kvray.errors import ConfigError
+
+TensorLayout = Literal["huggingface", "vllm"]
+"""Order of a layer's keys or values: `"huggingface"` is [num_heads, num_tokens, head_size],
+`"vllm"` is [num_tokens, num_heads, head_size]."""
+
+ENGINE = "kvray.tensor_cache 1"
+"""Name and version of the format in which blocks are stored (see `layout`)."""
+
+_COUNTS = ("num_layers", "num_kv_heads", "head_size", "tokens_per_block", "world_size")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMetadata:
+    """The model whose KV is cached, and the shape in which its tensors come and go.
+
+    Two caches share blocks exactly if all but `layout` is equal: blocks are stored in one order,
+    whichever order the tensors have.
+
+    Raises:
+        ConfigError: a value that no model has.
+    """
+
+    model: str
+    """Path of a checkpoint, whose content then stands for it wherever it lies; else any name. Two
+    models of one name share blocks: tell them apart by `revision`."""
+    dtype: torch.dtype
+    """Element type of the tensors; nothing is ever converted."""
+    num_layers: int
+    num_kv_heads: int
+    """Heads of keys and values that this rank holds."""
+    head_size: int
+    layout: TensorLayout = "huggingface"
+    tokens_per_block: int = 32
+    """Tokens that are stored, found and evicted as one."""
+    revision: str = ""
+    """Revision of a model that is named."""
+    variant: str = ""
+    """What else makes this model's KV differ: an adapter, weight quantisation, RoPE scaling."""
+    rank: int = 0
+    """This process among the `world_size` over which heads or layers are dealt. Each rank has
+    blocks of its own; ranks that must agree take the least of their `lookup`s."""
+    world_size: int = 1
+    salt: str | int | None = None
+    """Keeps tenants apart: caches of different salts never share."""
+
+    def __post_init__(self) -> None:
+        values: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in _COUNTS:
+            _check_count(name, values[name], at_least=1)
+        _check_count("rank", values["rank"], at_least=0)
+        if self.rank >= self.world_size:
+            raise ConfigError(
+                f"rank {self.rank} is not below world_size {self.world_size}; ranks count from 0."
+            )
+        if self.layout not in get_args(TensorLayout):
+            raise ConfigError(
+                f"layout must be 'huggingface' or 'vllm', not {self.layout!r}: [num_heads,"
+                " num_tokens, head_size] or [num_tokens, num_heads, head_size]."
+            )
+        dtype, model = values["dtype"], values["model"]
+        if not isinstance(dtype, torch.dtype) or dtype.itemsize > 8:
+            raise ConfigError(
+                "dtype must be a torch.dtype of at most 8 bytes such as torch.bfloat16, not"
+                f" {dtype!r}."
+            )
+        if not isinstance(model, str) or not model:
+            raise ConfigError(
+                f"model must be a name or the path of a checkpoint, not {model!r}: all that have"
+                " no name would share blocks."
+            )
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block of this rank."""
+        return 2 * self.num_layers * self._block_elems * self.dtype.itemsize
+
+    @property
+    def _block_elems(self) -> int:
+        return self.num_kv_heads * self.tokens_per_block * self.head_size
+
+    def namespace(self, *, fingerprint: str | None = None) -> Namespace:
+        """Return the namespace of the blocks, which `layout` and `salt` are no part of.
+
+        Args:
+            fingerprint: that of the checkpoint, if `model` is the path of one.
+        """
+        model = f"name:{_quoted(self.model)}" if fingerprint is None else fingerprint
+        return Namespace(
+            model=f"{model}@{_quoted(self.revision)}" if self.revision else model,
+            quantization="",
+            overrides=self.variant,
+            kv_dtype=str(self.dtype).removeprefix("torch."),
+            num_layers=self.num_layers,
+            kv_factor=2,
+            block_elems=self._block_elems,
+            tokens_per_block=self.tokens_per_block,
+            part_bytes=self.block_bytes,
+            num_parts=1,
+            tp_layout=(
+                f"rank {self.rank} of {self.world_size}: {self.num_kv_heads} heads of"
+                f" {self.head_size}"
+            ),
+            layer_group=0,
+            attention_backend="",
+            engine=ENGINE,
+        )
+
+    def difference(self, other: "TensorMetadata") -> list[str]:
+        """Return the names of the fields that differ."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+
+
+def _check_count(name: str, value: object, *, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ConfigError(f"{name} must be a whole number of at least {at_least}, not {value!r}.")
+
+
+def _quoted(text: str) -> str:
+    """Return `text` without an `@`, so that name and revision cannot run into each other."""
+    return quote(text, safe="/", errors="surrogatepass")

@@ -1,0 +1,85 @@
+"""What is asked about: the keys of a token list's full blocks, and where the mask begins."""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvray import keys
+from kvray.block import BlockKey
+from kvray.errors import ConfigError
+
+Tokens: TypeAlias = keys.Tokens | torch.Tensor
+Mask: TypeAlias = torch.Tensor | npt.NDArray[Any] | list[bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A token list as blocks, of which a suffix is meant."""
+
+    num_tokens: int
+    num_masked: int
+    """Tokens that the mask leaves out, all of them leading ones."""
+    first: int
+    """Index of the first block that is meant."""
+    keys: list[BlockKey]
+    """Keys of all full blocks, those that the mask leaves out too."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Full blocks of the suffix."""
+        return max(0, len(self.keys) - self.first)
+
+
+def read_prompt(tokens: Tokens, mask: Mask | None, *, tokens_per_block: int, seed: bytes) -> Prompt:
+    """Return what `tokens` and `mask` ask about.
+
+    Args:
+        tokens: token ids, shape [num_tokens]; a tensor may be on any device.
+        mask: booleans, shape [num_tokens], False for some leading tokens and True for all others;
+            None: all True.
+        tokens_per_block: tokens in a block.
+        seed: what `request_seed` returned.
+
+    Raises:
+        ConfigError: tokens that are not integers, or a mask that is none of a suffix or begins
+            inside a block.
+
+    Source: suffix masks that begin at a chunk, as in LMCache's LMCacheEngine.
+    """
+    on_host = tokens.detach().cpu().numpy() if isinstance(tokens, torch.Tensor) else tokens
+    packed = keys.pack_tokens(on_host)
+    num_masked = 0 if mask is None else _num_masked(mask, len(packed))
+    first, inside = divmod(num_masked, tokens_per_block)
+    if inside:
+        raise ConfigError(
+            f"The mask leaves out {num_masked} tokens, which ends inside a block; leave out a"
+            f" multiple of tokens_per_block = {tokens_per_block}, for example"
+            f" {first * tokens_per_block}."
+        )
+    return Prompt(
+        num_tokens=len(packed),
+        num_masked=num_masked,
+        first=first,
+        keys=keys.chain_keys(packed, tokens_per_block=tokens_per_block, seed=seed),
+    )
+
+
+def _num_masked(mask: Mask, num_tokens: int) -> int:
+    """Return how many leading tokens `mask` leaves out."""
+    on_host = mask.detach().cpu() if isinstance(mask, torch.Tensor) else mask
+    flags = np.asarray(on_host)
+    if flags.shape != (num_tokens,) or (flags.dtype != np.bool_ and num_tokens):
+        raise ConfigError(
+            f"A mask must have one boolean for each of the {num_tokens} tokens, not be"
+            f" {flags.dtype} of shape {list(flags.shape)}."
+        )
+    num_masked = num_tokens - int(np.count_nonzero(flags))
+    if flags[:num_masked].any():
+        raise ConfigError(
+            "A mask must be False for leading tokens and True for all others (a suffix); this one"
+            " has a True before a False."
+        )
+    return num_masked
