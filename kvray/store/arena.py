@@ -54,8 +54,8 @@ class Arena:
         self.lock_wait_s = lock_wait_s
         self._tables: Tables | None = arena_file.map_file(directory / ARENA_FILE)
         header = self.tables.header
-        self.arena_id: str = bytes(header["arena_id"]).decode(errors="replace")
-        self.cluster_name: str = bytes(header["cluster_name"]).decode(errors="replace")
+        self.arena_id: str = header["arena_id"].item().decode(errors="replace")
+        self.cluster_name: str = header["cluster_name"].item().decode(errors="replace")
         try:
             # Not created here: a retired arena's must not come back.
             self._side_file = SideFile.at(lock_path(directory, self.arena_id), create=False)
@@ -397,11 +397,9 @@ class Arena:
         return labels
 
     def evict_ahead(self, free_target: float) -> int:
-        """Evict until a `free_target` share of each full block size is free; return how many."""
-        tables = self.tables
-        if (tables.slab_block_bytes == 0).mean() >= free_target:
-            return 0
-        sizes = np.unique(tables.slab_block_bytes[tables.slab_block_bytes > 0])
+        """Evict until a `free_target` share is free for each block size; return how many went."""
+        sizes = np.unique(self.tables.slab_block_bytes)
+        sizes = sizes[sizes > 0]
         return sum(self._evict_ahead(size, free_target) for size in sizes.tolist())
 
     def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:

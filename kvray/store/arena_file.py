@@ -140,9 +140,10 @@ def _check_header(path: Path, head: bytes) -> Geometry:
     figures = {
         name: int(header[name]) for name in ("capacity", "slab_bytes", "slot_min", "holders_max")
     }
-    if not all(figures.values()):
+    geometry = Geometry(**figures)
+    if not geometry.is_sound:
         raise ShardUnavailable(f"{path} has a damaged header; restart the tier.")
-    return Geometry(**figures)
+    return geometry
 
 
 def _build(

@@ -88,6 +88,16 @@ class Geometry:
         )
 
     @property
+    def is_sound(self) -> bool:
+        """Whether the figures can be those of an arena: all positive, each a multiple."""
+        return (
+            min(self.capacity, self.slab_bytes, self.slot_min, self.holders_max) > 0
+            and self.capacity % self.slab_bytes == 0
+            and self.slab_bytes % self.slot_min == 0
+            and self.slot_min % ALIGNMENT == 0
+        )
+
+    @property
     def num_slabs(self) -> int:
         """Slabs in the arena."""
         return self.capacity // self.slab_bytes

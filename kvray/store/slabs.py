@@ -28,10 +28,15 @@ def free_slots(tables: Tables, block_bytes: int) -> Array:
 
 
 def shortfall(tables: Tables, block_bytes: int, free_target: float) -> int:
-    """Return how many FREE slots the slabs of `block_bytes` lack to a share of `free_target`."""
+    """Return how many FREE slots `block_bytes` lacks to a share of `free_target` of its slabs.
+
+    Spare slabs count as its own: a slab that eviction empties becomes one.
+    """
     num_slabs = int(np.count_nonzero(tables.slab_block_bytes == block_bytes))
-    target = int(num_slabs * usable(tables, block_bytes) * free_target)
-    return target - len(free_slots(tables, block_bytes)) if target else 0
+    num_spare = int(np.count_nonzero(tables.slab_block_bytes == 0))
+    per_slab = usable(tables, block_bytes)
+    short = int(num_slabs * per_slab * free_target) - num_spare * per_slab
+    return short - len(free_slots(tables, block_bytes)) if short > 0 else 0
 
 
 def take_spare(tables: Tables, num_slots: int, block_bytes: int) -> None:
