@@ -171,6 +171,7 @@ class Shard:
         if owner is None:
             return
         server = EngineServer(directory / SOCKET_FILE, self._handlers(), self._replicas.disconnect)
+        arena = None
         try:
             arena = await self._require_loop().run_in_executor(None, self._open_arena)
             if await self._adopt(arena):
@@ -179,6 +180,8 @@ class Shard:
                 await self._serve(arena)
         finally:
             await server.close()
+            if arena is not None:
+                arena.close()
             if self._retire or not (directory / ARENA_FILE).exists():
                 remove_files(directory)
             owner.unlock(OWNER_BYTE)
@@ -236,6 +239,7 @@ class Shard:
                 "%s: the arena has other sizes than configured; making a new one", self.name
             )
             arena.retire()
+            arena.close()
         _remove_leftovers(settings.directory)
         return Arena.create(
             settings.directory, settings.spec, lock_wait_s=_LOCK_WAIT_S, progress=self._progress
@@ -376,7 +380,9 @@ def remove_files(directory: Path) -> None:
     Only who has the owner lock may; others call `sweep`.
     """
     with contextlib.suppress(ShardUnavailable):
-        Arena(directory, lock_wait_s=_LOCK_WAIT_S).retire()
+        arena = Arena(directory, lock_wait_s=_LOCK_WAIT_S)
+        arena.retire()
+        arena.close()
     _remove_leftovers(directory)
     for name in (ARENA_FILE, SOCKET_FILE, OWNER_FILE):
         (directory / name).unlink(missing_ok=True)

@@ -143,7 +143,7 @@ class NodeLink:
         self._attempt(self._report)
         self._socket.close()
         if self._arena is not None:
-            self._arena.leave()
+            self._arena.close()
             self._arena = None
 
     @property
@@ -188,12 +188,15 @@ class NodeLink:
             return
         if self._arena is not None:
             _log.info("kvray: arena %s is no more", self._arena.arena_id)
-            self._arena.leave()
+            self._arena.leave()  # not closed: copies out of it may be under way
             self._arena = None
+        arena = None
         try:
             arena = Arena(self.directory, lock_wait_s=self._lock_wait_s)
             arena.join(self._label)
         except KVRayError as error:
+            if arena is not None:
+                arena.close()
             if not self._warned:
                 _log.warning("kvray: no tier yet, the engine goes on without: %s", error)
                 self._warned = True

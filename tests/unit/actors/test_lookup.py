@@ -1,0 +1,203 @@
+import hashlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvray.actors.lookup import Announcement, Answer, Lookup
+from kvray.block import BlockKey
+from kvray.errors import ConfigError
+
+KEYS = [BlockKey(hashlib.sha256(bytes([n])).digest()) for n in range(5)]
+
+
+def said(sequence: int, *, full: bool = False, **fields: Any) -> Announcement:
+    """Return an announcement of shard `a`; `added` and `removed` are numbers of keys."""
+    added, removed = fields.pop("added", []), fields.pop("removed", [])
+    values = {"shard": "a", "arena_id": "arena-1", "shard_epoch": 1} | fields
+    return Announcement(
+        **values,
+        sequence=sequence,
+        full=full,
+        added_keys=b"".join(KEYS[n] for n in added),
+        added_parts=[0] * len(added),
+        removed_keys=b"".join(KEYS[n] for n in removed),
+        removed_parts=[0] * len(removed),
+    )
+
+
+def has(lookup: Lookup) -> set[int]:
+    return {n for n, key in enumerate(KEYS) if lookup.index.match([key], 1).num_blocks}
+
+
+@pytest.fixture
+def lookup() -> Lookup:
+    """A lookup that has keys 0 and 1 of shard `a`, announced with number 1."""
+    made = Lookup()
+    assert not made.announce(said(1, full=True, added=[0, 1]), now=0.0).resync
+    return made
+
+
+def test_announcements_in_order_are_taken(lookup: Lookup) -> None:
+    assert not lookup.announce(said(2, added=[2], removed=[0]), now=0.0).resync
+    assert has(lookup) == {1, 2}
+
+
+def test_the_first_announcement_must_be_a_full_one() -> None:
+    lookup = Lookup()
+    assert lookup.announce(said(1, added=[0]), now=0.0).resync
+    assert has(lookup) == set()
+
+
+@pytest.mark.parametrize(
+    "announcement",
+    [
+        said(3, added=[2]),
+        said(1, added=[2]),
+        said(1, full=True, added=[2]),
+        said(2, added=[2], shard_epoch=2),
+        said(2, added=[2], shard_epoch=0),
+        said(9, full=True, added=[2], shard_epoch=0),
+        said(2, added=[2], arena_id="arena-2"),
+    ],
+    ids=["lost", "repeated", "repeated full", "newer", "older", "older full", "other arena"],
+)
+def test_what_does_not_follow_is_refused_and_changes_nothing(
+    lookup: Lookup, announcement: Announcement
+) -> None:
+    assert lookup.announce(announcement, now=0.0).resync
+    assert has(lookup) == {0, 1}
+    assert not lookup.announce(said(2, added=[3]), now=0.0).resync
+
+
+def test_a_full_one_replaces_all_that_the_shard_had(lookup: Lookup) -> None:
+    assert not lookup.announce(said(5, full=True, added=[4]), now=0.0).resync
+    assert has(lookup) == {4}
+
+
+def test_a_full_one_leaves_other_shards_alone(lookup: Lookup) -> None:
+    lookup.announce(said(1, full=True, added=[3], shard="b"), now=0.0)
+    lookup.announce(said(2, full=True, added=[4]), now=0.0)
+    assert has(lookup) == {3, 4}
+
+
+def test_a_restarted_shard_is_heard_from_its_first_number_on(lookup: Lookup) -> None:
+    assert not lookup.announce(said(1, full=True, added=[2], shard_epoch=2), now=0.0).resync
+    assert has(lookup) == {2}
+
+
+def test_a_new_arena_may_count_its_epochs_from_one_again(lookup: Lookup) -> None:
+    lookup.announce(said(7, full=True, added=[2], shard_epoch=9), now=0.0)
+    fresh = said(1, full=True, added=[3], shard_epoch=1, arena_id="arena-2")
+    assert not lookup.announce(fresh, now=0.0).resync
+    assert has(lookup) == {3}
+
+
+def test_half_an_announcement_is_never_built_upon(lookup: Lookup) -> None:
+    broken = Announcement(
+        shard="a",
+        arena_id="arena-1",
+        shard_epoch=1,
+        sequence=2,
+        full=False,
+        added_keys=KEYS[2],
+        added_parts=[],
+        removed_keys=KEYS[0],
+        removed_parts=[0],
+    )
+    with pytest.raises(ConfigError):
+        lookup.announce(broken, now=0.0)
+    assert lookup.announce(said(3, added=[3]), now=0.0).resync
+    assert not lookup.announce(said(4, full=True, added=[1]), now=0.0).resync
+    assert has(lookup) == {1}
+
+
+def test_every_start_has_an_epoch_of_its_own() -> None:
+    assert Lookup().epoch != Lookup().epoch
+
+
+def test_a_dropped_shard_is_forgotten_until_it_says_all_again(lookup: Lookup) -> None:
+    lookup.drop("a")
+    assert has(lookup) == set()
+    assert lookup.shards() == []
+    assert lookup.announce(said(2, added=[2]), now=0.0).resync
+    assert not lookup.announce(said(3, full=True, added=[2]), now=0.0).resync
+
+
+def test_status_tells_who_was_heard_when(lookup: Lookup) -> None:
+    status = lookup.status(now=1.5)
+    assert status["keys"] == 2
+    assert status["shards"] == {"a": {"entries": 2, "heard_s_ago": 1.5}}
+
+
+class Announcing:
+    """A shard as the lookup sees it, over a line that loses, repeats and delays."""
+
+    def __init__(self, lookup: Lookup) -> None:
+        self.lookup = lookup
+        self.held: set[int] = set()
+        self.pending: tuple[set[int], set[int]] = set(), set()
+        self.epoch, self.sequence = 1, 0
+        self.lookup_epoch: str | None = None
+        self.on_the_way: list[Announcement] = []
+
+    def change(self, n: int) -> None:
+        added, removed = self.pending
+        if n in self.held:
+            self.held.discard(n)
+            (added.discard if n in added else removed.add)(n)
+        else:
+            self.held.add(n)
+            (removed.discard if n in removed else added.add)(n)
+
+    def announce(self) -> Announcement:
+        self.sequence += 1
+        full = self.lookup_epoch is None
+        added, removed = (self.held, set[int]()) if full else self.pending
+        made = said(
+            self.sequence,
+            full=full,
+            shard_epoch=self.epoch,
+            added=sorted(added),
+            removed=sorted(removed),
+        )
+        self.pending = set(), set()
+        return made
+
+    def hear(self, answer: Answer | None) -> None:
+        self.lookup_epoch = None if answer is None or answer.resync else answer.lookup_epoch
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_whatever_the_line_does_the_index_is_right_once_the_shard_is_heard(
+    data: st.DataObject,
+) -> None:
+    lookup = Lookup()
+    shard = Announcing(lookup)
+    steps = st.sampled_from(["change", "deliver", "lose", "delay", "arrive", "again", "restart"])
+    for step in data.draw(st.lists(steps, max_size=25)):
+        if step == "change":
+            shard.change(data.draw(st.integers(0, len(KEYS) - 1)))
+        elif step == "deliver":
+            shard.hear(lookup.announce(shard.announce(), now=0.0))
+        elif step == "lose":
+            shard.announce()
+            shard.hear(None)
+        elif step == "delay":
+            shard.on_the_way.append(shard.announce())
+            shard.hear(None)
+        elif step in ("arrive", "again") and shard.on_the_way:
+            at = data.draw(st.integers(0, len(shard.on_the_way) - 1))
+            lookup.announce(shard.on_the_way[at], now=0.0)
+            if step == "arrive":
+                del shard.on_the_way[at]
+        elif step == "restart":
+            lookup = shard.lookup = Lookup()
+        answer = None if step != "deliver" else shard.lookup_epoch
+        if answer is not None:
+            assert has(lookup) == shard.held
+    for _ in range(3):
+        shard.hear(lookup.announce(shard.announce(), now=0.0))
+    assert has(lookup) == shard.held

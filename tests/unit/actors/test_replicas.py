@@ -1,0 +1,123 @@
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvray.actors import replicas as replicas_module
+from kvray.actors.replicas import Replicas
+from kvray.block import Namespace
+from kvray.errors import ConfigError, LayoutMismatch
+
+NAMESPACE = Namespace(
+    model="key:llama-3@1",
+    quantization="none",
+    overrides="",
+    kv_dtype="bfloat16",
+    num_layers=2,
+    kv_factor=2,
+    block_elems=64,
+    tokens_per_block=32,
+    part_bytes=512,
+    num_parts=1,
+    tp_layout="tp1",
+    layer_group=0,
+    attention_backend="test",
+    engine="test 1.0",
+)
+OTHER_LAYOUT = replace(NAMESPACE, kv_dtype="float8", part_bytes=256)
+
+
+@pytest.fixture
+def replicas() -> Replicas:
+    """Replica `one` is connected through connection 1."""
+    made = Replicas()
+    made.register(1, "one", 0, NAMESPACE)
+    return made
+
+
+def test_another_layout_under_the_same_model_key_is_refused(replicas: Replicas) -> None:
+    with pytest.raises(LayoutMismatch, match="'llama-3@1'.*kv_dtype 'float8' here, 'bfloat16'"):
+        replicas.register(2, "two", 0, OTHER_LAYOUT)
+    assert len(replicas.status()) == 1
+
+
+def test_the_same_layout_is_welcome(replicas: Replicas) -> None:
+    replicas.register(2, "two", 0, NAMESPACE)
+    assert [entry["replica"] for entry in replicas.status()] == ["one", "two"]
+
+
+def test_another_layout_is_welcome_once_the_first_hung_up(replicas: Replicas) -> None:
+    replicas.disconnect(1)
+    replicas.register(2, "two", 0, OTHER_LAYOUT)
+
+
+def test_ranks_of_one_replica_may_differ(replicas: Replicas) -> None:
+    replicas.register(1, "one", 1, OTHER_LAYOUT)
+
+
+def test_fingerprinted_models_of_one_name_may_differ(replicas: Replicas) -> None:
+    replicas.register(2, "two", 0, replace(NAMESPACE, model="sha256:ab"))
+    replicas.register(3, "three", 0, replace(OTHER_LAYOUT, model="sha256:ab"))
+
+
+def test_figures_are_taken_from_the_registered_connection_only(replicas: Replicas) -> None:
+    assert replicas.report(1, "one", 0, {"hits": 3})
+    assert not replicas.report(2, "one", 0, {"hits": 9})
+    assert not replicas.report(1, "two", 0, {"hits": 9})
+    assert replicas.status()[0]["counters"] == {"hits": 3}
+
+
+def test_who_hung_up_is_shown_as_gone_with_the_last_figures(replicas: Replicas) -> None:
+    replicas.report(1, "one", 0, {"hits": 3})
+    replicas.disconnect(1)
+    (entry,) = replicas.status()
+    assert (entry["connected"], entry["counters"]) == (False, {"hits": 3})
+    assert not replicas.report(1, "one", 0, {"hits": 4})
+
+
+def test_registering_again_replaces_the_entry(replicas: Replicas) -> None:
+    replicas.register(5, "one", 0, NAMESPACE)
+    replicas.disconnect(1)
+    (entry,) = replicas.status()
+    assert entry["connected"]
+
+
+@pytest.mark.parametrize(
+    ("replica", "rank"), [("", 0), ("x" * 257, 0), (7, 0), (["x"], 0), ("x", -1), ("x", "0")]
+)
+def test_absurd_names_are_refused(replicas: Replicas, replica: Any, rank: Any) -> None:
+    with pytest.raises(ConfigError):
+        replicas.register(2, replica, rank, NAMESPACE)
+    with pytest.raises(ConfigError):
+        replicas.report(2, replica, rank, {})
+
+
+@pytest.mark.parametrize("field", ["model", "kv_dtype", "num_layers"])
+def test_a_namespace_of_wrong_types_is_refused_before_anybody_asks_for_the_status(
+    replicas: Replicas, field: str
+) -> None:
+    wrong: Any = {field: None if field != "model" else 5}
+    with pytest.raises(ConfigError):
+        replicas.register(2, "two", 0, replace(NAMESPACE, **wrong))
+    assert len(replicas.status()) == 1
+
+
+@pytest.mark.parametrize(
+    "counters",
+    [5, "ab", ["a"], {"a": "b"}, {7: 7}, {"x" * 257: 1}, {str(n): n for n in range(257)}],
+)
+def test_absurd_figures_are_refused(replicas: Replicas, counters: Any) -> None:
+    with pytest.raises(ConfigError):
+        replicas.report(1, "one", 0, counters)
+
+
+def test_of_too_many_ranks_the_oldest_that_hung_up_goes(
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas_module, "_RANKS_MAX", 3)
+    replicas.register(2, "two", 0, NAMESPACE)
+    replicas.register(3, "three", 0, NAMESPACE)
+    replicas.disconnect(2)
+    replicas.register(4, "four", 0, NAMESPACE)
+    replicas.register(5, "five", 0, NAMESPACE)
+    assert [entry["replica"] for entry in replicas.status()] == ["three", "four", "five"]

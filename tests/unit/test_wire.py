@@ -1,0 +1,97 @@
+import struct
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvray import errors, wire
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+def body_of(frame: bytes) -> bytes:
+    size = wire.LENGTH.size
+    assert wire.body_length(frame[:size]) == len(frame) - size
+    return frame[size:]
+
+
+@given(st.dictionaries(st.text(), PLAIN))
+def test_a_message_comes_back_as_it_was(message: dict[str, object]) -> None:
+    assert wire.decode(body_of(wire.encode(message))) == message
+
+
+def test_whole_numbers_of_numpy_and_lone_surrogates_are_carried() -> None:
+    frame = wire.encode({"hits": np.int64(7), "model": "\ud800"})
+    assert wire.decode(body_of(frame)) == {"hits": 7, "model": "\ud800"}
+
+
+@pytest.mark.parametrize("value", [object(), 2**64, {1, 2}, np.float32(1)])
+def test_what_no_frame_can_carry_is_refused(value: object) -> None:
+    with pytest.raises(errors.TransferError, match="cannot be sent"):
+        wire.encode({"value": value})
+
+
+def test_a_message_longer_than_a_frame_is_refused_by_its_sender() -> None:
+    with pytest.raises(errors.TransferError, match="send fewer keys"):
+        wire.encode({"keys": bytes(wire.FRAME_MAX)})
+
+
+def test_the_longest_frame_is_accepted() -> None:
+    assert wire.body_length(struct.pack("<I", wire.FRAME_MAX)) == wire.FRAME_MAX
+
+
+def test_a_longer_frame_is_refused_before_it_is_read() -> None:
+    with pytest.raises(errors.TransferError, match="it is no kvray"):
+        wire.body_length(struct.pack("<I", wire.FRAME_MAX + 1))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"\xc1", b"\x81", msgpack.packb([1]), msgpack.packb({b"op": 1}), msgpack.packb({1: 1})],
+)
+def test_a_body_that_is_no_map_with_text_keys_is_refused(body: bytes) -> None:
+    with pytest.raises(errors.TransferError, match="The peer sent a"):
+        wire.decode(body)
+
+
+@given(st.binary(max_size=64))
+def test_garbage_never_raises_anything_else(body: bytes) -> None:
+    try:
+        assert all(isinstance(key, str) for key in wire.decode(body))
+    except errors.TransferError:
+        pass
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(errors.TransferError):
+        wire.decode(b"\x91" * 100_000)
+
+
+@pytest.mark.parametrize("kind", [errors.LayoutMismatch, errors.ConfigError, errors.KVRayError])
+def test_an_error_crosses_with_its_class_and_sentence(kind: type[errors.KVRayError]) -> None:
+    reply = wire.decode(body_of(wire.encode(wire.error_reply(kind("Why, and the fix.")))))
+    with pytest.raises(kind, match=r"^Why, and the fix\.$") as raised:
+        wire.raise_for(reply)
+    assert raised.type is kind
+
+
+@pytest.mark.parametrize("name", ["SystemExit", "__doc__", "annotations", None, 7])
+def test_an_error_of_unknown_class_is_raised_as_the_base_class(name: object) -> None:
+    with pytest.raises(errors.KVRayError) as raised:
+        wire.raise_for({"ok": False, "error": name, "message": "m"})
+    assert raised.type is errors.KVRayError
+
+
+def test_a_good_reply_raises_nothing() -> None:
+    wire.raise_for({"ok": True})
