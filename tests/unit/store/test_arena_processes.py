@@ -1,0 +1,183 @@
+"""Several processes on one arena: deaths, stops, forks, and all of it at once."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvray.store import Arena
+from kvray.store.layout import FREE, LIMBO, READY, RESERVED
+from kvray.store.tables import Tables
+from tests.unit.store.conftest import ROOT, Child
+from tests.unit.store.invariants import check_bytes, check_invariants
+from tests.unit.store.small_arena import chain, content, fetch, make_arena, spec, store
+
+KEYS = chain(10)
+LEASE = "arena.lease(small.chain(10))"
+RESERVE = "arena.reserve(small.chain(3, seed='x'), parent=None, depth=0, part=0, block_bytes=4096)"
+STRESS_S = 5.0
+
+
+@pytest.fixture
+def other(arena: Arena, child: Callable[[], Child]) -> Child:
+    """A second process that is a holder of the arena."""
+    started = child()
+    assert started.say("arena.join('other')") == "1"
+    return started
+
+
+def test_what_one_process_stores_another_reads(arena: Arena, other: Child) -> None:
+    other.say("small.store(arena, small.chain(10))")
+    leases = arena.lease(KEYS)
+    assert leases
+    assert fetch(arena, KEYS, leases[0])
+
+
+def test_killed_holder_loses_leases_at_once_and_slots_after_limbo(
+    arena: Arena, other: Child
+) -> None:
+    store(arena, KEYS)
+    other.say(LEASE)
+    other.say(RESERVE)
+    reserved = np.flatnonzero(arena.tables.slot_state == RESERVED)
+    assert (len(reserved), int(arena.tables.slot_leases.sum())) == (3, 10)
+    other.kill()
+    assert arena.bury_dead(limbo_s=1000) == ["other"]
+    assert not arena.tables.slot_leases.any()
+    assert set(arena.tables.slot_state[reserved].tolist()) == {LIMBO}
+    arena.bury_dead(limbo_s=0)
+    assert set(arena.tables.slot_state[reserved].tolist()) == {FREE}
+    check_invariants(arena.tables)
+
+
+def test_stopped_holder_keeps_what_it_has(arena: Arena, other: Child) -> None:
+    store(arena, KEYS)
+    other.say(LEASE)
+    other.say(RESERVE)
+    other.process.send_signal(signal.SIGSTOP)
+    assert arena.bury_dead(limbo_s=0) == []
+    for number in range(10):
+        store(arena, chain(40, seed=str(number)))
+    assert arena.match(KEYS) == 10
+    assert int((arena.tables.slot_state == RESERVED).sum()) == 3
+    other.process.send_signal(signal.SIGCONT)
+    assert other.say("arena.leave()") == "None"
+    check_invariants(arena.tables)
+
+
+def test_lock_that_another_process_keeps_is_a_miss_in_time(
+    arena: Arena, other: Child, directory: Path
+) -> None:
+    store(arena, KEYS)
+    hurried = Arena(directory, lock_wait_s=0.002)
+    hurried.join("hurried")
+    assert other.say("arena._lock.acquire(0)") == "True"
+    other.process.send_signal(signal.SIGSTOP)
+    waits = []
+    for _ in range(20):
+        start = time.monotonic()
+        assert hurried.lease(KEYS) is None
+        waits.append(time.monotonic() - start)
+    assert sorted(waits)[10] < 0.002 + 0.005
+    other.kill()
+    leases = hurried.lease(KEYS)
+    assert leases
+    assert fetch(hurried, KEYS, leases[0])
+    hurried.close()
+
+
+def test_death_inside_a_section_is_repaired_by_the_next_taker(arena: Arena, other: Child) -> None:
+    store(arena, KEYS)
+    other.say(LEASE)
+    other.say("arena._lock.acquire(0)")
+    other.say("arena.tables.header.__setitem__('section', 1)")
+    other.say("arena.tables.index_slot.fill(7)")
+    other.kill()
+    assert arena.match(KEYS) == 10
+    assert arena.stats()["repairs"] == 1
+    arena.bury_dead(limbo_s=0)
+    check_invariants(arena.tables)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_fork_can_do_nothing_and_breaks_nothing(arena: Arena, other: Child) -> None:
+    store(arena, KEYS)
+    leases = arena.lease(KEYS)
+    assert leases
+    pid = os.fork()
+    if pid == 0:
+        start = time.monotonic()
+        fine = arena.lease(KEYS) is None and arena.match(KEYS) is None
+        arena.close()
+        os._exit(0 if fine and time.monotonic() - start < 1 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert other.say("arena.bury_dead(limbo_s=0)") == "[]"
+    assert fetch(arena, KEYS, leases[0])
+    check_invariants(arena.tables)
+
+
+def test_processes_under_fire_never_read_a_wrong_byte(directory: Path) -> None:
+    owner = make_arena(directory, asked=spec(num_slabs=8, slots_per_slab=32))
+    owner.join("owner")
+    rng = random.Random(0)
+    workers = [start_worker(directory, seed) for seed in range(3)]
+    kills = 0
+    try:
+        deadline = time.monotonic() + STRESS_S
+        while time.monotonic() < deadline:
+            time.sleep(rng.uniform(0.02, 0.25))
+            number = rng.randrange(3)
+            assert workers[number].poll() is None, "a worker failed; its output is above"
+            workers[number].kill()
+            workers[number].wait()
+            kills += 1
+            workers[number] = start_worker(directory, 100 + kills)
+            owner.bury_dead(limbo_s=0.1)
+            owner.evict_ahead(0.1)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert kills >= 10
+    check_nothing_is_stuck(owner)
+    owner.close()
+
+
+def start_worker(directory: Path, seed: int) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "tests.unit.store.stress_worker", str(directory), str(seed)]
+    return subprocess.Popen(command, cwd=ROOT)
+
+
+def check_nothing_is_stuck(owner: Arena) -> None:
+    """Fail unless all that the dead held comes back, and what is READY is right to the byte."""
+    assert owner.match(KEYS) is not None, "the lock is held by nobody who lives"
+    owner.bury_dead(limbo_s=0)
+    tables = owner.tables
+    check_invariants(tables)
+    check_bytes(tables)
+    check_contents(tables)
+    assert owner.stats()["corrupt"] == 0
+    assert set(np.unique(tables.slot_state)) <= {FREE, READY}
+    assert not tables.slot_leases.any()
+    assert int((tables.slot_state == READY).sum()) > 0
+    owner.clear()
+    assert not tables.slot_state.any()
+    assert not tables.slab_block_bytes.any()
+    check_invariants(tables)
+
+
+def check_contents(tables: Tables) -> None:
+    """Fail if a READY slot holds anything but the content of its key, checksum or not."""
+    for slot in np.flatnonzero(tables.slot_state == READY).tolist():
+        slab, row = divmod(slot, tables.geometry.slots_per_slab)
+        size = int(tables.slab_block_bytes[slab])
+        key = tables.slot_key[slot].tobytes()
+        expected = content(key, int(tables.slot_part[slot]), block_bytes=size)
+        assert (tables.rows(slab)[row, :size] == expected).all()
