@@ -5,20 +5,17 @@ that was there before.
 """
 
 import contextlib
-import fcntl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from kvray.actors import local_ray, tier
-from kvray.actors.ray_calls import LOOKUP_NAME, SUPERVISOR_NAME, get_actor
-from kvray.actors.shard import OWNER_FILE, remove_files
+from kvray.actors.ray_calls import list_actors, mapped_errors
+from kvray.actors.shard import sweep
 from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable
-from kvray.store.lock import OWNER_BYTE
 
 _PREFAULT_BYTES_PER_S = 100 * 2**20
 """The slowest machine that is waited for; one untouched page after the other goes at 0.8 GB/s."""
@@ -75,9 +72,10 @@ def bring_up(
                 undo.callback(_end_local_ray, config)
         undo.callback(ray.shutdown)
         local_ray.connect_configured(config)
-        started_tier = not _has_tier()
+        with mapped_errors():
+            started_tier = not list_actors()
         if started_tier:
-            undo.callback(tier.down, timeout_s=config.ray.timeout_s)
+            undo.callback(tier.down, timeout_s=config.ray.timeout_s, config=config)
         prefault_s = config.arena.capacity / _PREFAULT_BYTES_PER_S
         shards = tier.up(config, timeout_s=config.ray.timeout_s + prefault_s, report=report)
         undo.pop_all()
@@ -102,7 +100,7 @@ def take_down(config: KVRayConfig) -> bool:
             undo.enter_context(contextlib.suppress(ShardUnavailable))
         undo.callback(ray.shutdown)
         local_ray.connect_configured(config)
-        found = tier.down(timeout_s=config.ray.timeout_s) or is_local
+        found = tier.down(timeout_s=config.ray.timeout_s, config=config) or is_local
     return found
 
 
@@ -124,37 +122,14 @@ def local_tier(
             undo.callback(_end_local_ray, config)
         undo.callback(ray.shutdown)
         if launch.started_tier:
-            undo.callback(tier.down, timeout_s=config.ray.timeout_s)
+            undo.callback(tier.down, timeout_s=config.ray.timeout_s, config=config)
         yield launch
-
-
-def _has_tier() -> bool:
-    """Return whether an actor of a tier is there already, whosever it is."""
-    for name in (SUPERVISOR_NAME, LOOKUP_NAME):
-        with contextlib.suppress(ShardUnavailable):
-            get_actor(name)
-            return True
-    return False
 
 
 def _end_local_ray(config: KVRayConfig) -> bool:
     """End the local Ray and remove what it and its actors left; False if there was nothing."""
-    there = local_ray.local_dir(config.cluster_name).exists()
+    directory = local_ray.local_dir(config.cluster_name)
+    found = directory.exists() or config.node_dir.exists()
     local_ray.stop(config.cluster_name)
-    return _remove_orphans(config.node_dir) or there
-
-
-def _remove_orphans(directory: Path) -> bool:
-    """Remove the arena's files if no shard owns them; False if there was nothing to remove."""
-    if not directory.is_dir():
-        return False
-    try:
-        # Not through `SideFile`, which keeps what it opens: this file goes away and comes again.
-        with (directory / OWNER_FILE).open("r+b") as owner:
-            fcntl.lockf(owner, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, OWNER_BYTE)
-            remove_files(directory)
-    except FileNotFoundError:
-        remove_files(directory)
-    except OSError:
-        return False  # another tier of this name, on another Ray of this node, lives
-    return True
+    # The arena stays if a shard of another Ray on this node owns it.
+    return sweep(config.node_dir) and found

@@ -7,7 +7,7 @@ from kvray.reference.tokenizer import Tokenizer
 
 LONG_BLOCKS = 48
 """Blocks of the long prompt, which fills them exactly: the last token is the last of a block."""
-UNALIGNED_BLOCKS = 30
+UNALIGNED_BLOCKS = 22
 UNALIGNED_TOKENS = 13
 """Tokens of the other long prompt after its last full block."""
 SYSTEM_BLOCKS = 16
@@ -40,39 +40,56 @@ class Prompts:
 
 def make_prompts(tokenizer: Tokenizer, *, tokens_per_block: int) -> Prompts:
     """Cut the prompts to their exact numbers of tokens."""
+    form = _form(tokenizer)
 
     def make(name: str, chapter: int, question: str, num_tokens: int) -> Prompt:
-        end = tokenizer.encode(f"\n\nQuestion: {question}\nAnswer:")
-        document = tokenizer.encode(_handbook_from(chapter))
+        end = tokenizer.encode(form.end.format(question=question))
+        document = tokenizer.encode(form.begin + _handbook_from(chapter))
         token_ids = (*document[: num_tokens - len(end)], *end)
         assert len(token_ids) == num_tokens, "the handbook is long enough"
         return Prompt(name=name, token_ids=token_ids)
 
-    system = tuple(tokenizer.encode(_handbook_from(2))[: SYSTEM_BLOCKS * tokens_per_block])
+    def make_same(name: str, question: str) -> Prompt:
+        system = tokenizer.encode(form.begin + _handbook_from(2))
+        end = tokenizer.encode(form.end.format(question=question))
+        return Prompt(name=name, token_ids=(*system[: SYSTEM_BLOCKS * tokens_per_block], *end))
 
-    def with_system(name: str, question: str) -> Prompt:
-        end = tokenizer.encode(f"\n\nQuestion: {question}\nAnswer:")
-        return Prompt(name=name, token_ids=(*system, *end))
-
+    long_tokens = LONG_BLOCKS * tokens_per_block
+    unaligned_tokens = UNALIGNED_BLOCKS * tokens_per_block + UNALIGNED_TOKENS
     offload_tokens = OFFLOAD_BLOCKS * tokens_per_block + OFFLOAD_TOKENS
     return Prompts(
-        long=make(
-            "long", 0, "What fills the memory of an accelerator?", LONG_BLOCKS * tokens_per_block
-        ),
+        long=make("long", 0, "What is the hard part of serving language models?", long_tokens),
         unaligned=make(
-            "unaligned",
-            3,
-            "What should be given up first when memory runs out?",
-            UNALIGNED_BLOCKS * tokens_per_block + UNALIGNED_TOKENS,
+            "unaligned", 3, "What is the worst answer to a full cache?", unaligned_tokens
         ),
         same_system=(
-            with_system("first question", "Why is a replica slow after a restart?"),
-            with_system("second question", "What is done before a process is stopped?"),
-            with_system("third question", "What does a fingerprint protect from?"),
+            make_same("first question", "Why is a replica slow after a restart?"),
+            make_same("second question", "What is to be done before a process is stopped?"),
+            make_same("third question", "What does the fingerprint cover?"),
         ),
-        offload_a=make("A", 4, "Which failure is the friendly one?", offload_tokens),
+        offload_a=make("A", 4, "Which failures are unfriendly, and why?", offload_tokens),
         offload_b=make("B", 1, "Which two clocks do users feel?", offload_tokens),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What stands before the document, and after it with the question in it."""
+
+    begin: str
+    end: str
+
+
+_CHAT = _Form(
+    begin="<|im_start|>system\nAnswer from this handbook in one sentence.\n\n",
+    end="<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n",
+)
+_PLAIN = _Form(begin="", end="\n\nQuestion: {question}\nAnswer:")
+
+
+def _form(tokenizer: Tokenizer) -> _Form:
+    """Return the form of a chat if the tokenizer knows its marks, as SmolLM2's does."""
+    return _CHAT if len(tokenizer.encode("<|im_start|>")) == 1 else _PLAIN
 
 
 def _handbook_from(chapter: int) -> str:
