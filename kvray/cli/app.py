@@ -44,4 +44,4 @@ def _options(
 
 def main() -> None:
     """Run the command line of this process."""
-    app()
+    app(prog_name="kvray")
