@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar, cast
 
 from kvray.block import Namespace
 from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
@@ -31,6 +32,8 @@ _FLUSH_S = 0.1
 keep the thread from its other work."""
 _LAST_FLUSH_S = 2.0
 _DEFERRED_MAX = 4096
+
+T = TypeVar("T")
 
 Deferred = Callable[[Arena], bool]
 """Something to do with the arena; False: busy, try again."""
@@ -62,6 +65,9 @@ class NodeLink:
         self._lock_wait_s = lock_wait_s
         self._attach_retry_s = attach_retry_s
         self._arena: Arena | None = None
+        self._previous: Arena | None = None
+        self._members: list[tuple[object, object, object]] = []
+        self._members_lock = threading.Lock()
         self._socket = ShardSocket(directory)
         self._registrations: list[Registration] = []
         self._deferred: deque[tuple[Arena, Deferred]] = deque()
@@ -81,6 +87,32 @@ class NodeLink:
         arena = self._arena
         usable = arena is not None and not arena.retired and not self._forked
         return arena if usable else None
+
+    def arena_named(self, arena_id: str) -> Arena | None:
+        """Return the arena of that id if it is the present one or the one before it.
+
+        What was leased in an arena stays readable after its owner retired it, for as long as it
+        is mapped: a promise made just before is kept.
+        """
+        for arena in (self._arena, self._previous):
+            if arena is not None and arena.arena_id == arena_id and not self._forked:
+                return arena
+        return None
+
+    def member(self, owner: object, key: object, create: Callable[[], T]) -> T:
+        """Return what `create` made for this very `owner` and an equal `key`, made once."""
+        with self._members_lock:
+            for known, known_key, made in self._members:
+                if known is owner and known_key == key:
+                    return cast(T, made)
+            made = create()
+            self._members.append((owner, key, made))
+            return made
+
+    def members(self) -> list[object]:
+        """Return what was made for all owners, the latest first."""
+        with self._members_lock:
+            return [made for _, _, made in reversed(self._members)]
 
     def register(self, registration: Registration) -> None:
         """Tell the shard of a rank, now if it answers, else as soon as it does.
@@ -189,7 +221,7 @@ class NodeLink:
         if self._arena is not None:
             _log.info("kvray: arena %s is no more", self._arena.arena_id)
             self._arena.leave()  # not closed: copies out of it may be under way
-            self._arena = None
+            self._previous, self._arena = self._arena, None
         arena = None
         try:
             arena = Arena(self.directory, lock_wait_s=self._lock_wait_s)
