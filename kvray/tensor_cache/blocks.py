@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from kvray.block import BlockKey
-from kvray.errors import CapacityError, CorruptBlock, LeaseExpired
+from kvray.errors import CorruptBlock, KVRayError
 from kvray.node import NodeLink
 from kvray.store import Arena, Lease, Reservation
 from kvray.store.tables import Array
@@ -96,10 +96,11 @@ class ArenaBlocks:
 
     def count(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading `keys` are here now."""
-        arena = self._link.arena
-        if arena is None or not keys:
-            return 0
-        return _patiently(arena, lambda: arena.match(keys)) or 0
+        arena, found = self._link.arena, None
+        if arena is not None and keys:
+            with self._tolerant(arena):
+                found = _patiently(arena, lambda: arena.match(keys))
+        return found or 0
 
     @contextlib.contextmanager
     def leased(self, keys: Sequence[BlockKey]) -> Iterator[LeasedRun | None]:
@@ -107,16 +108,18 @@ class ArenaBlocks:
 
         If the arena is given up meanwhile, the body ends early and without an error.
         """
-        arena = self._link.arena
-        lease = None if arena is None or not keys else _lease(arena, keys)
-        if arena is None or lease is None:
+        arena, leases = self._link.arena, None
+        if arena is not None and keys:
+            with self._tolerant(arena):
+                leases = _patiently(arena, lambda: arena.lease(keys))
+        if arena is None or not leases:
             yield None
             return
         try:
-            with contextlib.suppress(LeaseExpired):
-                yield LeasedRun(arena, lease, verify=self._verify)
+            with self._tolerant(arena):
+                yield LeasedRun(arena, leases[0], verify=self._verify)
         finally:
-            self._until_done(arena, lambda arena: arena.release(lease))
+            self._until_done(arena, lambda arena: arena.release(*leases))
 
     def write(
         self, keys: Sequence[BlockKey], first: int, source: Source, *, renew: bool
@@ -137,7 +140,7 @@ class ArenaBlocks:
             with self.leased(keys) as held:
                 if held is not None:
                     held.drop_damaged()
-        with self._tolerant():
+        with self._tolerant(arena):
             for start in range(first, len(keys), self._blocks_per_step):
                 part = keys[start : start + self._blocks_per_step]
                 reservation = self._reserve(arena, keys, start, part)
@@ -190,19 +193,24 @@ class ArenaBlocks:
 
     def _until_done(self, arena: Arena, action: Callable[[Arena], bool]) -> None:
         """Do what must not be lost: now, or from the link's thread if the arena is busy."""
-        with contextlib.suppress(LeaseExpired):
+        with self._tolerant(arena):
             if not action(arena):
                 self._link.defer(arena, action)
 
     @contextlib.contextmanager
-    def _tolerant(self) -> Iterator[None]:
-        """End the body early, and without an error, if the arena is given up or too small."""
+    def _tolerant(self, arena: Arena) -> Iterator[None]:
+        """End the body early, and without an error, at whatever the tier refuses.
+
+        This is the boundary of the tensor cache: who uses it goes on without.
+        """
         try:
             yield
-        except LeaseExpired as error:
-            _log.debug("kvray: the arena was given up during a store: %s", error)
-        except CapacityError as error:
-            self.say_once("capacity", "kvray: nothing is stored: %s", error)
+        except KVRayError as error:
+            if self._link.arena is arena:
+                topic = type(error).__name__
+                self.say_once(topic, "kvray: KV was not stored or not found: %s", error)
+            else:
+                _log.debug("kvray: the arena was given up in the middle of a call: %s", error)
 
     def _say_dropped(self, num_blocks: int) -> None:
         self.say_once(
@@ -211,15 +219,6 @@ class ArenaBlocks:
             " blocks before them that the mask left out (said once)",
             num_blocks,
         )
-
-
-def _lease(arena: Arena, keys: Sequence[BlockKey]) -> Lease | None:
-    """Lease the longest run of leading `keys`; None: nothing is here, or the arena goes away."""
-    try:
-        leases = _patiently(arena, lambda: arena.lease(keys))
-    except LeaseExpired:
-        return None
-    return leases[0] if leases else None
 
 
 def _patiently(arena: Arena, ask: Callable[[], T | None]) -> T | None:

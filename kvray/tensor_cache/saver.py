@@ -35,9 +35,8 @@ class Saver:
                 return False
             self._waiting.append((size, action))
             self._bytes += size
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="kvray-saver", daemon=True)
-                self._thread.start()
+            if self._thread is None:
+                self._start()
             self._changed.notify_all()
             return True
 
@@ -68,11 +67,20 @@ class Saver:
             return False
         return self._bytes == 0 or self._bytes + size <= self._bytes_max
 
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="kvray-saver", daemon=True)
+        self._thread.start()
+
     def _run(self) -> None:
         while (taken := self._take()) is not None:
             size, action = taken
             try:
                 action()
+            except BaseException:
+                # A defect ends this thread; what waits is another one's.
+                with self._changed:
+                    self._start()
+                raise
             finally:
                 with self._changed:
                     self._bytes = max(0, self._bytes - size)

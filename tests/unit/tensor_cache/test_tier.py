@@ -1,0 +1,409 @@
+"""The tier from a cache's side: away, back, full, damaged, and shared with other processes."""
+
+import json
+import logging
+import multiprocessing
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvray.actors.shard import Shard
+from kvray.config import KVRayConfig
+from kvray.store import Arena
+from kvray.store.layout import READY
+from kvray.tensor_cache import TensorCache
+from tests.unit.tensor_cache.conftest import (
+    BLOCK,
+    METADATA,
+    MakeCache,
+    start_shard,
+    wait_until,
+)
+from tests.unit.tensor_cache.kv import assert_same, cut, random_blob
+
+ROOT = Path(__file__).parents[3]
+TOKENS = list(range(6 * BLOCK))
+BLOB = random_blob(len(TOKENS), METADATA)
+
+
+def prompt(number: int, num_blocks: int = 6) -> list[int]:
+    return [1000 + number, *range(1, num_blocks * BLOCK)]
+
+
+def blob(number: int, num_blocks: int = 6) -> Any:
+    return random_blob(num_blocks * BLOCK, METADATA, seed=number)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def own_config(config: KVRayConfig, tmp_path_factory: Any) -> KVRayConfig:
+    """The settings of a tier that no other test uses."""
+    return config.model_copy(update={"cluster_name": "own"})
+
+
+@pytest.fixture
+def own_shards() -> Iterator[list[Shard]]:
+    """Shards to be stopped, the last one with its arena."""
+    shards: list[Shard] = []
+    yield shards
+    for shard in shards:
+        shard.stop(retire=True, timeout_s=10)
+
+
+# -- away and back ------------------------------------------------------------------------------
+
+
+def test_without_a_tier_nothing_is_stored_or_found_and_it_says_so_once(
+    make_cache: MakeCache, own_config: KVRayConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_cache(own_config)
+    for blocking in (True, False):
+        assert cache.store(TOKENS, BLOB, blocking=blocking) == 0
+    assert cache.flush()
+    kv, ret_mask = cache.retrieve(TOKENS)
+    assert kv == ()
+    assert not ret_mask.any()
+    assert cache.lookup(TOKENS) == 0
+    assert cache.counters() == {
+        "stored_tokens": 0,
+        "dropped_tokens": 2 * len(TOKENS),
+        "hit_tokens": 0,
+        "missed_tokens": len(TOKENS),
+    }
+    assert len(warnings(caplog)) == 1
+    assert "no tier" in warnings(caplog)[0]
+
+
+def test_a_cache_works_once_the_tier_appears(
+    make_cache: MakeCache, own_config: KVRayConfig, own_shards: list[Shard]
+) -> None:
+    cache = make_cache(own_config)
+    assert cache.store(TOKENS, BLOB) == 0
+    own_shards.append(start_shard(own_config))
+    wait_until(lambda: cache.store(TOKENS, BLOB) > 0)
+    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+    wait_until(lambda: [r["replica"] for r in own_shards[0].status()["replicas"]] == ["test"])
+
+
+def test_a_cache_goes_on_when_the_tier_is_replaced(
+    make_cache: MakeCache, own_config: KVRayConfig, own_shards: list[Shard]
+) -> None:
+    first = start_shard(own_config)
+    own_shards.append(first)
+    cache = make_cache(own_config)
+    cache.store(TOKENS, BLOB)
+    first.stop(retire=True, timeout_s=10)
+    assert cache.retrieve(TOKENS)[0] == ()
+    assert cache.store(TOKENS, BLOB) == 0
+    own_shards.append(start_shard(own_config))
+    wait_until(lambda: cache.store(TOKENS, BLOB) > 0)
+    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+
+
+def test_what_was_stored_outlives_a_shard_that_is_started_again(
+    make_cache: MakeCache, own_config: KVRayConfig, own_shards: list[Shard]
+) -> None:
+    first = start_shard(own_config)
+    own_shards.append(first)
+    cache = make_cache(own_config)
+    cache.store(TOKENS, BLOB)
+    first.stop(retire=False, timeout_s=10)
+    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+    own_shards.append(start_shard(own_config))
+    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+
+
+def test_an_arena_given_up_during_a_retrieve_makes_a_miss(
+    make_cache: MakeCache,
+    own_config: KVRayConfig,
+    own_shards: list[Shard],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own_shards.append(start_shard(own_config))
+    cache = make_cache(own_config)
+    cache.store(TOKENS, BLOB)
+    read = Arena.read
+
+    def interrupted(arena: Arena, *args: Any, **kwargs: Any) -> None:
+        own_shards[0].stop(retire=True, timeout_s=10)
+        arena.leave()
+        read(arena, *args, **kwargs)
+
+    monkeypatch.setattr(Arena, "read", interrupted)
+    kv, ret_mask = cache.retrieve(TOKENS)
+    assert kv == ()
+    assert not ret_mask.any()
+
+
+def test_an_arena_given_up_during_a_store_stores_nothing(
+    make_cache: MakeCache,
+    own_config: KVRayConfig,
+    own_shards: list[Shard],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own_shards.append(start_shard(own_config))
+    cache = make_cache(own_config)
+    write = Arena.write
+
+    def interrupted(arena: Arena, *args: Any, **kwargs: Any) -> Any:
+        own_shards[0].stop(retire=True, timeout_s=10)
+        arena.leave()
+        return write(arena, *args, **kwargs)
+
+    monkeypatch.setattr(Arena, "write", interrupted)
+    cache.store(TOKENS, BLOB)
+    assert cache.lookup(TOKENS) == 0
+
+
+def test_a_forked_child_of_a_cache_is_told_to_make_its_own(
+    make_cache: MakeCache, shard: Shard
+) -> None:
+    cache = make_cache()
+    cache.store(TOKENS, BLOB)
+    process = multiprocessing.get_context("fork").Process(target=_use_in_child, args=(cache,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 7
+    process.close()
+    assert cache.lookup(TOKENS) == len(TOKENS)
+
+
+def _use_in_child(cache: TensorCache) -> None:
+    cache.close()
+    try:
+        cache.lookup(TOKENS)
+    except ValueError as error:
+        sys.exit(7 if "forked" in str(error) else 8)
+
+
+# -- full ---------------------------------------------------------------------------------------
+
+
+def test_a_full_arena_keeps_storing(make_cache: MakeCache, shard: Shard) -> None:
+    cache = make_cache()
+    for number in range(80):
+        assert cache.store(prompt(number), blob(number)) == 6 * BLOCK
+        assert_same(cache.retrieve(prompt(number))[0], blob(number))
+    assert shard.status()["arena"]["evicted"] > 0
+    for number in range(80):
+        kv, ret_mask = cache.retrieve(prompt(number))
+        found = int(ret_mask.sum())
+        if found:
+            assert_same(kv, cut(blob(number), 0, found, METADATA))
+    assert cache.lookup(prompt(0)) == 0
+
+
+def test_of_a_prompt_that_does_not_fit_the_beginning_is_kept(
+    make_cache: MakeCache, shard: Shard
+) -> None:
+    cache = make_cache()
+    tokens, large = prompt(0, 300), blob(0, 300)
+    stored = cache.store(tokens, large)
+    assert 128 * BLOCK <= stored < len(tokens)
+    assert cache.counters()["dropped_tokens"] == len(tokens) - stored
+    kv, ret_mask = cache.retrieve(tokens)
+    assert_same(kv, cut(large, 0, int(ret_mask.sum()), METADATA))
+
+
+def test_a_block_that_fits_into_no_arena_is_not_stored_and_says_so_once(
+    make_cache: MakeCache, shard: Shard, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = make_cache(tokens_per_block=2048)
+    large = random_blob(2048, METADATA)
+    assert [cache.store(list(range(2048)), large) for _ in range(2)] == [0, 0]
+    assert len(warnings(caplog)) == 1
+    assert "raise arena.slab" in warnings(caplog)[0]
+
+
+# -- damaged ------------------------------------------------------------------------------------
+
+
+def damage(cache: TensorCache, block: int) -> None:
+    """Flip a bit in the stored block of that depth."""
+    arena = cache._link.arena
+    assert arena is not None
+    tables = arena.tables
+    ready = tables.slot_state == READY
+    (slot,) = np.flatnonzero(ready & (tables.slot_depth == block))
+    slab, row = divmod(int(slot), tables.geometry.slots_per_slab)
+    tables.rows(slab)[row, METADATA.block_bytes // 2] ^= 1
+
+
+@pytest.mark.parametrize("block", [0, 3, 5])
+@pytest.mark.parametrize("step", [1, 2, 16])
+def test_a_damaged_block_makes_a_shorter_answer(
+    make_cache: MakeCache, shard: Shard, block: int, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.tensor_cache.cache._STEP_BYTES", step * METADATA.block_bytes)
+    cache = make_cache()
+    cache.store(TOKENS, BLOB)
+    damage(cache, block)
+    kv, ret_mask = cache.retrieve(TOKENS)
+    assert int(ret_mask.sum()) == block * BLOCK
+    if block:
+        assert_same(kv, cut(BLOB, 0, block * BLOCK, METADATA))
+    else:
+        assert kv == ()
+    assert cache.lookup(TOKENS) == block * BLOCK
+
+
+def test_a_damaged_block_is_replaced_once_it_was_found(make_cache: MakeCache, shard: Shard) -> None:
+    cache = make_cache()
+    cache.store(TOKENS, BLOB)
+    damage(cache, 2)
+    cache.retrieve(TOKENS)
+    assert cache.store(TOKENS, BLOB) == BLOCK
+    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_storing_again_finds_and_replaces_what_is_damaged(
+    make_cache: MakeCache, shard: Shard, blocking: bool
+) -> None:
+    cache = make_cache()
+    cache.store(TOKENS, BLOB)
+    damage(cache, 2)
+    damage(cache, 4)
+    assert cache.store(TOKENS, BLOB) == 0
+    cache.store(TOKENS, BLOB, skip_existing=False, blocking=blocking)
+    assert cache.flush()
+    assert cache.counters()["stored_tokens"] == len(TOKENS) + 2 * BLOCK
+    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+
+
+# -- shared -------------------------------------------------------------------------------------
+
+
+def test_an_arena_that_others_keep_locked_is_a_miss(
+    make_cache: MakeCache, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache()
+    cache.store(TOKENS, BLOB)
+    monkeypatch.setattr(Arena, "lease", lambda *args, **kwargs: None)
+    monkeypatch.setattr(Arena, "match", lambda *args, **kwargs: None)
+    assert cache.lookup(TOKENS) == 0
+    assert cache.retrieve(TOKENS)[0] == ()
+
+
+def test_a_release_that_found_the_arena_locked_is_made_up_for(
+    make_cache: MakeCache, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache()
+    cache.store(TOKENS, BLOB)
+    release, refused = Arena.release, iter([True])
+
+    def busy_once(arena: Arena, *args: Any, **kwargs: Any) -> bool:
+        return False if next(refused, False) else release(arena, *args, **kwargs)
+
+    monkeypatch.setattr(Arena, "release", busy_once)
+    assert_same(cache.retrieve(TOKENS)[0], BLOB)
+    wait_until(lambda: shard.status()["arena"]["leased_blocks"] == 0)
+
+
+def test_a_failed_conversion_gives_its_slots_back(
+    make_cache: MakeCache, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr("kvray.tensor_cache.layout.pack", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.store(TOKENS, BLOB)
+    assert cache.lookup(TOKENS) == 0
+    assert cache.store(TOKENS, BLOB) == len(TOKENS)
+
+
+def test_nothing_stays_leased_after_a_retrieve(make_cache: MakeCache, shard: Shard) -> None:
+    cache = make_cache()
+    cache.store(TOKENS, BLOB)
+    cache.retrieve(TOKENS)
+    cache.lookup(TOKENS)
+    cache.store(TOKENS, BLOB, skip_existing=False)
+    assert shard.status()["arena"]["leased_blocks"] == 0
+
+
+def test_two_processes_share(make_cache: MakeCache, shard: Shard, config: KVRayConfig) -> None:
+    cache = make_cache()
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.unit.tensor_cache.child", config.model_dump_json()],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+
+        def ask(*call: Any) -> Any:
+            print(json.dumps(call), file=process.stdin, flush=True)
+            return json.loads(process.stdout.readline())
+
+        assert process.stdout.readline() == "started\n"
+        assert ask("store", 500, 40, 5) == 40
+        kv, _ = cache.retrieve(list(range(500, 540)))
+        assert_same(kv, random_blob(40, METADATA, seed=5))
+        cache.store(list(range(600, 632)), random_blob(32, METADATA, seed=6))
+        assert ask("retrieve", 600, 32, 6) is True
+        process.stdin.close()
+    assert process.returncode == 0
+
+
+def test_threads_that_store_and_retrieve_at_once_see_no_foreign_bytes(
+    make_cache: MakeCache, shard: Shard
+) -> None:
+    cache = make_cache()
+    wrong: list[int] = []
+
+    def work(worker: int) -> None:
+        for turn in range(30):
+            number = (worker + turn) % 12
+            cache.store(prompt(number), blob(number), blocking=bool(turn % 2))
+            kv, ret_mask = cache.retrieve(prompt(number))
+            expected = cut(blob(number), 0, int(ret_mask.sum()), METADATA)
+            try:
+                assert_same(kv or expected, expected)
+            except AssertionError:
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.flush()
+    assert wrong == []
+
+
+def test_close_waits_for_a_call_that_is_under_way(
+    make_cache: MakeCache, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = make_cache()
+    begun, go_on = threading.Event(), threading.Event()
+    write = Arena.write
+
+    def slow(arena: Arena, *args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        assert go_on.wait(10)
+        return write(arena, *args, **kwargs)
+
+    monkeypatch.setattr(Arena, "write", slow)
+    storing = threading.Thread(target=cache.store, args=(TOKENS, BLOB))
+    storing.start()
+    assert begun.wait(10)
+    closing = threading.Thread(target=cache.close)
+    closing.start()
+    wait_until(lambda: cache.closed)
+    closing.join(0.05)
+    assert closing.is_alive()
+    go_on.set()
+    storing.join()
+    closing.join()
+    assert make_cache().lookup(TOKENS) == len(TOKENS)
