@@ -10,7 +10,6 @@ from tests.unit.store.small_arena import (
     SLOT,
     chain,
     find,
-    make_tables,
     matched,
     put,
     reserve,
@@ -124,10 +123,16 @@ def test_own_blocks_go_before_a_slab_of_another_size_is_taken(tables: Tables) ->
     assert find(tables, large) == [-1, -1]
 
 
-def test_shortfall_counts_free_slots_of_the_size() -> None:
-    tables = make_tables()
-    put(tables, chain(16))
-    assert slabs.shortfall(tables, SLOT, 0.25) == 4
-    slots.free(tables, np.array([15, 14, 13]))
-    assert slabs.shortfall(tables, SLOT, 0.25) == 1
+def test_shortfall_counts_free_slots_of_the_size(tables: Tables) -> None:
+    put(tables, chain(EVERY_SLOT))
+    assert slabs.shortfall(tables, SLOT, 0.25) == 16
+    slots.free(tables, np.array([63, 62, 61]))
+    assert slabs.shortfall(tables, SLOT, 0.25) == 13
+    assert slabs.shortfall(tables, SLOT, 0.0) == 0
     assert slabs.shortfall(tables, 2 * SLOT, 0.25) == 0
+
+
+def test_spare_slabs_count_for_every_size(tables: Tables) -> None:
+    put(tables, chain(48))
+    assert slabs.shortfall(tables, SLOT, 0.25) == 0
+    assert slabs.shortfall(tables, SLOT, 0.5) == 24 - 16

@@ -1,0 +1,297 @@
+"""Random lives of a small arena against a model: which keys are there, and with which bytes."""
+
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from kvray.block import BlockKey
+from kvray.errors import CorruptBlock
+from kvray.store import Arena, Lease, Reservation
+from kvray.store.layout import LIMBO, QUARANTINED, READY, RESERVED
+from kvray.store.lock import HOLDER_BYTES
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.small_arena import SLOT, chain, content, make_arena, pool_of, spec, store
+
+TRUNK = chain(5, seed="trunk")
+PREFIXES = [
+    TRUNK + chain(6, seed="left", head=TRUNK[-1]),
+    TRUNK[:3] + chain(7, seed="right", head=TRUNK[2]),
+    chain(9, seed="other"),
+    chain(6, seed="large"),
+]
+SIZES = [SLOT, SLOT, SLOT, 2 * SLOT]
+SIZE_OF = {key: size for keys, size in zip(PREFIXES, SIZES, strict=True) for key in keys}
+
+prefixes = st.sampled_from(range(len(PREFIXES)))
+holders = st.integers(0, 1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Held:
+    """A lease or a reservation, and in whose name."""
+
+    holder: int
+    keys: list[BlockKey]
+    lease: Lease | None = None
+    reservation: Reservation | None = None
+
+
+class ArenaLife(RuleBasedStateMachine):
+    """Two holders of one arena of 24 slots, too few for what they want to store."""
+
+    leases = Bundle("leases")
+    reservations = Bundle("reservations")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+        first = make_arena(self.directory, asked=spec(num_slabs=6, slots_per_slab=4))
+        self.arenas = [first, Arena(self.directory, lock_wait_s=5)]
+        for arena in self.arenas:
+            arena.join("model")
+        self.ready: dict[BlockKey, int] = {}
+        """The model: key -> slot of every block that is there."""
+        self.held: set[Held] = set()
+        self.bad: set[int] = set()
+        """Slots whose bytes were spoilt while they were leased."""
+
+    def teardown(self) -> None:
+        for arena in self.arenas:
+            arena.close()
+        shutil.rmtree(self.directory)
+
+    # -- what may change ----------------------------------------------------------------------
+
+    def settle(self, *, added: Iterable[BlockKey] = (), orphans: bool = False) -> None:
+        """Bring the model up to date after a call that may have evicted, and stored `added`.
+
+        `orphans`: a writer gave up, so blocks that others stored below its own may stand alone.
+        """
+        before, links = self.ready, self.links
+        self.ready = self.look()
+        gone = set(before) - set(self.ready)
+        assert set(self.ready) - set(before) == set(added) - set(before)
+        leased = np.flatnonzero(self.arenas[0].tables.slot_leases).tolist()
+        assert not {before[key] for key in gone} & set(leased), "a leased block was evicted"
+        used = self.look(READY, RESERVED)
+        for child, parent in () if orphans else links.items():
+            assert child not in used or parent in used, "a parent was evicted before its child"
+
+    def look(self, *states: int) -> dict[BlockKey, int]:
+        tables = self.arenas[0].tables
+        slots = np.flatnonzero(np.isin(tables.slot_state, states or (READY,)))
+        return {BlockKey(tables.slot_key[slot].tobytes()): int(slot) for slot in slots}
+
+    def expected_match(self, keys: list[BlockKey]) -> int:
+        return next((i for i, key in enumerate(keys) if key not in self.ready), len(keys))
+
+    # -- rules --------------------------------------------------------------------------------
+
+    @rule(target=reservations, holder=holders, which=prefixes, data=st.data())
+    def reserve(self, holder: int, which: int, data: st.DataObject) -> Held:
+        keys = PREFIXES[which]
+        start = data.draw(st.integers(0, len(keys) - 1))
+        stop = data.draw(st.integers(start + 1, len(keys)))
+        used = self.look(READY, RESERVED)
+        made = self.arenas[holder].reserve(
+            keys[start:stop],
+            parent=keys[start - 1] if start else None,
+            depth=start,
+            part=0,
+            block_bytes=SIZES[which],
+        )
+        assert made is not None
+        wanted = [keys[start + row] for row in made.rows]
+        missing = [key for key in keys[start:stop] if key not in used]
+        if start == 0 or keys[start - 1] in used:
+            assert made.existing == stop - start - len(missing)
+            assert wanted == missing[: len(wanted)], "not a prefix of what is missing"
+            assert made.dropped == len(missing) - len(wanted)
+        else:
+            assert (wanted, made.dropped) == ([], stop - start)
+        self.settle()
+        one = Held(holder=holder, keys=wanted, reservation=made)
+        self.held.add(one)
+        return one
+
+    @rule(one=consumes(reservations))
+    def write_and_commit(self, one: Held) -> None:
+        if one not in self.held or one.reservation is None:
+            return
+        self.held.discard(one)
+        arena, size = self.arenas[one.holder], SIZE_OF.get((one.keys or [TRUNK[0]])[0], SLOT)
+        pool = pool_of(one.keys, block_bytes=size)
+        assert arena.commit(
+            one.reservation, arena.write(one.reservation, pool, np.arange(len(one.keys)))
+        )
+        self.settle(added=set(one.keys))
+
+    @rule(holder=holders, which=prefixes, length=st.integers(1, 12))
+    def store(self, holder: int, which: int, length: int) -> None:
+        keys = PREFIXES[which][:length]
+        made = store(self.arenas[holder], keys, block_bytes=SIZES[which])
+        self.settle(added={keys[row] for row in made.rows})
+
+    @rule(one=consumes(reservations))
+    def abort(self, one: Held) -> None:
+        if one in self.held and one.reservation is not None:
+            self.held.discard(one)
+            assert self.arenas[one.holder].abort(one.reservation)
+            self.settle(orphans=True)
+
+    @rule(target=leases, holder=holders, which=prefixes, length=st.integers(1, 12))
+    def lease(self, holder: int, which: int, length: int) -> object:
+        keys = PREFIXES[which][:length]
+        expected = self.expected_match(keys)
+        taken = self.arenas[holder].lease(keys)
+        assert taken is not None
+        assert [one.num_blocks for one in taken] == ([expected] if expected else [])
+        self.settle()
+        held = [Held(holder=holder, keys=keys[:expected], lease=one) for one in taken]
+        self.held.update(held)
+        return multiple(*held)
+
+    @rule(one=leases, reader=holders)
+    def read(self, one: Held, reader: int) -> None:
+        if one not in self.held or one.lease is None:
+            return
+        size = SIZE_OF[one.keys[0]]
+        pool = np.zeros((len(one.keys), size), dtype=np.uint8)
+        arena = self.arenas[reader]
+        spoilt = self.bad & set(arena.leased_slots(one.lease).tolist())
+        try:
+            arena.read(one.lease, pool, np.arange(len(one.keys)), verify=True)
+        except CorruptBlock:
+            assert spoilt
+        else:
+            assert not spoilt
+            assert (pool == pool_of(one.keys, block_bytes=size)).all()
+
+    @rule(one=consumes(leases), by=holders)
+    def release(self, one: Held, by: int) -> None:
+        if one.lease is not None:
+            self.held.discard(one)
+            assert self.arenas[by].release(one.lease)
+            self.settle()
+
+    @rule(holder=holders, which=prefixes)
+    def match(self, holder: int, which: int) -> None:
+        assert self.arenas[holder].match(PREFIXES[which]) == self.expected_match(PREFIXES[which])
+
+    @precondition(lambda self: len(self.ready) > 4)
+    @rule(holder=holders, share=st.sampled_from([0.1, 0.3, 0.9]))
+    def evict_ahead(self, holder: int, share: float) -> None:
+        self.arenas[holder].evict_ahead(share)
+        self.settle()
+
+    @precondition(lambda self: len(self.ready) > 8)
+    @rule(holder=holders)
+    def clear(self, holder: int) -> None:
+        went = self.arenas[holder].clear()
+        before = len(self.ready)
+        self.settle()
+        assert before - len(self.ready) == went
+
+    @precondition(lambda self: len(self.ready) > 4)
+    @rule(holder=holders, data=st.data())
+    def spoil_and_quarantine(self, holder: int, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.ready)))
+        slot = self.ready.pop(key)
+        arena = self.arenas[holder]
+        slab, row = divmod(slot, arena.tables.geometry.slots_per_slab)
+        arena.tables.rows(slab)[row, 5] ^= 1
+        arena.quarantine(np.array([slot]))
+        self.bad.add(slot)
+
+    @precondition(lambda self: len(self.held) > 1)
+    @rule(dead=holders, limbo_s=st.sampled_from([0.0, 1000.0]))
+    def die_and_be_buried(self, dead: int, limbo_s: float) -> None:
+        arena, survivor = self.arenas[dead], self.arenas[1 - dead]
+        arena._side_file.unlock(HOLDER_BYTES + arena.holder)
+        arena._holder = None
+        assert survivor.bury_dead(limbo_s=limbo_s) == ["model"]
+        self.forget(dead)
+        arena.join("model")
+        self.settle(orphans=True)
+
+    @precondition(lambda self: len(self.held) > 1)
+    @rule(leaver=holders)
+    def leave_and_join(self, leaver: int) -> None:
+        self.arenas[leaver].leave()
+        self.forget(leaver)
+        self.arenas[leaver].join("model")
+        self.settle(orphans=True)
+
+    @precondition(lambda self: self.look(LIMBO, QUARANTINED))
+    @rule(holder=holders)
+    def reclaim(self, holder: int) -> None:
+        assert self.arenas[holder].bury_dead(limbo_s=0) == []
+        self.settle()
+
+    @precondition(lambda self: len(self.ready) > 4)
+    @rule(holder=holders)
+    def find_the_mark_of_a_death(self, holder: int) -> None:
+        self.arenas[holder].tables.header["section"] = 1
+        assert self.arenas[holder].match(TRUNK) == self.expected_match(TRUNK)
+        self.settle()
+
+    def forget(self, holder: int) -> None:
+        self.held = {one for one in self.held if one.holder != holder}
+
+    # -- what always holds --------------------------------------------------------------------
+
+    @invariant()
+    def tables_are_sound(self) -> None:
+        check_invariants(self.arenas[0].tables)
+        state = self.arenas[0].tables.slot_state
+        self.bad = {slot for slot in self.bad if state[slot] == QUARANTINED}
+        self.links = self.look_at_links()
+
+    @invariant()
+    def every_ready_slot_has_the_bytes_of_its_key(self) -> None:
+        tables = self.arenas[0].tables
+        assert self.look() == self.ready
+        for key, slot in self.ready.items():
+            slab, row = divmod(slot, tables.geometry.slots_per_slab)
+            size = SIZE_OF[key]
+            assert (tables.rows(slab)[row, :size] == content(key, block_bytes=size)).all()
+
+    @invariant()
+    def leases_name_the_slots_of_their_keys(self) -> None:
+        tables = self.arenas[0].tables
+        for one in self.held:
+            if one.lease is not None:
+                named = self.arenas[0].leased_slots(one.lease)
+                assert [key.tobytes() for key in tables.slot_key[named]] == one.keys
+
+    def look_at_links(self) -> dict[BlockKey, BlockKey]:
+        """Return key -> its parent's key, for every block that has a parent link."""
+        tables = self.arenas[0].tables
+        names = {slot: key for key, slot in self.look(READY, RESERVED).items()}
+        parents = {slot: int(tables.slot_parent[slot]) for slot in names}
+        return {names[slot]: names[parent] for slot, parent in parents.items() if parent >= 0}
+
+
+ArenaLife.TestCase.settings = settings(
+    max_examples=80,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+TestArenaLife = pytest.mark.timeout(240)(ArenaLife.TestCase)
