@@ -380,4 +380,4 @@ def _fingerprint(model: str) -> str | None:
     """Return the fingerprint of the checkpoint at the path `model`; None if it is a name."""
     if not Path(model).exists() and not model.startswith(("/", "./", "../", "~")):
         return None
-    return fingerprint_model(Path(model).expanduser(), cache_dir=cache_dir())
+    return fingerprint_model(Path(model).expanduser(), cache_dir=cache_dir() / "fingerprints")

@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -262,14 +263,18 @@ def test_a_path_without_a_checkpoint_is_refused(make_cache: MakeCache) -> None:
         make_cache(model="/no-such-model")
 
 
-def test_checkpoints_at_one_path_do_not_share(make_cache: MakeCache, tmp_path: Any) -> None:
-    seeds = []
+def test_checkpoints_at_one_path_do_not_share(
+    make_cache: MakeCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    namespaces = []
+    checkpoint = tmp_path / "model"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
     for content in (b"one", b"two"):
-        (tmp_path / "model.safetensors").unlink(missing_ok=True)
-        (tmp_path / "config.json").write_text("{}")
-        (tmp_path / "pytorch_model.bin").write_bytes(content)
-        seeds.append(make_cache(model=str(tmp_path)).namespace.digest())
-    assert seeds[0] != seeds[1]
+        (checkpoint / "pytorch_model.bin").write_bytes(content)
+        namespaces.append(make_cache(model=str(checkpoint)).namespace)
+    assert namespaces[0] != namespaces[1]
 
 
 # -- its life -----------------------------------------------------------------------------------

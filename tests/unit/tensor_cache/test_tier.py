@@ -25,7 +25,7 @@ from tests.unit.tensor_cache.conftest import (
     start_shard,
     wait_until,
 )
-from tests.unit.tensor_cache.kv import assert_same, cut, random_blob
+from tests.unit.tensor_cache.kv import assert_same, cut, random_blob, suffix_mask
 
 ROOT = Path(__file__).parents[3]
 TOKENS = list(range(6 * BLOCK))
@@ -45,7 +45,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.fixture
-def own_config(config: KVRayConfig, tmp_path_factory: Any) -> KVRayConfig:
+def own_config(config: KVRayConfig) -> KVRayConfig:
     """The settings of a tier that no other test uses."""
     return config.model_copy(update={"cluster_name": "own"})
 
@@ -222,6 +222,19 @@ def test_a_block_that_fits_into_no_arena_is_not_stored_and_says_so_once(
     assert [cache.store(list(range(2048)), large) for _ in range(2)] == [0, 0]
     assert len(warnings(caplog)) == 1
     assert "raise arena.slab" in warnings(caplog)[0]
+
+
+def test_blocks_know_their_place_in_the_prompt(
+    make_cache: MakeCache, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.tensor_cache.cache._STEP_BYTES", 2 * METADATA.block_bytes)
+    cache = make_cache()
+    cache.store(TOKENS[:BLOCK], cut(BLOB, 0, BLOCK, METADATA))
+    cache.store(TOKENS, cut(BLOB, BLOCK, 6 * BLOCK, METADATA), suffix_mask(len(TOKENS), BLOCK))
+    arena = cache._link.arena
+    assert arena is not None
+    ready = arena.tables.slot_state == READY
+    assert sorted(arena.tables.slot_depth[ready].tolist()) == list(range(6))
 
 
 # -- damaged ------------------------------------------------------------------------------------

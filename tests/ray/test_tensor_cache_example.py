@@ -1,0 +1,25 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "tensor_cache.py"
+
+
+@pytest.mark.ray
+def test_the_tensor_cache_example_says_the_same_from_the_tier(tmp_path: Path) -> None:
+    config = tmp_path / "kvray.yaml"
+    config.write_text("cluster_name: tensors\narena: {capacity: 128MiB, slab: 16MiB}\n")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), "--config", str(config)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, verdict = done.stdout.splitlines()
+    assert first.startswith("first process: 0 of 1440 tokens")
+    assert second.startswith("second process: 1408 of 1440 tokens")
+    assert verdict == "Both said the same."
