@@ -35,12 +35,15 @@ def pack_keys(keys: Sequence[BlockKey]) -> Array:
 def find(tables: Tables, keys: Array, part: int) -> Array:
     """Return the slot of each key, shape [num_keys], -1 where there is none."""
     bucket = _bucket(tables, keys, part)
-    same_tag = tables.index_tag[bucket] == _tag(keys)[:, None]
-    row, way = np.divmod(np.flatnonzero(same_tag), BUCKET_WAYS)
-    slot = tables.index_slot[bucket[row], way].astype(np.int64) - 1
-    wrong = tables.slot_key[slot] ^ keys[row]
+    # `take` gathers rows several times faster than an index does.
+    same_tag = tables.index_tag.take(bucket, axis=0) == _tag(keys)[:, None]
+    hit = np.flatnonzero(same_tag)
+    row = hit // BUCKET_WAYS
+    entry = bucket.take(row) * BUCKET_WAYS + hit % BUCKET_WAYS
+    slot = tables.index_slot.reshape(-1).take(entry).astype(np.int64) - 1
+    wrong = tables.slot_key.take(slot, axis=0) ^ keys.take(row, axis=0)
     same = (wrong[:, 0] | wrong[:, 1] | wrong[:, 2] | wrong[:, 3]) == 0
-    same &= (tables.slot_part[slot] == part) & (slot >= 0)
+    same &= (tables.slot_part.take(slot) == part) & (slot >= 0)
     found = np.full(len(keys), -1, dtype=np.int64)
     found[row[same]] = slot[same]
     return found

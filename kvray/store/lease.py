@@ -9,7 +9,7 @@ import numpy as np
 
 from kvray.store import key_index
 from kvray.store.layout import PAGE_SLOTS, PAGES_MAX, QUARANTINED, READY
-from kvray.store.tables import Array, Tables
+from kvray.store.tables import ONE, Array, Tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ def take(tables: Tables, slots: Array, *, holder: int, now: float) -> Lease | No
     tables.page_lease[pages] = lease_id
     tables.page_since[pages] = now
     tables.page_holder[pages] = holder + 1
-    np.add.at(tables.slot_leases, slots, 1)
+    np.add.at(tables.slot_leases, slots, ONE)
     return Lease(lease_id=lease_id, page=int(pages[0]), num_blocks=len(slots))
 
 
@@ -144,5 +144,5 @@ def _end(tables: Tables, pages: "Array | list[int]") -> int:
     slots = _named(tables, pages)
     tables.page_holder[pages] = 0
     tables.page_lease[pages] = 0
-    np.subtract.at(tables.slot_leases, slots, 1)
+    np.subtract.at(tables.slot_leases, slots, ONE)
     return len(slots)

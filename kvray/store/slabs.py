@@ -21,10 +21,11 @@ def usable(tables: Tables, block_bytes: int) -> int:
 
 def free_slots(tables: Tables, block_bytes: int) -> Array:
     """Return the FREE slots in slabs that serve `block_bytes`, ascending."""
-    slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
-    states = _by_slab(tables)[slabs, : usable(tables, block_bytes)]
-    slab, row = np.nonzero(states == FREE)
-    return slabs[slab] * tables.geometry.slots_per_slab + row
+    slabs = tables.slab_block_bytes == block_bytes
+    free = _by_slab(tables) == FREE
+    free[~slabs] = False
+    free[:, usable(tables, block_bytes) :] = False
+    return np.flatnonzero(free)
 
 
 def shortfall(tables: Tables, block_bytes: int, free_target: float) -> int:

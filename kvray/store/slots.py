@@ -12,7 +12,7 @@ import numpy as np
 from kvray.store import key_index, slabs
 from kvray.store.eviction import choose_victims
 from kvray.store.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
-from kvray.store.tables import Array, Tables
+from kvray.store.tables import ONE, Array, Tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ def _link(tables: Tables, chain: Array, before: int) -> None:
     # The depth must agree, so that no order of keys can make a block its own ancestor.
     below = tables.slot_depth[blocks] == tables.slot_depth[parents] + 1
     tables.slot_parent[blocks[below]] = parents[below]
-    np.add.at(tables.slot_children, parents[below], 1)
+    np.add.at(tables.slot_children, parents[below], ONE)
 
 
 def _enter(tables: Tables, rows: Array, slots: Array) -> tuple[Array, Array]:
@@ -209,7 +209,7 @@ def unlink(tables: Tables, slots: Array) -> None:
     """Take `slots` out of the index and out of their families; their state is set already."""
     key_index.remove(tables, slots)
     parents = tables.slot_parent[slots]
-    np.subtract.at(tables.slot_children, parents[parents >= 0], 1)
+    np.subtract.at(tables.slot_children, parents[parents >= 0], ONE)
     bereft = slots[tables.slot_children[slots] > 0]
     if len(bereft):
         # Only a writer that fails, or a block that proved corrupt, goes before its children.
