@@ -8,7 +8,6 @@ marked *section*, and what may be changed how stands in `slots` and `lease`. Inv
 - A mapped arena is never truncated and never shrinks: its owner marks it RETIRED and unlinks it.
 """
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,10 @@ import numpy as np
 
 from kvray.block import BlockKey
 from kvray.errors import CapacityError, ConfigError, CorruptBlock, LeaseExpired, ShardUnavailable
-from kvray.store import arena_file, key_index, lease, payload, repair, slabs, slots
+from kvray.store import arena_file, holders, key_index, lease, payload, repair, slabs, slots
 from kvray.store.arena_file import ARENA_FILE, ArenaSpec, Progress, lock_path
-from kvray.store.layout import LABEL_BYTES, LIMBO, LIVE, QUARANTINED, READY, RETIRED
+from kvray.store.figures import figures
+from kvray.store.layout import LIMBO, LIVE, READY, RETIRED
 from kvray.store.lease import Lease
 from kvray.store.lock import HOLDER_BYTES, ArenaLock, SideFile
 from kvray.store.slots import Reservation
@@ -134,23 +134,20 @@ class Arena:
             CapacityError: every row of the holder table is taken by a living process.
             ShardUnavailable: the lock could not be had, or the arena is retired.
         """
-        name = label.encode(errors="replace")[:LABEL_BYTES]
         with self._section(_PATIENT_S) as entered:
-            if not entered or self.retired:
-                refused = True
-            elif self._holder is not None:
-                return self._holder
-            else:
-                refused = False
-                row = self._take_row()
-                if row is not None:
-                    self._enter(row, name)
-                    return row
+            refused = not entered or self.retired
+            if not refused and self._holder is None:
+                self._holder = holders.enter(
+                    self.tables, self._side_file, label, now=time.monotonic()
+                )
         if refused:
             raise ShardUnavailable(self._no_entry())
-        raise CapacityError(
-            "All holder rows of the arena are taken; raise arena.holders_max and restart the tier."
-        )
+        if self._holder is None:
+            raise CapacityError(
+                "All holder rows of the arena are taken; raise arena.holders_max and restart the"
+                " tier."
+            )
+        return self.holder
 
     def leave(self) -> None:
         """Give back all that this process holds; its copies must have ended. Twice is fine."""
@@ -161,9 +158,7 @@ class Arena:
             row, self._holder = self._holder, None
             # Without the lock, ending the liveness lock is enough: the owner buries the row.
             if entered and row is not None:
-                slots.abort_holder(self.tables, row)
-                lease.release_holder(self.tables, row)
-                self.tables.holder_live[row] = 0
+                holders.leave(self.tables, row)
         if row is not None:
             self._side_file.unlock(HOLDER_BYTES + row)
 
@@ -383,17 +378,17 @@ class Arena:
 
     def bury_dead(self, *, limbo_s: float) -> list[str]:
         """End what dead holders held; return their labels."""
-        labels: list[str] = []
-        if not self._dead_rows() and not (self.tables.slot_state >= LIMBO).any():
-            return labels
+        tables, side_file = self.tables, self._side_file
+        if not holders.dead_rows(tables, side_file) and not (tables.slot_state >= LIMBO).any():
+            return []
         with self._section(_PATIENT_S) as entered:
             if not entered:
-                return labels
+                return []
+            now = time.monotonic()
             # Looked for again: a living process may have got a dead one's row meanwhile.
-            for row in self._dead_rows():
-                labels.append(bytes(self.tables.holder_label[row]).decode(errors="replace"))
-                self._bury(row)
-            slots.reclaim(self.tables, before=time.monotonic() - limbo_s)
+            dead = holders.dead_rows(tables, side_file)
+            labels = [holders.bury(tables, row, now=now) for row in dead]
+            slots.reclaim(tables, before=now - limbo_s)
         return labels
 
     def evict_ahead(self, free_target: float) -> int:
@@ -454,24 +449,7 @@ class Arena:
 
     def stats(self) -> dict[str, Any]:
         """Return figures for people; read without the lock, so they may be a moment apart."""
-        tables, geometry = self.tables, self.tables.geometry
-        ready = tables.slot_state == READY
-        per_slab = ready.reshape(geometry.num_slabs, -1).sum(axis=1)
-        header = tables.header
-        return {
-            "arena_id": self.arena_id,
-            "shard_epoch": int(header["shard_epoch"]),
-            "capacity_bytes": geometry.capacity,
-            "resident_bytes": int((per_slab * tables.slab_block_bytes).sum()),
-            "blocks": int(ready.sum()),
-            "leased_blocks": int((tables.slot_leases > 0).sum()),
-            "quarantined_blocks": int((tables.slot_state == QUARANTINED).sum()),
-            "holders": int(tables.holder_live.sum()),
-            **{
-                name: int(header[name])
-                for name in ("stored", "evicted", "dropped", "corrupt", "repairs")
-            },
-        }
+        return {"arena_id": self.arena_id, **figures(self.tables)}
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -505,35 +483,6 @@ class Arena:
         if self.retired:
             return f"The arena in {self.directory} is retired; open its successor."
         return f"The arena in {self.directory} stays locked; try again."
-
-    def _take_row(self) -> int | None:
-        """Lock a holder row that no living process has, and end what its last one held."""
-        for row in range(self.tables.geometry.holders_max):
-            if self._side_file.try_lock(HOLDER_BYTES + row):
-                # Marked live, but nobody had its byte: it belonged to a dead process.
-                if self.tables.holder_live[row]:
-                    self._bury(row)
-                return row
-        return None
-
-    def _enter(self, row: int, name: bytes) -> None:
-        tables = self.tables
-        tables.holder_generation[row] += 1
-        tables.holder_pid[row] = os.getpid()
-        tables.holder_since[row] = time.monotonic()
-        tables.holder_label[row] = name
-        tables.holder_live[row] = 1
-        self._holder = row
-
-    def _bury(self, row: int) -> None:
-        lease.release_holder(self.tables, row)
-        slots.strand(self.tables, row, now=time.monotonic())
-        self.tables.holder_live[row] = 0
-
-    def _dead_rows(self) -> list[int]:
-        """Return the rows that are marked live and whose process is gone."""
-        rows = np.flatnonzero(self.tables.holder_live).tolist()
-        return [row for row in rows if self._side_file.holder_of(HOLDER_BYTES + row) is None]
 
     def _is_sound(self, held: Lease, chosen: Array, sound: Array | None) -> Array:
         """Return a mask of the blocks that may be used, once they have been copied or summed."""

@@ -11,9 +11,10 @@ import pytest
 
 from kvray.block import BlockKey
 from kvray.errors import CapacityError, ConfigError, LeaseExpired, ShardUnavailable
-from kvray.store import Arena
+from kvray.store import Arena, holders
 from kvray.store.layout import FREE, LIMBO, RESERVED
-from kvray.store.lock import HOLDER_BYTES
+from kvray.store.lock import HOLDER_BYTES, SideFile
+from kvray.store.tables import Tables
 from tests.unit.store.invariants import check_bytes, check_invariants
 from tests.unit.store.small_arena import SLOT, chain, fetch, make_arena, spec, store
 
@@ -323,17 +324,17 @@ def test_row_that_was_taken_again_meanwhile_is_not_buried(
     store(arena, KEYS)
     die(second)
     third = Arena(directory, lock_wait_s=1)
-    look = arena._dead_rows
+    look = holders.dead_rows
     calls = []
 
-    def look_and_be_late() -> list[int]:
-        calls.append(look())
+    def look_and_be_late(tables: Tables, side_file: SideFile) -> list[int]:
+        calls.append(look(tables, side_file))
         if len(calls) == 1:
             third.join("third")
             third.lease(KEYS)
         return calls[-1]
 
-    monkeypatch.setattr(arena, "_dead_rows", look_and_be_late)
+    monkeypatch.setattr(holders, "dead_rows", look_and_be_late)
     assert arena.bury_dead(limbo_s=0) == []
     assert calls == [[third.holder], []]
     assert int(arena.tables.slot_leases.sum()) == 10

@@ -1,0 +1,23 @@
+"""An arena's figures for people."""
+
+from kvray.store.layout import QUARANTINED, READY
+from kvray.store.tables import Tables
+
+_COUNTED = ("stored", "evicted", "dropped", "corrupt", "repairs")
+
+
+def figures(tables: Tables) -> dict[str, int]:
+    """Return the figures; read without the lock, so they may be a moment apart."""
+    geometry, header = tables.geometry, tables.header
+    ready = tables.slot_state == READY
+    per_slab = ready.reshape(geometry.num_slabs, -1).sum(axis=1)
+    return {
+        "shard_epoch": int(header["shard_epoch"]),
+        "capacity_bytes": geometry.capacity,
+        "resident_bytes": int((per_slab * tables.slab_block_bytes).sum()),
+        "blocks": int(ready.sum()),
+        "leased_blocks": int((tables.slot_leases > 0).sum()),
+        "quarantined_blocks": int((tables.slot_state == QUARANTINED).sum()),
+        "holders": int(tables.holder_live.sum()),
+        **{name: int(header[name]) for name in _COUNTED},
+    }

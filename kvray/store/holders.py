@@ -1,0 +1,51 @@
+"""Holders of an arena: who is attached, told from the dead by a lock on one byte for each row.
+
+Every function that changes something expects the arena's lock and a marked section.
+"""
+
+import os
+
+import numpy as np
+
+from kvray.store import lease, slots
+from kvray.store.layout import LABEL_BYTES
+from kvray.store.lock import HOLDER_BYTES, SideFile
+from kvray.store.tables import Tables
+
+
+def enter(tables: Tables, side_file: SideFile, label: str, *, now: float) -> int | None:
+    """Give this process a row that no living process has; None if there is none."""
+    name = label.encode(errors="replace")[:LABEL_BYTES]
+    for row in range(tables.geometry.holders_max):
+        if side_file.try_lock(HOLDER_BYTES + row):
+            # Marked live, but nobody had its byte: it belonged to a dead process.
+            if tables.holder_live[row]:
+                bury(tables, row, now=now)
+            tables.holder_generation[row] += 1
+            tables.holder_pid[row] = os.getpid()
+            tables.holder_since[row] = now
+            tables.holder_label[row] = name
+            tables.holder_live[row] = 1
+            return row
+    return None
+
+
+def leave(tables: Tables, row: int) -> None:
+    """End what a holder has that writes and reads no more; its byte is unlocked afterwards."""
+    slots.abort_holder(tables, row)
+    lease.release_holder(tables, row)
+    tables.holder_live[row] = 0
+
+
+def bury(tables: Tables, row: int, *, now: float) -> str:
+    """End what a dead holder had, whose copies may still be landing; return its label."""
+    lease.release_holder(tables, row)
+    slots.strand(tables, row, now=now)
+    tables.holder_live[row] = 0
+    return bytes(tables.holder_label[row]).decode(errors="replace")
+
+
+def dead_rows(tables: Tables, side_file: SideFile) -> list[int]:
+    """Return the rows that are marked live and whose process is gone; needs no lock."""
+    rows = np.flatnonzero(tables.holder_live).tolist()
+    return [row for row in rows if side_file.holder_of(HOLDER_BYTES + row) is None]
