@@ -44,7 +44,7 @@ def chain(length: int, *, seed: str = "", head: BlockKey | None = None) -> list[
 
 def content(key: BlockKey, part: int = 0, *, block_bytes: int = SLOT) -> Array:
     """Return the bytes that a test stores under `key`: no two keys or parts have equal ones."""
-    pattern = hashlib.sha256(key + bytes([part])).digest()
+    pattern = hashlib.sha256(key + part.to_bytes(8, "little")).digest()
     return np.resize(np.frombuffer(pattern, dtype=np.uint8), block_bytes)
 
 
