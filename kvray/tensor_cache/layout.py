@@ -23,7 +23,7 @@ Heads: TypeAlias = list[torch.Tensor]
 """Keys and values of layer 0, of layer 1 and so on: views of integers, each of shape
 [num_kv_heads, num_tokens, head_size]."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def heads_of(kv: KV, metadata: TensorMetadata) -> Heads:
@@ -98,7 +98,8 @@ def pack(heads: Heads, blocks: Array, metadata: TensorMetadata) -> Array:
         metadata: the geometry.
     """
     size = metadata.tokens_per_block
-    pool = _empty_blocks(len(blocks), metadata)
+    block_bytes = empty_block_bytes(len(blocks), metadata)
+    pool = _elements(block_bytes, metadata)
     edges = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)]
     for start, stop in pairwise(edges):
         if start == stop:
@@ -106,8 +107,9 @@ def pack(heads: Heads, blocks: Array, metadata: TensorMetadata) -> Array:
         first = int(blocks[start]) * size
         for index, one in enumerate(heads):
             run = one[:, first : first + (stop - start) * size].unflatten(1, (stop - start, size))
-            pool[start:stop, index].copy_(run.transpose(0, 1))
-    return _bytes_of(pool)
+            # By numpy: torch's threads wait for each other, long on a machine with other work.
+            np.copyto(pool[start:stop, index], run.transpose(0, 1).cpu().numpy())
+    return block_bytes
 
 
 def unpack(block_bytes: Array, heads: Heads, first: int, metadata: TensorMetadata) -> None:
@@ -122,16 +124,16 @@ def unpack(block_bytes: Array, heads: Heads, first: int, metadata: TensorMetadat
     num_blocks, size = len(block_bytes), metadata.tokens_per_block
     if num_blocks == 0:
         return
-    bits = torch.from_numpy(block_bytes).view(_BITS[metadata.dtype.itemsize])
-    pool = bits.view(num_blocks, len(heads), *_block_shape(metadata))
+    pool = _elements(block_bytes, metadata)
     for index, one in enumerate(heads):
         run = one[:, first * size : (first + num_blocks) * size]
-        run.unflatten(1, (num_blocks, size)).copy_(pool[:, index].transpose(0, 1))
+        into = run.unflatten(1, (num_blocks, size)).numpy()
+        np.copyto(into, pool[:, index].swapaxes(0, 1))
 
 
 def empty_block_bytes(num_blocks: int, metadata: TensorMetadata) -> Array:
     """Return room for blocks as `unpack` takes them."""
-    return _bytes_of(_empty_blocks(num_blocks, metadata))
+    return np.empty((num_blocks, metadata.block_bytes), dtype=np.uint8)
 
 
 def _heads(tensor: torch.Tensor, layer: int, metadata: TensorMetadata) -> torch.Tensor:
@@ -174,16 +176,8 @@ def _token_dim(metadata: TensorMetadata) -> int:
     return 3 if metadata.layout == "huggingface" else 2
 
 
-def _empty_blocks(num_blocks: int, metadata: TensorMetadata) -> torch.Tensor:
-    shape = (num_blocks, 2 * metadata.num_layers, *_block_shape(metadata))
-    return torch.empty(shape, dtype=_BITS[metadata.dtype.itemsize], device="cpu")
-
-
-def _block_shape(metadata: TensorMetadata) -> tuple[int, int, int]:
-    return metadata.num_kv_heads, metadata.tokens_per_block, metadata.head_size
-
-
-def _bytes_of(pool: torch.Tensor) -> Array:
-    """Return the bytes under `pool`, shape [num_blocks, block_bytes], without a copy."""
-    found: Array = pool.view(torch.uint8).flatten(1).numpy()
-    return found
+def _elements(block_bytes: Array, metadata: TensorMetadata) -> Array:
+    """Return blocks as integers [num_blocks, 2 * num_layers, heads, tokens, head_size]."""
+    elements = block_bytes.view(f"i{metadata.dtype.itemsize}")
+    size = metadata.num_kv_heads, metadata.tokens_per_block, metadata.head_size
+    return elements.reshape(len(block_bytes), 2 * metadata.num_layers, *size)
