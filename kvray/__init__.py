@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvray.client import Client
-    from kvray.tensor_cache import TensorCache
+    from kvray.tensor_cache import TensorCache, TensorMetadata
 
 __version__ = "0.1.0"
 
-__all__ = ["Client", "TensorCache", "__version__"]
+__all__ = ["Client", "TensorCache", "TensorMetadata", "__version__"]
 
-_HOMES = {"Client": "kvray.client", "TensorCache": "kvray.tensor_cache"}
+_HOMES = {
+    "Client": "kvray.client",
+    "TensorCache": "kvray.tensor_cache",
+    "TensorMetadata": "kvray.tensor_cache",
+}
 
 
 def __getattr__(name: str) -> object:
