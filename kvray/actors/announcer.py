@@ -40,7 +40,10 @@ class Announcer:
         self._is_heard = True
 
     def collect(self, arena: Arena) -> bool:
-        """Note what changed in `arena`; True if there is something to announce."""
+        """Note what changed in `arena`; True if there is something to announce at once.
+
+        While the lookup does not answer, the next heartbeat is early enough.
+        """
         if self._seen is None:
             self._start(arena)
         slots, ready, keys = arena.changes_since(self._seen)
@@ -53,7 +56,7 @@ class Announcer:
             self._note(keys[ready], parts[ready], True)
             self._held[slots] = ready
             self._held_keys[slots], self._held_parts[slots] = keys, parts
-        return bool(self._pending)
+        return self._is_heard and (bool(self._pending) or self._lookup_epoch is None)
 
     def send(self, shard_epoch: int) -> None:
         """Announce what was noted, or just a heartbeat; what fails is sent again later."""
@@ -71,6 +74,7 @@ class Announcer:
             if self._is_heard:
                 _log.warning("%s: the lookup cannot be told: %s", self._shard, error)
             self._is_heard, self._lookup_epoch = False, None
+            self._pending.clear()
             return
         if not self._is_heard:
             _log.info("%s: the lookup answers again", self._shard)

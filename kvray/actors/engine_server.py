@@ -45,11 +45,7 @@ class EngineServer:
         Raises:
             ConfigError: its path is too long, or it cannot be made.
         """
-        if len(os.fsencode(self._path)) > _PATH_MAX:
-            raise ConfigError(
-                f"The socket path {self._path} is longer than {_PATH_MAX} bytes; choose a shorter"
-                " arena.dir or cluster_name."
-            )
+        check_path(self._path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._path.unlink(missing_ok=True)
@@ -97,7 +93,8 @@ class EngineServer:
                     await asyncio.wait_for(writer.drain(), _FRAME_S)
         finally:
             self._hung_up(connection)
-            writer.close()
+            # Not closed, which would wait for a peer that never reads.
+            writer.transport.abort()
 
     def _answer(self, connection: int, request: dict[str, Any]) -> dict[str, Any]:
         op = str(request.pop("op", None))[:64]
@@ -110,3 +107,16 @@ class EngineServer:
             return wire.error_reply(error)
         except (TypeError, ValueError, AttributeError) as error:
             return wire.error_reply(ConfigError(f"Request {op!r} has wrong fields: {error}."))
+
+
+def check_path(path: Path) -> None:
+    """Refuse a path that no socket can have.
+
+    Raises:
+        ConfigError: it is too long.
+    """
+    if len(os.fsencode(path)) > _PATH_MAX:
+        raise ConfigError(
+            f"The socket path {path} is longer than {_PATH_MAX} bytes; choose a shorter arena.dir"
+            " or cluster_name."
+        )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvray.actors.announcer import Announce, Announcer
-from kvray.actors.engine_server import EngineServer
+from kvray.actors.engine_server import EngineServer, check_path
 from kvray.actors.ownership import is_own
 from kvray.actors.replicas import Replicas
 from kvray.block import Namespace
@@ -154,19 +154,28 @@ class Shard:
             loop.run_until_complete(self._main())
             self._state = {"state": "stopped"}
         except Exception as error:  # noqa: BLE001 - the thread's end; it is logged and acted upon
-            was_ready = self._state["state"] == "serving"
-            self._state = {"state": "failed", "error": type(error).__name__, "message": str(error)}
-            if isinstance(error, KVRayError):
-                _log.error("%s failed: %s", self.name, error)
-            else:
-                _log.exception("%s ended by a defect", self.name)
-            if was_ready:  # else it would just fail again
-                self._crashed()
+            self._end(error)
         finally:
             loop.close()
 
+    def _end(self, error: Exception) -> None:
+        """Note why the thread ends; after it has served, a new shard is to follow."""
+        if self._stopping.is_set() and isinstance(error, KVRayError):
+            self._state = {"state": "stopped"}
+            return
+        was_ready = self._state["state"] == "serving"
+        message = str(error)
+        self._state = {"state": "failed", "error": type(error).__name__, "message": message}
+        if isinstance(error, KVRayError):
+            _log.error("%s failed: %s", self.name, message)
+        else:
+            _log.exception("%s ended by a defect", self.name)
+        if was_ready:  # else it would just fail again
+            self._crashed()
+
     async def _main(self) -> None:
         directory = self._settings.directory
+        check_path(directory / SOCKET_FILE)  # before minutes are spent on the arena
         owner = await self._become_owner()
         if owner is None:
             return

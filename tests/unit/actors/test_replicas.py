@@ -36,7 +36,7 @@ def replicas() -> Replicas:
 
 
 def test_another_layout_under_the_same_model_key_is_refused(replicas: Replicas) -> None:
-    with pytest.raises(LayoutMismatch, match="'llama-3@1'.*kv_dtype 'float8' here, 'bfloat16'"):
+    with pytest.raises(LayoutMismatch, match=r"'llama-3@1'.*kv_dtype 'float8' here, 'bfloat16'"):
         replicas.register(2, "two", 0, OTHER_LAYOUT)
     assert len(replicas.status()) == 1
 

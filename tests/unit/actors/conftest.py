@@ -1,0 +1,69 @@
+"""Shards without Ray, on directories of their own."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvray.actors.shard import Shard, sweep
+from tests.unit.actors.small_shard import Line, settings_for, wait_until_serving
+from tests.unit.store.conftest import Child
+
+StartShard = Callable[..., Shard]
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """A cluster's directory, which the shard makes."""
+    parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+    yield parent / "kvray-test"
+    shutil.rmtree(parent)
+
+
+@pytest.fixture
+def line() -> Line:
+    return Line()
+
+
+@pytest.fixture
+def make_shard(directory: Path, line: Line) -> Iterator[StartShard]:
+    """Starts shards named `a` or as told, and ends those that still run."""
+    shards: list[Shard] = []
+
+    def start(
+        name: str = "a", *, crashed: Callable[[], None] = lambda: None, **changes: Any
+    ) -> Shard:
+        where = changes.pop("directory", directory)
+        shards.append(Shard(name, settings_for(where, **changes), line.announce, crashed))
+        shards[-1].start()
+        return shards[-1]
+
+    yield start
+    for shard in shards:
+        shard.stop(retire=False, timeout_s=10)
+    sweep(directory)
+
+
+@pytest.fixture
+def shard(make_shard: StartShard) -> Shard:
+    """A shard that serves."""
+    made = make_shard()
+    wait_until_serving(made)
+    return made
+
+
+@pytest.fixture
+def child(directory: Path) -> Iterator[Callable[[], Child]]:
+    """Starts processes that share the shard's directory, and ends them."""
+    children: list[Child] = []
+
+    def start() -> Child:
+        children.append(Child(directory))
+        return children[-1]
+
+    yield start
+    for one in children:
+        one.kill()

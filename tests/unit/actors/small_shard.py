@@ -1,0 +1,89 @@
+"""What the tests of a shard build: small shards without Ray, and a lookup that they announce to."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvray.actors.lookup import Announcement, Answer, Lookup
+from kvray.actors.shard import Shard, ShardSettings
+from kvray.block import BlockKey, Namespace
+from kvray.errors import ShardUnavailable
+from kvray.store import Arena
+from tests.unit.store.small_arena import PATIENT_S, spec
+
+WAIT_S = 10.0
+"""How long a test waits for what takes milliseconds on a machine that does nothing else."""
+
+NAMESPACE = Namespace(
+    model="key:llama-3@1",
+    quantization="none",
+    overrides="",
+    kv_dtype="bfloat16",
+    num_layers=2,
+    kv_factor=2,
+    block_elems=64,
+    tokens_per_block=32,
+    part_bytes=512,
+    num_parts=1,
+    tp_layout="tp1",
+    layer_group=0,
+    attention_backend="test",
+    engine="test 1.0",
+)
+OTHER_LAYOUT = replace(NAMESPACE, kv_dtype="float8", part_bytes=256)
+
+
+class Line:
+    """Brings announcements to a lookup, which can be cut off, slow, or replaced."""
+
+    def __init__(self) -> None:
+        self.lookup = Lookup()
+        self.cut = False
+        self.hang_s = 0.0
+        self.heard: list[Announcement] = []
+
+    def announce(self, announcement: Announcement) -> Answer:
+        time.sleep(self.hang_s)
+        if self.cut:
+            raise ShardUnavailable("The lookup is cut off.")
+        self.heard.append(announcement)
+        return self.lookup.announce(announcement, time.monotonic())
+
+    def matched(self, keys: list[BlockKey]) -> int:
+        return self.lookup.index.match(keys, 1).num_blocks
+
+
+def settings_for(directory: Path, **changes: Any) -> ShardSettings:
+    settings = ShardSettings(
+        directory=directory,
+        spec=spec(),
+        free_target=0.0,
+        limbo_s=0.0,
+        lease_warn_s=60.0,
+        announce_s=0.02,
+        heartbeat_s=0.1,
+    )
+    return replace(settings, **changes)
+
+
+def wait_for(condition: Callable[[], object], what: str = "it") -> None:
+    """Return once `condition` holds; fail if it takes too long."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} took too long"
+        time.sleep(0.005)
+
+
+def wait_until_serving(shard: Shard) -> None:
+    wait_for(lambda: shard.status()["state"] in ("serving", "failed"), "the shard's start")
+    status = shard.status()
+    assert status["state"] == "serving", status
+
+
+def open_arena(directory: Path) -> Arena:
+    """Map the shard's arena as an engine does, and become a holder."""
+    arena = Arena(directory, lock_wait_s=PATIENT_S)
+    arena.join("test")
+    return arena
