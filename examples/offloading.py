@@ -37,13 +37,21 @@ def play(connector: KvConnectorConfig | None, model: str, config: Path | None) -
     a, b = make_prompt(10), make_prompt(40)
     with Replica.start(
         "with kvray" if connector else "without kvray",
-        env=environ_for(config) if config else {},
+        env=environ_of(model, config),
         model=model,
         connector=connector,
         tokens_per_block=TOKENS_PER_BLOCK,
         num_blocks=POOL_BLOCKS,
     ) as engine:
         return [engine.generate(prompt, max_tokens=8) for prompt in (a, b, a, b)]
+
+
+def environ_of(model: str, config: Path | None) -> dict[str, str]:
+    """Return the variables of an engine's process."""
+    environ = environ_for(config) if config else {}
+    if model.startswith("tiny"):  # random weights, made in memory: no checkpoint identifies them
+        environ["KVRAY_CONNECTOR__MODEL_KEY"] = model
+    return environ
 
 
 def main() -> None:

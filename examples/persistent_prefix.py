@@ -37,9 +37,17 @@ CONNECTOR = KvConnectorConfig(
 
 def answer(name: str, model: str, config: Path | None) -> Output:
     """Start an engine in a process of its own, ask it, and end it."""
-    environ = environ_for(config) if config else {}
+    environ = environ_of(model, config)
     with Replica.start(name, env=environ, model=model, connector=CONNECTOR) as engine:
         return engine.generate(PROMPT, max_tokens=24)
+
+
+def environ_of(model: str, config: Path | None) -> dict[str, str]:
+    """Return the variables of an engine's process."""
+    environ = environ_for(config) if config else {}
+    if model.startswith("tiny"):  # random weights, made in memory: no checkpoint identifies them
+        environ["KVRAY_CONNECTOR__MODEL_KEY"] = model
+    return environ
 
 
 def main() -> None:

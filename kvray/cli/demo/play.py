@@ -46,7 +46,7 @@ def play(
     with interrupts.closing() as stack:
         scratch = Path(tempfile.mkdtemp(prefix="kvray-demo-"))
         stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        config_path = _write_config(scratch, capacity, console)
+        config_path = _write_config(scratch, capacity, console, model=path)
         settings = load_config(config_path, environ={})
         # Held back, a signal is seen at the next report: no Ray is lost sight of.
         with LaunchProgress(console, interrupts) as progress, interrupts.held():
@@ -80,7 +80,7 @@ def load_model(model: str, console: Console) -> tuple[str, Tokenizer]:
     Raises:
         ConfigError: there is no such model, or its weights cannot be had.
     """
-    if model.partition(":")[0] == "tiny":
+    if _is_tiny(model):
         return model, ByteTokenizer()
     if model == "smollm2":
         from kvray.reference.checkpoint import find_smollm2
@@ -99,7 +99,11 @@ def load_model(model: str, console: Console) -> tuple[str, Tokenizer]:
     return str(path.absolute()), load_tokenizer(path)
 
 
-def _write_config(scratch: Path, capacity: int, console: Console) -> Path:
+def _is_tiny(model: str) -> bool:
+    return model.partition(":")[0] == "tiny"
+
+
+def _write_config(scratch: Path, capacity: int, console: Console, *, model: str) -> Path:
     """Write the tier's configuration; its arena goes to disk where shared memory is too small."""
     directory = _SHM
     if not _SHM.is_dir() or shutil.disk_usage(_SHM).free < _SPARE * capacity:
@@ -109,6 +113,11 @@ def _write_config(scratch: Path, capacity: int, console: Console) -> Path:
         )
     path = scratch / "kvray.yaml"
     path.write_text(
-        config_text(cluster_name=f"demo-{os.getpid()}", directory=directory, capacity=capacity)
+        config_text(
+            cluster_name=f"demo-{os.getpid()}",
+            directory=directory,
+            capacity=capacity,
+            model_key=model.replace(":", "-") if _is_tiny(model) else None,
+        )
     )
     return path

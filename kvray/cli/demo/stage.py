@@ -149,9 +149,11 @@ def shareable_tokens(num_tokens: int) -> int:
     return (num_tokens - 1) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
 
 
-def config_text(*, cluster_name: str, directory: Path, capacity: int) -> str:
+def config_text(*, cluster_name: str, directory: Path, capacity: int, model_key: str | None) -> str:
     """Return the YAML of the demo's tier."""
-    return (
+    # Weights that exist in memory alone have no checkpoint to tell them by.
+    connector = f"connector:\n  model_key: {model_key}\n" if model_key else ""
+    return connector + (
         f"cluster_name: {cluster_name}\n"
         "arena:\n"
         f"  dir: {directory}\n"
