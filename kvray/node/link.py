@@ -31,6 +31,9 @@ _FLUSH_S = 0.1
 """How long one round of deferred actions may take, so that an arena that stays locked does not
 keep the thread from its other work."""
 _LAST_FLUSH_S = 2.0
+_PREVIOUS_S = 10.0
+"""How long a retired arena stays mapped, so that promises made just before are kept; its memory
+is not free before."""
 _DEFERRED_MAX = 4096
 
 T = TypeVar("T")
@@ -66,6 +69,7 @@ class NodeLink:
         self._attach_retry_s = attach_retry_s
         self._arena: Arena | None = None
         self._previous: Arena | None = None
+        self._previous_until = 0.0
         self._members: list[tuple[object, object, object]] = []
         self._members_lock = threading.Lock()
         self._socket = ShardSocket(directory)
@@ -174,6 +178,7 @@ class NodeLink:
         self._flush_until_done()
         self._attempt(self._report)
         self._socket.close()
+        self._close_previous()
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -216,12 +221,15 @@ class NodeLink:
 
     def _try_attach(self) -> None:
         """Map the arena that is there now, if it is not the one we have."""
+        if self._previous is not None and time.monotonic() >= self._previous_until:
+            self._close_previous()
         if self._arena is not None and not self._is_superseded(self._arena):
             return
         if self._arena is not None:
             _log.info("kvray: arena %s is no more", self._arena.arena_id)
-            self._arena.leave()  # not closed: copies out of it may be under way
+            self._close_previous()
             self._previous, self._arena = self._arena, None
+            self._previous_until = time.monotonic() + _PREVIOUS_S
         arena = None
         try:
             arena = Arena(self.directory, lock_wait_s=self._lock_wait_s)
@@ -237,6 +245,11 @@ class NodeLink:
         for registration in self._registrations:
             registration.accepted = False
         _log.info("kvray: attached to arena %s in %s", arena.arena_id, self.directory)
+
+    def _close_previous(self) -> None:
+        if self._previous is not None:
+            self._previous.close()
+            self._previous = None
 
     def _is_superseded(self, arena: Arena) -> bool:
         """Whether `arena` was given up, or its file removed by hand and another made."""

@@ -1,0 +1,480 @@
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvray.block import Namespace
+from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
+from kvray.node import NodeLink, Registration, attach
+from kvray.node import link as link_module
+from kvray.store import Arena
+from kvray.wire import FRAME_MAX
+from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, wait_for
+from tests.unit.node.conftest import StartShard
+from tests.unit.store.small_arena import chain, fetch, spec, store
+
+ROOT = Path(__file__).parents[3]
+
+MakeLink = Callable[[], NodeLink]
+
+
+@pytest.fixture
+def make_link(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLink]:
+    """Attaches to the test's directory; looks and reports often."""
+    monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
+    links: list[NodeLink] = []
+
+    def make() -> NodeLink:
+        links.append(attach(directory, label="test", lock_wait_s=0.05, attach_retry_s=0.02))
+        return links[-1]
+
+    yield make
+    for link in links:
+        link.detach()
+
+
+def registration(replica: str = "one", namespace: Namespace = NAMESPACE) -> Registration:
+    return Registration(replica=replica, rank=0, namespace=namespace, counters=lambda: {"hits": 3})
+
+
+def arena_of(link: NodeLink) -> Arena:
+    """Return the link's arena once it has one."""
+    wait_for(lambda: link.arena, "attaching")
+    arena = link.arena
+    assert arena is not None
+    return arena
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "kvray-link"]
+
+
+# -- attaching ------------------------------------------------------------------------------------
+
+
+def test_a_link_has_the_arena_at_once(start_shard: StartShard, make_link: MakeLink) -> None:
+    start_shard()
+    assert make_link().arena is not None
+
+
+def test_an_engine_that_started_before_its_shard_attaches_by_itself(
+    start_shard: StartShard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = make_link()
+    assert link.arena is None
+    time.sleep(0.1)
+    shard = start_shard()
+    assert arena_of(link).arena_id == shard.status()["arena"]["arena_id"]
+    assert caplog.text.count("no tier yet") == 1
+
+
+def test_all_who_ask_in_one_process_share_a_link(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    shard = start_shard()
+    found: list[NodeLink] = []
+    askers = [threading.Thread(target=lambda: found.append(make_link())) for _ in range(8)]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    assert len({id(link) for link in found}) == 1
+    assert shard.status()["arena"]["holders"] == 1
+    assert len(threads()) == 1
+
+
+def test_the_last_user_ends_the_thread_and_the_holder(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    shard = start_shard()
+    first, second = make_link(), make_link()
+    first.detach()
+    assert second.arena is not None
+    second.detach()
+    assert threads() == []
+    assert second.arena is None
+    assert shard.status()["arena"]["holders"] == 0
+    second.detach()
+
+
+def test_a_link_made_after_the_last_one_ended_is_a_new_one(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    start_shard()
+    first = make_link()
+    first.detach()
+    second = make_link()
+    first.detach()
+    assert second.arena is not None
+
+
+def test_a_retired_arena_is_left_for_its_successor(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    shard = start_shard()
+    link = make_link()
+    first = arena_of(link)
+    shard.stop(retire=True, timeout_s=5)
+    assert link.arena is None
+    start_shard()
+    assert arena_of(link).arena_id != first.arena_id
+
+
+def test_what_was_leased_in_a_retired_arena_can_still_be_read_for_a_while(
+    start_shard: StartShard, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_PREVIOUS_S", 0.5)
+    shard = start_shard()
+    link = make_link()
+    first = arena_of(link)
+    keys = chain(3)
+    store(first, keys)
+    held = first.lease(keys)
+    assert held
+    shard.stop(retire=True, timeout_s=5)
+    start_shard()
+    wait_for(lambda: link.arena is not None)
+    assert link.arena_named(first.arena_id) is first
+    assert fetch(first, keys, held[0])
+    wait_for(lambda: link.arena_named(first.arena_id) is None, "unmapping")
+    with pytest.raises(ShardUnavailable):
+        first.leased_slots(held[0])
+
+
+def test_an_arena_removed_by_hand_is_left_for_its_successor(
+    start_shard: StartShard, make_link: MakeLink, directory: Path
+) -> None:
+    shard = start_shard()
+    link = make_link()
+    first = arena_of(link)
+    shard.stop(retire=False, timeout_s=5)
+    for path in directory.iterdir():
+        path.unlink()
+    start_shard()
+    wait_for(lambda: link.arena is not None and link.arena.arena_id != first.arena_id)
+
+
+def test_a_link_outlives_its_shard_and_goes_on_with_the_next(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    shard = start_shard()
+    link = make_link()
+    link.register(registration())
+    arena = arena_of(link)
+    shard.stop(retire=False, timeout_s=5)
+    store(arena, chain(3))
+    assert link.arena is arena
+    second = start_shard()
+    assert link.arena is arena
+    assert second.status()["arena"]["blocks"] == 3
+    wait_for(lambda: second.status()["replicas"], "registering again")
+
+
+def test_a_full_holder_table_is_tried_again(
+    start_shard: StartShard, make_link: MakeLink, directory: Path
+) -> None:
+    start_shard(spec=spec(holders_max=4))
+    others = [Arena(directory, lock_wait_s=1) for _ in range(4)]
+    for other in others:
+        other.join("other")
+    link = make_link()
+    assert link.arena is None
+    others[0].leave()
+    arena_of(link)
+    for other in others:
+        other.close()
+
+
+def test_an_unreadable_arena_is_no_arena(make_link: MakeLink, directory: Path) -> None:
+    directory.mkdir()
+    (directory / "arena").write_bytes(b"garbage")
+    assert make_link().arena is None
+
+
+# -- registering ----------------------------------------------------------------------------------
+
+
+def test_a_rank_registers_and_its_figures_arrive(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    shard = start_shard()
+    make_link().register(registration())
+    (entry,) = shard.status()["replicas"]
+    assert (entry["replica"], entry["connected"]) == ("one", True)
+    wait_for(lambda: shard.status()["replicas"][0]["counters"] == {"hits": 3})
+
+
+def test_a_rank_of_a_link_without_a_shard_registers_later(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    make_link().register(registration())
+    shard = start_shard()
+    wait_for(lambda: shard.status()["replicas"])
+
+
+def test_the_last_figures_arrive_when_the_link_ends(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    shard = start_shard()
+    link = make_link()
+    hits = 0
+    link.register(
+        Registration(replica="one", rank=0, namespace=NAMESPACE, counters=lambda: {"hits": hits})
+    )
+    hits = 7
+    link.detach()
+    wait_for(lambda: not shard.status()["replicas"][0]["connected"])
+    assert shard.status()["replicas"][0]["counters"] == {"hits": 7}
+
+
+def test_a_refused_registration_raises_and_is_forgotten(
+    start_shard: StartShard, make_link: MakeLink, directory: Path
+) -> None:
+    shard = start_shard()
+    link = make_link()
+    link.register(registration())
+    with pytest.raises(LayoutMismatch):
+        link.register(registration("two", OTHER_LAYOUT))
+    time.sleep(0.1)
+    assert [entry["replica"] for entry in shard.status()["replicas"]] == ["one"]
+
+
+def test_a_registration_refused_later_is_named_once_and_keeps_no_other_waiting(
+    start_shard: StartShard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    link = make_link()
+    first, refused, last = registration(), registration("two", OTHER_LAYOUT), registration("three")
+    for one in (first, refused, last):
+        link.register(one)
+    shard = start_shard()
+    wait_for(lambda: [e["replica"] for e in shard.status()["replicas"]] == ["one", "three"])
+    wait_for(lambda: refused.refusal)
+    time.sleep(0.1)
+    assert caplog.text.count("replica two is refused") == 1
+    link.unregister(first)
+    link.unregister(last)
+
+
+def test_a_refused_rank_is_accepted_once_the_other_is_gone(
+    start_shard: StartShard, make_link: MakeLink, directory: Path
+) -> None:
+    shard = start_shard()
+    process = subprocess.Popen(
+        [sys.executable, "-c", REGISTERED.format(directory=str(directory))],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "registered"
+    link = make_link()
+    waiting = registration("two", OTHER_LAYOUT)
+    with pytest.raises(LayoutMismatch):
+        link.register(waiting)
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    wait_for(lambda: not shard.status()["replicas"][0]["connected"])
+    link.register(waiting)
+    assert waiting.accepted
+
+
+REGISTERED = """
+import time
+from pathlib import Path
+from kvray.node import Registration, attach
+from tests.unit.actors.small_shard import NAMESPACE
+link = attach(Path({directory!r}), label="one", lock_wait_s=1, attach_retry_s=1)
+link.register(
+    Registration(replica="one", rank=0, namespace=NAMESPACE, counters=lambda: dict(hits=1))
+)
+print("registered", flush=True)
+time.sleep(60)
+"""
+
+
+def test_figures_that_fail_end_neither_thread_nor_link(
+    start_shard: StartShard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    start_shard()
+    link = make_link()
+    link.register(
+        Registration(replica="one", rank=0, namespace=NAMESPACE, counters=lambda: {"a": 1 // 0})
+    )
+    wait_for(lambda: "a defect in the background" in caplog.text)
+    time.sleep(0.1)
+    assert caplog.text.count("a defect in the background") == 1
+    done = threading.Event()
+    link.defer(arena_of(link), lambda arena: done.set() or True)
+    assert done.wait(5)
+
+
+def test_figures_that_no_frame_takes_are_refused_quietly(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    shard = start_shard()
+    link = make_link()
+    huge = registration("huge")
+    huge.counters = lambda: {"x" * FRAME_MAX: 1}
+    link.register(huge)
+    link.register(registration("two"))
+    wait_for(lambda: [e["counters"] for e in shard.status()["replicas"]] == [{}, {"hits": 3}])
+
+
+# -- deferring ------------------------------------------------------------------------------------
+
+
+def test_a_deferred_action_is_tried_until_it_succeeds(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    start_shard()
+    link = make_link()
+    tries = iter([False, False, True])
+    done = threading.Event()
+
+    def action(arena: Arena) -> bool:
+        succeeded = next(tries)
+        if succeeded:
+            done.set()
+        return succeeded
+
+    link.defer(arena_of(link), action)
+    assert done.wait(5)
+
+
+def test_an_action_that_has_become_void_keeps_no_other_waiting(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    start_shard()
+    link = make_link()
+    done = threading.Event()
+
+    def void(arena: Arena) -> bool:
+        raise LeaseExpired("gone")
+
+    link.defer(arena_of(link), void)
+    link.defer(arena_of(link), lambda arena: done.set() or True)
+    assert done.wait(5)
+
+
+def test_detach_does_what_was_deferred(start_shard: StartShard, make_link: MakeLink) -> None:
+    shard = start_shard()
+    link = make_link()
+    arena = arena_of(link)
+    keys = chain(2)
+    store(arena, keys)
+    held = arena.lease(keys)
+    assert held
+    tries = iter([False] * 5)
+    link.defer(arena, lambda arena: next(tries, True) and arena.release(*held))
+    link.detach()
+    assert shard.status()["arena"]["leased_blocks"] == 0
+    assert next(tries, None) is None
+
+
+def test_detach_does_not_wait_for_ever(
+    start_shard: StartShard, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_LAST_FLUSH_S", 0.1)
+    start_shard()
+    link = make_link()
+    link.defer(arena_of(link), lambda arena: False)
+    began = time.monotonic()
+    link.detach()
+    assert time.monotonic() - began < 3
+
+
+def test_what_is_deferred_is_bounded(
+    start_shard: StartShard,
+    make_link: MakeLink,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(link_module, "_LAST_FLUSH_S", 0.1)
+    monkeypatch.setattr(link_module, "_DEFERRED_MAX", 2)
+    start_shard()
+    link = make_link()
+    for _ in range(3):
+        link.defer(arena_of(link), lambda arena: False)
+        time.sleep(0.02)
+    assert "the arena has been locked for too long" in caplog.text
+
+
+# -- forks ----------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_cannot_use_the_link_and_does_the_parent_no_harm(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    shard = start_shard()
+    link = make_link()
+    link.register(registration())
+    arena = arena_of(link)
+    keys = chain(2)
+    store(arena, keys)
+    held = arena.lease(keys)
+    child = os.fork()
+    if child == 0:
+        os._exit(_use_as_a_child(link, arena))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert shard.status()["arena"]["holders"] == 1
+    assert shard.status()["arena"]["leased_blocks"] == 2
+    assert held
+    assert arena.release(*held)
+    assert link.call("hello")["shard"] == "a"
+
+
+def _use_as_a_child(link: NodeLink, arena: Arena) -> int:
+    """Return a number that tells which promise was broken, 0 if none."""
+    began = time.monotonic()
+    if link.arena is not None:
+        return 1
+    try:
+        link.call("hello")
+        return 2
+    except ShardUnavailable:
+        pass
+    link.register(registration("child"))
+    link.defer(arena, lambda arena: True)
+    link.detach()
+    return 3 if time.monotonic() - began > 1 else 0
+
+
+def test_a_forked_child_may_attach_anew(start_shard: StartShard, directory: Path) -> None:
+    start_shard()
+    first = attach(directory, label="parent", lock_wait_s=0.05, attach_retry_s=0.02)
+    child = os.fork()
+    if child == 0:
+        link = attach(directory, label="child", lock_wait_s=0.05, attach_retry_s=0.02)
+        # Its side files are its parent's: a fork has no arena, and says so instead of hanging.
+        status = 0 if link is not first and link.arena is None else 1
+        link.detach()
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    first.detach()
+
+
+def test_the_registry_is_not_locked_in_a_child_that_was_forked_while_it_was(
+    directory: Path,
+) -> None:
+    with link_module._links_lock:
+        child = os.fork()
+        if child == 0:
+            with link_module._links_lock:
+                os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_attaching_is_logged_with_the_arenas_id(
+    start_shard: StartShard, make_link: MakeLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvray.node")
+    shard = start_shard()
+    make_link()
+    assert f"attached to arena {shard.status()['arena']['arena_id']}" in caplog.text
