@@ -40,7 +40,8 @@ class ShardActor:
 
     def status(self) -> dict[str, Any]:
         """See `Shard.status`."""
-        return {**self._shard.status(), "node_id": ray.get_runtime_context().get_node_id()}
+        node_id = ray.get_runtime_context().get_node_id()
+        return {**self._shard.status(), "node_id": node_id, "pid": os.getpid()}
 
     def clear(self) -> int:
         """See `Shard.clear`."""

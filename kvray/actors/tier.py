@@ -232,6 +232,7 @@ def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> No
                 num_cpus=0, max_retries=0, scheduling_strategy=affinity
             )
     _ask_all(sweeps, timeout_s, config.node_dir, _SWEEP_WAIT_S)
+    sweep(config.node_dir)  # of a node that Ray has lost, if this is it
 
 
 def _await_no_names(timeout_s: float) -> None:

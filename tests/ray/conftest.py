@@ -1,0 +1,122 @@
+"""One local Ray for the session, a tier on it for a test, and engines that know nothing of Ray."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from kvray.actors import local_ray, tier
+from kvray.actors.local_ray import LocalRay
+from kvray.actors.shard import sweep
+from kvray.config import KVRayConfig, load_config
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 30.0
+
+
+def config_with(name: str = "t", **overrides: object) -> KVRayConfig:
+    """Return the configuration of a small tier."""
+    values = {
+        "cluster_name": f"pytest-{os.getpid()}-{name}",
+        "arena.capacity": "16MiB",
+        "shard.heartbeat_s": 0.1,
+        "shard.announce_s": 0.02,
+    }
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return load_config(overrides=values | dotted, environ={})
+
+
+@pytest.fixture(scope="session")
+def local() -> Iterator[LocalRay]:
+    """A local Ray of this session's own, to which this process is connected."""
+    before = dict(os.environ)
+    name = config_with().cluster_name
+    started = local_ray.start(name, die_with_parent=True)
+    try:
+        local_ray.connect_configured(config_with())
+        yield started
+    finally:
+        ray.shutdown()
+        local_ray.stop(name)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture
+def config(local: LocalRay) -> Iterator[KVRayConfig]:
+    """The configuration of a tier that is ended after the test, whatever it did."""
+    made = config_with()
+    yield made
+    tier.down(timeout_s=TIMEOUT_S, config=made)
+    sweep(made.node_dir, 5.0)
+    assert not made.node_dir.exists()
+
+
+@pytest.fixture
+def running(config: KVRayConfig) -> KVRayConfig:
+    """The configuration of a tier that is up."""
+    tier.up(config, timeout_s=TIMEOUT_S)
+    return config
+
+
+class Engine:
+    """A process that is attached to the tier, as an engine is: it must never import ray."""
+
+    def __init__(self, directory: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ray.engine", str(directory)],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._answer() == "started"
+
+    def say(self, line: str) -> str:
+        """Have `line` evaluated; return the answer's repr."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.process.communicate("", timeout=20)
+        self.process.kill()
+        self.process.wait()
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[[KVRayConfig], Engine]]:
+    """Starts engines for a tier, and ends them."""
+    engines: list[Engine] = []
+
+    def start(config: KVRayConfig) -> Engine:
+        engines.append(Engine(config.node_dir))
+        return engines[-1]
+
+    yield start
+    for one in engines:
+        one.close()
+
+
+def actor_process(local: LocalRay, kind: str) -> psutil.Process:
+    """Return the process of the only actor whose class or repr begins with `kind`."""
+    family = psutil.Process(local.pid).children(recursive=True)
+    found = []
+    for process in family:
+        with contextlib.suppress(psutil.Error):
+            if "".join(process.cmdline()[:1]).startswith(f"ray::{kind}"):
+                found.append(process)
+    assert len(found) == 1, found
+    return found[0]

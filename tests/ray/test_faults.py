@@ -1,0 +1,204 @@
+"""Parts of a running tier are killed or frozen; engines go on, and what is left can be ended."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+import ray
+
+from kvray.actors import tier
+from kvray.actors.local_ray import LocalRay
+from kvray.actors.ray_calls import (
+    LOOKUP_NAME,
+    SHARD_PREFIX,
+    SUPERVISOR_NAME,
+    get_actor,
+    list_actors,
+)
+from kvray.actors.shard import sweep
+from kvray.client import Client
+from kvray.config import KVRayConfig
+from kvray.errors import ShardUnavailable
+from tests.ray.conftest import TIMEOUT_S, Engine, actor_process, config_with
+from tests.unit.actors.small_shard import wait_for
+from tests.unit.store.small_arena import chain
+
+pytestmark = pytest.mark.ray
+
+StartEngine = Callable[[KVRayConfig], Engine]
+KEYS = chain(5)
+
+
+@pytest.fixture
+def one(running: KVRayConfig, engine: StartEngine) -> Engine:
+    """An engine that has stored 5 blocks, of which the lookup knows."""
+    made = engine(running)
+    made.say("link.register(registration)")
+    made.say("store(link.arena, chain(5)) and None")
+    with Client(running) as client:
+        wait_for(lambda: client.match(KEYS).num_blocks == 5)
+    return made
+
+
+def shard_status() -> dict[str, object]:
+    (status,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
+    return dict(status)
+
+
+def serves_as(epoch: int) -> bool:
+    status = shard_status()
+    arena = status.get("arena")
+    return isinstance(arena, dict) and arena["shard_epoch"] == epoch
+
+
+def matched(config: KVRayConfig) -> int:
+    try:
+        with Client(config) as client:
+            return client.match(KEYS).num_blocks
+    except ShardUnavailable:
+        return -1
+
+
+def test_a_killed_shard_adopts_its_arena_and_engines_go_on(
+    running: KVRayConfig, local: LocalRay, one: Engine
+) -> None:
+    actor_process(local, "Shard").kill()
+    one.say("store(link.arena, chain(3, seed='meanwhile')) and None")
+    wait_for(lambda: serves_as(epoch=2), "the restart")
+    assert one.say("fetch(link.arena, chain(5), link.arena.lease(chain(5))[0])") == "True"
+    with Client(running) as client:
+        wait_for(lambda: client.match(chain(3, seed="meanwhile")).num_blocks == 3)
+        assert client.match(KEYS).num_blocks == 5
+    wait_for(lambda: shard_status()["replicas"], "registering again")
+
+
+def test_a_killed_lookup_is_rebuilt_by_the_shards(
+    running: KVRayConfig, local: LocalRay, one: Engine
+) -> None:
+    before = tier.status(timeout_s=TIMEOUT_S)["lookup"]["epoch"]
+    actor_process(local, "Lookup").kill()
+    wait_for(lambda: matched(running) == 5, "rebuilding")
+    assert tier.status(timeout_s=TIMEOUT_S)["lookup"]["epoch"] != before
+
+
+def test_a_killed_supervisor_finds_its_shards_again(
+    running: KVRayConfig, local: LocalRay, one: Engine
+) -> None:
+    before = shard_status()
+    actor_process(local, "Supervisor").kill()
+    wait_for(lambda: _shards_or_none() == 1, "the restart")
+    assert shard_status()["pid"] == before["pid"]
+    assert len([name for name in list_actors() if name.startswith(SHARD_PREFIX)]) == 1
+    assert tier.down(timeout_s=TIMEOUT_S)
+    assert not running.node_dir.exists()
+
+
+def _shards_or_none() -> int:
+    try:
+        return len(tier.status(timeout_s=TIMEOUT_S)["shards"])
+    except ShardUnavailable:
+        return -1
+
+
+def test_a_lookup_that_was_ended_for_good_is_made_anew(running: KVRayConfig, one: Engine) -> None:
+    ray.kill(get_actor(LOOKUP_NAME))
+    wait_for(lambda: matched(running) == 5, "a new lookup")
+
+
+def test_a_shard_that_was_ended_for_good_is_made_anew(running: KVRayConfig, one: Engine) -> None:
+    (name,) = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
+    ray.kill(get_actor(name))
+    wait_for(lambda: serves_as(epoch=2), "a new shard")
+    assert matched(running) == 5
+
+
+def test_down_removes_everything_when_every_part_is_dead(
+    running: KVRayConfig, local: LocalRay, one: Engine
+) -> None:
+    ray.kill(get_actor(SUPERVISOR_NAME))
+    for name in list_actors():
+        ray.kill(get_actor(name))
+    wait_for(lambda: list_actors() == [])
+    assert running.node_dir.exists()
+    tier.down(timeout_s=TIMEOUT_S, config=running)
+    assert not running.node_dir.exists()
+    assert one.say("link.arena") == "None"
+
+
+def test_down_ends_parts_that_hang(running: KVRayConfig, local: LocalRay, one: Engine) -> None:
+    frozen = [actor_process(local, kind) for kind in ("Supervisor", "Shard", "Lookup")]
+    for process in frozen:
+        process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        assert tier.down(timeout_s=1.0, config=running)
+        took = time.monotonic() - began
+        assert took < 15
+        sweep(running.node_dir, 10.0)
+        assert not running.node_dir.exists()
+        assert list_actors() == []
+    finally:
+        for process in frozen:
+            if process.is_running():
+                process.kill()
+
+
+def test_status_tells_which_shard_hangs(running: KVRayConfig, local: LocalRay) -> None:
+    process = actor_process(local, "Shard")
+    process.send_signal(signal.SIGSTOP)
+    try:
+        (shard,) = tier.status(timeout_s=1.0)["shards"]
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert shard["state"] == "unreachable"
+    assert shard["shard"].startswith(SHARD_PREFIX)
+
+
+@pytest.fixture
+def second_node(local: LocalRay) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
+    """Starts a second node of the session's Ray, with a resource; ends it after the test."""
+    nodes: list[subprocess.Popen[bytes]] = []
+
+    def start(resource: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+        command += [f"--address={local.address}", f'--resources={{"{resource}": 1}}']
+        command += ["--num-cpus=1", f"--object-store-memory={80 * 2**20}"]
+        nodes.append(
+            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        )
+        return nodes[-1]
+
+    yield start
+    for node in nodes:
+        end_node(node)
+
+
+def end_node(node: "subprocess.Popen[bytes]") -> None:
+    if node.poll() is None:
+        family = psutil.Process(node.pid).children(recursive=True)
+        node.terminate()
+        node.wait(20)
+        _, left = psutil.wait_procs(family, timeout=5)
+        for process in left:
+            process.kill()
+
+
+def test_only_nodes_with_the_resource_get_a_shard_when_they_join_and_lose_it_when_they_leave(
+    config: KVRayConfig,
+    local: LocalRay,
+    second_node: Callable[[str], "subprocess.Popen[bytes]"],
+) -> None:
+    picky = config_with(shard__resource="kvray_test")
+    node = second_node("kvray_test")
+    (shard,) = tier.up(picky, timeout_s=TIMEOUT_S)
+    (with_resource,) = [n["NodeID"] for n in ray.nodes() if n["Resources"].get("kvray_test")]
+    assert shard["node_id"] == with_resource
+    end_node(node)
+    wait_for(lambda: tier.status(timeout_s=TIMEOUT_S)["shards"] == [], "forgetting the shard")
+    wait_for(lambda: tier.status(timeout_s=TIMEOUT_S)["lookup"]["shards"] == {})
+    assert tier.down(timeout_s=TIMEOUT_S)
+    assert not picky.node_dir.exists()
