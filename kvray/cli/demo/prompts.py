@@ -63,9 +63,9 @@ def make_prompts(tokenizer: Tokenizer, *, tokens_per_block: int) -> Prompts:
             "unaligned", 3, "What is the worst answer to a full cache?", unaligned_tokens
         ),
         same_system=(
-            make_same("first question", "Why is a replica slow after a restart?"),
-            make_same("second question", "What is to be done before a process is stopped?"),
-            make_same("third question", "What does the fingerprint cover?"),
+            make_same("question 1", "Why is a replica slow after a restart?"),
+            make_same("question 2", "What is to be done before a process is stopped?"),
+            make_same("question 3", "What does the fingerprint cover?"),
         ),
         offload_a=make("A", 4, "Which failures are unfriendly, and why?", offload_tokens),
         offload_b=make("B", 1, "Which two clocks do users feel?", offload_tokens),
