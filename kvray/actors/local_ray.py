@@ -121,6 +121,9 @@ def start(
                     **os.environ,
                     "RAY_AUTH_MODE": "token",
                     "RAY_AUTH_TOKEN": token,
+                    # Nobody is to be moved off a cluster of one node: without this Ray waits for
+                    # half a minute until the actors of a living tier have gone somewhere else.
+                    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
                     _MARK: str(directory),
                 },
                 stdin=subprocess.DEVNULL,

@@ -1,5 +1,6 @@
 """Parts of a running tier are killed or frozen; engines go on, and what is left can be ended."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -168,7 +169,12 @@ def second_node(local: LocalRay) -> Iterator[Callable[[str], subprocess.Popen[by
         command += [f"--address={local.address}", f'--resources={{"{resource}": 1}}']
         command += ["--num-cpus=1", f"--object-store-memory={80 * 2**20}"]
         nodes.append(
-            subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.Popen(
+                command,
+                env={**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
         )
         return nodes[-1]
 
@@ -187,7 +193,7 @@ def end_node(node: "subprocess.Popen[bytes]") -> None:
             process.kill()
 
 
-def test_only_nodes_with_the_resource_get_a_shard_when_they_join_and_lose_it_when_they_leave(
+def test_a_node_with_the_resource_gets_a_shard_and_loses_it_when_it_leaves(
     config: KVRayConfig,
     local: LocalRay,
     second_node: Callable[[str], "subprocess.Popen[bytes]"],
