@@ -47,6 +47,7 @@ _STARTER_FILE = "starter.json"
 _SOCKET_PATH = "ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 """The longest path that Ray gives to a socket; no socket's may exceed 107 bytes."""
 _CONNECT_TRIES = 2
+_PROBE_S = 5.0
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 _HTTP2_SETTINGS = 4
 
@@ -238,7 +239,7 @@ def _check_address(address: str) -> None:
             f"{address!r} is no Ray address; write host:port, for example 10.0.0.5:6379."
         )
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=5) as probe:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as probe:
             speaks = _speaks_http2(probe)
     except (OSError, OverflowError) as error:
         raise ShardUnavailable(

@@ -1,0 +1,283 @@
+"""Starting, finding, ending and reaching a Ray of our own, and every way in which that fails."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvray.actors import local_ray
+from kvray.actors.local_ray import LocalRay
+from kvray.errors import ConfigError, ShardUnavailable
+from tests.unit.actors.small_shard import wait_for
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """The name of a cluster of which nothing is left after the test."""
+    made = f"pytest-{os.getpid()}-own"
+    yield made
+    local_ray.stop(made)
+    assert not local_ray.local_dir(made).exists()
+
+
+def run(code: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    """Run `code` in a process that has no connection to Ray yet."""
+    return subprocess.run(
+        [sys.executable, "-c", f"from kvray.actors import local_ray\n{code}"],
+        cwd=ROOT,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def processes_of(name: str) -> list[psutil.Process]:
+    return local_ray._family(local_ray.local_dir(name))
+
+
+# -- reaching a cluster ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", ":6379", "host:", "ray://a:10001"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(ConfigError, match="write host:port"):
+        local_ray.connect(address)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "no-such-host.invalid:1"])
+def test_an_address_where_nobody_listens_is_told_at_once(address: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(ShardUnavailable, match="Nobody answers at the Ray address"):
+        local_ray.connect(address)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", None])
+def test_a_port_of_something_else_is_told_within_seconds(
+    answer: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_ray, "_PROBE_S", 1.0)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        peer = _answering(listener, answer)
+        began = time.monotonic()
+        with pytest.raises(ShardUnavailable, match=r"is no Ray head; correct ray\.address"):
+            local_ray.connect(f"127.0.0.1:{listener.getsockname()[1]}")
+        assert time.monotonic() - began < 10
+        os.kill(peer, signal.SIGKILL)
+        os.waitpid(peer, 0)
+
+
+def _answering(listener: socket.socket, answer: bytes | None) -> int:
+    """Fork a process that answers the first connection; None: it never does."""
+    child = os.fork()
+    if child:
+        return child
+    connection, _ = listener.accept()
+    if answer is None:
+        time.sleep(60)
+    connection.sendall(answer or b"")
+    connection.close()
+    os._exit(0)
+
+
+def test_without_a_local_tier_its_name_is_told() -> None:
+    done = run(
+        "from kvray.config import load_config\n"
+        "local_ray.connect_configured(load_config(overrides={'cluster_name': 'nobodys'}))"
+    )
+    assert "No local tier named 'nobodys' is running; start it with `kvray up`" in done.stderr
+
+
+@pytest.mark.parametrize("token", ["", "0" * 64])
+def test_a_wrong_token_is_told_within_seconds(local: LocalRay, token: str) -> None:
+    began = time.monotonic()
+    done = run(f"local_ray.connect({local.address!r})", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token)
+    assert "RAY_AUTH_MODE and RAY_AUTH_TOKEN if it wants a token." in done.stderr
+    assert "ShardUnavailable" in done.stderr
+    assert time.monotonic() - began < 30
+
+
+def test_the_right_token_is_adopted_from_the_local_cluster(local: LocalRay) -> None:
+    name = f"pytest-{os.getpid()}-t"
+    done = run(
+        "import ray\nfrom kvray.config import load_config\n"
+        f"local_ray.connect_configured(load_config(overrides={{'cluster_name': {name!r}}}))\n"
+        "print(len(ray.nodes()))",
+        RAY_AUTH_MODE="disabled",
+    )
+    assert done.stdout.split() == ["1"], done.stderr
+
+
+# -- starting and ending --------------------------------------------------------------------------
+
+
+def test_a_port_in_use_is_refused_before_anything_starts(name: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match=r"choose another --port"):
+            local_ray.start(name, port=taken.getsockname()[1])
+    assert not local_ray.local_dir(name).exists()
+
+
+def test_a_second_cluster_of_the_same_name_is_refused(local: LocalRay) -> None:
+    name = f"pytest-{os.getpid()}-t"
+    with pytest.raises(ConfigError, match="is running already"):
+        local_ray.start(name)
+    assert local_ray.find(name) == local
+
+
+def test_a_cluster_that_another_process_is_starting_is_left_alone(name: str) -> None:
+    directory = local_ray.local_dir(name)
+    directory.mkdir(mode=0o700)
+    parent = psutil.Process(os.getppid())
+    starter = json.dumps([parent.pid, parent.create_time()])
+    (directory / "starter.json").write_text(starter)
+    with pytest.raises(ConfigError, match=f"Process {parent.pid} is starting"):
+        local_ray.start(name)
+    assert (directory / "starter.json").read_text() == starter
+    assert sorted(directory.parent.glob(f"{directory.name}*")) == [directory]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_another_users_directory_is_neither_believed_nor_removed(name: str) -> None:
+    directory = local_ray.local_dir(name)
+    directory.mkdir(mode=0o700)
+    me = psutil.Process()
+    state = {"address": "10.0.0.66:6379", "token": "t", "pid": me.pid, "started": me.create_time()}
+    (directory / "ray.json").write_text(json.dumps(state | {"dashboard_url": None}))
+    assert local_ray.find(name) is not None
+    os.chown(directory, 12345, 12345)
+    try:
+        assert local_ray.find(name) is None
+        with pytest.raises(ConfigError, match="is another user's or has just been made"):
+            local_ray.start(name)
+        local_ray.stop(name)
+        assert (directory / "ray.json").exists()
+    finally:
+        os.chown(directory, 0, 0)
+
+
+def test_a_later_process_of_the_same_pid_is_no_cluster(name: str) -> None:
+    directory = local_ray.local_dir(name)
+    directory.mkdir(mode=0o700)
+    state = {"address": "a:1", "token": "t", "pid": os.getppid(), "started": 1.0}
+    (directory / "ray.json").write_text(json.dumps(state | {"dashboard_url": None}))
+    assert local_ray.find(name) is None
+    assert not local_ray.stop(name)
+    assert psutil.pid_exists(os.getppid())
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"pid": 1}', '{"pid": "x"}'])
+def test_a_damaged_state_file_is_no_cluster(name: str, text: str) -> None:
+    directory = local_ray.local_dir(name)
+    directory.mkdir(mode=0o700)
+    (directory / "ray.json").write_text(text)
+    assert local_ray.find(name) is None
+
+
+def test_a_long_name_gets_a_short_directory() -> None:
+    names = ["x" * 32, "x" * 31 + "y"]
+    directories = [local_ray.local_dir(name) for name in names]
+    assert len(set(directories)) == 2
+    assert all(local_ray._sockets_fit(directory) for directory in directories)
+
+
+def test_a_long_tmpdir_is_refused_with_the_fix(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(tempfile, "tempdir", str(deep))
+        with pytest.raises(ConfigError, match="set TMPDIR to a shorter one, such as /tmp"):
+            local_ray.start(name)
+    assert list(deep.iterdir()) == []
+
+
+def test_a_ray_that_does_not_start_is_told_and_cleared_away(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_ray, "_OBJECT_STORE_BYTES", 1)
+    with pytest.raises(ConfigError, match=r"Ray did not start, but ended with status \d"):
+        local_ray.start(name)
+    assert processes_of(name) == []
+    assert not local_ray.local_dir(name).exists()
+
+
+STARTING = """
+import sys
+def waiting(elapsed_s):
+    print("waiting", flush=True)
+local_ray.start(sys.argv[1], waiting=waiting, die_with_parent=len(sys.argv) > 2)
+print("started", flush=True)
+import time; time.sleep(60)
+"""
+
+
+def starting(name: str, until: str, *args: str) -> "subprocess.Popen[str]":
+    """Return a process that starts a cluster and has got as far as saying `until`."""
+    code = f"from kvray.actors import local_ray\n{STARTING}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, name, *args], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == until:
+            break
+    return process
+
+
+def reap(process: "subprocess.Popen[str]") -> None:
+    process.wait(30)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def test_ctrl_c_while_it_starts_leaves_nothing(name: str) -> None:
+    process = starting(name, "waiting")
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    reap(process)
+    assert processes_of(name) == []
+    assert not local_ray.local_dir(name).exists()
+
+
+def test_what_a_killed_start_left_is_ended_by_the_next(name: str) -> None:
+    process = starting(name, "waiting")
+    time.sleep(1.0)
+    process.kill()
+    reap(process)
+    orphans = processes_of(name)
+    assert orphans
+    assert local_ray.find(name) is None
+    local = local_ray.start(name)
+    assert local_ray.find(name) == local
+    assert not any(orphan.is_running() for orphan in orphans)
+    assert local_ray.stop(name)
+    assert processes_of(name) == []
+
+
+def test_it_dies_with_its_parent_if_asked_to(name: str) -> None:
+    process = starting(name, "started", "die")
+    assert local_ray.find(name) is not None
+    process.kill()
+    reap(process)
+    wait_for(lambda: local_ray.find(name) is None and processes_of(name) == [], "dying")
