@@ -51,8 +51,18 @@ class Replicas:
             gone = (key for key, entry in self._ranks.items() if entry.connection is None)
             del self._ranks[next(gone, next(iter(self._ranks)))]
 
-    def report(self, connection: int, replica: str, rank: int, counters: dict[str, int]) -> bool:
+    def report(
+        self,
+        connection: int,
+        replica: str,
+        rank: int,
+        counters: dict[str, int],
+        *,
+        leaving: bool = False,
+    ) -> bool:
         """Keep a rank's latest figures; False if it has to register first.
+
+        With `leaving` they are its last ones: it counts as disconnected from then on.
 
         Raises:
             ConfigError: these are no figures.
@@ -63,6 +73,8 @@ class Replicas:
         if entry is None or entry.connection != connection:
             return False
         entry.counters = dict(counters)
+        if leaving:
+            entry.connection = None
         return True
 
     def disconnect(self, connection: int) -> None:

@@ -273,9 +273,15 @@ class Shard:
         return {}
 
     def _report(
-        self, connection: int, replica: str, rank: int, counters: dict[str, int]
+        self,
+        connection: int,
+        replica: str,
+        rank: int,
+        counters: dict[str, int],
+        leaving: bool = False,
     ) -> dict[str, Any]:
-        return {"known": self._replicas.report(connection, replica, rank, counters)}
+        known = self._replicas.report(connection, replica, rank, counters, leaving=leaving)
+        return {"known": known}
 
     async def _serve(self, arena: Arena) -> None:
         """Do the shard's regular work until told to stop."""

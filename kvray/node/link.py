@@ -26,6 +26,7 @@ _log = logging.getLogger("kvray.node")
 
 _CALL_TIMEOUT_S = 2.0
 _REPORT_S = 1.0
+_LAST_REPORT_S = 0.5
 _RETRY_S = 0.005
 _FLUSH_S = 0.1
 """How long one round of deferred actions may take, so that an arena that stays locked does not
@@ -138,11 +139,15 @@ class NodeLink:
                 _log.warning("kvray: not registered yet: %s", error)
 
     def unregister(self, registration: Registration) -> None:
-        """Forget a rank; its last figures stay with the shard."""
+        """Forget a rank, after its last figures; they stay with the shard."""
         if self._forked:
             return
         with self._wake:
+            if not any(one is registration for one in self._registrations):
+                return
             self._registrations = [one for one in self._registrations if one is not registration]
+        if registration.accepted and self.arena is not None:
+            self._attempt(lambda: self._report_one(registration, leaving=True))
 
     def defer(self, arena: Arena, action: Deferred) -> None:
         """Do `action` on `arena` from the background thread until it answers True."""
@@ -285,6 +290,8 @@ class NodeLink:
         with self._wake:
             registrations = list(self._registrations)
         for registration in registrations:
+            if registration not in self._registrations:
+                continue  # It left since the list was taken.
             try:
                 self._report_one(registration)
             except ShardUnavailable as error:
@@ -298,12 +305,18 @@ class NodeLink:
                     registration.refusal = str(error)
                     _log.error("kvray: replica %s is refused: %s", registration.replica, error)
 
-    def _report_one(self, registration: Registration) -> None:
+    def _report_one(self, registration: Registration, *, leaving: bool = False) -> None:
         if not registration.accepted:
             self._send_registration(registration)
-        replica, rank = registration.replica, registration.rank
-        reply = self.call("report", replica=replica, rank=rank, counters=registration.counters())
-        registration.accepted = bool(reply.get("known"))
+        reply = self.call(
+            "report",
+            timeout_s=_LAST_REPORT_S if leaving else _CALL_TIMEOUT_S,
+            replica=registration.replica,
+            rank=registration.rank,
+            counters=registration.counters(),
+            leaving=leaving,
+        )
+        registration.accepted = bool(reply.get("known")) and not leaving
 
     def _send_registration(self, registration: Registration) -> None:
         self.call(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvray.config import KVRayConfig, cache_dir, load_config
-from kvray.errors import ConfigError, LayoutMismatch, ShardUnavailable
+from kvray.errors import ConfigError, LayoutMismatch
 from kvray.fingerprint import fingerprint_model
 from kvray.keys import request_seed
 from kvray.node import Registration, attach
@@ -295,13 +295,7 @@ class TensorCache:
                 self._state.notify_all()
 
     def _leave(self) -> None:
-        one = self._registration
-        self._link.unregister(one)
-        if self._link.arena is not None:
-            with contextlib.suppress(ShardUnavailable):
-                self._link.call(
-                    "report", replica=one.replica, rank=one.rank, counters=self.counters()
-                )
+        self._link.unregister(self._registration)
         self._link.detach()
         _instances.release_name(self._place, self._name)
 

@@ -75,6 +75,14 @@ def test_who_hung_up_is_shown_as_gone_with_the_last_figures(replicas: Replicas) 
     assert not replicas.report(1, "one", 0, {"hits": 4})
 
 
+def test_last_figures_stay_and_the_rank_counts_as_gone() -> None:
+    replicas = Replicas()
+    replicas.register(1, "one", 0, NAMESPACE)
+    assert replicas.report(1, "one", 0, {"hits": 5}, leaving=True)
+    assert [(r["connected"], r["counters"]) for r in replicas.status()] == [(False, {"hits": 5})]
+    replicas.register(1, "two", 0, OTHER_LAYOUT)
+
+
 def test_registering_again_replaces_the_entry(replicas: Replicas) -> None:
     replicas.register(5, "one", 0, NAMESPACE)
     replicas.disconnect(1)
