@@ -5,22 +5,34 @@ introduces them to each other. They meet here: the worker learns the pool's geom
 which no namespace is complete, and the scheduler keys requests with that namespace.
 """
 
+import atexit
 import logging
 import os
 import socket
+import weakref
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvray import node
 from kvray.block import Namespace
 from kvray.config import KVRayConfig, cache_dir, load_config
+from kvray.connector.boundary import Boundary
 from kvray.connector.engine_args import EngineArgs, read_engine_args
 from kvray.errors import ConfigError
 from kvray.fingerprint import fingerprint_model
 from kvray.node import NodeLink, Registration
+from kvray.store import Arena, Lease
 
 _log = logging.getLogger("kvray.connector")
+
+
+class Closable(Protocol):
+    """A half of the connector."""
+
+    def shutdown(self) -> None:
+        """Let go of the tier. Twice is fine."""
+        ...
 
 
 class Engine:
@@ -32,7 +44,9 @@ class Engine:
         self.config = config
         self.link = link
         self.totals: Counter[str] = Counter()
-        self.namespace: Namespace | None = None
+        self.boundary = Boundary(self.totals)
+        self.namespace_digest = b""
+        """Of the pool that the worker has registered; empty before and after."""
         self.is_host_pool = True
         self.replica = config.connector.replica or f"{socket.gethostname()}-{os.getpid()}"
         self._registration: Registration | None = None
@@ -87,7 +101,7 @@ class Engine:
             counters=lambda: dict(self.totals),
         )
         self.link.register(registration)
-        self._registration, self.namespace = registration, namespace
+        self._registration, self.namespace_digest = registration, namespace.digest()
         return namespace
 
     def close(self) -> None:
@@ -95,10 +109,10 @@ class Engine:
         self.link.detach()
 
     def unregister(self) -> None:
-        """Take this rank off the shard's list."""
+        """Take this rank off the shard's list; nothing is promised in its name any more."""
         if self._registration is not None:
             self.link.unregister(self._registration)
-            self._registration = None
+            self._registration, self.namespace_digest = None, b""
 
 
 def engine_for(llm_args: Any, config_path: str | None) -> Engine:
@@ -123,19 +137,48 @@ def engine_for(llm_args: Any, config_path: str | None) -> Engine:
     return link.member(llm_args, args, lambda: Engine(args, config, link))
 
 
-def registered_engine(engine: Engine) -> Engine | None:
+def registered_engine(engine: Engine) -> Engine:
     """Return the engine whose worker has registered its pool, as seen from the scheduler's half.
 
     That is `engine` itself, or, if the runtime gave the halves two copies of its arguments, the
-    latest engine of this process with equal ones. The workers check the namespace in the metadata
-    against their own, so a wrong guess can only fail, never corrupt.
+    latest engine of this process with equal ones whose worker has not been shut down. Two engines
+    with equal arguments have pools of one layout; if they do not, the workers, which check the
+    namespace in the metadata against their own, end the engine rather than load a wrong block.
+
+    Raises:
+        ConfigError: there is none.
     """
-    if engine.namespace is not None:
+    if engine.namespace_digest:
         return engine
     for other in engine.link.members():
-        if isinstance(other, Engine) and other.namespace is not None and other.args == engine.args:
+        if isinstance(other, Engine) and other.namespace_digest and other.args == engine.args:
             return other
-    return None
+    raise ConfigError(
+        "No worker of this process has registered its pool for this configuration; give scheduler"
+        " and worker class the same arguments and the same configuration file."
+    )
+
+
+def release_leases(engine: Engine, arena: Arena, *leases: Lease) -> None:
+    """End `leases` now, or from the link's thread if the arena is busy; raises nothing."""
+    with engine.boundary.around("a release"):
+        if not arena.release(*leases):
+            engine.link.defer(arena, lambda held: held.release(*leases))
+
+
+def shut_down_at_exit(half: "Closable") -> None:
+    """Have a half of the connector shut down when the interpreter ends, if it lives until then.
+
+    TensorRT-LLM has no shutdown call. The half is not kept alive, and with it the engine's pool.
+    """
+    reference, pid = weakref.ref(half), os.getpid()
+
+    def shut_down() -> None:
+        living = reference()
+        if living is not None and os.getpid() == pid:
+            living.shutdown()
+
+    atexit.register(shut_down)
 
 
 def fingerprints_dir() -> Path:

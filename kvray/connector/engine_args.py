@@ -13,6 +13,7 @@ from typing import Any
 from kvray.errors import ConfigError
 
 _PLAIN = (str, int, float, list, dict)
+_NO_FIELD = "kvray_asks_for_no_such_field"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +42,10 @@ def read_engine_args(llm_args: Any) -> EngineArgs:
     _refuse_unsupported(llm_args, cache)
     num_ranks = _number(llm_args, "tensor_parallel_size", 1)
     return EngineArgs(
-        model=str(getattr(llm_args, "model", "")),
+        model=str(field_of(llm_args, "model") or ""),
         tokens_per_block=_tokens_per_block(llm_args, cache),
         num_ranks=num_ranks,
-        rank=_rank(llm_args) if num_ranks > 1 else 0,
+        rank=_rank(llm_args, num_ranks),
         block_reuse=bool(getattr(cache, "enable_block_reuse", True)),
         partial_reuse=bool(getattr(cache, "enable_partial_reuse", True)),
         quantization=_quantization(llm_args),
@@ -52,6 +53,15 @@ def read_engine_args(llm_args: Any) -> EngineArgs:
         attention_backend=_text(llm_args, "attn_backend"),
         engine=_engine_version(),
     )
+
+
+def field_of(source: Any, name: str) -> Any:
+    """Return a field of an engine's object; None if it is not there.
+
+    A value that has every attribute one asks for was made up by the asking: it is no value.
+    """
+    value = getattr(source, name, None)
+    return None if hasattr(value, _NO_FIELD) else value
 
 
 def _refuse_unsupported(llm_args: Any, cache: Any) -> None:
@@ -65,7 +75,7 @@ def _refuse_unsupported(llm_args: Any, cache: Any) -> None:
             raise ConfigError(f"kvray does not serve engines with {what}; set {name} to 1.")
     if getattr(llm_args, "enable_attention_dp", False) is True:
         raise ConfigError("kvray does not serve attention data parallelism; unset it.")
-    if getattr(llm_args, "speculative_config", None) is not None:
+    if field_of(llm_args, "speculative_config") is not None:
         raise ConfigError("kvray does not serve speculative decoding; unset speculative_config.")
     if _number(cache, "host_cache_size", 0) > 0:
         raise ConfigError(
@@ -77,7 +87,7 @@ def _refuse_unsupported(llm_args: Any, cache: Any) -> None:
         raise ConfigError(
             "kvray does not serve layers with different attention windows; give one window."
         )
-    if str(getattr(cache, "dtype", "auto")).lower() in ("nvfp4", "fp4"):
+    if str(field_of(cache, "dtype")).lower() in ("nvfp4", "fp4"):
         raise ConfigError(
             "An FP4 KV cache keeps its scales in a pool that no connector is given; choose"
             " kv_cache_config.dtype fp8 or auto."
@@ -85,26 +95,36 @@ def _refuse_unsupported(llm_args: Any, cache: Any) -> None:
 
 
 def _tokens_per_block(llm_args: Any, cache: Any) -> int:
-    found = getattr(cache, "tokens_per_block", None) or getattr(llm_args, "tokens_per_block", None)
-    if not isinstance(found, int) or found < 1:
+    found = _number(cache, "tokens_per_block", 0) or _number(llm_args, "tokens_per_block", 0)
+    if found < 1:
         raise ConfigError(
             "The engine does not say its tokens_per_block; set it in kv_cache_config."
         )
     return found
 
 
-def _rank(llm_args: Any) -> int:
-    """Return this process's rank among the engine's ranks."""
-    parallel = getattr(llm_args, "parallel_config", None)
-    if parallel is not None and hasattr(parallel, "to_mapping"):
-        return int(parallel.to_mapping().rank)
+def _rank(llm_args: Any, num_ranks: int) -> int:
+    """Return this process's rank among the engine's ranks.
+
+    TensorRT-LLM's own answer comes first: by it the engine decides which rank is the leader.
+    """
     utilities = sys.modules.get("tensorrt_llm._utils")
     if utilities is not None and hasattr(utilities, "mpi_rank"):
-        return int(utilities.mpi_rank())
-    rank = getattr(llm_args, "rank", None)
-    if rank is None:
+        rank = int(utilities.mpi_rank())
+        if rank >= num_ranks:
+            raise ConfigError(
+                f"This is rank {rank} of an engine whose tensor_parallel_size is {num_ranks}; kvray"
+                " serves tensor parallelism only, and must know its size."
+            )
+        return rank
+    if num_ranks == 1:
+        return 0
+    parallel = field_of(llm_args, "parallel_config")
+    mapping = parallel.to_mapping() if hasattr(parallel, "to_mapping") else llm_args
+    rank = field_of(mapping, "rank")
+    if not isinstance(rank, int):
         raise ConfigError("The engine has several ranks but does not say which one this is.")
-    return int(rank)
+    return rank
 
 
 def _quantization(llm_args: Any) -> str:

@@ -1,11 +1,12 @@
 """What besides its tokens distinguishes a request: salt, LoRA adapter and media; or a bypass."""
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from kvray.connector.engine_args import field_of
+from kvray.errors import ConfigError
 from kvray.keys import MediaItem
 
 FingerprintAdapter = Callable[[str], str]
@@ -28,36 +29,47 @@ def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity 
 
     None: something enters its KV that cannot be told from here (an adapter without a readable
     path, media without digests, prompt embeddings): such a request bypasses the cache.
+
+    Raises:
+        ConfigError: a media digest of unknown form, or an adapter that cannot be read.
     """
-    if any(getattr(request, name, None) is not None for name in _PROMPT_EMBEDDINGS):
+    if any(field_of(request, name) is not None for name in _PROMPT_EMBEDDINGS):
         return None
     media = _media(request)
     if media is None:
         return None
     lora = None
-    if getattr(request, "lora_task_id", None) is not None:
-        path = getattr(request, "py_lora_path", None)
+    if field_of(request, "lora_task_id") is not None:
+        path = field_of(request, "py_lora_path")
         if not path:
             return None
         lora = bytes.fromhex(fingerprint_adapter(str(path)))
-    salt = getattr(request, "cache_salt", None)
+    salt = field_of(request, "cache_salt")
     if salt is None:
-        salt = getattr(request, "cache_salt_id", None)
+        salt = field_of(request, "cache_salt_id")
     return Identity(salt=salt, lora=lora, media=media)
 
 
 def _media(request: Any) -> tuple[MediaItem, ...] | None:
     """Return the media items; None if there are some without digest or position."""
-    if all(not _present(getattr(request, name, None)) for name in _MEDIA):
+    if all(not _present(field_of(request, name)) for name in _MEDIA):
         return ()
-    hashes: Any = getattr(request, "multimodal_hashes", None)
-    positions: Any = getattr(request, "multimodal_positions", None)
+    hashes: Any = field_of(request, "multimodal_hashes")
+    positions: Any = field_of(request, "multimodal_positions")
     if not _present(hashes) or not _present(positions) or len(hashes) != len(positions):
         return None
     return tuple(
-        MediaItem(position=int(at), digest=np.asarray(words, dtype="<i4").tobytes())
+        MediaItem(position=int(at), digest=_packed(words))
         for at, words in zip(positions, hashes, strict=True)
     )
+
+
+def _packed(words: Any) -> bytes:
+    """Return a digest that came as words of 32 bits, with or without a sign."""
+    numbers = [int(word) for word in words]
+    if not all(-(2**31) <= number < 2**32 for number in numbers):
+        raise ConfigError("A media digest has words of more than 32 bits; kvray knows none such.")
+    return struct.pack(f"<{len(numbers)}I", *(number & 0xFFFFFFFF for number in numbers))
 
 
 def _present(value: Any) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvray.block import BlockKey
+from kvray.errors import LayoutMismatch
 from kvray.keys import MediaItem, chain_keys
 from kvray.store import Arena, Lease
 
@@ -65,42 +66,54 @@ class RequestState:
     seed: bytes
     tokens_per_block: int
     media: tuple[MediaItem, ...]
-    tokens: list[int] = field(default_factory=list)
+    num_tokens: int = 0
     keys: list[BlockKey] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     num_saved: int = 0
     """Leading blocks that are in the tier, or were handed to the workers to save."""
     promise: Promise | None = None
-    saving_in: int = -1
-    """Number of the last pass that saves blocks of this request."""
+    _prompt: list[int] | None = None
+    """What `prompt_keys` was given, until the first report."""
+    _tail: list[int] = field(default_factory=list)
+    """The tokens that no key covers yet."""
 
     def prompt_keys(self, tokens: Sequence[int]) -> list[BlockKey]:
         """Return the keys of all full blocks of the prompt, and remember them."""
-        self.tokens = list(tokens)
-        self.keys = self._chain(0)
+        self._prompt = list(tokens)
+        self.num_tokens = len(self._prompt)
+        self.keys, self._tail = [], self._prompt
+        self._extend_keys()
         return self.keys
 
     def extend(self, new_tokens: Sequence[int], new_block_ids: Sequence[int], *, new: bool) -> None:
         """Take an engine's report: deltas over the request's life, the first with all so far."""
         if new:
-            self.block_ids = []
-            if list(new_tokens) != self.tokens:
+            if self._prompt is None or list(new_tokens) != self._prompt:
                 self.prompt_keys(new_tokens)
+            self.block_ids, self._prompt = [], None
         else:
-            self.tokens.extend(new_tokens)
+            self.num_tokens += len(new_tokens)
+            self._tail.extend(new_tokens)
         self.block_ids.extend(new_block_ids)
 
     def take_load(self, computed_position: int) -> LoadPlan | None:
         """Return the load that the promise amounts to; None if the engine did not accept it.
 
         `computed_position` is where the engine stood without the promised tokens.
+
+        Raises:
+            LayoutMismatch: the engine counts on the promise, but has no block for all of it.
         """
         promise = self.promise
         if promise is None or computed_position != promise.first * self.tokens_per_block:
             return None
         block_ids = self.block_ids[promise.first : promise.first + promise.num_blocks]
         if len(block_ids) < promise.num_blocks or min(block_ids, default=-1) < 0:
-            return None
+            raise LayoutMismatch(
+                f"The engine took {promise.num_blocks} blocks for request {self.request_id} but"
+                f" names pages for {sum(block_id >= 0 for block_id in block_ids)} of them; kvray"
+                " does not serve caches that give up pages of a prompt."
+            )
         return LoadPlan(
             request_id=self.request_id,
             arena_id=promise.arena.arena_id,
@@ -115,7 +128,7 @@ class RequestState:
         Args:
             computed_tokens: leading tokens whose KV is in the pool after the pass.
         """
-        full = min(computed_tokens, len(self.tokens)) // self.tokens_per_block
+        full = min(computed_tokens, self.num_tokens) // self.tokens_per_block
         full = min(full, len(self.block_ids))
         block_ids = self.block_ids[self.num_saved : full]
         # The second cache manager marks blocks without a page by -1: nothing to read there.
@@ -125,7 +138,7 @@ class RequestState:
             return None
         first, last = self.num_saved, self.num_saved + len(block_ids)
         if last > len(self.keys):
-            self.keys.extend(self._chain(len(self.keys)))
+            self._extend_keys()
         self.num_saved = last
         return SavePlan(
             request_id=self.request_id,
@@ -135,16 +148,20 @@ class RequestState:
             block_ids=pack_ids(block_ids),
         )
 
-    def _chain(self, first: int) -> list[BlockKey]:
-        """Return the keys of the full blocks from `first` on."""
-        start = first * self.tokens_per_block
-        later = [item for item in self.media if item.position >= start]
-        return chain_keys(
-            self.tokens[start:],
+    def _extend_keys(self) -> None:
+        """Key the full blocks of the tail."""
+        start = len(self.keys) * self.tokens_per_block
+        self.keys += chain_keys(
+            self._tail,
             tokens_per_block=self.tokens_per_block,
-            seed=self.keys[first - 1] if first else self.seed,
-            media=[MediaItem(position=m.position - start, digest=m.digest) for m in later],
+            seed=self.keys[-1] if self.keys else self.seed,
+            media=[
+                MediaItem(position=item.position - start, digest=item.digest)
+                for item in self.media
+                if item.position >= start
+            ],
         )
+        self._tail = self._tail[len(self.keys) * self.tokens_per_block - start :]
 
 
 def promised_blocks_max(num_tokens: int, tokens_per_block: int) -> int:

@@ -6,11 +6,20 @@ longer than the arena's `lock_wait_s`.
 
 import logging
 from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from kvray.block import BlockKey
 from kvray.connector.base import KvCacheConnectorScheduler
-from kvray.connector.engine import Engine, engine_for, fingerprints_dir, registered_engine
+from kvray.connector.engine import (
+    Engine,
+    engine_for,
+    fingerprints_dir,
+    registered_engine,
+    release_leases,
+    shut_down_at_exit,
+)
 from kvray.connector.identity import identify
 from kvray.connector.plan import (
     ConnectorMeta,
@@ -20,16 +29,13 @@ from kvray.connector.plan import (
     SavePlan,
     promised_blocks_max,
 )
-from kvray.errors import KVRayError
 from kvray.fingerprint import fingerprint_model
 from kvray.keys import request_seed
-from kvray.node import NodeLink
-from kvray.store import Arena, Lease
 
 _log = logging.getLogger("kvray.connector")
 
 _STATES_MAX = 8192
-"""Requests remembered at once; cancelled ones end without a call, so the oldest go."""
+"""Requests remembered at once. Cancelled ones end without a call; those unseen for longest go."""
 
 
 class KvRayScheduler(KvCacheConnectorScheduler):
@@ -47,10 +53,11 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         super().__init__(llm_args)
         self._engine = engine_for(llm_args, self.config_path)
         self._states: OrderedDict[int, RequestState] = OrderedDict()
-        self._pass = 0
         self._promising: dict[int, RequestState] = {}
+        self._namespace = b""
         self._warned_unaligned = False
         self._is_shut_down = False
+        shut_down_at_exit(self)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -65,50 +72,43 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             (tokens after `num_computed_tokens` that will be loaded, False: before this pass).
         """
         self._forget(request.request_id)
-        engine = registered_engine(self._engine)
-        if engine is None:
-            return 0, False
-        try:
+        with self._engine.boundary.around("a request"):
+            engine = registered_engine(self._engine)
+            self._namespace = engine.namespace_digest
             return self._match(engine, request, num_computed_tokens), False
-        except KVRayError as error:
-            engine.totals["errors"] += 1
-            _log.warning("kvray: request %s goes without the tier: %s", request.request_id, error)
-            return 0, False
+        self._forget(request.request_id)  # what was not answered is not promised either
+        return 0, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """Nothing: the blocks of synchronous loads stand in the coming pass's report."""
 
     def build_connector_meta(self, scheduler_output: Any) -> ConnectorMeta:
-        """Return what the workers load before and save after the coming pass."""
-        self._pass += 1
+        """Return what the workers load before and save after the coming pass.
+
+        Raises:
+            LayoutMismatch: what was promised has no place to go. The engine counts on it and
+                cannot be told, so it must not go on.
+        """
         loads: list[LoadPlan] = []
         saves: list[SavePlan] = []
-        for is_new, reports in (
-            (True, getattr(scheduler_output, "new_requests", None)),
-            (False, getattr(scheduler_output, "cached_requests", None)),
-        ):
-            for report in reports or ():
-                self._plan(report, is_new, loads, saves)
-        for state in self._promising.values():
-            self._release(state)
-        self._promising.clear()
-        engine = registered_engine(self._engine)
-        namespace = None if engine is None else engine.namespace
-        return ConnectorMeta(
-            namespace=b"" if namespace is None else namespace.digest(),
-            loads=tuple(loads),
-            saves=tuple(saves),
-        )
+        for report, is_new in _reports(scheduler_output):
+            state = self._states.get(report.request_id)
+            if state is None:
+                continue
+            self._states.move_to_end(report.request_id)
+            if is_new and state.promise is not None:
+                self._plan(state, report, is_new, loads, saves)
+                continue
+            with self._engine.boundary.around("a save"):
+                self._plan(state, report, is_new, loads, saves)
+                continue
+            self._forget(report.request_id)
+        return self._hand_over(loads, saves)
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """Return whether the last pass's saves may still be reading the request's blocks.
-
-        Saves of earlier passes have been read: the workers fence before each pass. Asked again for
-        the same request it answers False.
-        """
-        state = self._states.get(request.request_id)
+        """Return False: what is saved of a request was read at the end of each of its passes."""
         self._forget(request.request_id)
-        return state is not None and state.saving_in == self._pass
+        return False
 
     def wait_for_initialization(self) -> None:
         """Nothing to wait for: an engine without its tier starts all the same."""
@@ -130,7 +130,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             return 0
         tokens_per_block = state.tokens_per_block
         keys = state.prompt_keys(request.get_tokens(0))
-        wanted = keys[: promised_blocks_max(len(state.tokens), tokens_per_block)]
+        wanted = keys[: promised_blocks_max(state.num_tokens, tokens_per_block)]
         reason = "unaligned"
         if num_computed_tokens % tokens_per_block:
             self._warn_unaligned(num_computed_tokens)
@@ -138,7 +138,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             reason = self._lease(engine, state, wanted, num_computed_tokens // tokens_per_block)
         hit = state.promise.num_blocks * tokens_per_block if state.promise else 0
         totals["requests"] += 1
-        totals["prompt_tokens"] += len(state.tokens)
+        totals["prompt_tokens"] += state.num_tokens
         totals["local_tokens"] += num_computed_tokens
         totals["hit_tokens"] += hit
         missed = len(wanted) * tokens_per_block - num_computed_tokens - hit
@@ -148,7 +148,6 @@ class KvRayScheduler(KvCacheConnectorScheduler):
 
     def _remember(self, engine: Engine, request: Any) -> RequestState | None:
         """Open the state of a request; None if it cannot be told what enters its KV."""
-        assert engine.namespace is not None
         identity = identify(
             request, lambda path: fingerprint_model(path, cache_dir=fingerprints_dir())
         )
@@ -156,7 +155,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             return None
         state = RequestState(
             request_id=request.request_id,
-            seed=request_seed(engine.namespace.digest(), salt=identity.salt, lora=identity.lora),
+            seed=request_seed(self._namespace, salt=identity.salt, lora=identity.lora),
             tokens_per_block=engine.args.tokens_per_block,
             media=identity.media,
         )
@@ -183,39 +182,49 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             return "arena_busy"
         if not leases:
             return "not_stored"
-        state.num_saved = run = leases[0].num_blocks
-        if engine.verifies_loads:
-            run = first + min(arena.sound_run(one, first=first) for one in leases)
+        found = run = leases[0].num_blocks
+        # Entered before anything can fail: what is leased is released with its promise.
         state.promise = Promise(
-            arena=arena, leases=tuple(leases), first=first, num_blocks=max(0, run - first)
+            arena=arena, leases=tuple(leases), first=first, num_blocks=max(0, found - first)
         )
         self._promising[state.request_id] = state
+        if found > first and engine.verifies_loads:
+            run = first + min(arena.sound_run(one, first=first) for one in leases)
+            state.promise = replace(state.promise, num_blocks=run - first)
+        # A corrupt block, and what follows it, is saved anew when it is computed.
+        state.num_saved = run
         if run <= first:
             self._release(state)
-        return "corrupt" if run < leases[0].num_blocks else "not_stored"
+        return "corrupt" if run < found else "not_stored"
 
     def _plan(
-        self, report: Any, is_new: bool, loads: list[LoadPlan], saves: list[SavePlan]
+        self,
+        state: RequestState,
+        report: Any,
+        is_new: bool,
+        loads: list[LoadPlan],
+        saves: list[SavePlan],
     ) -> None:
         """Add what one request needs in the coming pass."""
-        state = self._states.get(report.request_id)
-        if state is None:
-            return
         state.extend(report.new_tokens, report.new_block_ids, new=is_new)
         start = report.computed_position
         if is_new and state.promise is not None:
             load = state.take_load(start)
-            # The engine subtracts what it was offered, whether or not it took it.
-            start += state.promise.num_blocks * state.tokens_per_block
             if load is not None:
                 loads.append(load)
-                # From here on each rank releases its own lease.
-                state.promise = None
-                self._promising.pop(state.request_id, None)
+            # The engine subtracts what it was offered, whether or not it took it.
+            start += state.promise.num_blocks * state.tokens_per_block
         save = state.take_save(start + report.num_scheduled_tokens)
         if save is not None:
             saves.append(save)
-            state.saving_in = self._pass
+
+    def _hand_over(self, loads: list[LoadPlan], saves: list[SavePlan]) -> ConnectorMeta:
+        """Leave the leases of `loads` to the workers, and release what no load took."""
+        for load in loads:
+            self._promising.pop(load.request_id).promise = None
+        for state in list(self._promising.values()):
+            self._release(state)
+        return ConnectorMeta(namespace=self._namespace, loads=tuple(loads), saves=tuple(saves))
 
     def _forget(self, request_id: int) -> None:
         state = self._states.pop(request_id, None)
@@ -227,7 +236,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         promise, state.promise = state.promise, None
         self._promising.pop(state.request_id, None)
         if promise is not None:
-            release_leases(self._engine.link, promise.arena, *promise.leases)
+            release_leases(self._engine, promise.arena, *promise.leases)
 
     def _warn_unaligned(self, num_computed_tokens: int) -> None:
         if not self._warned_unaligned:
@@ -239,7 +248,9 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             )
 
 
-def release_leases(link: NodeLink, arena: Arena, *leases: Lease) -> None:
-    """End `leases` now, or from the link's thread if the arena is busy."""
-    if not arena.release(*leases):
-        link.defer(arena, lambda held: held.release(*leases))
+def _reports(scheduler_output: Any) -> Iterator[tuple[Any, bool]]:
+    """Yield (a request's report, whether it is its first) of one pass."""
+    for report in getattr(scheduler_output, "new_requests", None) or ():
+        yield report, True
+    for report in getattr(scheduler_output, "cached_requests", None) or ():
+        yield report, False

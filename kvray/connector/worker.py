@@ -1,19 +1,17 @@
 """Every rank's half of the connector: copies promised blocks in, and computed blocks out.
 
 The pool is written by the engine's executor thread alone, and only for requests of the metadata
-bound to this pass. It is read by the saver's thread, between a pass and the fence before the next.
+bound to this pass. It is read by the saver's thread, while the executor's waits in `wait_for_save`.
 """
 
-import atexit
 import logging
 from typing import TYPE_CHECKING, Any
 
 from kvray.connector.base import KvCacheConnectorWorker
-from kvray.connector.engine import engine_for
+from kvray.connector.engine import engine_for, release_leases, shut_down_at_exit
 from kvray.connector.plan import ConnectorMeta, LoadPlan, unpack_ids
 from kvray.connector.pool import Pool, open_pool
 from kvray.connector.saver import Job, Saver
-from kvray.connector.scheduler import release_leases
 from kvray.errors import LayoutMismatch, LeaseExpired
 
 if TYPE_CHECKING:
@@ -43,10 +41,8 @@ class KvRayWorker(KvCacheConnectorWorker):
         self._saver: Saver | None = None
         self._started: object | None = None
         self._saved: object | None = None
-        self._finishing: set[int] = set()
         self._is_shut_down = False
-        # TensorRT-LLM has no shutdown call: what was computed last is flushed at exit.
-        atexit.register(self.shutdown)
+        shut_down_at_exit(self)
 
     def register_kv_caches(self, kv_cache_tensor: "torch.Tensor") -> None:
         """Take the pool, shaped [num_blocks, num_layers, kv_factor, block_elems].
@@ -78,22 +74,19 @@ class KvRayWorker(KvCacheConnectorWorker):
         Called twice for one metadata it does nothing the second time.
 
         Raises:
+            LayoutMismatch: the promise is of another layout than this rank's pool.
             LeaseExpired: what was promised is gone; wrong tokens would follow, so the engine stops.
             CorruptBlock: likewise, the bytes changed under a lease.
         """
-        if self._saver is not None:
-            self._saver.fence()
         meta = self._metadata
         if not isinstance(meta, ConnectorMeta) or meta is self._started:
             return
         self._started = meta
-        if meta.loads and meta.namespace != self._namespace:
-            raise LayoutMismatch(
-                "The leader promised blocks of another namespace than this rank's pool; give every"
-                " rank the same engine arguments."
-            )
-        for plan in meta.loads:
-            self._load(plan)
+        try:
+            for plan in meta.loads:
+                self._load(plan, meta.namespace)
+        finally:
+            self._release(meta.loads)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Nothing: `start_load_kv` returns when every layer is in place."""
@@ -102,54 +95,69 @@ class KvRayWorker(KvCacheConnectorWorker):
         """Nothing: a block is saved whole, after the pass."""
 
     def wait_for_save(self, stream: Any) -> None:
-        """Hand the blocks that this pass filled to the saver's thread."""
+        """Save the blocks that this pass filled; what can be read later is not waited for.
+
+        Blocks in host memory are read before this returns: the engine may free those of a
+        cancelled request right after, and tells nobody.
+        """
         meta = self._metadata
         if not isinstance(meta, ConnectorMeta) or meta is self._saved:
             return
         self._saved = meta
         if self._pool is None or self._saver is None or meta.namespace != self._namespace:
             return
-        for plan in meta.saves:
-            rows, block_ids = self._pool.source(unpack_ids(plan.block_ids))
-            self._saver.submit(Job(plan=plan, rows=rows, block_ids=block_ids))
+        with self._engine.boundary.around("a save"):
+            for plan in meta.saves:
+                rows, block_ids = self._pool.source(unpack_ids(plan.block_ids))
+                job = Job(plan=plan, rows=rows, block_ids=block_ids, is_lent=self._pool.is_host)
+                self._saver.submit(job)
+        if meta.saves and self._pool.is_host:
+            self._saver.fence()
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Return the finished requests whose blocks are read no more, each once.
+        """Return the requests that are done: those just finished, as nothing outlives a pass.
 
-        Takes no lock of the arena and makes no call. Nothing is ever loaded asynchronously.
+        Takes no lock and makes no call. Nothing is ever loaded asynchronously.
         """
-        self._finishing.update(finished_gen_req_ids)
-        saver = self._saver
-        done = [one for one in self._finishing if saver is None or not saver.is_reading(one)]
-        self._finishing.difference_update(done)
-        return done, []
+        return list(finished_gen_req_ids), []
 
     def shutdown(self) -> None:
         """Flush saves for a bounded time and let go of the tier. Twice is fine."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        atexit.unregister(self.shutdown)
         self._close_saver()
         self._engine.unregister()
         self._engine.close()
 
-    def _load(self, plan: LoadPlan) -> None:
+    def _load(self, plan: LoadPlan, namespace: bytes) -> None:
         engine, pool = self._engine, self._pool
-        assert pool is not None, "a pass with loads before register_kv_caches"
+        if pool is None or namespace != self._namespace:
+            raise LayoutMismatch(
+                "The leader promised blocks of another namespace than this rank's pool; give every"
+                " rank the same engine arguments."
+            )
         arena = engine.link.arena_named(plan.arena_id)
         if arena is None:
             raise LeaseExpired(
                 f"Arena {plan.arena_id}, of which the leader promised blocks, is not attached here;"
                 " every rank must see its leader's arena."
             )
-        lease = plan.leases[engine.args.rank]
         block_ids = unpack_ids(plan.block_ids)
+        lease = plan.leases[engine.args.rank]
         pool.load(arena, lease, block_ids, first=plan.first, verify=engine.verifies_loads)
-        release_leases(engine.link, arena, lease)
         engine.totals["loaded_blocks"] += len(block_ids)
+
+    def _release(self, loads: tuple[LoadPlan, ...]) -> None:
+        """End this rank's leases of a pass, each once, also when a load failed."""
+        for arena_id in {plan.arena_id for plan in loads}:
+            arena = self._engine.link.arena_named(arena_id)
+            if arena is not None:
+                rank = self._engine.args.rank
+                own = [plan.leases[rank] for plan in loads if plan.arena_id == arena_id]
+                release_leases(self._engine, arena, *own)
 
     def _close_saver(self) -> None:
         if self._saver is not None:

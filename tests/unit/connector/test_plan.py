@@ -4,6 +4,7 @@ import pickle
 from typing import Any
 from unittest.mock import Mock
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from kvray.connector.plan import (
     promised_blocks_max,
     unpack_ids,
 )
+from kvray.errors import LayoutMismatch
 from kvray.keys import MediaItem, chain_keys
 from kvray.store import Lease
 
@@ -111,10 +113,12 @@ def test_a_promise_is_not_loaded_where_the_engine_stands_elsewhere() -> None:
     assert state.take_load(-2 * BLOCK) is None
 
 
-def test_a_promise_is_not_loaded_into_blocks_that_are_not_there() -> None:
+@pytest.mark.parametrize("block_ids", [[9, 8, -1, 6, 5], [9, 8, 7]])
+def test_a_promise_that_was_taken_without_blocks_for_it_is_an_error(block_ids: list[int]) -> None:
     state = with_promise(state_of(list(range(20))), first=1, num_blocks=3)
-    state.extend(list(range(20)), [9, 8, -1, 6, 5], new=True)
-    assert state.take_load(BLOCK) is None
+    state.extend(list(range(20)), block_ids, new=True)
+    with pytest.raises(LayoutMismatch, match="2 of them"):
+        state.take_load(BLOCK)
 
 
 def test_a_first_report_with_other_tokens_rekeys_the_request() -> None:
