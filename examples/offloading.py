@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from kvray.actors.launch import local_tier
-from kvray.config import environ_for, load_config
+from kvray.config import load_config
 from kvray.reference import KvConnectorConfig, Output, Replica
 
 TOKENS_PER_BLOCK = 32
@@ -48,7 +48,7 @@ def play(connector: KvConnectorConfig | None, model: str, config: Path | None) -
 
 def environ_of(model: str, config: Path | None) -> dict[str, str]:
     """Return the variables of an engine's process."""
-    environ = environ_for(config) if config else {}
+    environ = {"KVRAY_CONFIG": str(config.absolute())} if config else {}
     if model.startswith("tiny"):  # random weights, made in memory: no checkpoint identifies them
         environ["KVRAY_CONNECTOR__MODEL_KEY"] = model
     return environ

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -27,6 +28,7 @@ from pathlib import Path
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
 
 from kvray.actors.ownership import is_own
 from kvray.actors.ray_calls import first_line
@@ -39,6 +41,7 @@ _LAST_BREATH_S = 5.0
 _OBJECT_STORE_BYTES = 80 * 2**20
 """The least Ray accepts: kvray keeps no blocks in Ray's object store."""
 _PR_SET_PDEATHSIG = 1
+_KEPT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _MARK = "KVRAY_LOCAL_RAY"
 """Set in the environment of every process of a local cluster: its directory, by which those are
 found that a killed parent left behind."""
@@ -172,7 +175,7 @@ def connect(address: str) -> None:
     """
     _check_address(address)
     try:
-        with _few_tries():
+        with _few_tries(), _signals_kept():
             ray.init(
                 address=address,
                 namespace="kvray",
@@ -182,7 +185,7 @@ def connect(address: str) -> None:
             )
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         ray.shutdown()
-        cause = first_line(error.__cause__ or error)
+        cause = _cause(error.__cause__ or error)
         raise ShardUnavailable(
             f"The Ray cluster at {address} cannot be reached ({cause}); check ray.address, and"
             " RAY_AUTH_MODE and RAY_AUTH_TOKEN if it wants a token."
@@ -227,6 +230,37 @@ def _few_tries() -> Iterator[None]:
         yield
     finally:
         ray_constants.NUM_REDIS_GET_RETRIES = before
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Have Ray leave the caller's handlers alone: its own end the process at once.
+
+    Ray's handler in Python is not set at all. The one in C++, which comes first, is replaced again;
+    until then this thread, and those that Ray starts here, take no signal.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Ray sets no handler either
+        return
+    handlers = {signum: signal.getsignal(signum) for signum in _KEPT_SIGNALS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _KEPT_SIGNALS)
+    setter = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = setter
+        for signum, handler in handlers.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _cause(error: BaseException) -> str:
+    """Return what an error of Ray says, where its first line is but the head of a traceback."""
+    head = first_line(error)
+    if not head.endswith("Traceback (most recent call last):"):
+        return head
+    return str(error).strip().splitlines()[-1].partition(". ")[0]
 
 
 def _check_address(address: str) -> None:

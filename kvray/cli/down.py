@@ -16,7 +16,8 @@ def down(
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
-        from kvray.actors.launch import take_down
+        with interrupts.masked():
+            from kvray.actors.launch import take_down
 
         with interrupts.held():
             found = take_down(settings)

@@ -20,23 +20,28 @@ class Interrupts:
 
     @contextlib.contextmanager
     def caught(self) -> Iterator[None]:
-        """Catch the signals inside the block, and give them back to whoever had them."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # Python delivers signals to the main thread only
-            return
-        before: dict[int, Any] = {signum: signal.getsignal(signum) for signum in _SIGNALS}
-        self.catch()
+        """Catch the signals inside the block, which is all that the process does.
+
+        After it they are ignored: a late one must not change the exit status.
+        """
+        self._handle_with(self._handle)
         try:
             yield
         finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+            self._handle_with(signal.SIG_IGN)
 
-    def catch(self) -> None:
-        """Catch the signals again: `ray.init` puts a handler of its own in place."""
-        if threading.current_thread() is threading.main_thread():
-            for signum in _SIGNALS:
-                signal.signal(signum, self._handle)
+    @contextlib.contextmanager
+    def masked(self) -> Iterator[None]:
+        """Have threads that start inside the block take no signal, now and later.
+
+        For imports: some libraries start threads, and while Ray connects it blocks signals in this
+        thread only, so that another one would take them, and run Ray's handler.
+        """
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -68,6 +73,11 @@ class Interrupts:
             finally:
                 self._depth -= 1
         self.check()
+
+    def _handle_with(self, handler: Any) -> None:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python forbids it
+            for signum in _SIGNALS:
+                signal.signal(signum, handler)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self._depth:

@@ -25,20 +25,24 @@ class LaunchProgress:
 
     def __init__(self, console: Console, interrupts: Interrupts) -> None:
         self._interrupts = interrupts
+        options: Any = {
+            "console": console,
+            "transient": True,
+            "disable": not console.is_terminal,
+            "auto_refresh": False,  # its thread would take signals that are held back
+        }
         self._ray = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
             TimeElapsedColumn(),
-            console=console,
-            transient=True,
+            **options,
         )
         self._bytes = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             DownloadColumn(binary_units=True),
             TimeElapsedColumn(),
-            console=console,
-            transient=True,
+            **options,
         )
         self._shown: Progress | None = None
         self._task: TaskID | None = None
@@ -61,8 +65,6 @@ class LaunchProgress:
 
     def report(self, shards: list[dict[str, Any]]) -> None:
         """The shards are getting ready."""
-        # By now this process is connected: Ray has put its own handler in place.
-        self._interrupts.catch()
         self._interrupts.check()
         total = sum(shard.get("total", 0) for shard in shards)
         done = sum(shard.get("done", 0) for shard in shards)
@@ -85,3 +87,4 @@ class LaunchProgress:
         if self._task is None:
             self._task = progress.add_task(description, total=total)
         progress.update(self._task, description=description)
+        progress.refresh()

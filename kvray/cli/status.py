@@ -24,9 +24,10 @@ def status(
     verbose: VerboseOption = False,
 ) -> None:
     """Show the shards and their memory, the lookup, and the replicas with their hits."""
-    with boundary(verbose=verbose):
+    with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
-        from kvray.client import Client
+        with interrupts.masked():
+            from kvray.client import Client
 
         with Client(settings) as client:
             found = client.status()

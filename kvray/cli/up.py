@@ -44,7 +44,8 @@ def up(
                 f"--port is for a local Ray, but the tier goes on the one at"
                 f" {settings.ray.address}; leave one of the two out."
             )
-        from kvray.actors.launch import bring_up
+        with interrupts.masked():
+            from kvray.actors.launch import bring_up
 
         console = Console(stderr=True, highlight=False)
         # Held back, a signal is seen at the next report: a Ray half started is not lost sight of.

@@ -49,7 +49,8 @@ def _run(model: str, *, as_json: bool, arena: str, interrupts: Interrupts) -> bo
         capacity = parse_size(arena)
     except ValueError as error:
         raise ConfigError(f"--arena: {error}.") from None
-    from kvray.cli.demo import play, report
+    with interrupts.masked():
+        from kvray.cli.demo import play, report
 
     began = time.monotonic()
     console = Console(stderr=True, highlight=False)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from kvray.actors.launch import local_tier
 from kvray.cli.demo import report
+from kvray.cli.demo.model import fetch_model, is_tiny, read_model
 from kvray.cli.demo.phases import ORACLE_PHASE, PHASES, oracle_answers
 from kvray.cli.demo.prompts import make_prompts
 from kvray.cli.demo.record import Record, Verdict, judge
@@ -18,8 +19,6 @@ from kvray.cli.interrupts import Interrupts
 from kvray.cli.progress import LaunchProgress
 from kvray.client import Client
 from kvray.config import environ_for, format_size, load_config
-from kvray.errors import ConfigError
-from kvray.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 _SHM = Path("/dev/shm")
 _SPARE = 1.1
@@ -41,18 +40,21 @@ def play(
     Raises:
         KVRayError: the model, the tier or an engine did not work.
     """
-    path, tokenizer = load_model(model, console)
-    prompts = make_prompts(tokenizer, tokens_per_block=TOKENS_PER_BLOCK)
+    fetch_model(model)
     with interrupts.closing() as stack:
-        scratch = Path(tempfile.mkdtemp(prefix="kvray-demo-"))
-        stack.callback(shutil.rmtree, scratch, ignore_errors=True)
-        config_path = _write_config(scratch, capacity, console, model=path)
+        with interrupts.held():
+            scratch = Path(tempfile.mkdtemp(prefix="kvray-demo-"))
+            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        config_path = _write_config(scratch, capacity, console, model=model)
         settings = load_config(config_path, environ={})
         # Held back, a signal is seen at the next report: no Ray is lost sight of.
         with LaunchProgress(console, interrupts) as progress, interrupts.held():
             stack.enter_context(
                 local_tier(settings, waiting=progress.waiting, report=progress.report)
             )
+        # Only now: torch starts threads, and there must be none while Ray takes over the signals.
+        path, tokenizer = read_model(model, console)
+        prompts = make_prompts(tokenizer, tokens_per_block=TOKENS_PER_BLOCK)
         stage = Stage(
             stack.enter_context(Client(settings)),
             model=path,
@@ -74,35 +76,6 @@ def play(
     return stage.records, judge(stage.records, oracle=oracle)
 
 
-def load_model(model: str, console: Console) -> tuple[str, Tokenizer]:
-    """Return what an engine is to load, and the tokenizer; weights are fetched if need be.
-
-    Raises:
-        ConfigError: there is no such model, or its weights cannot be had.
-    """
-    if _is_tiny(model):
-        return model, ByteTokenizer()
-    if model == "smollm2":
-        from kvray.reference.checkpoint import find_smollm2
-        from kvray.reference.weights import find_weights
-
-        find_weights()  # has a bar of its own
-        with console.status("Loading the model"):
-            path = find_smollm2()
-            return str(path), load_tokenizer(path)
-    path = Path(model).expanduser()
-    if not path.exists():
-        raise ConfigError(
-            f"There is no model at {path}; give smollm2, tiny, or the path of a Llama-family"
-            " checkpoint (a directory or a .gguf file)."
-        )
-    return str(path.absolute()), load_tokenizer(path)
-
-
-def _is_tiny(model: str) -> bool:
-    return model.partition(":")[0] == "tiny"
-
-
 def _write_config(scratch: Path, capacity: int, console: Console, *, model: str) -> Path:
     """Write the tier's configuration; its arena goes to disk where shared memory is too small."""
     directory = _SHM
@@ -117,7 +90,7 @@ def _write_config(scratch: Path, capacity: int, console: Console, *, model: str)
             cluster_name=f"demo-{os.getpid()}",
             directory=directory,
             capacity=capacity,
-            model_key=model.replace(":", "-") if _is_tiny(model) else None,
+            model_key=model.replace(":", "-") if is_tiny(model) else None,
         )
     )
     return path

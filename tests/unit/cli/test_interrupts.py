@@ -1,5 +1,7 @@
 import os
 import signal
+import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -8,17 +10,34 @@ from kvray.cli.interrupts import Interrupts
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+@pytest.fixture(autouse=True)
+def _handlers_are_given_back() -> Iterator[None]:
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
 @pytest.mark.parametrize("signum", SIGNALS)
 def test_signal_is_an_interrupt(signum: signal.Signals) -> None:
     with pytest.raises(KeyboardInterrupt), Interrupts().caught():
         os.kill(os.getpid(), signum)
 
 
-def test_handlers_are_given_back() -> None:
-    before = [signal.getsignal(signum) for signum in SIGNALS]
+def test_late_signal_does_nothing() -> None:
     with Interrupts().caught():
-        assert [signal.getsignal(signum) for signum in SIGNALS] != before
-    assert [signal.getsignal(signum) for signum in SIGNALS] == before
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_threads_that_start_while_masked_take_no_signal() -> None:
+    masks = []
+    with Interrupts().masked():
+        thread = threading.Thread(target=lambda: masks.append(signal.pthread_sigmask(0, ())))
+        thread.start()
+    thread.join()
+    assert masks == [{*SIGNALS}]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*SIGNALS}
 
 
 def test_signal_that_is_held_back_comes_at_the_end_of_the_block() -> None:

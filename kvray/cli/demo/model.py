@@ -1,0 +1,49 @@
+"""The demo's model: found or fetched first, unpacked and read later."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from kvray.errors import ConfigError
+from kvray.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from kvray.reference.weights import find_weights
+
+SMOLLM2 = "smollm2"
+
+
+def is_tiny(model: str) -> bool:
+    """Return whether a model is random weights, which exist in memory alone."""
+    return model.partition(":")[0] == "tiny"
+
+
+def fetch_model(model: str) -> None:
+    """Make sure that the model is on this machine.
+
+    Raises:
+        ConfigError: there is no such model, or its weights cannot be had.
+    """
+    if model == SMOLLM2:
+        find_weights()  # shows a bar if it has to fetch them
+    elif not is_tiny(model) and not Path(model).expanduser().exists():
+        raise ConfigError(
+            f"There is no model at {model}; give smollm2, tiny, or the path of a Llama-family"
+            " checkpoint (a directory or a .gguf file)."
+        )
+
+
+def read_model(model: str, console: Console) -> tuple[str, Tokenizer]:
+    """Return what an engine is to load, and the tokenizer.
+
+    Raises:
+        ConfigError: the model cannot be read, or not be unpacked into the cache.
+    """
+    if is_tiny(model):
+        return model, ByteTokenizer()
+    with console.status("Reading the model"):
+        if model == SMOLLM2:
+            from kvray.reference.checkpoint import find_smollm2
+
+            path = find_smollm2()
+        else:
+            path = Path(model).expanduser().absolute()
+        return str(path), load_tokenizer(path)

@@ -1,0 +1,110 @@
+"""Runs commands as a user does: processes of their own, in a temporary directory of their own."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+SHM = Path("/dev/shm")
+
+Done = subprocess.CompletedProcess[str]
+
+
+class Shell:
+    """A temporary directory, the name of a tier, and the environment of a user who has neither."""
+
+    def __init__(self, directory: Path, cluster_name: str) -> None:
+        self.directory = directory
+        self.cluster_name = cluster_name
+        self.node_dir = SHM / f"kvray-{cluster_name}"
+        # The session's own Ray has left its address and token in this process's environment.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self.environ = {
+            **kept,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "TMPDIR": str(directory),
+            "KVRAY_CLUSTER_NAME": cluster_name,
+            "KVRAY_ARENA__CAPACITY": "64MiB",
+            "COLUMNS": "160",
+        }
+
+    def run(self, *args: str | Path, **environ: str) -> Done:
+        """Run a command of kvray."""
+        with self.start(*args, **environ) as process:
+            stdout, stderr = process.communicate(timeout=200)
+        return Done(process.args, process.returncode, stdout, stderr)
+
+    @contextlib.contextmanager
+    def start(self, *args: str | Path, **environ: str) -> Iterator["subprocess.Popen[str]"]:
+        """Start a command of kvray, or a script if the first argument is a path."""
+        command = [sys.executable, *(() if isinstance(args[0], Path) else ("-m", "kvray"))]
+        process = subprocess.Popen(
+            [*command, *map(str, args)],
+            env={**self.environ, **environ},
+            cwd=self.directory,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+    def interrupt(self, *args: str, when: Callable[[], bool], signum: signal.Signals) -> Done:
+        """Run a command and send it a signal, and a second one soon after, once `when` is true."""
+        with self.start(*args) as process:
+            deadline = time.monotonic() + 120
+            while not when() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert process.poll() is None, process.communicate()
+            process.send_signal(signum)
+            time.sleep(0.3)
+            process.send_signal(signum)
+            stdout, stderr = process.communicate(timeout=60)
+        return Done(process.args, process.returncode, stdout, stderr)
+
+    def leftovers(self) -> list[str]:
+        """Return the files, shared memory and processes that the commands left."""
+        found = [
+            str(path)
+            for path in self.directory.iterdir()
+            if path.suffix != ".yaml" and not path.name.startswith("torchinductor_")  # torch's own
+        ]
+        found += [str(path) for path in SHM.glob("kvray-*") if path == self.node_dir]
+        return found + [str(process.cmdline()) for process in self.processes()]
+
+    def processes(self) -> list[psutil.Process]:
+        """Return every living process that was started under this temporary directory."""
+        marker = f"TMPDIR={self.directory}\0".encode()
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):
+                if marker in Path(f"/proc/{process.pid}/environ").read_bytes():
+                    found.append(process)
+        return found
+
+
+@contextlib.contextmanager
+def open_shell(name: str) -> Iterator[Shell]:
+    """Give a shell, and end whatever its commands left running."""
+    directory = Path(tempfile.mkdtemp(prefix="kvt-"))  # short: Ray's socket paths have a limit
+    shell = Shell(directory, f"pytest-{os.getpid()}-{name}")
+    try:
+        yield shell
+    finally:
+        for process in shell.processes():
+            process.kill()
+        shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(shell.node_dir, ignore_errors=True)

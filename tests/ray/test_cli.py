@@ -1,0 +1,142 @@
+"""`kvray up`, `status` and `down` on a Ray of their own and on one that is there."""
+
+import json
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvray.actors import tier
+from kvray.actors.local_ray import LocalRay
+from kvray.actors.ray_calls import list_actors
+from kvray.config import KVRayConfig
+from tests.ray.command_line import Shell, open_shell
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture
+def shell() -> Iterator[Shell]:
+    with open_shell("cli") as shell:
+        yield shell
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_tier_on_a_ray_of_its_own_goes_up_and_down(shell: Shell) -> None:
+    port = free_port()
+    up = shell.run("up", "--port", str(port))
+    assert up.returncode == 0, up.stderr
+    assert "is up: 1 shard, 64MiB" in up.stdout
+    assert f":{port} (local)" in up.stdout
+
+    again = shell.run("up")
+    assert again.returncode == 0, again.stderr
+    assert "was up already" in again.stdout
+
+    shown = shell.run("status")
+    assert shown.returncode == 0, shown.stderr
+    assert "0B/64MiB" in shown.stdout
+    found = json.loads(shell.run("status", "--json").stdout)
+    assert found["cluster_name"] == shell.cluster_name
+    assert [shard["state"] for shard in found["shards"]] == ["serving"]
+
+    down = shell.run("down")
+    assert down.returncode == 0, down.stderr
+    assert down.stdout == f"The tier {shell.cluster_name} is down.\n"
+    assert shell.leftovers() == []
+
+
+def test_arena_that_does_not_fit_leaves_nothing(shell: Shell) -> None:
+    done = shell.run("up", KVRAY_ARENA__CAPACITY="100TiB")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("kvray: The arena needs ")
+    assert "lower arena.capacity" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert shell.leftovers() == []
+
+
+def ray_begins(shell: Shell) -> bool:
+    return any(shell.directory.glob("kvray-*/ray-start.log"))
+
+
+def ray_answers(shell: Shell) -> bool:
+    return any(shell.directory.glob("kvray-*/ray.json"))
+
+
+def arena_is_made(shell: Shell) -> bool:
+    return shell.node_dir.exists()
+
+
+@pytest.mark.parametrize("moment", [ray_begins, ray_answers, arena_is_made])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_up_leaves_nothing(
+    shell: Shell, moment: Callable[[Shell], bool], signum: signal.Signals
+) -> None:
+    shell.environ["KVRAY_ARENA__CAPACITY"] = "1GiB"
+    done = shell.interrupt("up", when=lambda: moment(shell), signum=signum)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.splitlines()[-1] == "kvray: interrupted."
+    assert shell.leftovers() == []
+
+
+def test_namespace_in_use_is_refused_and_left_alone(
+    shell: Shell, local: LocalRay, running: KVRayConfig
+) -> None:
+    done = shell.run("up", "--address", local.address, **local.environ())
+    assert done.returncode == 2
+    assert f"in use by the tier {running.cluster_name!r}" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert shell.leftovers() == []
+    assert [shard["state"] for shard in tier.status(timeout_s=10)["shards"]] == ["serving"]
+
+
+def test_other_settings_are_refused_and_the_tier_left_alone(
+    shell: Shell, local: LocalRay, running: KVRayConfig
+) -> None:
+    name = running.cluster_name
+    done = shell.run("up", "--address", local.address, KVRAY_CLUSTER_NAME=name, **local.environ())
+    assert done.returncode == 2
+    assert "running with other settings" in done.stderr
+    assert [shard["state"] for shard in tier.status(timeout_s=10)["shards"]] == ["serving"]
+
+
+def test_failed_up_on_a_running_ray_ends_its_own_actors_only(
+    shell: Shell, local: LocalRay, config: KVRayConfig
+) -> None:
+    done = shell.run(
+        "up", "--address", local.address, KVRAY_ARENA__CAPACITY="100TiB", **local.environ()
+    )
+    assert done.returncode == 2, done.stderr
+    assert "lower arena.capacity" in done.stderr
+    assert list_actors() == []
+    assert shell.leftovers() == []
+
+
+def test_tier_on_a_running_ray_goes_up_and_down(
+    shell: Shell, local: LocalRay, config: KVRayConfig
+) -> None:
+    up = shell.run("up", "--address", local.address, **local.environ())
+    assert up.returncode == 0, up.stderr
+    assert f"Ray: {local.address}\n" in up.stdout
+    down = shell.run("down", "--address", local.address, **local.environ())
+    assert down.returncode == 0, down.stderr
+    assert list_actors() == []
+    assert shell.leftovers() == []
+    again = shell.run("down", "--address", local.address, **local.environ())
+    assert again.stdout == f"No tier {shell.cluster_name} was running.\n"
+
+
+def test_wrong_token_is_refused(shell: Shell, local: LocalRay) -> None:
+    environ = {**local.environ(), "RAY_AUTH_TOKEN": "0" * 64}
+    done = shell.run("status", "--address", local.address, **environ)
+    assert done.returncode == 2, done.stderr
+    *_, last = done.stderr.splitlines()  # Ray has logged something of its own before
+    assert last.startswith("kvray: ")
+    assert "token is missing or incorrect); check" in last
