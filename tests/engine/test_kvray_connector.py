@@ -151,6 +151,25 @@ def test_a_small_arena_that_evicts_all_the_time_never_changes_an_answer(
     tier.stop()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_cancelled_requests_leave_no_wrong_block(
+    tier: Tier, make_engine: MakeEngine, expected: Expected, overlap: bool
+) -> None:
+    """Their blocks are made NaN at once, and given to the next request."""
+    engine = make_engine(connector=CONNECTOR, num_blocks=24, overlap=overlap)
+    prompts = [make_prompt(100, seed=40 + number) for number in range(12)]
+    for prompt in prompts:
+        doomed = engine.submit(prompt, max_tokens=60)
+        engine.submit(prompt[:33], max_tokens=2).result()
+        engine.cancel(doomed)
+    engine.close()
+    fresh = make_engine(connector=CONNECTOR)
+    outputs = [fresh.generate(prompt, max_tokens=8) for prompt in prompts]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == expected(prompt, 8)
+    assert sum(output.hit_tokens for output in outputs) > 0
+
+
 def test_a_flipped_byte_is_a_shorter_hit_and_not_a_wrong_answer(
     tier: Tier, make_engine: MakeEngine, expected: Expected
 ) -> None:

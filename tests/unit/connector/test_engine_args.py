@@ -1,6 +1,7 @@
 """What is read of an engine's arguments, on every version's surface, and what is refused."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -27,6 +28,36 @@ def test_a_single_rank_engine_need_not_say_its_rank() -> None:
 def test_the_rank_is_the_mappings() -> None:
     mapping = SimpleNamespace(to_mapping=lambda: SimpleNamespace(rank=1))
     assert read_engine_args(args_of(tensor_parallel_size=2, parallel_config=mapping)).rank == 1
+
+
+def test_the_engines_own_rank_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    utilities = ModuleType("tensorrt_llm._utils")
+    monkeypatch.setitem(sys.modules, "tensorrt_llm._utils", utilities)
+    assert read_engine_args(args_of(tensor_parallel_size=2, rank=1)).rank == 1
+    vars(utilities)["mpi_rank"] = lambda: 1
+    mapping = MagicMock()
+    assert read_engine_args(args_of(tensor_parallel_size=2, parallel_config=mapping)).rank == 1
+    with pytest.raises(ConfigError, match="rank 1 of an engine whose tensor_parallel_size is 1"):
+        read_engine_args(args_of())
+
+
+def test_the_engines_version_is_part_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("tensorrt_llm")
+    vars(package)["__version__"] = "1.2.1rc3"
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", package)
+    assert read_engine_args(args_of()).engine == "tensorrt_llm 1.2"
+
+
+def test_an_object_that_has_every_attribute_says_only_what_it_was_told() -> None:
+    sloppy = MagicMock()
+    sloppy.kv_cache_config.tokens_per_block = 16
+    args = read_engine_args(sloppy)
+    assert (args.tokens_per_block, args.num_ranks, args.model, args.block_reuse) == (
+        16,
+        1,
+        "",
+        True,
+    )
 
 
 def test_equal_engines_have_equal_arguments_and_other_overrides_do_not() -> None:

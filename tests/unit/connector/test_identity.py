@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from kvray.connector.identity import Identity, identify
+from kvray.errors import ConfigError
 
 
 def identity_of(**fields: Any) -> Identity | None:
@@ -39,6 +41,21 @@ def test_media_enter_with_digest_and_position() -> None:
     assert found is not None
     assert [(item.position, len(item.digest)) for item in found.media] == [(4, 32), (90, 32)]
     assert found.media[0].digest != found.media[1].digest
+
+
+def test_a_digests_words_may_have_a_sign_or_none() -> None:
+    signed = identity_of(multimodal_hashes=[[-1] * 8], multimodal_positions=[4])
+    unsigned = identity_of(multimodal_hashes=[[2**32 - 1] * 8], multimodal_positions=[4])
+    assert signed == unsigned != identity_of(multimodal_hashes=[[1] * 8], multimodal_positions=[4])
+
+
+def test_a_digest_of_longer_words_is_no_digest_that_we_know() -> None:
+    with pytest.raises(ConfigError, match="32 bits"):
+        identity_of(multimodal_hashes=[[2**32] * 8], multimodal_positions=[4])
+
+
+def test_an_object_that_has_every_attribute_is_a_plain_request() -> None:
+    assert identify(MagicMock(), str) == Identity(salt=None, lora=None, media=())
 
 
 @pytest.mark.parametrize(

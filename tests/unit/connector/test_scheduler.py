@@ -1,0 +1,234 @@
+"""The leader promises what is leased and sound, and gives back what was not used."""
+
+import logging
+import pickle
+
+import pytest
+
+from kvray.actors.shard import Shard
+from kvray.connector.base import SchedulerOutput
+from kvray.errors import LayoutMismatch, ShardUnavailable
+from kvray.store import Arena
+from tests.unit.connector.conftest import MakePair, arena_of, leased
+from tests.unit.connector.pair import BLOCK, Request, args_for
+
+PROMPT = list(range(100, 140))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 9, 39, 40])
+def test_all_full_blocks_but_the_last_token_are_promised(
+    shard: Shard, make_pair: MakePair, num_tokens: int
+) -> None:
+    first = make_pair()
+    assert first.serve(Request(1, PROMPT[:num_tokens])) == 0
+    first.flush()
+    hit = make_pair().serve(Request(1, PROMPT[:num_tokens]))
+    assert hit == (num_tokens - 1) // BLOCK * BLOCK
+
+
+def test_what_the_engine_has_itself_is_not_promised(shard: Shard, make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    assert pair.serve(Request(2, PROMPT), computed=3 * BLOCK) == 6 * BLOCK
+    assert pair.serve(Request(3, PROMPT), computed=9 * BLOCK) == 0
+
+
+def test_an_unaligned_start_gets_nothing_and_one_warning_with_the_cure(
+    shard: Shard, make_pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    for request_id in (2, 3):
+        request = Request(request_id, PROMPT)
+        assert pair.scheduler.get_num_new_matched_tokens(request, BLOCK + 1) == (0, False)
+    said = [one for one in caplog.messages if "enable_partial_reuse: false" in one]
+    assert len(said) == 1
+    assert pair.totals["miss_tokens_unaligned"] == 2 * (len(PROMPT) - BLOCK - 1 - BLOCK)
+
+
+def test_unused_promises_are_released_by_the_next_metadata(
+    shard: Shard, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    for request_id in (2, 3):
+        assert pair.query(Request(request_id, PROMPT)) == 9 * BLOCK
+    assert leased(pair) == 9
+    assert pair.scheduler.build_connector_meta(SchedulerOutput()).loads == ()
+    assert leased(pair) == 0
+
+
+def test_a_promise_that_the_engine_did_not_take_is_released_and_nothing_is_loaded(
+    shard: Shard, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    request = Request(2, PROMPT)
+    pair.query(request)
+    meta = pair.plan(request, accepted=False)
+    assert meta.loads == ()
+    assert leased(pair) == 0
+
+
+def test_a_promise_that_was_taken_without_blocks_ends_the_engine_and_leaves_no_lease(
+    shard: Shard, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    taken, broken = Request(2, PROMPT), Request(3, PROMPT)
+    pair.query(taken)
+    pair.query(broken)
+    broken.block_ids = broken.block_ids[:2]
+    with pytest.raises(LayoutMismatch):
+        pair.plan(broken)
+    pair.scheduler.shutdown()
+    assert leased(pair) == 0
+
+
+def test_asking_again_replaces_the_promise(shard: Shard, make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    assert pair.query(Request(2, PROMPT)) == pair.query(Request(2, PROMPT)) == 9 * BLOCK
+    pair.scheduler.request_finished(Request(2, PROMPT), [])
+    assert leased(pair) == 0
+
+
+def test_a_finished_request_may_be_announced_twice_and_an_unknown_one_once(
+    shard: Shard, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    request = Request(1, PROMPT)
+    pair.serve(request)
+    assert not pair.scheduler.request_finished(request, request.block_ids)
+    assert not pair.scheduler.request_finished(Request(77, [1]), [])
+
+
+def test_cancelled_requests_are_forgotten_oldest_first(
+    shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.connector.scheduler._STATES_MAX", 3)
+    pair = make_pair()
+    living = Request(1, PROMPT)
+    pair.query(living)
+    for request_id in range(2, 9):
+        pair.query(Request(request_id, PROMPT[:5]))
+        pair.plan(living)
+    assert list(pair.scheduler._states) == [7, 8, 1]
+
+
+def test_a_corrupt_block_shortens_the_promise_and_is_saved_anew(
+    shard: Shard, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    flip_a_byte(arena_of(pair), depth=4)
+    assert pair.serve(Request(2, PROMPT)) == 4 * BLOCK
+    pair.flush()
+    assert arena_of(pair).stats()["corrupt"] == 1
+    assert pair.serve(Request(3, PROMPT)) == 9 * BLOCK
+
+
+def test_no_reuse_in_the_engine_means_no_promise(
+    shard: Shard, make_pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make_pair(args_for(cache={"enable_block_reuse": False}))
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    assert pair.serve(Request(2, PROMPT)) == 0
+    assert "enable_block_reuse" in caplog.text
+
+
+def test_salts_and_adapters_keep_requests_apart(shard: Shard, make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT, cache_salt_id=2**63))
+    pair.serve(Request(2, PROMPT, lora_task_id=1))
+    pair.flush()
+    assert pair.query(Request(3, PROMPT)) == 0
+    assert pair.query(Request(4, PROMPT, cache_salt_id=1)) == 0
+    assert pair.query(Request(5, PROMPT, lora_task_id=1)) == 0
+    assert pair.query(Request(6, PROMPT, cache_salt_id=2**63)) == 9 * BLOCK
+
+
+def test_metadata_of_a_real_load_is_small(shard: Shard, make_pair: MakePair) -> None:
+    prompt = list(range(200))
+    pair = make_pair()
+    pair.serve(Request(1, prompt))
+    pair.flush()
+    request = Request(2, prompt)
+    pair.query(request)
+    meta = pair.plan(request)
+    assert len(meta.loads[0].block_ids) == 4 * 49
+    assert len(pickle.dumps(meta)) < 1000 + 8 * 49
+
+
+@pytest.mark.parametrize("error", [ShardUnavailable("It is gone."), ZeroDivisionError("a bug")])
+def test_no_error_of_the_query_reaches_the_engine_and_each_is_said_once(
+    shard: Shard,
+    make_pair: MakePair,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    monkeypatch.setattr(Arena, "sound_run", fail)
+    for request_id in (2, 3):
+        assert pair.serve(Request(request_id, PROMPT)) == 0
+    assert leased(pair) == 0
+    assert pair.totals["errors"] == 2
+    assert len([one for one in caplog.records if one.levelno >= logging.WARNING]) == 1
+
+
+def test_a_defect_in_planning_a_save_costs_the_save_only(
+    shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair()
+    request = Request(1, PROMPT)
+    pair.query(request)
+    monkeypatch.setattr("kvray.connector.plan.pack_ids", lambda ids: 1 / 0)
+    assert pair.plan(request).saves == ()
+    assert pair.totals["errors"] == 1
+
+
+def test_a_prompt_whose_tokens_are_no_ids_goes_without(shard: Shard, make_pair: MakePair) -> None:
+    assert make_pair().query(Request(1, [2**40] * 9)) == 0
+
+
+def test_a_scheduler_without_a_worker_says_what_to_do(
+    shard: Shard, make_pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make_pair()
+    pair.worker.shutdown()
+    assert pair.query(Request(1, PROMPT)) == 0
+    assert "same configuration file" in caplog.text
+
+
+def test_halves_that_got_copies_of_the_arguments_find_each_other(
+    shard: Shard, make_pair: MakePair
+) -> None:
+    gone = make_pair()
+    gone.close()
+    pair = make_pair()
+    pair.scheduler.shutdown()
+    pair.scheduler = type(pair.scheduler)(args_for())
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    assert pair.serve(Request(2, PROMPT)) == 9 * BLOCK
+
+
+def flip_a_byte(arena: Arena, *, depth: int) -> None:
+    tables = arena.tables
+    (victim,) = ((tables.slot_depth == depth) & (tables.slot_state == 2)).nonzero()[0]
+    slab, row = divmod(int(victim), tables.geometry.slots_per_slab)
+    tables.rows(slab)[row, 3] ^= 1

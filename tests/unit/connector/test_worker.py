@@ -1,0 +1,168 @@
+"""Every rank copies what was promised, once, and gives its leases back however that ends."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvray.actors.shard import Shard
+from kvray.connector import KvRayScheduler, KvRayWorker
+from kvray.connector.base import RequestData, SchedulerOutput
+from kvray.connector.plan import ConnectorMeta
+from kvray.errors import CorruptBlock, LayoutMismatch, LeaseExpired
+from tests.unit.connector.conftest import MakePair, arena_of, leased
+from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
+from tests.unit.connector.test_scheduler import flip_a_byte
+
+PROMPT = list(range(100, 140))
+
+
+@pytest.fixture
+def warm(shard: Shard, make_pair: MakePair) -> Pair:
+    """A pair whose tier has PROMPT."""
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    return pair
+
+
+def test_loads_are_done_once_a_metadata_and_leases_released_once(warm: Pair) -> None:
+    request = Request(2, PROMPT)
+    warm.query(request)
+    warm.plan(request)
+    warm.worker.start_load_kv(None)
+    assert leased(warm) == 0
+    warm.pool[request.block_ids] = 5.0
+    warm.worker.start_load_kv(None)
+    assert (warm.pool[request.block_ids] == 5.0).all()
+    assert warm.totals["loaded_blocks"] == 9
+
+
+def test_metadata_that_stays_bound_saves_nothing_again(warm: Pair) -> None:
+    request = Request(2, list(range(30)))
+    warm.query(request)
+    warm.plan(request)
+    warm.worker.start_load_kv(None)
+    warm.compute(request)
+    before = dict(warm.totals)
+    warm.worker.start_load_kv(None)
+    warm.worker.wait_for_save(None)
+    warm.flush()
+    assert {**warm.totals, "stored_blocks": 0} == {**before, "stored_blocks": 0}
+    assert warm.totals["stored_blocks"] == 10 + 7
+
+
+def test_nothing_happens_before_the_pool_is_registered(shard: Shard) -> None:
+    worker, scheduler = KvRayWorker(args_for()), KvRayScheduler(args_for())
+    assert worker.register_forward_pass_callable() is None
+    worker.start_load_kv(None)
+    worker.wait_for_save(None)
+    worker.bind_connector_meta(scheduler.build_connector_meta(SchedulerOutput()))
+    worker.start_load_kv(None)
+    worker.wait_for_layer_load(0, None)
+    worker.save_kv_layer(0, None)
+    worker.wait_for_save(None)
+    assert worker.get_finished([], []) == ([], [])
+    scheduler.shutdown()
+    worker.shutdown()
+
+
+def test_finished_requests_are_returned_exactly_once(warm: Pair) -> None:
+    assert warm.worker.get_finished([3, 1], []) == ([3, 1], [])
+    assert warm.worker.get_finished([], []) == ([], [])
+
+
+def test_blocks_are_read_when_wait_for_save_returns(warm: Pair) -> None:
+    """Those of a cancelled request are freed right after, and nobody says so."""
+    for number in range(20):
+        request = Request(number + 10, [number, *PROMPT])
+        warm.query(request)
+        warm.plan(request)
+        warm.worker.start_load_kv(None)
+        warm.compute(request)
+        warm.pool.fill_(-7.0)
+    warm.flush()
+    for number in range(20):
+        assert warm.serve(Request(number + 50, [number, *PROMPT])) == 10 * BLOCK
+
+
+def test_a_block_that_changed_under_its_lease_ends_the_engine(warm: Pair) -> None:
+    first, second = Request(2, PROMPT), Request(3, PROMPT[:20])
+    warm.query(first)
+    warm.query(second)
+    warm.plan(first)
+    flip_a_byte(arena_of(warm), depth=2)
+    with pytest.raises(CorruptBlock):
+        warm.worker.start_load_kv(None)
+    assert leased(warm) == 0
+
+
+def test_every_lease_is_released_when_a_load_fails(warm: Pair) -> None:
+    requests = [Request(number, PROMPT) for number in (2, 3, 4)]
+    reports = []
+    for request in requests:
+        warm.query(request)
+        ids = request.block_ids
+        reports.append(RequestData(request.request_id, list(PROMPT), ids, 0, 1))
+    meta = warm.scheduler.build_connector_meta(SchedulerOutput(new_requests=reports))
+    assert len(meta.loads) == 3
+    arena_of(warm).release(meta.loads[1].leases[0])
+    warm.worker.bind_connector_meta(meta)
+    with pytest.raises(LeaseExpired):
+        warm.worker.start_load_kv(None)
+    assert leased(warm) == 0
+
+
+def test_a_promise_of_another_namespace_is_not_loaded(warm: Pair) -> None:
+    request = Request(2, PROMPT)
+    warm.query(request)
+    meta = warm.plan(request)
+    warm.worker.bind_connector_meta(ConnectorMeta(namespace=b"other", loads=meta.loads))
+    with pytest.raises(LayoutMismatch, match="same engine arguments"):
+        warm.worker.start_load_kv(None)
+    assert leased(warm) == 0
+
+
+def test_a_pool_that_cannot_be_read_costs_the_save_only(
+    warm: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = Request(2, list(range(30)))
+    warm.query(request)
+    warm.plan(request)
+    monkeypatch.setattr(warm.worker._pool, "source", lambda ids: 1 / 0, raising=True)
+    warm.compute(request)
+    assert warm.totals["errors"] == 1
+
+
+def test_two_ranks_hold_parts_of_their_own(shard: Shard, make_pair: MakePair) -> None:
+    """Ranks as threads of one process that share their arguments, but for the rank."""
+
+    def args(rank: int) -> SimpleNamespace:
+        mapping = SimpleNamespace(to_mapping=lambda: SimpleNamespace(rank=rank))
+        return args_for(tensor_parallel_size=2, parallel_config=mapping)
+
+    leader, other = make_pair(args(0)), KvRayWorker(args(1))
+    pool = torch.zeros_like(leader.pool)
+    other.register_kv_caches(pool)
+    request = Request(1, PROMPT)
+    leader.query(request)
+    other.bind_connector_meta(leader.plan(request))
+    other.start_load_kv(None)
+    pool[request.block_ids] = 1000.0
+    other.wait_for_save(None)
+    other.register_kv_caches(pool)  # ends what was begun
+    assert leader.query(Request(2, PROMPT)) == 0, "one rank's part is no block"
+    leader.compute(request)
+    leader.flush()
+
+    again = Request(3, PROMPT)
+    assert leader.query(again) == 9 * BLOCK
+    assert leased(leader) == 18
+    other.bind_connector_meta(leader.plan(again))
+    leader.worker.start_load_kv(None)
+    assert leased(leader) == 9
+    other.start_load_kv(None)
+    assert leased(leader) == 0
+    assert (pool[again.block_ids[:9]] == 1000.0).all()
+    assert (leader.pool[again.block_ids[:9]] != 1000.0).all()
+    other.shutdown()
