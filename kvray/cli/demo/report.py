@@ -1,7 +1,10 @@
 """What the demo shows: bars while it works, then a table and a verdict, or one JSON object."""
 
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rich import box
@@ -15,31 +18,50 @@ from kvray.cli.demo.record import WITH_KVRAY, WITHOUT_KVRAY, Record, Verdict
 from kvray.cli.demo.stage import TOKENS_PER_BLOCK
 
 
-def make_bars(console: Console) -> Progress:
-    """Return the bars of the phases, one task each."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
+class Bars:
+    """A bar for each phase on a terminal; elsewhere a line when a phase has ended."""
 
+    def __init__(self, console: Console, phases: Sequence[Phase]) -> None:
+        self._console = console
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._tasks = {
+            phase.name: self._progress.add_task(_title(phase), total=phase.num_steps, start=False)
+            for phase in phases
+        }
 
-def bar_title(phase: Phase) -> str:
-    """Return what stands before a phase's bar."""
-    return f"Phase {phase.name}: {phase.title}" if len(phase.name) == 1 else phase.title
+    def __enter__(self) -> "Bars":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[Callable[[], None]]:
+        """Show a phase that goes on; gives what is to be called after each of its steps."""
+        began = time.monotonic()
+        task = self._tasks[phase.name]
+        self._progress.start_task(task)
+        yield partial(self._progress.advance, task)
+        if not self._console.is_terminal:
+            self._console.print(f"{_title(phase)}: done in {time.monotonic() - began:.0f} s")
 
 
 def make_table(records: Sequence[Record]) -> Table:
     """Return one row for each request."""
     table = Table(box=box.SIMPLE, title_justify="left")
-    table.add_column("phase")
-    table.add_column("replica", no_wrap=True)
-    table.add_column("prompt")
-    for name in ("prompt tokens", "from own pool", "hit tokens", "first token"):
-        table.add_column(name, justify="right")
-    table.add_column("text", no_wrap=True, overflow="ellipsis", max_width=40)
+    for name in ("phase", "replica", "prompt"):
+        table.add_column(name, no_wrap=True)
+    for name in ("prompt\ntokens", "own\npool", "hit\ntokens", "first\ntoken"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("text", no_wrap=True, overflow="ellipsis", min_width=10, max_width=60)
     phase = ""
     for record in records:
         if phase not in ("", record.phase):
@@ -113,6 +135,10 @@ def _found_tokens(records: Sequence[Record], replica: str) -> int:
     return sum(
         record.reused_tokens + record.hit_tokens for record in records if record.replica == replica
     )
+
+
+def _title(phase: Phase) -> str:
+    return f"Phase {phase.name}: {phase.title}" if len(phase.name) == 1 else phase.title
 
 
 def _duration(seconds: float) -> str:
