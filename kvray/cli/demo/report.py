@@ -17,6 +17,9 @@ from kvray.cli.demo.phases import PHASES, Phase
 from kvray.cli.demo.record import WITH_KVRAY, WITHOUT_KVRAY, Record, Verdict
 from kvray.cli.demo.stage import TOKENS_PER_BLOCK
 
+_WIDTH_WITHOUT_TEXT = 67
+_TEXT_MIN = 10
+
 
 class Bars:
     """A bar for each phase on a terminal; elsewhere a line when a phase has ended."""
@@ -54,14 +57,15 @@ class Bars:
             self._console.print(f"{_title(phase)}: done in {time.monotonic() - began:.0f} s")
 
 
-def make_table(records: Sequence[Record]) -> Table:
-    """Return one row for each request."""
-    table = Table(box=box.SIMPLE, title_justify="left")
+def make_table(records: Sequence[Record], *, width: int) -> Table:
+    """Return one row for each request; the text gets what the other columns leave of `width`."""
+    room = max(_TEXT_MIN, width - _WIDTH_WITHOUT_TEXT)
+    table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
     for name in ("phase", "replica", "prompt"):
         table.add_column(name, no_wrap=True)
     for name in ("prompt\ntokens", "own\npool", "hit\ntokens", "first\ntoken"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("text", no_wrap=True, overflow="ellipsis", min_width=10, max_width=60)
+    table.add_column("text", no_wrap=True)
     phase = ""
     for record in records:
         if phase not in ("", record.phase):
@@ -75,7 +79,7 @@ def make_table(records: Sequence[Record]) -> Table:
             str(record.reused_tokens),
             f"[bold green]{record.hit_tokens}[/]" if record.hit_tokens else "0",
             _duration(record.ttft_s),
-            Text(" ".join(_encodable(record.text).split())),
+            Text(_shorten(_encodable(record.text), room)),
         )
     return table
 
@@ -84,7 +88,7 @@ def print_all(
     console: Console, records: Sequence[Record], verdict: Verdict, *, seconds: float
 ) -> None:
     """Print the table, and what it proves."""
-    console.print(make_table(records))
+    console.print(make_table(records, width=console.width))
     if verdict.identical_text:
         console.print("[green]✔[/] Every text equals that of an engine that reuses nothing.")
     for failure in verdict.failures:
@@ -143,6 +147,11 @@ def _title(phase: Phase) -> str:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+
+
+def _shorten(text: str, room: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= room else text[: room - 1] + "…"
 
 
 def _encodable(text: str) -> str:
