@@ -2,11 +2,13 @@
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.boundary import boundary
@@ -14,7 +16,13 @@ from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
 from kvray.config import format_size, load_config
 
 _ARENA_COLUMNS = ("blocks", "leased_blocks", "evicted", "dropped", "corrupt")
-_MISS_PREFIX = "miss_"
+_TOKEN_COLUMNS = {
+    "requests": "requests",
+    "prompt_tokens": "prompt\ntokens",
+    "local_tokens": "own\npool",
+    "hit_tokens": "hit\ntokens",
+}
+_MISS_PREFIX = "miss_tokens_"
 
 
 def status(
@@ -57,7 +65,7 @@ def _print(found: dict[str, Any]) -> None:
 
 def shards_table(shards: list[dict[str, Any]]) -> Table:
     """Return one row for each shard."""
-    table = Table(title="Shards", title_justify="left", box=box.SIMPLE)
+    table = Table(title="Shards", title_justify="left", box=box.SIMPLE, collapse_padding=True)
     for name in ("node", "state", "memory"):
         table.add_column(name, no_wrap=True)
     for name in _ARENA_COLUMNS:
@@ -68,23 +76,37 @@ def shards_table(shards: list[dict[str, Any]]) -> Table:
 
 
 def replicas_table(replicas: list[dict[str, Any]]) -> Table:
-    """Return one row for each rank; the columns are the figures that the ranks report."""
-    names = sorted({name for replica in replicas for name in replica["counters"]}, key=_order)
-    table = Table(title="Replicas", title_justify="left", box=box.SIMPLE)
-    for name in ("replica", "rank", "connected", "namespace"):
-        table.add_column(name, no_wrap=name == "replica")
-    for name in names:
-        table.add_column(name.replace("_", " "), justify="right")
+    """Return one row for each rank; figures that are zero or unknown here take no column."""
+    table = Table(title="Replicas", title_justify="left", box=box.SIMPLE, collapse_padding=True)
+    table.add_column("replica", no_wrap=True)
+    table.add_column("rank", justify="right")
+    for name in _TOKEN_COLUMNS.values():
+        table.add_column(name, justify="right")
+    table.add_column("misses", no_wrap=True)
+    table.add_column("others")
     for replica in replicas:
         counters = replica["counters"]
+        misses = _named(counters, lambda name: name.startswith(_MISS_PREFIX))
+        others = _named(
+            counters, lambda name: name not in _TOKEN_COLUMNS and not name.startswith(_MISS_PREFIX)
+        )
+        gone = [] if replica["connected"] else ["[red]gone[/]"]
         table.add_row(
-            replica["replica"],
+            escape(replica["replica"]),
             str(replica["rank"]),
-            "yes" if replica["connected"] else "no",
-            replica["namespace"],
-            *(str(counters[name]) if name in counters else "" for name in names),
+            *(str(counters.get(name, "")) for name in _TOKEN_COLUMNS),
+            "\n".join(misses),
+            ", ".join(gone + others),
         )
     return table
+
+
+def _named(counters: dict[str, int], is_wanted: Callable[[str], bool]) -> list[str]:
+    """Return "320 not stored" and the like, the largest first."""
+    found = sorted((-value, name) for name, value in counters.items() if value and is_wanted(name))
+    return [
+        f"{-value} {name.removeprefix(_MISS_PREFIX).replace('_', ' ')}" for value, name in found
+    ]
 
 
 def _shard_cells(shard: dict[str, Any]) -> list[str]:
@@ -97,11 +119,6 @@ def _shard_cells(shard: dict[str, Any]) -> list[str]:
         return [node, state]
     memory = f"{format_size(arena['resident_bytes'])}/{format_size(arena['capacity_bytes'])}"
     return [node, state, memory, *(str(arena[name]) for name in _ARENA_COLUMNS)]
-
-
-def _order(name: str) -> tuple[bool, str]:
-    """Sort hits before misses."""
-    return name.startswith(_MISS_PREFIX), name
 
 
 def _count(items: list[Any], noun: str) -> str:

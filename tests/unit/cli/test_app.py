@@ -2,6 +2,7 @@
 
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,3 +141,9 @@ def test_verbose_shows_where_an_error_came_from(run_kvray: RunKvray) -> None:
     assert done.returncode == 2
     assert "Traceback" in done.stderr
     assert "ShardUnavailable" in done.stderr
+
+
+def test_help_imports_neither_ray_nor_torch() -> None:
+    code = "import sys, kvray.cli; print({'ray', 'torch', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

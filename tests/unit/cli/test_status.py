@@ -1,0 +1,67 @@
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvray.cli.status import replicas_table, shards_table
+
+ARENA = {
+    "resident_bytes": 3 * 2**20,
+    "capacity_bytes": 2**30,
+    "blocks": 12,
+    "leased_blocks": 2,
+    "evicted": 5,
+    "dropped": 1,
+    "corrupt": 0,
+}
+
+
+def text_of(table: Table) -> str:
+    console = Console(width=80, highlight=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_shard_that_serves_shows_its_memory() -> None:
+    shard = {"shard": "kvray-shard-0123456789ab", "state": "serving", "arena": ARENA}
+    words = text_of(shards_table([shard])).split()
+    assert words[-8:] == ["0123456789ab", "serving", "3MiB/1GiB", "12", "2", "5", "1", "0"]
+
+
+def test_shard_that_gets_ready_shows_how_far_it_is() -> None:
+    shard = {"shard": "kvray-shard-0123456789ab", "state": "preparing", "done": 1, "total": 4}
+    assert "preparing 25 %" in text_of(shards_table([shard]))
+
+
+def test_shard_that_does_not_answer_says_so() -> None:
+    shard = {"shard": "kvray-shard-0123456789ab", "state": "unreachable", "message": "no answer"}
+    assert "unreachable" in text_of(shards_table([shard]))
+
+
+def make_replica(**fields: Any) -> dict[str, Any]:
+    defaults = {"replica": "r-1", "rank": 0, "connected": True, "namespace": "01", "counters": {}}
+    return {**defaults, **fields}
+
+
+def test_replica_shows_hits_and_misses_by_reason() -> None:
+    counters = {
+        "requests": 7,
+        "prompt_tokens": 900,
+        "local_tokens": 32,
+        "hit_tokens": 512,
+        "miss_tokens_not_stored": 320,
+        "miss_tokens_arena_busy": 0,
+        "stored_blocks": 10,
+    }
+    words = " ".join(text_of(replicas_table([make_replica(counters=counters)])).split())
+    assert "r-1 0 7 900 32 512 320 not stored 10 stored blocks" in words
+    assert "busy" not in words
+
+
+def test_replica_that_is_gone_is_marked() -> None:
+    assert "gone" in text_of(replicas_table([make_replica(connected=False)]))
+
+
+def test_name_of_a_replica_is_no_markup() -> None:
+    assert "[red]" in text_of(replicas_table([make_replica(replica="[red]")]))
