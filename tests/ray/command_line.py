@@ -26,6 +26,7 @@ class Shell:
         self.directory = directory
         self.cluster_name = cluster_name
         self.node_dir = SHM / f"kvray-{cluster_name}"
+        self.pid = 0  # of the command that was started last
         # The session's own Ray has left its address and token in this process's environment.
         kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         self.environ = {
@@ -56,6 +57,7 @@ class Shell:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.pid = process.pid
         try:
             yield process
         finally:

@@ -20,12 +20,12 @@ def shell() -> Iterator[Shell]:
         yield shell
 
 
-def demo_memory() -> set[str]:
-    return {path.name for path in SHM.glob("kvray-demo-*")}
+def left_memory(shell: Shell) -> list[str]:
+    """Return what is left of the memory of the demo that ran last, and of no other's."""
+    return [path.name for path in SHM.glob(f"kvray-demo-{shell.pid}*")]
 
 
 def test_demo_shares_prefixes_and_changes_no_token(shell: Shell) -> None:
-    before = demo_memory()
     done = shell.run("demo", "--model", "tiny", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
@@ -42,7 +42,7 @@ def test_demo_shares_prefixes_and_changes_no_token(shell: Shell) -> None:
         assert one["hit_tokens"] == shareable_tokens(one["prompt_tokens"])
     assert {one["prompt_tokens"] % 32 == 0 for one in shared} == {True, False}
     assert shell.leftovers() == []
-    assert demo_memory() <= before
+    assert left_memory(shell) == []
 
 
 def ray_begins(shell: Shell) -> bool:
@@ -59,11 +59,10 @@ def engines_run(shell: Shell) -> bool:
 def test_interrupted_demo_leaves_nothing(
     shell: Shell, moment: Callable[[Shell], bool], signum: signal.Signals
 ) -> None:
-    before = demo_memory()
     done = shell.interrupt(
         "demo", "--model", "tiny", "--json", when=lambda: moment(shell), signum=signum
     )
     assert done.returncode == 130, done.stderr
     assert done.stdout == ""
     assert shell.leftovers() == []
-    assert demo_memory() <= before
+    assert left_memory(shell) == []

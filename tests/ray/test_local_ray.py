@@ -119,10 +119,10 @@ def test_the_right_token_is_adopted_from_the_local_cluster(local: LocalRay) -> N
     done = run(
         "import ray\nfrom kvray.config import load_config\n"
         f"local_ray.connect_configured(load_config(overrides={{'cluster_name': {name!r}}}))\n"
-        "print(len(ray.nodes()))",
+        "print(sum(node['Alive'] for node in ray.nodes()))",
         RAY_AUTH_MODE="disabled",
     )
-    assert done.stdout.split() == ["1"], done.stderr
+    assert int(done.stdout) >= 1, done.stderr
 
 
 # -- starting and ending --------------------------------------------------------------------------

@@ -143,7 +143,11 @@ def test_a_late_reply_is_never_taken_for_the_next_one(
 def test_after_garbage_the_next_call_has_a_new_connection(
     peer: Peer, shard_socket: ShardSocket, garbage: bytes
 ) -> None:
-    peer.scripts = [lambda connection: connection.sendall(garbage), echo]
+    def answer(connection: socket.socket) -> None:
+        request_on(connection)  # else it may have hung up before it was asked
+        connection.sendall(garbage)
+
+    peer.scripts = [answer, echo]
     with pytest.raises(TransferError):
         shard_socket.call("echo", timeout_s=5, n=1)
     assert shard_socket.call("echo", timeout_s=5, n=2)["n"] == 2
