@@ -6,7 +6,7 @@ from typing import Any
 
 import ray
 
-from kvray.actors import local_ray, tier
+from kvray.actors import connection, tier
 from kvray.actors.ray_calls import LOOKUP_NAME, call, get_actor
 from kvray.block import KEY_BYTES, BlockKey
 from kvray.config import KVRayConfig, load_config
@@ -31,7 +31,7 @@ class Client:
         self._timeout_s = config.ray.timeout_s
         self._owns_connection = not ray.is_initialized()
         if self._owns_connection:
-            local_ray.connect_configured(config)
+            connection.connect_configured(config)
 
     def status(self) -> dict[str, Any]:
         """Return what shards and lookup say of themselves.

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from kvray.actors import local_ray, tier
+from kvray.actors import connection, local_ray, tier
 from kvray.actors.ray_calls import list_actors, mapped_errors
 from kvray.actors.shard import sweep
 from kvray.config import KVRayConfig
@@ -52,7 +52,7 @@ def bring_up(
         report: called with the shards' statuses while they get ready.
 
     Raises:
-        KVRayError: as `local_ray.start`, `local_ray.connect_configured` and `tier.up`; what was
+        KVRayError: as `local_ray.start`, `connection.connect_configured` and `tier.up`; what was
             started has been ended. So it is when one of the two callbacks raises.
     """
     with contextlib.ExitStack() as undo:
@@ -71,7 +71,7 @@ def bring_up(
                 started_ray = True
                 undo.callback(_end_local_ray, config)
         undo.callback(ray.shutdown)
-        local_ray.connect_configured(config)
+        connection.connect_configured(config)
         with mapped_errors():
             started_tier = not list_actors()
         if started_tier:
@@ -99,7 +99,7 @@ def take_down(config: KVRayConfig) -> bool:
             undo.callback(_end_local_ray, config)
             undo.enter_context(contextlib.suppress(ShardUnavailable))
         undo.callback(ray.shutdown)
-        local_ray.connect_configured(config)
+        connection.connect_configured(config)
         found = tier.down(timeout_s=config.ray.timeout_s, config=config) or is_local
     return found
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import ray
 
-from kvray.actors import local_ray, tier
+from kvray.actors import connection, local_ray, tier
 from kvray.actors.local_ray import LocalRay
 from kvray.actors.shard import sweep
 from kvray.config import KVRayConfig, load_config
@@ -39,7 +39,7 @@ def local() -> Iterator[LocalRay]:
     name = config_with().cluster_name
     started = local_ray.start(name, die_with_parent=True)
     try:
-        local_ray.connect_configured(config_with())
+        connection.connect_configured(config_with())
         yield started
     finally:
         ray.shutdown()
