@@ -39,7 +39,8 @@ def answer(name: str, model: str, config: Path | None) -> Output:
     """Start an engine in a process of its own, ask it, and end it."""
     environ = environ_of(model, config)
     with Replica.start(name, env=environ, model=model, connector=CONNECTOR) as engine:
-        return engine.generate(PROMPT, max_tokens=24)
+        output: Output = engine.generate(PROMPT, max_tokens=24)
+        return output
 
 
 def environ_of(model: str, config: Path | None) -> dict[str, str]:
