@@ -5,26 +5,8 @@ import pytest
 
 from kvray.actors import replicas as replicas_module
 from kvray.actors.replicas import Replicas
-from kvray.block import Namespace
 from kvray.errors import ConfigError, LayoutMismatch
-
-NAMESPACE = Namespace(
-    model="key:llama-3@1",
-    quantization="none",
-    overrides="",
-    kv_dtype="bfloat16",
-    num_layers=2,
-    kv_factor=2,
-    block_elems=64,
-    tokens_per_block=32,
-    part_bytes=512,
-    num_parts=1,
-    tp_layout="tp1",
-    layer_group=0,
-    attention_backend="test",
-    engine="test 1.0",
-)
-OTHER_LAYOUT = replace(NAMESPACE, kv_dtype="float8", part_bytes=256)
+from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
 
 
 @pytest.fixture
