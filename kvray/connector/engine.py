@@ -36,10 +36,10 @@ class Closable(Protocol):
 
 
 class Engine:
-    """One engine in this process; `find_engine` returns it."""
+    """One engine in this process; `engine_for` returns it."""
 
     def __init__(self, args: EngineArgs, config: KVRayConfig, link: NodeLink) -> None:
-        """Use `engine_for`."""
+        """Start without a namespace: that comes with the worker's pool."""
         self.args = args
         self.config = config
         self.link = link
