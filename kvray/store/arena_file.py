@@ -4,6 +4,7 @@ import errno
 import mmap
 import os
 import secrets
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from kvray.store.capacity import check_room
-from kvray.store.layout import FORMAT_VERSION, HEADER, LIVE, MAGIC, Geometry
+from kvray.store.layout import FORMAT_VERSION, HEADER, LIVE, MAGIC, Geometry, header_checksum
 from kvray.store.lock import SideFile
 from kvray.store.tables import Tables
 
@@ -137,6 +138,8 @@ def _check_header(path: Path, head: bytes) -> Geometry:
             f"{path} is an arena of format {version}, not {FORMAT_VERSION}; restart the tier with"
             " the same kvray version as the engine."
         )
+    if int(header["checksum"]) != header_checksum(head):
+        raise ShardUnavailable(f"{path} has a damaged header; restart the tier.")
     figures = {
         name: int(header[name]) for name in ("capacity", "slab_bytes", "slot_min", "holders_max")
     }
@@ -177,7 +180,9 @@ def _build(
     header["slab_bytes"] = geometry.slab_bytes
     header["slot_min"] = geometry.slot_min
     header["holders_max"] = geometry.holders_max
+    header["created"] = time.time()
     header["magic"] = MAGIC
+    header["checksum"] = header_checksum(header.tobytes())
 
 
 def _populate(mapping: mmap.mmap, start: int, length: int) -> None:

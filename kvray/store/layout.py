@@ -4,12 +4,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 
 from kvray.block import KEY_BYTES
 from kvray.errors import CapacityError
 
 MAGIC = b"KVRAYARN"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 ALIGNMENT = 4096
 """Slots start and end on this boundary, so that files can be read into them directly."""
 
@@ -27,16 +28,20 @@ LABEL_BYTES = 64
 
 HEADER = np.dtype(
     [
+        # The first four have their places in every version of the format.
         ("magic", "S8"),
         ("format_version", "<u4"),
         ("state", "<u4"),
-        ("cluster_name", "S64"),
         ("arena_id", "S16"),
-        ("shard_epoch", "<u8"),
+        ("cluster_name", "S64"),
+        ("created", "<f8"),
         ("capacity", "<u8"),
         ("slab_bytes", "<u8"),
         ("slot_min", "<u8"),
         ("holders_max", "<u8"),
+        # Of all fields before it but `state`. Those after it change.
+        ("checksum", "<u8"),
+        ("shard_epoch", "<u8"),
         # Set for as long as somebody changes the tables: found set, its setter died in there.
         ("section", "<u8"),
         ("tick", "<u8"),
@@ -49,6 +54,24 @@ HEADER = np.dtype(
         ("repairs", "<u8"),
     ]
 )
+
+_FIXED = (
+    "magic",
+    "format_version",
+    "arena_id",
+    "cluster_name",
+    "created",
+    "capacity",
+    "slab_bytes",
+    "slot_min",
+    "holders_max",
+)
+
+
+def header_checksum(header: bytes) -> int:
+    """Return the xxh3 of the fields that never change in an arena's life."""
+    fields = np.frombuffer(header, HEADER, count=1)
+    return xxhash.xxh3_64_intdigest(b"".join(fields[name].tobytes() for name in _FIXED))
 
 
 def align(size: int, to: int = ALIGNMENT) -> int:

@@ -63,6 +63,13 @@ def test_damaged_figures_are_refused(directory: Path, field: str, value: int) ->
         Arena(directory, lock_wait_s=1)
 
 
+def test_torn_header_is_refused(directory: Path) -> None:
+    make_arena(directory).close()
+    overwrite(directory, "holders_max", 9)
+    with pytest.raises(ShardUnavailable, match="damaged header"):
+        Arena(directory, lock_wait_s=1)
+
+
 def test_file_that_is_no_arena_is_refused(directory: Path) -> None:
     (directory / ARENA_FILE).write_bytes(b"x" * 10000)
     with pytest.raises(ShardUnavailable, match="no arena, or was never finished"):
