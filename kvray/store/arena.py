@@ -191,6 +191,19 @@ class Arena:
                 return []
             return leases
 
+    def lease_slots(self, chosen: Array) -> Lease | None:
+        """Lease those of `chosen` that are READY, whatever they hold; None if the arena was busy.
+
+        Raises:
+            LeaseExpired: this process is no holder.
+        """
+        holder = self.holder
+        with self._section(self.lock_wait_s) as entered:
+            if not entered or not self._is_open(holder):
+                return None
+            ready = chosen[self.tables.slot_state[chosen] == READY]
+            return lease.take(self.tables, ready, holder=holder, now=time.monotonic())
+
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> int | None:
         """Return how many leading `keys` are here now, without holding them; None if busy."""
         packed = _packed(keys, num_parts)

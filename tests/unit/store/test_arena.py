@@ -451,3 +451,14 @@ def test_retired_arena_gives_nothing_new_but_takes_everything_back(
     with pytest.raises(ShardUnavailable, match="retired"):
         second.join("late")
     assert list(directory.iterdir()) == []
+
+
+def test_lease_of_slots_takes_those_that_are_ready(arena: Arena) -> None:
+    made = store(arena, chain(5))
+    arena.reserve(chain(2, seed="x"), parent=None, depth=0, part=0, block_bytes=SLOT)
+    held = arena.lease_slots(np.arange(arena.tables.geometry.num_slots))
+    assert held is not None
+    assert arena.leased_slots(held).tolist() == sorted(made.slots.tolist())
+    arena.clear()
+    assert arena.match(chain(5)) == 5
+    assert arena.release(held)
