@@ -16,6 +16,7 @@ from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
 from kvray.config import format_size, load_config
 
 _ARENA_COLUMNS = ("blocks", "leased_blocks", "evicted", "dropped", "corrupt")
+_SLAB_COLUMNS = ("block", "slabs", "blocks", "free", "longest\nrun", "frag-\nmented", "wasted")
 _TOKEN_COLUMNS = {
     "requests": "requests",
     "prompt_tokens": "prompt\ntokens",
@@ -53,6 +54,8 @@ def _print(found: dict[str, Any]) -> None:
         f" the lookup knows {lookup['keys']} keys"
     )
     console.print(shards_table(found["shards"]))
+    if any(_slabs_of(shard) for shard in found["shards"]):
+        console.print(memory_table(found["shards"]))
     for shard in found["shards"]:
         if shard.get("message"):
             console.print(f"{shard['shard']}: {shard['message']}")
@@ -72,6 +75,22 @@ def shards_table(shards: list[dict[str, Any]]) -> Table:
         table.add_column(name.removesuffix("_blocks"), justify="right")
     for shard in shards:
         table.add_row(*_shard_cells(shard))
+    return table
+
+
+def memory_table(shards: list[dict[str, Any]]) -> Table:
+    """Return one row for each block size of each shard, and one for slabs that serve none."""
+    table = Table(
+        title="Memory by block size", title_justify="left", box=box.SIMPLE, collapse_padding=True
+    )
+    table.add_column("node", no_wrap=True)
+    for name in _SLAB_COLUMNS:
+        table.add_column(name, justify="right")
+    for shard in shards:
+        for use in _slabs_of(shard):
+            table.add_row(_node(shard), *_slab_cells(use))
+        if _slabs_of(shard):
+            table.add_row(_node(shard), "spare", str(shard["arena"]["spare_slabs"]))
     return table
 
 
@@ -110,7 +129,7 @@ def _named(counters: dict[str, int], is_wanted: Callable[[str], bool]) -> list[s
 
 
 def _shard_cells(shard: dict[str, Any]) -> list[str]:
-    node = str(shard.get("node_id", shard["shard"]).removeprefix("kvray-shard-"))[:12]
+    node = _node(shard)
     state = shard["state"]
     arena = shard.get("arena")
     if state == "preparing":
@@ -119,6 +138,24 @@ def _shard_cells(shard: dict[str, Any]) -> list[str]:
         return [node, state]
     memory = f"{format_size(arena['resident_bytes'])}/{format_size(arena['capacity_bytes'])}"
     return [node, state, memory, *(str(arena[name]) for name in _ARENA_COLUMNS)]
+
+
+def _node(shard: dict[str, Any]) -> str:
+    return str(shard.get("node_id", shard["shard"]).removeprefix("kvray-shard-"))[:12]
+
+
+def _slabs_of(shard: dict[str, Any]) -> list[dict[str, Any]]:
+    return list(shard.get("arena", {}).get("slabs", []))
+
+
+def _slab_cells(use: dict[str, Any]) -> list[str]:
+    wasted = use["slot_waste_bytes"] + use["slab_waste_bytes"]
+    return [
+        format_size(use["block_bytes"]),
+        *(str(use[name]) for name in ("slabs", "blocks", "free_slots", "longest_free_run")),
+        f"{use['fragmented_share']:.0%}",
+        format_size(wasted) if wasted else "0",
+    ]
 
 
 def _count(items: list[Any], noun: str) -> str:

@@ -1,12 +1,15 @@
 """An arena's figures for people."""
 
+from typing import Any
+
+from kvray.store.fragmentation import slab_use, spare_slabs
 from kvray.store.layout import QUARANTINED, READY
 from kvray.store.tables import Tables
 
 _COUNTED = ("stored", "evicted", "dropped", "corrupt", "repairs")
 
 
-def figures(tables: Tables) -> dict[str, int]:
+def figures(tables: Tables) -> dict[str, Any]:
     """Return the figures; read without the lock, so they may be a moment apart."""
     geometry, header = tables.geometry, tables.header
     ready = tables.slot_state == READY
@@ -19,5 +22,7 @@ def figures(tables: Tables) -> dict[str, int]:
         "leased_blocks": int((tables.slot_leases > 0).sum()),
         "quarantined_blocks": int((tables.slot_state == QUARANTINED).sum()),
         "holders": int(tables.holder_live.sum()),
+        "slabs": slab_use(tables),
+        "spare_slabs": spare_slabs(tables),
         **{name: int(header[name]) for name in _COUNTED},
     }

@@ -3,7 +3,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kvray.cli.status import replicas_table, shards_table
+from kvray.cli.status import memory_table, replicas_table, shards_table
 
 ARENA = {
     "resident_bytes": 3 * 2**20,
@@ -37,6 +37,29 @@ def test_shard_that_gets_ready_shows_how_far_it_is() -> None:
 def test_shard_that_does_not_answer_says_so() -> None:
     shard = {"shard": "kvray-shard-0123456789ab", "state": "unreachable", "message": "no answer"}
     assert "unreachable" in text_of(shards_table([shard]))
+
+
+SLABS = {
+    "block_bytes": 128 * 2**10,
+    "slabs": 3,
+    "slots": 1536,
+    "blocks": 1500,
+    "free_slots": 36,
+    "longest_free_run": 20,
+    "fragmented_share": 0.25,
+    "slot_waste_bytes": 2**20,
+    "slab_waste_bytes": 2**20,
+}
+
+
+def test_memory_is_shown_for_each_block_size_and_what_is_spare() -> None:
+    arena = {**ARENA, "slabs": [SLABS, {**SLABS, "block_bytes": 2**22}], "spare_slabs": 13}
+    shard = {"shard": "kvray-shard-0123456789ab", "state": "serving", "arena": arena}
+    lines = text_of(memory_table([shard])).splitlines()
+    figures = ["3", "1500", "36", "20", "25%", "2MiB"]
+    assert ["0123456789ab", "128KiB", *figures] in [line.split() for line in lines]
+    assert ["0123456789ab", "4MiB", *figures] in [line.split() for line in lines]
+    assert ["0123456789ab", "spare", "13"] in [line.split() for line in lines]
 
 
 def make_replica(**fields: Any) -> dict[str, Any]:
