@@ -10,6 +10,7 @@ from kvray.cli.demo import demo
 from kvray.cli.down import down
 from kvray.cli.status import status
 from kvray.cli.up import up
+from kvray.cli.verify import verify
 
 app = typer.Typer(
     name="kvray",
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(up)
 app.command()(status)
+app.command()(verify)
 app.command()(down)
 app.command()(connector_config)
 app.command()(demo)

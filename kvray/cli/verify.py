@@ -1,0 +1,147 @@
+"""`kvray verify`: check the bytes of every block in this node's arena, while it is in use."""
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from kvray.actors.ownership import is_own
+from kvray.cli.boundary import boundary
+from kvray.cli.interrupts import Interrupts
+from kvray.cli.options import ConfigOption, VerboseOption
+from kvray.config import KVRayConfig, format_size, load_config
+from kvray.errors import ShardUnavailable
+
+EXIT_CORRUPT = 1
+_NAMES_MAX = 20
+
+
+def verify(
+    config: ConfigOption = None,
+    all_arenas: Annotated[
+        bool, typer.Option("--all", help="Check every arena of this user under arena.dir.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Check the bytes of every block in this node's shared memory; engines go on meanwhile.
+
+    Blocks whose bytes are wrong are quarantined and never served. Needs no Ray. Exits with 1 if
+    there were any.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        settings = load_config(config)
+        directories = _directories(settings, all_arenas=all_arenas)
+        found, errors = _verify_each(directories, settings.arena.lock_wait_s, interrupts)
+        if as_json:
+            print(json.dumps({"arenas": found, "errors": [str(error) for error in errors]}))
+        elif found or not errors:
+            _print(found, settings.arena.dir)
+        if any(arena["corrupt"] for arena in found):
+            raise typer.Exit(EXIT_CORRUPT)
+        if errors:
+            raise errors[0]
+
+
+def _directories(settings: KVRayConfig, *, all_arenas: bool) -> list[Path]:
+    if not all_arenas:
+        return [settings.node_dir]
+    from kvray.store.arena import ARENA_FILE
+
+    found = sorted(settings.arena.dir.glob("kvray-*"))
+    return [path for path in found if is_own(path) and (path / ARENA_FILE).exists()]
+
+
+def _verify_each(
+    directories: list[Path], lock_wait_s: float, interrupts: Interrupts
+) -> tuple[list[dict[str, Any]], list[ShardUnavailable]]:
+    """Check every arena that can be; return what was found, and why the others cannot."""
+    found: list[dict[str, Any]] = []
+    errors: list[ShardUnavailable] = []
+    for directory in directories:
+        try:
+            # A signal waits for the end of a batch: nothing may stay leased.
+            with interrupts.held():
+                found.append(_verify(directory, lock_wait_s, interrupts))
+        except ShardUnavailable as error:
+            errors.append(error)
+    return found, errors
+
+
+def _verify(directory: Path, lock_wait_s: float, interrupts: Interrupts) -> dict[str, Any]:
+    """Check one arena, with a bar on a terminal; return what was found."""
+    from kvray.store import Arena
+    from kvray.store.scan import scan
+
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        console=(console := Console(stderr=True, highlight=False)),
+        transient=True,
+        disable=not console.is_terminal,
+        auto_refresh=False,  # its thread would take signals that are held back
+    )
+    task = progress.add_task(f"Checking {escape(directory.name)}", total=None)
+
+    def report(done: int, total: int) -> None:
+        interrupts.check()
+        progress.update(task, completed=done, total=total, refresh=True)
+
+    arena = Arena(directory, lock_wait_s=lock_wait_s)
+    try:
+        arena.join("verify")
+        start = time.perf_counter()
+        with progress:
+            found = scan(arena, report)
+        return {
+            "cluster_name": arena.cluster_name,
+            "directory": str(directory),
+            "blocks": found.blocks,
+            "bytes": found.num_bytes,
+            "seconds": round(time.perf_counter() - start, 3),
+            "corrupt": list(found.corrupt),
+            "skipped": found.skipped,
+        }
+    finally:
+        arena.close()
+
+
+def _print(found: list[dict[str, Any]], parent: Path) -> None:
+    console = Console(highlight=False, soft_wrap=True)
+    if not found:
+        console.print(f"This user has no arena under {escape(str(parent))}.")
+        return
+    console.print(arenas_table(found))
+    for arena in found:
+        if corrupt := arena["corrupt"]:
+            names = ", ".join(corrupt[:_NAMES_MAX]) + (", ..." if corrupt[_NAMES_MAX:] else "")
+            console.print(
+                f"{escape(arena['directory'])}: [red]corrupt[/], now quarantined: {names}"
+            )
+
+
+def arenas_table(found: list[dict[str, Any]]) -> Table:
+    """Return one row for each arena that was checked."""
+    table = Table(title="Arenas", title_justify="left", box=box.SIMPLE, collapse_padding=True)
+    table.add_column("arena", no_wrap=True)
+    for name in ("blocks", "bytes", "seconds", "corrupt", "skipped"):
+        table.add_column(name, justify="right")
+    for arena in found:
+        table.add_row(
+            escape(arena["directory"]),
+            str(arena["blocks"]),
+            format_size(arena["bytes"]),
+            f"{arena['seconds']:.2f}",
+            str(len(arena["corrupt"])),
+            str(arena["skipped"]),
+        )
+    return table
