@@ -12,8 +12,8 @@ from typing import Any
 import ray
 
 from kvray.actors import connection, local_ray, tier
+from kvray.actors.ownership import sweep
 from kvray.actors.ray_calls import list_actors, mapped_errors
-from kvray.actors.shard import sweep
 from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable
 

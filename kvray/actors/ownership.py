@@ -1,8 +1,24 @@
-"""Whose is a directory that lies where everybody may write?"""
+"""Whose a node's directory is: this user's, and one shard's at a time.
 
+In a directory that everybody writes to, anybody may have laid a link or a directory of our name:
+nothing is done in one that is not this user's own.
+"""
+
+import contextlib
 import os
 import stat
+import time
 from pathlib import Path
+
+from kvray.errors import ConfigError, ShardUnavailable
+from kvray.store import Arena
+from kvray.store.arena import ARENA_FILE
+from kvray.store.lock import OWNER_BYTE, SideFile
+from kvray.wire import SOCKET_FILE
+
+OWNER_FILE = "owner"
+OWNER_RETRY_S = 0.1
+LOCK_WAIT_S = 0.1
 
 
 def is_own(directory: Path) -> bool:
@@ -12,3 +28,90 @@ def is_own(directory: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def make_directory(directory: Path) -> None:
+    """Make the directory, for this user alone.
+
+    Raises:
+        ConfigError: it cannot be made, or is not this user's.
+    """
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        # In a directory that everybody writes to, a link may have been laid by anybody.
+        if not is_own(directory):
+            raise ConfigError(
+                f"{directory} belongs to another user or is a link; choose another cluster_name"
+                " or arena.dir."
+            )
+        directory.chmod(0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"The arena's directory {directory} cannot be made ({error.strerror}); set arena.dir"
+            " to a tmpfs that this user may write to."
+        ) from None
+
+
+def open_owner_file(directory: Path) -> SideFile | None:
+    """Return the file of the owner lock; None if the directory has just been removed.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+    try:
+        return SideFile.at(directory / OWNER_FILE)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"{directory / OWNER_FILE} cannot be opened ({error.strerror}); make {directory}"
+            " writable for this user, or choose another arena.dir."
+        ) from None
+
+
+def sweep(directory: Path, wait_s: float = 0.0) -> bool:
+    """Remove what a shard that is no more left in `directory`; nothing if one owns it.
+
+    Args:
+        directory: `KVRayConfig.node_dir`.
+        wait_s: how long to wait for an owner that is ending.
+
+    Returns:
+        Whether nothing is left there.
+    """
+    deadline = time.monotonic() + wait_s
+    while is_own(directory):
+        owner = open_owner_file(directory)
+        if owner is not None and owner.try_lock(OWNER_BYTE):
+            try:
+                if owner.is_current():
+                    remove_files(directory)
+            finally:
+                owner.unlock(OWNER_BYTE)
+        if not directory.exists() or time.monotonic() >= deadline:
+            break
+        time.sleep(OWNER_RETRY_S)
+    return not directory.exists()
+
+
+def remove_files(directory: Path) -> None:
+    """Retire the arena in `directory`, if there is one, and remove everything that is ours.
+
+    Only who has the owner lock may; others call `sweep`.
+    """
+    with contextlib.suppress(ShardUnavailable):
+        arena = Arena(directory, lock_wait_s=LOCK_WAIT_S)
+        arena.retire()
+        arena.close()
+    remove_leftovers(directory)
+    for name in (ARENA_FILE, SOCKET_FILE, OWNER_FILE):
+        (directory / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what an owner that died left behind: half-made arenas, locks of arenas long gone."""
+    for pattern in ("arena.*.new", "lock.*"):
+        for path in directory.glob(pattern):
+            path.unlink(missing_ok=True)

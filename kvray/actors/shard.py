@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvray.actors.adoption import open_arena
 from kvray.actors.announcer import Announce, Announcer
 from kvray.actors.engine_server import EngineServer, check_path
-from kvray.actors.ownership import is_own
+from kvray.actors.ownership import make_directory, open_owner_file, remove_files, sweep
 from kvray.actors.replicas import Replicas
 from kvray.block import Namespace
-from kvray.errors import ConfigError, KVRayError, ShardUnavailable
+from kvray.errors import KVRayError, ShardUnavailable
 from kvray.store import Arena, ArenaSpec, lease
 from kvray.store.arena import ARENA_FILE
 from kvray.store.lock import OWNER_BYTE, SideFile
@@ -30,10 +31,8 @@ _log = logging.getLogger("kvray.shard")
 
 T = TypeVar("T")
 
-OWNER_FILE = "owner"
 _OWNER_WAIT_S = 20.0
-_OWNER_RETRY_S = 0.1
-_LOCK_WAIT_S = 0.1
+_RETRY_S = 0.1
 _LAST_SEND_S = 3.0
 
 
@@ -200,8 +199,8 @@ class Shard:
         directory = self._settings.directory
         deadline = time.monotonic() + _OWNER_WAIT_S
         while not self._stopping.is_set():
-            _make_directory(directory)
-            owner = _open_owner_file(directory)
+            make_directory(directory)
+            owner = open_owner_file(directory)
             if owner is not None and owner.try_lock(OWNER_BYTE):
                 if owner.is_current():
                     return owner
@@ -213,7 +212,7 @@ class Shard:
                     f"Process {pid} owns {directory}; run `kvray down` there, or choose another"
                     " cluster_name or arena.dir."
                 )
-            await self._pause(_OWNER_RETRY_S)
+            await self._pause(_RETRY_S)
         return None
 
     async def _adopt(self, arena: Arena) -> bool:
@@ -224,7 +223,7 @@ class Shard:
             except ShardUnavailable as error:
                 _log.warning("%s: waits to take the arena over: %s", self.name, error)
                 self._state = {"state": "starting", "done": 0, "total": 0, "message": str(error)}
-                await self._pause(_OWNER_RETRY_S)
+                await self._pause(_RETRY_S)
             else:
                 return True
         return False
@@ -235,23 +234,9 @@ class Shard:
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
     def _open_arena(self) -> Arena:
-        """Adopt the arena that is there if it is the one we would make, else make a new one."""
         settings = self._settings
-        try:
-            arena = Arena(settings.directory, lock_wait_s=_LOCK_WAIT_S)
-        except ShardUnavailable:
-            arena = None
-        if arena is not None:
-            if arena.tables.geometry == settings.spec.geometry():
-                return arena
-            _log.warning(
-                "%s: the arena has other sizes than configured; making a new one", self.name
-            )
-            arena.retire()
-            arena.close()
-        _remove_leftovers(settings.directory)
-        return Arena.create(
-            settings.directory, settings.spec, lock_wait_s=_LOCK_WAIT_S, progress=self._progress
+        return open_arena(
+            settings.directory, settings.spec, shard=self.name, progress=self._progress
         )
 
     def _progress(self, done: int, total: int) -> None:
@@ -316,90 +301,3 @@ class Shard:
             label = bytes(arena.tables.holder_label[row]).decode(errors="replace")
             _log.warning("%s: holder %s has leased %d slots for long", self.name, label, long[row])
         self._long_leases = set(long)
-
-
-def sweep(directory: Path, wait_s: float = 0.0) -> bool:
-    """Remove what a shard that is no more left in `directory`; nothing if one owns it.
-
-    Args:
-        directory: `KVRayConfig.node_dir`.
-        wait_s: how long to wait for an owner that is ending.
-
-    Returns:
-        Whether nothing is left there.
-    """
-    deadline = time.monotonic() + wait_s
-    while is_own(directory):
-        owner = _open_owner_file(directory)
-        if owner is not None and owner.try_lock(OWNER_BYTE):
-            try:
-                if owner.is_current():
-                    remove_files(directory)
-            finally:
-                owner.unlock(OWNER_BYTE)
-        if not directory.exists() or time.monotonic() >= deadline:
-            break
-        time.sleep(_OWNER_RETRY_S)
-    return not directory.exists()
-
-
-def _make_directory(directory: Path) -> None:
-    """Make the directory, for this user alone.
-
-    Raises:
-        ConfigError: it cannot be made, or is not this user's.
-    """
-    try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        # In a directory that everybody writes to, a link may have been laid by anybody.
-        if not is_own(directory):
-            raise ConfigError(
-                f"{directory} belongs to another user or is a link; choose another cluster_name"
-                " or arena.dir."
-            )
-        directory.chmod(0o700)
-    except OSError as error:
-        raise ConfigError(
-            f"The arena's directory {directory} cannot be made ({error.strerror}); set arena.dir"
-            " to a tmpfs that this user may write to."
-        ) from None
-
-
-def _open_owner_file(directory: Path) -> SideFile | None:
-    """Return the file of the owner lock; None if the directory has just been removed.
-
-    Raises:
-        ConfigError: it cannot be opened.
-    """
-    try:
-        return SideFile.at(directory / OWNER_FILE)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ConfigError(
-            f"{directory / OWNER_FILE} cannot be opened ({error.strerror}); make {directory}"
-            " writable for this user, or choose another arena.dir."
-        ) from None
-
-
-def _remove_leftovers(directory: Path) -> None:
-    """Remove what an owner that died left behind: half-made arenas, locks of arenas long gone."""
-    for pattern in ("arena.*.new", "lock.*"):
-        for path in directory.glob(pattern):
-            path.unlink(missing_ok=True)
-
-
-def remove_files(directory: Path) -> None:
-    """Retire the arena in `directory`, if there is one, and remove everything that is ours.
-
-    Only who has the owner lock may; others call `sweep`.
-    """
-    with contextlib.suppress(ShardUnavailable):
-        arena = Arena(directory, lock_wait_s=_LOCK_WAIT_S)
-        arena.retire()
-        arena.close()
-    _remove_leftovers(directory)
-    for name in (ARENA_FILE, SOCKET_FILE, OWNER_FILE):
-        (directory / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        directory.rmdir()

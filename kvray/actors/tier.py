@@ -10,6 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvray import wire
 from kvray.actors.lookup_actor import create_lookup
+from kvray.actors.ownership import sweep
 from kvray.actors.ray_calls import (
     LOOKUP_NAME,
     NAMESPACE,
@@ -21,7 +22,6 @@ from kvray.actors.ray_calls import (
     mapped_errors,
     shard_name,
 )
-from kvray.actors.shard import sweep
 from kvray.actors.supervisor import create_supervisor, plan_nodes
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable

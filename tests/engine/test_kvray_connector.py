@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvray.actors.lookup import Lookup
-from kvray.actors.shard import Shard, sweep
+from kvray.actors.ownership import sweep
+from kvray.actors.shard import Shard
 from kvray.actors.shard_actor import shard_settings
 from kvray.config import load_config
 from kvray.errors import KVRayError

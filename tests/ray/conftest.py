@@ -13,7 +13,7 @@ import ray
 
 from kvray.actors import connection, local_ray, tier
 from kvray.actors.local_ray import LocalRay
-from kvray.actors.shard import sweep
+from kvray.actors.ownership import sweep
 from kvray.config import KVRayConfig, load_config
 
 ROOT = Path(__file__).parents[2]

@@ -13,6 +13,7 @@ import ray
 
 from kvray.actors import tier
 from kvray.actors.local_ray import LocalRay
+from kvray.actors.ownership import sweep
 from kvray.actors.ray_calls import (
     LOOKUP_NAME,
     SHARD_PREFIX,
@@ -20,7 +21,6 @@ from kvray.actors.ray_calls import (
     get_actor,
     list_actors,
 )
-from kvray.actors.shard import sweep
 from kvray.client import Client
 from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.shard import Shard, sweep
+from kvray.actors.ownership import sweep
+from kvray.actors.shard import Shard
 from tests.unit.actors.small_shard import Line, settings_for, wait_until_serving
 from tests.unit.store.conftest import Child
 

@@ -17,7 +17,8 @@ from kvray import wire
 from kvray.actors import engine_server
 from kvray.actors import shard as shard_module
 from kvray.actors.lookup import Lookup
-from kvray.actors.shard import OWNER_FILE, Shard, sweep
+from kvray.actors.ownership import OWNER_FILE, sweep
+from kvray.actors.shard import Shard
 from kvray.errors import ConfigError, LayoutMismatch, ShardUnavailable
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena, ArenaSpec
