@@ -10,15 +10,14 @@ import stat
 import time
 from pathlib import Path
 
-from kvray.errors import ConfigError, ShardUnavailable
-from kvray.store import Arena
-from kvray.store.arena import ARENA_FILE
+from kvray.errors import ConfigError
+from kvray.store.arena_file import ARENA_FILE, lock_path
 from kvray.store.lock import OWNER_BYTE, SideFile
+from kvray.store.retirement import retire_file
 from kvray.wire import SOCKET_FILE
 
 OWNER_FILE = "owner"
 OWNER_RETRY_S = 0.1
-LOCK_WAIT_S = 0.1
 
 
 def is_own(directory: Path) -> bool:
@@ -97,21 +96,28 @@ def sweep(directory: Path, wait_s: float = 0.0) -> bool:
 def remove_files(directory: Path) -> None:
     """Retire the arena in `directory`, if there is one, and remove everything that is ours.
 
-    Only who has the owner lock may; others call `sweep`.
+    Only who has the owner lock may; others call `sweep`. What cannot be removed stays.
     """
-    with contextlib.suppress(ShardUnavailable):
-        arena = Arena(directory, lock_wait_s=LOCK_WAIT_S)
-        arena.retire()
-        arena.close()
+    with contextlib.suppress(OSError):
+        retire_file(directory / ARENA_FILE)
     remove_leftovers(directory)
-    for name in (ARENA_FILE, SOCKET_FILE, OWNER_FILE):
+    for name in (SOCKET_FILE, OWNER_FILE):
         (directory / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         directory.rmdir()
 
 
-def remove_leftovers(directory: Path) -> None:
-    """Remove what an owner that died left behind: half-made arenas, locks of arenas long gone."""
+def remove_leftovers(directory: Path, keep: str | None = None) -> None:
+    """Remove what owners that died left behind: half-made arenas, locks of arenas long gone.
+
+    Only who has the owner lock may.
+
+    Args:
+        directory: where.
+        keep: id of the arena whose lock is in use.
+    """
+    kept = None if keep is None else lock_path(directory, keep)
     for pattern in ("arena.*.new", "lock.*"):
         for path in directory.glob(pattern):
-            path.unlink(missing_ok=True)
+            if path != kept:
+                path.unlink(missing_ok=True)
