@@ -1,9 +1,9 @@
 """A node's arena: one file in shared memory that every process of the node uses by itself.
 
-The file describes itself (`layout`), its tables are changed under one lock (`lock`) inside a
-marked *section*, and what may be changed how stands in `slots` and `lease`. Invariants:
+The file describes itself (`layout`), its tables are changed under one lock (`lock`) in steps that
+can be undone (`undo`), and what may be changed how stands in `slots` and `lease`. Invariants:
 
-- A section that finds the mark set knows that its setter died inside, and rebuilds first.
+- Whoever takes the lock and finds a step begun undoes it first: its writer died.
 - Only the holder of the lock writes tables; only a slot's reserver writes its bytes.
 - A mapped arena is never truncated and never shrinks: its owner marks it RETIRED and unlinks it.
 """
@@ -18,7 +18,17 @@ import numpy as np
 
 from kvray.block import BlockKey
 from kvray.errors import CapacityError, ConfigError, CorruptBlock, LeaseExpired, ShardUnavailable
-from kvray.store import arena_file, holders, key_index, lease, payload, repair, slabs, slots
+from kvray.store import (
+    arena_file,
+    eviction,
+    holders,
+    key_index,
+    lease,
+    payload,
+    repair,
+    slabs,
+    slots,
+)
 from kvray.store.arena_file import ARENA_FILE, ArenaSpec, Progress, lock_path
 from kvray.store.figures import figures
 from kvray.store.layout import LIMBO, LIVE, READY, RETIRED
@@ -65,6 +75,7 @@ class Arena:
                 f" ({error.strerror}); it is being replaced, or restart the tier."
             ) from None
         self._lock = ArenaLock(self._side_file)
+        self._is_owner = False
         self._holder: int | None = None
         if self.retired:
             raise ShardUnavailable(self._no_entry())
@@ -169,7 +180,7 @@ class Arena:
 
         Returns:
             One lease a part, all of the same length; [] if not even the first block is here;
-            None if the arena was busy.
+            None if the arena was busy, or has too many leases for one more.
 
         Raises:
             ConfigError: `keys` are no keys, or num_parts < 1.
@@ -180,16 +191,15 @@ class Arena:
             if not entered or not self._is_open(holder):
                 return None
             found = lease.match(self.tables, packed, num_parts)
-            if not found.shape[1]:
+            if not len(found[0]):
                 return []
             now = time.monotonic()
             taken = [lease.take(self.tables, part, holder=holder, now=now) for part in found]
             leases = [one for one in taken if one is not None]
-            if len(leases) < num_parts:
-                for one in leases:
-                    lease.release(self.tables, one)
-                return []
-            return leases
+            if len(leases) == num_parts:
+                return leases
+            self.tables.undo.roll_back()  # there are no more pages for lease records
+            return None
 
     def lease_slots(self, chosen: Array) -> Lease | None:
         """Lease those of `chosen` that are READY, whatever they hold; None if the arena was busy.
@@ -207,10 +217,10 @@ class Arena:
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> int | None:
         """Return how many leading `keys` are here now, without holding them; None if busy."""
         packed = _packed(keys, num_parts)
-        with self._section(self.lock_wait_s, writes=False) as entered:
+        with self._section(self.lock_wait_s) as entered:
             if not entered or self.retired:
                 return None
-            return int(lease.match(self.tables, packed, num_parts).shape[1])
+            return len(lease.match(self.tables, packed, num_parts)[0])
 
     def release(self, *leases: Lease, wait_s: float | None = None) -> bool:
         """End leases, of whichever process of this node; False if busy: retry."""
@@ -378,15 +388,21 @@ class Arena:
     # -- the owner's part ---------------------------------------------------------------------
 
     def adopt(self) -> int:
-        """Take over as owner: fence off the owner before; return the new shard_epoch.
+        """Take over as owner: fence off the owner before, derive the tables anew.
+
+        Returns:
+            The new shard_epoch.
 
         Raises:
             ShardUnavailable: the lock could not be had.
         """
+        self._is_owner = True
         with self._section(_PATIENT_S) as entered:
             if entered:
-                self.tables.header["shard_epoch"] += 1
-                return int(self.tables.header["shard_epoch"])
+                repair.rebuild(self.tables, now=time.monotonic())
+                self.tables.shard_epoch += 1
+                return int(self.tables.shard_epoch)
+        self._is_owner = False
         raise ShardUnavailable(self._no_entry())
 
     def bury_dead(self, *, limbo_s: float) -> list[str]:
@@ -427,7 +443,7 @@ class Arena:
         # Without the lock at first: what is missed by a moment is seen the next time.
         if np.array_equal(self.tables.slot_version, seen):
             return nothing
-        with self._section(_PATIENT_S, writes=False) as entered:
+        with self._section(_PATIENT_S) as entered:
             if not entered:
                 return nothing
             changed = np.flatnonzero(self.tables.slot_version != seen)
@@ -441,7 +457,7 @@ class Arena:
         Raises:
             ShardUnavailable: the lock could not be had; some blocks may have gone.
         """
-        everything = np.ones(self.tables.geometry.num_slots, dtype=bool)
+        everything = np.arange(self.tables.geometry.num_slots)
         cleared = 0
         while True:
             went = self._evict(_EVICT_BATCH, within=everything, wait_s=_PATIENT_S)
@@ -467,24 +483,35 @@ class Arena:
     # -- inside -------------------------------------------------------------------------------
 
     @contextmanager
-    def _section(self, wait_s: float, *, writes: bool = True) -> Iterator[bool]:
-        """Hold the lock, with the section marked if it `writes`; False: the lock was taken.
+    def _section(self, wait_s: float) -> Iterator[bool]:
+        """Hold the lock; False: it was taken, or the tables have to be rebuilt by the owner.
 
-        An exception leaves the mark set: whoever comes next rebuilds. So arguments are checked,
-        and errors that a caller can cause are raised, outside.
+        What is written inside stands when the section ends, or not at all: an exception undoes
+        it here, a death is undone by whoever comes next.
         """
         if not self._lock.acquire(wait_s):
             yield False
             return
-        header = self.tables.header
+        undo = self.tables.undo
         try:
-            if header["section"]:
-                repair.rebuild(self.tables, now=time.monotonic())
-            header["section"] = writes
-            yield True
-            header["section"] = 0
+            entered = not undo.is_open or self._repair()
+            yield entered
+            if entered:
+                undo.settle()
+        except BaseException:
+            undo.roll_back()
+            raise
         finally:
             self._lock.release()
+
+    def _repair(self) -> bool:
+        """Undo what somebody who died had begun; False if only the owner can mend it."""
+        if not self.tables.undo.roll_back():
+            if not self._is_owner:
+                return False
+            repair.rebuild(self.tables, now=time.monotonic())
+        self.tables.repairs += 1
+        return True
 
     def _is_open(self, holder: int) -> bool:
         """Whether `holder` may take something new: another thread may have left or retired."""
@@ -507,9 +534,9 @@ class Arena:
         return ready if sound is None else ready & sound
 
     def _evict_ahead(self, block_bytes: int, free_target: float) -> int:
-        within = slabs.slots_of(self.tables, block_bytes)
         evicted = 0
         while (short := slabs.shortfall(self.tables, block_bytes, free_target)) > 0:
+            within = slabs.slots_of(self.tables, block_bytes)
             went = self._evict(min(short, _EVICT_BATCH), within=within, wait_s=self.lock_wait_s)
             if not went:
                 break
@@ -518,11 +545,19 @@ class Arena:
 
     def _evict(self, count: int, *, within: Array, wait_s: float) -> int | None:
         """Evict up to `count` blocks in one section; None if the arena was busy."""
+        # The search among all slots is done outside: the lock is kept for a moment only.
+        oldest = eviction.choose_oldest(self.tables, 4 * count, within=within)
         nothing = np.empty(0, dtype=np.int64)
         with self._section(wait_s) as entered:
             if not entered:
                 return None
-            return slots.evict(self.tables, count, within=within, protect=nothing)
+            victims = eviction.keep_evictable(self.tables, oldest, protect=nothing)[:count]
+            if not len(victims):
+                victims = eviction.choose_victims(
+                    self.tables, count, within=within, protect=nothing
+                )
+            slots.evict(self.tables, victims)
+            return len(victims)
 
 
 def _packed(keys: Sequence[BlockKey], num_parts: int) -> Array:

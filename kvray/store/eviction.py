@@ -1,11 +1,12 @@
 """Which blocks to evict: least recently used first, a prefix from its tail."""
 
-from heapq import heapify, heappop, heappush
-
 import numpy as np
 
 from kvray.store.layout import READY
 from kvray.store.tables import Array, Tables
+
+_STAYS = np.uint64(2**64 - 1)
+"""In place of the time of use of a block that cannot go."""
 
 
 def choose_victims(tables: Tables, count: int, *, within: Array, protect: Array) -> Array:
@@ -18,40 +19,58 @@ def choose_victims(tables: Tables, count: int, *, within: Array, protect: Array)
 
     Args:
         tables: the arena's tables.
-        count: slots wanted; each costs about a microsecond, because one victim decides the next.
-        within: mask of the slots to choose from, shape [num_slots].
+        count: slots wanted.
+        within: the slots to choose from.
         protect: slots that must stay (the chain that the caller is about to extend).
     """
-    fit = within & (tables.slot_state == READY) & (tables.slot_leases == 0)
-    fit[protect] = False
-    queue = _oldest_tails(tables, fit, count)
-    parents, children, ticks = tables.slot_parent, tables.slot_children, tables.slot_tick
-    gone: dict[int, int] = {}
-    victims: list[int] = []
-    while queue and len(victims) < count:
-        tick, depth, slot = heappop(queue)
-        victims.append(slot)
-        parent = parents.item(slot)
-        if parent < 0:
-            continue
-        gone[parent] = gone.get(parent, 0) + 1
-        if gone[parent] == children.item(parent) and fit.item(parent):
-            heappush(queue, (max(tick, ticks.item(parent)), depth + 1, parent))
-    return np.array(victims, dtype=np.int64)
+    wanted = count
+    while True:
+        # A block cannot have been used last before itself: those that go are among the oldest,
+        # unless their children are younger than they are.
+        oldest = choose_oldest(tables, wanted, within=within)
+        victims = keep_evictable(tables, oldest, protect=protect)
+        if len(victims) >= count or len(oldest) < wanted:
+            return victims[:count]
+        wanted *= 4
 
 
-def _oldest_tails(tables: Tables, fit: Array, count: int) -> list[tuple[int, int, int]]:
-    """Return a heap of (tick, -depth, slot) of the `count` oldest slots without children.
+def choose_oldest(tables: Tables, count: int, *, within: Array) -> Array:
+    """Return the `count` unleased READY slots of `within` that were used longest ago.
 
-    Equal ticks are common, because a request touches its whole prefix at once; the deeper goes
-    first. Younger tails than these cannot be reached: each victim takes one from the heap.
+    Needs no lock: what it returns is looked at again by `keep_evictable`.
     """
-    tails = np.flatnonzero(fit & (tables.slot_children == 0))
-    if len(tails) > count > 0:
-        tails = tails[np.argpartition(tables.slot_tick[tails], count - 1)[:count]]
-    depths = -tables.slot_depth[tails].astype(np.int64)
-    queue = list(
-        zip(tables.slot_tick[tails].tolist(), depths.tolist(), tails.tolist(), strict=True)
-    )
-    heapify(queue)
-    return queue
+    fit = within[_is_fit(tables, within)]
+    if len(fit) <= count:
+        return fit
+    return fit[np.argpartition(tables.slot_tick[fit], count - 1)[:count]]
+
+
+def keep_evictable(tables: Tables, chosen: Array, *, protect: Array) -> Array:
+    """Return those of `chosen` that can go without any other, in the order in which they should.
+
+    A block can go if it is fit itself and all its children are here and can go.
+    """
+    fit = np.sort(chosen[_is_fit(tables, chosen) & ~np.isin(chosen, protect)])
+    nowhere = len(fit)
+    parent = tables.slot_parent[fit]
+    at = np.searchsorted(fit, parent)
+    here = np.append(fit, -2)[at] == parent
+    above = np.append(np.where(here, at, nowhere), nowhere)
+    children = np.bincount(above, minlength=nowhere + 1)[:nowhere]
+    used = np.append(tables.slot_tick[fit], np.uint64(0))
+    used[:nowhere][children != tables.slot_children[fit]] = _STAYS
+    # Each round hands every block's time to the ancestor twice as far away as in the last one.
+    while (above < nowhere).any():
+        np.maximum.at(used, above, used)
+        used[nowhere] = 0
+        above = above[above]
+    used = used[:nowhere]
+    # Equal times are common, because a request touches its whole prefix at once: deeper first.
+    order = np.lexsort((-tables.slot_depth[fit].astype(np.int64), used))
+    ordered: Array = fit[order[: np.count_nonzero(used != _STAYS)]]
+    return ordered
+
+
+def _is_fit(tables: Tables, slots: Array) -> Array:
+    fit: Array = (tables.slot_state[slots] == READY) & (tables.slot_leases[slots] == 0)
+    return fit

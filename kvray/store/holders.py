@@ -1,6 +1,6 @@
 """Holders of an arena: who is attached, told from the dead by a lock on one byte for each row.
 
-Every function that changes something expects the arena's lock and a marked section.
+Every function that changes something expects the arena's lock.
 """
 
 import os
@@ -25,7 +25,7 @@ def enter(tables: Tables, side_file: SideFile, label: str, *, now: float) -> int
             tables.holder_pid[row] = os.getpid()
             tables.holder_since[row] = now
             tables.holder_label[row] = name
-            tables.holder_live[row] = 1
+            tables.put(np.array([row]), holder_live=1)
             return row
     return None
 
@@ -34,14 +34,14 @@ def leave(tables: Tables, row: int) -> None:
     """End what a holder has that writes and reads no more; its byte is unlocked afterwards."""
     slots.abort_holder(tables, row)
     lease.release_holder(tables, row)
-    tables.holder_live[row] = 0
+    tables.put(np.array([row]), holder_live=0)
 
 
 def bury(tables: Tables, row: int, *, now: float) -> str:
     """End what a dead holder had, whose copies may still be landing; return its label."""
     lease.release_holder(tables, row)
     slots.strand(tables, row, now=now)
-    tables.holder_live[row] = 0
+    tables.put(np.array([row]), holder_live=0)
     return bytes(tables.holder_label[row]).decode(errors="replace")
 
 

@@ -17,6 +17,8 @@ from kvray.store.tables import Array, Tables
 _PART_STEP = 0x9E3779B97F4A7C15
 """Odd constant that sends the parts of one key to unrelated buckets."""
 
+_WAY_BITS = BUCKET_WAYS.bit_length() - 1
+
 
 def pack_keys(keys: Sequence[BlockKey]) -> Array:
     """Return `keys` as u64, shape [num_keys, 4].
@@ -34,19 +36,31 @@ def pack_keys(keys: Sequence[BlockKey]) -> Array:
 
 def find(tables: Tables, keys: Array, part: int) -> Array:
     """Return the slot of each key, shape [num_keys], -1 where there is none."""
-    bucket = _bucket(tables, keys, part)
-    # `take` gathers rows several times faster than an index does.
-    same_tag = tables.index_tag.take(bucket, axis=0) == _tag(keys)[:, None]
-    hit = np.flatnonzero(same_tag)
-    row = hit // BUCKET_WAYS
-    entry = bucket.take(row) * BUCKET_WAYS + hit % BUCKET_WAYS
-    slot = tables.index_slot.reshape(-1).take(entry).astype(np.int64) - 1
+    row, slot = _candidates(tables, keys, part)
     wrong = tables.slot_key.take(slot, axis=0) ^ keys.take(row, axis=0)
     same = (wrong[:, 0] | wrong[:, 1] | wrong[:, 2] | wrong[:, 3]) == 0
     same &= (tables.slot_part.take(slot) == part) & (slot >= 0)
     found = np.full(len(keys), -1, dtype=np.int64)
     found[row[same]] = slot[same]
     return found
+
+
+def find_run(tables: Tables, keys: Array, part: int) -> Array:
+    """Return the slots of the longest run of leading keys that all have one.
+
+    The same as the head of `find`, at half its price: a chain is mostly there from its root on,
+    and then its keys are compared all at once.
+    """
+    row, slot = _candidates(tables, keys, part)
+    run = len(row)
+    # Bytes are compared at a fifth of the price of arrays.
+    if row.tobytes() == np.arange(run).tobytes():
+        same = tables.slot_key.take(slot, axis=0).tobytes() == keys[:run].tobytes()
+        if same and not np.count_nonzero(tables.slot_part.take(slot) != part):
+            return slot
+    found = find(tables, keys, part)
+    missing = np.flatnonzero(found < 0)
+    return found[: missing[0]] if len(missing) else found
 
 
 def insert(tables: Tables, slots: Array) -> Array:
@@ -58,8 +72,8 @@ def insert(tables: Tables, slots: Array) -> Array:
     turn = _occurrence(bucket)[:, None] + 1
     chosen = empty & (np.cumsum(empty, axis=1, dtype=np.int64) == turn)
     way, fits = chosen.argmax(axis=1), chosen.any(axis=1)
-    tables.index_tag[bucket[fits], way[fits]] = tag[fits]
-    tables.index_slot[bucket[fits], way[fits]] = slots[fits] + 1
+    entry = (bucket * BUCKET_WAYS + way)[fits]
+    tables.put(entry, index_tag=tag[fits], index_slot=slots[fits] + 1)
     full: Array = ~fits
     return full
 
@@ -68,8 +82,19 @@ def remove(tables: Tables, slots: Array) -> None:
     """Take `slots` out of the index; one that is not in it is passed over."""
     bucket = _bucket(tables, tables.slot_key[slots], tables.slot_part[slots])
     row, way = np.nonzero(tables.index_slot[bucket] == (slots + 1)[:, None])
-    tables.index_slot[bucket[row], way] = 0
-    tables.index_tag[bucket[row], way] = 0
+    tables.put(bucket[row] * BUCKET_WAYS + way, index_slot=0, index_tag=0)
+
+
+def _candidates(tables: Tables, keys: Array, part: int) -> tuple[Array, Array]:
+    """Return (row in `keys`, slot) of every entry with a key's tag; rows ascend."""
+    bucket = _bucket(tables, keys, part)
+    # `take` gathers rows several times faster than an index does.
+    same_tag = tables.index_tag.take(bucket, axis=0) == _tag(keys)[:, None]
+    hit = same_tag.ravel().nonzero()[0]
+    row = hit >> _WAY_BITS
+    entry = (bucket.take(row) << _WAY_BITS) | (hit & BUCKET_WAYS - 1)
+    slot: Array = tables.columns["index_slot"].take(entry).astype(np.int64) - 1
+    return row, slot
 
 
 def _occurrence(values: Array) -> Array:
@@ -83,8 +108,7 @@ def _occurrence(values: Array) -> Array:
 
 def _bucket(tables: Tables, keys: Array, part: "int | Array") -> Array:
     step = np.asarray(part, dtype="<u8") * np.uint64(_PART_STEP)
-    mask = np.uint64(tables.geometry.num_buckets - 1)
-    bucket: Array = ((keys[:, 0] ^ step) & mask).astype(np.int64)
+    bucket: Array = ((keys[:, 0] ^ step) & tables.bucket_mask).view(np.int64)
     return bucket
 
 

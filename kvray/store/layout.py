@@ -2,12 +2,16 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from kvray.block import KEY_BYTES
 from kvray.errors import CapacityError
+
+Array = npt.NDArray[Any]
 
 MAGIC = b"KVRAYARN"
 FORMAT_VERSION = 2
@@ -23,8 +27,9 @@ copy may still land. QUARANTINED: its bytes did not have their checksum."""
 
 BUCKET_WAYS = 16
 PAGE_SLOTS = 256
-PAGES_MAX = 4096
 LABEL_BYTES = 64
+UNDO_ENTRIES = 1024
+UNDO_WORDS_PER_SLOT = 16
 
 HEADER = np.dtype(
     [
@@ -42,11 +47,12 @@ HEADER = np.dtype(
         # Of all fields before it but `state`. Those after it change.
         ("checksum", "<u8"),
         ("shard_epoch", "<u8"),
-        # Set for as long as somebody changes the tables: found set, its setter died in there.
-        ("section", "<u8"),
+        # Not 0 for as long as somebody changes the tables: see `undo`.
+        ("undo_count", "<u8"),
         ("tick", "<u8"),
         ("changes", "<u8"),
         ("next_lease", "<u8"),
+        ("next_page", "<u8"),
         ("stored", "<u8"),
         ("evicted", "<u8"),
         ("dropped", "<u8"),
@@ -66,6 +72,13 @@ _FIXED = (
     "slot_min",
     "holders_max",
 )
+
+
+def header_word(field: str) -> int:
+    """Return which u64 of the header `field` is."""
+    fields = HEADER.fields
+    assert fields is not None
+    return fields[field][1] // 8
 
 
 def header_checksum(header: bytes) -> int:
@@ -144,6 +157,11 @@ class Geometry:
         """
         return max(16, 1 << (self.num_slots // 4 - 1).bit_length())
 
+    @property
+    def num_pages(self) -> int:
+        """Pages for lease records: as many requests as there are can be promised at once."""
+        return max(64, self.num_slots // 16)
+
     def stride(self, block_bytes: int) -> int:
         """Return the bytes from one slot of `block_bytes` to the next."""
         return align(max(block_bytes, self.slot_min))
@@ -151,7 +169,7 @@ class Geometry:
     def tables(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Return (name, dtype, shape) of every table, in file order."""
         slots, holders = (self.num_slots,), (self.holders_max,)
-        buckets, pages = (self.num_buckets, BUCKET_WAYS), (PAGES_MAX,)
+        buckets, pages = (self.num_buckets, BUCKET_WAYS), (self.num_pages,)
         return [
             ("slab_block_bytes", "<u8", (self.num_slabs,)),
             ("slot_state", "u1", slots),
@@ -178,7 +196,9 @@ class Geometry:
             ("page_next", "<i4", pages),
             ("page_count", "<u4", pages),
             ("page_since", "<f8", pages),
-            ("page_slots", "<u4", (PAGES_MAX, PAGE_SLOTS)),
+            ("page_slots", "<u4", (self.num_pages, PAGE_SLOTS)),
+            ("undo_entry", "<u4", (UNDO_ENTRIES, 4)),
+            ("undo_log", "<u4", (UNDO_WORDS_PER_SLOT * self.num_slots + 4096,)),
         ]
 
     def offsets(self) -> dict[str, int]:

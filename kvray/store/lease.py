@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvray.store import key_index
-from kvray.store.layout import PAGE_SLOTS, PAGES_MAX, QUARANTINED, READY
-from kvray.store.tables import ONE, Array, Tables
+from kvray.store.layout import PAGE_SLOTS, QUARANTINED, READY
+from kvray.store.tables import Array, Tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,16 +23,15 @@ class Lease:
     num_blocks: int
 
 
-def match(tables: Tables, keys: Array, num_parts: int) -> Array:
+def match(tables: Tables, keys: Array, num_parts: int) -> list[Array]:
     """Return the slots of the longest run of leading keys of which every part is READY.
 
     Returns:
-        Slots of shape [num_parts, run].
+        For each part as many slots as that run has blocks.
     """
-    slots = np.stack([key_index.find(tables, keys, part) for part in range(num_parts)])
-    ready = ((slots >= 0) & (tables.slot_state[slots] == READY)).all(axis=0)
-    run = len(ready) if ready.all() else int(ready.argmin())
-    return slots[:, :run]
+    found = [_ready_run(tables, keys, part) for part in range(num_parts)]
+    run = min(map(len, found))
+    return [slots[:run] for slots in found]
 
 
 def take(tables: Tables, slots: Array, *, holder: int, now: float) -> Lease | None:
@@ -40,23 +39,23 @@ def take(tables: Tables, slots: Array, *, holder: int, now: float) -> Lease | No
 
     The whole prefix is leased, from its root, so that no ancestor of a leased block can go.
     """
-    pages_needed = _pages_needed(len(slots))
-    pages = np.flatnonzero(tables.page_holder == 0)[:pages_needed]
-    if len(pages) < pages_needed:
+    pages = _free_pages(tables, max(1, -(-len(slots) // PAGE_SLOTS)))
+    if pages is None:
         return None
-    tables.header["next_lease"] += 1
-    lease_id = int(tables.header["next_lease"])
+    lease_id = tables.next_lease + 1
+    tables.next_lease = lease_id
     tables.slot_tick[slots] = tables.next_tick()
-    padded = np.zeros(pages_needed * PAGE_SLOTS, dtype=np.uint32)
-    padded[: len(slots)] = slots
-    tables.page_slots[pages] = padded.reshape(pages_needed, PAGE_SLOTS)
+    full, last = len(pages) - 1, len(slots) - (len(pages) - 1) * PAGE_SLOTS
+    tables.page_slots[pages[:full]] = slots[: full * PAGE_SLOTS].reshape(full, PAGE_SLOTS)
+    tables.page_slots[pages[full], :last] = slots[full * PAGE_SLOTS :]
     tables.page_count[pages] = PAGE_SLOTS
-    tables.page_count[pages[-1]] = len(slots) - (pages_needed - 1) * PAGE_SLOTS
-    tables.page_next[pages] = np.append(pages[1:], -1)
+    tables.page_count[pages[full]] = last
+    tables.page_next[pages[:full]] = pages[1:]
+    tables.page_next[pages[full]] = -1
     tables.page_lease[pages] = lease_id
     tables.page_since[pages] = now
-    tables.page_holder[pages] = holder + 1
-    np.add.at(tables.slot_leases, slots, ONE)
+    tables.put(pages, page_holder=holder + 1)
+    tables.add(slots, slot_leases=1)
     return Lease(lease_id=lease_id, page=int(pages[0]), num_blocks=len(slots))
 
 
@@ -120,8 +119,9 @@ def _pages(tables: Tables, lease: Lease) -> list[int] | None:
     """Return the pages of the record of `lease`; None if it has ended or never was."""
     pages: list[int] = []
     page = lease.page
+    num_pages = len(tables.page_holder)
     while page >= 0:
-        if page >= PAGES_MAX or len(pages) == PAGES_MAX or tables.page_holder[page] == 0:
+        if page >= num_pages or len(pages) == num_pages or tables.page_holder[page] == 0:
             return None
         if tables.page_lease[page] != lease.lease_id:
             return None
@@ -130,8 +130,24 @@ def _pages(tables: Tables, lease: Lease) -> list[int] | None:
     return pages or None
 
 
-def _pages_needed(num_slots: int) -> int:
-    return max(1, -(-num_slots // PAGE_SLOTS))
+def _ready_run(tables: Tables, keys: Array, part: int) -> Array:
+    slots = key_index.find_run(tables, keys, part)
+    ready = tables.slot_state.take(slots) == READY
+    return slots if np.count_nonzero(ready) == len(slots) else slots[: ready.argmin()]
+
+
+def _free_pages(tables: Tables, count: int) -> Array | None:
+    """Return `count` free pages; None if there are fewer."""
+    start = tables.next_page
+    # Where the last search ended pages are mostly free; all are looked at only if they are not.
+    pages = start + np.flatnonzero(tables.page_holder[start : start + 2 * count] == 0)
+    if len(pages) < count:
+        pages = np.flatnonzero(tables.page_holder == 0)
+    if len(pages) < count:
+        return None
+    chosen: Array = pages[:count]
+    tables.next_page = int(chosen[-1]) + 1
+    return chosen
 
 
 def _named(tables: Tables, pages: "Array | list[int]") -> Array:
@@ -142,7 +158,6 @@ def _named(tables: Tables, pages: "Array | list[int]") -> Array:
 
 def _end(tables: Tables, pages: "Array | list[int]") -> int:
     slots = _named(tables, pages)
-    tables.page_holder[pages] = 0
-    tables.page_lease[pages] = 0
-    np.subtract.at(tables.slot_leases, slots, ONE)
+    tables.put(np.asarray(pages), page_holder=0)
+    tables.add(slots, slot_leases=-1)
     return len(slots)

@@ -9,11 +9,12 @@ from kvray.store.tables import Array, Tables
 
 
 def rebuild(tables: Tables, *, now: float) -> int:
-    """Bring the tables back to a consistent state after a process died while changing them.
+    """Derive again, from the slots and the lease records, everything that follows from them.
 
-    The truth is each slot's state word, which is written last when a slot is made and first when
-    it is unmade, and each lease page's holder, likewise. Key index, lease counts, families and
-    empty slabs are derived from them anew. Whoever dies in here leaves the same truth to the next.
+    The owner's alone, since it takes time over all slots: when it takes an arena over, and when a
+    process died in a step that was too large for the undo record. The truth is each slot's state
+    and each lease page's holder. Key index, lease counts, families and empty slabs are made anew.
+    Whoever dies in here leaves the same truth to the next.
 
     Args:
         tables: the arena's tables.
@@ -22,6 +23,7 @@ def rebuild(tables: Tables, *, now: float) -> int:
     Returns:
         How many slots were given up.
     """
+    tables.undo.tear()
     lease.drop_unsound(tables)
     tables.slot_leases[:] = lease.count_leases(tables)
     used = _used_oldest_first(tables)
@@ -35,8 +37,8 @@ def rebuild(tables: Tables, *, now: float) -> int:
     slabs.give_back(tables, np.arange(tables.geometry.num_slots))
     # Which changes the dead had not noted is not known: to whoever announces them, all are new.
     tables.slot_version += 1
-    tables.header["changes"] += 1
-    tables.header["repairs"] += 1
+    tables.changes += 1
+    tables.undo.settle()
     return int(np.count_nonzero(lost))
 
 

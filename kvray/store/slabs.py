@@ -1,6 +1,6 @@
 """Slabs of an arena: each serves one block size for as long as it holds a block of it.
 
-Pure, like `slots`: the caller holds the arena's lock and has marked the section.
+Pure, like `slots`: the caller holds the arena's lock.
 """
 
 import numpy as np
@@ -9,56 +9,68 @@ from kvray.store.layout import FREE, READY
 from kvray.store.tables import Array, Tables
 
 
-def slots_of(tables: Tables, block_bytes: int) -> Array:
-    """Return a mask of the slots in slabs that serve `block_bytes`, shape [num_slots]."""
-    return np.repeat(tables.slab_block_bytes == block_bytes, tables.geometry.slots_per_slab)
-
-
 def usable(tables: Tables, block_bytes: int) -> int:
     """Return how many blocks of `block_bytes` a slab holds."""
     return tables.geometry.slab_bytes // tables.geometry.stride(block_bytes)
 
 
+def slots_of(tables: Tables, block_bytes: int) -> Array:
+    """Return the slots in slabs that serve `block_bytes`, ascending."""
+    slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
+    starts = slabs[:, None] * tables.geometry.slots_per_slab
+    slots: Array = (starts + np.arange(usable(tables, block_bytes))).ravel()
+    return slots
+
+
 def free_slots(tables: Tables, block_bytes: int) -> Array:
     """Return the FREE slots in slabs that serve `block_bytes`, ascending."""
-    slabs = tables.slab_block_bytes == block_bytes
-    free = _by_slab(tables) == FREE
-    free[~slabs] = False
-    free[:, usable(tables, block_bytes) :] = False
-    return np.flatnonzero(free)
+    slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
+    row, column = np.nonzero(_states(tables, slabs, block_bytes) == FREE)
+    free: Array = slabs[row] * tables.geometry.slots_per_slab + column
+    return free
+
+
+def num_available(tables: Tables, block_bytes: int) -> int:
+    """Return how many blocks of `block_bytes` fit without evicting any: in its slabs and spare."""
+    slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
+    free = np.count_nonzero(_states(tables, slabs, block_bytes) == FREE)
+    return int(free) + _num_spare(tables) * usable(tables, block_bytes)
 
 
 def shortfall(tables: Tables, block_bytes: int, free_target: float) -> int:
-    """Return how many FREE slots `block_bytes` lacks to a share of `free_target` of its slabs.
+    """Return how many blocks must go so that `free_target` of the slots of its slabs is free.
 
     Spare slabs count as its own: a slab that eviction empties becomes one.
     """
     num_slabs = int(np.count_nonzero(tables.slab_block_bytes == block_bytes))
-    num_spare = int(np.count_nonzero(tables.slab_block_bytes == 0))
-    per_slab = usable(tables, block_bytes)
-    short = int(num_slabs * per_slab * free_target) - num_spare * per_slab
-    return short - len(free_slots(tables, block_bytes)) if short > 0 else 0
+    target = int(num_slabs * usable(tables, block_bytes) * free_target)
+    return max(0, target - num_available(tables, block_bytes)) if target else 0
 
 
-def take_spare(tables: Tables, num_slots: int, block_bytes: int) -> None:
-    """Give `block_bytes` as many spare slabs as `num_slots` blocks need and there are."""
+def take_spare(tables: Tables, count: int, block_bytes: int) -> None:
+    """Give `block_bytes` as many spare slabs as `count` blocks need beside its FREE slots."""
     spare = np.flatnonzero(tables.slab_block_bytes == 0)
-    needed = -(-num_slots // usable(tables, block_bytes))
-    tables.slab_block_bytes[spare[:needed]] = block_bytes
+    missing = count - (
+        num_available(tables, block_bytes) - len(spare) * usable(tables, block_bytes)
+    )
+    if missing > 0:
+        needed = -(-missing // usable(tables, block_bytes))
+        tables.put(spare[:needed], slab_block_bytes=block_bytes)
 
 
 def give_back(tables: Tables, slots: Array) -> None:
     """Return those slabs of `slots` that have become empty to all block sizes."""
     slabs = np.unique(slots // tables.geometry.slots_per_slab)
-    tables.slab_block_bytes[slabs[(_by_slab(tables)[slabs] == FREE).all(axis=1)]] = 0
+    empty = slabs[(_by_slab(tables)[slabs] == FREE).all(axis=1)]
+    tables.put(empty[tables.slab_block_bytes[empty] > 0], slab_block_bytes=0)
 
 
-def choose_to_clear(tables: Tables, block_bytes: int, protect: Array) -> tuple[int, Array] | None:
-    """Return the slab of another block size to take, and a mask of the blocks that go for it.
+def choose_to_clear(tables: Tables, block_bytes: int, protect: Array) -> Array | None:
+    """Return the blocks that go so that a slab of another block size becomes spare.
 
-    It is the slab that was used longest ago among those that can be emptied: nothing in it, and
-    no block that hangs from one in it, is leased, being written or in `protect`. None: there is
-    no such slab.
+    They are those of the slab that was used longest ago among those that can be emptied, and all
+    that hang from them: none is leased, being written or in `protect`. None: there is no such
+    slab.
     """
     busy = (tables.slot_state != FREE) & (tables.slot_state != READY) | (tables.slot_leases > 0)
     busy[protect] = True
@@ -68,7 +80,7 @@ def choose_to_clear(tables: Tables, block_bytes: int, protect: Array) -> tuple[i
     for slab in slabs[np.argsort(last_used[slabs].max(axis=1), kind="stable")].tolist():
         going = _with_descendants(tables, slab)
         if not (going & busy).any():
-            return slab, going
+            return np.flatnonzero(going & (tables.slot_state == READY))
     return None
 
 
@@ -101,6 +113,16 @@ def _with_descendants(tables: Tables, slab: int) -> Array:
         marked |= marked[above]
         above = above[above]
     return marked[:-1]
+
+
+def _num_spare(tables: Tables) -> int:
+    return int(np.count_nonzero(tables.slab_block_bytes == 0))
+
+
+def _states(tables: Tables, slabs: Array, block_bytes: int) -> Array:
+    """Return the states of the slots in use in `slabs`, shape [num_slabs, slots of a slab]."""
+    states: Array = _by_slab(tables)[slabs, : usable(tables, block_bytes)]
+    return states
 
 
 def _by_slab(tables: Tables, column: "Array | None" = None) -> Array:

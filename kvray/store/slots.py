@@ -1,8 +1,7 @@
 """Slots of an arena: reserve -> write -> commit, or abort; evict; and what a death leaves.
 
-Every function changes the tables only, and all of them at once or nothing: the caller holds the
-arena's lock and has marked the section. Payloads are written between `reserve` and `commit`,
-outside the lock.
+Every function changes the tables only, in steps that can be undone: the caller holds the arena's
+lock. Payloads are written between `reserve` and `commit`, outside the lock.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import numpy as np
 from kvray.store import key_index, slabs
 from kvray.store.eviction import choose_victims
 from kvray.store.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
-from kvray.store.tables import ONE, Array, Tables
+from kvray.store.tables import Array, Tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +58,7 @@ def reserve(
     """
     before = -1 if parent is None else int(key_index.find(tables, parent, part)[0])
     if parent is not None and before < 0:
-        tables.header["dropped"] += len(keys)
+        tables.dropped += len(keys)
         return _nothing(dropped=len(keys))
     if before >= 0:
         depth = int(tables.slot_depth[before]) + 1
@@ -72,12 +71,12 @@ def reserve(
     taken = _allocate(tables, len(wanted), block_bytes, protect)
     rows = wanted[: len(taken)]
     chain[rows] = taken
-    _fill(tables, keys, chain, rows, depth=depth, part=part, holder=holder)
+    _fill(tables, taken, keys[rows], depth=depth + rows, part=part)
+    tables.put(taken, slot_state=RESERVED, slot_holder=holder + 1, slot_checksum=number)
     _link(tables, chain, before)
-    tables.slot_state[taken] = RESERVED
     rows, taken = _enter(tables, rows, taken)
     dropped = len(wanted) - len(rows)
-    tables.header["dropped"] += dropped
+    tables.dropped += dropped
     return Reservation(
         rows=rows,
         slots=taken,
@@ -92,21 +91,13 @@ def _nothing(*, dropped: int) -> Reservation:
     return Reservation(rows=empty, slots=empty, existing=0, dropped=dropped)
 
 
-def _fill(
-    tables: Tables, keys: Array, chain: Array, rows: Array, *, depth: int, part: int, holder: int
-) -> None:
-    """Write the rows of freshly allocated slots, all but the links and the state."""
-    slots = chain[rows]
-    tables.slot_key[slots] = keys[rows]
+def _fill(tables: Tables, slots: Array, keys: Array, *, depth: Array, part: int) -> None:
+    """Say what FREE slots are to hold; nobody looks at it before they are RESERVED."""
+    tables.slot_key[slots] = keys
     tables.slot_part[slots] = part
-    tables.slot_depth[slots] = depth + rows
+    tables.slot_depth[slots] = depth
     tables.slot_parent[slots] = -1
-    tables.slot_children[slots] = 0
-    tables.slot_leases[slots] = 0
-    tables.slot_holder[slots] = holder + 1
-    tables.slot_tick[slots] = tables.header["tick"]
-    # The number of the reservation stands here until the checksum is known.
-    tables.slot_checksum[slots] = tables.header["tick"]
+    tables.slot_tick[slots] = tables.tick
 
 
 def _link(tables: Tables, chain: Array, before: int) -> None:
@@ -119,8 +110,8 @@ def _link(tables: Tables, chain: Array, before: int) -> None:
     blocks, parents = chain[alone], parents[alone]
     # The depth must agree, so that no order of keys can make a block its own ancestor.
     below = tables.slot_depth[blocks] == tables.slot_depth[parents] + 1
-    tables.slot_parent[blocks[below]] = parents[below]
-    np.add.at(tables.slot_children, parents[below], ONE)
+    tables.put(blocks[below], slot_parent=parents[below])
+    tables.add(parents[below], slot_children=1)
 
 
 def _enter(tables: Tables, rows: Array, slots: Array) -> tuple[Array, Array]:
@@ -137,11 +128,10 @@ def commit(tables: Tables, reservation: Reservation, checksums: Array, *, holder
     """Make reserved slots READY; return how many were still this reservation's to commit."""
     mine = _still_reserved(tables, reservation, holder)
     slots = reservation.slots[mine]
-    tables.slot_checksum[slots] = checksums[mine]
-    tables.slot_state[slots] = READY
-    tables.slot_holder[slots] = 0
+    # The state last: who reads without the lock never sees a READY slot without its checksum.
+    tables.put(slots, slot_checksum=checksums[mine], slot_holder=0, slot_state=READY)
     tables.changed(slots)
-    tables.header["stored"] += len(slots)
+    tables.stored += len(slots)
     return len(slots)
 
 
@@ -155,23 +145,19 @@ def abort_holder(tables: Tables, holder: int) -> None:
     free(tables, _reserved_by(tables, holder))
 
 
-def evict(tables: Tables, count: int, *, within: Array, protect: Array) -> int:
-    """Evict up to `count` blocks of the mask `within`; return how many went."""
-    victims = choose_victims(tables, count, within=within, protect=protect)
+def evict(tables: Tables, victims: Array) -> None:
+    """Evict `victims`, which `eviction` chose, as a step of its own."""
     free(tables, victims)
-    tables.header["evicted"] += len(victims)
-    return len(victims)
+    tables.evicted += len(victims)
+    tables.undo.settle()
 
 
 def free(tables: Tables, slots: Array) -> None:
-    """Make `slots` FREE, whatever they were, and unlink them from parents and children.
-
-    Children stand before their parents: whoever dies in here leaves no block without its parent.
-    """
+    """Make `slots` FREE, whatever they were, and unlink them from parents and children."""
     if not len(slots):
         return
     ready = slots[tables.slot_state[slots] == READY]
-    tables.slot_state[slots] = FREE
+    tables.put(slots, slot_state=FREE)
     unlink(tables, slots)
     tables.changed(ready)
     slabs.give_back(tables, slots)
@@ -180,17 +166,17 @@ def free(tables: Tables, slots: Array) -> None:
 def quarantine(tables: Tables, slots: Array) -> None:
     """Take READY slots whose bytes are wrong out of service; they hold no block any more."""
     bad = np.unique(slots[tables.slot_state[slots] == READY])
-    tables.slot_state[bad] = QUARANTINED
+    tables.put(bad, slot_state=QUARANTINED)
     unlink(tables, bad)
     tables.changed(bad)
-    tables.header["corrupt"] += len(bad)
+    tables.corrupt += len(bad)
 
 
 def strand(tables: Tables, holder: int, *, now: float) -> int:
     """Send to LIMBO what a dead holder had reserved: a late copy may still land there."""
     slots = _reserved_by(tables, holder)
     tables.slot_since[slots] = now
-    tables.slot_state[slots] = LIMBO
+    tables.put(slots, slot_state=LIMBO)
     unlink(tables, slots)
     return len(slots)
 
@@ -200,7 +186,7 @@ def reclaim(tables: Tables, *, before: float) -> int:
     limbo = (tables.slot_state == LIMBO) & (tables.slot_since <= before)
     bad = (tables.slot_state == QUARANTINED) & (tables.slot_leases == 0)
     slots = np.flatnonzero(limbo | bad)
-    tables.slot_state[slots] = FREE
+    tables.put(slots, slot_state=FREE)
     slabs.give_back(tables, slots)
     return len(slots)
 
@@ -209,14 +195,13 @@ def unlink(tables: Tables, slots: Array) -> None:
     """Take `slots` out of the index and out of their families; their state is set already."""
     key_index.remove(tables, slots)
     parents = tables.slot_parent[slots]
-    np.subtract.at(tables.slot_children, parents[parents >= 0], ONE)
+    tables.add(parents[parents >= 0], slot_children=-1)
     bereft = slots[tables.slot_children[slots] > 0]
     if len(bereft):
         # Only a writer that fails, or a block that proved corrupt, goes before its children.
-        tables.slot_parent[np.isin(tables.slot_parent, bereft)] = -1
-    tables.slot_children[slots] = 0
-    tables.slot_parent[slots] = -1
-    tables.slot_holder[slots] = 0
+        orphans = np.flatnonzero(np.isin(tables.slot_parent, bereft))
+        tables.put(orphans, slot_parent=-1)
+    tables.put(slots, slot_children=0, slot_parent=-1, slot_holder=0)
 
 
 def _still_reserved(tables: Tables, reservation: Reservation, holder: int) -> Array:
@@ -237,33 +222,19 @@ def _allocate(tables: Tables, count: int, block_bytes: int, protect: Array) -> A
     """Return up to `count` FREE slots for `block_bytes`, evicting where too few are free."""
     if count == 0:
         return np.empty(0, dtype=np.int64)
-    found = slabs.free_slots(tables, block_bytes)
-    if len(found) < count:
-        slabs.take_spare(tables, count - len(found), block_bytes)
-        found = slabs.free_slots(tables, block_bytes)
-    if len(found) < count:
-        found = _evict_own(tables, count - len(found), block_bytes, protect)
-    while len(found) < count and _take_slab(tables, block_bytes, protect):
-        found = slabs.free_slots(tables, block_bytes)
-    return slabs.longest_runs_first(found, count)
+    _make_room(tables, count, block_bytes, protect)
+    slabs.take_spare(tables, count, block_bytes)
+    return slabs.longest_runs_first(slabs.free_slots(tables, block_bytes), count)
 
 
-def _evict_own(tables: Tables, count: int, block_bytes: int, protect: Array) -> Array:
-    """Evict `count` blocks of `block_bytes`; return the slots of that size that are FREE now."""
-    own = tables.slab_block_bytes == block_bytes
-    evict(tables, count, within=slabs.slots_of(tables, block_bytes), protect=protect)
-    # Evicting may have emptied a slab, which has then gone back to all block sizes.
-    tables.slab_block_bytes[own] = block_bytes
-    return slabs.free_slots(tables, block_bytes)
-
-
-def _take_slab(tables: Tables, block_bytes: int, protect: Array) -> bool:
-    """Empty a slab of another block size and take it; False if none can be emptied."""
-    choice = slabs.choose_to_clear(tables, block_bytes, protect)
-    if choice is None:
-        return False
-    slab, going = choice
-    evict(tables, int(np.count_nonzero(going)), within=going, protect=protect)
-    assert tables.slab_block_bytes[slab] == 0
-    tables.slab_block_bytes[slab] = block_bytes
-    return True
+def _make_room(tables: Tables, count: int, block_bytes: int, protect: Array) -> None:
+    """Evict until `count` slots can be had, if they can: blocks of this size, then others'."""
+    short = count - slabs.num_available(tables, block_bytes)
+    if short > 0:
+        within = slabs.slots_of(tables, block_bytes)
+        evict(tables, choose_victims(tables, short, within=within, protect=protect))
+    while slabs.num_available(tables, block_bytes) < count:
+        going = slabs.choose_to_clear(tables, block_bytes, protect)
+        if going is None:
+            return
+        evict(tables, going)

@@ -7,6 +7,7 @@ import numpy as np
 
 from kvray.block import BlockKey
 from kvray.store import Arena, ArenaSpec, Lease, Reservation, key_index, lease, slots
+from kvray.store.eviction import choose_victims
 from kvray.store.layout import Geometry
 from kvray.store.tables import Array, Tables
 
@@ -105,7 +106,7 @@ def find(tables: Tables, keys: list[BlockKey], part: int = 0) -> list[int]:
 
 
 def matched(tables: Tables, keys: list[BlockKey], *, num_parts: int = 1) -> int:
-    return int(lease.match(tables, key_index.pack_keys(keys), num_parts).shape[1])
+    return len(lease.match(tables, key_index.pack_keys(keys), num_parts)[0])
 
 
 def take(tables: Tables, keys: list[BlockKey], *, holder: int = 0, now: float = 0.0) -> Lease:
@@ -118,8 +119,10 @@ def take(tables: Tables, keys: list[BlockKey], *, holder: int = 0, now: float = 
 
 
 def evict(tables: Tables, count: int, *, protect: Array = NOBODY) -> int:
-    everything = np.ones(tables.geometry.num_slots, dtype=bool)
-    return slots.evict(tables, count, within=everything, protect=protect)
+    within = np.arange(tables.geometry.num_slots)
+    victims = choose_victims(tables, count, within=within, protect=protect)
+    slots.evict(tables, victims)
+    return len(victims)
 
 
 # -- over a real arena --------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from kvray.block import BlockKey
 from kvray.errors import CorruptBlock
 from kvray.store import Arena, Lease, Reservation
-from kvray.store.layout import LIMBO, QUARANTINED, READY, RESERVED
+from kvray.store.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
 from kvray.store.lock import HOLDER_BYTES
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import SLOT, chain, content, make_arena, pool_of, spec, store
@@ -246,9 +246,12 @@ class ArenaLife(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.ready) > 4)
     @rule(holder=holders)
-    def find_the_mark_of_a_death(self, holder: int) -> None:
-        self.arenas[holder].tables.header["section"] = 1
+    def find_what_a_death_left_half_done(self, holder: int) -> None:
+        tables = self.arenas[1 - holder].tables
+        tables.put(np.array(sorted(self.ready.values())), slot_state=FREE, slot_parent=3)
+        tables.add(np.array([0, 0, 1]), slot_children=1, slot_leases=2)
         assert self.arenas[holder].match(TRUNK) == self.expected_match(TRUNK)
+        tables.undo.settle()
         self.settle()
 
     def forget(self, holder: int) -> None:

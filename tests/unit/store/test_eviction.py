@@ -24,8 +24,8 @@ from tests.unit.store.small_arena import (
 
 
 def victims(tables: Tables, count: int, *, protect: Array = NOBODY) -> list[int]:
-    everything = np.ones(tables.geometry.num_slots, dtype=bool)
-    return list(choose_victims(tables, count, within=everything, protect=protect).tolist())
+    within = np.arange(tables.geometry.num_slots)
+    return list(choose_victims(tables, count, within=within, protect=protect).tolist())
 
 
 def touch(tables: Tables, keys: list[BlockKey]) -> None:
@@ -114,9 +114,7 @@ def test_protected_blocks_stay(tables: Tables) -> None:
 
 def test_only_slots_within_are_chosen(tables: Tables) -> None:
     made, other = put(tables, chain(3)), put(tables, chain(3, seed="other"))
-    within = np.zeros(tables.geometry.num_slots, dtype=bool)
-    within[other.slots] = True
-    chosen = choose_victims(tables, 99, within=within, protect=NOBODY)
+    chosen = choose_victims(tables, 99, within=other.slots, protect=NOBODY)
     assert set(chosen.tolist()) == set(other.slots.tolist())
     assert not set(chosen.tolist()) & set(made.slots.tolist())
 

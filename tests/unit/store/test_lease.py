@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from kvray.store import lease
-from kvray.store.layout import PAGE_SLOTS, PAGES_MAX
+from kvray.store.layout import PAGE_SLOTS
 from kvray.store.lease import Lease
 from kvray.store.tables import Tables
 from tests.unit.store.invariants import check_invariants
@@ -85,6 +85,7 @@ def test_ended_lease_is_not_taken_for_the_one_that_got_its_page(tables: Tables) 
     put(tables, keys)
     ended = take(tables, keys)
     lease.release(tables, ended)
+    tables.next_page = ended.page
     current = take(tables, keys)
     assert current.page == ended.page
     assert not lease.release(tables, ended)
@@ -107,7 +108,7 @@ def test_narrowed_lease_ends_as_a_whole() -> None:
 
 
 def test_lease_that_never_was_is_refused(tables: Tables) -> None:
-    for page in (-1, 0, PAGES_MAX, PAGES_MAX + 7):
+    for page in (-1, 0, tables.geometry.num_pages, 10_000):
         assert not lease.release(tables, Lease(lease_id=7, page=page, num_blocks=3))
         assert lease.leased_slots(tables, Lease(lease_id=0, page=page, num_blocks=1)) is None
 
@@ -137,7 +138,7 @@ def test_no_lease_is_given_when_the_pages_are_used_up(tables: Tables) -> None:
     keys = chain(1)
     put(tables, keys)
     slots = np.array(find(tables, keys))
-    held = [lease.take(tables, slots, holder=0, now=0.0) for _ in range(PAGES_MAX)]
+    held = [lease.take(tables, slots, holder=0, now=0.0) for _ in tables.page_holder]
     assert all(held)
     assert lease.take(tables, slots, holder=0, now=0.0) is None
     check_invariants(tables)

@@ -1,91 +1,148 @@
-"""Tables that write down every element they are changed in, to replay a death after any of them."""
+"""Tables that tell of every store into them, element by element.
+
+numpy stores the elements of one assignment in order, and a process can die between any two.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from kvray.store.layout import Geometry
 from kvray.store.tables import Array, Tables
+from kvray.store.undo import UndoRecord
 
-Write = tuple[str, Any, Any]
-"""(table, or field of the header; where, flat; the new value)."""
+Write = tuple[int, bytes]
+"""(byte of the buffer, what was stored there)."""
 
-HEADER = "header."
+Watch = Callable[[list[Write]], None]
+"""Called after each assignment with the stores it was made of, in their order."""
 
 
-class Logged(np.ndarray):
-    """A view that reads like the table it shows and notes each store into it, element by element.
+class WatchedTables(Tables):
+    """Tables that tell `watch` of every store made through them."""
 
-    numpy stores the elements of one assignment in order, and a process can die between any two.
-    """
+    def __init__(self, buffer: Any, geometry: Geometry, watch: Watch) -> None:
+        super().__init__(buffer, geometry)
+        whole = np.frombuffer(buffer, dtype=np.uint8)
+        recorder = _Recorder(whole, watch)
+        for name, _, _ in geometry.tables():
+            view = getattr(self, name).view(_Watched)
+            view.recorder = recorder
+            setattr(self, name, view)
+        self._words: Any = _WatchedWords(self._words, recorder)
+        self.columns = {name: getattr(self, name).reshape(-1) for name in self.columns}
+        self.undo = UndoRecord(self.columns, self._words, self.undo_entry, self.undo_log)
 
-    name: str
-    log: list[Write]
+
+class _Recorder:
+    def __init__(self, whole: Array, watch: Watch) -> None:
+        self._start = whole.__array_interface__["data"][0]
+        self._watch = watch
+
+    def stored(self, array: Array, key: Any) -> None:
+        plain = array.view(np.ndarray)
+        at = plain.__array_interface__["data"][0] - self._start
+        assert plain.flags.c_contiguous
+        where = np.arange(plain.size).reshape(plain.shape)[key].ravel()
+        elements = plain.reshape(-1)[where]
+        size = plain.itemsize
+        self._watch(
+            [
+                (at + int(one) * size, value.tobytes())
+                for one, value in zip(where, elements, strict=True)
+            ]
+        )
+
+
+class _Watched(np.ndarray):
+    """A view that reads like the table it shows."""
+
+    recorder: _Recorder
+
+    def __array_finalize__(self, source: Any) -> None:
+        self.recorder = getattr(source, "recorder", None)  # type: ignore[assignment]
 
     def __getitem__(self, key: Any) -> Any:
         return self.view(np.ndarray)[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        plain = self.view(np.ndarray)
-        plain[key] = value
-        if isinstance(key, str):
-            self.log.append((HEADER + key, None, plain[key][()]))
-        else:
-            self._note(key)
+        self.view(np.ndarray)[key] = value
+        self.recorder.stored(self, key)
+
+    def take(self, indices: Any, axis: Any = None, out: Any = None, mode: Any = "raise") -> Any:
+        answer = self.view(np.ndarray).take(indices, axis, out, mode)
+        if out is not None:  # a part of the undo log
+            self.recorder.stored(out, ...)
+        return answer
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        plain = [one.view(np.ndarray) if isinstance(one, Logged) else one for one in inputs]
+        plain = [one.view(np.ndarray) if isinstance(one, _Watched) else one for one in inputs]
         out = kwargs.pop("out", None)
         if out is not None:
             getattr(ufunc, method)(*plain, out=(self.view(np.ndarray),), **kwargs)
-            self._note(...)
+            self.recorder.stored(self, ...)
             return self
         answer = getattr(ufunc, method)(*plain, **kwargs)
         if method == "at":
-            self._note(inputs[1])
+            self.recorder.stored(self, inputs[1])
         return answer
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         def plain(one: Any) -> Any:
-            if isinstance(one, Logged):
+            if isinstance(one, _Watched):
                 return one.view(np.ndarray)
             return type(one)(map(plain, one)) if isinstance(one, tuple | list) else one
 
         return func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
 
-    def _note(self, key: Any) -> None:
-        plain = self.view(np.ndarray)
-        where = np.arange(plain.size).reshape(plain.shape)[key].ravel()
-        self.log += [(self.name, at, plain.flat[at]) for at in where.tolist()]
+
+class _WatchedWords:
+    """The words of the header."""
+
+    def __init__(self, words: Any, recorder: _Recorder) -> None:
+        self._words = words
+        self._array = np.frombuffer(words, dtype="<u8")
+        self._recorder = recorder
+
+    def __getitem__(self, at: int) -> int:
+        return int(self._words[at])
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self._words[at] = value
+        self._recorder.stored(self._array, slice(at, at + 1))
 
 
 def copy_of(tables: Tables) -> Tables:
     """Return equal tables in memory of their own."""
-    copy = Tables(np.zeros(tables.geometry.file_bytes, dtype=np.uint8), tables.geometry)
-    copy.header[...] = tables.header
-    for name, _, _ in tables.geometry.tables():
-        getattr(copy, name)[...] = getattr(tables, name)
-    return copy
+    return Tables(bytearray(image(tables)), tables.geometry)
+
+
+def image(tables: Tables) -> bytes:
+    """Return the bytes of a whole arena."""
+    return bytes(tables.data.base)  # type: ignore[arg-type]
 
 
 def record(tables: Tables, operation: Callable[[Tables], object]) -> list[Write]:
     """Do `operation` on a copy of `tables`; return the stores it made, in their order."""
-    copy, log = copy_of(tables), list[Write]()
-    for name in ("header", *(name for name, _, _ in tables.geometry.tables())):
-        view = getattr(copy, name).view(Logged)
-        view.name, view.log = name, log
-        setattr(copy, name, view)
-    operation(copy)
+    log: list[Write] = []
+    operation(WatchedTables(bytearray(image(tables)), tables.geometry, log.extend))
     return log
 
 
-def replay(tables: Tables, log: list[Write]) -> Tables:
-    """Return a copy of `tables` with the stores of `log` made."""
-    copy = copy_of(tables)
-    for name, where, value in log:
-        if name.startswith(HEADER):
-            copy.header[name.removeprefix(HEADER)] = value
-        else:
-            table: Array = getattr(copy, name)
-            table.flat[where] = value
-    return copy
+class Replay:
+    """Makes the stores of a log one after the other, and shows the tables after each."""
+
+    def __init__(self, tables: Tables, log: list[Write]) -> None:
+        self._geometry = tables.geometry
+        self._bytes = bytearray(image(tables))
+        self._log = log
+        self._done = 0
+
+    def after(self, count: int) -> Tables:
+        """Return a copy of the tables after `count` stores; `count` never goes back."""
+        assert count >= self._done
+        for at, value in self._log[self._done : count]:
+            self._bytes[at : at + len(value)] = value
+        self._done = count
+        return Tables(bytearray(self._bytes), self._geometry)
