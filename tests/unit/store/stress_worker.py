@@ -1,71 +1,191 @@
-"""A process of the stress test: stores, leases, reads and verifies until it is killed.
+"""What the processes of the stress tests do, each until it is killed or finds something wrong.
 
-Run as `python -m tests.unit.store.stress_worker DIRECTORY SEED`; it ends by itself only when
-something is wrong, with a traceback.
+Every worker has a row on a board in shared memory, where it counts what it did; a worker that is
+started in the place of a dead one goes on with its row.
 """
 
+import logging
+import os
 import random
-import sys
 import time
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from kvray.actors.shard import Shard, ShardSettings
 from kvray.block import BlockKey
-from kvray.store import Arena
-from tests.unit.store.small_arena import SLOT, chain, fetch, pool_of
+from kvray.store import Arena, ArenaSpec, Lease
+from kvray.store.tables import Array
+from tests.unit.actors.small_shard import Line
+from tests.unit.store.small_arena import SLOT, chain, pool_of
 
-BLOCK_BYTES = (SLOT, SLOT, SLOT, 3 * SLOT)
+BLOCK_BYTES = (SLOT, SLOT, 3 * SLOT, 8 * SLOT)
 """Of the chains, in turn."""
 
-NUM_CHAINS = 16
-LENGTH = 40
+NUM_CHAINS = 12
+LENGTH = 256
+CAPACITY = 12 * 2**20
+"""Of the arena: a quarter of what the chains have, so that it is always full."""
+
+LOCK_WAIT_S = 0.002
+"""As in production."""
+
+STEPS, READ, WRITTEN = range(3)
+"""Columns of the board: operations done, blocks read and compared, blocks committed."""
+
+_PATIENT_S = 20.0
+
+
+def arena_spec() -> ArenaSpec:
+    """Return the arena of a stress test."""
+    return ArenaSpec(
+        cluster_name="test", capacity=CAPACITY, slab=256 * 2**10, slot_min=SLOT, holders_max=32
+    )
+
+
+def shard_settings(directory: Path) -> ShardSettings:
+    """Return the settings of a shard that buries within milliseconds."""
+    return ShardSettings(
+        directory=directory,
+        spec=arena_spec(),
+        free_target=0.05,
+        limbo_s=0.1,
+        lease_warn_s=60.0,
+        announce_s=0.01,
+        heartbeat_s=0.05,
+    )
+
+
+def board(directory: Path) -> Array:
+    """Map the board of the workers of `directory`, which is made empty if it is not there."""
+    path = directory.parent / "board"
+    if not path.exists():
+        path.write_bytes(bytes(32 * 3 * 8))
+    return np.memmap(path, dtype=np.int64, mode="r+", shape=(32, 3))
 
 
 @cache
-def chain_number(number: int) -> list[BlockKey]:
+def keys_of(number: int) -> list[BlockKey]:
+    """Return the keys of a chain."""
     return chain(LENGTH, seed=f"stress {number}")
 
 
-def main() -> None:
-    arena = Arena(Path(sys.argv[1]), lock_wait_s=0.05)
-    arena.join(f"worker {sys.argv[2]}")
-    rng = random.Random(sys.argv[2])
-    while True:
-        number = rng.randrange(NUM_CHAINS)
-        keys, size = chain_number(number), BLOCK_BYTES[number % len(BLOCK_BYTES)]
-        length = rng.randint(1, LENGTH)
-        if rng.random() < 0.6:
-            save(arena, keys[:length], size, rng)
-        else:
-            load(arena, keys[:length], size, rng)
+@cache
+def blocks_of(number: int) -> Array:
+    """Return the only right content of a chain, one row a key."""
+    return pool_of(keys_of(number), block_bytes=block_bytes_of(number))
 
 
-def save(arena: Arena, keys: list[BlockKey], size: int, rng: random.Random) -> None:
-    """Store a chain whole or as a head and a tail; sometimes change one's mind."""
-    cut = rng.choice((0, len(keys) // 2))
-    parent = keys[cut - 1] if cut else None
-    made = arena.reserve(keys[cut:], parent=parent, depth=cut, part=0, block_bytes=size)
-    if made is None:
+def block_bytes_of(number: int) -> int:
+    """Return the size of a chain's blocks."""
+    return BLOCK_BYTES[number % len(BLOCK_BYTES)]
+
+
+def prepare() -> None:
+    """Make what every worker needs, once for all that are forked from this process."""
+    for number in range(NUM_CHAINS):
+        blocks_of(number)
+
+
+def run(args: list[str]) -> None:
+    """Run a worker: its role, directory, row on the board, seed, and for `contend` seconds."""
+    role, directory, row, seed, *more = args
+    if role == "shard":
+        be_shard(Path(directory), int(row))
         return
-    wanted = [keys[cut + row] for row in made.rows]
-    sums = arena.write(made, pool_of(wanted, block_bytes=size), np.arange(len(wanted)))
-    if rng.random() < 0.1:
-        assert arena.abort(made)
+    worker = Worker(Path(directory), int(row), int(seed))
+    if role == "contend":
+        worker.contend(float(more[0]))
     else:
-        assert arena.commit(made, sums)
+        worker.work(share_of_writes={"read": 0.0, "write": 1.0, "both": 0.5}[role])
 
 
-def load(arena: Arena, keys: list[BlockKey], size: int, rng: random.Random) -> None:
-    leases = arena.lease(keys)
-    if not leases:
-        return
-    if rng.random() < 0.3:
-        time.sleep(0.003)
-    assert fetch(arena, keys, leases[0], block_bytes=size), "wrong bytes"
-    assert arena.release(*leases, wait_s=5.0)
+def be_shard(directory: Path, row: int) -> None:
+    """Be a shard until killed; count while it serves."""
+    logging.disable(logging.WARNING)  # it would name every holder that was killed
+    steps = board(directory)[row]
+    shard = Shard("fire", shard_settings(directory), Line().announce)
+    shard.start()
+    while (status := shard.status())["state"] != "failed":
+        steps[STEPS] += status["state"] == "serving"
+        time.sleep(0.01)
+    raise AssertionError(status)
 
 
-if __name__ == "__main__":
-    main()
+class Worker:
+    """A process that stores and loads chains."""
+
+    def __init__(self, directory: Path, row: int, seed: int) -> None:
+        self.arena = Arena(directory, lock_wait_s=LOCK_WAIT_S)
+        self.arena.join(f"worker {row}")
+        self._directory = directory
+        self._row = row
+        self._counts = board(directory)[row]
+        self._random = random.Random(seed)
+        self._core_wait = os.open("/proc/self/schedstat", os.O_RDONLY)
+        self.calls: list[tuple[int, int, bool]] = []
+        """Of each lease: nanoseconds it took, those of them without a core, whether it was busy."""
+
+    def work(self, *, share_of_writes: float) -> None:
+        """Store and load for ever."""
+        while True:
+            self._step(share_of_writes)
+
+    def contend(self, seconds: float) -> None:
+        """Store and load for so long; then write down how long the leases took."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self._step(0.4)
+        self.arena.close()
+        np.save(self._directory.parent / f"calls.{self._row}.npy", np.array(self.calls))
+
+    def _step(self, share_of_writes: float) -> None:
+        number, length = self._random.randrange(NUM_CHAINS), self._random.randint(1, LENGTH)
+        if self._random.random() < share_of_writes:
+            self._save(number, length)
+        else:
+            self._load(number, length)
+        self._counts[STEPS] += 1
+
+    def _save(self, number: int, length: int) -> None:
+        """Store a chain whole or as a head and a tail; sometimes change one's mind."""
+        keys, blocks, size = keys_of(number), blocks_of(number), block_bytes_of(number)
+        cut = self._random.choice((0, length // 2))
+        parent = keys[cut - 1] if cut else None
+        made = self.arena.reserve(
+            keys[cut:length], parent=parent, depth=cut, part=0, block_bytes=size
+        )
+        if made is None:
+            return
+        sums = self.arena.write(made, blocks, cut + made.rows)
+        if self._random.random() < 0.1:
+            assert self.arena.abort(made, wait_s=_PATIENT_S)
+        else:
+            assert self.arena.commit(made, sums, wait_s=_PATIENT_S)
+            self._counts[WRITTEN] += len(sums)
+
+    def _load(self, number: int, length: int) -> None:
+        """Lease what there is of a chain, read it with verification, compare every byte."""
+        leases = self._timed_lease(keys_of(number)[:length])
+        if not leases:
+            return
+        (held,) = leases
+        pool = np.zeros((held.num_blocks, block_bytes_of(number)), dtype=np.uint8)
+        if self._random.random() < 0.1:
+            time.sleep(0.003)  # others get to evict, were it not leased
+        self.arena.read(held, pool, np.arange(held.num_blocks), verify=True)
+        assert np.array_equal(pool, blocks_of(number)[: held.num_blocks]), "wrong bytes"
+        assert self.arena.release(held, wait_s=_PATIENT_S)
+        self._counts[READ] += held.num_blocks
+
+    def _timed_lease(self, keys: list[BlockKey]) -> list[Lease] | None:
+        waited, start = self._waited_ns(), time.perf_counter_ns()
+        leases = self.arena.lease(keys)
+        took = time.perf_counter_ns() - start
+        self.calls.append((took, self._waited_ns() - waited, leases is None))
+        return leases
+
+    def _waited_ns(self) -> int:
+        """Return how long this process has been ready to run and had no core to run on."""
+        return int(os.pread(self._core_wait, 64, 0).split()[1])
