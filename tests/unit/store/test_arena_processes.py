@@ -92,8 +92,7 @@ def test_death_inside_a_section_is_repaired_by_the_next_taker(arena: Arena, othe
     store(arena, KEYS)
     other.say(LEASE)
     other.say("arena._lock.acquire(0)")
-    other.say("arena.tables.header.__setitem__('section', 1)")
-    other.say("arena.tables.index_slot.fill(7)")
+    other.say("arena.tables.put(small.np.arange(256), index_slot=7)")
     other.kill()
     assert arena.match(KEYS) == 10
     assert arena.stats()["repairs"] == 1
