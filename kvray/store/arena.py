@@ -124,7 +124,7 @@ class Arena:
     @property
     def retired(self) -> bool:
         """Whether the owner has given this arena up; detach and look for its successor."""
-        return int(self.tables.header["state"]) != LIVE
+        return self.tables.state != LIVE
 
     @property
     def holder(self) -> int:
@@ -469,7 +469,7 @@ class Arena:
 
     def retire(self) -> None:
         """End this arena: its holders detach; the file and its side file are unlinked."""
-        self.tables.header["state"] = RETIRED
+        self.tables.state = RETIRED
         path = self.directory / ARENA_FILE
         # The name may be the successor's already.
         if arena_file.holds_arena(path, self.arena_id):

@@ -107,8 +107,12 @@ def _occurrence(values: Array) -> Array:
 
 
 def _bucket(tables: Tables, keys: Array, part: "int | Array") -> Array:
-    step = np.asarray(part, dtype="<u8") * np.uint64(_PART_STEP)
-    bucket: Array = ((keys[:, 0] ^ step) & tables.bucket_mask).view(np.int64)
+    word = keys[:, 0]
+    if not isinstance(part, int):
+        word = word ^ part.astype("<u8") * np.uint64(_PART_STEP)
+    elif part:
+        word = word ^ np.uint64(part * _PART_STEP & 2**64 - 1)
+    bucket: Array = (word & tables.bucket_mask).view(np.int64)
     return bucket
 
 

@@ -74,11 +74,11 @@ _FIXED = (
 )
 
 
-def header_word(field: str) -> int:
-    """Return which u64 of the header `field` is."""
+def header_offset(field: str) -> int:
+    """Return where `field` starts in the header."""
     fields = HEADER.fields
     assert fields is not None
-    return fields[field][1] // 8
+    return fields[field][1]
 
 
 def header_checksum(header: bytes) -> int:

@@ -45,18 +45,17 @@ def take(tables: Tables, slots: Array, *, holder: int, now: float) -> Lease | No
     lease_id = tables.next_lease + 1
     tables.next_lease = lease_id
     tables.slot_tick[slots] = tables.next_tick()
-    full, last = len(pages) - 1, len(slots) - (len(pages) - 1) * PAGE_SLOTS
-    tables.page_slots[pages[:full]] = slots[: full * PAGE_SLOTS].reshape(full, PAGE_SLOTS)
-    tables.page_slots[pages[full], :last] = slots[full * PAGE_SLOTS :]
-    tables.page_count[pages] = PAGE_SLOTS
-    tables.page_count[pages[full]] = last
-    tables.page_next[pages[:full]] = pages[1:]
-    tables.page_next[pages[full]] = -1
-    tables.page_lease[pages] = lease_id
-    tables.page_since[pages] = now
-    tables.put(pages, page_holder=holder + 1)
+    starts = range(0, len(pages) * PAGE_SLOTS, PAGE_SLOTS)
+    for page, following, start in zip(pages, [*pages[1:], -1], starts, strict=True):
+        named = slots[start : start + PAGE_SLOTS]
+        tables.page_slots[page, : len(named)] = named
+        tables.page_count[page] = len(named)
+        tables.page_next[page] = following
+        tables.page_lease[page] = lease_id
+        tables.page_since[page] = now
+    tables.put(np.array(pages), page_holder=holder + 1)
     tables.add(slots, slot_leases=1)
-    return Lease(lease_id=lease_id, page=int(pages[0]), num_blocks=len(slots))
+    return Lease(lease_id=lease_id, page=pages[0], num_blocks=len(slots))
 
 
 def leased_slots(tables: Tables, lease: Lease) -> Array | None:
@@ -136,18 +135,18 @@ def _ready_run(tables: Tables, keys: Array, part: int) -> Array:
     return slots if np.count_nonzero(ready) == len(slots) else slots[: ready.argmin()]
 
 
-def _free_pages(tables: Tables, count: int) -> Array | None:
+def _free_pages(tables: Tables, count: int) -> list[int] | None:
     """Return `count` free pages; None if there are fewer."""
-    start = tables.next_page
     # Where the last search ended pages are mostly free; all are looked at only if they are not.
-    pages = start + np.flatnonzero(tables.page_holder[start : start + 2 * count] == 0)
-    if len(pages) < count:
-        pages = np.flatnonzero(tables.page_holder == 0)
+    start = tables.next_page
+    free = tables.page_holder[start : start + 2 * count] == 0
+    if np.count_nonzero(free) < count:
+        start, free = 0, tables.page_holder == 0
+    pages: list[int] = (free.nonzero()[0][:count] + start).tolist()
     if len(pages) < count:
         return None
-    chosen: Array = pages[:count]
-    tables.next_page = int(chosen[-1]) + 1
-    return chosen
+    tables.next_page = pages[-1] + 1
+    return pages
 
 
 def _named(tables: Tables, pages: "Array | list[int]") -> Array:

@@ -15,7 +15,9 @@ import errno
 import os
 import threading
 import time
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from kvray.errors import ShardUnavailable
 
@@ -125,8 +127,7 @@ class SideFile:
         return None if flock.l_type == _F_UNLCK else int(flock.l_pid)
 
     def _set(self, byte: int, kind: int) -> bool:
-        flock = _Flock(kind, os.SEEK_SET, byte, 1, 0)
-        if _libc.fcntl(self._fd, _F_SETLK, ctypes.byref(flock)) == 0:
+        if _libc.fcntl(self._fd, _F_SETLK, _request(byte, kind)) == 0:
             return True
         code = ctypes.get_errno()
         if code in (errno.EAGAIN, errno.EACCES, errno.EINTR):
@@ -135,6 +136,12 @@ class SideFile:
             f"{self.path} cannot be locked ({os.strerror(code)}); arena.dir must be a local file"
             " system such as /dev/shm."
         )
+
+
+@cache
+def _request(byte: int, kind: int) -> Any:
+    """Return what F_SETLK is given, which it does not change; made once, as it costs a call."""
+    return ctypes.byref(_Flock(kind, os.SEEK_SET, byte, 1, 0))
 
 
 os.register_at_fork(after_in_child=SideFile.detach_child)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from kvray.store.layout import HEADER, Array, Geometry, header_word
+from kvray.store.layout import HEADER, Array, Geometry, header_offset
 from kvray.store.undo import UndoRecord
 
 __all__ = ["Array", "Tables"]
@@ -24,10 +24,12 @@ _UNDONE = (
 )
 """Columns of the undo record: those that say what is what. The others say it better."""
 
+_STATE = header_offset("state")
+
 
 def _word(field: str) -> Any:
     """Return a property for a u64 of the header, five times faster than the header's own."""
-    at = header_word(field)
+    at = header_offset(field) // 8
 
     def read(self: "Tables") -> int:
         return self._words[at]
@@ -92,12 +94,22 @@ class Tables:
         self.bucket_mask = np.uint64(geometry.num_buckets - 1)
         self.header: Array = np.ndarray((), HEADER, buffer)
         self._words = memoryview(buffer)[: HEADER.itemsize].cast("Q")
+        self._state = memoryview(buffer)[_STATE : _STATE + 4].cast("I")
         offsets = geometry.offsets()
         for name, dtype, shape in geometry.tables():
             setattr(self, name, np.ndarray(shape, dtype, buffer, offsets[name]))
         self.data: Array = np.ndarray((geometry.capacity,), "u1", buffer, offsets["data"])
         self.columns = {name: getattr(self, name).reshape(-1) for name in _UNDONE}
         self.undo = UndoRecord(self.columns, self._words, self.undo_entry, self.undo_log)
+
+    @property
+    def state(self) -> int:
+        """LIVE or RETIRED; may be read without the lock, and is never undone."""
+        return self._state[0]
+
+    @state.setter
+    def state(self, state: int) -> None:
+        self._state[0] = state
 
     def put(self, index: Array, **values: Any) -> None:
         """Write the rows `index`, each at most once in it, of the columns that `values` names."""

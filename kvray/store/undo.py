@@ -15,14 +15,14 @@ counters that only grow. So a slot that a step frees must not be filled before t
 
 from collections.abc import Collection, Mapping
 
-from kvray.store.layout import UNDO_ENTRIES, Array, header_word
+from kvray.store.layout import UNDO_ENTRIES, Array, header_offset
 
 TORN = 2**32
 """In place of the count: more was overwritten than could be noted. After a death in there, only
 a rebuild brings the tables back."""
 
 _WORD = 4
-_COUNT = header_word("undo_count")
+_COUNT = header_offset("undo_count") // 8
 
 
 class UndoRecord:
