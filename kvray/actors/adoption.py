@@ -8,7 +8,7 @@ from pathlib import Path
 from kvray.actors.ownership import remove_leftovers
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from kvray.store import Arena, ArenaSpec
-from kvray.store.arena_file import ARENA_FILE, Progress
+from kvray.store.arena import ARENA_FILE, Progress
 from kvray.store.retirement import retire_file
 
 _log = logging.getLogger("kvray.shard")

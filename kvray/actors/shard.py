@@ -18,20 +18,18 @@ from typing import Any, TypeVar
 from kvray.actors.adoption import open_arena
 from kvray.actors.announcer import Announce, Announcer
 from kvray.actors.engine_server import EngineServer, check_path
-from kvray.actors.ownership import make_directory, open_owner_file, remove_files, sweep
+from kvray.actors.ownership import Claim, remove_files, sweep
 from kvray.actors.replicas import Replicas
 from kvray.block import Namespace
 from kvray.errors import KVRayError, ShardUnavailable
 from kvray.store import Arena, ArenaSpec, lease
 from kvray.store.arena import ARENA_FILE
-from kvray.store.lock import OWNER_BYTE, SideFile
 from kvray.wire import SOCKET_FILE
 
 _log = logging.getLogger("kvray.shard")
 
 T = TypeVar("T")
 
-_OWNER_WAIT_S = 20.0
 _RETRY_S = 0.1
 _LAST_SEND_S = 3.0
 
@@ -175,8 +173,8 @@ class Shard:
     async def _main(self) -> None:
         directory = self._settings.directory
         check_path(directory / SOCKET_FILE)  # before minutes are spent on the arena
-        owner = await self._become_owner()
-        if owner is None:
+        claim = Claim(directory, self.name)
+        if not await self._become_owner(claim):
             return
         server = EngineServer(directory / SOCKET_FILE, self._handlers(), self._replicas.disconnect)
         arena = None
@@ -192,28 +190,15 @@ class Shard:
                 arena.close()
             if self._retire or not (directory / ARENA_FILE).exists():
                 remove_files(directory)
-            owner.unlock(OWNER_BYTE)
+            claim.release()
 
-    async def _become_owner(self) -> SideFile | None:
-        """Return the owner lock once it is ours; None if the shard is to stop before."""
-        directory = self._settings.directory
-        deadline = time.monotonic() + _OWNER_WAIT_S
+    async def _become_owner(self, claim: Claim) -> bool:
+        """Wait until the directory is ours; False if the shard is to stop before."""
         while not self._stopping.is_set():
-            make_directory(directory)
-            owner = open_owner_file(directory)
-            if owner is not None and owner.try_lock(OWNER_BYTE):
-                if owner.is_current():
-                    return owner
-                owner.unlock(OWNER_BYTE)  # the owner before removed it while it ended
-                continue
-            if time.monotonic() > deadline:
-                pid = owner.holder_of(OWNER_BYTE) if owner is not None else None
-                raise ShardUnavailable(
-                    f"Process {pid} owns {directory}; run `kvray down` there, or choose another"
-                    " cluster_name or arena.dir."
-                )
+            if claim.attempt():
+                return True
             await self._pause(_RETRY_S)
-        return None
+        return False
 
     async def _adopt(self, arena: Arena) -> bool:
         """Take the arena over, however long some process keeps its lock; False if stopped."""

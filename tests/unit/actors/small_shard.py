@@ -82,6 +82,12 @@ def wait_until_serving(shard: Shard) -> None:
     assert status["state"] == "serving", status
 
 
+def failed_with(shard: Shard) -> str:
+    """Return the sentence of a shard that could not start."""
+    wait_for(lambda: shard.status()["state"] == "failed", "the failure")
+    return str(shard.status()["message"])
+
+
 def open_arena(directory: Path) -> Arena:
     """Map the shard's arena as an engine does, and become a holder."""
     arena = Arena(directory, lock_wait_s=PATIENT_S)

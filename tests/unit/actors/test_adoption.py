@@ -165,7 +165,8 @@ def test_what_a_dead_owner_left_half_made_goes_also_beside_an_arena_that_is_adop
     (directory / "lock.0123").touch()
     wait_until_serving(make_shard())
     assert link.arena is not None
-    assert {path.name for path in directory.glob("*.*")} == {f"lock.{link.arena.arena_id}"}
+    assert not list(directory.glob("*.new"))
+    assert [path.name for path in directory.glob("lock.*")] == [f"lock.{link.arena.arena_id}"]
 
 
 def test_a_directory_in_the_arenas_place_is_named(make_shard: StartShard, directory: Path) -> None:

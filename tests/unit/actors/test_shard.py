@@ -3,8 +3,6 @@ import os
 import socket
 import stat
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,19 +13,18 @@ import pytest
 
 from kvray import wire
 from kvray.actors import engine_server
-from kvray.actors import shard as shard_module
 from kvray.actors.lookup import Lookup
-from kvray.actors.ownership import OWNER_FILE, sweep
+from kvray.actors.ownership import sweep
 from kvray.actors.shard import Shard
 from kvray.errors import ConfigError, LayoutMismatch, ShardUnavailable
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena, ArenaSpec
-from kvray.store.lock import OWNER_BYTE
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import (
     NAMESPACE,
     OTHER_LAYOUT,
     Line,
+    failed_with,
     open_arena,
     settings_for,
     wait_for,
@@ -53,12 +50,6 @@ def call(engine: ShardSocket, op: str, **fields: Any) -> dict[str, Any]:
 
 def register(engine: ShardSocket, replica: str, namespace: Any = NAMESPACE) -> None:
     call(engine, "register", replica=replica, rank=0, namespace=namespace.to_wire())
-
-
-def failed_with(shard: Shard) -> str:
-    """Return the sentence of a shard that could not start."""
-    wait_for(lambda: shard.status()["state"] == "failed", "the failure")
-    return str(shard.status()["message"])
 
 
 # -- announcing -----------------------------------------------------------------------------------
@@ -128,59 +119,6 @@ def test_a_restarted_shard_adopts_its_arena_and_announces_it_again(
         assert second.status()["arena"]["shard_epoch"] == 2
         assert second.status()["arena"]["arena_id"] == arena.arena_id
         assert not arena.retired
-
-
-def test_a_second_shard_waits_and_then_takes_over(make_shard: StartShard, directory: Path) -> None:
-    first = make_shard()
-    wait_until_serving(first)
-    second = make_shard("b")
-    time.sleep(0.2)
-    assert second.status()["state"] == "starting"
-    first.stop(retire=False, timeout_s=5)
-    wait_until_serving(second)
-
-
-def test_a_second_shard_says_who_owns_the_arena(
-    shard: Shard, make_shard: StartShard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shard_module, "_OWNER_WAIT_S", 0.2)
-    assert f"Process {os.getpid()} owns" in failed_with(make_shard("b"))
-
-
-def test_a_refused_second_shard_leaves_the_first_ones_arena_alone(
-    shard: Shard, make_shard: StartShard, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shard_module, "_OWNER_WAIT_S", 0.1)
-    second = make_shard("b")
-    failed_with(second)
-    second.stop(retire=True, timeout_s=5)
-    with contextlib.closing(open_arena(directory)) as arena:
-        assert not arena.retired
-    assert shard.status()["state"] == "serving"
-
-
-def test_who_waited_for_an_owner_that_removed_its_files_gets_new_ones(
-    make_shard: StartShard, directory: Path
-) -> None:
-    first = make_shard()
-    wait_until_serving(first)
-    second = make_shard("b")
-    time.sleep(0.15)
-    first.stop(retire=True, timeout_s=5)
-    wait_until_serving(second)
-    held = subprocess.run(
-        [sys.executable, "-c", LOCK_OWNER, str(directory / OWNER_FILE)], check=False, timeout=30
-    )
-    assert held.returncode == 1, "the lock that the second holds is on a file without a name"
-
-
-LOCK_OWNER = f"""
-import fcntl, sys
-try:
-    fcntl.lockf(open(sys.argv[1], "r+b"), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, {OWNER_BYTE})
-except OSError:
-    sys.exit(1)
-"""
 
 
 def test_other_sizes_make_a_new_arena_and_retire_the_old(
@@ -520,64 +458,3 @@ def test_a_locked_arena_is_waited_for(
     assert shard.status()["state"] == "starting"
     process.kill()
     wait_until_serving(shard)
-
-
-# -- sweep ----------------------------------------------------------------------------------------
-
-
-def test_sweep_leaves_an_owned_directory_alone(shard: Shard, directory: Path) -> None:
-    assert not sweep(directory)
-    assert shard.status()["state"] == "serving"
-    assert (directory / "arena").exists()
-
-
-def test_sweep_removes_what_a_dead_shard_left(directory: Path) -> None:
-    code = SHARD_PROCESS.format(directory=str(directory))
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[3],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline().strip() == "serving"
-    assert not sweep(directory)
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    with contextlib.closing(open_arena(directory)) as arena:
-        assert sweep(directory)
-        assert arena.retired
-    assert list(directory.parent.iterdir()) == []
-
-
-SHARD_PROCESS = """
-from pathlib import Path
-import time
-from kvray.actors.shard import Shard
-from tests.unit.actors.small_shard import Line, settings_for, wait_until_serving
-shard = Shard("a", settings_for(Path({directory!r})), Line().announce)
-shard.start()
-wait_until_serving(shard)
-print("serving", flush=True)
-time.sleep(60)
-"""
-
-
-def test_sweep_of_nothing_finds_nothing_left(directory: Path) -> None:
-    assert sweep(directory)
-
-
-def test_sweep_leaves_files_of_others(directory: Path) -> None:
-    directory.mkdir()
-    (directory / "precious").touch()
-    assert not sweep(directory)
-    assert [path.name for path in directory.iterdir()] == ["precious"]
-
-
-def test_the_owner_lock_excludes_other_processes(shard: Shard, directory: Path) -> None:
-    code = LOCK_OWNER
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(directory / OWNER_FILE)], check=False, timeout=30
-    )
-    assert done.returncode == 1
