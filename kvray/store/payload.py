@@ -2,16 +2,38 @@
 
 No lock is held here: the bytes of a reserved slot belong to its writer, those of a leased slot
 do not change.
+
+A copy is bound by memory, and so is the sum of what has left the cache. What is summed is therefore
+copied in pieces that are still in the core's own cache when they are summed, and where that is much
+by two threads; what is not summed is copied a whole run at a time.
 """
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.store.tables import Array, Tables
+
+_PIECE_BYTES = 512 * 2**10
+"""Twice this fits into a core's own cache of 1 MiB or more: a piece, and where it goes."""
+
+_SHARED_BYTES = 8 * 2**20
+"""From here on a second thread saves more than it costs to start."""
+
+
+class _Run(NamedTuple):
+    """Blocks that are contiguous in slots and in the pool; both are [num_blocks, block_bytes]."""
+
+    first: int
+    """Index of the first of them among the blocks that were asked for."""
+    in_arena: Array
+    in_pool: Array
 
 
 def write(tables: Tables, slots: Array, pool: Array, block_ids: Array) -> Array:
@@ -23,21 +45,14 @@ def write(tables: Tables, slots: Array, pool: Array, block_ids: Array) -> Array:
         pool: bytes of shape [num_blocks, block_bytes].
         block_ids: rows of `pool`, one a slot.
 
-    Each run is summed right after it is copied, while it is still in the cache.
-
     Raises:
         ConfigError: there are not as many blocks as slots.
         LayoutMismatch: the pool's blocks are of another size than the slots'.
     """
-    checksums = np.empty(len(slots), dtype="<u8")
-    for start, stop, area in _runs(tables, slots, block_ids, pool.shape[1]):
-        first = block_ids[start]
-        np.copyto(area, pool[first : first + stop - start])
-        checksums[start:stop] = [
-            block_checksum(block, int(seed))
-            for block, seed in zip(area, tables.slot_key[slots[start:stop], 0], strict=True)
-        ]
-    return checksums
+    copies = _Copies(tables, slots)
+    for run in _runs(tables, slots, pool, block_ids):
+        copies.add(run.first, target=run.in_arena, source=run.in_pool)
+    return copies.make()
 
 
 def read(
@@ -48,20 +63,25 @@ def read(
     Returns:
         With `verify`, a mask of the copies that have their checksum; else None.
     """
-    sound = np.ones(len(slots), dtype=bool) if verify else None
-    for start, stop, area in _runs(tables, slots, block_ids, pool.shape[1]):
-        copies = pool[block_ids[start] : block_ids[start] + stop - start]
-        np.copyto(copies, area)
-        if sound is not None:
-            sound[start:stop] = _verify_rows(tables, slots[start:stop], copies)
+    runs = _runs(tables, slots, pool, block_ids)
+    if not verify:
+        for run in runs:
+            np.copyto(run.in_pool, run.in_arena)
+        return None
+    copies = _Copies(tables, slots)
+    for run in runs:
+        copies.add(run.first, target=run.in_pool, source=run.in_arena)
+    sound: Array = copies.make() == tables.slot_checksum[slots]
     return sound
 
 
 def verify(tables: Tables, slots: Array, block_bytes: int) -> Array:
     """Return a mask of the leased `slots` whose bytes have the checksum recorded for them."""
-    sound = np.empty(len(slots), dtype=bool)
-    for start, stop, area in _runs(tables, slots, np.arange(len(slots)), block_bytes):
-        sound[start:stop] = _verify_rows(tables, slots[start:stop], area)
+    checksums = np.empty(len(slots), dtype="<u8")
+    seeds = tables.slot_key[slots, 0].tolist()
+    for first, stop, area in _areas(tables, slots, np.arange(len(slots)), block_bytes):
+        checksums[first:stop] = list(map(block_checksum, area, seeds[first:stop]))
+    sound: Array = checksums == tables.slot_checksum[slots]
     return sound
 
 
@@ -70,7 +90,68 @@ def block_checksum(block: Array, seed: int) -> int:
     return xxhash.xxh3_64_intdigest(block.data, seed)
 
 
-def _runs(
+class _Copies:
+    """Copies to make and to sum. Two threads may make them: each takes what is next."""
+
+    def __init__(self, tables: Tables, slots: Array) -> None:
+        self._seeds: list[int] = tables.slot_key[slots, 0].tolist()
+        self._checksums = np.empty(len(slots), dtype="<u8")
+        self._turns: list[tuple[int, Array, Array]] = []
+        self._num_bytes = 0
+
+    def add(self, first: int, *, target: Array, source: Array) -> None:
+        """Take on the blocks from `first` on: as many at a time as a piece holds, at least one."""
+        step = max(1, _PIECE_BYTES // source.shape[1])
+        self._num_bytes += source.nbytes
+        self._turns += [
+            (first + at, target[at : at + step], source[at : at + step])
+            for at in range(0, len(source), step)
+        ]
+
+    def make(self) -> Array:
+        """Make them all; return the checksums of what is in the targets now."""
+        turns = iter(self._turns)
+        if self._num_bytes < _SHARED_BYTES or len(os.sched_getaffinity(0)) == 1:
+            self._take(turns)
+            return self._checksums
+        with ThreadPoolExecutor(1, "kvray-copy") as pool:
+            # What crosses: `turns`, of which each thread takes the next, and the rows it is for.
+            other = pool.submit(self._take, turns)
+            self._take(turns)
+            other.result()
+        return self._checksums
+
+    def _take(self, turns: Iterator[tuple[int, Array, Array]]) -> None:
+        """Make copies until there are none left to make."""
+        for first, target, source in turns:
+            seeds = self._seeds[first : first + len(target)]
+            if source.shape[1] > _PIECE_BYTES:
+                self._checksums[first] = _copy_large(target[0], source[0], seeds[0])
+            else:
+                np.copyto(target, source)
+                self._checksums[first : first + len(target)] = list(
+                    map(block_checksum, target, seeds)
+                )
+
+
+def _copy_large(target: Array, source: Array, seed: int) -> int:
+    """Copy one block piece by piece; return the checksum of the copy."""
+    digest = xxhash.xxh3_64(seed=seed)
+    for at in range(0, len(source), _PIECE_BYTES):
+        piece = target[at : at + _PIECE_BYTES]
+        np.copyto(piece, source[at : at + _PIECE_BYTES])
+        digest.update(piece.data)
+    return digest.intdigest()
+
+
+def _runs(tables: Tables, slots: Array, pool: Array, block_ids: Array) -> Iterator[_Run]:
+    """Yield the runs of blocks that are contiguous in slots and in the pool."""
+    for start, stop, area in _areas(tables, slots, block_ids, pool.shape[1]):
+        row = block_ids[start]
+        yield _Run(start, area, pool[row : row + stop - start])
+
+
+def _areas(
     tables: Tables, slots: Array, block_ids: Array, block_bytes: int
 ) -> Iterator[tuple[int, int, Array]]:
     """Yield (start, stop, bytes) of each run that is contiguous in slots and in blocks.
@@ -96,16 +177,3 @@ def _runs(
                 f" {tables.slab_block_bytes[slab]}; they are not of one namespace."
             )
         yield start, stop, tables.rows(slab)[row : row + stop - start, :block_bytes]
-
-
-def _verify_rows(tables: Tables, slots: Array, rows: Array) -> Array:
-    """Return a mask of the `rows` (bytes, [n, block_bytes]) that are what `slots` should hold."""
-    seeds, checksums = tables.slot_key[slots, 0], tables.slot_checksum[slots]
-    return np.fromiter(
-        (
-            block_checksum(row, int(seed)) == int(checksum)
-            for row, seed, checksum in zip(rows, seeds, checksums, strict=True)
-        ),
-        dtype=bool,
-        count=len(slots),
-    )

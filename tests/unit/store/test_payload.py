@@ -1,9 +1,11 @@
 """Bytes between an engine's pool and slots: runs, checksums, what proves wrong."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from kvray.errors import ConfigError, CorruptBlock, LayoutMismatch, LeaseExpired
 from kvray.store import Arena
@@ -57,6 +59,42 @@ def test_blocks_may_lie_anywhere_in_the_pool(arena: Arena) -> None:
     assert (back[where[::-1][:4]] == pool_of(KEYS[2:6])).all()
     untouched = np.setdiff1d(np.arange(30), where[::-1][:4])
     assert not back[untouched].any()
+
+
+PIECE = 512 * 1024
+"""What is copied and summed at a time."""
+
+
+@pytest.mark.parametrize("block_bytes", [PIECE // 4, PIECE, PIECE + 1, 5 * PIECE + 4096])
+@pytest.mark.parametrize("cores", [{0}, {0, 1}])
+def test_pieces_and_threads_change_neither_bytes_nor_checksums(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, cores: set[int]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    arena = make_arena(directory, asked=spec(num_slabs=8, slots_per_slab=1024))
+    arena.join("test")
+    keys = KEYS[: 8 * 2**20 // block_bytes + 1] if block_bytes > PIECE else KEYS
+    pool = np.random.default_rng(0).integers(0, 256, (len(keys), block_bytes), dtype=np.uint8)
+    made = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
+    assert made is not None
+    sums = arena.write(made, pool, np.arange(len(keys)))
+    assert sums.tolist() == [
+        xxhash.xxh3_64_intdigest(row, int.from_bytes(key[:8], "little"))
+        for row, key in zip(pool, keys, strict=True)
+    ]
+    assert arena.commit(made, sums)
+    leases = arena.lease(keys)
+    assert leases
+    for verify in (True, False):
+        back = np.zeros_like(pool)
+        arena.read(leases[0], back, np.arange(len(keys)), verify=verify)
+        assert np.array_equal(back, pool)
+    assert arena.sound_run(leases[0]) == len(keys)
+    slab, row = divmod(int(made.slots[-1]), 1024)
+    arena.tables.rows(slab)[row, block_bytes - 1] ^= 1
+    with pytest.raises(CorruptBlock, match=keys[-1].hex()[:8]):
+        arena.read(leases[0], back, np.arange(len(keys)), verify=True)
+    arena.close()
 
 
 def test_checksum_depends_on_bytes_and_key() -> None:
