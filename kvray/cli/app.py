@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from kvray import __version__
+from kvray.cli.bench import bench
 from kvray.cli.connector_config import connector_config
 from kvray.cli.demo import demo
 from kvray.cli.down import down
@@ -26,6 +27,7 @@ app.command()(verify)
 app.command()(down)
 app.command()(connector_config)
 app.command()(demo)
+app.add_typer(bench)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,111 @@
+"""`kvray bench`: the commands."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvray.cli.boundary import boundary
+from kvray.cli.interrupts import Interrupts
+from kvray.cli.options import ConfigOption, VerboseOption
+from kvray.config import KVRayConfig, load_config, parse_size
+from kvray.errors import ConfigError
+
+_PLAIN_WIDTH = 110
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure the tier beside the bare work that nothing could save.",
+    no_args_is_help=True,
+)
+
+
+@bench.command()
+def local(
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="Shared memory of the bench's own arena.")
+    ] = "1GiB",
+    repeat: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Pairs of each measurement; else as many as settle it."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the figures into a file, too.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer blocks and pairs: a look, no measurement.")
+    ] = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure stores, retrieves and lookups in an arena of this node.
+
+    It needs neither Ray nor a running tier: it makes an arena of its own under arena.dir, with
+    processes that store and retrieve, and removes it again.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        settings = load_config(config)
+        if plot is not None:
+            _check_plot(plot)
+        _run(
+            settings,
+            capacity=_parse_capacity(capacity),
+            repeat=repeat,
+            as_json=as_json,
+            plot=plot,
+            quick=quick,
+            interrupts=interrupts,
+        )
+
+
+def _run(
+    settings: KVRayConfig,
+    *,
+    capacity: int,
+    repeat: int | None,
+    as_json: bool,
+    plot: Path | None,
+    quick: bool,
+    interrupts: Interrupts,
+) -> None:
+    """Measure, and show what was found."""
+    with interrupts.masked():
+        from kvray.cli.bench.play import play
+        from kvray.cli.bench.report import print_all, to_json
+        from kvray.cli.bench.scale import Scale
+
+    scale = Scale.fit(capacity, repeat=repeat, quick=quick)
+    console = Console(stderr=True, highlight=False)
+    results = play(scale, directory=settings.arena.dir, console=console, interrupts=interrupts)
+    if as_json:
+        print(to_json(results, scale))
+    else:
+        width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+        print_all(Console(highlight=False, width=width), results, scale)
+    if plot is not None:
+        from kvray.cli.bench.plot import draw
+
+        draw(results, plot)
+
+
+def _parse_capacity(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"--capacity: {error}.") from None
+
+
+def _check_plot(path: Path) -> None:
+    """Refuse what would fail only when everything has been measured."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib; run `pip install 'kvray[bench]'`.")
+    if path.suffix.lower() != ".png":
+        raise ConfigError(f"--plot writes a PNG, not {path.name}; give a name that ends in .png.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"There is no directory {path.parent} for --plot; make it first.")
