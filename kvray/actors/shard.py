@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from kvray.actors.adoption import open_arena
 from kvray.actors.announcer import Announce, Announcer
+from kvray.actors.claim import Claim
 from kvray.actors.engine_server import EngineServer, check_path
-from kvray.actors.ownership import Claim, remove_files, sweep
+from kvray.actors.ownership import remove_files, sweep
 from kvray.actors.replicas import Replicas
 from kvray.block import Namespace
 from kvray.errors import KVRayError, ShardUnavailable

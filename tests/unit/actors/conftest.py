@@ -10,6 +10,7 @@ import pytest
 
 from kvray.actors.ownership import sweep
 from kvray.actors.shard import Shard
+from tests.unit.actors.shard_process import ShardProcess, shard_process
 from tests.unit.actors.small_shard import Line, settings_for, wait_until_serving
 from tests.unit.store.conftest import Child
 
@@ -68,3 +69,10 @@ def child(directory: Path) -> Iterator[Callable[[], Child]]:
     yield start
     for one in children:
         one.kill()
+
+
+@pytest.fixture
+def older(directory: Path) -> Iterator[ShardProcess]:
+    """A process whose shard is named `a`, as those of `make_shard` are."""
+    with shard_process(directory, "a") as process:
+        yield process
