@@ -1,29 +1,43 @@
 """The file of an arena: made complete before it gets its name, checked before it is mapped."""
 
-import errno
+import bisect
 import mmap
 import os
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
-from kvray.store.capacity import check_room
-from kvray.store.layout import FORMAT_VERSION, HEADER, LIVE, MAGIC, Geometry, header_checksum
+from kvray.store import numa
+from kvray.store.capacity import MemoryClaims, check_room
+from kvray.store.layout import (
+    FORMAT_VERSION,
+    HEADER,
+    LIVE,
+    MAGIC,
+    Geometry,
+    align,
+    header_checksum,
+)
 from kvray.store.lock import SideFile
+from kvray.store.prefault import CHUNK_BYTES, Progress, ask_for_huge_pages, mapping_of, populate
 from kvray.store.tables import Tables
 
-ARENA_FILE = "arena"
-_PREFAULT_CHUNK = 256 * 2**20
-_POPULATE_WRITE = 23
-_CLUSTER_NAME_BYTES = HEADER["cluster_name"].itemsize
+__all__ = [
+    "ARENA_FILE",
+    "ArenaSpec",
+    "Progress",
+    "create_file",
+    "holds_arena",
+    "lock_path",
+    "map_file",
+]
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
+ARENA_FILE = "arena"
+_CLUSTER_NAME_BYTES = HEADER["cluster_name"].itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +49,10 @@ class ArenaSpec:
     slab: int
     slot_min: int
     holders_max: int
+    interleave: bool = True
+    """Over the NUMA nodes; else its memory is that of the node whose thread made it."""
+    claims: MemoryClaims | None = None
+    """What Ray takes of the same memory; None: there is no Ray."""
 
     def geometry(self) -> Geometry:
         """Return the figures that a file of this spec has."""
@@ -44,6 +62,19 @@ class ArenaSpec:
             slot_min=self.slot_min,
             holders_max=self.holders_max,
         )
+
+    def largest_capacity(self, file_bytes: int) -> int:
+        """Return the largest capacity, in whole MiB, whose file has at most `file_bytes`.
+
+        0: there is none.
+        """
+
+        def size(mib: int) -> int:
+            asked = replace(self, capacity=mib << 20)
+            return asked.geometry().file_bytes if asked.capacity >= self.slot_min else 0
+
+        mib = bisect.bisect(range((max(0, file_bytes) >> 20) + 1), max(0, file_bytes), key=size) - 1
+        return mib << 20 if mib << 20 >= self.slot_min else 0
 
 
 def lock_path(directory: Path, arena_id: str) -> Path:
@@ -71,8 +102,14 @@ def create_file(directory: Path, spec: ArenaSpec, progress: Progress) -> None:
     try:
         for stale in directory.glob(f"{ARENA_FILE}.*.new"):
             stale.unlink(missing_ok=True)  # of an owner that died while it made one
-        check_room(directory, geometry.file_bytes)
-        _build(path, geometry, spec.cluster_name, arena_id, progress)
+        page = _page_bytes(directory)
+        check_room(
+            directory,
+            align(geometry.file_bytes, page),
+            spec.claims,
+            largest=lambda room: spec.largest_capacity(room // page * page),
+        )
+        _build(path, spec, arena_id, progress)
         SideFile.at(side)
         os.rename(path, directory / ARENA_FILE)
         complete = True
@@ -101,12 +138,14 @@ def map_file(path: Path) -> Tables:
         ) from None
     try:
         geometry = _check_header(path, os.pread(fd, HEADER.itemsize, 0))
-        size = os.fstat(fd).st_size
-        if size != geometry.file_bytes:
+        size, expected = os.fstat(fd).st_size, align(geometry.file_bytes, _page_bytes(path))
+        if size != expected:
             raise ShardUnavailable(
-                f"{path} has {size} bytes instead of {geometry.file_bytes}; restart the tier."
+                f"{path} has {size} bytes instead of {expected}; restart the tier."
             )
-        return Tables(mmap.mmap(fd, size), geometry)
+        tables = Tables(mmap.mmap(fd, size), geometry)
+        ask_for_huge_pages(mapping_of(tables))
+        return tables
     except OSError as error:
         raise ShardUnavailable(f"{path} cannot be mapped ({error.strerror}).") from None
     finally:
@@ -116,7 +155,7 @@ def map_file(path: Path) -> Tables:
 def holds_arena(path: Path, arena_id: str) -> bool:
     """Return whether the file at `path` is the arena of that id, and not its successor."""
     try:
-        with path.open("rb") as file:
+        with path.open("rb", buffering=0) as file:  # a buffer is as large as a huge page
             head = file.read(HEADER.itemsize)
     except OSError:
         return False
@@ -149,32 +188,32 @@ def _check_header(path: Path, head: bytes) -> Geometry:
     return geometry
 
 
-def _build(
-    path: Path, geometry: Geometry, cluster_name: str, arena_id: str, progress: Progress
-) -> None:
+def _build(path: Path, spec: ArenaSpec, arena_id: str, progress: Progress) -> None:
     """Write a complete arena file: memory allocated and touched, tables empty, header last."""
-    total = geometry.file_bytes
+    geometry = spec.geometry()
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
+        total = align(geometry.file_bytes, _page_bytes(path))
         os.ftruncate(fd, total)
-        mapping = mmap.mmap(fd, total)
-        for start in range(0, total, _PREFAULT_CHUNK):
-            length = min(_PREFAULT_CHUNK, total - start)
-            # Allocated first: a full mount must be an error here, not a SIGBUS in some copy.
-            os.posix_fallocate(fd, start, length)
-            _populate(mapping, start, length)
-            progress(start + length, total)
+        tables = Tables(mmap.mmap(fd, total), geometry)
+        memory = mapping_of(tables)
+        ask_for_huge_pages(memory)
+        if spec.interleave:
+            numa.spread(memory)
+        # A full mount must be an error here, not a SIGBUS in some copy.
+        if not populate(memory, progress=progress):
+            _allocate(fd, total, progress)
     except OSError as error:
         raise CapacityError(
-            f"The arena's {total} bytes could not be had in {path.parent} ({error.strerror});"
-            " lower arena.capacity."
+            f"The arena's {geometry.file_bytes} bytes could not be had in {path.parent}"
+            f" ({error.strerror}); lower arena.capacity."
         ) from None
     finally:
         os.close(fd)
-    header = Tables(mapping, geometry).header
+    header = tables.header
     header["format_version"] = FORMAT_VERSION
     header["state"] = LIVE
-    header["cluster_name"] = cluster_name.encode()
+    header["cluster_name"] = spec.cluster_name.encode()
     header["arena_id"] = arena_id.encode()
     header["capacity"] = geometry.capacity
     header["slab_bytes"] = geometry.slab_bytes
@@ -185,10 +224,14 @@ def _build(
     header["checksum"] = header_checksum(header.tobytes())
 
 
-def _populate(mapping: mmap.mmap, start: int, length: int) -> None:
-    """Map the allocated pages now; a kernel before 5.14 maps them at first use instead."""
-    try:
-        mapping.madvise(_POPULATE_WRITE, start, length)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
+def _allocate(fd: int, total: int, progress: Progress) -> None:
+    """Give the file all of its pages where the kernel cannot populate a mapping."""
+    for start in range(0, total, CHUNK_BYTES):
+        length = min(CHUNK_BYTES, total - start)
+        os.posix_fallocate(fd, start, length)
+        progress(start + length, total)
+
+
+def _page_bytes(path: Path) -> int:
+    """Return what the size of a file at `path` must be a multiple of: on hugetlbfs, a huge page."""
+    return os.statvfs(path).f_bsize

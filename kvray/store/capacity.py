@@ -1,67 +1,166 @@
-"""Does an arena fit? What the mount, the cgroup and the machine leave, and the arithmetic."""
+"""Does an arena fit? What mount, cgroups, machine and Ray leave, and the arithmetic in words."""
 
 import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvray.errors import CapacityError
+from kvray.store.cgroup import limiting_cgroups
+from kvray.store.mounts import mount_of
 
-_CGROUPS = (
-    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
-    (
-        Path("/sys/fs/cgroup/memory"),
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
-)
-"""Version 2, then 1: directory, file of the limit, file of the usage, reclaimable part of it."""
+_SHM = Path("/dev/shm")
+_MEMINFO = Path("/proc/meminfo")
+_HUGE_POOLS = Path("/sys/kernel/mm/hugepages")
+_SPARE = 64 * 2**20
+"""Left out of the capacity that a refusal names: the figures move until somebody has read it."""
 
 
-def check_room(directory: Path, file_bytes: int) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryClaims:
+    """What Ray takes of this node's memory, and how much of that may be in use at all."""
+
+    object_store_bytes: int
+    """Of its object store, what is not filled yet."""
+    threshold: float
+    """Share of the node's memory above which Ray kills workers, for as long as it is exceeded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """One bound on the size of a file in memory."""
+
+    left: int
+    words: str
+    """How `left` comes about; the end of "The arena needs so much, but"."""
+    remedy: str = ""
+    """What helps but a smaller arena; the end of "lower arena.capacity"."""
+
+
+def check_room(
+    directory: Path,
+    file_bytes: int,
+    claims: MemoryClaims | None = None,
+    *,
+    largest: Callable[[int], int],
+) -> None:
     """Make sure that a file of `file_bytes` can be held in memory at `directory`.
 
+    Args:
+        directory: where it is to lie.
+        file_bytes: its size.
+        claims: what Ray takes here; None: there is no Ray.
+        largest: gives the largest arena.capacity whose file fits into so many bytes; 0: none does.
+
     Raises:
-        CapacityError: it does not fit; the message has the figures and the fix.
+        CapacityError: it does not fit; the message has the arithmetic and the fix.
     """
+    room = min(_rooms(directory, file_bytes, claims), key=lambda room: room.left)
+    if file_bytes <= room.left:
+        return
+    fitting = _rounded_down(largest(room.left - _SPARE))
+    raise CapacityError(
+        f"The arena needs {_gib(file_bytes)}, but {room.words};"
+        f" {f'lower arena.capacity to {fitting}' if fitting else 'free memory'}{room.remedy}."
+    )
+
+
+def _rooms(directory: Path, file_bytes: int, claims: MemoryClaims | None) -> Iterator[Room]:
+    """Yield every bound on a file in `directory`, with Ray's object store filled up."""
+    mount = mount_of(directory)
+    if mount is not None and mount.kind == "hugetlbfs":
+        # Its pages were set aside before: nobody else can have them, whatever else is full.
+        yield from _mounted(directory, 0)
+        yield _huge_pool(os.statvfs(directory).f_frsize, file_bytes)
+        return
+    filling = 0 if claims is None else claims.object_store_bytes
+    yield from _mounted(directory, filling if _is_shm(directory) else 0)
+    for cgroup in limiting_cgroups():
+        yield Room(
+            left=cgroup.left - filling,
+            words=f"the cgroup {cgroup.path} leaves {_gib(cgroup.left)} of its limit of"
+            f" {_gib(cgroup.limit)}{_less(filling)}",
+            remedy=" or raise that limit",
+        )
+    total, available = _machine()
+    yield Room(
+        left=available - filling,
+        words=f"{_gib(available)} of the machine's {_gib(total)} are available{_less(filling)}",
+    )
+    if claims is not None:
+        yield _under_threshold(claims, total, total - available)
+
+
+def _mounted(directory: Path, filling: int) -> Iterator[Room]:
+    """Yield what the mount leaves, if it is of limited size."""
     stat = os.statvfs(directory)
-    room = {
-        f"free in {directory}": stat.f_bavail * stat.f_frsize,
-        "left by the cgroup": _cgroup_room(),
-        "available memory": _available_memory(),
-    }
-    for what, size in room.items():
-        if size is not None and file_bytes > size:
-            raise CapacityError(
-                f"The arena needs {_gib(file_bytes)} but {what} is {_gib(size)}; lower"
-                f" arena.capacity below {_gib(size)}"
-                + (" or enlarge the mount." if what.startswith("free") else ".")
-            )
+    if stat.f_blocks:
+        free = stat.f_bavail * stat.f_frsize
+        yield Room(
+            left=free - filling,
+            words=f"{_gib(free)} are free in {directory}{_less(filling)}",
+            remedy=" or enlarge the mount",
+        )
+
+
+def _is_shm(directory: Path) -> bool:
+    """Whether the directory is on the mount that Ray's object store fills too."""
+    return _SHM.exists() and os.stat(_SHM).st_dev == os.stat(directory).st_dev
+
+
+def _huge_pool(page_bytes: int, file_bytes: int) -> Room:
+    """Return what is left of the pages that the machine has set aside for hugetlbfs."""
+    pool = _HUGE_POOLS / f"hugepages-{page_bytes // 1024}kB"
+    total, free, promised = (
+        int((pool / name).read_text())
+        for name in ("nr_hugepages", "free_hugepages", "resv_hugepages")
+    )
+    left = (free - promised) * page_bytes
+    wanted = total - (free - promised) + -(-file_bytes // page_bytes)
+    return Room(
+        left=left,
+        words=f"{_gib(left)} are left of the machine's huge pages",
+        remedy=f" or run `echo {wanted} > {pool}/nr_hugepages`",
+    )
+
+
+def _under_threshold(claims: MemoryClaims, total: int, used: int) -> Room:
+    """Return what may come into use before Ray's memory monitor, which sums as here, kills.
+
+    It takes a container's limit for the node's memory, and tmpfs for used like everything else.
+    """
+    for cgroup in limiting_cgroups():
+        if cgroup.is_root and cgroup.limit <= total:
+            total = cgroup.limit
+            used = max(0, cgroup.usage - cgroup.idle_cache - cgroup.active_cache)
+    allowed = int(claims.threshold * total)
+    return Room(
+        left=allowed - used - claims.object_store_bytes,
+        words=f"Ray kills workers above {claims.threshold:g} x {_gib(total)} = {_gib(allowed)}, of"
+        f" which {_gib(used)} are in use{_less(claims.object_store_bytes)}",
+        remedy=", give Ray a smaller object store or raise RAY_memory_usage_threshold",
+    )
+
+
+def _machine() -> tuple[int, int]:
+    """Return the bytes of memory of this machine, all and available."""
+    figures = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+    total, available = (
+        int(figures[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")
+    )
+    return total, available
+
+
+def _less(filling: int) -> str:
+    return f", less {_gib(filling)} that Ray's object store may still take" if filling else ""
 
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.2f}GiB"
 
 
-def _cgroup_room() -> int | None:
-    """Return what the cgroup leaves; the page cache, which the kernel gives up, counts as free."""
-    for directory, limit_name, usage_name, cache_name in _CGROUPS:
-        try:
-            limit = (directory / limit_name).read_text().strip()
-            usage = int((directory / usage_name).read_text())
-            cache = _stat_figure((directory / "memory.stat").read_text(), cache_name)
-        except (OSError, ValueError):
-            continue
-        return None if limit == "max" else max(0, int(limit) - usage + cache)
-    return None
-
-
-def _stat_figure(text: str, name: str) -> int:
-    figures = dict(line.split() for line in text.splitlines())
-    return int(figures.get(name, 0))
-
-
-def _available_memory() -> int | None:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+def _rounded_down(size: int) -> str:
+    """Return `size` as a setting that is not larger; "" for nothing."""
+    if size >= 2**30:
+        return f"{size * 10 // 2**30 / 10:.1f}GiB"
+    return f"{size // 2**20}MiB" if size >= 2**20 else ""

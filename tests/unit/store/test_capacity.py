@@ -1,62 +1,144 @@
-"""Does an arena fit? The figures, where they come from, and the sentence."""
+"""Does an arena fit? Each bound, its arithmetic, and the sentence."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from kvray.errors import CapacityError
 from kvray.store import capacity
-from kvray.store.capacity import check_room
+from kvray.store.capacity import MemoryClaims, check_room
+from kvray.store.cgroup import Cgroup
+from tests.unit.store.mounted import huge_pages, run_mounted
 
 GIB = 2**30
 
-
-@pytest.fixture
-def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cgroup of version 2 in place of the machine's."""
-    figures = (tmp_path, "memory.max", "memory.current", "inactive_file")
-    monkeypatch.setattr(capacity, "_CGROUPS", (figures,))
-    return tmp_path
+RAY = MemoryClaims(object_store_bytes=2 * GIB, threshold=0.9)
 
 
-def fill(cgroup: Path, limit: str, usage: int, cache: int) -> None:
-    (cgroup / "memory.max").write_text(f"{limit}\n")
-    (cgroup / "memory.current").write_text(f"{usage}\n")
-    (cgroup / "memory.stat").write_text(f"anon 1\ninactive_file {cache}\n")
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 100 GiB, 80 of them available, without cgroups, and a mount without a size."""
+    monkeypatch.setattr(capacity, "_machine", lambda: (100 * GIB, 80 * GIB))
+    monkeypatch.setattr(capacity, "limiting_cgroups", list)
+    monkeypatch.setattr(capacity, "_mounted", lambda directory, filling: iter(()))
 
 
-def test_what_fits_passes(tmp_path: Path) -> None:
-    check_room(tmp_path, 4096)
+def largest(room: int) -> int:
+    """Stand for tables of half a GiB."""
+    return max(0, room - GIB // 2)
 
 
-def test_full_mount_is_named_with_its_figures(tmp_path: Path) -> None:
-    with pytest.raises(CapacityError, match=r"needs 1048576\.00GiB but free in .* is \d+\.\d\dGiB"):
-        check_room(tmp_path, 2**50)
+def check(directory: Path, size: int, claims: MemoryClaims | None = None) -> None:
+    check_room(directory, size, claims, largest=largest)
 
 
-def test_cgroup_leaves_limit_less_usage(cgroup: Path) -> None:
-    fill(cgroup, str(3 * GIB), 2 * GIB + GIB // 2, 0)
-    with pytest.raises(CapacityError, match=r"needs 0\.75GiB but left by the cgroup is 0\.50GiB"):
-        check_room(cgroup, 3 * GIB // 4)
-    check_room(cgroup, GIB // 2)
+def refusal(directory: Path, size: int, claims: MemoryClaims | None = None) -> str:
+    with pytest.raises(CapacityError) as caught:
+        check(directory, size, claims)
+    return str(caught.value)
 
 
-def test_page_cache_of_the_cgroup_counts_as_free(cgroup: Path) -> None:
-    fill(cgroup, str(3 * GIB), 3 * GIB, GIB)
-    check_room(cgroup, GIB // 2)
+def test_what_just_fits_passes(tmp_path: Path) -> None:
+    check(tmp_path, 80 * GIB)
 
 
-@pytest.mark.parametrize("limit", ["max", "9223372036854771712"])
-def test_cgroup_without_a_limit_does_not_count(cgroup: Path, limit: str) -> None:
-    fill(cgroup, limit, GIB, 0)
-    check_room(cgroup, GIB // 2)
+def test_what_is_available_bounds(tmp_path: Path) -> None:
+    assert refusal(tmp_path, 81 * GIB) == (
+        "The arena needs 81.00GiB, but 80.00GiB of the machine's 100.00GiB are available;"
+        " lower arena.capacity to 79.4GiB."
+    )
 
 
-def test_cgroup_that_cannot_be_read_does_not_count(cgroup: Path) -> None:
-    check_room(cgroup, 4096)
+def test_ray_s_threshold_bounds_with_its_object_store_filled(tmp_path: Path) -> None:
+    check(tmp_path, 68 * GIB, RAY)
+    assert refusal(tmp_path, 69 * GIB, RAY) == (
+        "The arena needs 69.00GiB, but Ray kills workers above 0.9 x 100.00GiB = 90.00GiB, of which"
+        " 20.00GiB are in use, less 2.00GiB that Ray's object store may still take; lower"
+        " arena.capacity to 67.4GiB, give Ray a smaller object store or raise"
+        " RAY_memory_usage_threshold."
+    )
 
 
-def test_available_memory_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capacity, "_available_memory", lambda: GIB // 4)
-    with pytest.raises(CapacityError, match=r"available memory is 0\.25GiB; lower arena\.capacity"):
-        check_room(tmp_path, GIB // 2)
+def test_ray_takes_the_limit_of_a_container_for_the_node_s_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container = make_cgroup(limit=10 * GIB, usage=4 * GIB, idle_cache=GIB, active_cache=GIB // 2)
+    monkeypatch.setattr(capacity, "limiting_cgroups", lambda: [container])
+    check(tmp_path, 4 * GIB + GIB // 2, RAY)
+    said = refusal(tmp_path, 5 * GIB, RAY)
+    assert "0.9 x 10.00GiB = 9.00GiB, of which 2.50GiB are in use, less 2.00GiB" in said
+
+
+def test_ray_does_not_see_a_cgroup_that_is_none_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nested = make_cgroup(limit=50 * GIB, usage=GIB, is_root=False)
+    monkeypatch.setattr(capacity, "limiting_cgroups", lambda: [nested])
+    check(tmp_path, 47 * GIB, RAY)
+    said = refusal(tmp_path, 48 * GIB, RAY)
+    assert "the cgroup /sys/fs/cgroup leaves 49.00GiB of its limit of 50.00GiB, less" in said
+
+
+def test_every_cgroup_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    around = make_cgroup(limit=3 * GIB, usage=2 * GIB)
+    own = make_cgroup(limit=8 * GIB, usage=GIB, is_root=False)
+    monkeypatch.setattr(capacity, "limiting_cgroups", lambda: [own, around])
+    check(tmp_path, GIB)
+    assert "leaves 1.00GiB of its limit of 3.00GiB; lower" in refusal(tmp_path, 2 * GIB)
+
+
+def test_where_nothing_fits_no_capacity_is_named(tmp_path: Path) -> None:
+    claims = MemoryClaims(object_store_bytes=90 * GIB, threshold=0.9)
+    assert "; free memory, give Ray" in refusal(tmp_path, GIB, claims)
+
+
+def test_a_small_arena_is_named_in_mebibytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "_machine", lambda: (GIB, GIB))
+    assert "lower arena.capacity to 448MiB." in refusal(tmp_path, 2 * GIB)
+
+
+def make_cgroup(
+    *, limit: int, usage: int, is_root: bool = True, idle_cache: int = 0, active_cache: int = 0
+) -> Cgroup:
+    return Cgroup(
+        path=Path("/sys/fs/cgroup"),
+        is_root=is_root,
+        limit=limit,
+        usage=usage,
+        idle_cache=idle_cache,
+        active_cache=active_cache,
+    )
+
+
+# -- on real mounts -------------------------------------------------------------------------------
+
+REFUSED = """
+from kvray.errors import CapacityError
+from kvray.store import Arena, ArenaSpec
+MiB = 2**20
+spec = ArenaSpec(cluster_name="x", capacity=512 * MiB, slab=MiB, slot_min=65536, holders_max=4)
+try:
+    Arena.create(mounted, spec, lock_wait_s=1)
+except CapacityError as error:
+    print(error)
+assert not list(mounted.iterdir())
+"""
+
+
+@pytest.mark.root
+def test_a_full_mount_bounds() -> None:
+    said = run_mounted(REFUSED, kind="tmpfs", options="size=256m")
+    assert said.startswith("The arena needs 0.5")
+    assert "but 0.25GiB are free in" in said
+    assert re.search(r"; lower arena\.capacity to 1\d\dMiB or enlarge the mount\.$", said)
+
+
+@pytest.mark.root
+def test_the_pool_of_huge_pages_bounds_hugetlbfs() -> None:
+    with huge_pages(100):
+        said = run_mounted(REFUSED, kind="hugetlbfs", options="pagesize=2M")
+    assert "of the machine's huge pages; lower arena.capacity to" in said
+    assert "/nr_hugepages`." in said
