@@ -1,5 +1,6 @@
 """What any process of a node reaches without Ray: the arena, and its shard's socket."""
 
-from kvray.node.link import NodeLink, Registration, attach
+from kvray.node.link import NodeLink, attach
+from kvray.node.registrations import Registration
 
 __all__ = ["NodeLink", "Registration", "attach"]

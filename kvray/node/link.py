@@ -2,59 +2,37 @@
 
 One link a directory and process, shared by all who ask (a rank-0 engine process has a scheduler
 and a worker). A daemon thread attaches, notices a retired arena, registers replicas with the
-shard, sends their figures, and retries what found the arena busy. An engine that started before
-its shard, or outlives it, joins again by itself.
+shard, sends their figures, and retries what found the arena busy; a second one populates the
+mapping. An engine that started before its shard, or outlives it, joins again by itself.
 """
 
 import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast
 
-from kvray.block import Namespace
-from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
+from kvray.errors import KVRayError
+from kvray.node.deferred import Deferred, DeferredCalls
+from kvray.node.registrations import Registration, Registrations
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena
 from kvray.store.arena_file import ARENA_FILE, holds_arena
+from kvray.store.prefault import Populator
 
 _log = logging.getLogger("kvray.node")
 
 _CALL_TIMEOUT_S = 2.0
 _REPORT_S = 1.0
-_LAST_REPORT_S = 0.5
 _RETRY_S = 0.005
-_FLUSH_S = 0.1
-"""How long one round of deferred actions may take, so that an arena that stays locked does not
-keep the thread from its other work."""
 _LAST_FLUSH_S = 2.0
 _PREVIOUS_S = 10.0
 """How long a retired arena stays mapped, so that promises made just before are kept; its memory
 is not free before."""
-_DEFERRED_MAX = 4096
 
 T = TypeVar("T")
-
-Deferred = Callable[[Arena], bool]
-"""Something to do with the arena; False: busy, try again."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Registration:
-    """One rank of one replica, as its shard knows it."""
-
-    replica: str
-    rank: int
-    namespace: Namespace
-    counters: Callable[[], dict[str, int]]
-    """Figures for `kvray status`: totals since the engine started."""
-    accepted: bool = False
-    refusal: str | None = None
-    """The shard's sentence, if it refuses."""
 
 
 class NodeLink:
@@ -69,13 +47,14 @@ class NodeLink:
         self._lock_wait_s = lock_wait_s
         self._attach_retry_s = attach_retry_s
         self._arena: Arena | None = None
+        self._populator: Populator | None = None
         self._previous: Arena | None = None
         self._previous_until = 0.0
         self._members: list[tuple[object, object, object]] = []
         self._members_lock = threading.Lock()
         self._socket = ShardSocket(directory)
-        self._registrations: list[Registration] = []
-        self._deferred: deque[tuple[Arena, Deferred]] = deque()
+        self._registrations = Registrations(self._socket)
+        self._deferred = DeferredCalls()
         self._wake = threading.Condition()
         self._closing = False
         self._warned = False
@@ -125,39 +104,22 @@ class NodeLink:
         Raises:
             LayoutMismatch: another replica claims the same `model_key` with another layout.
         """
-        if self._forked:
-            return
-        with self._wake:
-            self._registrations.append(registration)
-        if self.arena is not None:
-            try:
-                self._send_registration(registration)
-            except LayoutMismatch:
-                self.unregister(registration)
-                raise
-            except KVRayError as error:
-                _log.warning("kvray: not registered yet: %s", error)
+        if not self._forked:
+            self._registrations.add(registration, tell=self.arena is not None)
 
     def unregister(self, registration: Registration) -> None:
         """Forget a rank, after its last figures; they stay with the shard."""
-        if self._forked:
+        if self._forked or not self._registrations.remove(registration):
             return
-        with self._wake:
-            if not any(one is registration for one in self._registrations):
-                return
-            self._registrations = [one for one in self._registrations if one is not registration]
         if registration.accepted and self.arena is not None:
-            self._attempt(lambda: self._report_one(registration, leaving=True))
+            self._attempt(lambda: self._registrations.report_last(registration))
 
     def defer(self, arena: Arena, action: Deferred) -> None:
         """Do `action` on `arena` from the background thread until it answers True."""
         if self._forked:
             return
         with self._wake:
-            if len(self._deferred) >= _DEFERRED_MAX:
-                _log.warning("kvray: the arena has been locked for too long; a call on it is lost")
-                return
-            self._deferred.append((arena, action))
+            self._deferred.add(arena, action)
             self._wake.notify()
 
     def call(
@@ -184,6 +146,7 @@ class NodeLink:
         self._attempt(self._report)
         self._socket.close()
         self._close_previous()
+        self._stop_populating()
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -203,7 +166,7 @@ class NodeLink:
                     )
                 if self._closing:
                     return
-            self._attempt(self._flush)
+            self._attempt(self._deferred.flush)
             now = time.monotonic()
             if now >= look_at:
                 self._attempt(self._try_attach)
@@ -232,6 +195,7 @@ class NodeLink:
             return
         if self._arena is not None:
             _log.info("kvray: arena %s is no more", self._arena.arena_id)
+            self._stop_populating()
             self._close_previous()
             self._previous, self._arena = self._arena, None
             self._previous_until = time.monotonic() + _PREVIOUS_S
@@ -247,9 +211,14 @@ class NodeLink:
                 self._warned = True
             return
         self._arena, self._warned = arena, False
-        for registration in self._registrations:
-            registration.accepted = False
+        self._populator = Populator(arena.tables)
+        self._registrations.forget_answers()
         _log.info("kvray: attached to arena %s in %s", arena.arena_id, self.directory)
+
+    def _stop_populating(self) -> None:
+        if self._populator is not None:
+            self._populator.stop()
+            self._populator = None
 
     def _close_previous(self) -> None:
         if self._previous is not None:
@@ -261,71 +230,16 @@ class NodeLink:
         path = self.directory / ARENA_FILE
         return arena.retired or (path.exists() and not holds_arena(path, arena.arena_id))
 
-    def _flush(self) -> None:
-        """Do what was deferred; what is still busy goes back to the end."""
-        until = time.monotonic() + _FLUSH_S
-        for _ in range(len(self._deferred)):
-            arena, action = self._deferred.popleft()
-            try:
-                done = arena.retired or action(arena)
-            except KVRayError as error:
-                _log.debug("kvray: a deferred call has become void: %s", error)
-                continue
-            if not done:
-                self._deferred.append((arena, action))
-                if time.monotonic() > until:
-                    return
-
     def _flush_until_done(self) -> None:
         until = time.monotonic() + _LAST_FLUSH_S
-        self._attempt(self._flush)
+        self._attempt(self._deferred.flush)
         while self._deferred and time.monotonic() < until:
             time.sleep(_RETRY_S)
-            self._attempt(self._flush)
+            self._attempt(self._deferred.flush)
 
     def _report(self) -> None:
-        """Tell the shard of every rank, changed or not: a shard that was restarted knows none."""
-        if self.arena is None:
-            return
-        with self._wake:
-            registrations = list(self._registrations)
-        for registration in registrations:
-            if registration not in self._registrations:
-                continue  # It left since the list was taken.
-            try:
-                self._report_one(registration)
-            except ShardUnavailable as error:
-                # The next connection is a new one to the shard: it has to hear all again.
-                for each in registrations:
-                    each.accepted = False
-                _log.debug("kvray: no report: %s", error)
-                return
-            except KVRayError as error:
-                if registration.refusal != str(error):
-                    registration.refusal = str(error)
-                    _log.error("kvray: replica %s is refused: %s", registration.replica, error)
-
-    def _report_one(self, registration: Registration, *, leaving: bool = False) -> None:
-        if not registration.accepted:
-            self._send_registration(registration)
-        reply = self.call(
-            "report",
-            timeout_s=_LAST_REPORT_S if leaving else _CALL_TIMEOUT_S,
-            replica=registration.replica,
-            rank=registration.rank,
-            counters=registration.counters(),
-            leaving=leaving,
-        )
-        registration.accepted = bool(reply.get("known")) and not leaving
-
-    def _send_registration(self, registration: Registration) -> None:
-        self.call(
-            "register",
-            replica=registration.replica,
-            rank=registration.rank,
-            namespace=registration.namespace.to_wire(),
-        )
-        registration.accepted, registration.refusal = True, None
+        if self.arena is not None:
+            self._registrations.report()
 
 
 _links: dict[Path, NodeLink] = {}

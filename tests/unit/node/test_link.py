@@ -11,9 +11,10 @@ import pytest
 
 from kvray.block import Namespace
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
-from kvray.node import NodeLink, Registration, attach
+from kvray.node import NodeLink, Registration, attach, deferred
 from kvray.node import link as link_module
-from kvray.store import Arena
+from kvray.store import Arena, prefault
+from kvray.store.pages import ArenaPages
 from kvray.wire import FRAME_MAX
 from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, wait_for
 from tests.unit.node.conftest import StartShard
@@ -195,6 +196,59 @@ def test_an_unreadable_arena_is_no_arena(make_link: MakeLink, directory: Path) -
     directory.mkdir()
     (directory / "arena").write_bytes(b"garbage")
     assert make_link().arena is None
+
+
+# -- populating -----------------------------------------------------------------------------------
+
+
+def populators() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kvray-populate"]
+
+
+def test_a_link_maps_its_arena_in_the_background(
+    start_shard: StartShard, make_link: MakeLink, directory: Path
+) -> None:
+    start_shard()
+    figures = ArenaPages(directory / "arena")
+    link = make_link()
+    wait_for(lambda: link.arena and not populators(), "populating")
+    mapped = figures.figures()["mapped_bytes"]
+    assert mapped >= arena_of(link).tables.geometry.file_bytes
+
+
+@pytest.fixture
+def slow_populating(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Every page takes a while; set once there was one."""
+    begun = threading.Event()
+
+    def populate_slowly(chunk: object) -> bool:
+        begun.set()
+        time.sleep(0.01)
+        return True
+
+    monkeypatch.setattr(prefault, "_QUIET_CHUNK_BYTES", 4096)
+    monkeypatch.setattr(prefault, "_populate", populate_slowly)
+    return begun
+
+
+def test_populating_ends_with_the_link(
+    start_shard: StartShard, make_link: MakeLink, slow_populating: threading.Event
+) -> None:
+    start_shard()
+    link = make_link()
+    assert slow_populating.wait(5)
+    link.detach()
+    assert populators() == []
+
+
+def test_populating_ends_with_the_arena(
+    start_shard: StartShard, make_link: MakeLink, slow_populating: threading.Event
+) -> None:
+    shard = start_shard()
+    make_link()
+    assert slow_populating.wait(5)
+    shard.stop(retire=True, timeout_s=5)
+    wait_for(lambda: not populators(), "the end of it")
 
 
 # -- registering ----------------------------------------------------------------------------------
@@ -397,7 +451,7 @@ def test_what_is_deferred_is_bounded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(link_module, "_LAST_FLUSH_S", 0.1)
-    monkeypatch.setattr(link_module, "_DEFERRED_MAX", 2)
+    monkeypatch.setattr(deferred, "_WAITING_MAX", 2)
     start_shard()
     link = make_link()
     for _ in range(3):

@@ -1,0 +1,51 @@
+"""What found the arena busy and is to be done all the same: releases, aborts, late commits."""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from kvray.errors import KVRayError
+from kvray.store import Arena
+
+_log = logging.getLogger("kvray.node")
+
+_FLUSH_S = 0.1
+"""How long one round may take, so that an arena that stays locked does not keep the thread from
+its other work."""
+_WAITING_MAX = 4096
+
+Deferred = Callable[[Arena], bool]
+"""Something to do with the arena; False: busy, try again."""
+
+
+class DeferredCalls:
+    """Calls that wait for their arenas; any thread adds, one thread flushes."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Arena, Deferred]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, arena: Arena, action: Deferred) -> None:
+        """Have `action` tried until it answers True; one too many is lost, and logged."""
+        if len(self._waiting) >= _WAITING_MAX:
+            _log.warning("kvray: the arena has been locked for too long; a call on it is lost")
+        else:
+            self._waiting.append((arena, action))
+
+    def flush(self) -> None:
+        """Try each once; what is still busy goes back to the end."""
+        until = time.monotonic() + _FLUSH_S
+        for _ in range(len(self._waiting)):
+            arena, action = self._waiting.popleft()
+            try:
+                done = arena.retired or action(arena)
+            except KVRayError as error:
+                _log.debug("kvray: a deferred call has become void: %s", error)
+                continue
+            if not done:
+                self._waiting.append((arena, action))
+                if time.monotonic() > until:
+                    return
