@@ -3,6 +3,7 @@
 This is the only module that reads the environment. Everything below the edge takes plain values.
 """
 
+import contextlib
 import difflib
 import os
 import re
@@ -21,6 +22,9 @@ CONFIG_ENV = "KVRAY_CONFIG"
 
 WELL_KNOWN_PATH = Path("/etc/kvray/kvray.yaml")
 """Read when nothing names a file: ranks started by a launcher get no environment of ours."""
+
+_RAY_THRESHOLD = 0.95
+"""Ray's own default."""
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -75,6 +79,9 @@ class ArenaConfig(_Section):
     capacity: Size = Field(default=4 * 2**30, description="bytes of blocks per node")
     slab: Size = Field(default=64 * 2**20, description="unit in which block sizes share it")
     slot_min: Size = Field(default=64 * 2**10, description="smallest slot; bounds the tables")
+    numa: Literal["interleave", "local"] = Field(
+        default="interleave", description="over the NUMA nodes, or on the one that makes it"
+    )
     free_target: float = Field(
         default=0.05, ge=0, le=0.9, description="share of the slots kept free by evicting ahead"
     )
@@ -178,6 +185,20 @@ def environ_for(path: Path, environ: Mapping[str, str] = os.environ) -> dict[str
     """Return the variables for a child process that reads `path` and no other setting of ours."""
     names = [f"KVRAY_{name.upper().replace('.', '__')}" for name in _environment_overrides(environ)]
     return {**dict.fromkeys(names, ""), CONFIG_ENV: str(path.absolute())}
+
+
+def ray_memory_threshold(environ: Mapping[str, str] = os.environ) -> float:
+    """Return the share of a node's memory above which the Ray there kills workers.
+
+    Args:
+        environ: variables of a process that this Ray started: it has the same.
+    """
+    with contextlib.suppress(ValueError):
+        if int(environ.get("RAY_memory_monitor_refresh_ms", "1")) == 0:
+            return 1.0
+    with contextlib.suppress(ValueError):
+        return float(environ.get("RAY_memory_usage_threshold", _RAY_THRESHOLD))
+    return _RAY_THRESHOLD
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:

@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 import ray
+from ray._private.state import available_resources_per_node
 
 from kvray.actors.lookup import Announcement, Answer
 from kvray.actors.ray_calls import (
@@ -16,9 +17,12 @@ from kvray.actors.ray_calls import (
     shard_name,
 )
 from kvray.actors.shard import Shard, ShardSettings
-from kvray.config import KVRayConfig
+from kvray.config import KVRayConfig, ray_memory_threshold
 from kvray.errors import KVRayError
 from kvray.store import ArenaSpec
+from kvray.store.arena_file import ARENA_FILE
+from kvray.store.capacity import MemoryClaims
+from kvray.store.pages import ArenaPages
 
 _ANNOUNCE_TIMEOUT_S = 2.0
 _STOP_TIMEOUT_S = 20.0
@@ -32,16 +36,24 @@ class ShardActor:
         log_to_stderr()
         self._name = name
         self._lookup: Any = None
+        self._pages = ArenaPages(config.node_dir / ARENA_FILE)
         # Ray starts a shard anew that ends by a defect; it then adopts its arena.
         self._shard = Shard(
-            name, shard_settings(config), self._announce, crashed=lambda: os._exit(1)
+            name,
+            shard_settings(config, memory_claims()),
+            self._announce,
+            crashed=lambda: os._exit(1),
         )
         self._shard.start()
 
     def status(self) -> dict[str, Any]:
-        """See `Shard.status`."""
-        node_id = ray.get_runtime_context().get_node_id()
-        return {**self._shard.status(), "node_id": node_id, "pid": os.getpid()}
+        """See `Shard.status` and, for "memory", `ArenaPages.figures`."""
+        return {
+            **self._shard.status(),
+            "memory": self._pages.figures(),
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "pid": os.getpid(),
+        }
 
     def clear(self) -> int:
         """See `Shard.clear`."""
@@ -67,7 +79,21 @@ class ShardActor:
         return f"Shard({self._name.removeprefix(SHARD_PREFIX)})"
 
 
-def shard_settings(config: KVRayConfig) -> ShardSettings:
+def memory_claims() -> MemoryClaims:
+    """Return what the Ray of this actor's node takes of its memory, beside what is in use now."""
+    node_id = ray.get_runtime_context().get_node_id()
+    nodes = {node["NodeID"]: node for node in ray.nodes()}  # type: ignore[no-untyped-call]
+    store = nodes[node_id]["Resources"].get("object_store_memory", 0)
+    # Of a node that joined just now Ray may not know yet what is available.
+    available = available_resources_per_node()  # type: ignore[no-untyped-call]
+    left = available.get(node_id, {"object_store_memory": store})
+    return MemoryClaims(
+        object_store_bytes=int(left.get("object_store_memory", 0)),  # 0 is left out
+        threshold=ray_memory_threshold(),
+    )
+
+
+def shard_settings(config: KVRayConfig, claims: MemoryClaims | None = None) -> ShardSettings:
     """Return the plain values that a shard takes from the configuration."""
     arena, shard = config.arena, config.shard
     return ShardSettings(
@@ -78,6 +104,8 @@ def shard_settings(config: KVRayConfig) -> ShardSettings:
             slab=arena.slab,
             slot_min=arena.slot_min,
             holders_max=arena.holders_max,
+            interleave=arena.numa == "interleave",
+            claims=claims,
         ),
         free_target=arena.free_target,
         limbo_s=arena.limbo_s,

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.boundary import boundary
+from kvray.cli.memory import memory_sentences
 from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
 from kvray.config import format_size, load_config
 
@@ -59,6 +60,8 @@ def _print(found: dict[str, Any]) -> None:
     for shard in found["shards"]:
         if shard.get("message"):
             console.print(f"{shard['shard']}: {shard['message']}")
+    for sentence in memory_sentences(found["shards"]):
+        console.print(sentence, markup=False, soft_wrap=True)
     replicas = [replica for shard in found["shards"] for replica in shard.get("replicas", [])]
     if replicas:
         console.print(replicas_table(replicas))

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 
 from kvray import config
-from kvray.config import KVRayConfig, cache_dir, format_size, load_config, parse_size
+from kvray.config import (
+    KVRayConfig,
+    cache_dir,
+    format_size,
+    load_config,
+    parse_size,
+    ray_memory_threshold,
+)
 from kvray.errors import ConfigError
 
 GiB = 2**30
@@ -190,6 +197,7 @@ def test_an_error_names_the_file_it_came_from(write_yaml: WriteYaml) -> None:
         ("arena.holders_max", 3),
         ("arena.lock_wait_s", 0),
         ("arena.lease_warn_s", float("inf")),
+        ("arena.numa", "scattered"),
         ("ray.timeout_s", float("nan")),
         ("ray.timeout_s", "soon"),
         ("connector.verify_on_load", "sometimes"),
@@ -257,6 +265,26 @@ def test_a_size_of_less_than_a_byte_is_refused(value: object) -> None:
 )
 def test_a_size_is_written_in_the_largest_unit_that_fits(size: int, text: str) -> None:
     assert format_size(size) == text
+
+
+# What Ray is told by its environment.
+
+
+@pytest.mark.parametrize(
+    ("environ", "share"),
+    [
+        ({}, 0.95),
+        ({"RAY_memory_usage_threshold": "0.8"}, 0.8),
+        ({"RAY_memory_usage_threshold": "high"}, 0.95),
+        ({"RAY_memory_usage_threshold": "0.8", "RAY_memory_monitor_refresh_ms": "0"}, 1.0),
+        ({"RAY_memory_monitor_refresh_ms": "250"}, 0.95),
+        ({"RAY_memory_monitor_refresh_ms": "often"}, 0.95),
+    ],
+)
+def test_ray_kills_workers_above_a_share_of_the_memory(
+    environ: dict[str, str], share: float
+) -> None:
+    assert ray_memory_threshold(environ) == share
 
 
 # The cache directory.
