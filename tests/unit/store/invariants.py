@@ -2,9 +2,11 @@
 
 import numpy as np
 
+from kvray.block import BlockKey
 from kvray.store import key_index, lease, payload
 from kvray.store.layout import FREE, LIMBO, PAGE_SLOTS, QUARANTINED, READY, RESERVED
 from kvray.store.tables import Tables
+from tests.unit.store.small_arena import content
 
 
 def check_invariants(tables: Tables) -> None:
@@ -24,6 +26,16 @@ def check_bytes(tables: Tables) -> None:
         ready = rows[tables.slot_state[rows] == READY]
         size = int(tables.slab_block_bytes[slab])
         assert payload.verify(tables, ready, size).all(), f"wrong bytes in slab {slab}"
+
+
+def check_contents(tables: Tables) -> None:
+    """Fail if a READY slot holds anything but the content of its key, checksum or not."""
+    for slot in np.flatnonzero(tables.slot_state == READY).tolist():
+        slab, row = divmod(slot, tables.geometry.slots_per_slab)
+        size = int(tables.slab_block_bytes[slab])
+        key = BlockKey(tables.slot_key[slot].tobytes())
+        expected = content(key, int(tables.slot_part[slot]), block_bytes=size)
+        assert (tables.rows(slab)[row, :size] == expected).all(), "another block's bytes"
 
 
 def _check_states(tables: Tables) -> None:
