@@ -10,6 +10,7 @@ from kvray.cli.connector_config import connector_config
 from kvray.cli.demo import demo
 from kvray.cli.down import down
 from kvray.cli.status import status
+from kvray.cli.sweep import sweep
 from kvray.cli.up import up
 from kvray.cli.verify import verify
 
@@ -25,6 +26,7 @@ app.command()(up)
 app.command()(status)
 app.command()(verify)
 app.command()(down)
+app.command()(sweep)
 app.command()(connector_config)
 app.command()(demo)
 app.add_typer(bench)

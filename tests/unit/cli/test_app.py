@@ -11,7 +11,7 @@ import pytest
 import kvray
 from tests.unit.cli.conftest import RunKvray
 
-COMMANDS = ("up", "down", "status", "verify", "connector-config", "demo")
+COMMANDS = ("up", "down", "status", "verify", "sweep", "connector-config", "demo")
 
 
 def assert_refused(
@@ -72,7 +72,7 @@ def test_wrong_usage_exits_with_2(run_kvray: RunKvray, args: list[str]) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("command", ["up", "down", "status", "verify", "connector-config"])
+@pytest.mark.parametrize("command", ["up", "down", "status", "verify", "sweep", "connector-config"])
 def test_unknown_setting_is_refused_with_the_nearest_one(
     run_kvray: RunKvray, tmp_path: Path, command: str
 ) -> None:

@@ -1,0 +1,137 @@
+"""The arenas of a node: who owns them, who is attached to them, and which are left over."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvray.actors.claim import Owner, owner_of
+from kvray.actors.ownership import NOTE_FILE, OWNER_FILE, as_owner, is_own, remove_files
+from kvray.errors import ConfigError, ShardUnavailable
+from kvray.store import Arena
+from kvray.store.arena import ARENA_FILE, lock_path
+from kvray.store.lock import HOLDER_BYTES, SideFile
+from kvray.wire import SOCKET_FILE
+
+_PREFIX = "kvray-"
+_OUR_FILES = (ARENA_FILE, "arena.*.new", "lock.*", OWNER_FILE, NOTE_FILE, SOCKET_FILE)
+_ROWS_MAX = 4096
+"""Rows that a holder table may have; asking for a lock takes about a microsecond."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """A living process that is attached to an arena."""
+
+    label: str | None
+    """None where the arena's tables cannot be read."""
+    pid: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A directory of this user that a shard has made, and what is in it."""
+
+    path: Path
+    cluster_name: str
+    num_bytes: int
+    """Memory that its files take."""
+    created: float | None
+    """Seconds since 1970; None where there is no whole arena."""
+    defect: str | None
+    """Why there is no whole arena."""
+    owner: Owner | None
+    holders: tuple[Holder, ...]
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether nobody would miss it: no shard owns it, and no process is attached."""
+        return self.owner is None and not self.holders
+
+
+def find_arenas(parent: Path) -> list[Finding]:
+    """Return this user's directories of arenas in `parent`, by name. Changes nothing.
+
+    Raises:
+        ConfigError: `parent` cannot be listed.
+    """
+    try:
+        directories = sorted(parent.glob(f"{_PREFIX}*")) if parent.is_dir() else None
+    except OSError:
+        directories = None
+    if directories is None:
+        raise ConfigError(f"{parent} is no directory that can be listed; give that of arena.dir.")
+    return [look_at(one) for one in directories if is_own(one) and _is_a_shards(one)]
+
+
+def look_at(directory: Path) -> Finding:
+    """Return what is in the directory of an arena."""
+    cluster_name, created, defect = directory.name.removeprefix(_PREFIX), None, None
+    labels: dict[Path, list[bytes]] = {}
+    try:
+        arena = Arena(directory, lock_wait_s=0.0)
+    except ShardUnavailable as error:
+        is_there = os.path.lexists(directory / ARENA_FILE)
+        defect = str(error) if is_there else "There is no arena in it."
+    else:
+        cluster_name, created = arena.cluster_name, float(arena.tables.header["created"])
+        labels[lock_path(directory, arena.arena_id)] = arena.tables.holder_label.tolist()
+        arena.close()
+    return Finding(
+        path=directory,
+        cluster_name=cluster_name,
+        num_bytes=sum(_allocated(path) for path in _our_files(directory)),
+        created=created,
+        defect=defect,
+        owner=owner_of(directory),
+        holders=tuple(
+            holder
+            for lock in sorted(directory.glob("lock.*"))
+            for holder in _holders(lock, labels.get(lock, []))
+        ),
+    )
+
+
+def remove_abandoned(directory: Path) -> bool:
+    """Remove an arena without owner and holders; False if it has one by now, or something is left.
+
+    A shard that is just starting either has the owner lock before us, or finds the directory gone
+    and makes a new one. A process that attaches meanwhile finds its arena retired, and looks for
+    the next.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    with as_owner(directory) as is_owner:
+        if is_owner and not look_at(directory).holders:
+            remove_files(directory)
+    return not directory.exists()
+
+
+def _is_a_shards(directory: Path) -> bool:
+    """Whether a shard has made the directory: has a file of ours, or none at all."""
+    return not any(directory.iterdir()) or any(_our_files(directory))
+
+
+def _our_files(directory: Path) -> Iterator[Path]:
+    return (path for pattern in _OUR_FILES for path in directory.glob(pattern))
+
+
+def _allocated(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def _holders(lock: Path, labels: list[bytes]) -> Iterator[Holder]:
+    """Give the living processes that are attached to the arena of this lock, of any format."""
+    try:
+        side_file = SideFile.at(lock, create=False)
+        pids = [side_file.holder_of(HOLDER_BYTES + row) for row in range(_ROWS_MAX)]
+    except OSError:
+        return
+    for row, pid in enumerate(pids):
+        if pid is not None:
+            label = labels[row].decode(errors="replace") if row < len(labels) else None
+            yield Holder(label=label, pid=pid)

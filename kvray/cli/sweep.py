@@ -1,0 +1,136 @@
+"""`kvray sweep`: a node's arenas, and the removal of those that nobody uses. Needs no Ray."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvray.cli.boundary import boundary
+from kvray.cli.options import ConfigOption, VerboseOption
+from kvray.config import format_size, load_config
+from kvray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvray.actors.census import Finding
+
+_EXIT_LEFT = 1
+_OUTCOMES = {
+    "owned": "kept: its shard runs",
+    "attached": "kept: a shard may come back",
+    "removable": "would be removed",
+    "removed": "removed",
+    "left": "[red]could not be removed[/]",
+}
+_UNITS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
+
+
+def sweep(
+    config: ConfigOption = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="Where to look; else arena.dir.", show_default=False
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Show this node's arenas, and remove those without a shard and without attached engines.
+
+    Only this user's are looked at. Exits with 1 if something could not be removed.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        parent = directory or load_config(config).arena.dir
+        with interrupts.masked():
+            from kvray.actors.census import find_arenas
+
+        swept = [_swept(finding, dry_run=dry_run) for finding in find_arenas(parent)]
+        if as_json:
+            print(json.dumps({"directory": str(parent), "arenas": swept}, indent=2))
+        else:
+            _print(parent, swept)
+    if any(arena["outcome"] == "left" for arena in swept):
+        raise typer.Exit(_EXIT_LEFT)
+
+
+def _swept(finding: "Finding", *, dry_run: bool) -> dict[str, Any]:
+    """Remove the arena if nobody uses it; return what was found and what became of it."""
+    from kvray.actors.census import remove_abandoned
+
+    problem = None
+    if finding.owner is not None:
+        outcome = "owned"
+    elif finding.holders:
+        outcome = "attached"
+    elif dry_run:
+        outcome = "removable"
+    else:
+        try:
+            outcome = "removed" if remove_abandoned(finding.path) else "left"
+        except ConfigError as error:
+            outcome, problem = "left", str(error)
+        except OSError as error:
+            outcome = "left"
+            problem = f"{error.filename} ({error.strerror}); remove it by hand."
+    age_s = None if finding.created is None else round(time.time() - finding.created, 1)
+    found = asdict(finding) | {"path": str(finding.path), "age_s": age_s}
+    return found | {"outcome": outcome, "problem": problem}
+
+
+def _print(parent: Path, swept: list[dict[str, Any]]) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    if not swept:
+        console.print(f"There are no arenas of this user in {escape(str(parent))}.")
+        return
+    table = Table(title=escape(f"Arenas in {parent}"), title_justify="left", box=box.SIMPLE)
+    for name in ("directory", "cluster", "memory", "age", "owner", "attached", ""):
+        table.add_column(name, no_wrap=name not in ("owner", "attached"))
+    for arena in swept:
+        table.add_row(*_cells(arena))
+    console.print(table)
+    for line in _problems(swept):
+        console.print(escape(line), soft_wrap=True)
+
+
+def _cells(arena: dict[str, Any]) -> list[str]:
+    owner, holders = arena["owner"], arena["holders"]
+    owned_by = "none" if owner is None else f"{owner['shard'] or 'process'} ({owner['pid']})"
+    attached = [f"{holder['label'] or 'process'} ({holder['pid']})" for holder in holders]
+    return [
+        escape(Path(arena["path"]).name),
+        escape(arena["cluster_name"]),
+        format_size(arena["num_bytes"]),
+        "" if arena["age_s"] is None else _format_age(arena["age_s"]),
+        escape(owned_by),
+        escape("\n".join(attached) or "none"),
+        _OUTCOMES[arena["outcome"]],
+    ]
+
+
+def _problems(swept: list[dict[str, Any]]) -> Iterator[str]:
+    for arena in swept:
+        if arena["defect"] is not None and arena["owner"] is None:
+            yield f"{arena['path']}: {arena['defect']}"
+        if arena["outcome"] == "left":
+            why = arena["problem"] or "it is in use by now, or has files of others in it."
+            yield f"{arena['path']} could not be removed: {why}"
+
+
+def _format_age(age_s: float) -> str:
+    """Return "3 d" and the like: the largest unit that fits."""
+    for unit, seconds in _UNITS.items():
+        if age_s >= seconds:
+            return f"{age_s // seconds:.0f} {unit}"
+    return "0 s"
