@@ -1,9 +1,12 @@
 """`kvray up`, `status` and `down` on a Ray of their own and on one that is there."""
 
 import json
+import shutil
 import signal
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +14,9 @@ from kvray.actors import tier
 from kvray.actors.local_ray import LocalRay
 from kvray.actors.ray_calls import list_actors
 from kvray.config import KVRayConfig
-from tests.ray.command_line import Shell, open_shell
+from tests.ray.command_line import SHM, Shell, open_shell
+from tests.ray.conftest import Engine
+from tests.unit.actors.small_shard import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -140,3 +145,82 @@ def test_wrong_token_is_refused(shell: Shell, local: LocalRay) -> None:
     *_, last = done.stderr.splitlines()  # Ray has logged something of its own before
     assert last.startswith("kvray: ")
     assert "token is missing or incorrect); check" in last
+
+
+# -- after a crash of everything ------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_dir(shell: Shell) -> Iterator[Path]:
+    """An arena.dir of the shell's own: `kvray sweep` must see no arena but this tier's."""
+    path = Path(tempfile.mkdtemp(dir=SHM, prefix="kvray-test-"))
+    shell.environ["KVRAY_ARENA__DIR"] = str(path)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def survivor(shell: Shell, own_dir: Path) -> Iterator[Engine]:
+    """An engine that has stored 5 blocks in a tier of which every process was killed since."""
+    done = shell.run("up")
+    assert done.returncode == 0, done.stderr
+    engine = Engine(own_dir / f"kvray-{shell.cluster_name}")
+    engine.say("store(link.arena, chain(5)) and None")
+    kill_everything(shell)
+    yield engine
+    engine.close()
+
+
+def kill_everything(shell: Shell) -> None:
+    while found := shell.processes():
+        for process in found:
+            process.kill()
+
+
+def served(shell: Shell) -> dict[str, int]:
+    """Bring the tier up again; return its arena's figures."""
+    up = shell.run("up")
+    assert up.returncode == 0, up.stderr
+    assert "is up: 1 shard" in up.stdout
+    (shard,) = json.loads(shell.run("status", "--json").stdout)["shards"]
+    return dict(shard["arena"])
+
+
+def swept(shell: Shell) -> list[str]:
+    done = shell.run("sweep", "--json")
+    assert done.returncode == 0, done.stderr
+    return [arena["outcome"] for arena in json.loads(done.stdout)["arenas"]]
+
+
+def test_after_a_crash_of_everything_up_adopts_the_arena_and_engines_go_on(
+    shell: Shell, own_dir: Path, survivor: Engine
+) -> None:
+    assert swept(shell) == ["attached"]
+    arena = served(shell)
+    assert (arena["shard_epoch"], arena["blocks"]) == (2, 5)
+    assert swept(shell) == ["owned"]
+    assert survivor.say("fetch(link.arena, chain(5), link.arena.lease(chain(5))[0])") == "True"
+    assert shell.run("down").returncode == 0
+    assert shell.leftovers() == []
+    assert list(own_dir.iterdir()) == []
+
+
+def test_after_a_crash_of_everything_up_replaces_an_arena_of_another_size(
+    shell: Shell, own_dir: Path, survivor: Engine
+) -> None:
+    shell.environ["KVRAY_ARENA__CAPACITY"] = "32MiB"
+    arena = served(shell)
+    assert (arena["shard_epoch"], arena["blocks"]) == (1, 0)
+    wait_for(lambda: survivor.say("link.arena.arena_id") == repr(arena["arena_id"]), "attaching")
+    assert shell.run("down").returncode == 0
+    assert list(own_dir.iterdir()) == []
+
+
+def test_after_a_crash_of_everything_sweep_removes_the_arena(
+    shell: Shell, own_dir: Path, survivor: Engine
+) -> None:
+    survivor.close()
+    assert swept(shell) == ["removed"]
+    assert list(own_dir.iterdir()) == []
+    shell.run("down")
+    assert shell.leftovers() == []
