@@ -58,8 +58,11 @@ def scan(arena: Arena, report: Report, *, batch_bytes: int = BATCH_BYTES) -> Sca
     blocks = num_bytes = walked = skipped = 0
     corrupt: list[str] = []
     report(0, total)
+    wait_s = _PATIENT_S
     for chosen, block_bytes in _batches(arena.tables, batch_bytes):
-        held = _lease(arena, chosen)
+        held = _lease(arena, chosen, wait_s)
+        # An arena that stays busy, as one without a shard may, is not waited for at each batch.
+        wait_s = 0.0 if held is None else _PATIENT_S
         if held is not None:
             blocks += held.num_blocks
             num_bytes += held.num_blocks * _block_bytes(arena.tables, chosen)
@@ -85,9 +88,9 @@ def _batches(tables: Tables, batch_bytes: int) -> Iterator[tuple[Array, int]]:
             yield ready[first : first + at_once], block_bytes
 
 
-def _lease(arena: Arena, chosen: Array) -> Lease | None:
+def _lease(arena: Arena, chosen: Array, wait_s: float) -> Lease | None:
     """Lease those of `chosen` that are still READY; None if the arena stays busy."""
-    deadline = time.monotonic() + _PATIENT_S
+    deadline = time.monotonic() + wait_s
     while (held := arena.lease_slots(chosen)) is None and time.monotonic() < deadline:
         if arena.retired:
             raise ShardUnavailable(

@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from kvray.actors.shard import Shard, ShardSettings
 from kvray.block import BlockKey
+from kvray.errors import ShardUnavailable
 from kvray.store import Arena, ArenaSpec, Lease
 from kvray.store.tables import Array
 from tests.unit.actors.small_shard import Line
@@ -35,6 +37,8 @@ STEPS, READ, WRITTEN = range(3)
 """Columns of the board: operations done, blocks read and compared, blocks committed."""
 
 _PATIENT_S = 20.0
+
+_sleep = time.sleep
 
 
 def arena_spec() -> ArenaSpec:
@@ -113,19 +117,29 @@ def be_shard(directory: Path, row: int) -> None:
     raise AssertionError(status)
 
 
+def insist(attempt: Callable[[], bool]) -> None:
+    """Do what must succeed; until a shard has mended what a death tore, the arena says no."""
+    deadline = time.monotonic() + _PATIENT_S
+    while not attempt():
+        assert time.monotonic() < deadline, "the arena stays busy"
+        time.sleep(0.002)
+
+
 class Worker:
     """A process that stores and loads chains."""
 
     def __init__(self, directory: Path, row: int, seed: int) -> None:
         self.arena = Arena(directory, lock_wait_s=LOCK_WAIT_S)
-        self.arena.join(f"worker {row}")
+        insist(lambda: self._has_joined(f"worker {row}"))
         self._directory = directory
         self._row = row
         self._counts = board(directory)[row]
         self._random = random.Random(seed)
         self._core_wait = os.open("/proc/self/schedstat", os.O_RDONLY)
-        self.calls: list[tuple[int, int, bool]] = []
-        """Of each lease: nanoseconds it took, those of them without a core, whether it was busy."""
+        self._late_ns = 0
+        self.calls: list[tuple[int, int, int, bool]] = []
+        """Of each lease: nanoseconds it took, those of them that it waited for a core, those by
+        which the timer woke it late, and whether the arena was busy."""
 
     def work(self, *, share_of_writes: float) -> None:
         """Store and load for ever."""
@@ -134,11 +148,19 @@ class Worker:
 
     def contend(self, seconds: float) -> None:
         """Store and load for so long; then write down how long the leases took."""
+        time.sleep = self._sleep  # in this process, also between two tries for the lock
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._step(0.4)
         self.arena.close()
         np.save(self._directory.parent / f"calls.{self._row}.npy", np.array(self.calls))
+
+    def _has_joined(self, label: str) -> bool:
+        try:
+            self.arena.join(label)
+        except ShardUnavailable:
+            return False
+        return True
 
     def _step(self, share_of_writes: float) -> None:
         number, length = self._random.randrange(NUM_CHAINS), self._random.randint(1, LENGTH)
@@ -160,9 +182,9 @@ class Worker:
             return
         sums = self.arena.write(made, blocks, cut + made.rows)
         if self._random.random() < 0.1:
-            assert self.arena.abort(made, wait_s=_PATIENT_S)
+            insist(lambda: self.arena.abort(made))
         else:
-            assert self.arena.commit(made, sums, wait_s=_PATIENT_S)
+            insist(lambda: self.arena.commit(made, sums))
             self._counts[WRITTEN] += len(sums)
 
     def _load(self, number: int, length: int) -> None:
@@ -176,15 +198,24 @@ class Worker:
             time.sleep(0.003)  # others get to evict, were it not leased
         self.arena.read(held, pool, np.arange(held.num_blocks), verify=True)
         assert np.array_equal(pool, blocks_of(number)[: held.num_blocks]), "wrong bytes"
-        assert self.arena.release(held, wait_s=_PATIENT_S)
+        insist(lambda: self.arena.release(held))
         self._counts[READ] += held.num_blocks
 
     def _timed_lease(self, keys: list[BlockKey]) -> list[Lease] | None:
-        waited, start = self._waited_ns(), time.perf_counter_ns()
+        waited, late, start = self._waited_ns(), self._late_ns, time.perf_counter_ns()
         leases = self.arena.lease(keys)
         took = time.perf_counter_ns() - start
-        self.calls.append((took, self._waited_ns() - waited, leases is None))
+        waited, late = self._waited_ns() - waited, self._late_ns - late
+        self.calls.append((took, waited, late, leases is None))
         return leases
+
+    def _sleep(self, seconds: float) -> None:
+        """Sleep, and count by how much the timer was late when a core was to be had."""
+        waited, start = self._waited_ns(), time.perf_counter_ns()
+        _sleep(seconds)
+        slept = time.perf_counter_ns() - start - (self._waited_ns() - waited)
+        # Less than asked for if the core was taken away between two of the lines above.
+        self._late_ns += max(0, slept - int(seconds * 1e9))
 
     def _waited_ns(self) -> int:
         """Return how long this process has been ready to run and had no core to run on."""

@@ -15,8 +15,9 @@ from tests.unit.store.stress_worker import LOCK_WAIT_S, READ, WRITTEN, arena_spe
 NUM_PROCESSES = 8
 SHORT_S, LONG_S = 5.0, 30.0
 P99_S = 0.010
-TIMER_SLACK_S = 0.003
-"""How much later than asked a sleeping process may be woken, and what the call itself computes."""
+COMPUTE_S = 0.003
+"""What a call may itself compute: some 0.1 ms, if neither an interrupt nor, in a virtual machine,
+its host takes the core away, which schedstat does not know."""
 
 
 def test_eight_processes_at_once_read_no_wrong_byte(directory: Path) -> None:
@@ -28,27 +29,32 @@ def test_eight_processes_at_once_lease_in_time(directory: Path) -> None:
     calls = Calls(contend(directory, LONG_S))
     print(calls)
     assert calls.p99_s <= P99_S, str(calls)
-    assert calls.excess_s.max() <= TIMER_SLACK_S, str(calls)
+    assert calls.excess_s.max() <= COMPUTE_S, str(calls)
 
 
 class Calls:
     """How long all lease calls of all processes took."""
 
     def __init__(self, calls: Array) -> None:
-        self.took_s, self.waited_s = calls[:, 0] / 1e9, calls[:, 1] / 1e9
-        self.busy_share = float(calls[:, 2].mean())
+        took, waited, late, busy = calls.T
+        self.took_s, self.own_s, self.late_s = took / 1e9, (took - waited) / 1e9, late / 1e9
+        self.busy_share = float(busy.mean())
         self.p99_s = float(np.percentile(self.took_s, 99))
-        self.excess_s = self.took_s - self.waited_s - LOCK_WAIT_S
-        """Beyond what a call may take: the longest try for the lock, and its wait for a core."""
+        self.excess_s = self.own_s - self.late_s - LOCK_WAIT_S
+        """What a call took beyond its wait for a core, its try for the lock, and the lateness of
+        the timer that was to wake it between two tries."""
 
     def __str__(self) -> str:
-        took, own = self.took_s * 1e3, (self.took_s - self.waited_s) * 1e3
         return (
-            f"{len(took)} lease calls: p50 {np.median(took):.3f} ms, p99 {self.p99_s * 1e3:.3f} ms,"
-            f" max {took.max():.3f} ms; without the wait for a core p50 {np.median(own):.3f} ms,"
-            f" p99 {np.percentile(own, 99):.3f} ms, max {own.max():.3f} ms; busy"
-            f" {self.busy_share:.2%}; worst excess {self.excess_s.max() * 1e3:.3f} ms"
+            f"{len(self.took_s)} lease calls, {self.busy_share:.1%} busy: {_spread(self.took_s)};"
+            f" without the wait for a core {_spread(self.own_s)}; the timer was late by at most"
+            f" {self.late_s.max() * 1e3:.2f} ms, worst excess {self.excess_s.max() * 1e3:.2f} ms"
         )
+
+
+def _spread(seconds: Array) -> str:
+    p50, p99, worst = np.percentile(seconds * 1e3, (50, 99, 100))
+    return f"p50 {p50:.3f}, p99 {p99:.2f}, max {worst:.2f} ms"
 
 
 def contend(directory: Path, seconds: float) -> Array:

@@ -145,6 +145,27 @@ def test_blocks_that_come_and_go_during_the_walk_are_never_called_corrupt(
     check_invariants(arena.tables)
 
 
+def test_an_arena_that_stays_busy_is_passed_over_without_an_end_to_the_waits(
+    arena: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.store.scan._PATIENT_S", 0.1)
+    store(arena, KEYS)
+    hurried = Arena(directory, lock_wait_s=0.001)
+    hurried.join("hurried")
+
+    def keep_locked(done: int, total: int) -> None:
+        if not done:
+            assert arena._lock.acquire(1)
+
+    start = time.monotonic()
+    found = scan(hurried, keep_locked, batch_bytes=SLOT)
+    took_s = time.monotonic() - start
+    arena._lock.release()
+    assert (found.blocks, found.skipped) == (0, 20)
+    assert took_s < 20 * 0.1
+    hurried.close()
+
+
 def test_an_arena_that_is_given_up_ends_the_walk(arena: Arena) -> None:
     store(arena, KEYS)
     with pytest.raises(ShardUnavailable, match="given up"):
