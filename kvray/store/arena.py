@@ -40,7 +40,10 @@ from kvray.store.tables import Array, Tables
 __all__ = ["ARENA_FILE", "Arena", "ArenaSpec", "Progress", "lock_path"]
 
 _PATIENT_S = 5.0
-"""How long what must succeed (joining, releasing) tries for the lock."""
+"""How long what is done behind the engine's back (committing, giving back) tries for the lock."""
+
+_JOIN_WAIT_S = 0.5
+"""How long joining and leaving try: at an engine's start and end, where somebody waits."""
 
 _EVICT_BATCH = 256
 """Blocks that one section evicts when nobody waits for them: the lock is kept for a moment only."""
@@ -145,7 +148,7 @@ class Arena:
             CapacityError: every row of the holder table is taken by a living process.
             ShardUnavailable: the lock could not be had, or the arena is retired.
         """
-        with self._section(_PATIENT_S) as entered:
+        with self._section(_JOIN_WAIT_S) as entered:
             refused = not entered or self.retired
             if not refused and self._holder is None:
                 self._holder = holders.enter(
@@ -164,7 +167,7 @@ class Arena:
         """Give back all that this process holds; its copies must have ended. Twice is fine."""
         if self._holder is None:
             return
-        with self._section(_PATIENT_S) as entered:
+        with self._section(_JOIN_WAIT_S) as entered:
             # In the section, so that no other thread leases or reserves for a row that is gone.
             row, self._holder = self._holder, None
             # Without the lock, ending the liveness lock is enough: the owner buries the row.
@@ -290,8 +293,8 @@ class Arena:
         return int(sound.argmin())
 
     def quarantine(self, chosen: Array) -> None:
-        """Take slots whose bytes proved wrong out of service."""
-        with self._section(_PATIENT_S) as entered:
+        """Take slots whose bytes proved wrong out of service; if busy, the next reader will."""
+        with self._section(self.lock_wait_s) as entered:
             if entered:
                 slots.quarantine(self.tables, chosen)
 
@@ -397,7 +400,7 @@ class Arena:
             ShardUnavailable: the lock could not be had.
         """
         self._is_owner = True
-        with self._section(_PATIENT_S) as entered:
+        with self._section(self.lock_wait_s) as entered:
             if entered:
                 repair.rebuild(self.tables, now=time.monotonic())
                 self.tables.shard_epoch += 1
@@ -410,7 +413,7 @@ class Arena:
         tables, side_file = self.tables, self._side_file
         if not holders.dead_rows(tables, side_file) and not (tables.slot_state >= LIMBO).any():
             return []
-        with self._section(_PATIENT_S) as entered:
+        with self._section(self.lock_wait_s) as entered:
             if not entered:
                 return []
             now = time.monotonic()
@@ -443,7 +446,7 @@ class Arena:
         # Without the lock at first: what is missed by a moment is seen the next time.
         if np.array_equal(self.tables.slot_version, seen):
             return nothing
-        with self._section(_PATIENT_S) as entered:
+        with self._section(self.lock_wait_s) as entered:
             if not entered:
                 return nothing
             changed = np.flatnonzero(self.tables.slot_version != seen)
