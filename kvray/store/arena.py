@@ -45,6 +45,11 @@ _PATIENT_S = 5.0
 _JOIN_WAIT_S = 0.5
 """How long joining and leaving try: at an engine's start and end, where somebody waits."""
 
+_HINT = 4
+"""How many times as many blocks are looked at as are to go: some turn out to be in use."""
+
+_NOTHING = np.empty(0, dtype=np.int64)
+
 _EVICT_BATCH = 256
 """Blocks that one section evicts when nobody waits for them: the lock is kept for a moment only."""
 
@@ -334,6 +339,7 @@ class Arena:
             )
         packed, holder = key_index.pack_keys(keys), self.holder
         before = None if parent is None else key_index.pack_keys([parent])
+        oldest = self._choose_oldest(len(keys), block_bytes)
         with self._section(self.lock_wait_s if wait_s is None else wait_s) as entered:
             if not entered or not self._is_open(holder):
                 return None
@@ -345,6 +351,7 @@ class Arena:
                 part=part,
                 block_bytes=block_bytes,
                 holder=holder,
+                oldest=oldest,
             )
 
     def write(self, reservation: Reservation, pool: Array, block_ids: Array) -> Array:
@@ -536,6 +543,13 @@ class Arena:
         ready: Array = self.tables.slot_state[chosen] == READY
         return ready if sound is None else ready & sound
 
+    def _choose_oldest(self, count: int, block_bytes: int) -> Array:
+        """Return blocks that may have to go for `count` others, looked for without the lock."""
+        if slabs.num_available(self.tables, block_bytes) >= count:
+            return _NOTHING
+        within = slabs.slots_of(self.tables, block_bytes)
+        return eviction.choose_oldest(self.tables, _HINT * count, within=within)
+
     def _evict_ahead(self, block_bytes: int, free_target: float) -> int:
         evicted = 0
         while (short := slabs.shortfall(self.tables, block_bytes, free_target)) > 0:
@@ -549,15 +563,14 @@ class Arena:
     def _evict(self, count: int, *, within: Array, wait_s: float) -> int | None:
         """Evict up to `count` blocks in one section; None if the arena was busy."""
         # The search among all slots is done outside: the lock is kept for a moment only.
-        oldest = eviction.choose_oldest(self.tables, 4 * count, within=within)
-        nothing = np.empty(0, dtype=np.int64)
+        oldest = eviction.choose_oldest(self.tables, _HINT * count, within=within)
         with self._section(wait_s) as entered:
             if not entered:
                 return None
-            victims = eviction.keep_evictable(self.tables, oldest, protect=nothing)[:count]
+            victims = eviction.keep_evictable(self.tables, oldest, protect=_NOTHING)[:count]
             if not len(victims):
                 victims = eviction.choose_victims(
-                    self.tables, count, within=within, protect=nothing
+                    self.tables, count, within=within, protect=_NOTHING
                 )
             slots.evict(self.tables, victims)
             return len(victims)

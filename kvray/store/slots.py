@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvray.store import key_index, slabs
-from kvray.store.eviction import choose_victims
+from kvray.store.eviction import choose_victims, keep_evictable
 from kvray.store.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
 from kvray.store.tables import Array, Tables
 
@@ -40,6 +40,7 @@ def reserve(
     part: int,
     block_bytes: int,
     holder: int,
+    oldest: Array,
 ) -> Reservation:
     """Reserve a slot for each key of a chain that the arena does not have.
 
@@ -51,6 +52,8 @@ def reserve(
         part: index of the part that is to be written.
         block_bytes: bytes of the part.
         holder: index of the writer.
+        oldest: blocks to try first if some have to go: what `choose_oldest` found, which may be
+            out of date.
 
     Returns:
         The slots. Reserved keys are always a prefix of the missing ones: a block whose parent is
@@ -68,7 +71,7 @@ def reserve(
     protect = chain[here] if before < 0 else np.append(chain[here], before)
     tables.slot_tick[protect] = number
     wanted = np.flatnonzero(~here)
-    taken = _allocate(tables, len(wanted), block_bytes, protect)
+    taken = _allocate(tables, len(wanted), block_bytes, protect=protect, oldest=oldest)
     rows = wanted[: len(taken)]
     chain[rows] = taken
     _fill(tables, taken, keys[rows], depth=depth + rows, part=part)
@@ -218,18 +221,26 @@ def _reserved_by(tables: Tables, holder: int) -> Array:
     return np.flatnonzero(mine)
 
 
-def _allocate(tables: Tables, count: int, block_bytes: int, protect: Array) -> Array:
+def _allocate(
+    tables: Tables, count: int, block_bytes: int, *, protect: Array, oldest: Array
+) -> Array:
     """Return up to `count` FREE slots for `block_bytes`, evicting where too few are free."""
-    if count == 0:
-        return np.empty(0, dtype=np.int64)
-    _make_room(tables, count, block_bytes, protect)
-    slabs.take_spare(tables, count, block_bytes)
-    return slabs.longest_runs_first(slabs.free_slots(tables, block_bytes), count)
+    found = slabs.free_slots(tables, block_bytes)
+    if len(found) < count:
+        _make_room(tables, count, block_bytes, protect=protect, oldest=oldest)
+        slabs.take_spare(tables, count, block_bytes)
+        found = slabs.free_slots(tables, block_bytes)
+    return slabs.longest_runs_first(found, count)
 
 
-def _make_room(tables: Tables, count: int, block_bytes: int, protect: Array) -> None:
+def _make_room(
+    tables: Tables, count: int, block_bytes: int, *, protect: Array, oldest: Array
+) -> None:
     """Evict until `count` slots can be had, if they can: blocks of this size, then others'."""
     short = count - slabs.num_available(tables, block_bytes)
+    if short > 0:
+        evict(tables, keep_evictable(tables, oldest, protect=protect)[:short])
+        short = count - slabs.num_available(tables, block_bytes)
     if short > 0:
         within = slabs.slots_of(tables, block_bytes)
         evict(tables, choose_victims(tables, short, within=within, protect=protect))

@@ -77,6 +77,7 @@ def reserve(
         part=part,
         block_bytes=block_bytes,
         holder=holder,
+        oldest=NOBODY,
     )
 
 

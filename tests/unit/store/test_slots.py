@@ -8,6 +8,7 @@ from kvray.store.layout import BUCKET_WAYS, FREE, LIMBO, QUARANTINED, READY, RES
 from kvray.store.tables import Tables
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
+    NOBODY,
     chain,
     commit,
     evict,
@@ -99,7 +100,9 @@ def test_what_is_reserved_is_a_prefix_of_what_is_missing(tables: Tables) -> None
 def test_full_bucket_cuts_the_chain(tables: Tables) -> None:
     keys = np.zeros((BUCKET_WAYS + 4, 4), dtype="<u8")
     keys[:, 0], keys[:, 1:] = 77, np.arange(1, BUCKET_WAYS + 5)[:, None]
-    made = slots.reserve(tables, keys, parent=None, depth=0, part=0, block_bytes=4096, holder=0)
+    made = slots.reserve(
+        tables, keys, parent=None, depth=0, part=0, block_bytes=4096, holder=0, oldest=NOBODY
+    )
     assert (len(made.slots), made.dropped) == (BUCKET_WAYS, 4)
     check_invariants(tables)
 
