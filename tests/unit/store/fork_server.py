@@ -29,7 +29,6 @@ class Workers:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.living: set[int] = set()
 
     def __enter__(self) -> "Workers":
         return self
@@ -40,16 +39,11 @@ class Workers:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for pid in self.living:
-            os.kill(pid, signal.SIGKILL)
-        # The server reaps them and ends with its input.
-        self._server.communicate()
+        self._server.communicate()  # it ends with its input
 
     def start(self, role: str, *args: object) -> int:
         """Start a worker; return its pid."""
-        pid = self._ask("start", role, *args)
-        self.living.add(pid)
-        return pid
+        return self._ask("start", role, *args)
 
     def kill(self, pid: int) -> None:
         """kill -9; fail if the worker had ended before, as it does when it finds a fault."""
@@ -58,7 +52,6 @@ class Workers:
 
     def wait(self, pid: int) -> int:
         """Wait for a worker's end; return its exit status, or the negative of what killed it."""
-        self.living.discard(pid)
         return self._ask("wait", pid)
 
     def _ask(self, *words: object) -> int:
@@ -70,13 +63,19 @@ class Workers:
 
 def main() -> None:
     stress_worker.prepare()
+    living: set[int] = set()
     for line in sys.stdin:
         command, *args = line.split()
         if command == "start":
             answer = os.fork() or _work(args)
+            living.add(answer)
         else:
+            living.discard(int(args[0]))
             answer = os.waitstatus_to_exitcode(os.waitpid(int(args[0]), 0)[1])
         print(answer, flush=True)
+    for pid in living:  # also when the test has died
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _work(args: list[str]) -> int:
