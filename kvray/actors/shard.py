@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 from kvray.actors.adoption import open_arena
 from kvray.actors.announcer import Announce, Announcer
 from kvray.actors.claim import Claim
+from kvray.actors.engine_requests import EngineRequests
 from kvray.actors.engine_server import EngineServer, check_path
+from kvray.actors.long_leases import LongLeases
 from kvray.actors.ownership import remove_files, sweep
 from kvray.actors.replicas import Replicas
-from kvray.block import Namespace
 from kvray.errors import KVRayError, ShardUnavailable
-from kvray.store import Arena, ArenaSpec, lease
+from kvray.store import Arena, ArenaSpec
 from kvray.store.arena import ARENA_FILE
 from kvray.wire import SOCKET_FILE
 
@@ -77,7 +78,7 @@ class Shard:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
         self._retire = False
-        self._long_leases: set[int] = set()
+        self._long_leases = LongLeases(after_s=settings.lease_warn_s)
         self._thread = threading.Thread(target=self._run, name="kvray-shard", daemon=True)
 
     def start(self) -> None:
@@ -177,7 +178,10 @@ class Shard:
         claim = Claim(directory, self.name)
         if not await self._become_owner(claim):
             return
-        server = EngineServer(directory / SOCKET_FILE, self._handlers(), self._replicas.disconnect)
+        requests = EngineRequests(self._replicas, self._identity)
+        server = EngineServer(
+            directory / SOCKET_FILE, requests.handlers(), self._replicas.disconnect
+        )
         arena = None
         try:
             arena = await self._require_loop().run_in_executor(None, self._open_arena)
@@ -230,29 +234,9 @@ class Shard:
             raise ShardUnavailable(f"{self.name} was stopped while it prepared its arena.")
         self._state = {"state": "preparing", "done": done, "total": total}
 
-    def _handlers(self) -> dict[str, Callable[..., dict[str, Any]]]:
-        return {"hello": self._hello, "register": self._register, "report": self._report}
-
-    def _hello(self, connection: int) -> dict[str, Any]:
+    def _identity(self) -> dict[str, Any]:
         arena = self._serving()
         return {"shard": self.name, "arena_id": arena.arena_id, "shard_epoch": self._epoch}
-
-    def _register(
-        self, connection: int, replica: str, rank: int, namespace: dict[str, Any]
-    ) -> dict[str, Any]:
-        self._replicas.register(connection, replica, rank, Namespace.from_wire(namespace))
-        return {}
-
-    def _report(
-        self,
-        connection: int,
-        replica: str,
-        rank: int,
-        counters: dict[str, int],
-        leaving: bool = False,
-    ) -> dict[str, Any]:
-        known = self._replicas.report(connection, replica, rank, counters, leaving=leaving)
-        return {"known": known}
 
     async def _serve(self, arena: Arena) -> None:
         """Do the shard's regular work until told to stop."""
@@ -281,9 +265,5 @@ class Shard:
     def _bury_and_warn(self, arena: Arena) -> None:
         for label in arena.bury_dead(limbo_s=self._settings.limbo_s):
             _log.warning("%s: holder %s died; its leases ended", self.name, label)
-        before = time.monotonic() - self._settings.lease_warn_s
-        long = dict(lease.long_leases(arena.tables, before=before))
-        for row in long.keys() - self._long_leases:
-            label = bytes(arena.tables.holder_label[row]).decode(errors="replace")
-            _log.warning("%s: holder %s has leased %d slots for long", self.name, label, long[row])
-        self._long_leases = set(long)
+        for label, num_slots in self._long_leases.newly(arena, now=time.monotonic()):
+            _log.warning("%s: holder %s has leased %d slots for long", self.name, label, num_slots)
