@@ -4,7 +4,7 @@ No lock is held here: the bytes of a reserved slot belong to its writer, those o
 do not change.
 
 A copy is bound by memory, and so is the sum of what has left the cache. What is summed is therefore
-copied in pieces that are still in the core's own cache when they are summed, and where that is much
+copied in pieces that are still in the core's own cache when they are summed, and many large blocks
 by two threads; what is not summed is copied a whole run at a time.
 """
 
@@ -24,7 +24,8 @@ _PIECE_BYTES = 512 * 2**10
 """Twice this fits into a core's own cache of 1 MiB or more: a piece, and where it goes."""
 
 _SHARED_BYTES = 8 * 2**20
-"""From here on a second thread saves more than it costs to start."""
+"""From here on a second thread saves more than it costs to start, if blocks are larger than a
+piece: for small ones the two would wait for each other's turn of the GIL too often."""
 
 
 class _Run(NamedTuple):
@@ -97,12 +98,13 @@ class _Copies:
         self._seeds: list[int] = tables.slot_key[slots, 0].tolist()
         self._checksums = np.empty(len(slots), dtype="<u8")
         self._turns: list[tuple[int, Array, Array]] = []
-        self._num_bytes = 0
+        self._large_bytes = 0
 
     def add(self, first: int, *, target: Array, source: Array) -> None:
         """Take on the blocks from `first` on: as many at a time as a piece holds, at least one."""
         step = max(1, _PIECE_BYTES // source.shape[1])
-        self._num_bytes += source.nbytes
+        if source.shape[1] > _PIECE_BYTES:
+            self._large_bytes += source.nbytes
         self._turns += [
             (first + at, target[at : at + step], source[at : at + step])
             for at in range(0, len(source), step)
@@ -111,7 +113,7 @@ class _Copies:
     def make(self) -> Array:
         """Make them all; return the checksums of what is in the targets now."""
         turns = iter(self._turns)
-        if self._num_bytes < _SHARED_BYTES or len(os.sched_getaffinity(0)) == 1:
+        if self._large_bytes < _SHARED_BYTES or len(os.sched_getaffinity(0)) == 1:
             self._take(turns)
             return self._checksums
         with ThreadPoolExecutor(1, "kvray-copy") as pool:

@@ -32,7 +32,8 @@ def first_stores(stage: Stage) -> list[Result]:
     for _ in range(stage.scale.first_pairs):
         stage.make_arena(stage.scale.block_spec(), readers=False)
         ours = _store(stage, stage.scale.num_large, LARGE_BYTES)
-        pairs.append(Pair(ours=ours, floor=_copy_in(stage, stage.scale.large_bytes)))
+        floor = _copy(stage, [stage.writer], "copy_in", num_bytes=stage.scale.large_bytes)
+        pairs.append(Pair(ours=ours, floor=floor))
     return [first_store_result(pairs, num_bytes=stage.scale.large_bytes, least_gb_s=10)]
 
 
@@ -48,44 +49,44 @@ def stores(stage: Stage) -> list[Result]:
 
 def full_stores(stage: Stage) -> list[Result]:
     """Store into a full arena, where each block has to push another one out."""
+    num_bytes = stage.scale.large_bytes
     stage.clear()
-    for _ in range(-(-stage.scale.capacity // stage.scale.large_bytes)):
+    for _ in range(-(-stage.scale.capacity // num_bytes)):
         _store(stage, stage.scale.num_large, LARGE_BYTES)
     pairs = measure(
         stage.scale.pairs,
-        ours=lambda: _store(stage, stage.scale.num_large, LARGE_BYTES),
-        floor=lambda: _copy_in(stage, stage.scale.large_bytes),
+        ours=lambda _: _store(stage, stage.scale.num_large, LARGE_BYTES),
+        floor=lambda _: _copy(stage, [stage.writer], "copy_in", num_bytes=num_bytes),
     )
     title = "store into a full arena, 4 MiB blocks"
-    num_bytes = stage.scale.large_bytes
     return [copy_result(title, "store_full_{}_4mib", pairs, num_bytes=num_bytes, least=0.85)]
 
 
 def large_retrieves(stage: Stage) -> list[Result]:
     """Retrieve large blocks: one reader, one that verifies, four at once."""
-    chain = _fill(stage, stage.scale.num_large, LARGE_BYTES)
-    one, num_bytes = stage.readers[:1], stage.scale.large_bytes
-
-    def retrieve(readers: list[Worker], *, verify: bool = False) -> list[Pair]:
-        return _retrieves(stage, readers, chain, stage.scale.num_large, LARGE_BYTES, verify=verify)
-
-    plain = retrieve(one)
+    num_blocks, num_bytes = stage.scale.num_large, stage.scale.large_bytes
+    chains = _fill(stage, num_blocks, LARGE_BYTES)
+    one, all_four = stage.readers[:1], stage.readers
+    plain = _retrieves(stage, one, chains, num_blocks, LARGE_BYTES)
+    verified = _retrieves(stage, one, chains, num_blocks, LARGE_BYTES, verify=True)
+    at_once = _retrieves(stage, all_four, chains, num_blocks, LARGE_BYTES)
+    title = "{}, 4 MiB blocks"
     return [
         copy_result(
-            "retrieve, 4 MiB blocks", "retrieve_{}_4mib", plain, num_bytes=num_bytes, least=0.95
+            title.format("retrieve"), "retrieve_{}_4mib", plain, num_bytes=num_bytes, least=0.95
         ),
         copy_result(
-            "retrieve and verify, 4 MiB blocks",
+            title.format("retrieve and verify"),
             "retrieve_verified_{}_4mib",
-            retrieve(one, verify=True),
+            verified,
             num_bytes=num_bytes,
             least=0.88,
         ),
         copy_result(
-            "four readers retrieve, 4 MiB blocks",
+            title.format("four readers retrieve"),
             "retrieve4_{}_4mib",
-            retrieve(stage.readers),
-            num_bytes=num_bytes * len(stage.readers),
+            at_once,
+            num_bytes=num_bytes * len(all_four),
             least=0.93,
         ),
         cpu_result(plain, num_bytes=num_bytes),
@@ -94,12 +95,10 @@ def large_retrieves(stage: Stage) -> list[Result]:
 
 def small_retrieves(stage: Stage) -> list[Result]:
     """Retrieve small blocks."""
-    scale = stage.scale
-    chain = _fill(stage, scale.num_small, SMALL_BYTES)
-    pairs = _retrieves(
-        stage, stage.readers[:1], chain, scale.num_small, SMALL_BYTES, count=scale.small_pairs
-    )
-    title, num_bytes = "retrieve, 128 KiB blocks", scale.num_small * SMALL_BYTES
+    num_blocks = stage.scale.num_small
+    chains = _fill(stage, num_blocks, SMALL_BYTES)
+    pairs = _retrieves(stage, stage.readers[:1], chains, num_blocks, SMALL_BYTES)
+    title, num_bytes = "retrieve, 128 KiB blocks", num_blocks * SMALL_BYTES
     return [copy_result(title, "retrieve_{}_128kib", pairs, num_bytes=num_bytes, least=0.85)]
 
 
@@ -136,40 +135,22 @@ MEASUREMENTS = (
 )
 
 
-def _fill(stage: Stage, num_blocks: int, block_bytes: int) -> int:
-    """Store one chain into the emptied arena; return its number."""
-    stage.clear()
-    _store(stage, num_blocks, block_bytes)
-    return stage.num_chains
-
-
-def _store(stage: Stage, num_blocks: int, block_bytes: int) -> Timing:
-    return stage.time(
-        [stage.writer],
-        "store",
-        chain=stage.next_chain(),
-        num_blocks=num_blocks,
-        block_bytes=block_bytes,
-    )
-
-
-def _copy_in(stage: Stage, num_bytes: int) -> Timing:
-    return stage.time([stage.writer], "copy_in", num_bytes=num_bytes)
-
-
 def _store_row(stage: Stage, title: str, name: str, num_blocks: int, block_bytes: int) -> Result:
-    """Return the row of stores into the arena, which is emptied before each."""
-    scale, num_bytes = stage.scale, num_blocks * block_bytes
+    """Return the row of stores into the arena, which is emptied before it is full."""
+    num_bytes = num_blocks * block_bytes
+    num_shelves = stage.scale.num_shelves(num_bytes)
 
-    def store() -> Timing:
-        stage.clear()
-        return _store(stage, num_blocks, block_bytes)
+    def store(index: int) -> Timing:
+        shelf = index % num_shelves
+        if shelf == 0:
+            stage.clear()
+        return _store(stage, num_blocks, block_bytes, shelf=shelf)
 
-    pairs = measure(
-        scale.pairs if block_bytes == LARGE_BYTES else scale.small_pairs,
-        ours=store,
-        floor=lambda: _copy_in(stage, num_bytes),
-    )
+    def copy(index: int) -> Timing:
+        shelf = _other_shelf(index, num_shelves)
+        return _copy(stage, [stage.writer], "copy_in", num_bytes=num_bytes, shelf=shelf)
+
+    pairs = measure(stage.scale.pairs_of(block_bytes), ours=store, floor=copy)
     least = 0.90 if block_bytes == LARGE_BYTES else 0.85
     return copy_result(title, name, pairs, num_bytes=num_bytes, least=least)
 
@@ -177,22 +158,61 @@ def _store_row(stage: Stage, title: str, name: str, num_blocks: int, block_bytes
 def _retrieves(
     stage: Stage,
     readers: list[Worker],
-    chain: int,
+    chains: list[int],
     num_blocks: int,
     block_bytes: int,
     *,
-    count: int | None = None,
     verify: bool = False,
 ) -> list[Pair]:
-    return measure(
-        count or stage.scale.pairs,
-        ours=lambda: stage.time(
+    """Return the pairs of `readers` that retrieve one chain after the other, each to its shelf."""
+    num_bytes = num_blocks * block_bytes
+
+    def retrieve(index: int) -> Timing:
+        shelf = index % len(chains)
+        return stage.time(
             readers,
             "retrieve",
-            chain=chain,
+            chain=chains[shelf],
             num_blocks=num_blocks,
             block_bytes=block_bytes,
+            shelf=shelf,
             verify=verify,
-        ),
-        floor=lambda: stage.time(readers, "copy_out", num_bytes=num_blocks * block_bytes),
+        )
+
+    def copy(index: int) -> Timing:
+        shelf = _other_shelf(index, len(chains))
+        return _copy(stage, readers, "copy_out", num_bytes=num_bytes, shelf=shelf)
+
+    return measure(stage.scale.pairs_of(block_bytes), ours=retrieve, floor=copy)
+
+
+def _fill(stage: Stage, num_blocks: int, block_bytes: int) -> list[int]:
+    """Store a chain from each shelf into the emptied arena; return their numbers."""
+    stage.clear()
+    chains = []
+    for shelf in range(stage.scale.num_shelves(num_blocks * block_bytes)):
+        _store(stage, num_blocks, block_bytes, shelf=shelf)
+        chains.append(stage.num_chains)
+    return chains
+
+
+def _other_shelf(index: int, num_shelves: int) -> int:
+    """Return the shelf of the floor in a pair: far from the one that kvray takes."""
+    return (index + num_shelves // 2) % num_shelves
+
+
+def _store(stage: Stage, num_blocks: int, block_bytes: int, *, shelf: int = 0) -> Timing:
+    return stage.time(
+        [stage.writer],
+        "store",
+        chain=stage.next_chain(),
+        num_blocks=num_blocks,
+        block_bytes=block_bytes,
+        shelf=shelf,
     )
+
+
+def _copy(
+    stage: Stage, workers: list[Worker], name: str, *, num_bytes: int, shelf: int = 0
+) -> Timing:
+    return stage.time(workers, name, num_bytes=num_bytes, shelf=shelf)

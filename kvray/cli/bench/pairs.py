@@ -22,16 +22,21 @@ class Pair:
     floor: Timing
 
 
-def measure(count: int, *, ours: Callable[[], Timing], floor: Callable[[], Timing]) -> list[Pair]:
-    """Return `count` pairs; who goes first takes turns, so that neither finds the warmer caches."""
+def measure(
+    count: int, *, ours: Callable[[int], Timing], floor: Callable[[int], Timing]
+) -> list[Pair]:
+    """Return `count` pairs; both are told which pair it is.
+
+    Who goes first takes turns, so that neither finds the warmer caches.
+    """
     pairs = []
     for index in range(count):
         if index % 2:
-            first = ours()
-            pairs.append(Pair(ours=first, floor=floor()))
+            first = ours(index)
+            pairs.append(Pair(ours=first, floor=floor(index)))
         else:
-            first = floor()
-            pairs.append(Pair(ours=ours(), floor=first))
+            first = floor(index)
+            pairs.append(Pair(ours=ours(index), floor=first))
     return pairs
 
 

@@ -44,7 +44,9 @@ def _draw_panel(axes: Axes, rows: Sequence[Result]) -> None:
     axes.barh([at + 0.2 for at in places], [row.floor or 0 for row in rows], 0.4, color=_FLOOR)
     axes.set_yticks(places, [row.title.strip() for row in rows])
     axes.invert_yaxis()
-    axes.legend(["kvray", "bare work"], frameon=False)
+    axes.legend(
+        ["kvray", "bare work"], frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2
+    )
     for at, row in zip(places, rows, strict=True):
         axes.annotate(f" {row.ratio:.2f}", (row.ours, at - 0.2), va="center", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

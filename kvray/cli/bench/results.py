@@ -155,10 +155,10 @@ def lookup_results(
     if most_spread is None:
         return [row]
     slowest = Result(
-        title="    its 99th percentile",
+        title="    its 99th percentile, over its median",
         unit="ms",
         ours=p99,
-        floor=p50,
+        floor=None,
         ratio=p99 / p50,
         target=Target(limit=most_spread, is_least=False),
         judged=p99 / p50,

@@ -67,15 +67,21 @@ class Scale:
             lookup_slots=8_192 if quick else 65_536,
         )
 
-    @property
-    def small_pairs(self) -> int:
-        """Pairs of copies of small blocks."""
-        return self.pairs * _SMALL_PAIRS
+    def pairs_of(self, block_bytes: int) -> int:
+        """Return how many pairs of copies there are of blocks of that size."""
+        return self.pairs * (1 if block_bytes == LARGE_BYTES else _SMALL_PAIRS)
 
     @property
     def large_bytes(self) -> int:
         """Bytes of all large blocks: what the writer stores, and what a reader retrieves."""
         return self.num_large * LARGE_BYTES
+
+    def num_shelves(self, num_bytes: int) -> int:
+        """Return into how many parts of `num_bytes` a buffer falls.
+
+        Copies of few bytes take turns on them: the blocks of a request are not in the cache.
+        """
+        return self.large_bytes // num_bytes
 
     def block_spec(self) -> ArenaSpec:
         """Return the arena of the copies."""

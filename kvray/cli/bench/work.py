@@ -59,9 +59,11 @@ class Work:
 
     # -- copies -------------------------------------------------------------------------------
 
-    def store(self, *, chain: int, num_blocks: int, block_bytes: int) -> Span:
-        """Store the buffer as the blocks of a chain."""
-        keys, pool = _block_keys(chain, num_blocks), self._pool(num_blocks, block_bytes)
+    # A buffer and an arena have as many shelves of `num_blocks * block_bytes` as fit into them.
+
+    def store(self, *, chain: int, num_blocks: int, block_bytes: int, shelf: int = 0) -> Span:
+        """Store a shelf of the buffer as the blocks of a chain."""
+        keys, pool = _block_keys(chain, num_blocks), self._pool(num_blocks, block_bytes, shelf)
         rows, arena = np.arange(num_blocks), self.arena
 
         def work() -> int:
@@ -72,9 +74,11 @@ class Work:
 
         return _timed(work, expected=num_blocks)
 
-    def retrieve(self, *, chain: int, num_blocks: int, block_bytes: int, verify: bool) -> Span:
-        """Copy the blocks of a chain into the buffer."""
-        keys, pool = _block_keys(chain, num_blocks), self._pool(num_blocks, block_bytes)
+    def retrieve(
+        self, *, chain: int, num_blocks: int, block_bytes: int, shelf: int, verify: bool
+    ) -> Span:
+        """Copy the blocks of a chain into a shelf of the buffer."""
+        keys, pool = _block_keys(chain, num_blocks), self._pool(num_blocks, block_bytes, shelf)
         rows, arena = np.arange(num_blocks), self.arena
 
         def work() -> int:
@@ -86,13 +90,15 @@ class Work:
 
         return _timed(work, expected=num_blocks)
 
-    def copy_in(self, *, num_bytes: int) -> Span:
-        """Copy as many bytes of the buffer into the arena's memory; what lay there is lost."""
-        return self._copy(self.arena.tables.data[:num_bytes], self._buffer[:num_bytes])
+    def copy_in(self, *, num_bytes: int, shelf: int) -> Span:
+        """Copy a shelf of the buffer into the arena's memory; what lay there is lost."""
+        where = slice(shelf * num_bytes, (shelf + 1) * num_bytes)
+        return self._copy(self.arena.tables.data[where], self._buffer[where])
 
-    def copy_out(self, *, num_bytes: int) -> Span:
-        """Copy as many bytes of the arena's memory into the buffer."""
-        return self._copy(self._buffer[:num_bytes], self.arena.tables.data[:num_bytes])
+    def copy_out(self, *, num_bytes: int, shelf: int) -> Span:
+        """Copy a shelf of the arena's memory into the buffer."""
+        where = slice(shelf * num_bytes, (shelf + 1) * num_bytes)
+        return self._copy(self._buffer[where], self.arena.tables.data[where])
 
     # -- lookups ------------------------------------------------------------------------------
 
@@ -133,8 +139,10 @@ class Work:
         assert self._arena is not None
         return self._arena
 
-    def _pool(self, num_blocks: int, block_bytes: int) -> Array:
-        return self._buffer[: num_blocks * block_bytes].reshape(num_blocks, block_bytes)
+    def _pool(self, num_blocks: int, block_bytes: int, shelf: int) -> Array:
+        num_bytes = num_blocks * block_bytes
+        on_shelf = self._buffer[shelf * num_bytes : (shelf + 1) * num_bytes]
+        return on_shelf.reshape(num_blocks, block_bytes)
 
     def _copy(self, target: Array, source: Array) -> Span:
         def work() -> int:
