@@ -136,6 +136,29 @@ def test_a_full_mount_bounds() -> None:
     assert re.search(r"; lower arena\.capacity to 1\d\dMiB or enlarge the mount\.$", said)
 
 
+NAMED = """
+import re
+from dataclasses import replace
+from kvray.config import parse_size
+from kvray.errors import CapacityError
+from kvray.store import Arena, ArenaSpec
+MiB = 2**20
+spec = ArenaSpec(cluster_name="x", capacity=512 * MiB, slab=MiB, slot_min=65536, holders_max=4)
+try:
+    Arena.create(mounted, spec, lock_wait_s=1)
+except CapacityError as error:
+    named = parse_size(re.search(r"capacity to (\\w+)", str(error))[1])
+Arena.create(mounted, replace(spec, capacity=named), lock_wait_s=1).close()
+print(named // MiB > 150)
+"""
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("options", ["size=256m", "size=256m,huge=advise"])
+def test_the_capacity_that_a_refusal_names_can_be_had(options: str) -> None:
+    assert run_mounted(NAMED, kind="tmpfs", options=options) == "True"
+
+
 @pytest.mark.root
 def test_the_pool_of_huge_pages_bounds_hugetlbfs() -> None:
     with huge_pages(100):
