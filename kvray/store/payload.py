@@ -81,14 +81,9 @@ def verify(tables: Tables, slots: Array, block_bytes: int) -> Array:
     checksums = np.empty(len(slots), dtype="<u8")
     seeds = tables.slot_key[slots, 0].tolist()
     for first, stop, area in _areas(tables, slots, np.arange(len(slots)), block_bytes):
-        checksums[first:stop] = list(map(block_checksum, area, seeds[first:stop]))
+        checksums[first:stop] = _sum_rows(area, seeds[first:stop])
     sound: Array = checksums == tables.slot_checksum[slots]
     return sound
-
-
-def block_checksum(block: Array, seed: int) -> int:
-    """Return the xxh3 of a block's bytes, seeded with the first 8 bytes of its key."""
-    return xxhash.xxh3_64_intdigest(block.data, seed)
 
 
 class _Copies:
@@ -131,13 +126,16 @@ class _Copies:
                 self._checksums[first] = _copy_large(target[0], source[0], seeds[0])
             else:
                 np.copyto(target, source)
-                self._checksums[first : first + len(target)] = list(
-                    map(block_checksum, target, seeds)
-                )
+                self._checksums[first : first + len(target)] = _sum_rows(target, seeds)
+
+
+def _sum_rows(rows: Array, seeds: list[int]) -> list[int]:
+    """Return the checksum of each block: xxh3, seeded with the first 8 bytes of its key."""
+    return list(map(xxhash.xxh3_64_intdigest, rows, seeds))
 
 
 def _copy_large(target: Array, source: Array, seed: int) -> int:
-    """Copy one block piece by piece; return the checksum of the copy."""
+    """Copy one block piece by piece; return what `_sum_rows` would of the copy."""
     digest = xxhash.xxh3_64(seed=seed)
     for at in range(0, len(source), _PIECE_BYTES):
         piece = target[at : at + _PIECE_BYTES]

@@ -10,12 +10,10 @@ import xxhash
 from kvray.errors import ConfigError, CorruptBlock, LayoutMismatch, LeaseExpired
 from kvray.store import Arena
 from kvray.store.layout import QUARANTINED
-from kvray.store.payload import block_checksum
 from kvray.store.tables import Array
 from tests.unit.store.small_arena import (
     SLOT,
     chain,
-    content,
     fetch,
     make_arena,
     pool_of,
@@ -97,11 +95,13 @@ def test_pieces_and_threads_change_neither_bytes_nor_checksums(
     arena.close()
 
 
-def test_checksum_depends_on_bytes_and_key() -> None:
-    block = content(KEYS[0])
-    assert block_checksum(block, 1) == block_checksum(block.copy(), 1)
-    assert block_checksum(block, 1) != block_checksum(block, 2)
-    assert block_checksum(block, 1) != block_checksum(content(KEYS[1]), 1)
+def test_checksum_depends_on_bytes_and_key(arena: Arena) -> None:
+    made = arena.reserve(KEYS[:2], parent=None, depth=0, part=0, block_bytes=SLOT)
+    assert made is not None
+    same, other = (arena.write(made, pool_of([key] * 2), np.arange(2)) for key in KEYS[:2])
+    assert same[0] != same[1], "equal bytes, two keys"
+    assert same[0] != other[0], "one key, two contents"
+    assert arena.abort(made)
 
 
 @pytest.mark.parametrize("verify", [True, False])
