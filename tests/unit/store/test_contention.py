@@ -1,5 +1,6 @@
 """Eight processes lease, read, release, reserve, write and commit at once in a full arena."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,7 @@ NUM_PROCESSES = 8
 SHORT_S, LONG_S = 5.0, 30.0
 P99_S = 0.010
 COMPUTE_S = 0.003
-"""What a call may itself compute: some 0.1 ms, if neither an interrupt nor, in a virtual machine,
-its host takes the core away, which schedstat does not know."""
+"""What a call may itself compute: some 0.1 ms, if no interrupt takes the core away."""
 
 
 def test_eight_processes_at_once_read_no_wrong_byte(directory: Path) -> None:
@@ -26,10 +26,13 @@ def test_eight_processes_at_once_read_no_wrong_byte(directory: Path) -> None:
 
 @pytest.mark.long
 def test_eight_processes_at_once_lease_in_time(directory: Path) -> None:
+    stolen_s = -steal_s()
     calls = Calls(contend(directory, LONG_S))
-    print(calls)
+    stolen_s += steal_s()
+    print(calls, f"the host took {stolen_s:.2f} s of the cores", sep="; ")
     assert calls.p99_s <= P99_S, str(calls)
-    assert calls.excess_s.max() <= COMPUTE_S, str(calls)
+    # What the host of a virtual machine takes is a wait for a core that schedstat does not know.
+    assert calls.excess_s.max() <= COMPUTE_S + stolen_s, str(calls)
 
 
 class Calls:
@@ -55,6 +58,11 @@ class Calls:
 def _spread(seconds: Array) -> str:
     p50, p99, worst = np.percentile(seconds * 1e3, (50, 99, 100))
     return f"p50 {p50:.3f}, p99 {p99:.2f}, max {worst:.2f} ms"
+
+
+def steal_s() -> float:
+    """Return for how long the host of this virtual machine has kept its cores from it."""
+    return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def contend(directory: Path, seconds: float) -> Array:
