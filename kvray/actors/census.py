@@ -3,7 +3,9 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Literal
 
 from kvray.actors.claim import Owner, owner_of
 from kvray.actors.ownership import NOTE_FILE, OWNER_FILE, as_owner, is_own, remove_files
@@ -17,6 +19,9 @@ _PREFIX = "kvray-"
 _OUR_FILES = (ARENA_FILE, "arena.*.new", "lock.*", OWNER_FILE, NOTE_FILE, SOCKET_FILE)
 _ROWS_MAX = 4096
 """Rows that a holder table may have; asking for a lock takes about a microsecond."""
+
+
+Use = Literal["owned", "attached", "unused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +49,11 @@ class Finding:
     holders: tuple[Holder, ...]
 
     @property
-    def is_abandoned(self) -> bool:
-        """Whether nobody would miss it: no shard owns it, and no process is attached."""
-        return self.owner is None and not self.holders
+    def use(self) -> Use:
+        """What the arena is used for; nobody would miss one that is `unused`."""
+        if self.owner is not None:
+            return "owned"
+        return "attached" if self.holders else "unused"
 
 
 def find_arenas(parent: Path) -> list[Finding]:
@@ -77,22 +84,24 @@ def look_at(directory: Path) -> Finding:
         cluster_name, created = arena.cluster_name, float(arena.tables.header["created"])
         labels[lock_path(directory, arena.arena_id)] = arena.tables.holder_label.tolist()
         arena.close()
+    files = _our_files(directory)
     return Finding(
         path=directory,
         cluster_name=cluster_name,
-        num_bytes=sum(_allocated(path) for path in _our_files(directory)),
+        num_bytes=sum(_allocated(path) for path in files),
         created=created,
         defect=defect,
         owner=owner_of(directory),
         holders=tuple(
             holder
-            for lock in sorted(directory.glob("lock.*"))
-            for holder in _holders(lock, labels.get(lock, []))
+            for path in files
+            if path.name.startswith("lock.")
+            for holder in _holders(path, labels.get(path, []))
         ),
     )
 
 
-def remove_abandoned(directory: Path) -> bool:
+def remove_unused(directory: Path) -> bool:
     """Remove an arena without owner and holders; False if it has one by now, or something is left.
 
     A shard that is just starting either has the owner lock before us, or finds the directory gone
@@ -110,11 +119,23 @@ def remove_abandoned(directory: Path) -> bool:
 
 def _is_a_shards(directory: Path) -> bool:
     """Whether a shard has made the directory: has a file of ours, or none at all."""
-    return not any(directory.iterdir()) or any(_our_files(directory))
+    return bool(_our_files(directory)) or not _names(directory)
 
 
-def _our_files(directory: Path) -> Iterator[Path]:
-    return (path for pattern in _OUR_FILES for path in directory.glob(pattern))
+def _our_files(directory: Path) -> list[Path]:
+    return [
+        directory / name
+        for name in _names(directory)
+        if any(fnmatch(name, pattern) for pattern in _OUR_FILES)
+    ]
+
+
+def _names(directory: Path) -> list[str]:
+    """Return the names in a directory, which may have been removed by now."""
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []
 
 
 def _allocated(path: Path) -> int:

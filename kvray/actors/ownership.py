@@ -29,32 +29,32 @@ _RETRY_S = 0.1
 def is_own(directory: Path) -> bool:
     """Return whether `directory` is there, is no link to one, and is this user's."""
     try:
-        found = directory.lstat()
+        return _is_own(directory.lstat())
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def make_directory(directory: Path) -> None:
-    """Make the directory, for this user alone.
+    """Make the directory, for this user alone; somebody may remove it again at any time.
 
     Raises:
         ConfigError: it cannot be made, or is not this user's.
     """
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
-        # In a directory that everybody writes to, a link may have been laid by anybody.
-        if not is_own(directory):
-            raise ConfigError(
-                f"{directory} belongs to another user or is a link; choose another cluster_name"
-                " or arena.dir."
-            )
-        directory.chmod(0o700)
     except OSError as error:
         raise ConfigError(
             f"The arena's directory {directory} cannot be made ({error.strerror}); set arena.dir"
             " to a tmpfs that this user may write to."
         ) from None
+    with contextlib.suppress(FileNotFoundError):
+        # In a directory that everybody writes to, a link may have been laid by anybody.
+        if not _is_own(directory.lstat()):
+            raise ConfigError(
+                f"{directory} belongs to another user or is a link; choose another cluster_name"
+                " or arena.dir."
+            )
+        directory.chmod(0o700)
 
 
 def open_owner_file(directory: Path) -> SideFile | None:
@@ -136,3 +136,7 @@ def remove_leftovers(directory: Path, keep: str | None = None) -> None:
         for path in directory.glob(pattern):
             if path != kept:
                 path.unlink(missing_ok=True)
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()

@@ -26,7 +26,7 @@ _EXIT_LEFT = 1
 _OUTCOMES = {
     "owned": "kept: its shard runs",
     "attached": "kept: a shard may come back",
-    "removable": "would be removed",
+    "unused": "would be removed",
     "removed": "removed",
     "left": "[red]could not be removed[/]",
 }
@@ -67,26 +67,27 @@ def sweep(
 
 def _swept(finding: "Finding", *, dry_run: bool) -> dict[str, Any]:
     """Remove the arena if nobody uses it; return what was found and what became of it."""
-    from kvray.actors.census import remove_abandoned
-
-    problem = None
-    if finding.owner is not None:
-        outcome = "owned"
-    elif finding.holders:
-        outcome = "attached"
-    elif dry_run:
-        outcome = "removable"
-    else:
-        try:
-            outcome = "removed" if remove_abandoned(finding.path) else "left"
-        except ConfigError as error:
-            outcome, problem = "left", str(error)
-        except OSError as error:
-            outcome = "left"
-            problem = f"{error.filename} ({error.strerror}); remove it by hand."
+    outcome, problem = str(finding.use), None
+    if outcome == "unused" and not dry_run:
+        outcome, problem = _remove(finding.path)
     age_s = None if finding.created is None else round(time.time() - finding.created, 1)
     found = asdict(finding) | {"path": str(finding.path), "age_s": age_s}
     return found | {"outcome": outcome, "problem": problem}
+
+
+def _remove(directory: Path) -> tuple[str, str | None]:
+    """Return what became of an arena that nobody used, and why if it is left."""
+    from kvray.actors.census import look_at, remove_unused
+
+    try:
+        if remove_unused(directory):
+            return "removed", None
+    except ConfigError as error:
+        return "left", str(error)
+    except OSError as error:
+        return "left", f"{error.filename} ({error.strerror}); remove it by hand."
+    use = look_at(directory).use  # somebody may have come meanwhile
+    return ("left", "files of others are in it.") if use == "unused" else (use, None)
 
 
 def _print(parent: Path, swept: list[dict[str, Any]]) -> None:
@@ -124,8 +125,7 @@ def _problems(swept: list[dict[str, Any]]) -> Iterator[str]:
         if arena["defect"] is not None and arena["owner"] is None:
             yield f"{arena['path']}: {arena['defect']}"
         if arena["outcome"] == "left":
-            why = arena["problem"] or "it is in use by now, or has files of others in it."
-            yield f"{arena['path']} could not be removed: {why}"
+            yield f"{arena['path']} could not be removed: {arena['problem']}"
 
 
 def _format_age(age_s: float) -> str:

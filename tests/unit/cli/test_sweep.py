@@ -112,7 +112,7 @@ def test_an_arena_with_an_engine_and_no_owner_is_kept_until_the_engine_ends(
 def test_a_dry_run_removes_and_makes_nothing(dead: Path, parent: Path, sweep: Sweep) -> None:
     (parent / "kvray-half").mkdir()
     before = sorted(parent.rglob("*"))
-    assert outcomes(sweep("--dry-run")) == {"kvray-dead": "removable", "kvray-half": "removable"}
+    assert outcomes(sweep("--dry-run")) == {"kvray-dead": "unused", "kvray-half": "unused"}
     assert sorted(parent.rglob("*")) == before
 
 
@@ -174,13 +174,20 @@ def test_another_users_arenas_are_not_touched(dead: Path, sweep: Sweep) -> None:
 def test_what_cannot_be_removed_is_told_and_exits_with_1(
     dead: Path, run_kvray: RunKvray, sweep: Sweep
 ) -> None:
-    (dead / "precious").touch()
-    (dead / "lock.d").mkdir()
+    (dead / "lock.d" / "precious").mkdir(parents=True)
     assert outcomes(sweep(status=1)) == {"kvray-dead": "left"}
-    assert (dead / "precious").exists()
+    assert (dead / "lock.d" / "precious").exists()
     done = run_kvray("sweep", "--dir", dead.parent)
     assert done.returncode == 1
     assert f"{dead} could not be removed: {dead}/lock.d (Is a directory); remove" in done.stdout
+
+
+def test_files_of_others_beside_an_arena_are_left_and_told(dead: Path, sweep: Sweep) -> None:
+    (dead / "precious").touch()
+    arena = sweep(status=1)["kvray-dead"]
+    assert (arena["outcome"], arena["problem"]) == ("left", "files of others are in it.")
+    assert [path.name for path in dead.iterdir()] == ["precious"]
+    assert sweep() == {}
 
 
 def test_the_table_tells_who_has_what(
