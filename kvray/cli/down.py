@@ -17,11 +17,17 @@ def down(
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
         with interrupts.masked():
+            from kvray.actors.claim import owner_of
             from kvray.actors.launch import take_down
 
         with interrupts.held():
             found = take_down(settings)
-        name = settings.cluster_name
-        Console(highlight=False, soft_wrap=True).print(
+        name, console = settings.cluster_name, Console(highlight=False, soft_wrap=True)
+        console.print(
             f"The tier [bold]{name}[/] is down." if found else f"No tier {name} was running."
         )
+        if (owner := owner_of(settings.node_dir)) is not None:
+            console.print(
+                f"{owner} of another Ray cluster owns {settings.node_dir}, which stays; run"
+                " `kvray down` with the --address of that cluster."
+            )

@@ -1,0 +1,32 @@
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.actors.shard_process import shard_process
+from tests.unit.cli.conftest import RunKvray
+
+
+@pytest.fixture
+def arena_dir() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+    yield path
+    shutil.rmtree(path)
+
+
+def test_an_arena_that_a_shard_of_another_ray_owns_is_left_and_named(
+    run_kvray: RunKvray, arena_dir: Path
+) -> None:
+    environ = {"KVRAY_CLUSTER_NAME": "prod", "KVRAY_ARENA__DIR": str(arena_dir)}
+    with shard_process(arena_dir / "kvray-prod", "kvray-shard-0") as process:
+        done = run_kvray("down", **environ)
+        assert process.poll() is None
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "No tier prod was running."
+    assert second.startswith(f"Shard kvray-shard-0 (process {process.pid}, since 20")
+    assert second.endswith("run `kvray down` with the --address of that cluster.")
+    assert run_kvray("down", **environ).stdout == "The tier prod is down.\n"
+    assert list(arena_dir.iterdir()) == []
