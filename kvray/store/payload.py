@@ -91,7 +91,7 @@ class _Copies:
 
     def __init__(self, tables: Tables, slots: Array) -> None:
         self._seeds: list[int] = tables.slot_key[slots, 0].tolist()
-        self._checksums = np.empty(len(slots), dtype="<u8")
+        self._checksums = [0] * len(slots)  # a list: it takes a few numbers at a time for less
         self._turns: list[tuple[int, Array, Array]] = []
         self._large_bytes = 0
 
@@ -110,23 +110,24 @@ class _Copies:
         turns = iter(self._turns)
         if self._large_bytes < _SHARED_BYTES or len(os.sched_getaffinity(0)) == 1:
             self._take(turns)
-            return self._checksums
-        with ThreadPoolExecutor(1, "kvray-copy") as pool:
-            # What crosses: `turns`, of which each thread takes the next, and the rows it is for.
-            other = pool.submit(self._take, turns)
-            self._take(turns)
-            other.result()
-        return self._checksums
+        else:
+            with ThreadPoolExecutor(1, "kvray-copy") as pool:
+                # What crosses: `turns`, of which each thread takes the next, and its checksums.
+                other = pool.submit(self._take, turns)
+                self._take(turns)
+                other.result()
+        return np.array(self._checksums, dtype="<u8")
 
     def _take(self, turns: Iterator[tuple[int, Array, Array]]) -> None:
         """Make copies until there are none left to make."""
         for first, target, source in turns:
-            seeds = self._seeds[first : first + len(target)]
+            stop = first + len(target)
+            seeds = self._seeds[first:stop]
             if source.shape[1] > _PIECE_BYTES:
                 self._checksums[first] = _copy_large(target[0], source[0], seeds[0])
             else:
                 np.copyto(target, source)
-                self._checksums[first : first + len(target)] = _sum_rows(target, seeds)
+                self._checksums[first:stop] = _sum_rows(target, seeds)
 
 
 def _sum_rows(rows: Array, seeds: list[int]) -> list[int]:
