@@ -45,8 +45,8 @@ _PATIENT_S = 5.0
 _JOIN_WAIT_S = 0.5
 """How long joining and leaving try: at an engine's start and end, where somebody waits."""
 
-_HINT = 4
-"""How many times as many blocks are looked at as are to go: some turn out to be in use."""
+_ROOM_TRIES = 4
+"""How often a writer looks for blocks to evict that turn out to be in use, before it drops some."""
 
 _NOTHING = np.empty(0, dtype=np.int64)
 
@@ -212,6 +212,8 @@ class Arena:
     def lease_slots(self, chosen: Array) -> Lease | None:
         """Lease those of `chosen` that are READY, whatever they hold; None if the arena was busy.
 
+        To be looked at so is no use: what is evicted next does not change.
+
         Raises:
             LeaseExpired: this process is no holder.
         """
@@ -220,7 +222,8 @@ class Arena:
             if not entered or not self._is_open(holder):
                 return None
             ready = chosen[self.tables.slot_state[chosen] == READY]
-            return lease.take(self.tables, ready, holder=holder, now=time.monotonic())
+            now = time.monotonic()
+            return lease.take(self.tables, ready, holder=holder, now=now, is_use=False)
 
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> int | None:
         """Return how many leading `keys` are here now, without holding them; None if busy."""
@@ -297,9 +300,9 @@ class Arena:
         self.quarantine(chosen[~sound])
         return int(sound.argmin())
 
-    def quarantine(self, chosen: Array) -> None:
+    def quarantine(self, chosen: Array, *, wait_s: float | None = None) -> None:
         """Take slots whose bytes proved wrong out of service; if busy, the next reader will."""
-        with self._section(self.lock_wait_s) as entered:
+        with self._section(self.lock_wait_s if wait_s is None else wait_s) as entered:
             if entered:
                 slots.quarantine(self.tables, chosen)
 
@@ -339,20 +342,27 @@ class Arena:
             )
         packed, holder = key_index.pack_keys(keys), self.holder
         before = None if parent is None else key_index.pack_keys([parent])
-        oldest = self._choose_oldest(len(keys), block_bytes)
-        with self._section(self.lock_wait_s if wait_s is None else wait_s) as entered:
-            if not entered or not self._is_open(holder):
-                return None
-            return slots.reserve(
-                self.tables,
-                packed,
-                parent=before,
-                depth=depth,
-                part=part,
-                block_bytes=block_bytes,
-                holder=holder,
-                oldest=oldest,
+        for tries_left in reversed(range(_ROOM_TRIES)):
+            candidates = slots.find_candidates(
+                self.tables, packed, parent=before, part=part, block_bytes=block_bytes
             )
+            with self._section(self.lock_wait_s if wait_s is None else wait_s) as entered:
+                if not entered or not self._is_open(holder):
+                    return None
+                made = slots.reserve(
+                    self.tables,
+                    packed,
+                    parent=before,
+                    depth=depth,
+                    part=part,
+                    block_bytes=block_bytes,
+                    holder=holder,
+                    candidates=candidates,
+                    is_last=not tries_left or not candidates,
+                )
+            if made is not None:
+                return made
+        raise AssertionError("the last try makes do with what there is")
 
     def write(self, reservation: Reservation, pool: Array, block_ids: Array) -> Array:
         """Copy blocks into reserved slots; return their checksums for `commit`.
@@ -543,13 +553,6 @@ class Arena:
         ready: Array = self.tables.slot_state[chosen] == READY
         return ready if sound is None else ready & sound
 
-    def _choose_oldest(self, count: int, block_bytes: int) -> Array:
-        """Return blocks that may have to go for `count` others, looked for without the lock."""
-        if slabs.num_available(self.tables, block_bytes) >= count:
-            return _NOTHING
-        within = slabs.slots_of(self.tables, block_bytes)
-        return eviction.choose_oldest(self.tables, _HINT * count, within=within)
-
     def _evict_ahead(self, block_bytes: int, free_target: float) -> int:
         evicted = 0
         while (short := slabs.shortfall(self.tables, block_bytes, free_target)) > 0:
@@ -563,15 +566,11 @@ class Arena:
     def _evict(self, count: int, *, within: Array, wait_s: float) -> int | None:
         """Evict up to `count` blocks in one section; None if the arena was busy."""
         # The search among all slots is done outside: the lock is kept for a moment only.
-        oldest = eviction.choose_oldest(self.tables, _HINT * count, within=within)
+        found = eviction.choose_victims(self.tables, count, within=within, protect=_NOTHING)
         with self._section(wait_s) as entered:
             if not entered:
                 return None
-            victims = eviction.keep_evictable(self.tables, oldest, protect=_NOTHING)[:count]
-            if not len(victims):
-                victims = eviction.choose_victims(
-                    self.tables, count, within=within, protect=_NOTHING
-                )
+            victims = eviction.keep_evictable(self.tables, found, protect=_NOTHING)
             slots.evict(self.tables, victims)
             return len(victims)
 

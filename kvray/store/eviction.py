@@ -12,7 +12,8 @@ _STAYS = np.uint64(2**64 - 1)
 def choose_victims(tables: Tables, count: int, *, within: Array, protect: Array) -> Array:
     """Return up to `count` slots to evict, children before their parents.
 
-    Nothing is changed. A slot qualifies if it is READY, nobody leases it, and every child that it
+    Nothing is changed, and no lock is needed: what it returns is looked at again, under the lock,
+    by `keep_evictable`. A slot qualifies if it is READY, nobody leases it, and every child that it
     has in the arena goes before it. Of those that qualify the least recently used goes, where a
     parent counts as used when the last of its children was: fewer than `count` are returned only
     when nothing else qualifies.
@@ -27,22 +28,11 @@ def choose_victims(tables: Tables, count: int, *, within: Array, protect: Array)
     while True:
         # A block cannot have been used last before itself: those that go are among the oldest,
         # unless their children are younger than they are.
-        oldest = choose_oldest(tables, wanted, within=within)
+        oldest = _choose_oldest(tables, wanted, within=within)
         victims = keep_evictable(tables, oldest, protect=protect)
         if len(victims) >= count or len(oldest) < wanted:
             return victims[:count]
         wanted *= 4
-
-
-def choose_oldest(tables: Tables, count: int, *, within: Array) -> Array:
-    """Return the `count` unleased READY slots of `within` that were used longest ago.
-
-    Needs no lock: what it returns is looked at again by `keep_evictable`.
-    """
-    fit = within[_is_fit(tables, within)]
-    if len(fit) <= count:
-        return fit
-    return fit[np.argpartition(tables.slot_tick[fit], count - 1)[:count]]
 
 
 def keep_evictable(tables: Tables, chosen: Array, *, protect: Array) -> Array:
@@ -59,8 +49,11 @@ def keep_evictable(tables: Tables, chosen: Array, *, protect: Array) -> Array:
     children = np.bincount(above, minlength=nowhere + 1)[:nowhere]
     used = np.append(tables.slot_tick[fit], np.uint64(0))
     used[:nowhere][children != tables.slot_children[fit]] = _STAYS
-    # Each round hands every block's time to the ancestor twice as far away as in the last one.
-    while (above < nowhere).any():
+    # Each round hands every block's time to the ancestor twice as far away as in the last one. The
+    # rounds are counted, because without the lock parents may be seen to go in a circle.
+    for _ in range(nowhere.bit_length()):
+        if not (above < nowhere).any():
+            break
         np.maximum.at(used, above, used)
         used[nowhere] = 0
         above = above[above]
@@ -69,6 +62,14 @@ def keep_evictable(tables: Tables, chosen: Array, *, protect: Array) -> Array:
     order = np.lexsort((-tables.slot_depth[fit].astype(np.int64), used))
     ordered: Array = fit[order[: np.count_nonzero(used != _STAYS)]]
     return ordered
+
+
+def _choose_oldest(tables: Tables, count: int, *, within: Array) -> Array:
+    """Return the `count` unleased READY slots of `within` that were used longest ago."""
+    fit = within[_is_fit(tables, within)]
+    if len(fit) <= count:
+        return fit
+    return fit[np.argpartition(tables.slot_tick[fit], count - 1)[:count]]
 
 
 def _is_fit(tables: Tables, slots: Array) -> Array:

@@ -47,5 +47,6 @@ def bury(tables: Tables, row: int, *, now: float) -> str:
 
 def dead_rows(tables: Tables, side_file: SideFile) -> list[int]:
     """Return the rows that are marked live and whose process is gone; needs no lock."""
-    rows = np.flatnonzero(tables.holder_live).tolist()
+    # Compared first: numpy objects to what changes under a search.
+    rows = np.flatnonzero(tables.holder_live != 0).tolist()
     return [row for row in rows if side_file.holder_of(HOLDER_BYTES + row) is None]

@@ -34,17 +34,21 @@ def match(tables: Tables, keys: Array, num_parts: int) -> list[Array]:
     return [slots[:run] for slots in found]
 
 
-def take(tables: Tables, slots: Array, *, holder: int, now: float) -> Lease | None:
+def take(
+    tables: Tables, slots: Array, *, holder: int, now: float, is_use: bool = True
+) -> Lease | None:
     """Lease `slots` to `holder`; None if the record's pages are used up.
 
-    The whole prefix is leased, from its root, so that no ancestor of a leased block can go.
+    The whole prefix is leased, from its root, so that no ancestor of a leased block can go. That
+    counts as use of its blocks, unless `is_use` says that it is none.
     """
     pages = _free_pages(tables, max(1, -(-len(slots) // PAGE_SLOTS)))
     if pages is None:
         return None
     lease_id = tables.next_lease + 1
     tables.next_lease = lease_id
-    tables.slot_tick[slots] = tables.next_tick()
+    if is_use:
+        tables.slot_tick[slots] = tables.next_tick()
     starts = range(0, len(pages) * PAGE_SLOTS, PAGE_SLOTS)
     for page, following, start in zip(pages, [*pages[1:], -1], starts, strict=True):
         named = slots[start : start + PAGE_SLOTS]

@@ -112,7 +112,7 @@ def _check(arena: Arena, held: Lease) -> list[str]:
         names = [tables.slot_key[slot].tobytes().hex()[:8] for slot in bad]
         if names:
             arena.leased_slots(held)  # raises if it ended: then what was read is void
-            arena.quarantine(bad)
+            arena.quarantine(bad, wait_s=_PATIENT_S)
         return names
     finally:
         arena.release(held, wait_s=_PATIENT_S)

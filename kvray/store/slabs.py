@@ -8,6 +8,9 @@ import numpy as np
 from kvray.store.layout import FREE, READY
 from kvray.store.tables import Array, Tables
 
+_BUSY = np.uint64(2**64 - 1)
+"""In place of the time of use of what cannot go."""
+
 
 def usable(tables: Tables, block_bytes: int) -> int:
     """Return how many blocks of `block_bytes` a slab holds."""
@@ -65,23 +68,27 @@ def give_back(tables: Tables, slots: Array) -> None:
     tables.put(empty[tables.slab_block_bytes[empty] > 0], slab_block_bytes=0)
 
 
-def choose_to_clear(tables: Tables, block_bytes: int, protect: Array) -> Array | None:
-    """Return the blocks that go so that a slab of another block size becomes spare.
+def choose_to_clear(tables: Tables, count: int, block_bytes: int, *, protect: Array) -> Array:
+    """Return the blocks that go so that up to `count` slabs of other block sizes become spare.
 
-    They are those of the slab that was used longest ago among those that can be emptied, and all
-    that hang from them: none is leased, being written or in `protect`. None: there is no such
-    slab.
+    The slabs are those that were used longest ago, among those that can be emptied: nothing in
+    them, and no block that hangs from one in them, is leased, being written or in `protect`. Needs
+    no lock: `eviction.keep_evictable` has the last word.
     """
     busy = (tables.slot_state != FREE) & (tables.slot_state != READY) | (tables.slot_leases > 0)
     busy[protect] = True
+    above = _parents(tables)
+    used = np.append(np.where(busy, _BUSY, tables.slot_tick), np.uint64(0))
+    used[:-1][tables.slot_state == FREE] = 0
+    for _ in range(_rounds(tables)):
+        np.maximum.at(used, above, used)
+        used[-1] = 0
+        above = above[above]
+    last_used = _by_slab(tables, used[:-1]).max(axis=1)
     other = (tables.slab_block_bytes != block_bytes) & (tables.slab_block_bytes != 0)
-    slabs = np.flatnonzero(other & ~_by_slab(tables, busy).any(axis=1))
-    last_used = _by_slab(tables, np.where(tables.slot_state == READY, tables.slot_tick, 0))
-    for slab in slabs[np.argsort(last_used[slabs].max(axis=1), kind="stable")].tolist():
-        going = _with_descendants(tables, slab)
-        if not (going & busy).any():
-            return np.flatnonzero(going & (tables.slot_state == READY))
-    return None
+    slabs = np.flatnonzero(other & (last_used < _BUSY))
+    chosen = slabs[np.argsort(last_used[slabs], kind="stable")[:count]]
+    return np.flatnonzero(_with_descendants(tables, chosen) & (tables.slot_state == READY))
 
 
 def longest_runs_first(slots: Array, count: int) -> Array:
@@ -101,18 +108,30 @@ def longest_runs_first(slots: Array, count: int) -> Array:
     return chosen
 
 
-def _with_descendants(tables: Tables, slab: int) -> Array:
-    """Return a mask of the slots of `slab` and of every block that hangs from one of them."""
-    geometry = tables.geometry
-    # The last row stands for "no parent" and is its own parent.
-    marked = np.zeros(geometry.num_slots + 1, dtype=bool)
-    marked[slab * geometry.slots_per_slab : (slab + 1) * geometry.slots_per_slab] = True
-    above = np.append(np.where(tables.slot_state == FREE, -1, tables.slot_parent), -1)
-    while (above >= 0).any():
-        # Looks at the ancestor twice as far away in each round.
+def _with_descendants(tables: Tables, slabs: Array) -> Array:
+    """Return a mask of the slots of `slabs` and of every block that hangs from one of them."""
+    marked = np.zeros(tables.geometry.num_slots + 1, dtype=bool)
+    _by_slab(tables, marked[:-1])[slabs] = True
+    above = _parents(tables)
+    for _ in range(_rounds(tables)):
         marked |= marked[above]
         above = above[above]
     return marked[:-1]
+
+
+def _parents(tables: Tables) -> Array:
+    """Return every slot's parent, and one row more: it is where there is none, its own too."""
+    nowhere = tables.geometry.num_slots
+    has_one = (tables.slot_state != FREE) & (tables.slot_parent >= 0)
+    return np.append(np.where(has_one, tables.slot_parent, nowhere), nowhere)
+
+
+def _rounds(tables: Tables) -> int:
+    """Return after how many doublings every block has seen its root.
+
+    Counted, because without the lock parents may be seen to go in a circle.
+    """
+    return int(tables.slot_depth.max()).bit_length()
 
 
 def _num_spare(tables: Tables) -> int:

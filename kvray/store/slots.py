@@ -13,6 +13,10 @@ from kvray.store.eviction import choose_victims, keep_evictable
 from kvray.store.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
 from kvray.store.tables import Array, Tables
 
+_NONE = np.empty(0, dtype=np.int64)
+_HINT = 2
+"""How many times as many blocks are looked for as are to go: some turn out to be in use."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
@@ -31,6 +35,40 @@ class Reservation:
     reserved with, so that a late commit cannot hit what somebody else reserved since."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Blocks that may go for others: looked for without the lock, looked at again under it."""
+
+    own: Array
+    """Of the block size that is wanted, the first to go first."""
+    others: Array
+    """Of other block sizes, so many that slabs become spare."""
+
+    def __bool__(self) -> bool:
+        return bool(len(self.own) or len(self.others))
+
+
+def find_candidates(
+    tables: Tables, keys: Array, *, parent: Array | None, part: int, block_bytes: int
+) -> Candidates:
+    """Return blocks that may go so that `keys` can be reserved; arguments as for `reserve`.
+
+    Needs no lock, and most of the time nothing has to go.
+    """
+    short = len(keys) - slabs.num_available(tables, block_bytes)
+    if short <= 0:
+        return Candidates(own=_NONE, others=_NONE)
+    chain = key_index.find(tables, keys if parent is None else np.vstack((parent, keys)), part)
+    protect = chain[chain >= 0]
+    within = slabs.slots_of(tables, block_bytes)
+    own = choose_victims(tables, _HINT * short, within=within, protect=protect)
+    others, missing = _NONE, short - len(own)
+    if missing > 0:
+        num_slabs = -(-missing // slabs.usable(tables, block_bytes))
+        others = slabs.choose_to_clear(tables, num_slabs, block_bytes, protect=protect)
+    return Candidates(own=own, others=others)
+
+
 def reserve(
     tables: Tables,
     keys: Array,
@@ -40,8 +78,9 @@ def reserve(
     part: int,
     block_bytes: int,
     holder: int,
-    oldest: Array,
-) -> Reservation:
+    candidates: Candidates,
+    is_last: bool = True,
+) -> Reservation | None:
     """Reserve a slot for each key of a chain that the arena does not have.
 
     Args:
@@ -52,12 +91,12 @@ def reserve(
         part: index of the part that is to be written.
         block_bytes: bytes of the part.
         holder: index of the writer.
-        oldest: blocks to try first if some have to go: what `choose_oldest` found, which may be
-            out of date.
+        candidates: what `find_candidates` found.
+        is_last: whether to make do with fewer slots if the candidates do not suffice.
 
     Returns:
-        The slots. Reserved keys are always a prefix of the missing ones: a block whose parent is
-        not here could never be matched.
+        The slots; None if there are too few and it is not the last try. Reserved keys are always
+        a prefix of the missing ones: a block whose parent is not here could never be matched.
     """
     before = -1 if parent is None else int(key_index.find(tables, parent, part)[0])
     if parent is not None and before < 0:
@@ -71,7 +110,10 @@ def reserve(
     protect = chain[here] if before < 0 else np.append(chain[here], before)
     tables.slot_tick[protect] = number
     wanted = np.flatnonzero(~here)
-    taken = _allocate(tables, len(wanted), block_bytes, protect=protect, oldest=oldest)
+    enough = _make_room(tables, len(wanted), block_bytes, protect=protect, candidates=candidates)
+    if not enough and not is_last:
+        return None
+    taken = _allocate(tables, len(wanted), block_bytes)
     rows = wanted[: len(taken)]
     chain[rows] = taken
     _fill(tables, taken, keys[rows], depth=depth + rows, part=part)
@@ -90,8 +132,7 @@ def reserve(
 
 
 def _nothing(*, dropped: int) -> Reservation:
-    empty = np.empty(0, dtype=np.int64)
-    return Reservation(rows=empty, slots=empty, existing=0, dropped=dropped)
+    return Reservation(rows=_NONE, slots=_NONE, existing=0, dropped=dropped)
 
 
 def _fill(tables: Tables, slots: Array, keys: Array, *, depth: Array, part: int) -> None:
@@ -221,31 +262,23 @@ def _reserved_by(tables: Tables, holder: int) -> Array:
     return np.flatnonzero(mine)
 
 
-def _allocate(
-    tables: Tables, count: int, block_bytes: int, *, protect: Array, oldest: Array
-) -> Array:
-    """Return up to `count` FREE slots for `block_bytes`, evicting where too few are free."""
+def _allocate(tables: Tables, count: int, block_bytes: int) -> Array:
+    """Return up to `count` FREE slots for `block_bytes`, in as few runs as can be."""
     found = slabs.free_slots(tables, block_bytes)
     if len(found) < count:
-        _make_room(tables, count, block_bytes, protect=protect, oldest=oldest)
         slabs.take_spare(tables, count, block_bytes)
         found = slabs.free_slots(tables, block_bytes)
     return slabs.longest_runs_first(found, count)
 
 
 def _make_room(
-    tables: Tables, count: int, block_bytes: int, *, protect: Array, oldest: Array
-) -> None:
-    """Evict until `count` slots can be had, if they can: blocks of this size, then others'."""
+    tables: Tables, count: int, block_bytes: int, *, protect: Array, candidates: Candidates
+) -> bool:
+    """Evict until `count` slots can be had; False if the candidates did not suffice."""
     short = count - slabs.num_available(tables, block_bytes)
-    if short > 0:
-        evict(tables, keep_evictable(tables, oldest, protect=protect)[:short])
-        short = count - slabs.num_available(tables, block_bytes)
-    if short > 0:
-        within = slabs.slots_of(tables, block_bytes)
-        evict(tables, choose_victims(tables, short, within=within, protect=protect))
-    while slabs.num_available(tables, block_bytes) < count:
-        going = slabs.choose_to_clear(tables, block_bytes, protect)
-        if going is None:
-            return
-        evict(tables, going)
+    if short <= 0:
+        return True
+    evict(tables, keep_evictable(tables, candidates.own, protect=protect)[:short])
+    if slabs.num_available(tables, block_bytes) < count:
+        evict(tables, keep_evictable(tables, candidates.others, protect=protect))
+    return slabs.num_available(tables, block_bytes) >= count

@@ -69,16 +69,23 @@ def reserve(
     block_bytes: int = SLOT,
     holder: int = 0,
 ) -> Reservation:
-    return slots.reserve(
+    packed = key_index.pack_keys(keys)
+    before = None if parent is None else key_index.pack_keys([parent])
+    candidates = slots.find_candidates(
+        tables, packed, parent=before, part=part, block_bytes=block_bytes
+    )
+    made = slots.reserve(
         tables,
-        key_index.pack_keys(keys),
-        parent=None if parent is None else key_index.pack_keys([parent]),
+        packed,
+        parent=before,
         depth=depth,
         part=part,
         block_bytes=block_bytes,
         holder=holder,
-        oldest=NOBODY,
+        candidates=candidates,
     )
+    assert made is not None
+    return made
 
 
 def commit(tables: Tables, reservation: Reservation, *, holder: int = 0) -> int:

@@ -101,8 +101,16 @@ def test_full_bucket_cuts_the_chain(tables: Tables) -> None:
     keys = np.zeros((BUCKET_WAYS + 4, 4), dtype="<u8")
     keys[:, 0], keys[:, 1:] = 77, np.arange(1, BUCKET_WAYS + 5)[:, None]
     made = slots.reserve(
-        tables, keys, parent=None, depth=0, part=0, block_bytes=4096, holder=0, oldest=NOBODY
+        tables,
+        keys,
+        parent=None,
+        depth=0,
+        part=0,
+        block_bytes=4096,
+        holder=0,
+        candidates=slots.Candidates(own=NOBODY, others=NOBODY),
     )
+    assert made is not None
     assert (len(made.slots), made.dropped) == (BUCKET_WAYS, 4)
     check_invariants(tables)
 
