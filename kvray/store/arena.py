@@ -458,18 +458,15 @@ class Arena:
             (slots that changed, mask of those READY now, their keys, which mean nothing where a
             slot is not READY).
         """
-        none = np.empty(0, dtype=np.int64)
-        nothing = none, none.astype(bool), self.tables.slot_key[none]
-        # Without the lock at first: what is missed by a moment is seen the next time.
-        if np.array_equal(self.tables.slot_version, seen):
-            return nothing
-        with self._section(self.lock_wait_s) as entered:
-            if not entered:
-                return nothing
-            changed = np.flatnonzero(self.tables.slot_version != seen)
-            seen[changed] = self.tables.slot_version[changed]
-            ready = self.tables.slot_state[changed] == READY
-            return changed, ready, self.tables.slot_key[changed]
+        # Without the lock: what is missed by a moment is seen the next time.
+        changed = np.flatnonzero(self.tables.slot_version != seen)
+        if len(changed):
+            with self._section(self.lock_wait_s) as entered:
+                changed = changed if entered else _NOTHING
+                seen[changed] = self.tables.slot_version[changed]
+                ready = self.tables.slot_state[changed] == READY
+                return changed, ready, self.tables.slot_key[changed]
+        return changed, changed.astype(bool), self.tables.slot_key[changed]
 
     def clear(self) -> int:
         """Evict every block that nobody leases; return how many.
