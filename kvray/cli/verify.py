@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from kvray.actors.ownership import is_own
 from kvray.cli.boundary import boundary
 from kvray.cli.interrupts import Interrupts
 from kvray.cli.options import ConfigOption, VerboseOption
@@ -53,6 +52,7 @@ def verify(
 def _directories(settings: KVRayConfig, *, all_arenas: bool) -> list[Path]:
     if not all_arenas:
         return [settings.node_dir]
+    from kvray.actors.ownership import is_own
     from kvray.store.arena import ARENA_FILE
 
     found = sorted(settings.arena.dir.glob("kvray-*"))
