@@ -30,6 +30,7 @@ from kvray.store import (
     slots,
 )
 from kvray.store.arena_file import ARENA_FILE, ArenaSpec, Progress, lock_path
+from kvray.store.copier import Copier
 from kvray.store.figures import figures
 from kvray.store.layout import LIMBO, LIVE, READY, RETIRED
 from kvray.store.lease import Lease
@@ -83,6 +84,7 @@ class Arena:
                 f" ({error.strerror}); it is being replaced, or restart the tier."
             ) from None
         self._lock = ArenaLock(self._side_file)
+        self._copier = Copier()
         self._is_owner = False
         self._holder: int | None = None
         if self.retired:
@@ -113,6 +115,7 @@ class Arena:
         """Leave and unmap; views that others still have keep the mapping alive. Twice is fine."""
         if self._tables is not None:
             self.leave()
+            self._copier.close()
             self._tables = None
 
     @property
@@ -272,7 +275,9 @@ class Arena:
             LeaseExpired: the lease was released, perhaps during the copy.
         """
         chosen = self.leased_slots(held)[first : first + len(block_ids)]
-        sound = payload.read(self.tables, chosen, pool, block_ids, verify=verify)
+        sound = payload.read(
+            self.tables, chosen, pool, block_ids, verify=verify, copier=self._copier
+        )
         bad = chosen[~self._is_sound(held, chosen, sound)]
         if len(bad):
             self.quarantine(bad)
@@ -333,19 +338,17 @@ class Arena:
             ConfigError: `keys` are no keys or not all different, or a number is out of range.
             LeaseExpired: this process is no holder.
         """
-        _check_place(keys, depth=depth, part=part, block_bytes=block_bytes)
+        packed, holder = key_index.pack_keys(keys), self.holder
+        _check_place(packed, depth=depth, part=part, block_bytes=block_bytes)
         geometry = self.tables.geometry
         if geometry.stride(block_bytes) > geometry.slab_bytes:
             raise CapacityError(
                 f"A block of {block_bytes} bytes is larger than a slab of {geometry.slab_bytes};"
                 " raise arena.slab, and arena.capacity to at least four slabs."
             )
-        packed, holder = key_index.pack_keys(keys), self.holder
         before = None if parent is None else key_index.pack_keys([parent])
+        candidates, is_last = slots.Candidates(), False
         for tries_left in reversed(range(_ROOM_TRIES)):
-            candidates = slots.find_candidates(
-                self.tables, packed, parent=before, part=part, block_bytes=block_bytes
-            )
             with self._section(self.lock_wait_s if wait_s is None else wait_s) as entered:
                 if not entered or not self._is_open(holder):
                     return None
@@ -358,18 +361,23 @@ class Arena:
                     block_bytes=block_bytes,
                     holder=holder,
                     candidates=candidates,
-                    is_last=not tries_left or not candidates,
+                    is_last=is_last,
                 )
             if made is not None:
-                return made
-        raise AssertionError("the last try makes do with what there is")
+                break
+            candidates = slots.find_candidates(
+                self.tables, packed, parent=before, part=part, block_bytes=block_bytes
+            )
+            is_last = not candidates or tries_left == 1
+        assert made is not None, "the last try makes do with what there is"
+        return made
 
     def write(self, reservation: Reservation, pool: Array, block_ids: Array) -> Array:
         """Copy blocks into reserved slots; return their checksums for `commit`.
 
         `block_ids` has one row of `pool` for each *reserved* key.
         """
-        return payload.write(self.tables, reservation.slots, pool, block_ids)
+        return payload.write(self.tables, reservation.slots, pool, block_ids, copier=self._copier)
 
     def commit(
         self, reservation: Reservation, checksums: Array, *, wait_s: float = _PATIENT_S
@@ -380,9 +388,8 @@ class Arena:
 
         Raises:
             ConfigError: there is not one checksum for each reserved slot.
-            LeaseExpired: this process is no holder.
         """
-        sums, holder = np.asarray(checksums, dtype="<u8"), self.holder
+        sums = np.asarray(checksums, dtype="<u8")
         if sums.shape != reservation.slots.shape:
             raise ConfigError(
                 f"{len(reservation.slots)} slots cannot be committed with checksums of shape"
@@ -392,17 +399,16 @@ class Arena:
             return True
         with self._section(wait_s) as entered:
             if entered:
-                slots.commit(self.tables, reservation, sums, holder=holder)
+                slots.commit(self.tables, reservation, sums)
             return entered
 
     def abort(self, reservation: Reservation, *, wait_s: float = _PATIENT_S) -> bool:
         """Give reserved slots back unwritten; False if busy: retry."""
         if not len(reservation.slots) or self._holder is None:
             return True
-        holder = self.holder
         with self._section(wait_s) as entered:
             if entered:
-                slots.abort(self.tables, reservation, holder=holder)
+                slots.abort(self.tables, reservation)
             return entered
 
     # -- the owner's part ---------------------------------------------------------------------
@@ -578,9 +584,10 @@ def _packed(keys: Sequence[BlockKey], num_parts: int) -> Array:
     return key_index.pack_keys(keys)
 
 
-def _check_place(keys: Sequence[BlockKey], *, depth: int, part: int, block_bytes: int) -> None:
+def _check_place(keys: Array, *, depth: int, part: int, block_bytes: int) -> None:
     """Refuse what would be found wrong only when the tables are half changed."""
-    if len(set(keys)) < len(keys):
+    words = np.sort(keys[:, 0])
+    if (words[1:] == words[:-1]).any() and len(np.unique(keys, axis=0)) < len(keys):
         raise ConfigError("The keys to reserve are not all different; give each block once.")
     if not (0 <= part < 2**31 and 0 <= depth < 2**31):
         raise ConfigError(f"A block cannot be part {part} at depth {depth}; both count from 0.")

@@ -37,10 +37,12 @@ def pack_keys(keys: Sequence[BlockKey]) -> Array:
 def find(tables: Tables, keys: Array, part: int) -> Array:
     """Return the slot of each key, shape [num_keys], -1 where there is none."""
     row, slot = _candidates(tables, keys, part)
+    found = np.full(len(keys), -1, dtype=np.int64)
+    if not len(row):
+        return found
     wrong = tables.slot_key.take(slot, axis=0) ^ keys.take(row, axis=0)
     same = (wrong[:, 0] | wrong[:, 1] | wrong[:, 2] | wrong[:, 3]) == 0
     same &= (tables.slot_part.take(slot) == part) & (slot >= 0)
-    found = np.full(len(keys), -1, dtype=np.int64)
     found[row[same]] = slot[same]
     return found
 
@@ -63,23 +65,38 @@ def find_run(tables: Tables, keys: Array, part: int) -> Array:
     return found[: missing[0]] if len(missing) else found
 
 
-def insert(tables: Tables, slots: Array) -> Array:
-    """Enter `slots` under their own keys; return a mask of those that found their bucket full."""
-    keys, parts = tables.slot_key[slots], tables.slot_part[slots]
-    bucket, tag = _bucket(tables, keys, parts), _tag(keys)
-    empty = tables.index_slot[bucket] == 0
+def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Array:
+    """Enter `slots` under their keys; return a mask of those that found their bucket full.
+
+    Args:
+        tables: the arena's tables.
+        slots: shape [num_slots], none of them in the index.
+        keys: their keys, u64 of shape [num_slots, 4].
+        part: their parts, or the one that all have.
+    """
+    bucket, tag = _bucket(tables, keys, part), _tag(keys)
+    full = np.zeros(len(slots), dtype=bool)
+    todo = np.arange(len(slots))
     # Slots of one batch that share a bucket take its empty ways in turn.
-    turn = _occurrence(bucket)[:, None] + 1
-    chosen = empty & (np.cumsum(empty, axis=1, dtype=np.int64) == turn)
-    way, fits = chosen.argmax(axis=1), chosen.any(axis=1)
-    entry = (bucket * BUCKET_WAYS + way)[fits]
-    tables.put(entry, index_tag=tag[fits], index_slot=slots[fits] + 1)
-    full: Array = ~fits
+    while len(todo):
+        is_first = _is_first(bucket[todo])
+        rows = todo[is_first]
+        empty = tables.index_slot.take(bucket[rows], axis=0) == 0
+        entry = bucket[rows] * BUCKET_WAYS + empty.argmax(axis=1)
+        is_full = tables.columns["index_slot"].take(entry) != 0
+        full[rows[is_full]] = True
+        entry, rows = entry[~is_full], rows[~is_full]
+        tables.columns["index_tag"][entry] = tag[rows]  # means nothing beside an empty entry
+        tables.put(entry, index_slot=slots[rows] + 1)
+        todo = todo[~is_first]
     return full
 
 
 def remove(tables: Tables, slots: Array) -> None:
-    """Take `slots` out of the index; one that is not in it is passed over."""
+    """Take `slots` out of the index; one that is not in it is passed over.
+
+    Entries that are emptied may not be filled in the same step, like the slots they name.
+    """
     bucket = _bucket(tables, tables.slot_key[slots], tables.slot_part[slots])
     row, way = np.nonzero(tables.index_slot[bucket] == (slots + 1)[:, None])
     tables.put(bucket[row] * BUCKET_WAYS + way, index_slot=0, index_tag=0)
@@ -97,13 +114,13 @@ def _candidates(tables: Tables, keys: Array, part: int) -> tuple[Array, Array]:
     return row, slot
 
 
-def _occurrence(values: Array) -> Array:
-    """Return for each value how many equal ones stand before it."""
+def _is_first(values: Array) -> Array:
+    """Return a mask of the values that have no equal before them."""
     order = np.argsort(values, kind="stable")
     ascending = values[order]
-    before = np.empty(len(values), dtype=np.int64)
-    before[order] = np.arange(len(values)) - np.searchsorted(ascending, ascending)
-    return before
+    is_first = np.ones(len(values), dtype=bool)
+    is_first[order[1:][ascending[1:] == ascending[:-1]]] = False
+    return is_first
 
 
 def _bucket(tables: Tables, keys: Array, part: "int | Array") -> Array:

@@ -180,6 +180,7 @@ class Geometry:
             ("slot_children", "<i4", slots),
             ("slot_leases", "<i4", slots),
             ("slot_holder", "<i4", slots),
+            ("slot_number", "<u8", slots),
             ("slot_version", "<u4", slots),
             ("slot_tick", "<u8", slots),
             ("slot_checksum", "<u8", slots),

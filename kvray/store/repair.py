@@ -31,9 +31,9 @@ def rebuild(tables: Tables, *, now: float) -> int:
     tables.index_slot[:] = 0
     tables.index_tag[:] = 0
     lost = _duplicates(tables, used)
-    lost[~lost] = key_index.insert(tables, used[~lost])
+    kept = used[~lost]
+    lost[~lost] = key_index.insert(tables, kept, tables.slot_key[kept], tables.slot_part[kept])
     _give_up(tables, used[lost], now)
-    tables.slot_holder[tables.slot_state != RESERVED] = 0
     slabs.give_back(tables, np.arange(tables.geometry.num_slots))
     # Which changes the dead had not noted is not known: to whoever announces them, all are new.
     tables.slot_version += 1

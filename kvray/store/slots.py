@@ -4,7 +4,7 @@ Every function changes the tables only, in steps that can be undone: the caller 
 lock. Payloads are written between `reserve` and `commit`, outside the lock.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -39,9 +39,9 @@ class Reservation:
 class Candidates:
     """Blocks that may go for others: looked for without the lock, looked at again under it."""
 
-    own: Array
+    own: Array = field(default_factory=lambda: _NONE)
     """Of the block size that is wanted, the first to go first."""
-    others: Array
+    others: Array = field(default_factory=lambda: _NONE)
     """Of other block sizes, so many that slabs become spare."""
 
     def __bool__(self) -> bool:
@@ -53,11 +53,11 @@ def find_candidates(
 ) -> Candidates:
     """Return blocks that may go so that `keys` can be reserved; arguments as for `reserve`.
 
-    Needs no lock, and most of the time nothing has to go.
+    Needs no lock.
     """
     short = len(keys) - slabs.num_available(tables, block_bytes)
     if short <= 0:
-        return Candidates(own=_NONE, others=_NONE)
+        return Candidates()
     chain = key_index.find(tables, keys if parent is None else np.vstack((parent, keys)), part)
     protect = chain[chain >= 0]
     within = slabs.slots_of(tables, block_bytes)
@@ -110,16 +110,21 @@ def reserve(
     protect = chain[here] if before < 0 else np.append(chain[here], before)
     tables.slot_tick[protect] = number
     wanted = np.flatnonzero(~here)
-    enough = _make_room(tables, len(wanted), block_bytes, protect=protect, candidates=candidates)
-    if not enough and not is_last:
+    taken = _allocate(tables, len(wanted), block_bytes, protect=protect, candidates=candidates)
+    if len(taken) < len(wanted) and not is_last:
+        tables.undo.roll_back()
         return None
-    taken = _allocate(tables, len(wanted), block_bytes)
     rows = wanted[: len(taken)]
     chain[rows] = taken
-    _fill(tables, taken, keys[rows], depth=depth + rows, part=part)
-    tables.put(taken, slot_state=RESERVED, slot_holder=holder + 1, slot_checksum=number)
+    keys = keys[rows]
+    _fill(tables, taken, keys, depth=depth + rows, part=part, holder=holder)
+    tables.put(taken, slot_state=RESERVED)
     _link(tables, chain, before)
-    rows, taken = _enter(tables, rows, taken)
+    full = key_index.insert(tables, taken, keys, part)
+    if full.any():  # the chain is cut before the first that finds no place
+        cut = int(full.argmax())
+        free(tables, taken[cut:])
+        rows, taken = rows[:cut], taken[:cut]
     dropped = len(wanted) - len(rows)
     tables.dropped += dropped
     return Reservation(
@@ -135,13 +140,16 @@ def _nothing(*, dropped: int) -> Reservation:
     return Reservation(rows=_NONE, slots=_NONE, existing=0, dropped=dropped)
 
 
-def _fill(tables: Tables, slots: Array, keys: Array, *, depth: Array, part: int) -> None:
-    """Say what FREE slots are to hold; nobody looks at it before they are RESERVED."""
+def _fill(
+    tables: Tables, slots: Array, keys: Array, *, depth: Array, part: int, holder: int
+) -> None:
+    """Say what FREE slots are to hold, and for whom; nobody looks before they are RESERVED."""
     tables.slot_key[slots] = keys
     tables.slot_part[slots] = part
     tables.slot_depth[slots] = depth
     tables.slot_parent[slots] = -1
-    tables.slot_tick[slots] = tables.tick
+    tables.slot_holder[slots] = holder + 1
+    tables.slot_tick[slots] = tables.slot_number[slots] = tables.tick
 
 
 def _link(tables: Tables, chain: Array, before: int) -> None:
@@ -158,30 +166,21 @@ def _link(tables: Tables, chain: Array, before: int) -> None:
     tables.add(parents[below], slot_children=1)
 
 
-def _enter(tables: Tables, rows: Array, slots: Array) -> tuple[Array, Array]:
-    """Enter `slots` into the index; cut the chain before the first that does not fit."""
-    full = key_index.insert(tables, slots)
-    if not full.any():
-        return rows, slots
-    cut = int(full.argmax())
-    free(tables, slots[cut:])
-    return rows[:cut], slots[:cut]
-
-
-def commit(tables: Tables, reservation: Reservation, checksums: Array, *, holder: int) -> int:
+def commit(tables: Tables, reservation: Reservation, checksums: Array) -> int:
     """Make reserved slots READY; return how many were still this reservation's to commit."""
-    mine = _still_reserved(tables, reservation, holder)
+    mine = _still_reserved(tables, reservation)
     slots = reservation.slots[mine]
     # The state last: who reads without the lock never sees a READY slot without its checksum.
-    tables.put(slots, slot_checksum=checksums[mine], slot_holder=0, slot_state=READY)
+    tables.slot_checksum[slots] = checksums[mine]
+    tables.put(slots, slot_state=READY)
     tables.changed(slots)
     tables.stored += len(slots)
     return len(slots)
 
 
-def abort(tables: Tables, reservation: Reservation, *, holder: int) -> None:
+def abort(tables: Tables, reservation: Reservation) -> None:
     """Give back reserved slots that will not be written."""
-    free(tables, reservation.slots[_still_reserved(tables, reservation, holder)])
+    free(tables, reservation.slots[_still_reserved(tables, reservation)])
 
 
 def abort_holder(tables: Tables, holder: int) -> None:
@@ -245,15 +244,13 @@ def unlink(tables: Tables, slots: Array) -> None:
         # Only a writer that fails, or a block that proved corrupt, goes before its children.
         orphans = np.flatnonzero(np.isin(tables.slot_parent, bereft))
         tables.put(orphans, slot_parent=-1)
-    tables.put(slots, slot_children=0, slot_parent=-1, slot_holder=0)
+    tables.put(slots, slot_children=0, slot_parent=-1)
 
 
-def _still_reserved(tables: Tables, reservation: Reservation, holder: int) -> Array:
+def _still_reserved(tables: Tables, reservation: Reservation) -> Array:
     """Return a mask of the reservation's slots that nobody took from it."""
-    slots = reservation.slots
-    mine: Array = tables.slot_state[slots] == RESERVED
-    mine &= tables.slot_holder[slots] == holder + 1
-    mine &= tables.slot_checksum[slots] == reservation.number
+    mine: Array = tables.slot_number.take(reservation.slots) == reservation.number
+    mine &= tables.slot_state.take(reservation.slots) == RESERVED
     return mine
 
 
@@ -262,10 +259,13 @@ def _reserved_by(tables: Tables, holder: int) -> Array:
     return np.flatnonzero(mine)
 
 
-def _allocate(tables: Tables, count: int, block_bytes: int) -> Array:
-    """Return up to `count` FREE slots for `block_bytes`, in as few runs as can be."""
+def _allocate(
+    tables: Tables, count: int, block_bytes: int, *, protect: Array, candidates: Candidates
+) -> Array:
+    """Return up to `count` FREE slots for `block_bytes`, evicting candidates if there are fewer."""
     found = slabs.free_slots(tables, block_bytes)
     if len(found) < count:
+        _make_room(tables, count, block_bytes, protect=protect, candidates=candidates)
         slabs.take_spare(tables, count, block_bytes)
         found = slabs.free_slots(tables, block_bytes)
     return slabs.longest_runs_first(found, count)
@@ -273,12 +273,10 @@ def _allocate(tables: Tables, count: int, block_bytes: int) -> Array:
 
 def _make_room(
     tables: Tables, count: int, block_bytes: int, *, protect: Array, candidates: Candidates
-) -> bool:
-    """Evict until `count` slots can be had; False if the candidates did not suffice."""
+) -> None:
+    """Evict candidates until `count` slots can be had, in steps of their own."""
     short = count - slabs.num_available(tables, block_bytes)
-    if short <= 0:
-        return True
-    evict(tables, keep_evictable(tables, candidates.own, protect=protect)[:short])
-    if slabs.num_available(tables, block_bytes) < count:
-        evict(tables, keep_evictable(tables, candidates.others, protect=protect))
-    return slabs.num_available(tables, block_bytes) >= count
+    if short > 0:
+        evict(tables, keep_evictable(tables, candidates.own, protect=protect)[:short])
+        if slabs.num_available(tables, block_bytes) < count:
+            evict(tables, keep_evictable(tables, candidates.others, protect=protect))

@@ -15,8 +15,6 @@ _UNDONE = (
     "slot_parent",
     "slot_children",
     "slot_leases",
-    "slot_holder",
-    "slot_checksum",
     "index_slot",
     "index_tag",
     "holder_live",
@@ -57,6 +55,7 @@ class Tables:
     slot_children: Array
     slot_leases: Array
     slot_holder: Array
+    slot_number: Array
     slot_version: Array
     slot_tick: Array
     slot_checksum: Array

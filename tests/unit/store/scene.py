@@ -76,8 +76,8 @@ OPERATIONS: dict[str, Operation] = {
     "reserve another size": lambda tables, scene: reserve(
         tables, chain(7, seed="new"), block_bytes=4 * SLOT, holder=DYING
     ),
-    "commit": lambda tables, scene: commit(tables, scene.pending, holder=DYING),
-    "abort": lambda tables, scene: slots.abort(tables, scene.pending, holder=DYING),
+    "commit": lambda tables, scene: commit(tables, scene.pending),
+    "abort": lambda tables, scene: slots.abort(tables, scene.pending),
     "leave": lambda tables, scene: leave(tables, DYING),
     "evict": lambda tables, scene: evict(tables, 9),
     "lease": lambda tables, scene: take(tables, TRUNK + LEFT[:4], holder=DYING),

@@ -88,10 +88,10 @@ def reserve(
     return made
 
 
-def commit(tables: Tables, reservation: Reservation, *, holder: int = 0) -> int:
+def commit(tables: Tables, reservation: Reservation) -> int:
     """Commit with the slots' first key word as checksum, so that a test can tell what is whose."""
     sums = tables.slot_key[reservation.slots, 0]
-    return slots.commit(tables, reservation, sums, holder=holder)
+    return slots.commit(tables, reservation, sums)
 
 
 def put(

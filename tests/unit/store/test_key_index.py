@@ -26,41 +26,46 @@ def same_bucket(count: int) -> Array:
     return keys
 
 
+def insert(tables: Tables, slots: Array) -> Array:
+    """Enter slots under the keys and parts that they name."""
+    return key_index.insert(tables, slots, tables.slot_key[slots], tables.slot_part[slots])
+
+
 def test_what_was_inserted_is_found_in_any_order(tables: Tables) -> None:
     keys = key_index.pack_keys(chain(60))
     slots = name_slots(tables, keys)
-    assert not key_index.insert(tables, slots).any()
+    assert not insert(tables, slots).any()
     shuffled = np.random.default_rng(0).permutation(60)
     assert (key_index.find(tables, keys[shuffled], 0) == slots[shuffled]).all()
 
 
 def test_unknown_keys_answer_minus_one_in_their_place(tables: Tables) -> None:
     keys = key_index.pack_keys(chain(4))
-    key_index.insert(tables, name_slots(tables, keys[:2]))
+    insert(tables, name_slots(tables, keys[:2]))
     assert key_index.find(tables, keys[[3, 1, 2, 0]], 0).tolist() == [-1, 1, -1, 0]
 
 
 def test_no_keys_find_nothing(tables: Tables) -> None:
     assert key_index.find(tables, key_index.pack_keys([]), 0).shape == (0,)
-    assert key_index.insert(tables, np.empty(0, dtype=np.int64)).shape == (0,)
+    assert insert(tables, np.empty(0, dtype=np.int64)).shape == (0,)
 
 
 def test_parts_of_one_key_are_different_entries(tables: Tables) -> None:
     keys = key_index.pack_keys(chain(1) * 3)
-    key_index.insert(tables, name_slots(tables, keys, [0, 1, 2]))
+    insert(tables, name_slots(tables, keys, [0, 1, 2]))
     assert [int(key_index.find(tables, keys[:1], part)[0]) for part in range(4)] == [0, 1, 2, -1]
 
 
 def test_keys_of_one_batch_share_a_bucket(tables: Tables) -> None:
     keys = same_bucket(BUCKET_WAYS)
     slots = name_slots(tables, keys)
-    assert not key_index.insert(tables, slots).any()
+    assert not insert(tables, slots).any()
     assert (key_index.find(tables, keys, 0) == slots).all()
 
 
 def test_full_bucket_refuses_the_last_of_a_batch(tables: Tables) -> None:
     keys = same_bucket(BUCKET_WAYS + 3)
-    full = key_index.insert(tables, name_slots(tables, keys))
+    full = insert(tables, name_slots(tables, keys))
     assert full.tolist() == [False] * BUCKET_WAYS + [True] * 3
     assert key_index.find(tables, keys, 0).tolist() == [*range(BUCKET_WAYS), -1, -1, -1]
 
@@ -68,9 +73,9 @@ def test_full_bucket_refuses_the_last_of_a_batch(tables: Tables) -> None:
 def test_batch_fills_the_gaps_that_removals_left(tables: Tables) -> None:
     keys = same_bucket(BUCKET_WAYS + 3)
     slots = name_slots(tables, keys)
-    key_index.insert(tables, slots[:BUCKET_WAYS])
+    insert(tables, slots[:BUCKET_WAYS])
     key_index.remove(tables, slots[[2, 5, 11]])
-    assert not key_index.insert(tables, slots[BUCKET_WAYS:]).any()
+    assert not insert(tables, slots[BUCKET_WAYS:]).any()
     expected = slots.copy()
     expected[[2, 5, 11]] = -1
     assert (key_index.find(tables, keys, 0) == expected).all()
@@ -79,7 +84,7 @@ def test_batch_fills_the_gaps_that_removals_left(tables: Tables) -> None:
 def test_removal_passes_over_what_is_not_there(tables: Tables) -> None:
     keys = key_index.pack_keys(chain(3))
     slots = name_slots(tables, keys)
-    key_index.insert(tables, slots[:2])
+    insert(tables, slots[:2])
     key_index.remove(tables, slots[1:])
     key_index.remove(tables, slots[1:])
     assert key_index.find(tables, keys, 0).tolist() == [0, -1, -1]
@@ -88,16 +93,16 @@ def test_removal_passes_over_what_is_not_there(tables: Tables) -> None:
 def test_equal_tags_are_told_apart_by_the_whole_key(tables: Tables) -> None:
     keys = np.array([[77, 5, 1, 1], [77, 5, 1, 2], [77, 5 + 2**32, 1, 1]], dtype="<u8")
     slots = name_slots(tables, keys)
-    key_index.insert(tables, slots[:1])
+    insert(tables, slots[:1])
     assert key_index.find(tables, keys, 0).tolist() == [0, -1, -1]
-    key_index.insert(tables, slots[1:])
+    insert(tables, slots[1:])
     assert key_index.find(tables, keys, 0).tolist() == [0, 1, 2]
 
 
 def test_tag_zero_is_not_taken_for_an_empty_way(tables: Tables) -> None:
     keys = np.array([[77, 0, 1, 1]], dtype="<u8")
     assert key_index.find(tables, keys, 0).tolist() == [-1]
-    key_index.insert(tables, name_slots(tables, keys))
+    insert(tables, name_slots(tables, keys))
     assert key_index.find(tables, keys, 0).tolist() == [0]
 
 

@@ -8,7 +8,6 @@ from kvray.store.layout import BUCKET_WAYS, FREE, LIMBO, QUARANTINED, READY, RES
 from kvray.store.tables import Tables
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
-    NOBODY,
     chain,
     commit,
     evict,
@@ -37,7 +36,7 @@ def test_reserved_block_is_no_match_until_it_is_committed(tables: Tables) -> Non
 
 def test_aborted_slots_are_free_again(tables: Tables) -> None:
     keys = chain(5)
-    slots.abort(tables, made := reserve(tables, keys), holder=0)
+    slots.abort(tables, made := reserve(tables, keys))
     assert states(tables, made.slots) == {FREE}
     assert find(tables, keys) == [-1] * 5
     assert not tables.slab_block_bytes.any()
@@ -57,8 +56,8 @@ def test_second_writer_gets_no_slot_for_a_key_under_way(tables: Tables) -> None:
     first = reserve(tables, keys, holder=0)
     second = reserve(tables, keys, holder=1)
     assert (len(second.slots), second.existing) == (0, 3)
-    assert commit(tables, second, holder=1) == 0
-    assert commit(tables, first, holder=0) == 3
+    assert commit(tables, second) == 0
+    assert commit(tables, first) == 3
     assert matched(tables, keys) == 3
 
 
@@ -108,7 +107,7 @@ def test_full_bucket_cuts_the_chain(tables: Tables) -> None:
         part=0,
         block_bytes=4096,
         holder=0,
-        candidates=slots.Candidates(own=NOBODY, others=NOBODY),
+        candidates=slots.Candidates(),
     )
     assert made is not None
     assert (len(made.slots), made.dropped) == (BUCKET_WAYS, 4)
@@ -148,18 +147,12 @@ def test_keys_in_a_wrong_order_make_no_block_its_own_ancestor(tables: Tables) ->
 
 def test_late_commit_cannot_hit_a_slot_that_was_given_on(tables: Tables) -> None:
     stale = reserve(tables, chain(3, seed="stale"))
-    slots.abort(tables, stale, holder=0)
+    slots.abort(tables, stale)
     current = reserve(tables, chain(3, seed="current"))
     assert set(stale.slots) == set(current.slots)
     assert commit(tables, stale) == 0
-    slots.abort(tables, stale, holder=0)
+    slots.abort(tables, stale)
     assert states(tables, current.slots) == {RESERVED}
-
-
-def test_another_holder_cannot_commit(tables: Tables) -> None:
-    made = reserve(tables, chain(3), holder=0)
-    assert commit(tables, made, holder=1) == 0
-    assert states(tables, made.slots) == {RESERVED}
 
 
 def test_death_leaves_reserved_slots_in_limbo_until_their_time(tables: Tables) -> None:
@@ -216,7 +209,7 @@ def test_changes_are_noted_for_ready_slots_alone(tables: Tables) -> None:
     assert tables.slot_version[made.slots].tolist() == [1, 1]
     evict(tables, 1)
     assert sorted(tables.slot_version[made.slots].tolist()) == [1, 2]
-    slots.abort(tables, reserve(tables, chain(1, seed="y")), holder=0)
+    slots.abort(tables, reserve(tables, chain(1, seed="y")))
     assert int(tables.slot_version.sum()) == 3
 
 

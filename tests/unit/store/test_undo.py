@@ -11,7 +11,6 @@ from kvray.store.tables import Tables
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.scene import (
     DYING,
-    LIVING,
     NOW,
     OPERATIONS,
     THEIRS,
@@ -35,7 +34,7 @@ def check_after(scene: Scene, left: Tables, done: Tables) -> None:
     assert (left.slot_checksum[ready] == left.slot_key[ready, 0]).all(), "an unwritten block"
     check_kept(before, left, done)
     assert slots_named(left, scene.held) == slots_named(before, scene.held)
-    assert commit(left, scene.theirs, holder=LIVING) == len(THEIRS)
+    assert commit(left, scene.theirs) == len(THEIRS)
     lease.release_holder(left, DYING)
     slots.strand(left, DYING, now=NOW)
     slots.reclaim(left, before=NOW)
@@ -57,11 +56,16 @@ def check_kept(before: Tables, left: Tables, done: Tables) -> None:
 
 
 def columns_equal(one: Tables, other: Tables) -> bool:
-    """Whether all that is undone is equal, but for what a FREE slot was."""
-    return all(
-        np.array_equal(column, other.columns[name])
-        for name, column in one.columns.items()
-        if name not in ("slot_parent", "slot_checksum")
+    """Whether all that is undone is equal, but for what a FREE slot or an empty entry says."""
+    in_use, entered = one.slot_state > 0, one.index_slot > 0
+    return (
+        all(
+            np.array_equal(column, other.columns[name])
+            for name, column in one.columns.items()
+            if name not in ("slot_parent", "index_tag")
+        )
+        and np.array_equal(one.slot_parent[in_use], other.slot_parent[in_use])
+        and np.array_equal(one.index_tag[entered], other.index_tag[entered])
     )
 
 

@@ -1,0 +1,125 @@
+"""Copies, and copies that are summed: piece by piece, each small enough for a core's own cache.
+
+A copy is bound by memory, and so is the sum of what has left the cache: one after the other they
+take half as long again as the copy alone. In pieces the sum costs a seventh of the copy, and where
+there is much to copy a second thread makes up for that.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from kvray.store.layout import Array
+
+_PIECE_BYTES = 512 * 2**10
+"""Twice this fits into a core's own cache of 1 MiB or more: a piece, and where it goes."""
+
+_ALIGNMENT = 64
+"""A piece whose target starts here is copied a tenth faster than as a part of the whole, and a
+tenth slower if it starts elsewhere: small copies go through the cache, by lines."""
+
+_SHARED_BYTES = 8 * 2**20
+"""From here on a second thread is worth waking up."""
+
+
+class Copy(NamedTuple):
+    """Blocks that are contiguous in target and source, both of shape [num_blocks, block_bytes]."""
+
+    first: int
+    """Place of the first of them among all that are copied."""
+    target: Array
+    source: Array
+
+
+class Copier:
+    """One process's hands for copies; may be used by several threads at once."""
+
+    def __init__(self) -> None:
+        """Use no second thread before there is much to copy, and none in a forked child."""
+        self._second: ThreadPoolExecutor | None = None
+        self._pid = os.getpid()
+
+    def close(self) -> None:
+        """End the second thread. Twice is fine."""
+        if self._second is not None and self._pid == os.getpid():
+            self._second.shutdown()
+        self._second = None
+
+    def copy_and_sum(self, copies: Sequence[Copy], seeds: list[int]) -> Array:
+        """Make `copies` and return the checksum of what is in each target now, u64 [num_blocks].
+
+        Args:
+            copies: in any order; together they have as many blocks as there are seeds.
+            seeds: one a block.
+        """
+        checksums = [0] * len(seeds)  # a list: it takes a few numbers at a time for less
+        turns = iter([(copy, at) for copy in copies for at in _starts(copy)])
+        num_bytes = sum(copy.source.nbytes for copy in copies)
+        if num_bytes < _SHARED_BYTES or not self._may_share():
+            _take_turns(turns, seeds, checksums)
+            return np.array(checksums, dtype="<u8")
+        if self._second is None:
+            self._second = ThreadPoolExecutor(1, "kvray-copy")
+        # What crosses: `turns`, of which each thread takes the next, and its places in `checksums`.
+        second = self._second.submit(_take_turns, turns, seeds, checksums)
+        _take_turns(turns, seeds, checksums)
+        if not second.cancel():  # it has begun, and may be at its last piece
+            second.result()
+        return np.array(checksums, dtype="<u8")
+
+    def _may_share(self) -> bool:
+        return len(os.sched_getaffinity(0)) > 1 and self._pid == os.getpid()
+
+
+def copy_run(target: Array, source: Array) -> None:
+    """Copy blocks that are contiguous in target and source."""
+    if target.ctypes.data % _ALIGNMENT or not (
+        target.flags.c_contiguous and source.flags.c_contiguous
+    ):
+        np.copyto(target, source)
+        return
+    target, source = target.reshape(-1), source.reshape(-1)
+    for at in range(0, len(target), _PIECE_BYTES):
+        np.copyto(target[at : at + _PIECE_BYTES], source[at : at + _PIECE_BYTES])
+
+
+def sum_blocks(blocks: Array, seeds: list[int]) -> list[int]:
+    """Return the checksum of each block: xxh3, seeded with the first 8 bytes of its key."""
+    return list(map(xxhash.xxh3_64_intdigest, blocks, seeds))
+
+
+def _starts(copy: Copy) -> range:
+    """Return where each piece of `copy` starts: as many blocks as it holds, at least one."""
+    return range(0, len(copy.source), _step(copy))
+
+
+def _step(copy: Copy) -> int:
+    return max(1, _PIECE_BYTES // copy.source.shape[1])
+
+
+def _take_turns(turns: Iterator[tuple[Copy, int]], seeds: list[int], checksums: list[int]) -> None:
+    """Make copies until there are none left to make."""
+    for copy, at in turns:
+        stop = at + _step(copy)
+        target, source = copy.target[at:stop], copy.source[at:stop]
+        first = copy.first + at
+        if source.shape[1] > _PIECE_BYTES:
+            checksums[first] = _copy_large(target[0], source[0], seeds[first])
+        else:
+            np.copyto(target, source)
+            stop = first + len(target)
+            checksums[first:stop] = sum_blocks(target, seeds[first:stop])
+
+
+def _copy_large(target: Array, source: Array, seed: int) -> int:
+    """Copy one block piece by piece; return what `sum_blocks` would of the copy."""
+    digest = xxhash.xxh3_64(seed=seed)
+    for at in range(0, len(source), _PIECE_BYTES):
+        piece = target[at : at + _PIECE_BYTES]
+        np.copyto(piece, source[at : at + _PIECE_BYTES])
+        digest.update(piece.data)
+    return int(digest.intdigest())
