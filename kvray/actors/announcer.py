@@ -10,7 +10,7 @@ import numpy as np
 from kvray.actors.lookup import Announcement, Answer
 from kvray.errors import KVRayError
 from kvray.index import PARTS_MAX
-from kvray.store import Arena
+from kvray.store import Arena, ArenaOwner
 
 _log = logging.getLogger("kvray.shard")
 
@@ -39,16 +39,16 @@ class Announcer:
         self._lookup_epoch: str | None = None
         self._is_heard = True
 
-    def collect(self, arena: Arena) -> bool:
-        """Note what changed in `arena`; True if there is something to announce at once.
+    def collect(self, owner: ArenaOwner) -> bool:
+        """Note what changed in the arena of `owner`; True if there is something to announce at once.
 
         While the lookup does not answer, the next heartbeat is early enough.
         """
         if self._seen is None:
-            self._start(arena)
-        slots, ready, keys = arena.changes_since(self._seen)
+            self._start(owner.arena)
+        slots, ready, keys = owner.changes_since(self._seen)
         if len(slots):
-            parts = arena.tables.slot_part[slots]
+            parts = owner.arena.tables.slot_part[slots]
             # One engine's absurd part must not have everything refused that the shard announces.
             ready &= parts < PARTS_MAX
             gone = self._held[slots]

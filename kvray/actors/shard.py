@@ -24,8 +24,9 @@ from kvray.actors.long_leases import LongLeases
 from kvray.actors.ownership import remove_files, sweep
 from kvray.actors.replicas import Replicas
 from kvray.errors import KVRayError, ShardUnavailable
-from kvray.store import Arena, ArenaSpec
+from kvray.store import Arena, ArenaOwner, ArenaSpec
 from kvray.store.arena import ARENA_FILE
+from kvray.store.prefault import Populator
 from kvray.wire import SOCKET_FILE
 
 _log = logging.getLogger("kvray.shard")
@@ -72,7 +73,7 @@ class Shard:
         self._settings = settings
         self._announcer = Announcer(name, announce)
         self._replicas = Replicas()
-        self._arena: Arena | None = None
+        self._owner: ArenaOwner | None = None
         self._epoch = 0
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -105,8 +106,8 @@ class Shard:
     def status(self) -> dict[str, Any]:
         """Return state, arena figures and replicas."""
         status = {"shard": self.name, "directory": str(self._settings.directory), **self._state}
-        if self._arena is not None and self._state["state"] == "serving":
-            status["arena"] = self._arena.stats()
+        if self._owner is not None and self._state["state"] == "serving":
+            status["arena"] = self._owner.arena.stats()
             status["replicas"] = self._replicas.status()
         return status
 
@@ -141,10 +142,10 @@ class Shard:
             raise ShardUnavailable(f"{self.name} was not started.")
         return self._loop
 
-    def _serving(self) -> Arena:
-        if self._arena is None or self._state["state"] != "serving":
+    def _serving(self) -> ArenaOwner:
+        if self._owner is None or self._state["state"] != "serving":
             raise ShardUnavailable(f"{self.name} is {self._state['state']}; see `kvray status`.")
-        return self._arena
+        return self._owner
 
     def _run(self) -> None:
         loop = self._require_loop()
@@ -182,15 +183,18 @@ class Shard:
         server = EngineServer(
             directory / SOCKET_FILE, requests.handlers(), self._replicas.disconnect
         )
-        arena = None
+        arena = populator = None
         try:
             arena = await self._require_loop().run_in_executor(None, self._open_arena)
-            if await self._adopt(arena):
+            owner, populator = ArenaOwner(arena), Populator(arena.tables)
+            if await self._adopt(owner):
                 await server.start()
-                self._arena, self._state = arena, {"state": "serving"}
-                await self._serve(arena)
+                self._owner, self._state = owner, {"state": "serving"}
+                await self._serve(owner)
         finally:
             await server.close()
+            if populator is not None:
+                populator.stop()
             if arena is not None:
                 arena.close()
             if self._retire or not (directory / ARENA_FILE).exists():
@@ -205,11 +209,11 @@ class Shard:
             await self._pause(_RETRY_S)
         return False
 
-    async def _adopt(self, arena: Arena) -> bool:
+    async def _adopt(self, owner: ArenaOwner) -> bool:
         """Take the arena over, however long some process keeps its lock; False if stopped."""
         while not self._stopping.is_set():
             try:
-                self._epoch = arena.adopt()
+                self._epoch = owner.adopt()
             except ShardUnavailable as error:
                 _log.warning("%s: waits to take the arena over: %s", self.name, error)
                 self._state = {"state": "starting", "done": 0, "total": 0, "message": str(error)}
@@ -235,10 +239,10 @@ class Shard:
         self._state = {"state": "preparing", "done": done, "total": total}
 
     def _identity(self) -> dict[str, Any]:
-        arena = self._serving()
+        arena = self._serving().arena
         return {"shard": self.name, "arena_id": arena.arena_id, "shard_epoch": self._epoch}
 
-    async def _serve(self, arena: Arena) -> None:
+    async def _serve(self, owner: ArenaOwner) -> None:
         """Do the shard's regular work until told to stop."""
         settings, loop = self._settings, self._require_loop()
         heartbeat_at = 0.0
@@ -248,22 +252,22 @@ class Shard:
             now = time.monotonic()
             if now >= heartbeat_at:
                 heartbeat_at, is_due = now + settings.heartbeat_s, True
-                self._bury_and_warn(arena)
-            arena.evict_ahead(settings.free_target)
+                self._bury_and_warn(owner)
+            owner.evict_ahead(settings.free_target)
             # A lookup that does not answer keeps the shard from announcing, but from nothing else.
             if sending is None or sending.done():
                 if sending is not None:
                     sending.result()
                     sending = None
-                if self._announcer.collect(arena) or is_due:
+                if self._announcer.collect(owner) or is_due:
                     sending = loop.run_in_executor(None, self._announcer.send, self._epoch)
                     is_due = False
             await self._pause(settings.announce_s)
         if sending is not None:
             await asyncio.wait([sending], timeout=_LAST_SEND_S)
 
-    def _bury_and_warn(self, arena: Arena) -> None:
-        for label in arena.bury_dead(limbo_s=self._settings.limbo_s):
+    def _bury_and_warn(self, owner: ArenaOwner) -> None:
+        for label in owner.bury_dead(limbo_s=self._settings.limbo_s):
             _log.warning("%s: holder %s died; its leases ended", self.name, label)
-        for label, num_slots in self._long_leases.newly(arena, now=time.monotonic()):
+        for label, num_slots in self._long_leases.newly(owner.arena, now=time.monotonic()):
             _log.warning("%s: holder %s has leased %d slots for long", self.name, label, num_slots)

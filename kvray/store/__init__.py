@@ -3,6 +3,7 @@
 from kvray.store.arena import Arena
 from kvray.store.arena_file import ArenaSpec
 from kvray.store.lease import Lease
+from kvray.store.owner import ArenaOwner
 from kvray.store.slots import Reservation
 
-__all__ = ["Arena", "ArenaSpec", "Lease", "Reservation"]
+__all__ = ["Arena", "ArenaOwner", "ArenaSpec", "Lease", "Reservation"]

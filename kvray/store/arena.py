@@ -20,19 +20,17 @@ from kvray.block import BlockKey
 from kvray.errors import CapacityError, ConfigError, CorruptBlock, LeaseExpired, ShardUnavailable
 from kvray.store import (
     arena_file,
-    eviction,
     holders,
     key_index,
     lease,
     payload,
     repair,
-    slabs,
     slots,
 )
 from kvray.store.arena_file import ARENA_FILE, ArenaSpec, Progress, lock_path
 from kvray.store.copier import Copier
 from kvray.store.figures import figures
-from kvray.store.layout import LIMBO, LIVE, READY, RETIRED
+from kvray.store.layout import LIVE, READY
 from kvray.store.lease import Lease
 from kvray.store.lock import HOLDER_BYTES, ArenaLock, SideFile
 from kvray.store.slots import Reservation
@@ -50,9 +48,6 @@ _ROOM_TRIES = 4
 """How often a writer looks for blocks to evict that turn out to be in use, before it drops some."""
 
 _NOTHING = np.empty(0, dtype=np.int64)
-
-_EVICT_BATCH = 256
-"""Blocks that one section evicts when nobody waits for them: the lock is kept for a moment only."""
 
 
 class Arena:
@@ -77,18 +72,17 @@ class Arena:
         self.cluster_name: str = header["cluster_name"].item().decode(errors="replace")
         try:
             # Not created here: a retired arena's must not come back.
-            self._side_file = SideFile.at(lock_path(directory, self.arena_id), create=False)
+            self.side_file = SideFile.at(lock_path(directory, self.arena_id), create=False)
         except OSError as error:
             raise ShardUnavailable(
                 f"The arena in {directory} has no lock file that can be opened"
                 f" ({error.strerror}); it is being replaced, or restart the tier."
             ) from None
-        self._lock = ArenaLock(self._side_file)
+        self._lock = ArenaLock(self.side_file)
         self._copier = Copier()
-        self._is_owner = False
         self._holder: int | None = None
         if self.retired:
-            raise ShardUnavailable(self._no_entry())
+            raise ShardUnavailable(self.no_entry())
 
     @classmethod
     def create(
@@ -156,14 +150,14 @@ class Arena:
             CapacityError: every row of the holder table is taken by a living process.
             ShardUnavailable: the lock could not be had, or the arena is retired.
         """
-        with self._section(_JOIN_WAIT_S) as entered:
+        with self.section(_JOIN_WAIT_S) as entered:
             refused = not entered or self.retired
             if not refused and self._holder is None:
                 self._holder = holders.enter(
-                    self.tables, self._side_file, label, now=time.monotonic()
+                    self.tables, self.side_file, label, now=time.monotonic()
                 )
         if refused:
-            raise ShardUnavailable(self._no_entry())
+            raise ShardUnavailable(self.no_entry())
         if self._holder is None:
             raise CapacityError(
                 "All holder rows of the arena are taken; raise arena.holders_max and restart the"
@@ -175,14 +169,14 @@ class Arena:
         """Give back all that this process holds; its copies must have ended. Twice is fine."""
         if self._holder is None:
             return
-        with self._section(_JOIN_WAIT_S) as entered:
+        with self.section(_JOIN_WAIT_S) as entered:
             # In the section, so that no other thread leases or reserves for a row that is gone.
             row, self._holder = self._holder, None
             # Without the lock, ending the liveness lock is enough: the owner buries the row.
             if entered and row is not None:
                 holders.leave(self.tables, row)
         if row is not None:
-            self._side_file.unlock(HOLDER_BYTES + row)
+            self.side_file.unlock(HOLDER_BYTES + row)
 
     # -- reading ------------------------------------------------------------------------------
 
@@ -198,7 +192,7 @@ class Arena:
             LeaseExpired: this process is no holder.
         """
         packed, holder = _packed(keys, num_parts), self.holder
-        with self._section(self.lock_wait_s) as entered:
+        with self.section(self.lock_wait_s) as entered:
             if not entered or not self._is_open(holder):
                 return None
             found = lease.match(self.tables, packed, num_parts)
@@ -221,7 +215,7 @@ class Arena:
             LeaseExpired: this process is no holder.
         """
         holder = self.holder
-        with self._section(self.lock_wait_s) as entered:
+        with self.section(self.lock_wait_s) as entered:
             if not entered or not self._is_open(holder):
                 return None
             ready = chosen[self.tables.slot_state[chosen] == READY]
@@ -231,7 +225,7 @@ class Arena:
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> int | None:
         """Return how many leading `keys` are here now, without holding them; None if busy."""
         packed = _packed(keys, num_parts)
-        with self._section(self.lock_wait_s) as entered:
+        with self.section(self.lock_wait_s) as entered:
             if not entered or self.retired:
                 return None
             return len(lease.match(self.tables, packed, num_parts)[0])
@@ -240,7 +234,7 @@ class Arena:
         """End leases, of whichever process of this node; False if busy: retry."""
         if not leases:
             return True
-        with self._section(self.lock_wait_s if wait_s is None else wait_s) as entered:
+        with self.section(self.lock_wait_s if wait_s is None else wait_s) as entered:
             for one in leases if entered else ():
                 lease.release(self.tables, one)
             return entered
@@ -307,7 +301,7 @@ class Arena:
 
     def quarantine(self, chosen: Array, *, wait_s: float | None = None) -> None:
         """Take slots whose bytes proved wrong out of service; if busy, the next reader will."""
-        with self._section(self.lock_wait_s if wait_s is None else wait_s) as entered:
+        with self.section(self.lock_wait_s if wait_s is None else wait_s) as entered:
             if entered:
                 slots.quarantine(self.tables, chosen)
 
@@ -349,7 +343,7 @@ class Arena:
         before = None if parent is None else key_index.pack_keys([parent])
         candidates, is_last = slots.Candidates(), False
         for tries_left in reversed(range(_ROOM_TRIES)):
-            with self._section(self.lock_wait_s if wait_s is None else wait_s) as entered:
+            with self.section(self.lock_wait_s if wait_s is None else wait_s) as entered:
                 if not entered or not self._is_open(holder):
                     return None
                 made = slots.reserve(
@@ -397,7 +391,7 @@ class Arena:
             )
         if not len(sums):
             return True
-        with self._section(wait_s) as entered:
+        with self.section(wait_s) as entered:
             if entered:
                 slots.commit(self.tables, reservation, sums)
             return entered
@@ -406,107 +400,17 @@ class Arena:
         """Give reserved slots back unwritten; False if busy: retry."""
         if not len(reservation.slots) or self._holder is None:
             return True
-        with self._section(wait_s) as entered:
+        with self.section(wait_s) as entered:
             if entered:
                 slots.abort(self.tables, reservation)
             return entered
-
-    # -- the owner's part ---------------------------------------------------------------------
-
-    def adopt(self) -> int:
-        """Take over as owner: fence off the owner before, derive the tables anew.
-
-        Returns:
-            The new shard_epoch.
-
-        Raises:
-            ShardUnavailable: the lock could not be had.
-        """
-        self._is_owner = True
-        with self._section(self.lock_wait_s) as entered:
-            if entered:
-                repair.rebuild(self.tables, now=time.monotonic())
-                self.tables.shard_epoch += 1
-                return int(self.tables.shard_epoch)
-        self._is_owner = False
-        raise ShardUnavailable(self._no_entry())
-
-    def bury_dead(self, *, limbo_s: float) -> list[str]:
-        """End what dead holders held; return their labels."""
-        tables, side_file = self.tables, self._side_file
-        if not holders.dead_rows(tables, side_file) and not (tables.slot_state >= LIMBO).any():
-            return []
-        with self._section(self.lock_wait_s) as entered:
-            if not entered:
-                return []
-            now = time.monotonic()
-            # Looked for again: a living process may have got a dead one's row meanwhile.
-            dead = holders.dead_rows(tables, side_file)
-            labels = [holders.bury(tables, row, now=now) for row in dead]
-            slots.reclaim(tables, before=now - limbo_s)
-        return labels
-
-    def evict_ahead(self, free_target: float) -> int:
-        """Evict until a `free_target` share is free for each block size; return how many went."""
-        sizes = np.unique(self.tables.slab_block_bytes)
-        sizes = sizes[sizes > 0]
-        return sum(self._evict_ahead(size, free_target) for size in sizes.tolist())
-
-    def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:
-        """Return what became or ceased to be READY since `seen`, and bring `seen` up to date.
-
-        A slot may have changed more than once: what it held before is for the caller to remember.
-
-        Args:
-            seen: the slot versions at the last call, u32 [num_slots]; changed in place.
-
-        Returns:
-            (slots that changed, mask of those READY now, their keys, which mean nothing where a
-            slot is not READY).
-        """
-        # Without the lock: what is missed by a moment is seen the next time.
-        changed = np.flatnonzero(self.tables.slot_version != seen)
-        if len(changed):
-            with self._section(self.lock_wait_s) as entered:
-                changed = changed if entered else _NOTHING
-                seen[changed] = self.tables.slot_version[changed]
-                ready = self.tables.slot_state[changed] == READY
-                return changed, ready, self.tables.slot_key[changed]
-        return changed, changed.astype(bool), self.tables.slot_key[changed]
-
-    def clear(self) -> int:
-        """Evict every block that nobody leases; return how many.
-
-        Raises:
-            ShardUnavailable: the lock could not be had; some blocks may have gone.
-        """
-        everything = np.arange(self.tables.geometry.num_slots)
-        cleared = 0
-        while True:
-            went = self._evict(_EVICT_BATCH, within=everything, wait_s=_PATIENT_S)
-            if went is None:
-                raise ShardUnavailable(self._no_entry())
-            if not went:
-                return cleared
-            cleared += went
-
-    def retire(self) -> None:
-        """End this arena: its holders detach; the file and its side file are unlinked."""
-        self.tables.state = RETIRED
-        path = self.directory / ARENA_FILE
-        # The name may be the successor's already.
-        if arena_file.holds_arena(path, self.arena_id):
-            path.unlink(missing_ok=True)
-        self._side_file.path.unlink(missing_ok=True)
 
     def stats(self) -> dict[str, Any]:
         """Return figures for people; read without the lock, so they may be a moment apart."""
         return {"arena_id": self.arena_id, **figures(self.tables)}
 
-    # -- inside -------------------------------------------------------------------------------
-
     @contextmanager
-    def _section(self, wait_s: float) -> Iterator[bool]:
+    def section(self, wait_s: float, *, may_rebuild: bool = False) -> Iterator[bool]:
         """Hold the lock; False: it was taken, or the tables have to be rebuilt by the owner.
 
         What is written inside stands when the section ends, or not at all: an exception undoes
@@ -517,7 +421,7 @@ class Arena:
             return
         undo = self.tables.undo
         try:
-            entered = not undo.is_open or self._repair()
+            entered = not undo.is_open or self._repair(may_rebuild=may_rebuild)
             yield entered
             if entered:
                 undo.settle()
@@ -527,10 +431,20 @@ class Arena:
         finally:
             self._lock.release()
 
-    def _repair(self) -> bool:
+    def no_entry(self) -> str:
+        """Return a sentence that says why a section was not entered."""
+        if self.side_file.detached:
+            return "A forked process cannot use its parent's arena; start it with spawn instead."
+        if self.retired:
+            return f"The arena in {self.directory} is retired; open its successor."
+        return f"The arena in {self.directory} stays locked; try again."
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _repair(self, *, may_rebuild: bool) -> bool:
         """Undo what somebody who died had begun; False if only the owner can mend it."""
         if not self.tables.undo.roll_back():
-            if not self._is_owner:
+            if not may_rebuild:
                 return False
             repair.rebuild(self.tables, now=time.monotonic())
         self.tables.repairs += 1
@@ -540,13 +454,6 @@ class Arena:
         """Whether `holder` may take something new: another thread may have left or retired."""
         return self._holder == holder and not self.retired
 
-    def _no_entry(self) -> str:
-        if self._side_file.detached:
-            return "A forked process cannot use its parent's arena; start it with spawn instead."
-        if self.retired:
-            return f"The arena in {self.directory} is retired; open its successor."
-        return f"The arena in {self.directory} stays locked; try again."
-
     def _is_sound(self, held: Lease, chosen: Array, sound: Array | None) -> Array:
         """Return a mask of the blocks that may be used, once they have been copied or summed."""
         if lease.leased_slots(self.tables, held) is None:
@@ -555,27 +462,6 @@ class Arena:
             )
         ready: Array = self.tables.slot_state[chosen] == READY
         return ready if sound is None else ready & sound
-
-    def _evict_ahead(self, block_bytes: int, free_target: float) -> int:
-        evicted = 0
-        while (short := slabs.shortfall(self.tables, block_bytes, free_target)) > 0:
-            within = slabs.slots_of(self.tables, block_bytes)
-            went = self._evict(min(short, _EVICT_BATCH), within=within, wait_s=self.lock_wait_s)
-            if not went:
-                break
-            evicted += went
-        return evicted
-
-    def _evict(self, count: int, *, within: Array, wait_s: float) -> int | None:
-        """Evict up to `count` blocks in one section; None if the arena was busy."""
-        # The search among all slots is done outside: the lock is kept for a moment only.
-        found = eviction.choose_victims(self.tables, count, within=within, protect=_NOTHING)
-        with self._section(wait_s) as entered:
-            if not entered:
-                return None
-            victims = eviction.keep_evictable(self.tables, found, protect=_NOTHING)
-            slots.evict(self.tables, victims)
-            return len(victims)
 
 
 def _packed(keys: Sequence[BlockKey], num_parts: int) -> Array:

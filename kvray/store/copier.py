@@ -98,7 +98,8 @@ def _starts(copy: Copy) -> range:
 
 
 def _step(copy: Copy) -> int:
-    return max(1, _PIECE_BYTES // copy.source.shape[1])
+    block_bytes: int = copy.source.shape[1]
+    return max(1, _PIECE_BYTES // block_bytes)
 
 
 def _take_turns(turns: Iterator[tuple[Copy, int]], seeds: list[int], checksums: list[int]) -> None:

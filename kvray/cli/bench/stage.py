@@ -13,7 +13,7 @@ from kvray.cli.bench.scale import NUM_READERS, Scale
 from kvray.cli.bench.worker import Worker, call_all
 from kvray.cli.interrupts import Interrupts
 from kvray.errors import ConfigError
-from kvray.store import Arena, ArenaSpec
+from kvray.store import Arena, ArenaOwner, ArenaSpec
 
 _LOCK_WAIT_S = 1.0
 
@@ -53,7 +53,7 @@ class Stage:
     def clear(self) -> None:
         """Evict every block."""
         assert self._arena is not None
-        self._arena.clear()
+        ArenaOwner(self._arena).clear()
 
     def next_chain(self) -> int:
         """Return the number of a chain that nothing has been stored under yet."""
@@ -66,7 +66,7 @@ class Stage:
 
     def _drop_arena(self) -> None:
         if self._arena is not None:
-            self._arena.retire()
+            ArenaOwner(self._arena).retire()
             self._arena.close()
             self._arena = None
 

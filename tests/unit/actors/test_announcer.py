@@ -10,7 +10,7 @@ from kvray.actors import announcer as announcer_module
 from kvray.actors.announcer import Announcer
 from kvray.actors.lookup import Lookup
 from kvray.block import BlockKey
-from kvray.store import Arena
+from kvray.store import Arena, ArenaOwner
 from tests.unit.actors.small_shard import Line
 from tests.unit.store.small_arena import chain, make_arena, store
 
@@ -32,9 +32,9 @@ def announcer(line: Line) -> Announcer:
 
 def tell(announcer: Announcer, arena: Arena, *, epoch: int = 1) -> None:
     """Do what a shard does in one round, until nothing waits any more."""
-    announcer.collect(arena)
+    announcer.collect(ArenaOwner(arena))
     announcer.send(epoch)
-    while announcer.collect(arena):
+    while announcer.collect(ArenaOwner(arena)):
         announcer.send(epoch)
 
 
@@ -46,7 +46,7 @@ def test_what_is_committed_and_evicted_is_announced(
     store(arena, keys)
     tell(announcer, arena)
     assert line.matched(keys) == 5
-    arena.clear()
+    ArenaOwner(arena).clear()
     tell(announcer, arena)
     assert line.matched(keys) == 0
     assert len(line.lookup.index) == 0
@@ -67,7 +67,7 @@ def test_a_slot_given_to_another_block_between_two_rounds_is_told_right(
     old, new = chain(4, seed="old"), chain(4, seed="new")
     store(arena, old)
     tell(announcer, arena)
-    arena.clear()
+    ArenaOwner(arena).clear()
     store(arena, new)
     tell(announcer, arena)
     assert (line.matched(old), line.matched(new)) == (0, 4)
@@ -79,7 +79,7 @@ def test_a_block_evicted_and_stored_again_between_two_rounds_stays(
     keys = chain(4)
     store(arena, keys)
     tell(announcer, arena)
-    arena.clear()
+    ArenaOwner(arena).clear()
     store(arena, chain(2, seed="other"))
     store(arena, keys)
     tell(announcer, arena)
@@ -133,7 +133,7 @@ def test_a_restarted_lookup_is_rebuilt_within_two_rounds(
 def test_no_number_is_given_twice(announcer: Announcer, arena: Arena, line: Line) -> None:
     for cut in (False, True, False, False):
         line.cut = cut
-        announcer.collect(arena)
+        announcer.collect(ArenaOwner(arena))
         announcer.send(1)
     assert [each.sequence for each in line.heard] == [1, 3, 4]
     assert [each.full for each in line.heard] == [True, True, False]
@@ -147,8 +147,8 @@ def test_announcements_are_bounded_and_their_order_kept(
     store(arena, first)
     tell(announcer, arena)
     assert line.matched(first) == 20
-    arena.clear()
-    announcer.collect(arena)
+    ArenaOwner(arena).clear()
+    announcer.collect(ArenaOwner(arena))
     store(arena, second)
     store(arena, first)
     tell(announcer, arena)
@@ -165,7 +165,7 @@ def test_a_full_announcement_in_pieces_replaces_what_was_there(
     store(arena, gone)
     tell(announcer, arena)
     line.cut = True
-    arena.clear()
+    ArenaOwner(arena).clear()
     store(arena, kept)
     tell(announcer, arena)
     line.cut = False

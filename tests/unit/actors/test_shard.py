@@ -18,7 +18,7 @@ from kvray.actors.ownership import sweep
 from kvray.actors.shard import Shard
 from kvray.errors import ConfigError, LayoutMismatch, ShardUnavailable
 from kvray.node.shard_socket import ShardSocket
-from kvray.store import Arena, ArenaSpec
+from kvray.store import Arena, ArenaOwner, ArenaSpec
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import (
     NAMESPACE,
@@ -177,7 +177,7 @@ def test_a_defect_in_the_loop_is_logged_and_reported(
     crashed = threading.Event()
     shard = make_shard(crashed=crashed.set)
     wait_until_serving(shard)
-    monkeypatch.setattr(Arena, "bury_dead", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(ArenaOwner, "bury_dead", lambda *_, **__: 1 // 0)
     assert crashed.wait(5)
     assert "ZeroDivisionError" in caplog.text
     assert shard.status()["state"] == "failed"

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvray.store import Arena
+from kvray.store import Arena, ArenaOwner
 from kvray.store.lock import ArenaLock, SideFile
 from tests.unit.store import small_arena
 
@@ -18,6 +18,7 @@ def main() -> None:
     directory = Path(sys.argv[1])
     scope = {
         "ArenaLock": ArenaLock,
+        "ArenaOwner": ArenaOwner,
         "Path": Path,
         "SideFile": SideFile,
         "directory": directory,

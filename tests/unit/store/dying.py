@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvray.store import Arena, Lease, Reservation
+from kvray.store import Arena, ArenaOwner, Lease, Reservation
 from tests.unit.store.conftest import ROOT
 from tests.unit.store.small_arena import SLOT, chain, pool_of
 from tests.unit.store.write_log import WatchedTables, Write
@@ -114,10 +114,10 @@ OPERATIONS: dict[str, tuple[Step, Step]] = {
     "abort": (Life.write, Life.abort),
     "leave": (Life.take_and_write, lambda life: life.arena.leave()),
     "quarantine": (Life.join, Life.quarantine),
-    "bury": (Life.join, lambda life: life.arena.bury_dead(limbo_s=0)),
-    "evict": (Life.join, lambda life: life.arena.evict_ahead(0.5)),
-    "clear": (Life.join, lambda life: life.arena.clear()),
-    "adopt": (Life.take_and_write, lambda life: life.arena.adopt()),
+    "bury": (Life.join, lambda life: ArenaOwner(life.arena).bury_dead(limbo_s=0)),
+    "evict": (Life.join, lambda life: ArenaOwner(life.arena).evict_ahead(0.5)),
+    "clear": (Life.join, lambda life: ArenaOwner(life.arena).clear()),
+    "adopt": (Life.take_and_write, lambda life: ArenaOwner(life.arena).adopt()),
 }
 """Name -> what is prepared, and what is done."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvray.block import BlockKey
 from kvray.errors import CapacityError, ConfigError, LeaseExpired, ShardUnavailable
-from kvray.store import Arena, holders
+from kvray.store import Arena, ArenaOwner, holders
 from kvray.store.layout import FREE, LIMBO, RESERVED
 from kvray.store.lock import HOLDER_BYTES, SideFile
 from kvray.store.tables import Tables
@@ -204,7 +204,7 @@ def test_leave_gives_everything_back_and_the_row_is_used_again(arena: Arena) -> 
     check_invariants(arena.tables)
     assert arena.join("again") == row
     assert int(arena.tables.holder_generation[row]) == 2
-    assert arena.bury_dead(limbo_s=0) == []
+    assert ArenaOwner(arena).bury_dead(limbo_s=0) == []
 
 
 def test_joining_twice_is_joining_once(arena: Arena) -> None:
@@ -283,7 +283,7 @@ def test_closed_arena_says_so(directory: Path) -> None:
 
 def die(arena: Arena) -> None:
     """End the liveness lock, which is all that a death does."""
-    arena._side_file.unlock(HOLDER_BYTES + arena.holder)
+    arena.side_file.unlock(HOLDER_BYTES + arena.holder)
 
 
 def test_dead_holder_is_buried_with_its_label(arena: Arena, second: Arena) -> None:
@@ -291,15 +291,15 @@ def test_dead_holder_is_buried_with_its_label(arena: Arena, second: Arena) -> No
     assert second.lease(KEYS)
     made = second.reserve(chain(3, seed="x"), parent=None, depth=0, part=0, block_bytes=SLOT)
     assert made
-    assert arena.bury_dead(limbo_s=1000) == []
+    assert ArenaOwner(arena).bury_dead(limbo_s=1000) == []
     die(second)
-    assert arena.bury_dead(limbo_s=1000) == ["second"]
+    assert ArenaOwner(arena).bury_dead(limbo_s=1000) == ["second"]
     assert not arena.tables.slot_leases.any()
     assert set(arena.tables.slot_state[made.slots].tolist()) == {LIMBO}
     check_invariants(arena.tables)
-    assert arena.bury_dead(limbo_s=1000) == []
+    assert ArenaOwner(arena).bury_dead(limbo_s=1000) == []
     assert set(arena.tables.slot_state[made.slots].tolist()) == {LIMBO}
-    arena.bury_dead(limbo_s=0)
+    ArenaOwner(arena).bury_dead(limbo_s=0)
     assert set(arena.tables.slot_state[made.slots].tolist()) == {FREE}
 
 
@@ -314,7 +314,7 @@ def test_row_of_a_dead_holder_goes_to_the_next_who_joins(
     assert third.join("third") == row
     assert not arena.tables.slot_leases.any()
     assert third.lease(KEYS)
-    assert arena.bury_dead(limbo_s=0) == []
+    assert ArenaOwner(arena).bury_dead(limbo_s=0) == []
     assert arena.tables.slot_leases.any()
     third.close()
 
@@ -336,7 +336,7 @@ def test_row_that_was_taken_again_meanwhile_is_not_buried(
         return calls[-1]
 
     monkeypatch.setattr(holders, "dead_rows", look_and_be_late)
-    assert arena.bury_dead(limbo_s=0) == []
+    assert ArenaOwner(arena).bury_dead(limbo_s=0) == []
     assert calls == [[third.holder], []]
     assert int(arena.tables.slot_leases.sum()) == 10
     third.close()
@@ -346,17 +346,17 @@ def test_row_that_was_taken_again_meanwhile_is_not_buried(
 
 
 def test_adopting_counts_the_epoch_up(arena: Arena, second: Arena) -> None:
-    assert [arena.adopt(), second.adopt()] == [1, 2]
+    assert [ArenaOwner(arena).adopt(), ArenaOwner(second).adopt()] == [1, 2]
 
 
 def test_evicting_ahead_frees_the_share_that_is_asked(arena: Arena) -> None:
     for number in range(4):
         store(arena, chain(14, seed=str(number)))
-    assert arena.evict_ahead(0.1) == 0, "a spare slab is room enough"
+    assert ArenaOwner(arena).evict_ahead(0.1) == 0, "a spare slab is room enough"
     store(arena, chain(8, seed="last"))
-    assert arena.evict_ahead(0.0) == 0
-    assert arena.evict_ahead(0.25) == 16
-    assert arena.evict_ahead(0.25) == 0
+    assert ArenaOwner(arena).evict_ahead(0.0) == 0
+    assert ArenaOwner(arena).evict_ahead(0.25) == 16
+    assert ArenaOwner(arena).evict_ahead(0.25) == 0
     assert arena.match(chain(14, seed="3")) == 14
     check_invariants(arena.tables)
 
@@ -366,9 +366,9 @@ def test_evicting_ahead_looks_at_each_block_size(arena: Arena) -> None:
     store(arena, small)
     store(arena, large, block_bytes=2 * SLOT)
     assert arena.lease(small[:20])
-    assert arena.evict_ahead(0.25) == 8
+    assert ArenaOwner(arena).evict_ahead(0.25) == 8
     assert (arena.match(small), arena.match(large)) == (24, 16)
-    assert arena.evict_ahead(0.5) == 4 + 4
+    assert ArenaOwner(arena).evict_ahead(0.5) == 4 + 4
     assert (arena.match(small), arena.match(large)) == (20, 12)
     assert arena.lease(small[20:]) == []
     check_invariants(arena.tables)
@@ -378,7 +378,7 @@ def test_evicting_ahead_stops_at_what_is_leased(arena: Arena) -> None:
     keys = chain(64)
     store(arena, keys)
     leases = arena.lease(keys[:60])
-    assert arena.evict_ahead(0.5) == 4
+    assert ArenaOwner(arena).evict_ahead(0.5) == 4
     assert leases
     arena.release(*leases)
     check_invariants(arena.tables)
@@ -388,7 +388,7 @@ def test_clear_spares_what_is_leased(arena: Arena) -> None:
     store(arena, KEYS)
     store(arena, chain(20, seed="x"))
     leases = arena.lease(KEYS[:4])
-    assert arena.clear() == 26
+    assert ArenaOwner(arena).clear() == 26
     assert arena.match(KEYS) == 4
     assert leases
     assert fetch(arena, KEYS, leases[0])
@@ -397,15 +397,15 @@ def test_clear_spares_what_is_leased(arena: Arena) -> None:
 
 def test_changes_are_told_once(arena: Arena) -> None:
     seen = np.zeros(arena.tables.geometry.num_slots, dtype=np.uint32)
-    assert len(arena.changes_since(seen)[0]) == 0
+    assert len(ArenaOwner(arena).changes_since(seen)[0]) == 0
     made = store(arena, KEYS)
-    changed, ready, keys = arena.changes_since(seen)
+    changed, ready, keys = ArenaOwner(arena).changes_since(seen)
     assert changed.tolist() == made.slots.tolist()
     assert ready.all()
     assert [key.tobytes() for key in keys] == KEYS
-    assert len(arena.changes_since(seen)[0]) == 0
-    arena.clear()
-    changed, ready, _ = arena.changes_since(seen)
+    assert len(ArenaOwner(arena).changes_since(seen)[0]) == 0
+    ArenaOwner(arena).clear()
+    changed, ready, _ = ArenaOwner(arena).changes_since(seen)
     assert len(changed) == 10
     assert not ready.any()
 
@@ -417,9 +417,9 @@ def test_changes_wait_while_the_arena_is_locked(
     store(arena, KEYS)
     monkeypatch.setattr("kvray.store.arena._PATIENT_S", BUSY_S)
     arena._lock.acquire(0)
-    assert len(second.changes_since(seen)[0]) == 0
+    assert len(ArenaOwner(second).changes_since(seen)[0]) == 0
     arena._lock.release()
-    assert len(second.changes_since(seen)[0]) == 10
+    assert len(ArenaOwner(second).changes_since(seen)[0]) == 10
 
 
 def test_figures_are_those_of_the_tables(arena: Arena) -> None:
@@ -438,7 +438,7 @@ def test_retired_arena_gives_nothing_new_but_takes_everything_back(
     store(arena, KEYS)
     leases = second.lease(KEYS)
     made = second.reserve(chain(3, seed="x"), parent=None, depth=0, part=0, block_bytes=SLOT)
-    arena.retire()
+    ArenaOwner(arena).retire()
     assert second.retired
     assert second.lease(KEYS) is None
     assert second.match(KEYS) is None
@@ -460,6 +460,6 @@ def test_lease_of_slots_takes_those_that_are_ready(arena: Arena) -> None:
     held = arena.lease_slots(np.arange(arena.tables.geometry.num_slots))
     assert held is not None
     assert arena.leased_slots(held).tolist() == sorted(made.slots.tolist())
-    arena.clear()
+    ArenaOwner(arena).clear()
     assert arena.match(chain(5)) == 5
     assert arena.release(held)

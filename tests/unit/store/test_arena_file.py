@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
-from kvray.store import Arena, ArenaSpec, prefault
+from kvray.store import Arena, ArenaOwner, ArenaSpec, prefault
 from kvray.store.arena_file import ARENA_FILE
 from kvray.store.layout import FORMAT_VERSION, HEADER
 from tests.unit.store.mounted import huge_pages, run_mounted
@@ -94,7 +94,7 @@ def test_retired_arena_is_refused_and_its_lock_file_does_not_come_back(directory
     arena = make_arena(directory)
     kept = directory / "kept"
     os.link(directory / ARENA_FILE, kept)
-    arena.retire()
+    ArenaOwner(arena).retire()
     assert [path.name for path in directory.iterdir()] == ["kept"]
     kept.rename(directory / ARENA_FILE)
     with pytest.raises(ShardUnavailable):
@@ -106,7 +106,7 @@ def test_retired_arena_is_refused_and_its_lock_file_does_not_come_back(directory
 def test_retiring_spares_the_successor(directory: Path) -> None:
     old = make_arena(directory)
     new = make_arena(directory)
-    old.retire()
+    ArenaOwner(old).retire()
     opened = Arena(directory, lock_wait_s=1)
     assert opened.arena_id == new.arena_id
     opened.join("x")
@@ -199,7 +199,7 @@ def test_arena_on_hugetlbfs_is_used_like_any_other() -> None:
 
 ON_HUGETLBFS = """
 import socket
-from kvray.store import Arena, ArenaSpec
+from kvray.store import Arena, ArenaOwner, ArenaSpec
 from kvray.store.arena_file import holds_arena
 from kvray.store.pages import ArenaPages
 from kvray.store.prefault import mapping_of, populate
@@ -226,7 +226,7 @@ assert figures["huge_bytes"] == figures["mapped_bytes"] >= spec.geometry().file_
 assert figures["command"] is None
 print(held.num_blocks, "read, locked, listening, all in huge pages")
 second.close()
-arena.retire()
+ArenaOwner(arena).retire()
 arena.close()
 """
 

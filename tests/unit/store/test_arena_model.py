@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from kvray.block import BlockKey
 from kvray.errors import CorruptBlock
-from kvray.store import Arena, Lease, Reservation
+from kvray.store import Arena, ArenaOwner, Lease, Reservation
 from kvray.store.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
 from kvray.store.lock import HOLDER_BYTES
 from tests.unit.store.invariants import check_invariants
@@ -197,13 +197,13 @@ class ArenaLife(RuleBasedStateMachine):
     @precondition(lambda self: len(self.ready) > 4)
     @rule(holder=holders, share=st.sampled_from([0.1, 0.3, 0.9]))
     def evict_ahead(self, holder: int, share: float) -> None:
-        self.arenas[holder].evict_ahead(share)
+        ArenaOwner(self.arenas[holder]).evict_ahead(share)
         self.settle()
 
     @precondition(lambda self: len(self.ready) > 8)
     @rule(holder=holders)
     def clear(self, holder: int) -> None:
-        went = self.arenas[holder].clear()
+        went = ArenaOwner(self.arenas[holder]).clear()
         before = len(self.ready)
         self.settle()
         assert before - len(self.ready) == went
@@ -223,9 +223,9 @@ class ArenaLife(RuleBasedStateMachine):
     @rule(dead=holders, limbo_s=st.sampled_from([0.0, 1000.0]))
     def die_and_be_buried(self, dead: int, limbo_s: float) -> None:
         arena, survivor = self.arenas[dead], self.arenas[1 - dead]
-        arena._side_file.unlock(HOLDER_BYTES + arena.holder)
+        arena.side_file.unlock(HOLDER_BYTES + arena.holder)
         arena._holder = None
-        assert survivor.bury_dead(limbo_s=limbo_s) == ["model"]
+        assert ArenaOwner(survivor).bury_dead(limbo_s=limbo_s) == ["model"]
         self.forget(dead)
         arena.join("model")
         self.settle(orphans=True)
@@ -241,7 +241,7 @@ class ArenaLife(RuleBasedStateMachine):
     @precondition(lambda self: self.look(LIMBO, QUARANTINED))
     @rule(holder=holders)
     def reclaim(self, holder: int) -> None:
-        assert self.arenas[holder].bury_dead(limbo_s=0) == []
+        assert ArenaOwner(self.arenas[holder]).bury_dead(limbo_s=0) == []
         self.settle()
 
     @precondition(lambda self: len(self.ready) > 4)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvray.store import Arena
+from kvray.store import Arena, ArenaOwner
 from kvray.store.layout import FREE, LIMBO, RESERVED
 from tests.unit.store.conftest import Child
 from tests.unit.store.invariants import check_invariants
@@ -44,10 +44,10 @@ def test_killed_holder_loses_leases_at_once_and_slots_after_limbo(
     reserved = np.flatnonzero(arena.tables.slot_state == RESERVED)
     assert (len(reserved), int(arena.tables.slot_leases.sum())) == (3, 10)
     other.kill()
-    assert arena.bury_dead(limbo_s=1000) == ["other"]
+    assert ArenaOwner(arena).bury_dead(limbo_s=1000) == ["other"]
     assert not arena.tables.slot_leases.any()
     assert set(arena.tables.slot_state[reserved].tolist()) == {LIMBO}
-    arena.bury_dead(limbo_s=0)
+    ArenaOwner(arena).bury_dead(limbo_s=0)
     assert set(arena.tables.slot_state[reserved].tolist()) == {FREE}
     check_invariants(arena.tables)
 
@@ -57,7 +57,7 @@ def test_stopped_holder_keeps_what_it_has(arena: Arena, other: Child) -> None:
     other.say(LEASE)
     other.say(RESERVE)
     other.process.send_signal(signal.SIGSTOP)
-    assert arena.bury_dead(limbo_s=0) == []
+    assert ArenaOwner(arena).bury_dead(limbo_s=0) == []
     for number in range(10):
         store(arena, chain(40, seed=str(number)))
     assert arena.match(KEYS) == 10
@@ -96,7 +96,7 @@ def test_death_inside_a_section_is_repaired_by_the_next_taker(arena: Arena, othe
     other.kill()
     assert arena.match(KEYS) == 10
     assert arena.stats()["repairs"] == 1
-    arena.bury_dead(limbo_s=0)
+    ArenaOwner(arena).bury_dead(limbo_s=0)
     check_invariants(arena.tables)
 
 
@@ -112,6 +112,6 @@ def test_fork_can_do_nothing_and_breaks_nothing(arena: Arena, other: Child) -> N
         arena.close()
         os._exit(0 if fine and time.monotonic() - start < 1 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert other.say("arena.bury_dead(limbo_s=0)") == "[]"
+    assert other.say("ArenaOwner(arena).bury_dead(limbo_s=0)") == "[]"
     assert fetch(arena, KEYS, leases[0])
     check_invariants(arena.tables)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvray.store import Arena, Lease
+from kvray.store import Arena, ArenaOwner, Lease
 from kvray.store.layout import FREE, READY
 from tests.unit.store.dying import OPERATIONS, TRUNK, Dying
 from tests.unit.store.invariants import check_bytes, check_contents, check_invariants
@@ -59,8 +59,8 @@ class Survivor:
     def check(self) -> None:
         """Fail unless all that others held is back, and all that is READY is right."""
         arena, tables = self.arena, self.arena.tables
-        arena.bury_dead(limbo_s=0)
-        arena.bury_dead(limbo_s=0)
+        ArenaOwner(arena).bury_dead(limbo_s=0)
+        ArenaOwner(arena).bury_dead(limbo_s=0)
         assert self.held is not None
         assert fetch(arena, TRUNK, self.held), "a lease of a living process was broken"
         assert int(tables.slot_leases.sum()) == self.held.num_blocks
@@ -100,7 +100,7 @@ def live(survivor: Survivor, directory: Path, name: str, sent: str, step: int) -
             else:
                 assert answer[0] in ("killed", "finished")
                 if name == "adopt":  # only an owner mends what an owner left
-                    survivor.arena.adopt()
+                    ArenaOwner(survivor.arena).adopt()
                 assert survivor.call(), "the lock is held by nobody who lives"
             survivor.check()
             if answer == ["finished"]:

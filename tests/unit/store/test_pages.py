@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvray.store import Arena, numa, pages
+from kvray.store import Arena, ArenaOwner, numa, pages
 from kvray.store.mounts import Mount
 from kvray.store.pages import ArenaPages, larger_pages_command, mapped_file
 from kvray.store.prefault import mapping_of, populate
@@ -115,7 +115,7 @@ def test_figures_come_once_there_is_an_arena_and_follow_its_successor(
     monkeypatch.setattr(pages, "_SMAPS", Path("/nowhere"))
     assert asked.figures() == figures, "it was asked again, which takes long"
     monkeypatch.undo()
-    arena.retire()
+    ArenaOwner(arena).retire()
     successor = make_arena(directory)
     assert asked.figures()["mapped_bytes"] < figures["mapped_bytes"]
     arena.close()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvray.errors import LeaseExpired, ShardUnavailable
-from kvray.store import Arena
+from kvray.store import Arena, ArenaOwner
 from kvray.store.layout import QUARANTINED, READY
 from kvray.store.scan import scan
 from tests.unit.store.conftest import Child
@@ -83,7 +83,7 @@ def test_blocks_that_go_during_the_walk_are_passed_over(arena: Arena) -> None:
 
     def clear(done: int, total: int) -> None:
         if done:
-            arena.clear()
+            ArenaOwner(arena).clear()
 
     found = scan(arena, clear)
     assert found.blocks + found.skipped < 20
@@ -169,7 +169,7 @@ def test_an_arena_that_stays_busy_is_passed_over_without_an_end_to_the_waits(
 def test_an_arena_that_is_given_up_ends_the_walk(arena: Arena) -> None:
     store(arena, KEYS)
     with pytest.raises(ShardUnavailable, match="given up"):
-        scan(arena, lambda done, total: arena.retire())
+        scan(arena, lambda done, total: ArenaOwner(arena).retire())
 
 
 def test_who_is_no_holder_cannot_walk(arena: Arena) -> None:
