@@ -18,7 +18,7 @@ length or stands behind its length, so no two different contents give one messag
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,14 +106,14 @@ def chain_keys(
             f"A seed has {KEY_BYTES} bytes, not {len(seed)}; use what request_seed returns."
         )
     framed = _frame_blocks(pack_tokens(tokens), tokens_per_block)
-    step = (tokens_per_block + 2) * 4
-    messages = [framed[start : start + step] for start in range(0, len(framed), step)]
-    for index, extras in _media_extras(media, tokens_per_block).items():
-        if 0 <= index < len(messages):
-            messages[index] = messages[index][:-4] + extras
+    # One after the other: a list of them would be memory to fault in for a long prompt.
+    message_bytes = framed.shape[1] * framed.itemsize
+    messages: Iterable[tuple[bytes]] = struct.iter_unpack(f"{message_bytes}s", framed.data)
+    if media:
+        messages = _add_media(messages, _media_extras(media, tokens_per_block))
     sha256 = hashlib.sha256
     parent, keys = seed, []
-    for message in messages:
+    for (message,) in messages:
         parent = sha256(parent + message).digest()
         keys.append(parent)
     return keys  # type: ignore[return-value]
@@ -146,14 +146,22 @@ def _pack_array(tokens: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     return tokens.astype("<i4", copy=False)
 
 
-def _frame_blocks(tokens: npt.NDArray[np.int32], tokens_per_block: int) -> bytes:
-    """Return the messages of all full blocks, without parents and extras, end to end."""
+def _frame_blocks(tokens: npt.NDArray[np.int32], tokens_per_block: int) -> npt.NDArray[np.int32]:
+    """Return the message of each full block, without parent and extras, as a row."""
     num_blocks = len(tokens) // tokens_per_block
     framed = np.empty((num_blocks, tokens_per_block + 2), dtype="<i4")
     framed[:, 0] = tokens_per_block
     framed[:, 1:-1] = tokens[: num_blocks * tokens_per_block].reshape(num_blocks, tokens_per_block)
     framed[:, -1] = 0
-    return framed.tobytes()
+    return framed
+
+
+def _add_media(messages: Iterable[tuple[bytes]], extras: dict[int, bytes]) -> list[tuple[bytes]]:
+    """Return `messages`, those that have extras with them in place of the zero at their end."""
+    return [
+        (message[:-4] + extras[index],) if index in extras else (message,)
+        for index, (message,) in enumerate(messages)
+    ]
 
 
 def _media_extras(media: Sequence[MediaItem], tokens_per_block: int) -> dict[int, bytes]:

@@ -1,4 +1,4 @@
-"""Copies, and copies that are summed: piece by piece, each small enough for a core's own cache.
+"""Copies that are summed: piece by piece, each while it is still in a core's own cache.
 
 A copy is bound by memory, and so is the sum of what has left the cache: one after the other they
 take half as long again as the copy alone. In pieces the sum costs a seventh of the copy, and where
@@ -17,10 +17,6 @@ from kvray.store.layout import Array
 
 _PIECE_BYTES = 512 * 2**10
 """Twice this fits into a core's own cache of 1 MiB or more: a piece, and where it goes."""
-
-_ALIGNMENT = 64
-"""A piece whose target starts here is copied a tenth faster than as a part of the whole, and a
-tenth slower if it starts elsewhere: small copies go through the cache, by lines."""
 
 _SHARED_BYTES = 8 * 2**20
 """From here on a second thread is worth waking up."""
@@ -73,18 +69,6 @@ class Copier:
 
     def _may_share(self) -> bool:
         return len(os.sched_getaffinity(0)) > 1 and self._pid == os.getpid()
-
-
-def copy_run(target: Array, source: Array) -> None:
-    """Copy blocks that are contiguous in target and source."""
-    if target.ctypes.data % _ALIGNMENT or not (
-        target.flags.c_contiguous and source.flags.c_contiguous
-    ):
-        np.copyto(target, source)
-        return
-    target, source = target.reshape(-1), source.reshape(-1)
-    for at in range(0, len(target), _PIECE_BYTES):
-        np.copyto(target[at : at + _PIECE_BYTES], source[at : at + _PIECE_BYTES])
 
 
 def sum_blocks(blocks: Array, seeds: list[int]) -> list[int]:

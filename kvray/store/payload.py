@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvray.errors import ConfigError, LayoutMismatch
-from kvray.store.copier import Copier, Copy, copy_run, sum_blocks
+from kvray.store.copier import Copier, Copy, sum_blocks
 from kvray.store.tables import Array, Tables
 
 
@@ -50,7 +50,7 @@ def read(
     runs = _runs(tables, slots, pool, block_ids)
     if not verify:
         for _, in_arena, in_pool in runs:
-            copy_run(in_pool, in_arena)
+            np.copyto(in_pool, in_arena)
         return None
     copies = [Copy(first, in_pool, in_arena) for first, in_arena, in_pool in runs]
     checksums = copier.copy_and_sum(copies, _seeds(tables, slots))
@@ -89,7 +89,7 @@ def _runs(
 def _areas(
     tables: Tables, slots: Array, block_ids: Array, block_bytes: int
 ) -> Iterator[tuple[int, int, Array]]:
-    """Yield (start, stop, bytes) of each run that is contiguous in slots and in blocks.
+    """Yield (start, stop, bytes) of each run that is contiguous in memory and in blocks.
 
     The bytes are the run's slots, shape [stop - start, block_bytes].
     """
@@ -98,17 +98,20 @@ def _areas(
             f"{len(block_ids)} blocks cannot be copied from or to {len(slots)} slots; give one"
             " row of the pool for each slot."
         )
-    if not len(slots):
-        return
-    per_slab = tables.geometry.slots_per_slab
-    breaks = (np.diff(slots) != 1) | (np.diff(block_ids) != 1)
-    breaks |= np.diff(slots // per_slab) != 0
-    edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)]
-    for start, stop in pairwise(edges):
-        slab, row = divmod(int(slots[start]), per_slab)
-        if tables.slab_block_bytes[slab] != block_bytes:
-            raise LayoutMismatch(
-                f"The pool's blocks have {block_bytes} bytes, those in the arena"
-                f" {tables.slab_block_bytes[slab]}; they are not of one namespace."
-            )
-        yield start, stop, tables.rows(slab)[row : row + stop - start, :block_bytes]
+    geometry = tables.geometry
+    slab, row = np.divmod(slots, geometry.slots_per_slab)
+    others = np.flatnonzero(tables.slab_block_bytes[slab] != block_bytes)
+    if len(others):
+        raise LayoutMismatch(
+            f"The pool's blocks have {block_bytes} bytes, those in the arena"
+            f" {tables.slab_block_bytes[slab[others[0]]]}; they are not of one namespace."
+        )
+    stride = geometry.stride(block_bytes)
+    starts = slab * geometry.slab_bytes + row * stride
+    # Slots that fill their slabs go on in the next one.
+    breaks = (np.diff(starts) != stride) | (np.diff(block_ids) != 1)
+    edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)] if len(slots) else []
+    for first, stop in pairwise(edges):
+        start, count = int(starts[first]), stop - first
+        area = tables.data[start : start + count * stride].reshape(count, stride)
+        yield first, stop, area[:, :block_bytes]
