@@ -30,6 +30,9 @@ from kvray.errors import ConfigError
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 
+_PACKED_TOKENS = 8192
+"""Tokens packed by one call: the arguments of more would not fit into the cache."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaItem:
@@ -128,11 +131,18 @@ def pack_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
     try:
         if hasattr(tokens, "__array__"):
             return _pack_array(np.asarray(tokens))
-        return np.frombuffer(struct.pack(f"<{len(tokens)}i", *tokens), dtype="<i4")
+        return _pack_sequence(tokens)
     except (struct.error, TypeError, RuntimeError) as error:
         raise ConfigError(
             f"Tokens must be a list of integers of 32 bits ({error}); give token ids, not text."
         ) from None
+
+
+def _pack_sequence(tokens: Sequence[int]) -> npt.NDArray[np.int32]:
+    if len(tokens) <= _PACKED_TOKENS:
+        return np.frombuffer(struct.pack(f"<{len(tokens)}i", *tokens), dtype="<i4")
+    parts = range(0, len(tokens), _PACKED_TOKENS)
+    return np.concatenate([_pack_sequence(tokens[at : at + _PACKED_TOKENS]) for at in parts])
 
 
 def _pack_array(tokens: npt.NDArray[Any]) -> npt.NDArray[np.int32]:

@@ -17,6 +17,9 @@ from kvray.store.tables import Array, Tables
 _PART_STEP = 0x9E3779B97F4A7C15
 """Odd constant that sends the parts of one key to unrelated buckets."""
 
+_BATCH = 512
+"""Keys that are looked for at once: what this takes fits into the cache."""
+
 _WAY_BITS = BUCKET_WAYS.bit_length() - 1
 
 
@@ -50,9 +53,21 @@ def find(tables: Tables, keys: Array, part: int) -> Array:
 def find_run(tables: Tables, keys: Array, part: int) -> Array:
     """Return the slots of the longest run of leading keys that all have one.
 
-    The same as the head of `find`, at half its price: a chain is mostly there from its root on,
-    and then its keys are compared all at once.
+    The same as the head of `find`, at half its price or less: what follows the run is not looked
+    for, and its keys are compared all at once.
     """
+    if len(keys) <= _BATCH:
+        return _find_run(tables, keys, part)
+    runs = []
+    for start in range(0, len(keys), _BATCH):
+        batch = keys[start : start + _BATCH]
+        runs.append(_find_run(tables, batch, part))
+        if len(runs[-1]) < len(batch):
+            break
+    return np.concatenate(runs)
+
+
+def _find_run(tables: Tables, keys: Array, part: int) -> Array:
     row, slot = _candidates(tables, keys, part)
     run = len(row)
     # Bytes are compared at a fifth of the price of arrays.
