@@ -17,8 +17,8 @@ from kvray.store.tables import Array, Tables
 _PART_STEP = 0x9E3779B97F4A7C15
 """Odd constant that sends the parts of one key to unrelated buckets."""
 
-_BATCH = 512
-"""Keys that are looked for at once: what this takes fits into the cache."""
+_FIRST_KEYS = 512
+"""Of so many leading keys all must be here before the others of a long prompt are looked for."""
 
 _WAY_BITS = BUCKET_WAYS.bit_length() - 1
 
@@ -53,18 +53,15 @@ def find(tables: Tables, keys: Array, part: int) -> Array:
 def find_run(tables: Tables, keys: Array, part: int) -> Array:
     """Return the slots of the longest run of leading keys that all have one.
 
-    The same as the head of `find`, at half its price or less: what follows the run is not looked
-    for, and its keys are compared all at once.
+    The same as the head of `find`, at half its price or less: a chain is mostly there from its
+    root on, and then its keys are compared all at once.
     """
-    if len(keys) <= _BATCH:
+    if len(keys) <= _FIRST_KEYS:
         return _find_run(tables, keys, part)
-    runs = []
-    for start in range(0, len(keys), _BATCH):
-        batch = keys[start : start + _BATCH]
-        runs.append(_find_run(tables, batch, part))
-        if len(runs[-1]) < len(batch):
-            break
-    return np.concatenate(runs)
+    head = _find_run(tables, keys[:_FIRST_KEYS], part)
+    if len(head) < _FIRST_KEYS:
+        return head
+    return np.concatenate((head, _find_run(tables, keys[_FIRST_KEYS:], part)))
 
 
 def _find_run(tables: Tables, keys: Array, part: int) -> Array:
