@@ -47,8 +47,6 @@ _JOIN_WAIT_S = 0.5
 _ROOM_TRIES = 4
 """How often a writer looks for blocks to evict that turn out to be in use, before it drops some."""
 
-_NOTHING = np.empty(0, dtype=np.int64)
-
 
 class Arena:
     """One process's access to an arena; all methods may be called from any thread.
@@ -341,8 +339,9 @@ class Arena:
                 " raise arena.slab, and arena.capacity to at least four slabs."
             )
         before = None if parent is None else key_index.pack_keys([parent])
-        candidates, is_last = slots.Candidates(), False
-        for tries_left in reversed(range(_ROOM_TRIES)):
+        candidates = slots.Candidates()  # mostly nothing has to go
+        for attempt in range(_ROOM_TRIES):
+            is_last = attempt == _ROOM_TRIES - 1 or (attempt > 0 and not candidates)
             with self.section(self.lock_wait_s if wait_s is None else wait_s) as entered:
                 if not entered or not self._is_open(holder):
                     return None
@@ -358,13 +357,11 @@ class Arena:
                     is_last=is_last,
                 )
             if made is not None:
-                break
+                return made
             candidates = slots.find_candidates(
                 self.tables, packed, parent=before, part=part, block_bytes=block_bytes
             )
-            is_last = not candidates or tries_left == 1
-        assert made is not None, "the last try makes do with what there is"
-        return made
+        raise AssertionError("the last try makes do with what there is")
 
     def write(self, reservation: Reservation, pool: Array, block_ids: Array) -> Array:
         """Copy blocks into reserved slots; return their checksums for `commit`.

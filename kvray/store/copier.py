@@ -5,6 +5,7 @@ take half as long again as the copy alone. In pieces the sum costs a seventh of 
 there is much to copy a second thread makes up for that.
 """
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,15 +36,14 @@ class Copier:
     """One process's hands for copies; may be used by several threads at once."""
 
     def __init__(self) -> None:
-        """Use no second thread before there is much to copy, and none in a forked child."""
-        self._second: ThreadPoolExecutor | None = None
+        """Start no second thread before there is much to copy, and none in a forked child."""
+        self._second = ThreadPoolExecutor(1, "kvray-copy")
         self._pid = os.getpid()
 
     def close(self) -> None:
-        """End the second thread. Twice is fine."""
-        if self._second is not None and self._pid == os.getpid():
+        """End the second thread; what is under way is finished. Twice is fine."""
+        if self._pid == os.getpid():
             self._second.shutdown()
-        self._second = None
 
     def copy_and_sum(self, copies: Sequence[Copy], seeds: list[int]) -> Array:
         """Make `copies` and return the checksum of what is in each target now, u64 [num_blocks].
@@ -54,16 +54,13 @@ class Copier:
         """
         checksums = [0] * len(seeds)  # a list: it takes a few numbers at a time for less
         turns = iter([(copy, at) for copy in copies for at in _starts(copy)])
-        num_bytes = sum(copy.source.nbytes for copy in copies)
-        if num_bytes < _SHARED_BYTES or not self._may_share():
-            _take_turns(turns, seeds, checksums)
-            return np.array(checksums, dtype="<u8")
-        if self._second is None:
-            self._second = ThreadPoolExecutor(1, "kvray-copy")
-        # What crosses: `turns`, of which each thread takes the next, and its places in `checksums`.
-        second = self._second.submit(_take_turns, turns, seeds, checksums)
+        second = None
+        if sum(copy.source.nbytes for copy in copies) >= _SHARED_BYTES and self._may_share():
+            # What crosses: `turns`, of which each thread takes the next, and its own `checksums`.
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                second = self._second.submit(_take_turns, turns, seeds, checksums)
         _take_turns(turns, seeds, checksums)
-        if not second.cancel():  # it has begun, and may be at its last piece
+        if second is not None and not second.cancel():  # it may be at its last piece
             second.result()
         return np.array(checksums, dtype="<u8")
 

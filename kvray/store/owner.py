@@ -1,0 +1,145 @@
+"""What only the owner of an arena does: adopt it, keep it in order, tell what changed, end it."""
+
+import time
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from kvray.errors import ShardUnavailable
+from kvray.store import arena_file, eviction, holders, repair, slabs, slots
+from kvray.store.arena import ARENA_FILE, Arena
+from kvray.store.layout import LIMBO, READY, RETIRED
+from kvray.store.tables import Array, Tables
+
+_PATIENT_S = 5.0
+"""How long what a person waits for tries for the lock."""
+
+_EVICT_BATCH = 256
+"""Blocks that one section evicts: the lock is kept for a moment only."""
+
+_NOTHING = np.empty(0, dtype=np.int64)
+
+
+class ArenaOwner:
+    """The owner's hand on an arena; whoever uses it has the directory's owner lock.
+
+    What finds the arena locked for `lock_wait_s` is left for the next time, unless it says
+    otherwise.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        """Own `arena`; `adopt` it first if it may have had another owner."""
+        self.arena = arena
+
+    def adopt(self) -> int:
+        """Take over: fence off the owner before, derive the tables anew.
+
+        Returns:
+            The new shard_epoch.
+
+        Raises:
+            ShardUnavailable: the lock could not be had.
+        """
+        with self._section(self.arena.lock_wait_s) as entered:
+            if entered:
+                repair.rebuild(self._tables, now=time.monotonic())
+                self._tables.shard_epoch += 1
+                return int(self._tables.shard_epoch)
+        raise ShardUnavailable(self.arena.no_entry())
+
+    def bury_dead(self, *, limbo_s: float) -> list[str]:
+        """End what dead holders held; return their labels."""
+        tables, side_file = self._tables, self.arena.side_file
+        if not holders.dead_rows(tables, side_file) and not (tables.slot_state >= LIMBO).any():
+            return []
+        with self._section(self.arena.lock_wait_s) as entered:
+            if not entered:
+                return []
+            now = time.monotonic()
+            # Looked for again: a living process may have got a dead one's row meanwhile.
+            dead = holders.dead_rows(tables, side_file)
+            labels = [holders.bury(tables, row, now=now) for row in dead]
+            slots.reclaim(tables, before=now - limbo_s)
+        return labels
+
+    def evict_ahead(self, free_target: float) -> int:
+        """Evict until a `free_target` share is free for each block size; return how many went."""
+        sizes = np.unique(self._tables.slab_block_bytes)
+        sizes = sizes[sizes > 0]
+        return sum(self._evict_ahead(size, free_target) for size in sizes.tolist())
+
+    def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:
+        """Return what became or ceased to be READY since `seen`, and bring `seen` up to date.
+
+        A slot may have changed more than once: what it held before is for the caller to remember.
+
+        Args:
+            seen: the slot versions at the last call, u32 [num_slots]; changed in place.
+
+        Returns:
+            (slots that changed, mask of those READY now, their keys, which mean nothing where a
+            slot is not READY).
+        """
+        # Without the lock: what is missed by a moment is seen the next time.
+        changed = np.flatnonzero(self._tables.slot_version != seen)
+        if len(changed):
+            with self._section(self.arena.lock_wait_s) as entered:
+                changed = changed if entered else _NOTHING
+                seen[changed] = self._tables.slot_version[changed]
+                ready = self._tables.slot_state[changed] == READY
+                return changed, ready, self._tables.slot_key[changed]
+        return changed, changed.astype(bool), self._tables.slot_key[changed]
+
+    def clear(self) -> int:
+        """Evict every block that nobody leases; return how many.
+
+        Raises:
+            ShardUnavailable: the lock could not be had; some blocks may have gone.
+        """
+        everything = np.arange(self._tables.geometry.num_slots)
+        cleared = 0
+        while True:
+            went = self._evict(_EVICT_BATCH, within=everything, wait_s=_PATIENT_S)
+            if went is None:
+                raise ShardUnavailable(self.arena.no_entry())
+            if not went:
+                return cleared
+            cleared += went
+
+    def retire(self) -> None:
+        """End the arena: its holders detach; the file and its side file are unlinked."""
+        self._tables.state = RETIRED
+        path = self.arena.directory / ARENA_FILE
+        # The name may be the successor's already.
+        if arena_file.holds_arena(path, self.arena.arena_id):
+            path.unlink(missing_ok=True)
+        self.arena.side_file.path.unlink(missing_ok=True)
+
+    @property
+    def _tables(self) -> Tables:
+        return self.arena.tables
+
+    def _section(self, wait_s: float) -> AbstractContextManager[bool]:
+        return self.arena.section(wait_s, may_rebuild=True)
+
+    def _evict_ahead(self, block_bytes: int, free_target: float) -> int:
+        evicted = 0
+        while (short := slabs.shortfall(self._tables, block_bytes, free_target)) > 0:
+            within = slabs.slots_of(self._tables, block_bytes)
+            count = min(short, _EVICT_BATCH)
+            went = self._evict(count, within=within, wait_s=self.arena.lock_wait_s)
+            if not went:
+                break
+            evicted += went
+        return evicted
+
+    def _evict(self, count: int, *, within: Array, wait_s: float) -> int | None:
+        """Evict up to `count` blocks in one section; None if the arena was busy."""
+        # The search among all slots is done outside: the lock is kept for a moment only.
+        found = eviction.choose_victims(self._tables, count, within=within, protect=_NOTHING)
+        with self._section(wait_s) as entered:
+            if not entered:
+                return None
+            victims = eviction.keep_evictable(self._tables, found, protect=_NOTHING)
+            slots.evict(self._tables, victims)
+            return len(victims)
