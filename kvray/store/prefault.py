@@ -84,9 +84,11 @@ class Populator:
 
     def __init__(self, tables: Tables) -> None:
         """Start; it ends by itself when all is mapped, or when the arena is retired."""
-        self._tables = tables
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvray-populate", daemon=True)
+        # The thread alone has the mapping, and lets it go when it ends.
+        self._thread = threading.Thread(
+            target=self._run, args=(tables,), name="kvray-populate", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:
@@ -94,11 +96,10 @@ class Populator:
         self._stopping.set()
         self._thread.join()
 
-    def _run(self) -> None:
-        header = self._tables.header
+    def _run(self, tables: Tables) -> None:
         with contextlib.suppress(OSError):  # what cannot be mapped now is mapped at first use
-            for chunk in _cut(mapping_of(self._tables), _QUIET_CHUNK_BYTES):
-                is_wanted = not self._stopping.is_set() and int(header["state"]) == LIVE
+            for chunk in _cut(mapping_of(tables), _QUIET_CHUNK_BYTES):
+                is_wanted = not self._stopping.is_set() and tables.state == LIVE
                 if not is_wanted or not _populate(chunk):
                     return
 
