@@ -1,4 +1,4 @@
-"""Copies that are summed: piece by piece, each while it is still in a core's own cache.
+"""Copies, and copies that are summed: in pieces that a core's own cache holds, where that pays.
 
 A copy is bound by memory, and so is the sum of what has left the cache: one after the other they
 take half as long again as the copy alone. In pieces the sum costs a seventh of the copy, and where
@@ -18,6 +18,11 @@ from kvray.store.layout import Array
 
 _PIECE_BYTES = 512 * 2**10
 """Twice this fits into a core's own cache of 1 MiB or more: a piece, and where it goes."""
+
+_LINE_BYTES = 64
+_WHOLE_BYTES = 64 * 2**20
+"""A run of more is copied as a whole: past the cache, which several readers of the same blocks
+would have to share. A smaller one is a sixth faster through it, if its target starts at a line."""
 
 _SHARED_BYTES = 8 * 2**20
 """From here on a second thread is worth waking up."""
@@ -66,6 +71,17 @@ class Copier:
 
     def _may_share(self) -> bool:
         return len(os.sched_getaffinity(0)) > 1 and self._pid == os.getpid()
+
+
+def copy_run(target: Array, source: Array) -> None:
+    """Copy blocks that are contiguous in target and source, both of shape [n, block_bytes]."""
+    is_dense = target.flags.c_contiguous and source.flags.c_contiguous
+    if not is_dense or target.nbytes > _WHOLE_BYTES or target.ctypes.data % _LINE_BYTES:
+        np.copyto(target, source)
+        return
+    target, source = target.reshape(-1), source.reshape(-1)
+    for at in range(0, len(target), _PIECE_BYTES):
+        np.copyto(target[at : at + _PIECE_BYTES], source[at : at + _PIECE_BYTES])
 
 
 def sum_blocks(blocks: Array, seeds: list[int]) -> list[int]:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvray.errors import ConfigError, LayoutMismatch
-from kvray.store.copier import Copier, Copy, sum_blocks
+from kvray.store.copier import Copier, Copy, copy_run, sum_blocks
 from kvray.store.tables import Array, Tables
 
 
@@ -50,7 +50,7 @@ def read(
     runs = _runs(tables, slots, pool, block_ids)
     if not verify:
         for _, in_arena, in_pool in runs:
-            np.copyto(in_pool, in_arena)
+            copy_run(in_pool, in_arena)
         return None
     copies = [Copy(first, in_pool, in_arena) for first, in_arena, in_pool in runs]
     checksums = copier.copy_and_sum(copies, _seeds(tables, slots))

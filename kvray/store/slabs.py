@@ -93,8 +93,8 @@ def choose_to_clear(tables: Tables, count: int, block_bytes: int, *, protect: Ar
 
 def longest_runs_first(slots: Array, count: int) -> Array:
     """Return `count` of the ascending `slots` in as few contiguous runs as possible."""
-    if len(slots) <= count:
-        return slots
+    if len(slots) <= count or slots[-1] - slots[0] == len(slots) - 1:
+        return slots[:count]
     starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
     lengths = np.diff(starts, append=len(slots))
     enough = np.flatnonzero(lengths >= count)

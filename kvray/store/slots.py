@@ -168,10 +168,11 @@ def _link(tables: Tables, chain: Array, before: int) -> None:
 
 def commit(tables: Tables, reservation: Reservation, checksums: Array) -> int:
     """Make reserved slots READY; return how many were still this reservation's to commit."""
-    mine = _still_reserved(tables, reservation)
-    slots = reservation.slots[mine]
+    slots, mine = reservation.slots, _still_reserved(tables, reservation)
+    if np.count_nonzero(mine) < len(slots):
+        slots, checksums = slots[mine], checksums[mine]
     # The state last: who reads without the lock never sees a READY slot without its checksum.
-    tables.slot_checksum[slots] = checksums[mine]
+    tables.slot_checksum[slots] = checksums
     tables.put(slots, slot_state=READY)
     tables.changed(slots)
     tables.stored += len(slots)

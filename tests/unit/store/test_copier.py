@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from kvray.store import copier as copier_module
-from kvray.store.copier import Copier, Copy
+from kvray.store.copier import Copier, Copy, copy_run
 from kvray.store.tables import Array
 
 
@@ -58,6 +58,19 @@ def test_sum_is_that_of_what_was_written(copier: Copier) -> None:
     source, target = noise(1, 4096), np.zeros((1, 4096), dtype=np.uint8)
     seen = copier.copy_and_sum([Copy(0, target, source)], [1])
     assert seen.tolist() == expected(target, [1])
+
+
+@pytest.mark.parametrize("whole_bytes", [0, 2**40])
+@pytest.mark.parametrize("skipped", [0, 1])
+@pytest.mark.parametrize("stride", [300_000, 300_001])
+def test_run_is_copied_alike_in_pieces_and_as_a_whole(
+    monkeypatch: pytest.MonkeyPatch, whole_bytes: int, skipped: int, stride: int
+) -> None:
+    monkeypatch.setattr(copier_module, "_WHOLE_BYTES", whole_bytes)
+    source = noise(5, stride)[:, :300_000]
+    target = np.zeros(skipped + source.size, dtype=np.uint8)[skipped:].reshape(source.shape)
+    copy_run(target, source)
+    assert (target == source).all()
 
 
 def test_closed_copier_copies_alone(monkeypatch: pytest.MonkeyPatch) -> None:
