@@ -89,6 +89,7 @@ class UndoRecord:
     def roll_back(self) -> bool:
         """Undo the step under way, whoever began it; False if it is torn or makes no sense."""
         count = self._words[_COUNT]
+        self._count = self._used = 0  # of the next step, be it ours or not
         if count > UNDO_ENTRIES:
             return False
         entries = self._entries[:count].tolist()
@@ -98,7 +99,7 @@ class UndoRecord:
         for code, rows, start, at in reversed(entries):
             column = self._columns[code]
             column[self._log[start : start + rows]] = self._values(column, at, rows)
-        self._words[_COUNT] = self._count = self._used = 0
+        self._words[_COUNT] = 0
         return True
 
     def _has_room(self, rows: int, num_columns: int) -> bool:

@@ -147,6 +147,18 @@ def test_step_that_is_too_large_is_torn_and_needs_a_rebuild(tables: Tables) -> N
     assert not tables.slot_leases.any()
 
 
+def test_step_after_a_torn_one_that_somebody_else_mended_is_noted(tables: Tables) -> None:
+    row = np.array([1])
+    tables.put(row, slot_leases=7)
+    tables.undo.tear()
+    assert not tables.undo.roll_back()
+    owner = Tables(tables.data.base, tables.geometry)
+    repair.rebuild(owner, now=NOW)
+    tables.put(row, slot_leases=8)
+    assert Tables(tables.data.base, tables.geometry).undo.roll_back()
+    assert not tables.slot_leases.any()
+
+
 def test_step_over_all_slots_at_once_can_be_undone() -> None:
     tables = Scene(crowded=True).tables
     before = copy_of(tables)
