@@ -57,8 +57,10 @@ class ArenaOwner:
                 return []
             now = time.monotonic()
             # Looked for again: a living process may have got a dead one's row meanwhile.
-            dead = holders.dead_rows(tables, side_file)
-            labels = [holders.bury(tables, row, now=now) for row in dead]
+            labels = []
+            for row in holders.dead_rows(tables, side_file):
+                labels.append(holders.bury(tables, row, now=now))
+                tables.undo.settle()  # one by one, however many have died
             slots.reclaim(tables, before=now - limbo_s)
         return labels
 
