@@ -65,13 +65,13 @@ class Arena:
         self.directory = directory
         self.lock_wait_s = lock_wait_s
         self._tables: Tables | None = arena_file.map_file(directory / ARENA_FILE)
-        header = self.tables.header
-        self.arena_id: str = header["arena_id"].item().decode(errors="replace")
-        self.cluster_name: str = header["cluster_name"].item().decode(errors="replace")
+        self.arena_id = self._text("arena_id")
+        self.cluster_name = self._text("cluster_name")
         try:
             # Not created here: a retired arena's must not come back.
             self.side_file = SideFile.at(lock_path(directory, self.arena_id), create=False)
         except OSError as error:
+            self._tables = None  # whoever keeps the error shall not keep the arena mapped
             raise ShardUnavailable(
                 f"The arena in {directory} has no lock file that can be opened"
                 f" ({error.strerror}); it is being replaced, or restart the tier."
@@ -80,7 +80,9 @@ class Arena:
         self._copier = Copier()
         self._holder: int | None = None
         if self.retired:
-            raise ShardUnavailable(self.no_entry())
+            message = self.no_entry()
+            self._tables = None
+            raise ShardUnavailable(message)
 
     @classmethod
     def create(
@@ -446,6 +448,10 @@ class Arena:
             repair.rebuild(self.tables, now=time.monotonic())
         self.tables.repairs += 1
         return True
+
+    def _text(self, field: str) -> str:
+        text: bytes = self.tables.header[field].item()
+        return text.decode(errors="replace")
 
     def _is_open(self, holder: int) -> bool:
         """Whether `holder` may take something new: another thread may have left or retired."""

@@ -11,7 +11,7 @@ import pytest
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from kvray.store import Arena, ArenaOwner, ArenaSpec, prefault
 from kvray.store.arena_file import ARENA_FILE
-from kvray.store.layout import FORMAT_VERSION, HEADER
+from kvray.store.layout import FORMAT_VERSION, HEADER, RETIRED
 from tests.unit.store.mounted import huge_pages, run_mounted
 from tests.unit.store.small_arena import chain, make_arena, spec, store
 
@@ -79,6 +79,19 @@ def test_file_that_is_no_arena_is_refused(directory: Path) -> None:
     (directory / ARENA_FILE).write_bytes(b"x" * 10000)
     with pytest.raises(ShardUnavailable, match="no arena, or was never finished"):
         Arena(directory, lock_wait_s=1)
+
+
+def test_refusal_that_is_kept_does_not_keep_the_arena_mapped(directory: Path) -> None:
+    arena = make_arena(directory)
+    ArenaOwner(arena).retire()
+    made = make_arena(directory)
+    made.tables.state = RETIRED
+    arena.close()
+    made.close()
+    with pytest.raises(ShardUnavailable) as kept:
+        Arena(directory, lock_wait_s=1)
+    assert kept.tb is not None
+    assert str(directory / ARENA_FILE) not in Path("/proc/self/maps").read_text()
 
 
 def test_arena_without_its_lock_file_is_refused(directory: Path) -> None:
