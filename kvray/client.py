@@ -68,7 +68,7 @@ class Client:
     def close(self) -> None:
         """End the Ray connection if this client made it. Twice is fine."""
         if self._owns_connection and ray.is_initialized():
-            ray.shutdown()
+            connection.disconnect()
         self._owns_connection = False
 
     def __enter__(self) -> "Client":

@@ -45,12 +45,22 @@ def connect(address: str) -> None:
                 configure_logging=False,
             )
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        ray.shutdown()
+        disconnect()
         cause = _cause(error.__cause__ or error)
         raise ShardUnavailable(
             f"The Ray cluster at {address} cannot be reached ({cause}); check ray.address, and"
             " RAY_AUTH_MODE and RAY_AUTH_TOKEN if it wants a token."
         ) from None
+
+
+def disconnect() -> None:
+    """End this process's connection, if it has one. Twice is fine.
+
+    Ray takes its signal handlers away with it, and would leave those of the system: a second
+    Ctrl-C or SIGTERM ended the process in the middle of its clean-up.
+    """
+    with _signals_kept():
+        ray.shutdown()
 
 
 def connect_configured(config: KVRayConfig) -> None:
@@ -95,7 +105,7 @@ def _few_tries() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Have Ray leave the caller's handlers alone: its own end the process at once.
+    """Have Ray leave the caller's handlers alone: its own, and none, end the process at once.
 
     Ray's handler in Python is not set at all. The one in C++, which comes first, is replaced again;
     until then this thread, and those that Ray starts here, take no signal.

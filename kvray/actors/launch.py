@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import ray
-
 from kvray.actors import connection, local_ray, tier
 from kvray.actors.ownership import sweep
 from kvray.actors.ray_calls import list_actors, mapped_errors
@@ -70,7 +68,7 @@ def bring_up(
                 )
                 started_ray = True
                 undo.callback(_end_local_ray, config)
-        undo.callback(ray.shutdown)
+        undo.callback(connection.disconnect)
         connection.connect_configured(config)
         with mapped_errors():
             started_tier = not list_actors()
@@ -98,7 +96,7 @@ def take_down(config: KVRayConfig) -> bool:
         if is_local:
             undo.callback(_end_local_ray, config)
             undo.enter_context(contextlib.suppress(ShardUnavailable))
-        undo.callback(ray.shutdown)
+        undo.callback(connection.disconnect)
         connection.connect_configured(config)
         found = tier.down(timeout_s=config.ray.timeout_s, config=config) or is_local
     return found
@@ -120,7 +118,7 @@ def local_tier(
     with contextlib.ExitStack() as undo:
         if launch.started_ray:
             undo.callback(_end_local_ray, config)
-        undo.callback(ray.shutdown)
+        undo.callback(connection.disconnect)
         if launch.started_tier:
             undo.callback(tier.down, timeout_s=config.ray.timeout_s, config=config)
         yield launch

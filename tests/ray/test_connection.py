@@ -104,3 +104,16 @@ def test_the_right_token_is_adopted_from_the_local_cluster(local: LocalRay) -> N
         RAY_AUTH_MODE="disabled",
     )
     assert int(done.stdout) >= 1, done.stderr
+
+
+def test_signal_handlers_outlive_the_connection(local: LocalRay) -> None:
+    name = f"pytest-{os.getpid()}-t"
+    done = run(
+        "import os, signal\nfrom kvray.config import load_config\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('ours'))\n"
+        f"connection.connect_configured(load_config(overrides={{'cluster_name': {name!r}}}))\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "connection.disconnect()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["ours", "ours"]), done.stderr
