@@ -88,11 +88,11 @@ def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Ar
     """
     bucket, tag = _bucket(tables, keys, part), _tag(keys)
     full = np.zeros(len(slots), dtype=bool)
-    todo = np.arange(len(slots))
+    waiting = np.arange(len(slots))
     # Slots of one batch that share a bucket take its empty ways in turn.
-    while len(todo):
-        is_first = _is_first(bucket[todo])
-        rows = todo[is_first]
+    while len(waiting):
+        is_first = _is_first(bucket[waiting])
+        rows = waiting[is_first]
         empty = tables.index_slot.take(bucket[rows], axis=0) == 0
         entry = bucket[rows] * BUCKET_WAYS + empty.argmax(axis=1)
         is_full = tables.columns["index_slot"].take(entry) != 0
@@ -100,7 +100,7 @@ def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Ar
         entry, rows = entry[~is_full], rows[~is_full]
         tables.columns["index_tag"][entry] = tag[rows]  # means nothing beside an empty entry
         tables.put(entry, index_slot=slots[rows] + 1)
-        todo = todo[~is_first]
+        waiting = waiting[~is_first]
     return full
 
 
