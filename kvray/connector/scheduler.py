@@ -182,7 +182,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             return "arena_busy"
         if not leases:
             return "not_stored"
-        found = run = leases[0].num_blocks
+        found = run = leases[0].num_slots
         # Entered before anything can fail: what is leased is released with its promise.
         state.promise = Promise(
             arena=arena, leases=tuple(leases), first=first, num_blocks=max(0, found - first)

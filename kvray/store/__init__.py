@@ -2,8 +2,8 @@
 
 from kvray.store.arena import Arena
 from kvray.store.arena_file import ArenaSpec
-from kvray.store.lease import Lease
+from kvray.store.lease import Held, Lease, Wanted
 from kvray.store.owner import ArenaOwner
 from kvray.store.slots import Reservation
 
-__all__ = ["Arena", "ArenaOwner", "ArenaSpec", "Lease", "Reservation"]
+__all__ = ["Arena", "ArenaOwner", "ArenaSpec", "Held", "Lease", "Reservation", "Wanted"]

@@ -31,7 +31,7 @@ from kvray.store.arena_file import ARENA_FILE, ArenaSpec, Progress, lock_path
 from kvray.store.copier import Copier
 from kvray.store.figures import figures
 from kvray.store.layout import LIVE, READY
-from kvray.store.lease import Lease
+from kvray.store.lease import Held, Lease, Wanted
 from kvray.store.lock import HOLDER_BYTES, ArenaLock, SideFile
 from kvray.store.slots import Reservation
 from kvray.store.tables import Array, Tables
@@ -191,18 +191,44 @@ class Arena:
             ConfigError: `keys` are no keys, or num_parts < 1.
             LeaseExpired: this process is no holder.
         """
-        packed, holder = _packed(keys, num_parts), self.holder
+        readers = [[wanted] for wanted in _all_parts(num_parts)]
+        held = self.lease_for(keys, readers)
+        return held if held is None else list(held.leases)
+
+    def lease_for(
+        self, keys: Sequence[BlockKey], readers: Sequence[Sequence[Wanted]]
+    ) -> Held | None:
+        """Lease the longest prefix of `keys` that has, for every reader, the parts it wants.
+
+        Args:
+            keys: keys in prefix order.
+            readers: for each reader, such as a rank, the parts that its lease shall name.
+
+        Returns:
+            One lease a reader, which names the slots of its parts one part after the other; no
+            lease if not even the first block is here; None if the arena was busy, or has too many
+            leases for one more.
+
+        Raises:
+            ConfigError: `keys` are no keys.
+            LeaseExpired: this process is no holder.
+        """
+        packed, holder = key_index.pack_keys(keys), self.holder
         with self.section(self.lock_wait_s) as entered:
             if not entered or not self._is_open(holder):
                 return None
-            found = lease.match(self.tables, packed, num_parts)
-            if not len(found[0]):
-                return []
+            wanted = dict.fromkeys(one for reader in readers for one in reader)
+            run, slots = lease.match(self.tables, packed, wanted)
+            if not run:
+                return Held(num_blocks=0, leases=())
             now = time.monotonic()
-            taken = [lease.take(self.tables, part, holder=holder, now=now) for part in found]
-            leases = [one for one in taken if one is not None]
-            if len(leases) == num_parts:
-                return leases
+            taken = [
+                lease.take(self.tables, lease.joined(slots, reader), holder=holder, now=now)
+                for reader in readers
+            ]
+            leases = tuple(one for one in taken if one is not None)
+            if len(leases) == len(readers):
+                return Held(num_blocks=run, leases=leases)
             self.tables.undo.roll_back()  # there are no more pages for lease records
             return None
 
@@ -224,11 +250,11 @@ class Arena:
 
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> int | None:
         """Return how many leading `keys` are here now, without holding them; None if busy."""
-        packed = _packed(keys, num_parts)
+        packed = key_index.pack_keys(keys)
         with self.section(self.lock_wait_s) as entered:
             if not entered or self.retired:
                 return None
-            return len(lease.match(self.tables, packed, num_parts)[0])
+            return lease.match(self.tables, packed, _all_parts(num_parts))[0]
 
     def release(self, *leases: Lease, wait_s: float | None = None) -> bool:
         """End leases, of whichever process of this node; False if busy: retry."""
@@ -315,6 +341,7 @@ class Arena:
         depth: int,
         part: int,
         block_bytes: int,
+        needs_parent: bool = True,
         wait_s: float | None = None,
     ) -> Reservation | None:
         """Reserve slots for the `keys` that are not here; None if the arena was busy.
@@ -325,6 +352,7 @@ class Arena:
             depth: place of the first key in its chain.
             part: part that will be written.
             block_bytes: bytes of the part.
+            needs_parent: whether nothing is reserved if `parent` is not here.
             wait_s: longest try for the lock; None: `lock_wait_s`.
 
         Raises:
@@ -356,6 +384,7 @@ class Arena:
                     block_bytes=block_bytes,
                     holder=holder,
                     candidates=candidates,
+                    needs_parent=needs_parent,
                     is_last=is_last,
                 )
             if made is not None:
@@ -467,10 +496,10 @@ class Arena:
         return ready if sound is None else ready & sound
 
 
-def _packed(keys: Sequence[BlockKey], num_parts: int) -> Array:
+def _all_parts(num_parts: int) -> list[Wanted]:
     if num_parts < 1:
         raise ConfigError(f"num_parts must be at least 1, not {num_parts}.")
-    return key_index.pack_keys(keys)
+    return [Wanted(part) for part in range(num_parts)]
 
 
 def _check_place(keys: Array, *, depth: int, part: int, block_bytes: int) -> None:

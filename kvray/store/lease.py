@@ -3,7 +3,9 @@
 A slot's lease count is derived from the records; a record ends by release or with its holder.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,24 +16,60 @@ from kvray.store.tables import Array, Tables
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to read one part of a run of blocks; small, so that it travels to other ranks."""
+    """The right to read some slots; small, so that it travels to other ranks."""
 
     lease_id: int
     """Never given twice in an arena's life."""
     page: int
     """First page of the record."""
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A prefix that is leased for several readers."""
+
     num_blocks: int
+    leases: tuple[Lease, ...]
+    """One a reader."""
 
 
-def match(tables: Tables, keys: Array, num_parts: int) -> list[Array]:
-    """Return the slots of the longest run of leading keys of which every part is READY.
+class Wanted(NamedTuple):
+    """A part that a block must have to count."""
+
+    part: int
+    window: int | None = None
+    """Of a prefix, only this many trailing blocks must have it; None: all."""
+
+
+def match(tables: Tables, keys: Array, wanted: Iterable[Wanted]) -> tuple[int, dict[Wanted, Array]]:
+    """Return the longest prefix of `keys` that has every part that is wanted of it, READY.
 
     Returns:
-        For each part as many slots as that run has blocks.
+        Its number of blocks, and for each part its slots in prefix order: as many as there are
+        blocks, or the last `window` of them.
     """
-    found = [_ready_run(tables, keys, part) for part in range(num_parts)]
-    run = min(map(len, found))
-    return [slots[:run] for slots in found]
+    found: dict[Wanted, Array] = {}
+    windowed: list[Wanted] = []
+    run = len(keys)
+    for one in wanted:
+        if one.window is not None:
+            windowed.append(one)
+            continue
+        found[one] = _ready_run(tables, keys[:run], one.part)
+        run = len(found[one])
+    if windowed and run:
+        everywhere = {one: key_index.find(tables, keys[:run], one.part) for one in windowed}
+        run = _longest([(one.window or 0, _ready(tables, everywhere[one])) for one in windowed])
+        found.update(everywhere)
+    return run, {
+        one: slots[max(0, run - (one.window or run)) : run] for one, slots in found.items()
+    }
+
+
+def joined(slots: dict[Wanted, Array], parts: Sequence[Wanted]) -> Array:
+    """Return the slots of `parts`, one part after the other."""
+    return slots[parts[0]] if len(parts) == 1 else np.concatenate([slots[one] for one in parts])
 
 
 def take(
@@ -59,7 +97,7 @@ def take(
         tables.page_since[page] = now
     tables.put(np.array(pages), page_holder=holder + 1)
     tables.add(slots, slot_leases=1)
-    return Lease(lease_id=lease_id, page=pages[0], num_blocks=len(slots))
+    return Lease(lease_id=lease_id, page=pages[0], num_slots=len(slots))
 
 
 def leased_slots(tables: Tables, lease: Lease) -> Array | None:
@@ -71,7 +109,7 @@ def leased_slots(tables: Tables, lease: Lease) -> Array | None:
     pages = _pages(tables, lease)
     if pages is None:
         return None
-    slots = tables.page_slots[pages].ravel()[: lease.num_blocks].astype(np.int64)
+    slots = tables.page_slots[pages].ravel()[: lease.num_slots].astype(np.int64)
     return slots if _pages(tables, lease) == pages else None
 
 
@@ -131,6 +169,27 @@ def _pages(tables: Tables, lease: Lease) -> list[int] | None:
         pages.append(page)
         page = int(tables.page_next[page])
     return pages or None
+
+
+def _longest(windows: "Sequence[tuple[int, Array]]") -> int:
+    """Return the length of the longest prefix whose trailing blocks are all there.
+
+    Args:
+        windows: for each part how many trailing blocks it needs, and which blocks it has.
+    """
+    places = np.arange(1, len(windows[0][1]) + 1)
+    fits = np.ones(len(places), dtype=bool)
+    for window, here in windows:
+        # How many blocks in a row are here up to each place.
+        in_a_row = places - np.maximum.accumulate(np.where(here, 0, places))
+        fits &= in_a_row >= np.minimum(places, window)
+    return int(places[fits].max(initial=0))
+
+
+def _ready(tables: Tables, slots: Array) -> Array:
+    """Return a mask of `slots` (-1: none) that are READY."""
+    ready: Array = (slots >= 0) & (tables.slot_state.take(slots, mode="clip") == READY)
+    return ready
 
 
 def _ready_run(tables: Tables, keys: Array, part: int) -> Array:

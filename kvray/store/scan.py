@@ -64,10 +64,10 @@ def scan(arena: Arena, report: Report, *, batch_bytes: int = BATCH_BYTES) -> Sca
         # An arena that stays busy, as one without a shard may, is not waited for at each batch.
         wait_s = 0.0 if held is None else _PATIENT_S
         if held is not None:
-            blocks += held.num_blocks
-            num_bytes += held.num_blocks * _block_bytes(arena.tables, chosen)
+            blocks += held.num_slots
+            num_bytes += held.num_slots * _block_bytes(arena.tables, chosen)
             corrupt += _check(arena, held)
-        skipped += len(chosen) - (held.num_blocks if held else 0)
+        skipped += len(chosen) - (held.num_slots if held else 0)
         walked += len(chosen) * block_bytes
         report(min(walked, total), total)
     report(total, total)

@@ -79,6 +79,7 @@ def reserve(
     block_bytes: int,
     holder: int,
     candidates: Candidates,
+    needs_parent: bool = True,
     is_last: bool = True,
 ) -> Reservation | None:
     """Reserve a slot for each key of a chain that the arena does not have.
@@ -92,6 +93,7 @@ def reserve(
         block_bytes: bytes of the part.
         holder: index of the writer.
         candidates: what `find_candidates` found.
+        needs_parent: whether a chain is of no use without its parent.
         is_last: whether to make do with fewer slots if the candidates do not suffice.
 
     Returns:
@@ -99,7 +101,7 @@ def reserve(
         a prefix of the missing ones: a block whose parent is not here could never be matched.
     """
     before = -1 if parent is None else int(key_index.find(tables, parent, part)[0])
-    if parent is not None and before < 0:
+    if parent is not None and before < 0 and needs_parent:
         tables.dropped += len(keys)
         return _nothing(dropped=len(keys))
     if before >= 0:

@@ -52,7 +52,7 @@ class LeasedRun:
     @property
     def num_blocks(self) -> int:
         """Blocks from the root of the chain on."""
-        return self._lease.num_blocks
+        return self._lease.num_slots
 
     def read(self, first: int, pool: Array) -> int:
         """Copy the blocks from `first` on into the rows of `pool`; return how many are sound.

@@ -83,7 +83,7 @@ class Work:
 
         def work() -> int:
             leases = arena.lease(keys)
-            if not leases or leases[0].num_blocks < num_blocks:
+            if not leases or leases[0].num_slots < num_blocks:
                 return 0
             arena.read(leases[0], pool, rows, verify=verify)
             return num_blocks * arena.release(*leases)
@@ -196,7 +196,7 @@ def _timed(work: Callable[[], int], *, expected: int) -> Span:
 
 
 def _check_lookup(leases: list[Lease] | None, present: int) -> None:
-    found = sum(lease.num_blocks for lease in leases or ())
+    found = sum(lease.num_slots for lease in leases or ())
     if leases is None or found != present // TOKENS_PER_BLOCK:
         raise KVRayError(
             f"A lookup found {found} blocks instead of {present // TOKENS_PER_BLOCK}; run the"

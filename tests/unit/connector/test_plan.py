@@ -34,7 +34,7 @@ def state_of(tokens: list[int], media: tuple[MediaItem, ...] = ()) -> RequestSta
 
 
 def with_promise(state: RequestState, *, first: int, num_blocks: int) -> RequestState:
-    leases = (Lease(lease_id=1, page=0, num_blocks=first + num_blocks),)
+    leases = (Lease(lease_id=1, page=0, num_slots=first + num_blocks),)
     arena: Any = Mock(arena_id="a")
     state.promise = Promise(arena=arena, leases=leases, first=first, num_blocks=num_blocks)
     return state
@@ -135,7 +135,7 @@ def test_at_least_one_token_is_left_to_compute() -> None:
 
 def test_metadata_survives_pickling_and_costs_few_bytes_a_loaded_block() -> None:
     def meta(num_blocks: int) -> bytes:
-        lease = Lease(lease_id=2**40, page=7, num_blocks=num_blocks)
+        lease = Lease(lease_id=2**40, page=7, num_slots=num_blocks)
         load = LoadPlan(
             request_id=3,
             arena_id="a" * 16,

@@ -76,7 +76,7 @@ def stored(link: NodeLink, keys: list[BlockKey]) -> Any:
     assert leases is not None
     if not leases:
         return np.empty((0, BLOCK_BYTES), dtype=np.uint8)
-    rows = np.zeros((leases[0].num_blocks, BLOCK_BYTES), dtype=np.uint8)
+    rows = np.zeros((leases[0].num_slots, BLOCK_BYTES), dtype=np.uint8)
     arena.read(leases[0], rows, np.arange(len(rows)), verify=True)
     assert arena.release(*leases)
     return rows

@@ -114,7 +114,7 @@ def find(tables: Tables, keys: list[BlockKey], part: int = 0) -> list[int]:
 
 
 def matched(tables: Tables, keys: list[BlockKey], *, num_parts: int = 1) -> int:
-    return len(lease.match(tables, key_index.pack_keys(keys), num_parts)[0])
+    return lease.match(tables, key_index.pack_keys(keys), map(lease.Wanted, range(num_parts)))[0]
 
 
 def take(tables: Tables, keys: list[BlockKey], *, holder: int = 0, now: float = 0.0) -> Lease:
@@ -164,7 +164,7 @@ def fetch(
     arena: Arena, keys: list[BlockKey], held: Lease, *, part: int = 0, block_bytes: int = SLOT
 ) -> bool:
     """Read a lease on a head of `keys` with verification; return whether every byte is right."""
-    pool = np.zeros((held.num_blocks, block_bytes), dtype=np.uint8)
-    arena.read(held, pool, np.arange(held.num_blocks), verify=True)
-    expected = pool_of(keys[: held.num_blocks], part, block_bytes=block_bytes)
+    pool = np.zeros((held.num_slots, block_bytes), dtype=np.uint8)
+    arena.read(held, pool, np.arange(held.num_slots), verify=True)
+    expected = pool_of(keys[: held.num_slots], part, block_bytes=block_bytes)
     return bool((pool == expected).all())

@@ -193,13 +193,13 @@ class Worker:
         if not leases:
             return
         (held,) = leases
-        pool = np.zeros((held.num_blocks, block_bytes_of(number)), dtype=np.uint8)
+        pool = np.zeros((held.num_slots, block_bytes_of(number)), dtype=np.uint8)
         if self._random.random() < 0.1:
             time.sleep(0.003)  # others get to evict, were it not leased
-        self.arena.read(held, pool, np.arange(held.num_blocks), verify=True)
-        assert np.array_equal(pool, blocks_of(number)[: held.num_blocks]), "wrong bytes"
+        self.arena.read(held, pool, np.arange(held.num_slots), verify=True)
+        assert np.array_equal(pool, blocks_of(number)[: held.num_slots]), "wrong bytes"
         insist(lambda: self.arena.release(held))
-        self._counts[READ] += held.num_blocks
+        self._counts[READ] += held.num_slots
 
     def _timed_lease(self, keys: list[BlockKey]) -> list[Lease] | None:
         waited, late, start = self._waited_ns(), self._late_ns, time.perf_counter_ns()

@@ -39,7 +39,7 @@ def test_stored_blocks_are_leased_read_and_released(arena: Arena) -> None:
     store(arena, KEYS[:6])
     leases = arena.lease(KEYS)
     assert leases
-    assert (len(leases), leases[0].num_blocks) == (1, 6)
+    assert (len(leases), leases[0].num_slots) == (1, 6)
     assert fetch(arena, KEYS, leases[0])
     assert arena.release(*leases)
     with pytest.raises(LeaseExpired):
@@ -52,7 +52,7 @@ def test_parts_are_leased_together(arena: Arena) -> None:
     store(arena, KEYS[:4], part=1)
     leases = arena.lease(KEYS, num_parts=2)
     assert leases
-    assert [one.num_blocks for one in leases] == [4, 4]
+    assert [one.num_slots for one in leases] == [4, 4]
     for part, held in enumerate(leases):
         assert fetch(arena, KEYS, held, part=part)
     assert arena.match(KEYS, num_parts=3) == 0

@@ -237,7 +237,7 @@ populate(mapping_of(arena.tables))
 figures = ArenaPages(mounted / "arena").figures()
 assert figures["huge_bytes"] == figures["mapped_bytes"] >= spec.geometry().file_bytes, figures
 assert figures["command"] is None
-print(held.num_blocks, "read, locked, listening, all in huge pages")
+print(held.num_slots, "read, locked, listening, all in huge pages")
 second.close()
 ArenaOwner(arena).retire()
 arena.close()

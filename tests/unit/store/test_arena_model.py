@@ -161,7 +161,7 @@ class ArenaLife(RuleBasedStateMachine):
         expected = self.expected_match(keys)
         taken = self.arenas[holder].lease(keys)
         assert taken is not None
-        assert [one.num_blocks for one in taken] == ([expected] if expected else [])
+        assert [one.num_slots for one in taken] == ([expected] if expected else [])
         self.settle()
         held = [Held(holder=holder, keys=keys[:expected], lease=one) for one in taken]
         self.held.update(held)

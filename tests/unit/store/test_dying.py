@@ -63,7 +63,7 @@ class Survivor:
         ArenaOwner(arena).bury_dead(limbo_s=0)
         assert self.held is not None
         assert fetch(arena, TRUNK, self.held), "a lease of a living process was broken"
-        assert int(tables.slot_leases.sum()) == self.held.num_blocks
+        assert int(tables.slot_leases.sum()) == self.held.num_slots
         assert set(np.unique(tables.slot_state)) <= {FREE, READY}
         assert int(tables.holder_live.sum()) == 1
         assert not tables.undo.is_open

@@ -3,10 +3,12 @@
 import dataclasses
 
 import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvray.store import lease
+from kvray.store import key_index, lease
 from kvray.store.layout import PAGE_SLOTS
-from kvray.store.lease import Lease
+from kvray.store.lease import Lease, Wanted
 from kvray.store.tables import Tables
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
@@ -98,7 +100,7 @@ def test_narrowed_lease_ends_as_a_whole() -> None:
     keys = chain(PAGE_SLOTS + 5)
     put(tables, keys)
     held = take(tables, keys)
-    narrow = dataclasses.replace(held, num_blocks=2)
+    narrow = dataclasses.replace(held, num_slots=2)
     found = lease.leased_slots(tables, narrow)
     assert found is not None
     assert found.tolist() == find(tables, keys[:2])
@@ -109,8 +111,8 @@ def test_narrowed_lease_ends_as_a_whole() -> None:
 
 def test_lease_that_never_was_is_refused(tables: Tables) -> None:
     for page in (-1, 0, tables.geometry.num_pages, 10_000):
-        assert not lease.release(tables, Lease(lease_id=7, page=page, num_blocks=3))
-        assert lease.leased_slots(tables, Lease(lease_id=0, page=page, num_blocks=1)) is None
+        assert not lease.release(tables, Lease(lease_id=7, page=page, num_slots=3))
+        assert lease.leased_slots(tables, Lease(lease_id=0, page=page, num_slots=1)) is None
 
 
 def test_death_ends_the_leases_of_that_holder_alone(tables: Tables) -> None:
@@ -180,3 +182,30 @@ def test_pages_that_can_be_no_lease_are_forgotten(tables: Tables) -> None:
     assert lease.leased_slots(tables, good) is not None
     assert [lease.leased_slots(tables, one) for one in bad] == [None] * 5
     check_invariants(tables)
+
+
+def test_window_wants_only_trailing_blocks(tables: Tables) -> None:
+    keys = chain(6)
+    put(tables, keys)
+    put(tables, keys[3:5], part=1)
+    run, slots = lease.match(tables, key_index.pack_keys(keys), [Wanted(0), Wanted(1, window=2)])
+    assert run == 5
+    assert [len(slots[one]) for one in (Wanted(0), Wanted(1, window=2))] == [5, 2]
+    assert find(tables, keys[3:5], part=1) == slots[Wanted(1, window=2)].tolist()
+
+
+@given(
+    here=st.lists(st.lists(st.booleans(), min_size=8, max_size=8), min_size=1, max_size=3),
+    windows=st.lists(st.integers(1, 9), min_size=3, max_size=3),
+)
+def test_longest_windowed_prefix_is_what_a_search_finds(
+    here: list[list[bool]], windows: list[int]
+) -> None:
+    pairs = [(window, np.array(mask)) for window, mask in zip(windows, here, strict=False)]
+    fits = [
+        run
+        for run in range(9)
+        if all(mask[max(0, run - window) : run].all() for window, mask in pairs)
+    ]
+
+    assert lease._longest(pairs) == max(fits)

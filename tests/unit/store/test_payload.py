@@ -38,7 +38,7 @@ def test_any_block_size_comes_back(arena: Arena, block_bytes: int) -> None:
     store(arena, KEYS[:3], block_bytes=block_bytes)
     leases = arena.lease(KEYS)
     assert leases
-    assert leases[0].num_blocks == 3
+    assert leases[0].num_slots == 3
     assert fetch(arena, KEYS, leases[0], block_bytes=block_bytes)
     assert arena.sound_run(leases[0]) == 3
 
