@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +46,16 @@ _JOIN_WAIT_S = 0.5
 
 _ROOM_TRIES = 4
 """How often a writer looks for blocks to evict that turn out to be in use, before it drops some."""
+
+
+class PartRead(NamedTuple):
+    """Slots of one part, and the pages that they are copied into."""
+
+    slots: Array
+    regions: Sequence[Array]
+    """Bytes of shape [num_pages, size] each; end to end they fill a slot."""
+    pages: Array
+    """Rows of each region, one a slot."""
 
 
 class Arena:
@@ -298,32 +308,42 @@ class Arena:
         sound = payload.read(
             self.tables, chosen, pool, block_ids, verify=verify, copier=self._copier
         )
-        bad = chosen[~self._is_sound(held, chosen, sound)]
-        if len(bad):
-            self.quarantine(bad)
-            raise CorruptBlock(
-                f"Block {_name(self.tables, bad)} in the host tier does not have its checksum; it"
-                " is quarantined."
-            )
+        self._refuse_unsound(held, chosen, sound)
 
-    def sound_run(self, held: Lease, *, first: int = 0) -> int:
-        """Return how many blocks of a lease from `first` on have their checksum.
+    def read_parts(self, held: Lease, reads: Sequence[PartRead], *, verify: bool) -> None:
+        """Copy leased slots of several parts into pages; as `read`.
+
+        Args:
+            held: the lease.
+            reads: what to copy; every slot is one of the lease's.
+            verify: check every slot.
+
+        Raises:
+            CorruptBlock, LayoutMismatch, LeaseExpired: as `read`.
+        """
+        tables = self.tables
+        for one in reads:
+            payload.read_regions(tables, one.slots, one.regions, one.pages)
+        chosen = np.concatenate([one.slots for one in reads])
+        self._refuse_unsound(held, chosen, payload.verify(tables, chosen) if verify else None)
+
+    def sound(self, held: Lease, places: Array | slice) -> Array:
+        """Return which blocks of a lease have their checksum, as a mask of `places`.
 
         A block that has not is quarantined.
+
+        Args:
+            held: the lease.
+            places: the blocks to look at, by their place in the lease.
 
         Raises:
             LeaseExpired: the lease was released.
         """
-        chosen = self.leased_slots(held)[first:]
-        if not len(chosen):
-            return 0
-        slab = int(chosen[0]) // self.tables.geometry.slots_per_slab
-        sound = payload.verify(self.tables, chosen, int(self.tables.slab_block_bytes[slab]))
-        sound = self._is_sound(held, chosen, sound)
-        if sound.all():
-            return len(chosen)
-        self.quarantine(chosen[~sound])
-        return int(sound.argmin())
+        chosen = self.leased_slots(held)[places]
+        sound = self._is_sound(held, chosen, payload.verify(self.tables, chosen))
+        if not sound.all():
+            self.quarantine(chosen[~sound])
+        return sound
 
     def quarantine(self, chosen: Array, *, wait_s: float | None = None) -> None:
         """Take slots whose bytes proved wrong out of service; if busy, the next reader will."""
@@ -400,6 +420,20 @@ class Arena:
         `block_ids` has one row of `pool` for each *reserved* key.
         """
         return payload.write(self.tables, reservation.slots, pool, block_ids, copier=self._copier)
+
+    def write_parts(
+        self, reservation: Reservation, regions: Sequence[Array], pages: Array
+    ) -> Array:
+        """Copy pages that consist of several regions; else as `write`."""
+        return payload.write_regions(self.tables, reservation.slots, regions, pages)
+
+    def sums(self, reservation: Reservation) -> Array:
+        """Return the checksums of reserved slots that something else has written, for `commit`."""
+        return payload.sum_slots(self.tables, reservation.slots)
+
+    def slot_bytes(self, slot: int) -> Array:
+        """Return the bytes of a slot that this process has reserved, or that it was told of."""
+        return payload.slot_bytes(self.tables, slot)
 
     def commit(
         self, reservation: Reservation, checksums: Array, *, wait_s: float = _PATIENT_S
@@ -485,6 +519,15 @@ class Arena:
     def _is_open(self, holder: int) -> bool:
         """Whether `holder` may take something new: another thread may have left or retired."""
         return self._holder == holder and not self.retired
+
+    def _refuse_unsound(self, held: Lease, chosen: Array, sound: Array | None) -> None:
+        bad = chosen[~self._is_sound(held, chosen, sound)]
+        if len(bad):
+            self.quarantine(bad)
+            raise CorruptBlock(
+                f"Block {_name(self.tables, bad)} in the host tier does not have its checksum; it"
+                " is quarantined."
+            )
 
     def _is_sound(self, held: Lease, chosen: Array, sound: Array | None) -> Array:
         """Return a mask of the blocks that may be used, once they have been copied or summed."""

@@ -4,8 +4,8 @@ No lock is held here: the bytes of a reserved slot belong to its writer, those o
 do not change.
 """
 
-from collections.abc import Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -58,14 +58,62 @@ def read(
     return sound
 
 
-def verify(tables: Tables, slots: Array, block_bytes: int) -> Array:
+def write_regions(tables: Tables, slots: Array, regions: Sequence[Array], pages: Array) -> Array:
+    """Copy pages that consist of several regions into reserved slots, one page a slot.
+
+    Args:
+        tables: the arena's tables.
+        slots: reserved slots, one a page.
+        regions: bytes of shape [num_pages, size] each; end to end they fill a slot.
+        pages: rows of each region, one a slot.
+
+    Returns:
+        The slots' checksums, u64 [num_slots].
+
+    Raises:
+        ConfigError, LayoutMismatch: as `write`.
+    """
+    for in_arena, in_region in _region_runs(tables, slots, regions, pages):
+        np.copyto(in_arena, in_region)
+    return sum_slots(tables, slots)
+
+
+def read_regions(tables: Tables, slots: Array, regions: Sequence[Array], pages: Array) -> None:
+    """Copy leased slots into pages that consist of several regions; as `write_regions`."""
+    for in_arena, in_region in _region_runs(tables, slots, regions, pages):
+        np.copyto(in_region, in_arena)
+
+
+def verify(tables: Tables, slots: Array) -> Array:
     """Return a mask of the leased `slots` whose bytes have the checksum recorded for them."""
+    sound: Array = sum_slots(tables, slots) == tables.slot_checksum[slots]
+    return sound
+
+
+def sum_slots(tables: Tables, slots: Array) -> Array:
+    """Return the checksum of the bytes that are in each slot now, u64 [num_slots].
+
+    The slots may be of different sizes.
+    """
     checksums = np.empty(len(slots), dtype="<u8")
     seeds = _seeds(tables, slots)
-    for first, stop, area in _areas(tables, slots, np.arange(len(slots)), block_bytes):
-        checksums[first:stop] = sum_blocks(area, seeds[first:stop])
-    sound: Array = checksums == tables.slot_checksum[slots]
-    return sound
+    sizes = tables.slab_block_bytes[slots // tables.geometry.slots_per_slab]
+    for start, stop in _edges(np.diff(sizes) != 0, len(slots)):
+        some, size = slots[start:stop], int(sizes[start])
+        for first, last, area in _areas(tables, some, np.arange(len(some)), size):
+            checksums[start + first : start + last] = sum_blocks(
+                area, seeds[start + first : start + last]
+            )
+    return checksums
+
+
+def slot_bytes(tables: Tables, slot: int) -> Array:
+    """Return all bytes of one slot, which the caller has reserved or knows not to change."""
+    geometry = tables.geometry
+    slab, row = divmod(slot, geometry.slots_per_slab)
+    stride = geometry.stride(int(tables.slab_block_bytes[slab]))
+    start = slab * geometry.slab_bytes + row * stride
+    return tables.data[start : start + stride]
 
 
 def _seeds(tables: Tables, slots: Array) -> list[int]:
@@ -84,6 +132,17 @@ def _runs(
     for start, stop, area in _areas(tables, slots, block_ids, pool.shape[1]):
         row = block_ids[start]
         yield start, area, pool[row : row + stop - start]
+
+
+def _region_runs(
+    tables: Tables, slots: Array, regions: Sequence[Array], pages: Array
+) -> Iterator[tuple[Array, Array]]:
+    """Yield (bytes in the arena, bytes in a region) of each run, both [num_pages, size]."""
+    edges = [0, *accumulate(region.shape[1] for region in regions)]
+    for start, stop, area in _areas(tables, slots, pages, edges[-1]):
+        page = pages[start]
+        for region, (at, end) in zip(regions, pairwise(edges), strict=True):
+            yield area[:, at:end], region[page : page + stop - start]
 
 
 def _areas(
@@ -110,8 +169,12 @@ def _areas(
     starts = slab * geometry.slab_bytes + row * stride
     # Slots that fill their slabs go on in the next one.
     breaks = (np.diff(starts) != stride) | (np.diff(block_ids) != 1)
-    edges = [0, *(np.flatnonzero(breaks) + 1).tolist(), len(slots)] if len(slots) else []
-    for first, stop in pairwise(edges):
+    for first, stop in _edges(breaks, len(slots)):
         start, count = int(starts[first]), stop - first
         area = tables.data[start : start + count * stride].reshape(count, stride)
         yield first, stop, area[:, :block_bytes]
+
+
+def _edges(breaks: Array, count: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each run among `count` things; `breaks[i]`: one ends behind i."""
+    return pairwise([0, *(np.flatnonzero(breaks) + 1).tolist(), count] if count else [])

@@ -108,7 +108,7 @@ def _check(arena: Arena, held: Lease) -> list[str]:
         chosen = arena.leased_slots(held)
         if not len(chosen):
             return []
-        bad = chosen[~payload.verify(tables, chosen, _block_bytes(tables, chosen))]
+        bad = chosen[~payload.verify(tables, chosen)]
         names = [tables.slot_key[slot].tobytes().hex()[:8] for slot in bad]
         if names:
             arena.leased_slots(held)  # raises if it ended: then what was read is void

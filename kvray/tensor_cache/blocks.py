@@ -75,7 +75,7 @@ class LeasedRun:
 
     def drop_damaged(self) -> None:
         """Take those blocks out of service that lost their checksum."""
-        self._arena.sound_run(self._lease)
+        self._arena.sound(self._lease, slice(None))
 
     def _read(self, first: int, pool: Array) -> None:
         rows = np.arange(len(pool))

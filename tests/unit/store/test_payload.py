@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from kvray.errors import ConfigError, CorruptBlock, LayoutMismatch, LeaseExpired
-from kvray.store import Arena, ArenaOwner
+from kvray.store import Arena, ArenaOwner, Lease, PartRead, Wanted
 from kvray.store.layout import QUARANTINED
 from kvray.store.tables import Array
 from tests.unit.store.small_arena import (
@@ -22,6 +22,12 @@ from tests.unit.store.small_arena import (
 )
 
 KEYS = chain(20)
+
+
+def sound_run(arena: Arena, held: Lease, *, first: int = 0) -> int:
+    """Return how many blocks from `first` on are sound."""
+    sound = arena.sound(held, slice(first, None))
+    return len(sound) if sound.all() else int(sound.argmin())
 
 
 def test_blocks_come_back_as_they_were_across_slabs(arena: Arena) -> None:
@@ -40,7 +46,7 @@ def test_any_block_size_comes_back(arena: Arena, block_bytes: int) -> None:
     assert leases
     assert leases[0].num_slots == 3
     assert fetch(arena, KEYS, leases[0], block_bytes=block_bytes)
-    assert arena.sound_run(leases[0]) == 3
+    assert sound_run(arena, leases[0]) == 3
 
 
 def test_blocks_may_lie_anywhere_in_the_pool(arena: Arena) -> None:
@@ -87,7 +93,7 @@ def test_pieces_and_threads_change_neither_bytes_nor_checksums(
         back = np.zeros_like(pool)
         arena.read(leases[0], back, np.arange(len(keys)), verify=verify)
         assert np.array_equal(back, pool)
-    assert arena.sound_run(leases[0]) == len(keys)
+    assert sound_run(arena, leases[0]) == len(keys)
     slab, row = divmod(int(made.slots[-1]), 1024)
     arena.tables.rows(slab)[row, block_bytes - 1] ^= 1
     with pytest.raises(CorruptBlock, match=keys[-1].hex()[:8]):
@@ -129,17 +135,17 @@ def test_flipped_byte_is_found_and_the_block_never_served_again(arena: Arena, ve
     arena.release(*again)
 
 
-def test_sound_run_ends_before_the_first_bad_block(arena: Arena) -> None:
+def test_first_bad_block_is_told_and_taken_out_of_service(arena: Arena) -> None:
     store(arena, KEYS)
     leases = arena.lease(KEYS)
     assert leases
-    assert arena.sound_run(leases[0]) == 20
+    assert sound_run(arena, leases[0]) == 20
     arena.tables.rows(1)[3, 77] ^= 1
-    assert arena.sound_run(leases[0], first=15) == 5
-    assert arena.sound_run(leases[0]) == 11
-    assert arena.sound_run(leases[0]) == 11
+    assert sound_run(arena, leases[0], first=15) == 5
+    assert sound_run(arena, leases[0]) == 11
+    assert sound_run(arena, leases[0]) == 11
     assert arena.match(KEYS) == 11
-    assert arena.sound_run(leases[0], first=20) == 0
+    assert sound_run(arena, leases[0], first=20) == 0
 
 
 def test_lease_that_ends_during_the_copy_voids_it(
@@ -191,3 +197,32 @@ def test_bytes_are_seen_by_another_mapping(directory: Path) -> None:
     assert fetch(reader, KEYS[:5], leases[0])
     reader.close()
     writer.close()
+
+
+def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena: Arena) -> None:
+    rng = np.random.default_rng(7)
+    keys, pages = KEYS[:5], np.array([4, 2, 3, 9, 0])
+    sizes = {0: (100, 700, 64), 1: (SLOT + 8,)}
+    wide = rng.integers(0, 256, (10, 2 * SLOT), dtype=np.uint8)
+    pools = {part: [wide[:, 5 : 5 + size] for size in some] for part, some in sizes.items()}
+    for part, regions in pools.items():
+        block_bytes = sum(sizes[part])
+        made = arena.reserve(keys, parent=None, depth=0, part=part, block_bytes=block_bytes)
+        assert made
+        assert arena.commit(made, arena.write_parts(made, regions, pages))
+    held = arena.lease_for(keys, [[Wanted(0), Wanted(1, window=2)]])
+    assert held
+    assert held.num_blocks == 5
+    slots = arena.leased_slots(held.leases[0])
+    back = {part: [np.zeros_like(region) for region in pools[part]] for part in pools}
+    reads = [PartRead(slots[:5], back[0], pages), PartRead(slots[5:], back[1], pages[3:])]
+    arena.read_parts(held.leases[0], reads, verify=True)
+    for region, copy in zip(pools[0], back[0], strict=True):
+        assert np.array_equal(region[pages], copy[pages])
+    assert np.array_equal(pools[1][0][pages[3:]], back[1][0][pages[3:]])
+    assert not back[1][0][pages[:3]].any()
+    arena.slot_bytes(int(slots[6]))[3] ^= 1
+    with pytest.raises(CorruptBlock, match="quarantined"):
+        arena.read_parts(held.leases[0], reads, verify=True)
+    assert not arena.sound(held.leases[0], slice(6, 7)).any()
+    arena.release(*held.leases)
