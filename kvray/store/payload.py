@@ -116,6 +116,31 @@ def slot_bytes(tables: Tables, slot: int) -> Array:
     return tables.data[start : start + stride]
 
 
+def offsets(tables: Tables, slots: Array, block_bytes: int) -> Array:
+    """Return where in `tables.data` the bytes of each slot start, i64 [num_slots].
+
+    A slot never reaches from one slab into the next.
+
+    Args:
+        tables: the arena's tables.
+        slots: slots that the caller has leased or reserved.
+        block_bytes: bytes of a block in each of them.
+
+    Raises:
+        LayoutMismatch: the blocks of a slot are of another size.
+    """
+    geometry = tables.geometry
+    slab, row = np.divmod(slots, geometry.slots_per_slab)
+    others = np.flatnonzero(tables.slab_block_bytes[slab] != block_bytes)
+    if len(others):
+        raise LayoutMismatch(
+            f"The pool's blocks have {block_bytes} bytes, those in the arena"
+            f" {tables.slab_block_bytes[slab[others[0]]]}; they are not of one namespace."
+        )
+    starts: Array = slab * geometry.slab_bytes + row * geometry.stride(block_bytes)
+    return starts
+
+
 def _seeds(tables: Tables, slots: Array) -> list[int]:
     """Return the first 8 bytes of the key of each slot."""
     seeds: list[int] = tables.slot_key[slots, 0].tolist()
@@ -157,16 +182,7 @@ def _areas(
             f"{len(block_ids)} blocks cannot be copied from or to {len(slots)} slots; give one"
             " row of the pool for each slot."
         )
-    geometry = tables.geometry
-    slab, row = np.divmod(slots, geometry.slots_per_slab)
-    others = np.flatnonzero(tables.slab_block_bytes[slab] != block_bytes)
-    if len(others):
-        raise LayoutMismatch(
-            f"The pool's blocks have {block_bytes} bytes, those in the arena"
-            f" {tables.slab_block_bytes[slab[others[0]]]}; they are not of one namespace."
-        )
-    stride = geometry.stride(block_bytes)
-    starts = slab * geometry.slab_bytes + row * stride
+    starts, stride = offsets(tables, slots, block_bytes), tables.geometry.stride(block_bytes)
     # Slots that fill their slabs go on in the next one.
     breaks = (np.diff(starts) != stride) | (np.diff(block_ids) != 1)
     for first, stop in _edges(breaks, len(slots)):
