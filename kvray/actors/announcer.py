@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvray.actors.lookup import Announcement, Answer
+from kvray.actors.opening_desk import OpeningDesk
 from kvray.errors import KVRayError
 from kvray.index import PARTS_MAX
 from kvray.store import Arena, ArenaOwner
@@ -25,7 +26,9 @@ class Announcer:
     """One shard's announcements; `collect` and `send` are called one after the other."""
 
     def __init__(self, shard: str, announce: Announce) -> None:
-        """Announce for `shard`."""
+        """Announce for `shard`, and what is noted at its `desk`."""
+        self.desk = OpeningDesk()
+        self._answer: Answer | None = None
         self._shard = shard
         self._announce = announce
         self._arena_id = ""
@@ -40,12 +43,15 @@ class Announcer:
         self._is_heard = True
 
     def collect(self, owner: ArenaOwner) -> bool:
-        """Note what changed in the arena of `owner`; True if there is something to announce at once.
+        """Note what changed in the arena of `owner`; True if something is to be announced at once.
 
         While the lookup does not answer, the next heartbeat is early enough.
         """
         if self._seen is None:
             self._start(owner.arena)
+        if self._answer is not None:
+            self.desk.settle(self._answer.findings)
+            self._answer = None
         slots, ready, keys = owner.changes_since(self._seen)
         if len(slots):
             parts = owner.arena.tables.slot_part[slots]
@@ -81,6 +87,7 @@ class Announcer:
         self._is_heard = True
         same = full or answer.lookup_epoch == self._lookup_epoch
         self._lookup_epoch = answer.lookup_epoch if same and not answer.resync else None
+        self._answer = None if answer.resync else answer
 
     def _start(self, arena: Arena) -> None:
         versions, rows = arena.tables.slot_version, arena.tables.geometry.num_slots
@@ -120,4 +127,5 @@ class Announcer:
             added_parts=added_parts,
             removed_keys=bytes(removed_keys),
             removed_parts=removed_parts,
+            openings=self.desk.due(full=full),
         )

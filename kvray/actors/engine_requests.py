@@ -1,8 +1,9 @@
 """What engines ask of their node's shard."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvray.actors.opening_desk import OpeningDesk
 from kvray.actors.replicas import Replicas
 from kvray.block import Namespace
 
@@ -12,14 +13,18 @@ Handler = Callable[..., dict[str, Any]]
 class EngineRequests:
     """Answers the requests of engines; fields come as the wire has them, with the connection."""
 
-    def __init__(self, replicas: Replicas, identity: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, replicas: Replicas, desk: OpeningDesk, identity: Callable[[], dict[str, Any]]
+    ) -> None:
         """Answer for a shard.
 
         Args:
             replicas: of the shard's node.
+            desk: takes what they note of their prompts' openings.
             identity: returns what `hello` answers; raises while the shard does not serve.
         """
         self._replicas = replicas
+        self._desk = desk
         self._identity = identity
 
     def handlers(self) -> dict[str, Handler]:
@@ -41,7 +46,11 @@ class EngineRequests:
         replica: str,
         rank: int,
         counters: dict[str, int],
+        openings: Sequence[Any] = (),
         leaving: bool = False,
     ) -> dict[str, Any]:
-        known = self._replicas.report(connection, replica, rank, counters, leaving=leaving)
-        return {"known": known}
+        origin = self._replicas.report(connection, replica, rank, counters, leaving=leaving)
+        if origin is None:
+            return {"known": False}
+        self._desk.note(origin, openings)
+        return {"known": True, "incompatible": self._desk.answers(replica, rank)}

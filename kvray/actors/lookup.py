@@ -1,10 +1,14 @@
 """The lookup: knows which shard holds which block, from what the shards announce."""
 
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from kvray.actors.openings import Finding, Note, StoredOpenings
 from kvray.index import Index
+
+_NAMESPACES_MAX = 128
+_OPENINGS_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +27,8 @@ class Announcement:
     added_parts: list[int]
     removed_keys: bytes
     removed_parts: list[int]
+    openings: list[Note] = field(default_factory=list)
+    """What engines have noted since, or, if `full`, all that is remembered of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +39,8 @@ class Answer:
     """New at every start of the lookup: a shard that sees it change announces everything."""
     resync: bool
     """The announcement did not follow the last one; nothing was taken from it."""
+    findings: list[Finding] = field(default_factory=list)
+    """What of the misses among its `openings` is stored in another namespace."""
 
 
 class Lookup:
@@ -47,6 +55,7 @@ class Lookup:
     def __init__(self) -> None:
         """Start empty, with a fresh epoch."""
         self.index = Index()
+        self._openings = StoredOpenings(namespaces_max=_NAMESPACES_MAX, openings_max=_OPENINGS_MAX)
         self.epoch = secrets.token_hex(8)
         self._last: dict[str, tuple[str, int, int]] = {}
         self._heard: dict[str, float] = {}
@@ -69,7 +78,8 @@ class Lookup:
         self.index.add(shard, announcement.added_keys, announcement.added_parts)
         self._last[shard] = last
         self._heard[shard] = now
-        return Answer(lookup_epoch=self.epoch, resync=False)
+        findings = self._openings.take(announcement.openings)
+        return Answer(lookup_epoch=self.epoch, resync=False, findings=findings)
 
     def _follows(self, announcement: Announcement) -> bool:
         """Return whether what the shard says can be put upon what is known of it."""

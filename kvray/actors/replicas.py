@@ -4,12 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvray.actors.openings import Origin
 from kvray.block import Namespace
 from kvray.errors import ConfigError, LayoutMismatch
 
 _RANKS_MAX = 4096
 _NAME_MAX = 256
 _COUNTERS_MAX = 256
+_NAMESPACE_MAX = 64 * 2**10
+"""Characters of all texts of a namespace: the lookup keeps it, and answers carry it."""
 
 MODEL_KEY_PREFIX = "key:"
 """`Namespace.model` begins with this where a `model_key` was given instead of a checkpoint."""
@@ -42,6 +45,12 @@ class Replicas:
         digest = namespace.digest().hex()[:8]
         if not isinstance(namespace.model, str):
             raise ConfigError(f"A namespace's model must be a text, not {namespace.model!r}.")
+        length = sum(len(str(value)) for value in namespace.to_wire().values())
+        if length > _NAMESPACE_MAX:
+            raise ConfigError(
+                f"A namespace of {length} characters exceeds the {_NAMESPACE_MAX} that a shard"
+                " takes; shorten the overrides of the checkpoint's configuration."
+            )
         for (other, _), entry in self._ranks.items():
             if other != replica and entry.connection is not None:
                 _check_layout(replica, namespace, other, entry.namespace)
@@ -59,8 +68,8 @@ class Replicas:
         counters: dict[str, int],
         *,
         leaving: bool = False,
-    ) -> bool:
-        """Keep a rank's latest figures; False if it has to register first.
+    ) -> Origin | None:
+        """Keep a rank's latest figures and return who it is; None if it has to register first.
 
         With `leaving` they are its last ones: it counts as disconnected from then on.
 
@@ -71,11 +80,11 @@ class Replicas:
         _check_counters(counters)
         entry = self._ranks.get((replica, rank))
         if entry is None or entry.connection != connection:
-            return False
+            return None
         entry.counters = dict(counters)
         if leaving:
             entry.connection = None
-        return True
+        return Origin(replica=replica, rank=rank, namespace=entry.namespace)
 
     def disconnect(self, connection: int) -> None:
         """Note that whoever spoke through `connection` is gone."""
@@ -95,6 +104,10 @@ class Replicas:
             }
             for (replica, rank), entry in list(self._ranks.items())
         ]
+
+    def namespaces(self) -> dict[str, dict[str, object]]:
+        """Return every namespace by the digest that `status` gives; from any thread."""
+        return {entry.digest: entry.namespace.to_wire() for entry in list(self._ranks.values())}
 
 
 def _check_name(replica: object, rank: object) -> None:

@@ -109,6 +109,7 @@ class Shard:
         if self._owner is not None and self._state["state"] == "serving":
             status["arena"] = self._owner.arena.stats()
             status["replicas"] = self._replicas.status()
+            status["namespaces"] = self._replicas.namespaces()
         return status
 
     def clear(self, timeout_s: float) -> int:
@@ -179,7 +180,7 @@ class Shard:
         claim = Claim(directory, self.name)
         if not await self._become_owner(claim):
             return
-        requests = EngineRequests(self._replicas, self._identity)
+        requests = EngineRequests(self._replicas, self._announcer.desk, self._identity)
         server = EngineServer(
             directory / SOCKET_FILE, requests.handlers(), self._replicas.disconnect
         )

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from kvray.cli.boundary import boundary
 from kvray.cli.memory import memory_sentences
+from kvray.cli.namespaces import namespaces_report
 from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
 from kvray.config import format_size, load_config
 
@@ -65,6 +66,8 @@ def _print(found: dict[str, Any]) -> None:
     replicas = [replica for shard in found["shards"] for replica in shard.get("replicas", [])]
     if replicas:
         console.print(replicas_table(replicas))
+        for line in namespaces_report(found["shards"]) or ():
+            console.print(line, soft_wrap=isinstance(line, str))
     else:
         console.print("No replica has registered yet.")
 

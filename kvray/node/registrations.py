@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvray.block import Namespace
 from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
+from kvray.node.openings import Openings
 from kvray.node.shard_socket import ShardSocket
 
 _log = logging.getLogger("kvray.node")
@@ -24,6 +25,8 @@ class Registration:
     namespace: Namespace
     counters: Callable[[], dict[str, int]]
     """Figures for `kvray status`: totals since the engine started."""
+    openings: Openings | None = None
+    """What the rank notes of its prompts; None if it notes nothing."""
     accepted: bool = False
     refusal: str | None = None
     """The shard's sentence, if it refuses."""
@@ -97,15 +100,21 @@ class Registrations:
     def _report(self, registration: Registration, *, timeout_s: float, leaving: bool) -> None:
         if not registration.accepted:
             self._register(registration)
+        openings = registration.openings
+        notes = openings.waiting() if openings is not None else []
         reply = self._socket.call(
             "report",
             timeout_s=timeout_s,
             replica=registration.replica,
             rank=registration.rank,
             counters=registration.counters(),
+            openings=notes,
             leaving=leaving,
         )
-        registration.accepted = bool(reply.get("known")) and not leaving
+        known = bool(reply.get("known"))
+        registration.accepted = known and not leaving
+        if openings is not None and known:
+            openings.reported(len(notes), reply.get("incompatible", []))
 
     def _register(self, registration: Registration) -> None:
         self._socket.call(
@@ -116,3 +125,5 @@ class Registrations:
             namespace=registration.namespace.to_wire(),
         )
         registration.accepted, registration.refusal = True, None
+        if registration.openings is not None:
+            registration.openings.tell_again()

@@ -287,12 +287,14 @@ def test_unknown_requests_and_wrong_fields_are_answered(engine: ShardSocket, sha
         ("register", {"replica": "x", "rank": 0, "namespace": {"model": None}}),
         ("register", {"replica": "x", "rank": 0, "namespace": NAMESPACE.to_wire() | {"model": 5}}),
         ("report", {"replica": "one", "rank": 0, "counters": "ab"}),
+        ("report", {"replica": "one", "rank": 0, "counters": {}, "openings": [[b"short", 1]]}),
     ]:
         with pytest.raises(ConfigError):
             call(engine, op, **fields)
     assert call(engine, "report", replica="one", rank=0, counters={"hits": 1}) == {
         "ok": True,
         "known": True,
+        "incompatible": [],
     }
     assert [entry["replica"] for entry in shard.status()["replicas"]] == ["one"]
 

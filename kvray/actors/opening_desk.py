@@ -1,0 +1,109 @@
+"""The shard's desk between its engines, who note openings, and the lookup, who knows them all."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from kvray.actors.openings import Finding, Note, Origin, StoredOpenings
+from kvray.block import Namespace
+from kvray.errors import ConfigError
+from kvray.opening import NOTES_MAX, OPENING_BYTES
+
+_PENDING_MAX = 8192
+_SENT_MAX = 2048
+"""Notes in one announcement, beside those that are told again."""
+_NAMESPACES_MAX = 16
+_OPENINGS_MAX = 4096
+_RANKS_MAX = 4096
+_ANSWERS_MAX = 8
+"""Answers in one reply; a namespace is tens of kilobytes at most."""
+_TOKENS_MAX = 2**31
+
+
+class OpeningDesk:
+    """Keeps notes until the lookup has them, and its findings until the engine asks.
+
+    State of the shard's event loop; `due` alone may run in another thread while notes come in.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing noted."""
+        self._pending: list[Note] = []
+        self._sent: list[Note] = []
+        self._told = StoredOpenings(namespaces_max=_NAMESPACES_MAX, openings_max=_OPENINGS_MAX)
+        self._findings: OrderedDict[tuple[str, int], dict[Namespace, Finding]] = OrderedDict()
+
+    def note(self, origin: Origin, notes: Sequence[Any]) -> None:
+        """Take what an engine noted: (opening, missed tokens or 0) each; what is too much is lost.
+
+        Raises:
+            ConfigError: these are no notes; nothing was taken.
+        """
+        _check_notes(notes)
+        room = _PENDING_MAX - len(self._pending)
+        self._pending.extend((origin, opening, tokens) for opening, tokens in notes[:room])
+
+    def due(self, *, full: bool) -> list[Note]:
+        """Return what to tell the lookup now, and all that it was told before if `full`."""
+        self._sent = self._pending[:_SENT_MAX]
+        return [*self._told.notes(), *self._sent] if full else self._sent
+
+    def settle(self, findings: list[Finding]) -> None:
+        """The lookup has taken what was `due` last, and answered."""
+        for note in self._sent:
+            if note[2] == 0:
+                self._told.add(note)
+        del self._pending[: len(self._sent)]
+        self._sent = []
+        for finding in findings:
+            self._keep(finding)
+
+    def answers(self, replica: str, rank: int) -> list[dict[str, Any]]:
+        """Return, once, what was found for a rank, one mapping a namespace.
+
+        `num_tokens` were missed whose openings `replica` has stored, in a namespace that has the
+        `difference` (field -> [the rank's value, its value]).
+        """
+        kept = self._findings.get((replica, rank), {})
+        answered = [kept.pop(namespace) for namespace in list(kept)[:_ANSWERS_MAX]]
+        if not kept:
+            self._findings.pop((replica, rank), None)
+        return [
+            {
+                "num_tokens": finding.num_tokens,
+                "replica": finding.replica,
+                "difference": finding.origin.namespace.difference(finding.namespace),
+            }
+            for finding in answered
+        ]
+
+    def _keep(self, finding: Finding) -> None:
+        """Add a finding to those of its rank, of which there is one a namespace."""
+        origin = finding.origin
+        kept = self._findings.setdefault((origin.replica, origin.rank), {})
+        before = kept.get(finding.namespace)
+        kept[finding.namespace] = Finding(
+            origin=origin,
+            num_tokens=finding.num_tokens + (before.num_tokens if before else 0),
+            replica=finding.replica,
+            namespace=finding.namespace,
+        )
+        if len(self._findings) > _RANKS_MAX:
+            self._findings.popitem(last=False)
+
+
+def _check_notes(notes: object) -> None:
+    if not isinstance(notes, list | tuple) or len(notes) > NOTES_MAX:
+        raise ConfigError(f"Notes on openings are a list of at most {NOTES_MAX}.")
+    for note in notes:
+        if not (
+            isinstance(note, list | tuple)
+            and len(note) == 2
+            and isinstance(note[0], bytes)
+            and len(note[0]) == OPENING_BYTES
+            and isinstance(note[1], int)
+            and 0 <= note[1] < _TOKENS_MAX
+        ):
+            raise ConfigError(
+                f"A note is an opening of {OPENING_BYTES} bytes and a number of tokens."
+            )

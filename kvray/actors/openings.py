@@ -1,0 +1,102 @@
+"""Openings of prompts that were stored, by namespace: tells `incompatible` from never stored."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvray.block import Namespace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The rank that noted an opening."""
+
+    replica: str
+    rank: int
+    namespace: Namespace
+
+
+Note = tuple[Origin, bytes, int]
+"""Who noted it, the opening, and how many tokens were missed with it; 0: it was stored.
+
+A plain tuple: a full announcement has tens of thousands.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A miss of `origin` whose opening is stored in another namespace only."""
+
+    origin: Origin
+    num_tokens: int
+    replica: str
+    """Who stored it, of those whose namespace differs in the fewest fields."""
+    namespace: Namespace
+    """In which it is stored."""
+
+
+class StoredOpenings:
+    """Bounded memory of what was stored; of too much the longest unheard of goes.
+
+    What is in it was stored once and may be evicted since: had the namespaces been one, the miss
+    might have been one all the same.
+    """
+
+    def __init__(self, *, namespaces_max: int, openings_max: int) -> None:
+        """Start empty, with room for `openings_max` openings in each of `namespaces_max`."""
+        self._namespaces_max = namespaces_max
+        self._openings_max = openings_max
+        # Opening -> the replica that stored it last.
+        self._stored: OrderedDict[Namespace, OrderedDict[bytes, str]] = OrderedDict()
+
+    def take(self, notes: Iterable[Note]) -> list[Finding]:
+        """Enter what was stored and return what of the misses is stored elsewhere.
+
+        The order of `notes` counts: a replica stores what it has just missed.
+        """
+        findings = []
+        for note in notes:
+            origin, opening, num_tokens = note
+            if num_tokens == 0:
+                self.add(note)
+            elif (elsewhere := self._elsewhere(origin.namespace, opening)) is not None:
+                namespace, replica = elsewhere
+                findings.append(
+                    Finding(
+                        origin=origin, num_tokens=num_tokens, replica=replica, namespace=namespace
+                    )
+                )
+        return findings
+
+    def add(self, note: Note) -> None:
+        """Enter an opening that was stored."""
+        origin, opening, _ = note
+        openings = self._stored.setdefault(origin.namespace, OrderedDict())
+        self._stored.move_to_end(origin.namespace)
+        openings[opening] = origin.replica
+        openings.move_to_end(opening)
+        if len(openings) > self._openings_max:
+            openings.popitem(last=False)
+        if len(self._stored) > self._namespaces_max:
+            self._stored.popitem(last=False)
+
+    def notes(self) -> Iterator[Note]:
+        """Yield what, taken by an empty memory of the same size, makes it equal to this one."""
+        for namespace, openings in self._stored.items():
+            origins = {
+                replica: Origin(replica=replica, rank=0, namespace=namespace)
+                for replica in set(openings.values())
+            }
+            for opening, replica in openings.items():
+                yield origins[replica], opening, 0
+
+    def _elsewhere(self, namespace: Namespace, opening: bytes) -> tuple[Namespace, str] | None:
+        """Return the likest other namespace with `opening`; None if `namespace` had it itself."""
+        if opening in self._stored.get(namespace, ()):
+            return None
+        others = [
+            (other, openings[opening])
+            for other, openings in self._stored.items()
+            if opening in openings
+        ]
+        return min(others, key=lambda other: len(namespace.difference(other[0])), default=None)

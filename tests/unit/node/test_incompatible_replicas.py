@@ -1,0 +1,196 @@
+"""Two replicas on two nodes whose namespaces differ: how they get to know of it."""
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from kvray.actors.lookup import Lookup
+from kvray.actors.ownership import sweep
+from kvray.actors.shard import Shard
+from kvray.block import Namespace
+from kvray.node import NodeLink, Openings, Registration, attach
+from kvray.node import link as link_module
+from kvray.opening import opening_digest
+from tests.unit.actors.small_shard import (
+    NAMESPACE,
+    Line,
+    settings_for,
+    wait_for,
+    wait_until_serving,
+)
+
+PROMPT = opening_digest(list(range(500)))
+OTHER_PROMPT = opening_digest(list(range(1, 501)))
+MISSED = "miss_tokens_not_stored"
+FOUND = "miss_tokens_incompatible"
+
+TP1 = replace(NAMESPACE, model="sha256:llama")
+TP2 = replace(TP1, tp_layout="tp2", part_bytes=256)
+
+
+@dataclass(kw_only=True)
+class Replica:
+    """A replica on a node of its own: a shard, a link to it, and what a connector would count."""
+
+    name: str
+    shard: Shard
+    link: NodeLink
+    openings: Openings = field(default_factory=Openings)
+    missed_tokens: int = 0
+
+    def register(self, namespace: Namespace) -> None:
+        self.link.register(
+            Registration(
+                replica=self.name,
+                rank=0,
+                namespace=namespace,
+                counters=lambda: self.openings.counted({MISSED: self.missed_tokens}, MISSED),
+                openings=self.openings,
+            )
+        )
+
+    def miss(self, opening: bytes, num_tokens: int) -> None:
+        self.missed_tokens += num_tokens
+        self.openings.note_missed(opening, num_tokens)
+
+    def restart_shard(self, line: Line) -> None:
+        self.shard.stop(retire=False, timeout_s=10)
+        self.shard = Shard(self.shard.name, settings_for(self.link.directory), line.announce)
+        self.shard.start()
+        wait_until_serving(self.shard)
+        wait_for(lambda: self.counters() is not None, "registering again")
+
+    def counters(self) -> dict[str, int] | None:
+        """Return what the shard shows of this replica; None if it knows none."""
+        (entry,) = self.shard.status().get("replicas") or [{"counters": None}]
+        return entry["counters"]
+
+    def wait_until_told(self) -> None:
+        wait_for(lambda: not self.openings.waiting(), "the report")
+
+
+StartReplica = Callable[[str], Replica]
+
+
+@pytest.fixture
+def line() -> Line:
+    return Line()
+
+
+@pytest.fixture
+def start(line: Line, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartReplica]:
+    """Starts replicas by name, each on a node of its own."""
+    monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
+    replicas: list[Replica] = []
+
+    with ExitStack() as stack:
+
+        def begin(name: str) -> Replica:
+            parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+            stack.callback(shutil.rmtree, parent)
+            directory = parent / "kvray-test"
+            shard = Shard(f"shard-{name}", settings_for(directory), line.announce)
+            stack.callback(sweep, directory)
+            shard.start()
+            wait_until_serving(shard)
+            link = attach(directory, label=name, lock_wait_s=0.05, attach_retry_s=0.02)
+            stack.callback(link.detach)
+            replicas.append(Replica(name=name, shard=shard, link=link))
+            return replicas[-1]
+
+        yield begin
+        for one in replicas:
+            one.link.detach()
+            one.shard.stop(retire=False, timeout_s=10)
+
+
+def pair_of(start: StartReplica, mine: Namespace, theirs: Namespace) -> tuple[Replica, Replica]:
+    """Return two replicas of which the first has stored `PROMPT`, and the lookup knows it."""
+    a, b = start("a"), start("b")
+    a.register(mine)
+    b.register(theirs)
+    a.openings.note_stored(PROMPT)
+    a.wait_until_told()
+    return a, b
+
+
+def announce_round(line: Line) -> None:
+    """Return when all that was noted before this call has been announced."""
+    heard = len(line.heard)
+    wait_for(lambda: len(line.heard) >= heard + 5, "announcements")
+
+
+def test_a_miss_of_what_another_namespace_has_is_counted_and_explained(
+    start: StartReplica, line: Line, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, b = pair_of(start, TP1, TP2)
+    announce_round(line)
+    b.miss(PROMPT, 480)
+    b.openings.note_stored(PROMPT)
+    b.miss(OTHER_PROMPT, 64)
+    wait_for(lambda: b.counters() == {MISSED: 64, FOUND: 480}, "the finding")
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "480 tokens" in warning
+    assert "replica 'a'" in warning
+    assert "  tp_layout   here tp2  there tp1\n" in warning
+    assert "  part_bytes  here 256  there 512\n" in warning
+
+
+def test_a_miss_between_equal_namespaces_is_no_incompatible_one(
+    start: StartReplica, line: Line, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, b = pair_of(start, TP1, TP1)
+    announce_round(line)
+    b.miss(PROMPT, 480)
+    b.wait_until_told()
+    announce_round(line)
+    wait_for(lambda: b.counters() == {MISSED: 480}, "the report")
+    assert b.openings.incompatible_tokens == 0
+    assert not caplog.records
+
+
+def test_a_restarted_lookup_still_knows(start: StartReplica, line: Line) -> None:
+    _, b = pair_of(start, TP1, TP2)
+    announce_round(line)
+    line.lookup = Lookup()
+    announce_round(line)
+    b.miss(PROMPT, 480)
+    wait_for(lambda: b.counters() == {MISSED: 0, FOUND: 480}, "the finding")
+
+
+def test_what_was_noted_while_the_lookup_was_away_is_answered_later(
+    start: StartReplica, line: Line
+) -> None:
+    line.cut = True
+    _, b = pair_of(start, TP1, TP2)
+    b.miss(PROMPT, 480)
+    b.wait_until_told()
+    line.hang_s, line.cut = 0.01, False
+    announce_round(line)
+    b.miss(PROMPT, 480)
+    wait_for(lambda: (b.counters() or {}).get(FOUND, 0) >= 480, "the finding")
+
+
+def test_a_restarted_shard_learns_anew_what_is_in_use(start: StartReplica, line: Line) -> None:
+    a, b = pair_of(start, TP1, TP2)
+    announce_round(line)
+    a.restart_shard(line)
+    line.lookup = Lookup()
+    a.openings.note_stored(PROMPT)
+    a.wait_until_told()
+    announce_round(line)
+    b.miss(PROMPT, 480)
+    wait_for(lambda: b.counters() == {MISSED: 0, FOUND: 480}, "the finding")
+
+
+def test_both_namespaces_are_in_the_shards_status(start: StartReplica) -> None:
+    a, _ = pair_of(start, TP1, TP2)
+    status = a.shard.status()
+    (replica,) = status["replicas"]
+    assert status["namespaces"][replica["namespace"]] == TP1.to_wire()
