@@ -4,10 +4,13 @@ Run as `python -m tests.ray.engine DIRECTORY`.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kvray.block import Namespace
-from kvray.node import Registration, attach
+from kvray.node import Openings, Registration, attach
+from kvray.opening import opening_digest
 from tests.unit.store.small_arena import chain, fetch, store
 
 NAMESPACE = Namespace(
@@ -27,16 +30,35 @@ NAMESPACE = Namespace(
     engine="test 1.0",
 )
 
+_MISSED = "miss_tokens_not_stored"
+
 
 def main() -> None:
     link = attach(Path(sys.argv[1]), label="engine", lock_wait_s=0.5, attach_retry_s=0.1)
     registration = Registration(
         replica="one", rank=0, namespace=NAMESPACE, counters=lambda: {"hits": 1}
     )
+    openings = Openings()
+
+    def register(replica: str, **changes: Any) -> None:
+        """Register a rank that notes openings, in a namespace with `changes`."""
+        link.register(
+            Registration(
+                replica=replica,
+                rank=0,
+                namespace=replace(NAMESPACE, **changes),
+                counters=lambda: openings.counted({_MISSED: 10_000}, _MISSED),
+                openings=openings,
+            )
+        )
+
     scope = {
         "chain": chain,
         "fetch": fetch,
         "link": link,
+        "opening_digest": opening_digest,
+        "openings": openings,
+        "register": register,
         "registration": registration,
         "store": store,
         "sys": sys,
