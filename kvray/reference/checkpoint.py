@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvray import config
 from kvray.errors import ConfigError
 from kvray.reference.model import BlockModel, load_causal_lm, make_tiny_causal_lm, save_causal_lm
+from kvray.reference.ranks import Ranks
+from kvray.reference.tensor_split import split_causal_lm
 from kvray.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, save_tokenizer
 from kvray.reference.weights import find_weights, unpack_once
 
@@ -26,12 +29,19 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    model: str | Path, *, tokens_per_block: int, cache_dir: Path | None = None
+    model: str | Path,
+    *,
+    tokens_per_block: int,
+    cache_dir: Path | None = None,
+    split_over: Ranks | None = None,
 ) -> Checkpoint:
     """Load `smollm2`, `tiny`, `tiny:SEED` or the checkpoint at a path.
 
+    With `split_over` the model has this rank's share of the weights only.
+
     Raises:
-        ConfigError: there is no such model, or its weights can be neither found nor fetched.
+        ConfigError: there is no such model, its weights can be neither found nor fetched, or the
+            ranks cannot share it.
     """
     name, _, seed = str(model).partition(":")
     if name == TINY:
@@ -40,7 +50,7 @@ def load_checkpoint(
         number = int(seed or 0)
         return Checkpoint(
             name=f"{TINY}:{number}",
-            model=BlockModel(make_tiny_causal_lm(number), tokens_per_block=tokens_per_block),
+            model=_block_model(make_tiny_causal_lm(number), tokens_per_block, split_over),
             tokenizer=ByteTokenizer(),
         )
     is_smollm2 = str(model) == SMOLLM2
@@ -52,9 +62,15 @@ def load_checkpoint(
         )
     return Checkpoint(
         name=str(path.resolve()),
-        model=BlockModel(load_causal_lm(path), tokens_per_block=tokens_per_block),
+        model=_block_model(load_causal_lm(path), tokens_per_block, split_over),
         tokenizer=load_tokenizer(path),
     )
+
+
+def _block_model(causal_lm: Any, tokens_per_block: int, split_over: Ranks | None) -> BlockModel:
+    if split_over is not None:
+        split_causal_lm(causal_lm, split_over)
+    return BlockModel(causal_lm, tokens_per_block=tokens_per_block)
 
 
 def find_smollm2(cache_dir: Path | None = None) -> Path:

@@ -7,9 +7,8 @@ can see (a second report after an asynchronous load, salts) are the same in both
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from kvray.connector.base import (
     KvCacheConnectorScheduler,
@@ -18,6 +17,7 @@ from kvray.connector.base import (
     SchedulerOutput,
 )
 from kvray.errors import KVRayError
+from kvray.reference.ranks import Ranks, SingleRank
 from kvray.reference.request import LlmRequest, LlmRequestState
 
 if TYPE_CHECKING:
@@ -26,31 +26,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Requests = dict[int, LlmRequest]
-
-
-class Ranks(Protocol):
-    """The collectives among the ranks of one engine."""
-
-    def broadcast(self, value: T) -> T:
-        """Return the leader's value on every rank."""
-        ...
-
-    def allgather(self, value: T) -> list[T]:
-        """Return every rank's value."""
-        ...
-
-
-class SingleRank:
-    """One rank, which still pickles what others would receive, so that it is known to pickle."""
-
-    def broadcast(self, value: T) -> T:
-        """Return a pickled and unpickled copy."""
-        copy: T = pickle.loads(pickle.dumps(value))  # noqa: S301 (our own bytes, made in place)
-        return copy
-
-    def allgather(self, value: T) -> list[T]:
-        """Return the one value there is."""
-        return [value]
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,7 +50,17 @@ class AsyncRequests:
 
 
 class KvCacheConnectorManager:
-    """Calls the connector for the executor and the cache manager, and owns the parked requests."""
+    """Calls the connector for the executor and the cache manager, and owns the parked requests.
+
+    With several ranks there is one manager on each. The scheduler is the leader's alone, and its
+    answers are broadcast; a load or save has ended when every rank's worker says so.
+
+    Args:
+        worker: this rank's half.
+        scheduler: the leader's half; None on the other ranks.
+        ranks: the collectives; None for a rank that decides by itself.
+        attention_dp_rank: the owner's number, under attention data parallelism.
+    """
 
     def __init__(
         self,
@@ -83,10 +68,12 @@ class KvCacheConnectorManager:
         scheduler: KvCacheConnectorScheduler | None,
         *,
         ranks: Ranks | None = None,
+        attention_dp_rank: int | None = None,
     ) -> None:
         self.worker = worker
         self.scheduler = scheduler
         self._ranks: Ranks = ranks or SingleRank()
+        self._attention_dp_rank = attention_dp_rank
         self._new = AsyncRequests()  # not handed to get_finished yet
         self._pending = AsyncRequests()  # handed over, not returned yet
         self._local_finished = AsyncRequests()  # returned here, not yet on every rank
@@ -124,8 +111,11 @@ class KvCacheConnectorManager:
             self.scheduler.update_state_after_alloc(request, block_ids)
 
     def build_scheduler_output(self, batch: ScheduledRequests, cache: KVCacheManager) -> None:
-        """Collect what is new in the coming pass; requests about to be parked are left out."""
-        output = SchedulerOutput()
+        """Collect what is new in the coming pass.
+
+        Requests about to be parked are left out, and so is the dummy of an idle owner.
+        """
+        output: SchedulerOutput = _make(SchedulerOutput, attention_dp_rank=self._attention_dp_rank)
         for request in batch.context_requests:
             if request.request_id in self._new.loading:
                 continue
@@ -134,7 +124,9 @@ class KvCacheConnectorManager:
             data.computed_position -= self._external_loads.get(request.request_id, 0)
             (output.new_requests if is_new else output.cached_requests).append(data)
         output.cached_requests.extend(
-            self._report(request, cache) for request in batch.generation_requests
+            self._report(request, cache)
+            for request in batch.generation_requests
+            if not request.is_dummy_request
         )
         self._external_loads = {}
         self._scheduler_output = output
@@ -224,7 +216,8 @@ class KvCacheConnectorManager:
             num_scheduled = min(request.context_remaining_length, request.context_chunk_size)
         else:
             position, num_scheduled = len(tokens) - 1, 1
-        return _request_data(
+        return _make(
+            RequestData,
             request_id=request.request_id,
             new_tokens=tokens[num_tokens:],
             new_block_ids=block_ids[num_blocks:],
@@ -237,7 +230,7 @@ class KvCacheConnectorManager:
         )
 
 
-def _request_data(**values: object) -> RequestData:
-    """Build the record with the fields that this version of it has."""
-    known = {field.name for field in dataclasses.fields(RequestData)}
-    return RequestData(**{name: value for name, value in values.items() if name in known})  # type: ignore[arg-type]
+def _make(kind: type[T], **values: object) -> T:
+    """Build a record of the connector's with the fields that this version of it has."""
+    known = {field.name for field in dataclasses.fields(cast("Any", kind))}
+    return kind(**{name: value for name, value in values.items() if name in known})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -10,16 +11,16 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kvray.errors import ConfigError, KVRayError
-from kvray.reference.cache_manager import KVCacheManager
-from kvray.reference.checkpoint import load_checkpoint
-from kvray.reference.executor import Executor
-from kvray.reference.llm_args import KvCacheConfig, KvConnectorConfig, LlmArgs
+from kvray.reference.connector_manager import KvCacheConnectorManager
+from kvray.reference.engine_options import EngineOptions
+from kvray.reference.engine_rank import EngineRank
+from kvray.reference.inbox import Inbox
+from kvray.reference.llm_args import KvConnectorConfig
 from kvray.reference.output import Output, Prompt
+from kvray.reference.rank_group import RankGroup
+from kvray.reference.ranks import Ranks, SingleRank
 from kvray.reference.request import LlmRequest
-from kvray.reference.start_up import bring_up, shut_down
 
 
 class Pending:
@@ -65,11 +66,16 @@ class ReferenceEngine:
         pad_batch_size: fill smaller batches up with dummy requests.
         poison: make every byte that nobody wrote NaN.
         cache_dir: where downloaded weights are kept.
-        num_threads: torch's threads; equal answers need equal numbers.
+        num_threads: torch's threads on each rank; equal answers need equal numbers.
+        tensor_parallel_size: ranks that share the model, 1, 2 or 4: this process and children
+            that end with it, each with a pool and a worker of its own.
+        enable_attention_dp: the ranks share the requests instead: each runs its own, dealt
+            round-robin, over whole weights (TensorRT-LLM keeps a dense MLP whole then, too).
+        collective_timeout_s: how late one rank may be before all others fail.
 
     Raises:
         ConfigError: an argument, the model or the connector cannot be used.
-        KVRayError: the connector failed while the engine started.
+        KVRayError: the connector, or another rank, failed while the engine started.
     """
 
     def __init__(
@@ -89,53 +95,43 @@ class ReferenceEngine:
         poison: bool = False,
         cache_dir: Path | None = None,
         num_threads: int = 2,
+        tensor_parallel_size: int = 1,
+        enable_attention_dp: bool = False,
+        collective_timeout_s: float = 60.0,
     ) -> None:
-        chunk = _chunk(enable_chunked_prefill, chunk_tokens, tokens_per_block)
-        for name, value in (
-            ("tokens_per_block", tokens_per_block),
-            ("num_blocks", num_blocks),
-            ("max_batch_size", max_batch_size),
-            ("num_threads", num_threads),
-        ):
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1.")
-        torch.set_num_threads(num_threads)
-        checkpoint = load_checkpoint(model, tokens_per_block=tokens_per_block, cache_dir=cache_dir)
-        self.tokenizer = checkpoint.tokenizer
-        self.model = checkpoint.model
-        self.llm_args = LlmArgs(
-            model=checkpoint.name,
-            enable_chunked_prefill=enable_chunked_prefill,
-            disable_overlap_scheduler=not overlap,
-            kv_cache_config=KvCacheConfig(
-                tokens_per_block=tokens_per_block,
-                enable_block_reuse=enable_block_reuse,
-                enable_partial_reuse=enable_partial_reuse,
-            ),
-            kv_connector_config=connector,
-        )
-        self.cache = KVCacheManager(
-            self.model.geometry,
-            num_blocks=num_blocks,
+        options = EngineOptions(
+            model=model,
             tokens_per_block=tokens_per_block,
+            num_blocks=num_blocks,
+            connector=connector,
             enable_block_reuse=enable_block_reuse,
             enable_partial_reuse=enable_partial_reuse,
+            enable_chunked_prefill=enable_chunked_prefill,
+            chunk_tokens=chunk_tokens,
+            overlap=overlap,
+            max_batch_size=max_batch_size,
+            pad_batch_size=pad_batch_size,
             poison=poison,
+            cache_dir=cache_dir,
+            num_threads=num_threads,
+            tensor_parallel_size=tensor_parallel_size,
+            enable_attention_dp=enable_attention_dp,
+            collective_timeout_s=collective_timeout_s,
         )
         self._request_ids = itertools.count(1)
         self._ids_lock = threading.Lock()
-        model_engine, self.connector = bring_up(
-            self.llm_args, self.model, self.cache, pad_batch_size=pad_batch_size
-        )
-        self._executor = Executor(
-            model_engine,
-            self.cache,
-            connector=self.connector,
-            overlap=overlap,
-            max_batch_size=max_batch_size,
-            chunk_tokens=chunk,
-            num_threads=num_threads,
-        )
+        self._inbox = Inbox()
+        ranks, self._others = _start_ranks(options)
+        try:
+            self._leader = EngineRank(options, ranks, self._inbox)
+        except BaseException:
+            self._others.kill()
+            raise
+        self.tokenizer = self._leader.tokenizer
+        self.model = self._leader.model
+        self.llm_args = self._leader.llm_args
+        self.cache = self._leader.cache
+        self._executor = self._leader.executor
         self._executor.start()
 
     def __enter__(self) -> ReferenceEngine:
@@ -143,6 +139,16 @@ class ReferenceEngine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def connector(self) -> KvCacheConnectorManager | None:
+        """This rank's connector, until the engine is closed."""
+        return self._leader.connector
+
+    @property
+    def rank_pids(self) -> tuple[int, ...]:
+        """The processes of the other ranks, from rank 1 on."""
+        return self._others.pids
 
     @property
     def failure(self) -> BaseException | None:
@@ -192,19 +198,24 @@ class ReferenceEngine:
             end_ids=self.tokenizer.end_ids,
             cache_salt=salt,
         )
-        return Pending(request_id, self._executor.submit(request), self)
+        future = self._inbox.submit(request, closed_error=self._executor.closed_error)
+        return Pending(request_id, future, self)
 
     def cancel(self, pending: Pending) -> None:
         """End a request early; its result is what it has so far, with reason `cancelled`."""
-        self._executor.cancel(pending.request_id)
+        self._inbox.cancel(pending.request_id)
 
     def close(self) -> None:
-        """Stop the executor, then let the connector go. Twice is fine."""
+        """Stop the executors, then let the connectors and the other ranks go. Twice is fine."""
+        self._inbox.stop()
         try:
-            self._executor.close()
+            self._executor.join()
+        except BaseException:
+            self._others.kill()
+            raise
         finally:
-            connector, self.connector = self.connector, None
-            shut_down(connector)
+            self._leader.shut_down()
+        self._others.close()
 
     def output_of(self, request: LlmRequest) -> Output:
         """Describe a request that has ended."""
@@ -240,13 +251,24 @@ class ReferenceEngine:
             )
 
 
-def _chunk(is_chunked: bool, chunk_tokens: int | None, tokens_per_block: int) -> int | None:
-    if not is_chunked:
-        return None
-    chunk = 4 * tokens_per_block if chunk_tokens is None else chunk_tokens
-    if chunk < tokens_per_block or chunk % tokens_per_block:
-        raise ConfigError(
-            f"chunk_tokens is {chunk}; it must be a multiple of tokens_per_block "
-            f"({tokens_per_block})."
-        )
-    return chunk
+def _start_ranks(options: EngineOptions) -> tuple[Ranks, RankGroup]:
+    """Return the collectives with the other ranks, and their processes."""
+    if options.tensor_parallel_size == 1:
+        return SingleRank(), RankGroup()
+    from kvray.reference.gloo_ranks import GlooRanks
+
+    with tempfile.TemporaryDirectory(prefix="kvray-ranks-") as name:
+        directory = Path(name)
+        others = RankGroup.start(options, directory)
+        try:
+            ranks = GlooRanks(
+                0,
+                options.tensor_parallel_size,
+                directory,
+                timeout_s=options.collective_timeout_s,
+                diagnose=others.diagnose,
+            )
+        except BaseException:
+            others.kill()
+            raise
+    return ranks, others

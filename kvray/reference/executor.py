@@ -9,7 +9,6 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from kvray.errors import KVRayError
 from kvray.reference.cache_manager import KVCacheManager
 from kvray.reference.connector_manager import KvCacheConnectorManager
-from kvray.reference.inbox import Inbox
+from kvray.reference.intake import Intake
 from kvray.reference.model_engine import ModelEngine
 from kvray.reference.request import LlmRequest, LlmRequestState
 from kvray.reference.scheduler import ScheduledRequests, schedule
@@ -35,57 +34,54 @@ class _Previous:
 
 
 class Executor:
-    """Runs requests to their end on a thread of its own.
+    """Runs requests to their end, on a thread of its own or on that of `run`.
 
-    Submitting threads touch only the inbox; requests, pool and connector belong to the executor's
-    thread. Whatever the connector raises outside a forward pass ends the
-    engine, as it does in TensorRT-LLM; inside one it fails all active requests.
+    Requests, pool and connector belong to the executor's thread; others reach it through the
+    intake. Whatever the connector raises outside a forward pass ends the engine, as it does in
+    TensorRT-LLM; inside one it fails all active requests, unless the other ranks wait in the
+    middle of the same pass (`is_pass_shared`): then it ends the engine too.
     """
 
     def __init__(
         self,
         model_engine: ModelEngine,
         cache: KVCacheManager,
+        intake: Intake,
         *,
         connector: KvCacheConnectorManager | None = None,
         overlap: bool = False,
         max_batch_size: int = 8,
         chunk_tokens: int | None = None,
         num_threads: int = 2,
+        is_pass_shared: bool = False,
     ) -> None:
         self.failure: BaseException | None = None
         self.failure_traceback = ""
         self._model_engine = model_engine
         self._cache = cache
+        self._intake = intake
         self._connector = connector
         self._overlap = overlap
         self._max_batch_size = max_batch_size
         self._chunk_tokens = chunk_tokens
         self._num_threads = num_threads
+        self._is_pass_shared = is_pass_shared
         self._active: list[LlmRequest] = []
+        self._cancelled: set[int] = set()
+        self._is_dummy_due = False
         self._previous: _Previous | None = None
-        self._inbox = Inbox()
-        self._thread = threading.Thread(target=self._run, name="kvray-executor", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="kvray-executor", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Begin to serve on a thread."""
         self._thread.start()
 
-    def submit(self, request: LlmRequest) -> Future[LlmRequest]:
-        """Queue a request; the future ends with the request itself.
+    def join(self) -> None:
+        """Wait until the loop has ended; its intake was told to stop. Twice is fine.
 
         Raises:
-            KVRayError: the engine is dead or closed.
+            KVRayError: it does not end.
         """
-        return self._inbox.submit(request, closed_error=self._closed_error)
-
-    def cancel(self, request_id: int) -> None:
-        """End a request after the pass that is running; one that has ended stays as it is."""
-        self._inbox.cancel(request_id)
-
-    def close(self) -> None:
-        """Stop after the pass that is running and fail what is outstanding. Twice is fine."""
-        self._inbox.close()
         if self._thread.ident is not None:
             self._thread.join(_JOIN_TIMEOUT_S)
             if self._thread.is_alive():
@@ -94,7 +90,8 @@ class Executor:
                     "connector hangs."
                 )
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Serve until the intake says stop, or something fails: then `failure` says what."""
         # torch keeps the number of threads per calling thread.
         torch.set_num_threads(self._num_threads)
         try:
@@ -106,9 +103,10 @@ class Executor:
         except BaseException as error:  # noqa: BLE001 (the thread's end: every cause is kept)
             self.failure = error
             self.failure_traceback = traceback.format_exc()
-        self._inbox.fail_all(self._closed_error)
+        self._intake.close(self.closed_error)
 
-    def _closed_error(self) -> KVRayError:
+    def closed_error(self) -> KVRayError:
+        """Return what those are told who come too late."""
         if self.failure is None:
             return KVRayError("The reference engine is closed.")
         error = KVRayError(
@@ -118,14 +116,20 @@ class Executor:
         return error
 
     def _fetch(self) -> bool:
-        """Take new requests in; an idle engine sleeps here until there is one or it is closed.
+        """Take in what is new; an idle engine stays here until there is work or it must stop.
 
-        As in TensorRT-LLM 1.2, saves that are still running are not polled during that sleep.
+        As in TensorRT-LLM 1.2, saves that are still running are not polled meanwhile.
         """
-        has_work = bool(self._active) or self._previous is not None
-        submitted = self._inbox.take(has_work=has_work)
-        self._active.extend(submitted or ())
-        return submitted is not None
+        while True:
+            has_work = bool(self._active) or self._previous is not None
+            orders = self._intake.take(has_work=has_work)
+            self._active.extend(orders.submitted)
+            self._cancelled |= orders.cancelled
+            self._is_dummy_due = orders.is_dummy_due
+            if orders.is_stop:
+                return False
+            if has_work or orders.submitted or orders.is_dummy_due:
+                return True
 
     def _iterate(self) -> None:
         batch = self._begin_batch()
@@ -169,6 +173,8 @@ class Executor:
             max_batch_size=self._max_batch_size,
             chunk_tokens=self._chunk_tokens,
         )
+        if self._is_dummy_due and (dummy := self._cache.add_padding_request()) is not None:
+            batch.generation_requests.append(dummy)
         if batch.batch_size:
             self._cache.prepare_resources(batch)
             if self._connector is not None:
@@ -178,15 +184,21 @@ class Executor:
         return batch
 
     def _forward(self, batch: ScheduledRequests, pending: dict[int, int]) -> dict[int, int] | None:
-        """Return the sampled tokens, or None after an error that failed all active requests."""
+        """Return the sampled tokens; None after a dummy, or an error that failed all requests."""
         try:
             sampled = self._model_engine.forward(batch, pending)
             if self._connector is not None:
                 self._connector.worker.wait_for_save(None)
-        except Exception as error:  # noqa: BLE001 (TensorRT-LLM survives any error of a pass)
+        except Exception as error:  # TensorRT-LLM survives any error of a pass
+            if self._is_pass_shared:
+                raise
             self._handle_error(error)
             return None
-        return sampled
+        finally:
+            for request in batch.generation_requests:
+                if request.is_dummy:
+                    self._cache.free_resources(request)
+        return None if self._is_dummy_due else sampled
 
     def _update_states(self, batch: ScheduledRequests, *, num_pending: int | None) -> None:
         """Count what the pass computed; with overlap also see which answers end by length."""
@@ -229,7 +241,7 @@ class Executor:
                 self._cache.store_blocks_for_reuse(request, pin=True)
 
     def _handle_cancelled(self) -> None:
-        cancelled = self._inbox.take_cancelled()
+        cancelled, self._cancelled = self._cancelled, set()
         for request in self._active:
             if request.request_id in cancelled and not request.is_finished:
                 request.finish_by_reason("cancelled")
@@ -240,7 +252,7 @@ class Executor:
         for request in ended:
             self._terminate(request)
         for request in ended:
-            self._inbox.resolve(request)
+            self._intake.resolve(request)
 
     def _handle_error(self, error: Exception) -> None:
         message = f"A forward pass failed: {type(error).__name__}: {error}"
@@ -251,7 +263,7 @@ class Executor:
         for request in failed:
             failure = KVRayError(message)
             failure.__cause__ = error
-            self._inbox.fail(request, failure)
+            self._intake.fail(request, failure)
 
     def _terminate(self, request: LlmRequest) -> None:
         self._cache.free_resources(request)
@@ -266,7 +278,7 @@ class Executor:
         self._handle_cancelled()
         self._handle_responses()
         if self._active:
-            self._inbox.pause(_PARKED_POLL_S)
+            self._intake.pause(_PARKED_POLL_S)
 
     def _poll_connector(self) -> None:
         if self._connector is not None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from kvray.errors import KVRayError
+from kvray.reference.intake import Orders
 from kvray.reference.request import LlmRequest
 
 
@@ -28,7 +29,7 @@ class Inbox:
     def submit(
         self, request: LlmRequest, *, closed_error: Callable[[], KVRayError]
     ) -> Future[LlmRequest]:
-        """Queue a request; after `close` raise what `closed_error` makes."""
+        """Queue a request; after `stop` raise what `closed_error` makes."""
         future: Future[LlmRequest] = Future()
         request.submitted_at = time.monotonic()
         with self._condition:
@@ -46,25 +47,26 @@ class Inbox:
                 self._cancelled.add(request_id)
                 self._condition.notify()
 
-    def close(self) -> None:
-        """Take nothing more in and wake the executor."""
+    def stop(self) -> None:
+        """Take nothing more in and tell the executor to stop."""
         with self._condition:
             self._is_closed = True
             self._condition.notify()
 
-    def take(self, *, has_work: bool) -> list[LlmRequest] | None:
-        """Return new requests, sleeping until there is one unless `has_work`; None when closed."""
-        with self._condition:
-            while not (has_work or self._submitted or self._is_closed):
-                self._condition.wait()
-            submitted, self._submitted = self._submitted, []
-            return None if self._is_closed else submitted
+    def take(self, *, has_work: bool, timeout_s: float | None = None) -> Orders:
+        """Return what is new, sleeping until there is something unless `has_work`.
 
-    def take_cancelled(self) -> set[int]:
-        """Return the ids that were cancelled since the last call."""
+        With `timeout_s` it sleeps no longer than that, and may return nothing new.
+        """
         with self._condition:
+            self._condition.wait_for(
+                lambda: has_work or self._submitted or self._is_closed, timeout_s
+            )
+            submitted, self._submitted = self._submitted, []
             cancelled, self._cancelled = self._cancelled, set()
-            return cancelled
+            return Orders(
+                submitted=submitted, cancelled=frozenset(cancelled), is_stop=self._is_closed
+            )
 
     def pause(self, timeout_s: float) -> None:
         """Sleep until something comes in, at most so long."""
@@ -80,8 +82,8 @@ class Inbox:
         """Hand the reason back why a request has no answer."""
         self._pop(request).set_exception(error)
 
-    def fail_all(self, make_error: Callable[[], KVRayError]) -> None:
-        """Close, and fail whatever has not ended."""
+    def close(self, make_error: Callable[[], KVRayError]) -> None:
+        """Take nothing more in, and fail whatever has not ended."""
         with self._condition:
             self._is_closed = True
             futures, self._futures = list(self._futures.values()), {}

@@ -27,6 +27,32 @@ class KvConnectorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mapping:
+    """Which of the engine's ranks this process is."""
+
+    world_size: int = 1
+    rank: int = 0
+    tp_size: int = 1
+    enable_attention_dp: bool = False
+
+    @property
+    def tp_rank(self) -> int:
+        """The rank among those of tensor parallelism, which is all of them."""
+        return self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How the engine's ranks share its work, as `TorchLlmArgs.parallel_config` tells."""
+
+    mapping: Mapping = field(default_factory=Mapping)
+
+    def to_mapping(self) -> Mapping:
+        """Return the mapping as this rank sees it."""
+        return self.mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LlmArgs:
     """The one argument of a connector's constructors.
 
@@ -39,6 +65,7 @@ class LlmArgs:
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     enable_attention_dp: bool = False
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     max_beam_width: int = 1
     speculative_config: None = None
     enable_chunked_prefill: bool = False

@@ -57,18 +57,24 @@ class Step:
 
 
 class BlockModel:
-    """A Llama-family model of transformers, run layer by layer over blocks, in fp32 on the CPU."""
+    """A Llama-family model of transformers, run layer by layer over blocks, in fp32 on the CPU.
+
+    Of a model that was split (`tensor_split`) it has this rank's heads; its steps then make one
+    sum over the ranks behind the attention and one behind the MLP of every layer.
+    """
 
     def __init__(self, causal_lm: Any, *, tokens_per_block: int) -> None:
         config = causal_lm.config
+        head_dim = (
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
         self.tokens_per_block = tokens_per_block
         self.vocab_size: int = config.vocab_size
         self.max_tokens: int = config.max_position_embeddings
         self.geometry = KVGeometry(
             num_layers=config.num_hidden_layers,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None)
-            or config.hidden_size // config.num_attention_heads,
+            num_kv_heads=causal_lm.model.layers[0].self_attn.k_proj.out_features // head_dim,
+            head_dim=head_dim,
         )
         _transformers().AttentionInterface.register(_ATTENTION, _attend)
         causal_lm.config._attn_implementation = _ATTENTION

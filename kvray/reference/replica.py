@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.reference.llm_args import KvConnectorConfig
+from kvray.reference.child_process import spawn_child
+from kvray.reference.engine_options import encode_options
 from kvray.reference.output import Output, Prompt
 from kvray.reference.pipe import JsonPipe, PipeClosed
 
@@ -85,30 +85,14 @@ class Replica:
     ) -> Replica:
         """Begin to start an engine; `wait_ready` ends it. So several can load at once."""
         log = _open_log(log_path)
-        from_child, child_write = os.pipe()
-        child_read, to_child = os.pipe()
-        command = [sys.executable, "-m", _CHILD_MODULE, str(child_read), str(child_write)]
-        command += [str(os.getpid()), str(int(_is_main_thread()))]
         try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(child_read, child_write),
-                env={**os.environ, **(env or {})},
-            )
+            process, pipe = spawn_child(_CHILD_MODULE, output=log, env=env)
         except BaseException:
-            os.close(from_child)
-            os.close(to_child)
             log.close()
             raise
-        finally:
-            os.close(child_read)
-            os.close(child_write)
-        replica = cls(name, process, JsonPipe(from_child, to_child), log)
+        replica = cls(name, process, pipe, log)
         try:
-            replica._pipe.send(_encode_options(engine_options), timeout_s=_SEND_TIMEOUT_S)
+            replica._pipe.send(encode_options(engine_options), timeout_s=_SEND_TIMEOUT_S)
         except PipeClosed as error:
             replica.kill()
             raise KVRayError(f"Replica {name} died as it was started.") from error
@@ -240,37 +224,3 @@ def _open_log(path: Path | None) -> IO[bytes]:
 
 def _plain(prompt: Any) -> Any:
     return prompt if isinstance(prompt, (int, str)) else list(prompt)
-
-
-def _is_main_thread() -> bool:
-    """A death signal is tied to the *thread* that started the child: only this one lives on."""
-    return threading.current_thread() is threading.main_thread()
-
-
-def _encode_options(options: dict[str, Any]) -> dict[str, Any]:
-    encoded: dict[str, Any] = {
-        key: str(value) if isinstance(value, Path) else value for key, value in options.items()
-    }
-    connector = options.get("connector")
-    if connector is not None:
-        encoded["connector"] = [
-            connector.connector_module,
-            connector.connector_scheduler_class,
-            connector.connector_worker_class,
-        ]
-    return encoded
-
-
-def decode_options(encoded: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `ReferenceEngine` that came as JSON."""
-    options = dict(encoded)
-    if options.get("connector") is not None:
-        module, scheduler_class, worker_class = options["connector"]
-        options["connector"] = KvConnectorConfig(
-            connector_module=module,
-            connector_scheduler_class=scheduler_class,
-            connector_worker_class=worker_class,
-        )
-    if options.get("cache_dir") is not None:
-        options["cache_dir"] = Path(options["cache_dir"])
-    return options

@@ -1,25 +1,23 @@
-"""The child's side of a replica, started with two pipe ends, its parent's pid and a flag."""
+"""The child's side of a replica."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 import queue
-import signal
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from kvray.errors import ConfigError, KVRayError
+from kvray.reference.child_process import join_parent
+from kvray.reference.engine_options import decode_options
 from kvray.reference.pipe import JsonPipe, PipeClosed
-from kvray.reference.replica import decode_options
 
 if TYPE_CHECKING:
     from kvray.reference.engine import ReferenceEngine
 
-_PR_SET_PDEATHSIG = 1
 _SEND_TIMEOUT_S = 30.0
 _GRACE_S = 15.0
 
@@ -86,22 +84,10 @@ def _start_engine(options: dict[str, Any]) -> ReferenceEngine:
     return ReferenceEngine(**decode_options(options))
 
 
-def _die_with(parent_pid: int, *, use_signal: bool) -> None:
-    """Ask the kernel for a SIGKILL when the parent's thread ends, unless it has already."""
-    if use_signal:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        sys.exit(1)
-
-
 def main() -> None:
     """Serve the parent until it closes its pipe."""
-    read_fd, write_fd, parent_pid, use_signal = map(int, sys.argv[1:5])
-    # Ctrl-C reaches the whole foreground group; the parent decides what becomes of the child.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _die_with(parent_pid, use_signal=bool(use_signal))
     try:
-        _Child(JsonPipe(read_fd, write_fd)).run()
+        _Child(join_parent()).run()
     except PipeClosed:
         sys.exit(1)
 

@@ -13,20 +13,32 @@ from kvray.reference.connector_manager import KvCacheConnectorManager
 from kvray.reference.llm_args import LlmArgs
 from kvray.reference.model import BlockModel
 from kvray.reference.model_engine import ModelEngine
+from kvray.reference.ranks import Ranks
 
 
 def bring_up(
-    llm_args: LlmArgs, model: BlockModel, cache: KVCacheManager, *, pad_batch_size: int = 0
+    llm_args: LlmArgs,
+    model: BlockModel,
+    cache: KVCacheManager,
+    *,
+    ranks: Ranks,
+    pad_batch_size: int = 0,
 ) -> tuple[ModelEngine, KvCacheConnectorManager | None]:
     """Return what runs passes, and the connector if `llm_args` names one.
+
+    Every rank builds a worker, and the leader a scheduler; with attention data parallelism every
+    rank builds both, and none talks to the others about them.
 
     The forward callable fires in the warm-up, when the worker has no pool and no metadata yet.
 
     Raises:
-        ConfigError: the connector's classes cannot be found.
+        ConfigError: the connector's classes cannot be found, or do not do attention data
+            parallelism and are asked to.
         Exception: whatever the connector raises; a start-up fails with it, as upstream.
     """
-    connector = None if llm_args.kv_connector_config is None else _make_connector(llm_args)
+    connector = None
+    if llm_args.kv_connector_config is not None:
+        connector = _make_connector(llm_args, ranks)
     try:
         callable_ = None
         if connector is not None:
@@ -52,18 +64,36 @@ def shut_down(connector: KvCacheConnectorManager | None) -> None:
         _shut_down_parts((connector.worker, connector.scheduler))
 
 
-def _make_connector(llm_args: LlmArgs) -> KvCacheConnectorManager:
+def _make_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager:
     """Build worker and scheduler at the same time on two threads, as upstream does."""
     scheduler_class, worker_class = _find_classes(llm_args.kv_connector_config)
+    is_owner = llm_args.enable_attention_dp
+    if is_owner:
+        _check_attention_dp(scheduler_class, worker_class)
     with ThreadPoolExecutor(2, thread_name_prefix="kvray-connector") as threads:
-        worker: Future[Any] = threads.submit(worker_class, llm_args)
-        scheduler: Future[Any] = threads.submit(scheduler_class, llm_args)
-        wait((worker, scheduler))
-    if scheduler.exception() or worker.exception():
-        built = (part for part in (worker, scheduler) if part.exception() is None)
-        _shut_down_parts(part.result() for part in built)
-    scheduler_part = scheduler.result()
-    return KvCacheConnectorManager(worker.result(), scheduler_part)
+        parts: list[Future[Any]] = [threads.submit(worker_class, llm_args)]
+        if is_owner or ranks.rank == 0:
+            parts.insert(0, threads.submit(scheduler_class, llm_args))
+        wait(parts)
+    if any(part.exception() for part in parts):
+        _shut_down_parts(part.result() for part in parts if part.exception() is None)
+    *scheduler, worker = (part.result() for part in parts)
+    return KvCacheConnectorManager(
+        worker,
+        scheduler[0] if scheduler else None,
+        ranks=None if is_owner else ranks,
+        attention_dp_rank=ranks.rank if is_owner else None,
+    )
+
+
+def _check_attention_dp(*classes: Any) -> None:
+    for one in classes:
+        if getattr(one, "supports_attention_dp", False) is not True:
+            raise ConfigError(
+                f"{one.__name__} does not say that it does attention data parallelism; unset "
+                "enable_attention_dp, or use a connector whose classes have "
+                "supports_attention_dp = True."
+            )
 
 
 def _find_classes(config: Any) -> tuple[Any, Any]:
