@@ -1,19 +1,58 @@
-"""What the engine says of itself: read from `llm_args` by duck typing, refused where it must be.
+"""What the engine says of itself: read from `llm_args`, refused where no connector could serve it.
 
-`llm_args` is TensorRT-LLM's `TorchLlmArgs`, whose fields differ from version to version; every
-field is read with a default, and none is ever written.
+`llm_args` is TensorRT-LLM's `TorchLlmArgs`, a pydantic model whose fields differ from version to
+version; some are not there before 1.2 or 1.3. It is given to the connector on every rank, and
+nothing that differs from rank to rank enters the namespace.
 """
 
-import json
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from kvray.connector.adapters import fingerprints_dir
+from kvray.connector.checkpoint import CheckpointConfig, read_checkpoint
+from kvray.connector.fields import canonical_text, field_of, number_of, text_of, to_text
+from kvray.connector.refusals import refuse_unsupported
 from kvray.errors import ConfigError
+from kvray.fingerprint import fingerprint_model
 
-_PLAIN = (str, int, float, list, dict)
-_NO_FIELD = "kvray_asks_for_no_such_field"
+_log = logging.getLogger("kvray.connector")
+
+_QUANTIZATION = (
+    "quant_algo",
+    "kv_cache_quant_algo",
+    "group_size",
+    "smoothquant_val",
+    "clamp_val",
+    "use_meta_recipe",
+    "has_zero_point",
+    "pre_quant_scale",
+    "exclude_modules",
+    "quantized_layers",
+)
+_OVERRIDES = (
+    "model_kwargs",
+    "rope_scaling",
+    "rope_theta",
+    "max_seq_len",
+    "dtype",
+    "revision",
+    "checkpoint_format",
+    "checkpoint_loader",
+    "force_dynamic_quantization",
+    "sparse_attention_config",
+)
+_CACHE_OVERRIDES = ("max_attention_window", "sink_token_length")
+"""A window decides what a token attends to, and with it the keys and values of the next layer."""
+_ADAPTERS = (
+    "lora_ckpt_source",
+    "lora_target_modules",
+    "trtllm_modules_to_hf_modules",
+    "swap_gate_up_proj_lora_b_weight",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +66,27 @@ class EngineArgs:
     block_reuse: bool
     partial_reuse: bool
     quantization: str
+    """Weight and KV quantisation as the engine names them, as one text."""
     overrides: str
+    """What changes the checkpoint's own configuration or weights, as one text."""
     attention_backend: str
     engine: str
+    attention_dp: bool
+    """Each rank has a whole KV cache for requests of its own."""
+    is_compiled: bool
+    """The model is compiled by torch: hooks on its layers may not fire."""
+    windows: tuple[int, ...]
+    """The different attention windows that kv_cache_config names, in tokens, ascending."""
+    adapters: str
+    """How the engine reads LoRA adapters, as one text; enters the keys of requests with one."""
+    is_mla: bool | None
+    """Keys and values are one latent vector; None: the checkpoint does not say."""
+    num_layers: int | None
+    """Layers with attention; None: the checkpoint does not say."""
+    token_elems: int | None
+    """Elements one rank keeps per token, layer, and keys or values; None: not said."""
+    is_sparse: bool
+    """Attention picks its tokens by an index that is cached beside keys and values."""
 
 
 def read_engine_args(llm_args: Any) -> EngineArgs:
@@ -39,63 +96,37 @@ def read_engine_args(llm_args: Any) -> EngineArgs:
         ConfigError: a setting that no connector, or not kvray, can serve; or no tokens_per_block.
     """
     cache = getattr(llm_args, "kv_cache_config", None)
-    _refuse_unsupported(llm_args, cache)
-    num_ranks = _number(llm_args, "tensor_parallel_size", 1)
+    model = str(field_of(llm_args, "model") or "")
+    changes = field_of(llm_args, "model_kwargs")
+    checkpoint = read_checkpoint(model, changes if isinstance(changes, Mapping) else None)
+    refuse_unsupported(llm_args, checkpoint)
+    _warn_of_transfers(llm_args)
+    num_ranks = number_of(llm_args, "tensor_parallel_size", 1)
+    attention_dp = field_of(llm_args, "enable_attention_dp") is True
     return EngineArgs(
-        model=str(field_of(llm_args, "model") or ""),
+        model=model,
         tokens_per_block=_tokens_per_block(llm_args, cache),
         num_ranks=num_ranks,
         rank=_rank(llm_args, num_ranks),
-        block_reuse=bool(getattr(cache, "enable_block_reuse", True)),
-        partial_reuse=bool(getattr(cache, "enable_partial_reuse", True)),
-        quantization=_quantization(llm_args),
-        overrides=_overrides(llm_args),
-        attention_backend=_text(llm_args, "attn_backend"),
+        block_reuse=field_of(cache, "enable_block_reuse") is not False,
+        partial_reuse=field_of(cache, "enable_partial_reuse") is not False,
+        quantization=canonical_text(field_of(llm_args, "quant_config"), _QUANTIZATION),
+        overrides=_overrides(llm_args, cache),
+        attention_backend=text_of(llm_args, "attn_backend") or "default",
         engine=_engine_version(),
+        attention_dp=attention_dp,
+        is_compiled=_is_compiled(llm_args),
+        windows=_windows(cache),
+        adapters=canonical_text(field_of(llm_args, "lora_config"), _ADAPTERS),
+        is_mla=checkpoint.is_mla if checkpoint else None,
+        num_layers=checkpoint.num_layers if checkpoint else None,
+        token_elems=_token_elems(checkpoint, 1 if attention_dp else num_ranks),
+        is_sparse=_is_sparse(llm_args, checkpoint),
     )
 
 
-def field_of(source: Any, name: str) -> Any:
-    """Return a field of an engine's object; None if it is not there.
-
-    A value that has every attribute one asks for was made up by the asking: it is no value.
-    """
-    value = getattr(source, name, None)
-    return None if hasattr(value, _NO_FIELD) else value
-
-
-def _refuse_unsupported(llm_args: Any, cache: Any) -> None:
-    """Refuse at start what 1.1 and 1.2 let through and a connector would serve wrongly."""
-    for name, what in (
-        ("pipeline_parallel_size", "pipeline parallelism"),
-        ("context_parallel_size", "context parallelism"),
-        ("max_beam_width", "beam search"),
-    ):
-        if _number(llm_args, name, 1) > 1:
-            raise ConfigError(f"kvray does not serve engines with {what}; set {name} to 1.")
-    if getattr(llm_args, "enable_attention_dp", False) is True:
-        raise ConfigError("kvray does not serve attention data parallelism; unset it.")
-    if field_of(llm_args, "speculative_config") is not None:
-        raise ConfigError("kvray does not serve speculative decoding; unset speculative_config.")
-    if _number(cache, "host_cache_size", 0) > 0:
-        raise ConfigError(
-            "TensorRT-LLM's own host cache and a connector exclude each other; unset"
-            " kv_cache_config.host_cache_size, kvray's host tier takes its place."
-        )
-    windows = getattr(cache, "max_attention_window", None)
-    if isinstance(windows, Sequence) and len(set(windows)) > 1:
-        raise ConfigError(
-            "kvray does not serve layers with different attention windows; give one window."
-        )
-    if str(field_of(cache, "dtype")).lower() in ("nvfp4", "fp4"):
-        raise ConfigError(
-            "An FP4 KV cache keeps its scales in a pool that no connector is given; choose"
-            " kv_cache_config.dtype fp8 or auto."
-        )
-
-
 def _tokens_per_block(llm_args: Any, cache: Any) -> int:
-    found = _number(cache, "tokens_per_block", 0) or _number(llm_args, "tokens_per_block", 0)
+    found = number_of(cache, "tokens_per_block", 0) or number_of(llm_args, "tokens_per_block", 0)
     if found < 1:
         raise ConfigError(
             "The engine does not say its tokens_per_block; set it in kv_cache_config."
@@ -123,30 +154,60 @@ def _rank(llm_args: Any, num_ranks: int) -> int:
     mapping = parallel.to_mapping() if hasattr(parallel, "to_mapping") else llm_args
     rank = field_of(mapping, "rank")
     if not isinstance(rank, int):
-        raise ConfigError("The engine has several ranks but does not say which one this is.")
+        raise ConfigError(
+            "The engine has several ranks but does not say which one this is; start it with MPI."
+        )
     return rank
 
 
-def _quantization(llm_args: Any) -> str:
-    quant = getattr(llm_args, "quant_config", None)
-    names = ("quant_algo", "kv_cache_quant_algo", "group_size")
-    return _plain_fields(quant, names)
+def _overrides(llm_args: Any, cache: Any) -> str:
+    """Return what changes the checkpoint's own configuration or weights, as one text."""
+    found = {name: field_of(llm_args, name) for name in _OVERRIDES}
+    found |= {name: field_of(cache, name) for name in _CACHE_OVERRIDES}
+    # A text in some versions, an enumeration in others; `dummy` are weights made up.
+    found["load_format"] = text_of(llm_args, "load_format").upper() or None
+    # Its adapters' embeddings take the place of the model's, for requests without one, too.
+    found["lora_dir"] = [
+        fingerprint_model(Path(path), cache_dir=fingerprints_dir())
+        for path in field_of(field_of(llm_args, "lora_config"), "lora_dir") or ()
+    ] or None
+    return to_text({name: value for name, value in found.items() if value is not None})
 
 
-def _overrides(llm_args: Any) -> str:
-    """Return what changes the checkpoint's own configuration, as one text."""
-    names = ("model_kwargs", "rope_scaling", "rope_theta", "max_seq_len", "dtype")
-    return _plain_fields(llm_args, names)
+def _is_compiled(llm_args: Any) -> bool:
+    is_configured = field_of(llm_args, "torch_compile_config") is not None
+    return is_configured or field_of(llm_args, "torch_compile_enabled") is True
 
 
-def _plain_fields(source: Any, names: tuple[str, ...]) -> str:
-    """Return the named fields that are set to plain values, in one canonical text.
+def _windows(cache: Any) -> tuple[int, ...]:
+    windows = field_of(cache, "max_attention_window")
+    return tuple(sorted(set(windows))) if isinstance(windows, Sequence) else ()
 
-    An object's text may hold its address, which would give every process a namespace of its own.
-    """
-    found = {name: getattr(source, name, None) for name in names}
-    plain = {name: value for name, value in found.items() if isinstance(value, _PLAIN)}
-    return json.dumps(plain, sort_keys=True, default=lambda value: type(value).__name__)
+
+def _token_elems(checkpoint: CheckpointConfig | None, num_shards: int) -> int | None:
+    """Return the elements per token; of fewer heads than ranks, each rank has one whole."""
+    if checkpoint is None or checkpoint.head_elems is None:
+        return None
+    if checkpoint.is_mla:
+        return checkpoint.head_elems
+    heads = checkpoint.num_kv_heads
+    return None if heads is None else -(-heads // num_shards) * checkpoint.head_elems
+
+
+def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig | None) -> bool:
+    sparse = field_of(llm_args, "sparse_attention_config")
+    # `skip_softmax` changes the arithmetic and caches nothing.
+    is_asked_for = sparse is not None and text_of(sparse, "algorithm") != "skip_softmax"
+    return is_asked_for or (checkpoint is not None and checkpoint.has_index_cache)
+
+
+def _warn_of_transfers(llm_args: Any) -> None:
+    """Warn where blocks may come from another server: upstream does not test it with connectors."""
+    if field_of(field_of(llm_args, "cache_transceiver_config"), "backend") is not None:
+        _log.warning(
+            "kvray: cache_transceiver_config is set: a server that only generates gets its blocks"
+            " from another one and can use no connector; leave kv_connector_config out there."
+        )
 
 
 def _engine_version() -> str:
@@ -155,13 +216,3 @@ def _engine_version() -> str:
     if version is None:
         return "reference"
     return "tensorrt_llm " + ".".join(str(version).split(".")[:2])
-
-
-def _text(source: Any, name: str) -> str:
-    value = getattr(source, name, None)
-    return value if isinstance(value, str) else "default"
-
-
-def _number(llm_args: Any, name: str, default: int) -> int:
-    value = getattr(llm_args, name, None)
-    return value if isinstance(value, int) else default

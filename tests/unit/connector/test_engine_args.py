@@ -1,19 +1,20 @@
-"""What is read of an engine's arguments, on every version's surface, and what is refused."""
+"""What is read of an engine's arguments, on every version's surface."""
 
+import enum
+import logging
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+from kvray.connector import base
 from kvray.connector.engine_args import read_engine_args
 from kvray.errors import ConfigError
-
-
-def args_of(*, cache: dict[str, Any] | None = None, **fields: Any) -> SimpleNamespace:
-    config = {"tokens_per_block": 32, "enable_block_reuse": True, **(cache or {})}
-    return SimpleNamespace(model="/m", kv_cache_config=SimpleNamespace(**config), **fields)
+from kvray.reference.model import write_tiny_checkpoint
+from tests.unit.connector.llm_args import DEEPSEEK, LLAMA, args_of, checkpoint
 
 
 def test_the_first_versions_keep_tokens_per_block_at_the_top() -> None:
@@ -58,40 +59,195 @@ def test_an_object_that_has_every_attribute_says_only_what_it_was_told() -> None
         "",
         True,
     )
+    assert (args.attention_dp, args.is_compiled, args.windows, args.is_mla) == (
+        False,
+        False,
+        (),
+        None,
+    )
 
 
-def test_equal_engines_have_equal_arguments_and_other_overrides_do_not() -> None:
-    assert read_engine_args(args_of()) == read_engine_args(args_of())
-    for fields in ({"max_seq_len": 4096}, {"model_kwargs": {"rope_theta": 1}}, {"dtype": "half"}):
-        assert read_engine_args(args_of(**fields)) != read_engine_args(args_of())
+def test_reuse_is_on_unless_it_is_switched_off() -> None:
+    args = read_engine_args(args_of(cache={"enable_partial_reuse": False}))
+    assert (args.block_reuse, args.partial_reuse) == (True, False)
+    assert not read_engine_args(args_of(cache={"enable_block_reuse": False})).block_reuse
+
+
+def test_a_compiled_model_is_noted() -> None:
+    assert read_engine_args(args_of(torch_compile_config=SimpleNamespace())).is_compiled
+    assert read_engine_args(args_of(torch_compile_enabled=True)).is_compiled
+    assert not read_engine_args(args_of(torch_compile_config=None)).is_compiled
+
+
+def test_attention_data_parallelism_is_served_where_every_rank_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for half in (base.KvCacheConnectorScheduler, base.KvCacheConnectorWorker):
+        monkeypatch.setattr(half, "supports_attention_dp", False, raising=False)
+    assert read_engine_args(args_of(enable_attention_dp=True)).attention_dp
+    monkeypatch.delattr(base.KvCacheConnectorWorker, "supports_attention_dp")
+    with pytest.raises(ConfigError, match="rank 0 only"):
+        read_engine_args(args_of(enable_attention_dp=True))
+
+
+def test_windows_are_those_that_differ() -> None:
+    def windows(**cache: Any) -> tuple[int, ...]:
+        return read_engine_args(args_of(cache=cache)).windows
+
+    assert windows() == ()
+    assert windows(max_attention_window=[4096, 4096]) == (4096,)
+    mixed = [4096, 512, 4096]
+    for switch in (True, "auto"):
+        assert windows(max_attention_window=mixed, use_kv_cache_manager_v2=switch) == (512, 4096)
+
+
+# What enters the namespace.
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_seq_len": 4096},
+        {"model_kwargs": {"rope_theta": 1}},
+        {"model_kwargs": {"rope_scaling": {"factor": 2.0}}},
+        {"dtype": "half"},
+        {"revision": "v2"},
+        {"load_format": "dummy"},
+        {"load_format": enum.IntEnum("LoadFormat", "AUTO DUMMY").DUMMY},
+        {"checkpoint_format": "mistral"},
+        {"checkpoint_loader": MagicMock},
+        {"force_dynamic_quantization": True},
+        {"sparse_attention_config": SimpleNamespace(algorithm="rocket", topk=64)},
+        {"quant_config": SimpleNamespace(quant_algo="FP8")},
+        {"quant_config": SimpleNamespace(exclude_modules=["lm_head"])},
+        {"cache": {"max_attention_window": [128]}},
+        {"cache": {"sink_token_length": 4}},
+        {"attn_backend": "FLASHINFER"},
+    ],
+)
+def test_what_changes_keys_and_values_changes_what_names_them(fields: dict[str, Any]) -> None:
+    assert names(args_of(**fields)) != names(args_of())
+    assert names(args_of(**fields)) == names(args_of(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"moe_config": SimpleNamespace(backend="TRTLLM")},
+        {"allreduce_strategy": "NCCL"},
+        {"tokenizer_revision": "v2"},
+        {"max_batch_size": 8},
+        {"gpus_per_node": 4},
+        {"lora_config": SimpleNamespace(lora_target_modules=["attn_q"], lora_dir=[])},
+    ],
+)
+def test_what_leaves_keys_and_values_alone_does_not_part_engines(fields: dict[str, Any]) -> None:
+    assert names(args_of(**fields)) == names(args_of())
+
+
+def test_nothing_that_differs_between_ranks_enters_the_namespace() -> None:
+    ranks = [
+        SimpleNamespace(to_mapping=lambda rank=rank: SimpleNamespace(rank=rank)) for rank in (0, 1)
+    ]
+    first, second = (
+        args_of(tensor_parallel_size=2, parallel_config=rank, mpi_session=object())
+        for rank in ranks
+    )
+    assert names(first) == names(second)
+
+
+def test_a_text_and_an_enumeration_of_one_name_are_one() -> None:
+    load_format = enum.Enum("LoadFormat", "AUTO DUMMY")
+    quantization = enum.Enum("QuantAlgo", {"FP8": "FP8"}, type=str)
+    text = args_of(load_format="auto", quant_config=SimpleNamespace(quant_algo="FP8"))
+    enumerated = args_of(
+        load_format=load_format.AUTO, quant_config=SimpleNamespace(quant_algo=quantization.FP8)
+    )
+    assert names(text) == names(enumerated)
 
 
 def test_objects_without_a_plain_value_do_not_give_every_process_its_own_namespace() -> None:
     def one() -> Any:
-        return read_engine_args(args_of(quant_config=MagicMock(), model_kwargs=MagicMock()))
+        return read_engine_args(
+            args_of(
+                quant_config=MagicMock(),
+                model_kwargs=MagicMock(),
+                checkpoint_loader=ModuleType("loader"),
+            )
+        )
 
     assert one() == one()
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"pipeline_parallel_size": 2}, "pipeline"),
-        ({"context_parallel_size": 2}, "context"),
-        ({"max_beam_width": 4}, "beam"),
-        ({"enable_attention_dp": True}, "attention data"),
-        ({"speculative_config": object()}, "speculative"),
-        ({"cache": {"host_cache_size": 2**30}}, "host_cache_size"),
-        ({"cache": {"max_attention_window": [512, 4096]}}, "window"),
-        ({"cache": {"dtype": "nvfp4"}}, "FP4"),
-        ({"cache": {"tokens_per_block": None}}, "tokens_per_block"),
-        ({"tensor_parallel_size": 2}, "rank"),
-    ],
-)
-def test_what_cannot_be_served_is_refused_in_one_sentence(
-    fields: dict[str, Any], named: str
+def test_adapters_that_replace_the_models_embeddings_are_known_by_their_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match=named) as refused:
-        read_engine_args(args_of(**fields))
-    assert str(refused.value).endswith(".")
-    assert "\n" not in str(refused.value)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    adapter = write_tiny_checkpoint(tmp_path / "adapter", seed=1)
+    args = args_of(lora_config=SimpleNamespace(lora_dir=[str(adapter)]))
+    before = names(args)
+    assert before == names(args) != names(args_of())
+    (adapter / "model.safetensors").rename(adapter / "other.safetensors")
+    assert names(args) != before
+    with pytest.raises(ConfigError, match="no checkpoint at"):
+        names(args_of(lora_config=SimpleNamespace(lora_dir=["/nowhere"])))
+
+
+def test_how_adapters_are_read_is_told_apart() -> None:
+    swapped = args_of(lora_config=SimpleNamespace(swap_gate_up_proj_lora_b_weight=False))
+    assert read_engine_args(swapped).adapters != read_engine_args(args_of()).adapters
+
+
+# What the checkpoint says.
+
+
+def test_a_checkpoint_tells_its_layers_and_its_kind_of_cache(tmp_path: Path) -> None:
+    plain = read_engine_args(args_of(model=checkpoint(tmp_path, LLAMA)))
+    assert (plain.num_layers, plain.is_mla, plain.token_elems) == (4, False, 32)
+    latent = read_engine_args(args_of(model=checkpoint(tmp_path, DEEPSEEK)))
+    assert (latent.num_layers, latent.is_mla, latent.token_elems) == (4, True, 576)
+    unknown = read_engine_args(args_of(model="org/model"))
+    assert (unknown.num_layers, unknown.is_mla, unknown.token_elems) == (None, None, None)
+
+
+def test_heads_are_dealt_to_ranks_but_not_with_attention_data_parallelism(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for half in (base.KvCacheConnectorScheduler, base.KvCacheConnectorWorker):
+        monkeypatch.setattr(half, "supports_attention_dp", False, raising=False)
+    model = checkpoint(tmp_path, LLAMA)
+
+    def token_elems(num_ranks: int, **fields: Any) -> int | None:
+        args = args_of(model=model, tensor_parallel_size=num_ranks, rank=0, **fields)
+        return read_engine_args(args).token_elems
+
+    assert [token_elems(num_ranks) for num_ranks in (1, 2, 4)] == [32, 16, 16]
+    assert token_elems(4, enable_attention_dp=True) == 32
+
+
+def test_what_the_engine_replaces_in_the_configuration_counts(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, {"text_config": LLAMA})
+    assert read_engine_args(args_of(model=model)).num_layers == 4
+    changes = {"text_config": {"num_hidden_layers": 1}}
+    args = read_engine_args(args_of(model=model, model_kwargs=changes))
+    assert (args.num_layers, args.token_elems) == (1, 32)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
+def test_an_unreadable_configuration_says_nothing(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    assert read_engine_args(args_of(model=str(tmp_path))).is_mla is None
+
+
+def test_a_server_in_a_disaggregated_set_up_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        read_engine_args(args_of(cache_transceiver_config=SimpleNamespace(backend=None)))
+        assert not caplog.records
+        read_engine_args(args_of(cache_transceiver_config=SimpleNamespace(backend="UCX")))
+    assert "cache_transceiver_config" in caplog.text
+
+
+def names(llm_args: Any) -> tuple[str, ...]:
+    """Return what the namespace takes from an engine's arguments alone."""
+    args = read_engine_args(llm_args)
+    return args.quantization, args.overrides, args.attention_backend, args.engine

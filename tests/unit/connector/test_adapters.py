@@ -1,0 +1,95 @@
+"""By which bytes an adapter is known, and when nobody can tell which ones the engine has."""
+
+from pathlib import Path
+
+import pytest
+
+from kvray import fingerprint
+from kvray.connector import adapters
+from kvray.connector.adapters import Adapters
+from kvray.errors import ConfigError
+
+
+def write_adapter(directory: Path, weights: bytes = b"weights") -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text('{"r": 8}')
+    (directory / "adapter_model.bin").write_bytes(weights)
+    return directory
+
+
+def make(*, settings: str = "{}", cache_dir: Path | None = None) -> Adapters:
+    return Adapters(settings=settings, cache_dir=cache_dir)
+
+
+def test_an_adapter_is_known_by_its_bytes_and_not_by_its_path_or_number(tmp_path: Path) -> None:
+    known = make()
+    first = known.fingerprint(1, str(write_adapter(tmp_path / "a")))
+    assert first is not None
+    assert len(first) == 32
+    assert known.fingerprint(2, str(write_adapter(tmp_path / "b"))) == first
+    assert make().fingerprint(3, str(tmp_path / "a")) == first
+    assert known.fingerprint(3, str(write_adapter(tmp_path / "c", b"other"))) != first
+
+
+def test_engines_that_read_adapters_differently_do_not_share(tmp_path: Path) -> None:
+    path = str(write_adapter(tmp_path))
+    swapped = '{"swap_gate_up_proj_lora_b_weight": false}'
+    assert make().fingerprint(1, path) != make(settings=swapped).fingerprint(1, path)
+
+
+def test_other_bytes_at_the_path_bypass_in_this_engine_and_are_new_to_the_next(
+    tmp_path: Path,
+) -> None:
+    known, path = make(cache_dir=tmp_path / "cache"), str(write_adapter(tmp_path / "a"))
+    before = known.fingerprint(1, path)
+    write_adapter(tmp_path / "a", b"changed")
+    assert known.fingerprint(1, path) is None
+    write_adapter(tmp_path / "a")
+    assert known.fingerprint(1, path) is None, "the engine may have read the ones between"
+    write_adapter(tmp_path / "a", b"changed")
+    after = make(cache_dir=tmp_path / "cache").fingerprint(1, path)
+    assert after not in (None, before)
+    assert known.fingerprint(2, path) == after, "another task of the engine reads the new ones"
+
+
+def test_another_path_for_one_task_bypasses(tmp_path: Path) -> None:
+    known = make()
+    assert known.fingerprint(1, str(write_adapter(tmp_path / "a"))) is not None
+    assert known.fingerprint(1, str(write_adapter(tmp_path / "b"))) is None
+
+
+def test_equal_files_in_place_of_the_first_ones_change_nothing(tmp_path: Path) -> None:
+    known, path = make(), str(write_adapter(tmp_path / "a"))
+    before = known.fingerprint(1, path)
+    write_adapter(tmp_path / "new").rename(tmp_path / "moved")
+    (tmp_path / "a").rename(tmp_path / "away")
+    (tmp_path / "moved").rename(tmp_path / "a")
+    assert known.fingerprint(1, path) == before
+
+
+def test_a_known_adapter_is_looked_at_and_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, path = make(), str(write_adapter(tmp_path))
+    before = known.fingerprint(1, path)
+
+    def refuse(*arguments: object) -> str:
+        raise AssertionError("a file was read although nothing has changed")
+
+    monkeypatch.setattr(fingerprint, "_hash_files", refuse)
+    assert known.fingerprint(1, path) == before
+
+
+def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "_ADAPTERS_MAX", 1)
+    known, path = make(), str(write_adapter(tmp_path))
+    assert known.fingerprint(1, path) is not None
+    assert known.fingerprint(2, path) is None
+    assert known.fingerprint(1, path) is not None
+
+
+def test_an_adapter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    known = make()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="nowhere"):
+            known.fingerprint(1, str(tmp_path / "nowhere"))
