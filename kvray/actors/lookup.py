@@ -106,6 +106,7 @@ class Lookup:
         return {
             "epoch": self.epoch,
             "keys": len(self.index),
+            "openings": len(self._openings),
             "shards": {
                 shard: {"entries": entries.get(shard, 0), "heard_s_ago": round(ago, 3)}
                 for shard, ago in heard.items()

@@ -49,6 +49,10 @@ class StoredOpenings:
         # Opening -> the replica that stored it last.
         self._stored: OrderedDict[Namespace, OrderedDict[bytes, str]] = OrderedDict()
 
+    def __len__(self) -> int:
+        """Return how many openings are remembered, in all namespaces together."""
+        return sum(len(openings) for openings in self._stored.values())
+
     def take(self, notes: Iterable[Note]) -> list[Finding]:
         """Enter what was stored and return what of the misses is stored elsewhere.
 

@@ -9,9 +9,10 @@ import pytest
 from kvray.actors import announcer as announcer_module
 from kvray.actors.announcer import Announcer
 from kvray.actors.lookup import Lookup
+from kvray.actors.openings import Origin
 from kvray.block import BlockKey
 from kvray.store import Arena, ArenaOwner
-from tests.unit.actors.small_shard import Line
+from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, Line
 from tests.unit.store.small_arena import chain, make_arena, store
 
 
@@ -194,3 +195,44 @@ def test_two_parts_of_a_block_are_announced_both(
     store(arena, keys[:2], part=1)
     tell(announcer, arena)
     assert line.lookup.index.match(keys, 2).holders == {"a": 2}
+
+
+# -- openings of prompts --------------------------------------------------------------------------
+
+OPENING = bytes(8)
+MINE = Origin(replica="mine", rank=0, namespace=NAMESPACE)
+THEIRS = Origin(replica="theirs", rank=0, namespace=OTHER_LAYOUT)
+
+
+def test_what_engines_noted_is_announced_and_the_answer_kept_for_them(
+    announcer: Announcer, arena: Arena
+) -> None:
+    announcer.desk.note(THEIRS, [(OPENING, 0)])
+    announcer.desk.note(MINE, [(OPENING, 64), (OPENING, 0)])
+    tell(announcer, arena)
+    (answer,) = announcer.desk.answers("mine", 0)
+    assert (answer["num_tokens"], answer["replica"]) == (64, "theirs")
+
+
+def test_what_engines_noted_waits_for_the_next_heartbeat(
+    announcer: Announcer, arena: Arena
+) -> None:
+    tell(announcer, arena)
+    announcer.desk.note(MINE, [(OPENING, 0)])
+    assert not announcer.collect(ArenaOwner(arena))
+
+
+def test_notes_that_a_lookup_refused_or_never_got_are_announced_again(
+    announcer: Announcer, arena: Arena, line: Line
+) -> None:
+    tell(announcer, arena)
+    announcer.desk.note(THEIRS, [(OPENING, 0)])
+    line.cut = True
+    tell(announcer, arena)
+    line.cut, line.lookup = False, Lookup()
+    tell(announcer, arena)
+    announcer.desk.note(MINE, [(OPENING, 64)])
+    line.lookup = Lookup()
+    tell(announcer, arena)
+    tell(announcer, arena)
+    assert [answer["num_tokens"] for answer in announcer.desk.answers("mine", 0)] == [64]

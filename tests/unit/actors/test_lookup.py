@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvray.actors.lookup import Announcement, Answer, Lookup
+from kvray.actors.openings import Origin
 from kvray.block import BlockKey
 from kvray.errors import ConfigError
+from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
 
 KEYS = [BlockKey(hashlib.sha256(bytes([n])).digest()) for n in range(5)]
 
@@ -69,6 +71,23 @@ def test_what_does_not_follow_is_refused_and_changes_nothing(
     assert lookup.announce(announcement, now=0.0).resync
     assert has(lookup) == {0, 1}
     assert not lookup.announce(said(2, added=[3]), now=0.0).resync
+
+
+def test_openings_of_a_refused_announcement_are_not_taken(lookup: Lookup) -> None:
+    origin = Origin(replica="a", rank=0, namespace=NAMESPACE)
+    notes = [(origin, bytes(8), 0)]
+    assert lookup.announce(said(9, openings=notes), now=0.0).resync
+    assert lookup.status(now=0.0)["openings"] == 0
+    assert not lookup.announce(said(2, openings=notes), now=0.0).resync
+    assert lookup.status(now=0.0)["openings"] == 1
+
+
+def test_misses_that_another_namespace_has_stored_are_answered(lookup: Lookup) -> None:
+    theirs = Origin(replica="theirs", rank=0, namespace=OTHER_LAYOUT)
+    mine = Origin(replica="mine", rank=1, namespace=NAMESPACE)
+    lookup.announce(said(1, full=True, shard="b", openings=[(theirs, bytes(8), 0)]), now=0.0)
+    (finding,) = lookup.announce(said(2, openings=[(mine, bytes(8), 64)]), now=0.0).findings
+    assert (finding.origin, finding.num_tokens, finding.replica) == (mine, 64, "theirs")
 
 
 def test_a_full_one_replaces_all_that_the_shard_had(lookup: Lookup) -> None:

@@ -117,4 +117,4 @@ def test_a_memory_never_outgrows_its_bounds(
 ) -> None:
     full = memory(namespaces_max, openings_max)
     full.take(before)
-    assert len(list(full.notes())) <= namespaces_max * openings_max
+    assert len(full) == len(list(full.notes())) <= namespaces_max * openings_max

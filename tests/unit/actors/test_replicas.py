@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from kvray.actors import replicas as replicas_module
+from kvray.actors.openings import Origin
 from kvray.actors.replicas import Replicas
 from kvray.errors import ConfigError, LayoutMismatch
 from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
@@ -90,6 +91,22 @@ def test_a_namespace_of_wrong_types_is_refused_before_anybody_asks_for_the_statu
     with pytest.raises(ConfigError):
         replicas.register(2, "two", 0, replace(NAMESPACE, **wrong))
     assert len(replicas.status()) == 1
+
+
+def test_a_namespace_that_is_too_long_to_be_passed_on_is_refused(replicas: Replicas) -> None:
+    with pytest.raises(ConfigError, match="exceeds the 65536"):
+        replicas.register(2, "two", 0, replace(NAMESPACE, model="m", overrides="x" * 70_000))
+    assert len(replicas.status()) == 1
+
+
+def test_a_report_returns_who_made_it(replicas: Replicas) -> None:
+    origin = Origin(replica="one", rank=0, namespace=NAMESPACE)
+    assert replicas.report(1, "one", 0, {}) == origin
+
+
+def test_namespaces_are_found_by_the_digest_of_the_status(replicas: Replicas) -> None:
+    (entry,) = replicas.status()
+    assert replicas.namespaces() == {entry["namespace"]: NAMESPACE.to_wire()}
 
 
 @pytest.mark.parametrize(

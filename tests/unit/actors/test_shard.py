@@ -18,7 +18,7 @@ from kvray.actors.ownership import sweep
 from kvray.actors.shard import Shard
 from kvray.errors import ConfigError, LayoutMismatch, ShardUnavailable
 from kvray.node.shard_socket import ShardSocket
-from kvray.store import Arena, ArenaOwner, ArenaSpec
+from kvray.store import ArenaOwner, ArenaSpec
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import (
     NAMESPACE,

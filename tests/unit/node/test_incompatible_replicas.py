@@ -3,6 +3,7 @@
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -120,17 +121,20 @@ def pair_of(start: StartReplica, mine: Namespace, theirs: Namespace) -> tuple[Re
     return a, b
 
 
-def announce_round(line: Line) -> None:
-    """Return when all that was noted before this call has been announced."""
-    heard = len(line.heard)
-    wait_for(lambda: len(line.heard) >= heard + 5, "announcements")
+def wait_until_known(line: Line) -> None:
+    """Return when the lookup knows an opening, which the tests' first replica has stored."""
+    wait_for(lambda: line.lookup.status(0.0)["openings"], "the announcement")
+
+
+def num_heard(line: Line, shard: str) -> int:
+    return sum(announcement.shard == shard for announcement in line.heard)
 
 
 def test_a_miss_of_what_another_namespace_has_is_counted_and_explained(
     start: StartReplica, line: Line, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, b = pair_of(start, TP1, TP2)
-    announce_round(line)
+    wait_until_known(line)
     b.miss(PROMPT, 480)
     b.openings.note_stored(PROMPT)
     b.miss(OTHER_PROMPT, 64)
@@ -146,20 +150,21 @@ def test_a_miss_between_equal_namespaces_is_no_incompatible_one(
     start: StartReplica, line: Line, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, b = pair_of(start, TP1, TP1)
-    announce_round(line)
+    wait_until_known(line)
     b.miss(PROMPT, 480)
     b.wait_until_told()
-    announce_round(line)
-    wait_for(lambda: b.counters() == {MISSED: 480}, "the report")
-    assert b.openings.incompatible_tokens == 0
+    heard = num_heard(line, "shard-b")
+    wait_for(lambda: num_heard(line, "shard-b") > heard + 1, "the announcement")
+    time.sleep(0.1)
+    assert b.counters() == {MISSED: 480}
     assert not caplog.records
 
 
 def test_a_restarted_lookup_still_knows(start: StartReplica, line: Line) -> None:
     _, b = pair_of(start, TP1, TP2)
-    announce_round(line)
+    wait_until_known(line)
     line.lookup = Lookup()
-    announce_round(line)
+    wait_until_known(line)
     b.miss(PROMPT, 480)
     wait_for(lambda: b.counters() == {MISSED: 0, FOUND: 480}, "the finding")
 
@@ -171,25 +176,38 @@ def test_what_was_noted_while_the_lookup_was_away_is_answered_later(
     _, b = pair_of(start, TP1, TP2)
     b.miss(PROMPT, 480)
     b.wait_until_told()
-    line.hang_s, line.cut = 0.01, False
-    announce_round(line)
+    line.cut = False
+    wait_until_known(line)
     b.miss(PROMPT, 480)
     wait_for(lambda: (b.counters() or {}).get(FOUND, 0) >= 480, "the finding")
 
 
 def test_a_restarted_shard_learns_anew_what_is_in_use(start: StartReplica, line: Line) -> None:
     a, b = pair_of(start, TP1, TP2)
-    announce_round(line)
+    wait_until_known(line)
     a.restart_shard(line)
     line.lookup = Lookup()
     a.openings.note_stored(PROMPT)
-    a.wait_until_told()
-    announce_round(line)
+    wait_until_known(line)
     b.miss(PROMPT, 480)
     wait_for(lambda: b.counters() == {MISSED: 0, FOUND: 480}, "the finding")
 
 
-def test_both_namespaces_are_in_the_shards_status(start: StartReplica) -> None:
+def test_what_a_replica_noted_last_arrives_when_it_ends(
+    start: StartReplica, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = start("a"), start("b")
+    a.register(TP1)
+    b.register(TP2)
+    monkeypatch.setattr(link_module, "_REPORT_S", 60.0)
+    time.sleep(0.1)
+    a.openings.note_stored(PROMPT)
+    a.link.detach()
+    monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
+    wait_until_known(line)
+
+
+def test_the_namespace_is_in_the_shards_status(start: StartReplica) -> None:
     a, _ = pair_of(start, TP1, TP2)
     status = a.shard.status()
     (replica,) = status["replicas"]
