@@ -27,17 +27,15 @@ _UNNAMED = (
     "position_ids",
     "token_type_ids",
     "language_adapter_uid",
-    "encoder_tokens",
-    "encoder_input_features",
-    "encoder_output_len",
     "py_encoder_output",
-    "cross_attention_mask",
-    "skip_cross_attn_blocks",
+    "py_encoder_input_features",
 )
 """Prompt tuning, positions other than 0, 1, 2, ..., encoders: nothing that has a name of its own.
 
 The engine sets `position_ids` where one prompt is spread over ranks, and nowhere else.
 """
+_ENCODER = ("encoder_tokens", "encoder_input_features", "cross_attention_mask")
+"""Asked of the Python attributes alone: a binding may raise where a request has no encoder."""
 _MEDIA = (
     "multimodal_hashes",
     "multimodal_positions",
@@ -82,6 +80,8 @@ def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity 
     Raises:
         ConfigError: a media digest of unknown form, or an adapter that cannot be read.
     """
+    if _has_encoder(request):
+        return None
     found = [name for name in _FIELDS if getattr(request, name, None) is not None]
     if not found:
         return _PLAIN  # most requests; the rest need not be as fast
@@ -100,6 +100,14 @@ def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity 
     # The text says more than its number, which is a hash of it.
     salt = next((fields[name] for name in _SALTS if name in fields), None)
     return Identity(salt=salt, lora=lora, media=media)
+
+
+def _has_encoder(request: Any) -> bool:
+    own = getattr(request, "__dict__", None)
+    if own and any(own.get(name) is not None for name in _ENCODER):
+        return True
+    encoder_output_len = getattr(request, "try_get_encoder_output_len", None)
+    return encoder_output_len is not None and isinstance(encoder_output_len(), int)
 
 
 def _is_set(value: Any) -> bool:

@@ -105,6 +105,24 @@ def test_a_prompt_of_text_for_a_model_that_sees_is_a_prompt_of_text() -> None:
     assert identity_of(py_multimodal_data={}) == identity_of()
 
 
+class Bound:
+    """As a request of C++, some of whose properties raise where they do not apply."""
+
+    @property
+    def encoder_tokens(self) -> list[int]:
+        raise RuntimeError("this request has no encoder")
+
+    encoder_output_len = encoder_tokens
+    lora_task_id: int | None = None
+
+    def try_get_encoder_output_len(self) -> int | None:
+        return None
+
+
+def test_a_request_is_not_asked_for_what_it_may_refuse_to_tell() -> None:
+    assert identify(Bound(), lambda task_id, path: None) == identity_of()
+
+
 def test_an_object_that_has_every_attribute_is_a_plain_request() -> None:
     assert identify(MagicMock(), lambda task_id, path: None) == identity_of()
 
@@ -146,7 +164,8 @@ def test_an_object_that_has_every_attribute_is_a_plain_request() -> None:
         {"language_adapter_uid": 0},
         {"encoder_tokens": [1]},
         {"encoder_input_features": object()},
-        {"encoder_output_len": 5},
+        {"py_encoder_output": object()},
+        {"try_get_encoder_output_len": lambda: 5},
         {"cross_attention_mask": object()},
     ],
 )
