@@ -59,8 +59,6 @@ class Namespace:
     num_layers: int
     kv_factor: int
     """2 for separate keys and values, 1 for a latent (MLA) cache."""
-    block_elems: int
-    """Elements of one layer and one of K or V in a block of one rank."""
     tokens_per_block: int
     part_bytes: int
     """Bytes of one rank's part of a block."""
@@ -68,7 +66,8 @@ class Namespace:
     """Ranks that each hold different bytes of a block."""
     tp_layout: str
     """How heads are dealt to ranks, for example `tp2`."""
-    layer_group: int
+    layer_groups: str
+    """Which layers' pages are counted together, their windows, and what a page is made of."""
     attention_backend: str
     engine: str
     """Engine name and major.minor version."""

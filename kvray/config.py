@@ -115,6 +115,15 @@ class ConnectorConfig(_Section):
     verify_on_load: Literal["auto", "always", "never"] = Field(
         default="auto", description="check checksums of loaded blocks; auto: when loading to CPU"
     )
+    load: Literal["sync", "async"] = Field(
+        default="sync",
+        description="async: requests wait while their blocks are made ready, others go on",
+    )
+    park_lease_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="how long a request that may go on keeps its blocks; later it stops the engine",
+    )
     attach_retry_s: float = Field(
         default=1.0, gt=0, le=60, description="how often an engine without an arena looks again"
     )

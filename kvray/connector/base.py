@@ -47,8 +47,10 @@ class RequestData:
     new_block_ids: list[int]
     computed_position: int
     num_scheduled_tokens: int
+    block_hashes: list[int] = field(default_factory=list)
     priorities: list[int] | None = None
-    cache_salt_id: int | None = None
+    cache_salt: str | None = None
+    new_block_ids_by_layer_group: list[list[int]] = field(default_factory=list)
 
 
 @dataclass
@@ -57,10 +59,13 @@ class SchedulerOutput:
 
     new_requests: list[RequestData] = field(default_factory=list)
     cached_requests: list[RequestData] = field(default_factory=list)
+    attention_dp_rank: int | None = None
 
 
 class KvCacheConnectorScheduler(ABC):
-    """The leader's half: decides what is loaded. Lives on rank 0 only."""
+    """The leader's half: decides what is loaded. On rank 0, or with attention DP on every rank."""
+
+    supports_attention_dp = False
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
@@ -84,9 +89,21 @@ class KvCacheConnectorScheduler(ABC):
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """Return whether blocks of the finished request are still being read by a save."""
 
+    def request_finished_by_layer_group(
+        self, request: Any, cache_block_ids_by_layer_group: list[list[int]]
+    ) -> bool:
+        """As `request_finished`, for caches with layer groups. Called by main only."""
+        return self.request_finished(request, cache_block_ids_by_layer_group[0])
+
     @abstractmethod
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """Take note of all the blocks of a request that was just given them."""
+
+    def update_state_after_alloc_by_layer_group(
+        self, request: Any, block_ids_by_layer_group: list[list[int]]
+    ) -> None:
+        """As `update_state_after_alloc`, for caches with layer groups. Called by main only."""
+        self.update_state_after_alloc(request, block_ids_by_layer_group[0])
 
     def wait_for_initialization(self) -> None:
         """Return when the connector is ready to be asked. Called by 1.3 and later."""
@@ -95,6 +112,8 @@ class KvCacheConnectorScheduler(ABC):
 
 class KvCacheConnectorWorker(ABC):
     """Every rank's half: moves the bytes."""
+
+    supports_attention_dp = False
 
     def __init__(self, llm_args: Any) -> None:
         self._llm_args = llm_args
@@ -119,6 +138,10 @@ class KvCacheConnectorWorker(ABC):
     @abstractmethod
     def register_kv_caches(self, kv_cache_tensor: torch.Tensor) -> None:
         """Take the pool, shaped [num_blocks, num_layers, kv_factor, block_size]."""
+
+    def register_kv_cache_layout(self, layout: Any) -> None:
+        """Take a cache with layer groups, described as `KvCacheLayout`. Called by main only."""
+        self.register_kv_caches(layout.as_single_pool_tensor())
 
     @abstractmethod
     def start_load_kv(self, stream: Any) -> None:

@@ -16,13 +16,17 @@ from typing import Any, Protocol
 
 from kvray import node
 from kvray.block import Namespace
-from kvray.config import KVRayConfig, cache_dir, load_config
+from kvray.config import KVRayConfig, load_config
+from kvray.connector.adapters import Adapters, fingerprints_dir
+from kvray.connector.base import KvCacheConnectorScheduler
 from kvray.connector.boundary import Boundary
+from kvray.connector.cache_layout import CacheLayout
 from kvray.connector.engine_args import EngineArgs, read_engine_args
+from kvray.connector.reads import Reads
 from kvray.errors import ConfigError
 from kvray.fingerprint import fingerprint_model
-from kvray.node import NodeLink, Registration
-from kvray.store import Arena, Lease
+from kvray.node import NodeLink, Openings, Registration
+from kvray.store import Arena, Lease, Wanted
 
 _log = logging.getLogger("kvray.connector")
 
@@ -36,7 +40,12 @@ class Closable(Protocol):
 
 
 class Engine:
-    """One engine in this process; `engine_for` returns it."""
+    """One engine in this process; `engine_for` returns it.
+
+    What crosses between the halves, which the engine's executor thread calls one after the other:
+    the layout of the pool, which requests were told to go on (`told`), and which are still being
+    read (`reads`, which the saver's thread writes too).
+    """
 
     def __init__(self, args: EngineArgs, config: KVRayConfig, link: NodeLink) -> None:
         """Start without a namespace: that comes with the worker's pool."""
@@ -45,11 +54,57 @@ class Engine:
         self.link = link
         self.totals: Counter[str] = Counter()
         self.boundary = Boundary(self.totals)
+        self.openings = Openings()
+        self.adapters = Adapters(settings=args.adapters, cache_dir=fingerprints_dir())
+        self.is_flat = True
+        """Whether the pool came as one tensor: such engines take all of an offer or nothing."""
         self.namespace_digest = b""
         """Of the pool that the worker has registered; empty before and after."""
+        self.wanted: list[list[Wanted]] = []
+        """For each rank that the leader speaks for, the parts that its lease must have."""
+        self.windowed: tuple[bool, ...] = (False,)
+        """For each layer group, whether it has a window."""
+        self.part_bytes = 0
+        """Bytes of the first part of a block."""
         self.is_host_pool = True
+        self.told: dict[int, bool] = {}
+        """Parked requests -> whether the engine was told that it may go on."""
+        self.reads = Reads()
         self.replica = config.connector.replica or f"{socket.gethostname()}-{os.getpid()}"
         self._registration: Registration | None = None
+
+    @property
+    def num_parts_ranks(self) -> int:
+        """Ranks that each hold a share of every request's KV; with attention DP there is one."""
+        return 1 if self.args.attention_dp else self.args.num_ranks
+
+    @property
+    def part_rank(self) -> int:
+        """This rank among them."""
+        return 0 if self.args.attention_dp else self.args.rank
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layers look back over a window only."""
+        return any(self.windowed)
+
+    @property
+    def takes_offers_later(self) -> bool:
+        """Whether the runtime may come back for an offer after passes without it.
+
+        One that does says by `cancel_load` what it will never come back for.
+        """
+        return hasattr(KvCacheConnectorScheduler, "cancel_load")
+
+    @property
+    def loads_later(self) -> bool:
+        """Whether requests are parked while their blocks are made ready."""
+        return self.config.connector.load == "async"
+
+    @property
+    def verifies_promises(self) -> bool:
+        """Whether blocks are checked before they are promised; parked ones are while they wait."""
+        return self.verifies_loads and not self.loads_later
 
     @property
     def verifies_loads(self) -> bool:
@@ -57,16 +112,11 @@ class Engine:
         mode = self.config.connector.verify_on_load
         return mode == "always" or (mode == "auto" and self.is_host_pool)
 
-    def register(
-        self, *, shape: tuple[int, ...], dtype: str, block_bytes: int, is_host: bool
-    ) -> Namespace:
-        """Complete the namespace with the pool's geometry and tell the shard.
+    def register(self, layout: CacheLayout) -> Namespace:
+        """Complete the namespace with the pool's layout and tell the shard.
 
         Args:
-            shape: [num_blocks, num_layers, kv_factor, block_elems].
-            dtype: the pool's element type.
-            block_bytes: bytes of one rank's part of a block.
-            is_host: whether the pool lies in host memory.
+            layout: of this rank's pool.
 
         Returns:
             The namespace.
@@ -75,34 +125,55 @@ class Engine:
             ConfigError: the model cannot be told from others.
             LayoutMismatch: another replica claims the same `model_key` with another layout.
         """
-        args = self.args
-        self.is_host_pool = is_host
+        args, ranks = self.args, self.num_parts_ranks
+        parts = layout.parts(self.part_rank, ranks, args.tokens_per_block)
         namespace = Namespace(
             model=_model_identity(args.model, self.config.connector.model_key),
             quantization=args.quantization,
             overrides=args.overrides,
-            kv_dtype=dtype,
-            num_layers=shape[1],
-            kv_factor=shape[2],
-            block_elems=shape[3],
+            kv_dtype=layout.dtype,
+            num_layers=sum(len(group.layers) for group in layout.groups),
+            kv_factor=layout.kv_factor,
             tokens_per_block=args.tokens_per_block,
-            part_bytes=block_bytes,
-            num_parts=args.num_ranks,
-            tp_layout=f"tp{args.num_ranks}",
-            layer_group=0,
+            part_bytes=sum(part.block_bytes for part in parts),
+            num_parts=layout.num_parts(ranks),
+            tp_layout=f"dp{args.num_ranks}" if args.attention_dp else f"tp{args.num_ranks}",
+            layer_groups=layout.describe(),
             attention_backend=args.attention_backend,
             engine=args.engine,
         )
         self.unregister()
+        self.is_host_pool = layout.device.type == "cpu"
         registration = Registration(
             replica=self.replica,
             rank=args.rank,
             namespace=namespace,
-            counters=lambda: dict(self.totals),
+            counters=lambda: self.openings.counted(dict(self.totals), "miss_tokens_not_stored"),
+            openings=self.openings,
         )
         self.link.register(registration)
-        self._registration, self.namespace_digest = registration, namespace.digest()
+        self._registration = registration
+        self.is_flat = layout.is_flat
+        self.wanted = layout.wanted(ranks, args.tokens_per_block)
+        self.windowed = tuple(group.window is not None for group in layout.groups)
+        self.part_bytes = parts[0].block_bytes
+        self.namespace_digest = namespace.digest()
         return namespace
+
+    def fingerprint_adapter(self, task_id: int, path: str) -> bytes | None:
+        """See `Adapters.fingerprint`."""
+        return self.adapters.fingerprint(task_id, path)
+
+    def is_being_read(self, request_id: int) -> bool:
+        """Whether a save of this rank still reads the request's blocks.
+
+        Those in host memory are read when their pass has ended.
+        """
+        return not self.is_host_pool and request_id in self.reads
+
+    def was_told(self, request_id: int) -> bool:
+        """Whether the engine was told that a parked request may go on."""
+        return self.told.get(request_id, False)
 
     def close(self) -> None:
         """One half has ended; the link is given back. The other half may go on."""
@@ -179,11 +250,6 @@ def shut_down_at_exit(half: "Closable") -> None:
             living.shutdown()
 
     atexit.register(shut_down)
-
-
-def fingerprints_dir() -> Path:
-    """Return where fingerprints of checkpoints are cached."""
-    return cache_dir() / "fingerprints"
 
 
 def _model_identity(model: str, model_key: str | None) -> str:

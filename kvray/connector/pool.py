@@ -1,101 +1,139 @@
-"""The engine's pool of blocks as bytes, on the host or on a device.
+"""What the worker does with the engine's memory, on the host or on a device."""
 
-A pool is a tensor of shape [num_blocks, num_layers, kv_factor, block_elems]; one block is one
-contiguous range of bytes, whatever the element type.
-"""
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
-from typing import Any, Protocol
-
-import numpy as np
-import torch
-
-from kvray.errors import ConfigError
-from kvray.store import Arena, Lease
+from kvray.connector.cache_layout import CacheLayout, Part
+from kvray.store import Arena, PartRead
 from kvray.store.tables import Array
 
-_DIMENSIONS = 4
+
+class Load(NamedTuple):
+    """Slots of one part, and the pages of its group that they are copied into."""
+
+    part: Part
+    slots: Array
+    pages: Array
+
+
+class Ticket(Protocol):
+    """Copies that were begun."""
+
+    sums: Array | None
+    """Checksums of slots that were written, if the copy made them."""
+
+    def done(self) -> bool:
+        """Whether they have ended."""
+        ...
+
+    def wait(self) -> None:
+        """Return when they have ended; other threads go on meanwhile."""
+        ...
 
 
 class Pool(Protocol):
-    """What the worker does with the engine's memory."""
+    """The engine's pages. The executor's thread calls all but `save`, which is the saver's."""
 
-    block_bytes: int
     is_host: bool
 
-    def load(
-        self, arena: Arena, lease: Lease, block_ids: Array, *, first: int, verify: bool
-    ) -> None:
-        """Copy leased blocks into the pool; they are there when the call returns."""
+    def attend(self, arena: Arena) -> None:
+        """Make copies from and to `arena` as fast as they can be, from some time later on."""
+        ...
 
-    def source(self, block_ids: Array) -> tuple[Array, Array]:
-        """Return (bytes [n, block_bytes], rows) from which a saver thread may read blocks.
+    def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
+        """Copy leased slots into pages; each layer's bytes are there when the layer runs."""
+        ...
 
-        Host: the pool itself, which the saver must have read before the next pass. Device: a copy.
+    def wait_for_layer(self, layer: int, stream: Any) -> None:
+        """Have what follows on `stream` wait for the layer's bytes."""
+        ...
+
+    def mark(self, stream: Any) -> Any:
+        """Return the point in `stream` behind which the blocks of this pass can be read.
+
+        Raises:
+            LayoutMismatch: the pass may have run before what it needed was loaded.
         """
+        ...
+
+    def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Any) -> Ticket:
+        """Copy pages into reserved slots once `mark` is reached."""
+        ...
+
+    def fence(self, stream: Any) -> None:
+        """Have what follows on `stream`, and later loads, wait for all copies begun before."""
+        ...
+
+    def close(self) -> None:
+        """Let go of arenas and device. Twice is fine."""
+        ...
 
 
-def open_pool(tensor: torch.Tensor) -> Pool:
-    """Return the pool behind the tensor that the engine registers.
+class Copied:
+    """The ticket of copies that have ended when it is made."""
 
-    Raises:
-        ConfigError: a layout that does not hold whole blocks.
-    """
-    if tensor.dim() != _DIMENSIONS or not tensor.is_contiguous():
-        raise ConfigError(
-            f"The KV pool has shape {list(tensor.shape)}, contiguous: {tensor.is_contiguous()};"
-            " kvray serves contiguous pools [num_blocks, num_layers, kv_factor, block_elems]."
-        )
-    rows = tensor.view(torch.uint8).reshape(tensor.shape[0], -1)
-    return HostPool(rows) if tensor.device.type == "cpu" else DevicePool(rows)
+    def __init__(self, sums: Array | None = None) -> None:
+        """Carry the checksums of what was written."""
+        self.sums = sums
+
+    def done(self) -> bool:
+        """See `Ticket.done`."""
+        return True
+
+    def wait(self) -> None:
+        """See `Ticket.wait`."""
 
 
 class HostPool:
-    """A pool in host memory: slots are copied straight into its rows and out of them."""
+    """Pages in host memory: copies are made by the calling thread, at once."""
 
     is_host = True
 
-    def __init__(self, rows: torch.Tensor) -> None:
-        """Serve `rows`, bytes of shape [num_blocks, block_bytes]."""
-        self._rows: Array = rows.numpy()
-        self.block_bytes = rows.shape[1]
+    def __init__(self, parts: Sequence[Part]) -> None:
+        """Serve `parts`."""
+        self._regions: dict[int, list[Array]] = {
+            part.index: [region.pages.numpy() for region in part.regions] for part in parts
+        }
 
-    def load(
-        self, arena: Arena, lease: Lease, block_ids: Array, *, first: int, verify: bool
-    ) -> None:
+    def attend(self, arena: Arena) -> None:
+        """See `Pool.attend`: there is nothing to prepare."""
+
+    def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
         """See `Pool.load`."""
-        arena.read(lease, self._rows, block_ids, first=first, verify=verify)
+        arena.read_slots(
+            [PartRead(one.slots, self._regions[one.part.index], one.pages) for one in loads]
+        )
+        return Copied()
 
-    def source(self, block_ids: Array) -> tuple[Array, Array]:
-        """See `Pool.source`."""
-        return self._rows, block_ids
+    def wait_for_layer(self, layer: int, stream: Any) -> None:
+        """See `Pool.wait_for_layer`: loads end before they return."""
 
+    def mark(self, stream: Any) -> None:
+        """See `Pool.mark`: a pass on the host has ended when it returns."""
 
-class DevicePool:
-    """A pool in device memory, reached through one staging copy on the engine's current stream."""
+    def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Any) -> Ticket:
+        """See `Pool.save`."""
+        return Copied(arena.write_slots(slots, self._regions[part.index], pages))
 
-    is_host = False
+    def fence(self, stream: Any) -> None:
+        """See `Pool.fence`: there are no copies under way."""
 
-    def __init__(self, rows: torch.Tensor) -> None:
-        """Serve `rows`, bytes of shape [num_blocks, block_bytes]."""
-        self._rows = rows
-        self.block_bytes = rows.shape[1]
-
-    def load(
-        self, arena: Arena, lease: Lease, block_ids: Array, *, first: int, verify: bool
-    ) -> None:
-        """See `Pool.load`."""
-        staging = np.empty((len(block_ids), self.block_bytes), dtype=np.uint8)
-        arena.read(lease, staging, np.arange(len(block_ids)), first=first, verify=verify)
-        rows = torch.from_numpy(block_ids).to(self._rows.device)
-        self._rows[rows] = torch.from_numpy(staging).to(self._rows.device)
-        _synchronize(self._rows)
-
-    def source(self, block_ids: Array) -> tuple[Array, Array]:
-        """See `Pool.source`."""
-        copied: Any = self._rows[torch.from_numpy(block_ids).to(self._rows.device)].cpu()
-        return copied.numpy(), np.arange(len(block_ids))
+    def close(self) -> None:
+        """See `Pool.close`."""
 
 
-def _synchronize(rows: torch.Tensor) -> None:
-    if rows.is_cuda:
-        torch.cuda.current_stream(rows.device).synchronize()
+def open_pool(layout: CacheLayout, parts: Sequence[Part], *, has_hooks: bool) -> Pool:
+    """Return the pool of `layout`.
+
+    Args:
+        layout: of this rank.
+        parts: what the rank reads and writes of it.
+        has_hooks: whether the engine calls before each layer runs.
+    """
+    if layout.device.type == "cpu":
+        return HostPool(parts)
+    # Not before there is a device: its module is of no use without.
+    from kvray.connector.gpu import DevicePool
+
+    num_layers = sum(len(group.layers) for group in layout.groups)
+    return DevicePool(parts, num_layers=num_layers, has_hooks=has_hooks)

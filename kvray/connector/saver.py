@@ -1,18 +1,19 @@
 """Saves behind the forward pass: one thread that copies blocks to the arena and commits them.
 
-What crosses threads: `Job`s, through a bounded queue.
+What crosses threads: `Job`s, through a bounded queue, and what is left to do when copies end.
 
-Why a READY block is never wrong. A job's rows are either a copy of the engine's blocks, which
-nobody else writes, or they are lent: the engine's own pool, in host memory. Lent rows are the
-engine's again when `fence` returns, and the worker calls it before the engine can free or write a
-block: at the end of `wait_for_save`, since nobody tells a connector of a cancelled request. The
-thread copies a piece of a job into slots that are reserved, so that no reader sees them, and asks
-`_was_read_in_time` afterwards. It and the end of `fence` exclude each other by `_guard`:
+Each piece of a job is first *begun*: slots are reserved, so that no reader sees them, and their
+copy is made (host) or enqueued on the device. It is *finished* when the copy has ended: summed and
+committed. What waits to be begun comes first.
 
-- either the thread comes first. Then `fence` has not returned, every byte of the piece was read
-  while it was still the engine's computed block, and the piece may be committed;
+Why a READY block is never wrong. A job's pages are the engine's, which may give them to others
+once `fence` has returned: on the host by then they were read, on a device whatever writes them
+later waits for the copies that were enqueued. The thread begins a piece and asks
+`_was_begun_in_time` afterwards. It and the end of `fence` exclude each other by `_guard`:
+
+- either the thread comes first. Then `fence` has not returned, and the piece may be committed;
 - or `fence` gave up first, and has marked the job. Then the piece may hold foreign bytes; its
-  slots are given back, and nothing more of the job is committed.
+  slots are given back when its copy has ended, and nothing more of the job is committed.
 """
 
 import logging
@@ -20,12 +21,15 @@ import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from kvray.block import BlockKey
-from kvray.connector.plan import SavePlan
+from kvray.connector.cache_layout import Part
+from kvray.connector.pool import Pool, Ticket
+from kvray.connector.reads import Reads
 from kvray.errors import KVRayError
 from kvray.node import NodeLink
 from kvray.store import Arena, Reservation
@@ -37,7 +41,6 @@ _RESERVE_WAIT_S = 0.05
 _STALL_S = 0.25
 """Longest that the engine's thread waits for one piece; then the rest of the pass is not saved."""
 _PIECE_BYTES = 32 * 2**20
-_COPIES_BYTES_MAX = 2 * 2**30
 _CAUSES_MAX = 32
 
 _AWAY = "the tier is not there"
@@ -50,30 +53,40 @@ _ENDED = "the connector was shut down"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request's blocks of one pass."""
+    """Blocks of one request, one part of each, that lie in a row in its prompt."""
 
-    plan: SavePlan
-    rows: Array
-    """Bytes to read from, [n, block_bytes]."""
-    block_ids: Array
-    """Rows of `rows`, one a key of the plan."""
-    is_lent: bool = True
-    """Whether `rows` are the engine's, and to be read before the fence; else they are a copy."""
+    request_id: int
+    pool: Pool
+    """Where the pages are; not kept longer than the job."""
+    part: Part
+    keys: Sequence[BlockKey]
+    parent: BlockKey | None
+    """Key of the block before the first."""
+    depth: int
+    """Place of the first block in its prompt."""
+    pages: Array
+    """One a key."""
+    mark: Any = None
+    """When they can be read, as `Pool.mark` returned it."""
 
 
 class Saver:
-    """Saves of one rank; `submit`, `fence` and `close` are the engine's threads'."""
+    """Saves of one rank; `submit`, `fence`, `finish` and `close` are the engine's threads'."""
 
-    def __init__(self, link: NodeLink, *, part: int, saves_max: int, totals: Counter[str]) -> None:
-        """Save part `part` through `link`; at most `saves_max` jobs may wait."""
+    def __init__(
+        self, link: NodeLink, *, saves_max: int, totals: Counter[str], reads: Reads
+    ) -> None:
+        """Save through `link`; at most `saves_max` jobs may wait."""
         self._link = link
-        self._part = part
         self._saves_max = saves_max
         self._totals = totals
+        self._reads = reads
         self._jobs: deque[Job] = deque()
-        self._reading: Job | None = None
+        self._unfinished: deque[Callable[[], None]] = deque()
+        self._beginning: Job | None = None
         self._abandoned = False
-        self._pieces_read = 0
+        self._is_finishing = False
+        self._progress = 0
         self._guard = threading.Condition()
         self._closing = False
         self._said: set[str] = set()
@@ -86,27 +99,44 @@ class Saver:
         if self._forked:
             return
         with self._guard:
-            why = _ENDED if self._closing else _MANY if self._is_full(job) else None
+            is_full = len(self._jobs) >= self._saves_max
+            why = _ENDED if self._closing else _MANY if is_full else None
             if why is not None:
-                self._drop(len(job.plan.keys), why)
+                self._drop(len(job.keys), why)
                 return
+            self._reads.begin(job.request_id)
             self._jobs.append(job)
             self._guard.notify_all()
 
     def fence(self) -> None:
-        """Return when nothing that was submitted is read any more, or will be committed if it is.
+        """Return when all that was submitted has begun, or will not be committed.
 
         Waits as long as the thread gets on.
         """
         if self._forked:
             return
         with self._guard:
-            while self._jobs or self._reading is not None:
-                gets_on = partial(self._gets_on, self._pieces_read)
-                if not self._guard.wait_for(gets_on, _STALL_S):
-                    self._abandoned = self._reading is not None
+            while self._jobs or self._beginning is not None:
+                if not self._wait_for_progress():
+                    self._abandoned = self._beginning is not None
                     self._drop_waiting(_SLOW)
                     return
+
+    def drain(self) -> None:
+        """Return when nothing that was submitted is read any more; waits as `fence`."""
+        self.fence()
+        with self._guard:
+            while (self._unfinished or self._is_finishing) and self._wait_for_progress():
+                pass
+
+    def finish(self, ticket: Ticket, action: Callable[[], None]) -> None:
+        """Do `action` when the copies of `ticket` have ended."""
+        if ticket.done() or self._forked:
+            action()
+            return
+        with self._guard:
+            self._unfinished.append(partial(_behind, ticket, action))
+            self._guard.notify_all()
 
     def close(self, timeout_s: float) -> None:
         """Save what waits, for at most `timeout_s`, and end the thread. Twice is fine."""
@@ -122,48 +152,55 @@ class Saver:
         """Whether this is a child's copy: its thread is not here, and its lock may never open."""
         return os.getpid() != self._pid
 
-    def _is_full(self, job: Job) -> bool:
-        if len(self._jobs) >= self._saves_max:
-            return True
-        waiting = sum(each.rows.nbytes for each in self._jobs if not each.is_lent)
-        return not job.is_lent and waiting > 0 and waiting + job.rows.nbytes > _COPIES_BYTES_MAX
-
-    def _gets_on(self, pieces_read: int) -> bool:
-        return self._pieces_read != pieces_read or (not self._jobs and self._reading is None)
+    def _wait_for_progress(self) -> bool:
+        """Wait for the thread's next step; False if there is none in time."""
+        progress = self._progress
+        return self._guard.wait_for(lambda: self._progress != progress, _STALL_S)
 
     def _run(self) -> None:
         while True:
+            job = finish = None
             with self._guard:
-                self._guard.wait_for(lambda: self._jobs or self._closing)
-                if not self._jobs:
+                self._guard.wait_for(lambda: self._jobs or self._unfinished or self._closing)
+                if self._jobs:
+                    job = self._beginning = self._jobs.popleft()
+                    self._abandoned = False
+                elif self._unfinished:
+                    finish, self._is_finishing = self._unfinished.popleft(), True
+                else:
                     return
-                job = self._reading = self._jobs.popleft()
-                self._abandoned = False
-            self._save(job)
+            if job is not None:
+                self._begin(job)
+            elif finish is not None:
+                self._attempt(finish)
             with self._guard:
-                self._reading = None
+                self._beginning, self._is_finishing = None, False
+                self._progress += 1
                 self._guard.notify_all()
 
-    def _save(self, job: Job) -> None:
-        """Save a job piece by piece, so that a long one is neither all nor nothing."""
-        keys, step = job.plan.keys, max(1, _PIECE_BYTES // job.rows.shape[1])
-        done = 0
+    def _begin(self, job: Job) -> None:
+        """Begin a job piece by piece, so that a long one is neither all nor nothing."""
+        step = max(1, _PIECE_BYTES // job.part.block_bytes)
+        done, count = 0, len(job.keys)
         try:
-            while done < len(keys):
-                stop = min(done + step, len(keys))
-                why = self._save_piece(job, done, stop)
-                if why is not None:
-                    self._drop(len(keys) - stop, why)
-                    return
+            while done < count:
+                stop = min(done + step, count)
+                why = self._begin_piece(job, done, stop)
                 done = stop
+                if why is not None:
+                    self._drop(count - stop, why)
+                    break
         except Exception as error:  # noqa: BLE001 - a defect must not end the thread; it is logged
-            self._drop(len(keys) - done, str(error) or repr(error))
+            self._drop(count - done, str(error) or repr(error))
             if not isinstance(error, KVRayError):
                 _log.exception("kvray: a defect while saving; the engine goes on")
+        with self._guard:
+            # Behind its pieces: a request is read until the last of them has ended.
+            self._unfinished.append(partial(self._reads.end, job.request_id))
 
-    def _save_piece(self, job: Job, start: int, stop: int) -> str | None:
-        """Save the blocks from `start` to `stop`; return why nothing after them can be saved."""
-        arena, keys = self._link.arena, job.plan.keys[start:stop]
+    def _begin_piece(self, job: Job, start: int, stop: int) -> str | None:
+        """Begin the blocks from `start` to `stop`; return why nothing after them can be saved."""
+        arena, keys = self._link.arena, job.keys[start:stop]
         if arena is None:
             self._drop(len(keys), _AWAY)
             return _AWAY
@@ -173,44 +210,59 @@ class Saver:
             with self._guard:
                 self._drop_waiting(_BUSY)  # each of them would hold the engine up as long again
             return _BUSY
-        try:
-            rows = job.block_ids[start:stop][reservation.rows]
-            checksums = arena.write(reservation, job.rows, rows)
-        except BaseException:
-            self._settle(arena, lambda: arena.abort(reservation))
-            raise
-        if not self._was_read_in_time(is_last=stop == len(job.plan.keys)):
-            self._drop(len(reservation.slots) + reservation.dropped, _SLOW)
-            self._settle(arena, lambda: arena.abort(reservation))
-            return _SLOW
         self._totals["existing_blocks"] += reservation.existing
-        if len(reservation.slots) and self._settle(
-            arena, lambda: arena.commit(reservation, checksums)
-        ):
-            self._totals["stored_blocks"] += len(reservation.slots)
+        if len(reservation.slots):
+            pages = job.pages[start:stop][reservation.rows]
+            try:
+                ticket = job.pool.save(arena, job.part, pages, reservation.slots, job.mark)
+            except BaseException:
+                self._settle(arena, lambda: arena.abort(reservation))
+                raise
+            if not self._was_begun_in_time(is_last=stop == len(job.keys)):
+                self._drop(len(reservation.slots) + reservation.dropped, _SLOW)
+                self._finish_later(ticket, partial(self._give_back, arena, reservation))
+                return _SLOW
+            self._finish_later(ticket, partial(self._commit, arena, reservation, ticket))
         self._drop(reservation.dropped, _FULL)
         return _FULL if reservation.dropped else None
 
     def _reserve(
-        self, arena: Arena, job: Job, keys: tuple[BlockKey, ...], start: int
+        self, arena: Arena, job: Job, keys: Sequence[BlockKey], start: int
     ) -> Reservation | None:
         return arena.reserve(
             keys,
-            parent=job.plan.keys[start - 1] if start else job.plan.parent,
-            depth=job.plan.depth + start,
-            part=self._part,
-            block_bytes=job.rows.shape[1],
+            parent=job.keys[start - 1] if start else job.parent,
+            depth=job.depth + start,
+            part=job.part.index,
+            block_bytes=job.part.block_bytes,
+            # Blocks behind a window are gone, and nobody asks for them.
+            needs_parent=job.part.window_blocks is None,
             wait_s=_RESERVE_WAIT_S,
         )
 
-    def _was_read_in_time(self, *, is_last: bool) -> bool:
-        """Note that a piece was read; False if `fence` had given the job up. See the module."""
+    def _was_begun_in_time(self, *, is_last: bool) -> bool:
+        """Note that a piece was begun; False if `fence` had given the job up. See the module."""
         with self._guard:
-            self._pieces_read += 1
+            self._progress += 1
             if is_last:
-                self._reading = None
+                self._beginning = None
             self._guard.notify_all()
             return not self._abandoned
+
+    def _finish_later(self, ticket: Ticket, action: Callable[[], None]) -> None:
+        """Do `action` behind the copies of `ticket`: now if they have ended and made the sums."""
+        if ticket.sums is not None:
+            action()
+        else:
+            self._unfinished.append(partial(_behind, ticket, action))
+
+    def _commit(self, arena: Arena, reservation: Reservation, ticket: Ticket) -> None:
+        sums = ticket.sums if ticket.sums is not None else arena.sums(reservation)
+        if self._settle(arena, lambda: arena.commit(reservation, sums)):
+            self._totals["stored_blocks"] += len(reservation.slots)
+
+    def _give_back(self, arena: Arena, reservation: Reservation) -> None:
+        self._settle(arena, lambda: arena.abort(reservation))
 
     def _settle(self, arena: Arena, action: Callable[[], bool]) -> bool:
         """Commit or abort until the arena takes it or is retired."""
@@ -220,10 +272,19 @@ class Saver:
             time.sleep(0.001)
         return True
 
+    def _attempt(self, finish: Callable[[], None]) -> None:
+        try:
+            finish()
+        except Exception as error:  # noqa: BLE001 - as in `_begin`
+            self._totals["errors"] += 1
+            if not isinstance(error, KVRayError):
+                _log.exception("kvray: a defect while saving; the engine goes on")
+
     def _drop_waiting(self, why: str) -> None:
-        waiting = sum(len(job.plan.keys) for job in self._jobs)
+        for job in self._jobs:
+            self._reads.end(job.request_id)
+            self._drop(len(job.keys), why)
         self._jobs.clear()
-        self._drop(waiting, why)
 
     def _drop(self, num_blocks: int, why: str) -> None:
         """Count blocks that are not saved; say each cause once."""
@@ -237,3 +298,8 @@ class Saver:
                     num_blocks,
                     why,
                 )
+
+
+def _behind(ticket: Ticket, action: Callable[[], None]) -> None:
+    ticket.wait()
+    action()

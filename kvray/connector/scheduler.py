@@ -5,32 +5,27 @@ longer than the arena's `lock_wait_s`.
 """
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-from kvray.block import BlockKey
 from kvray.connector.base import KvCacheConnectorScheduler
 from kvray.connector.engine import (
     Engine,
     engine_for,
-    fingerprints_dir,
     registered_engine,
     release_leases,
     shut_down_at_exit,
 )
-from kvray.connector.identity import identify
-from kvray.connector.plan import (
-    ConnectorMeta,
-    LoadPlan,
-    Promise,
-    RequestState,
-    SavePlan,
-    promised_blocks_max,
-)
-from kvray.fingerprint import fingerprint_model
+from kvray.connector.identity import Identity, identify
+from kvray.connector.matching import match
+from kvray.connector.meta import ConnectorMeta
+from kvray.connector.pass_plan import PassPlanner
+from kvray.connector.promise import Lost, Promise
+from kvray.connector.request_state import RequestState, promised_blocks_max
 from kvray.keys import request_seed
+from kvray.opening import opening_digest
 
 _log = logging.getLogger("kvray.connector")
 
@@ -39,7 +34,12 @@ _STATES_MAX = 8192
 
 
 class KvRayScheduler(KvCacheConnectorScheduler):
-    """`connector_scheduler_class` for `KvCacheConnectorConfig`; on rank 0 only."""
+    """`connector_scheduler_class` for `KvCacheConnectorConfig`.
+
+    On rank 0, or with attention data parallelism on every rank, for that rank's own requests.
+    """
+
+    supports_attention_dp = True
 
     config_path: str | None = None
     """Configuration file; None: what `load_config` finds."""
@@ -54,7 +54,8 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         self._engine = engine_for(llm_args, self.config_path)
         self._states: OrderedDict[int, RequestState] = OrderedDict()
         self._promising: dict[int, RequestState] = {}
-        self._namespace = b""
+        self._lost = Lost()
+        self._planner = PassPlanner()
         self._warned_unaligned = False
         self._is_shut_down = False
         shut_down_at_exit(self)
@@ -69,46 +70,84 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             num_computed_tokens: leading tokens that the engine has itself.
 
         Returns:
-            (tokens after `num_computed_tokens` that will be loaded, False: before this pass).
+            (tokens after `num_computed_tokens` that will be loaded, whether the request is to wait
+            for them instead of taking part in the coming pass).
         """
-        self._forget(request.request_id)
+        self.request_reset(request)
         with self._engine.boundary.around("a request"):
             engine = registered_engine(self._engine)
-            self._namespace = engine.namespace_digest
-            return self._match(engine, request, num_computed_tokens), False
+            hit = self._match(engine, request, num_computed_tokens)
+            return hit, hit > 0 and engine.loads_later
         self._forget(request.request_id)  # what was not answered is not promised either
         return 0, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        """Nothing: the blocks of synchronous loads stand in the coming pass's report."""
+        """Nothing: pages are taken from the reports, which also have those of later chunks."""
+
+    def update_state_after_alloc_by_layer_group(
+        self, request: Any, block_ids_by_layer_group: list[list[int]]
+    ) -> None:
+        """Nothing; see `update_state_after_alloc`."""
 
     def build_connector_meta(self, scheduler_output: Any) -> ConnectorMeta:
         """Return what the workers load before and save after the coming pass.
 
         Raises:
-            LayoutMismatch: what was promised has no place to go. The engine counts on it and
-                cannot be told, so it must not go on.
+            LayoutMismatch, LeaseExpired: what was promised has no place to go, or is held no
+                longer. The engine counts on it and cannot be told, so it must not go on.
         """
-        loads: list[LoadPlan] = []
-        saves: list[SavePlan] = []
+        engine = self._engine
+        with engine.boundary.around("a pass"):
+            engine = registered_engine(engine)
+        plan = self._planner.begin(engine)
         for report, is_new in _reports(scheduler_output):
             state = self._states.get(report.request_id)
+            if is_new:
+                self._lost.check(
+                    report.request_id, report.computed_position, engine.args.tokens_per_block
+                )
             if state is None:
                 continue
             self._states.move_to_end(report.request_id)
             if is_new and state.promise is not None:
-                self._plan(state, report, is_new, loads, saves)
+                promise = self._take(state)
+                plan.add_load(state, report, promise)
                 continue
-            with self._engine.boundary.around("a save"):
-                self._plan(state, report, is_new, loads, saves)
+            with engine.boundary.around("a save"):
+                plan.add(state, report, is_new=is_new)
                 continue
             self._forget(report.request_id)
-        return self._hand_over(loads, saves)
+        self._settle_promises(engine)
+        return plan.finish()
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """Return False: what is saved of a request was read at the end of each of its passes."""
+        """Return whether a save still reads the blocks of the finished request; twice is fine."""
         self._forget(request.request_id)
-        return False
+        self._lost.forget(request.request_id)
+        return self._engine.is_being_read(request.request_id)
+
+    def request_finished_by_layer_group(
+        self, request: Any, cache_block_ids_by_layer_group: list[list[int]]
+    ) -> bool:
+        """See `request_finished`."""
+        return self.request_finished(request, [])
+
+    def request_reset(self, request: Any) -> None:
+        """Forget a request whose blocks were taken away; it begins anew, or is asked about anew."""
+        self._forget(request.request_id)
+        self._lost.forget(request.request_id)
+
+    def cancel_load(self, request: Any, start: int, end: int) -> None:
+        """Keep less than was promised: the engine will not use the tokens from `start` to `end`."""
+        state = self._states.get(request.request_id)
+        if state is None or state.promise is None:
+            return
+        promise = state.promise
+        kept = max(promise.first, start // state.tokens_per_block)
+        if end >= promise.end * state.tokens_per_block and kept < promise.end:
+            promise.end = kept
+        if not promise.num_blocks:
+            self._release(state)
 
     def wait_for_initialization(self) -> None:
         """Nothing to wait for: an engine without its tier starts all the same."""
@@ -119,124 +158,126 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             self._forget(request_id)
         if not self._is_shut_down:
             self._is_shut_down = True
+            self._planner.close()
             self._engine.close()
 
     def _match(self, engine: Engine, request: Any, num_computed_tokens: int) -> int:
         """Return how many tokens are promised to `request`, and count the rest by reason."""
-        totals = engine.totals
-        state = self._remember(engine, request)
-        if state is None:
+        totals, tokens_per_block = engine.totals, engine.args.tokens_per_block
+        identity = identify(request, engine.fingerprint_adapter)
+        if identity is None:
             totals["bypassed_requests"] += 1
             return 0
-        tokens_per_block = state.tokens_per_block
-        keys = state.prompt_keys(request.get_tokens(0))
-        wanted = keys[: promised_blocks_max(state.num_tokens, tokens_per_block)]
+        state = self._remember(engine, request.request_id, identity)
+        tokens = request.get_tokens(0)
+        keys = state.prompt_keys(tokens)
+        wanted = keys[: promised_blocks_max(len(tokens), tokens_per_block)]
+        first, rest = divmod(num_computed_tokens, tokens_per_block)
         reason = "unaligned"
-        if num_computed_tokens % tokens_per_block:
+        if rest:
             self._warn_unaligned(num_computed_tokens)
         else:
-            reason = self._lease(engine, state, wanted, num_computed_tokens // tokens_per_block)
+            reason = self._promise(engine, state, request, wanted, first)
         hit = state.promise.num_blocks * tokens_per_block if state.promise else 0
         totals["requests"] += 1
-        totals["prompt_tokens"] += state.num_tokens
+        totals["prompt_tokens"] += len(tokens)
         totals["local_tokens"] += num_computed_tokens
         totals["hit_tokens"] += hit
         missed = len(wanted) * tokens_per_block - num_computed_tokens - hit
         if missed > 0:
             totals[f"miss_tokens_{reason}"] += missed
+        if wanted and engine.openings is not None:
+            state.opening = opening_digest(
+                tokens, salt=identity.salt, lora=identity.lora, media=identity.media
+            )
+            if state.num_saved:
+                engine.openings.note_stored(state.opening)
+            elif reason == "not_stored":
+                engine.openings.note_missed(state.opening, missed)
         return hit
 
-    def _remember(self, engine: Engine, request: Any) -> RequestState | None:
-        """Open the state of a request; None if it cannot be told what enters its KV."""
-        identity = identify(
-            request, lambda path: fingerprint_model(path, cache_dir=fingerprints_dir())
-        )
-        if identity is None:
-            return None
+    def _remember(self, engine: Engine, request_id: int, identity: Identity) -> RequestState:
+        """Open the state of a request."""
         state = RequestState(
-            request_id=request.request_id,
-            seed=request_seed(self._namespace, salt=identity.salt, lora=identity.lora),
+            request_id=request_id,
+            seed=request_seed(engine.namespace_digest, salt=identity.salt, lora=identity.lora),
             tokens_per_block=engine.args.tokens_per_block,
             media=identity.media,
+            windowed=engine.windowed,
         )
-        self._states[state.request_id] = state
+        self._states[request_id] = state
         if len(self._states) > _STATES_MAX:
-            self._forget(next(iter(self._states)))
+            self._drop_oldest()
         return state
 
-    def _lease(self, engine: Engine, state: RequestState, keys: list[BlockKey], first: int) -> str:
-        """Lease the run of `keys` that is here and promise what lies after `first`.
-
-        Returns:
-            Why what lies after it is missing.
-        """
-        if not engine.args.block_reuse:
-            return "reuse_disabled"
-        arena = engine.link.arena
-        if arena is None:
-            return "store_down"
-        if len(keys) <= first:
-            return "none"
-        leases = arena.lease(keys, num_parts=engine.args.num_ranks)
-        if leases is None:
-            return "arena_busy"
-        if not leases:
-            return "not_stored"
-        found = run = leases[0].num_slots
-        # Entered before anything can fail: what is leased is released with its promise.
+    def _promise(
+        self, engine: Engine, state: RequestState, request: Any, keys: list[Any], first: int
+    ) -> str:
+        """Promise what of `keys` is here after the first `first`; return why not more."""
+        matched, reason = match(engine, keys, first)
+        if matched is None:
+            return reason
+        # A corrupt block, and what follows it, is saved anew when it is computed.
+        state.num_saved = matched.end
+        if matched.end <= first:
+            release_leases(engine, matched.arena, *matched.held.leases)
+            return reason
         state.promise = Promise(
-            arena=arena, leases=tuple(leases), first=first, num_blocks=max(0, found - first)
+            arena=matched.arena,
+            held=matched.held,
+            first=first,
+            end=matched.end,
+            request=request,
+            is_parked=engine.loads_later,
         )
         self._promising[state.request_id] = state
-        if found > first and engine.verifies_loads:
-            run = first + min(arena.sound_run(one, first=first) for one in leases)
-            state.promise = replace(state.promise, num_blocks=run - first)
-        # A corrupt block, and what follows it, is saved anew when it is computed.
-        state.num_saved = run
-        if run <= first:
-            self._release(state)
-        return "corrupt" if run < found else "not_stored"
+        if engine.loads_later:
+            self._planner.park(state.request_id, state.promise)
+        return reason
 
-    def _plan(
-        self,
-        state: RequestState,
-        report: Any,
-        is_new: bool,
-        loads: list[LoadPlan],
-        saves: list[SavePlan],
-    ) -> None:
-        """Add what one request needs in the coming pass."""
-        state.extend(report.new_tokens, report.new_block_ids, new=is_new)
-        start = report.computed_position
-        if is_new and state.promise is not None:
-            load = state.take_load(start)
-            if load is not None:
-                loads.append(load)
-            # The engine subtracts what it was offered, whether or not it took it.
-            start += state.promise.num_blocks * state.tokens_per_block
-        save = state.take_save(start + report.num_scheduled_tokens)
-        if save is not None:
-            saves.append(save)
-
-    def _hand_over(self, loads: list[LoadPlan], saves: list[SavePlan]) -> ConnectorMeta:
-        """Leave the leases of `loads` to the workers, and release what no load took."""
-        for load in loads:
-            self._promising.pop(load.request_id).promise = None
+    def _settle_promises(self, engine: Engine) -> None:
+        """Release what the pass did not use, but for what the engine may still come back for."""
+        if not self._promising:
+            return
+        now = time.monotonic()
         for state in list(self._promising.values()):
+            promise = state.promise
+            assert promise is not None, "only requests with a promise are in the list"
+            if promise.is_parked:
+                if promise.expires_at is None and engine.was_told(state.request_id):
+                    promise.expires_at = now + engine.config.connector.park_lease_s
+                if promise.expires_at is None or now < promise.expires_at:
+                    continue
+            elif engine.takes_offers_later:
+                continue
+            self._lost.note(state.request_id, promise.first)
             self._release(state)
-        return ConnectorMeta(namespace=self._namespace, loads=tuple(loads), saves=tuple(saves))
+
+    def _take(self, state: RequestState) -> Promise:
+        """Take the promise of a request that is scheduled; whoever takes it releases it."""
+        promise, state.promise = state.promise, None
+        assert promise is not None, "it was looked at before"
+        del self._promising[state.request_id]
+        self._engine.told.pop(state.request_id, None)
+        return promise
 
     def _forget(self, request_id: int) -> None:
         state = self._states.pop(request_id, None)
         if state is not None:
             self._release(state)
 
+    def _drop_oldest(self) -> None:
+        """Forget the request unseen for longest that the engine does not wait for."""
+        for request_id, state in self._states.items():
+            if state.promise is None:
+                self._forget(request_id)
+                return
+
     def _release(self, state: RequestState) -> None:
         """Give a promise up; the leases go now, or from the background if the arena is busy."""
-        promise, state.promise = state.promise, None
-        self._promising.pop(state.request_id, None)
-        if promise is not None:
-            release_leases(self._engine, promise.arena, *promise.leases)
+        if state.promise is not None:
+            promise = self._take(state)
+            release_leases(self._engine, promise.arena, *promise.held.leases)
 
     def _warn_unaligned(self, num_computed_tokens: int) -> None:
         if not self._warned_unaligned:

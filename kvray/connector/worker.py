@@ -1,18 +1,28 @@
 """Every rank's half of the connector: copies promised blocks in, and computed blocks out.
 
 The pool is written by the engine's executor thread alone, and only for requests of the metadata
-bound to this pass. It is read by the saver's thread, while the executor's waits in `wait_for_save`.
+bound to this pass. It is read by the saver's thread, fenced off as `saver` says.
 """
 
 import logging
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvray.connector.base import KvCacheConnectorWorker
-from kvray.connector.engine import engine_for, release_leases, shut_down_at_exit
-from kvray.connector.plan import ConnectorMeta, LoadPlan, unpack_ids
+from kvray.connector.cache_layout import CacheLayout, Part
+from kvray.connector.engine import engine_for, shut_down_at_exit
+from kvray.connector.key_board import read_keys
+from kvray.connector.loader import Loader, release_plans
+from kvray.connector.meta import Board, ConnectorMeta, SavePlan
+from kvray.connector.parking import Parking
 from kvray.connector.pool import Pool, open_pool
+from kvray.connector.read_layout import layout_of_tensor, read_layout
+from kvray.connector.refusals import refuse_flat_pool
 from kvray.connector.saver import Job, Saver
-from kvray.errors import LayoutMismatch, LeaseExpired
+from kvray.errors import ConfigError, LayoutMismatch
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +34,8 @@ _FLUSH_S = 5.0
 
 class KvRayWorker(KvCacheConnectorWorker):
     """`connector_worker_class` for `KvCacheConnectorConfig`; one on every rank."""
+
+    supports_attention_dp = True
 
     config_path: str | None = None
     """Configuration file; None: what `load_config` finds."""
@@ -37,10 +49,15 @@ class KvRayWorker(KvCacheConnectorWorker):
         super().__init__(llm_args)
         self._engine = engine_for(llm_args, self.config_path)
         self._namespace = b""
+        self._parts: tuple[Part, ...] = ()
         self._pool: Pool | None = None
         self._saver: Saver | None = None
+        self._loader: Loader | None = None
+        self._parking = Parking(self._engine)
         self._started: object | None = None
         self._saved: object | None = None
+        self._jobs: list[Job] = []
+        self._saving: list[int] = []
         self._is_shut_down = False
         shut_down_at_exit(self)
 
@@ -51,25 +68,26 @@ class KvRayWorker(KvCacheConnectorWorker):
             ConfigError: the pool's layout, or a model that cannot be told from others.
             LayoutMismatch: another replica claims the same `model_key` with another layout.
         """
-        engine = self._engine
-        pool = open_pool(kv_cache_tensor)
-        self._namespace = engine.register(
-            shape=tuple(kv_cache_tensor.shape),
-            dtype=str(kv_cache_tensor.dtype).removeprefix("torch."),
-            block_bytes=pool.block_bytes,
-            is_host=pool.is_host,
-        ).digest()
-        self._close_saver()
-        self._pool = pool
-        self._saver = Saver(
-            engine.link,
-            part=engine.args.rank,
-            saves_max=engine.config.connector.saves_max,
-            totals=engine.totals,
-        )
+        refuse_flat_pool(self._engine.args, tuple(kv_cache_tensor.shape))
+        self._register(layout_of_tensor(kv_cache_tensor))
+
+    def register_kv_cache_layout(self, layout: Any) -> None:
+        """Take a cache with layer groups, described as TensorRT-LLM's `KvCacheLayout`.
+
+        Raises:
+            ConfigError, LayoutMismatch: as `register_kv_caches`.
+        """
+        read = read_layout(layout)
+        if read.tokens_per_block != self._engine.args.tokens_per_block:
+            raise ConfigError(
+                f"The KV cache has {read.tokens_per_block} tokens in a block, the engine's"
+                f" arguments say {self._engine.args.tokens_per_block}; set"
+                " kv_cache_config.tokens_per_block to what the cache has."
+            )
+        self._register(read)
 
     def start_load_kv(self, stream: Any) -> None:
-        """Copy what the bound metadata promises; the blocks are in place when this returns.
+        """Begin to copy what the bound metadata promises; what is saved of the pass is noted.
 
         Called twice for one metadata it does nothing the second time.
 
@@ -81,15 +99,26 @@ class KvRayWorker(KvCacheConnectorWorker):
         meta = self._metadata
         if not isinstance(meta, ConnectorMeta) or meta is self._started:
             return
-        self._started = meta
-        try:
-            for plan in meta.loads:
-                self._load(plan, meta.namespace)
-        finally:
-            self._release(meta.loads)
+        was_dropped = self._started is not None and self._started is not self._saved
+        self._started, self._jobs = meta, []
+        pool, saver, loader = self._pool, self._saver, self._loader
+        if pool is None or saver is None or loader is None or meta.namespace != self._namespace:
+            self._refuse(meta)
+            return
+        if meta.is_fenced or was_dropped:
+            saver.fence()
+            pool.fence(stream)
+        for park in meta.parks:
+            self._parking.begin(park)
+        loader.load(meta.loads, stream)
+        if meta.board is not None:
+            with self._engine.boundary.around("a save"):
+                self._jobs = list(self._jobs_of(pool, meta.saves, meta.board))
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
-        """Nothing: `start_load_kv` returns when every layer is in place."""
+        """Have what follows on `stream` wait for the layer's loaded bytes."""
+        if self._pool is not None:
+            self._pool.wait_for_layer(layer_idx, stream)
 
     def save_kv_layer(self, layer_idx: int, stream: Any) -> None:
         """Nothing: a block is saved whole, after the pass."""
@@ -98,68 +127,113 @@ class KvRayWorker(KvCacheConnectorWorker):
         """Save the blocks that this pass filled; what can be read later is not waited for.
 
         Blocks in host memory are read before this returns: the engine may free those of a
-        cancelled request right after, and tells nobody.
+        cancelled request right after, and tells nobody. On a device whatever writes them later
+        waits, but for the copies of partly reused blocks, which go by a stream of the engine's.
+
+        Raises:
+            LayoutMismatch: the pass did not wait for all that it needed; its answers are void.
         """
-        meta = self._metadata
-        if not isinstance(meta, ConnectorMeta) or meta is self._saved:
+        meta, pool, saver = self._metadata, self._pool, self._saver
+        if meta is not self._started or meta is self._saved:
             return
         self._saved = meta
-        if self._pool is None or self._saver is None or meta.namespace != self._namespace:
+        if pool is None or saver is None:
             return
+        mark = pool.mark(stream)
         with self._engine.boundary.around("a save"):
-            for plan in meta.saves:
-                rows, block_ids = self._pool.source(unpack_ids(plan.block_ids))
-                job = Job(plan=plan, rows=rows, block_ids=block_ids, is_lent=self._pool.is_host)
-                self._saver.submit(job)
-        if meta.saves and self._pool.is_host:
-            self._saver.fence()
+            for job in self._jobs:
+                saver.submit(replace(job, mark=mark))
+        if self._jobs and pool.is_host:
+            saver.fence()
+        elif self._jobs and self._engine.args.partial_reuse:
+            saver.drain()
 
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Return the requests that are done: those just finished, as nothing outlives a pass.
+        """Return the requests whose blocks are read no more, and those that may be scheduled.
 
-        Takes no lock and makes no call. Nothing is ever loaded asynchronously.
+        Takes no lock and makes no call. Each id is returned once, after it was handed in.
         """
-        return list(finished_gen_req_ids), []
+        self._saving += finished_gen_req_ids
+        saved = [one for one in self._saving if not self._engine.is_being_read(one)]
+        if saved:
+            self._saving = [one for one in self._saving if one not in saved]
+        return saved, self._parking.finished(started_loading_req_ids)
 
     def shutdown(self) -> None:
         """Flush saves for a bounded time and let go of the tier. Twice is fine."""
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        self._close_saver()
+        self._close_pool()
+        self._parking.close()
         self._engine.unregister()
         self._engine.close()
 
-    def _load(self, plan: LoadPlan, namespace: bytes) -> None:
-        engine, pool = self._engine, self._pool
-        if pool is None or namespace != self._namespace:
+    def _register(self, layout: CacheLayout) -> None:
+        engine = self._engine
+        self._close_pool()
+        self._namespace = engine.register(layout).digest()
+        self._parts = layout.parts(
+            engine.part_rank, engine.num_parts_ranks, engine.args.tokens_per_block
+        )
+        self._pool = open_pool(layout, self._parts, has_hooks=not engine.args.is_compiled)
+        self._saver = Saver(
+            engine.link,
+            saves_max=engine.config.connector.saves_max,
+            totals=engine.totals,
+            reads=engine.reads,
+        )
+        self._loader = Loader(engine, self._parts, self._pool, self._saver, self._parking)
+        if engine.link.arena is not None:
+            self._pool.attend(engine.link.arena)
+
+    def _refuse(self, meta: ConnectorMeta) -> None:
+        """Release what was promised for a pool that this rank does not have, and stop if any."""
+        release_plans(self._engine, meta.loads)
+        if meta.loads:
             raise LayoutMismatch(
                 "The leader promised blocks of another namespace than this rank's pool; give every"
                 " rank the same engine arguments."
             )
-        arena = engine.link.arena_named(plan.arena_id)
+
+    def _jobs_of(self, pool: Pool, saves: tuple[SavePlan, ...], board: Board) -> Iterator[Job]:
+        """Yield a job for each run of blocks of each part that this rank stores."""
+        arena = self._engine.link.arena_named(board.arena_id)
         if arena is None:
-            raise LeaseExpired(
-                f"Arena {plan.arena_id}, of which the leader promised blocks, is not attached here;"
-                " every rank must see its leader's arena."
-            )
-        block_ids = unpack_ids(plan.block_ids)
-        lease = plan.leases[engine.args.rank]
-        pool.load(arena, lease, block_ids, first=plan.first, verify=engine.verifies_loads)
-        engine.totals["loaded_blocks"] += len(block_ids)
+            return
+        stored = [part for part in self._parts if part.is_stored_here]
+        for plan in saves if stored else ():
+            keys = read_keys(arena, board, plan.keys)
+            if keys is None:
+                self._engine.totals["dropped_blocks"] += plan.keys.num_keys
+                continue
+            before = len(keys) - len(plan.pages[0].packed) // 4
+            for part in stored:
+                pages = plan.pages[part.group].ids()
+                for start, stop in _runs(pages >= 0):
+                    at = start + before
+                    yield Job(
+                        request_id=plan.request_id,
+                        pool=pool,
+                        part=part,
+                        keys=keys[at : stop + before],
+                        parent=keys[at - 1] if at else None,
+                        depth=plan.depth + start,
+                        pages=pages[start:stop],
+                    )
 
-    def _release(self, loads: tuple[LoadPlan, ...]) -> None:
-        """End this rank's leases of a pass, each once, also when a load failed."""
-        for arena_id in {plan.arena_id for plan in loads}:
-            arena = self._engine.link.arena_named(arena_id)
-            if arena is not None:
-                rank = self._engine.args.rank
-                own = [plan.leases[rank] for plan in loads if plan.arena_id == arena_id]
-                release_leases(self._engine, arena, *own)
-
-    def _close_saver(self) -> None:
+    def _close_pool(self) -> None:
         if self._saver is not None:
             self._saver.close(_FLUSH_S)
-            self._saver = None
+            self._saver = self._loader = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def _runs(here: Any) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], here, [False])).astype(np.int8)))
+    return zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

@@ -310,22 +310,24 @@ class Arena:
         )
         self._refuse_unsound(held, chosen, sound)
 
-    def read_parts(self, held: Lease, reads: Sequence[PartRead], *, verify: bool) -> None:
-        """Copy leased slots of several parts into pages; as `read`.
-
-        Args:
-            held: the lease.
-            reads: what to copy; every slot is one of the lease's.
-            verify: check every slot.
+    def read_slots(self, reads: Sequence[PartRead]) -> None:
+        """Copy slots into pages; the caller holds a lease on them, and calls `check` afterwards.
 
         Raises:
-            CorruptBlock, LayoutMismatch, LeaseExpired: as `read`.
+            LayoutMismatch: the pages are of another size.
         """
-        tables = self.tables
         for one in reads:
-            payload.read_regions(tables, one.slots, one.regions, one.pages)
-        chosen = np.concatenate([one.slots for one in reads])
-        self._refuse_unsound(held, chosen, payload.verify(tables, chosen) if verify else None)
+            payload.read_regions(self.tables, one.slots, one.regions, one.pages)
+
+    def check(self, held: Lease, chosen: Array, *, verify: bool) -> None:
+        """Let what was read of the leased slots `chosen` pass.
+
+        Raises:
+            CorruptBlock: with `verify`, one has not its checksum; else, one was found to be wrong.
+            LeaseExpired: the lease was released, perhaps during the copy.
+        """
+        sound = payload.verify(self.tables, chosen) if verify else None
+        self._refuse_unsound(held, chosen, sound)
 
     def sound(self, held: Lease, places: Array | slice) -> Array:
         """Return which blocks of a lease have their checksum, as a mask of `places`.
@@ -421,11 +423,11 @@ class Arena:
         """
         return payload.write(self.tables, reservation.slots, pool, block_ids, copier=self._copier)
 
-    def write_parts(
-        self, reservation: Reservation, regions: Sequence[Array], pages: Array
-    ) -> Array:
-        """Copy pages that consist of several regions; else as `write`."""
-        return payload.write_regions(self.tables, reservation.slots, regions, pages)
+    def write_slots(self, slots: Array, regions: Sequence[Array], pages: Array) -> Array:
+        """Copy pages that consist of `regions` into reserved slots; else as `write`."""
+        if len(regions) == 1:
+            return payload.write(self.tables, slots, regions[0], pages, copier=self._copier)
+        return payload.write_regions(self.tables, slots, regions, pages)
 
     def sums(self, reservation: Reservation) -> Array:
         """Return the checksums of reserved slots that something else has written, for `commit`."""

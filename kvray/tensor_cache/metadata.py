@@ -102,7 +102,6 @@ class TensorMetadata:
             kv_dtype=str(self.dtype).removeprefix("torch."),
             num_layers=self.num_layers,
             kv_factor=2,
-            block_elems=self._block_elems,
             tokens_per_block=self.tokens_per_block,
             part_bytes=self.block_bytes,
             num_parts=1,
@@ -110,7 +109,7 @@ class TensorMetadata:
                 f"rank {self.rank} of {self.world_size}: {self.num_kv_heads} heads of"
                 f" {self.head_size}"
             ),
-            layer_group=0,
+            layer_groups="",
             attention_backend="",
             engine=ENGINE,
         )

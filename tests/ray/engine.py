@@ -20,12 +20,11 @@ NAMESPACE = Namespace(
     kv_dtype="float32",
     num_layers=1,
     kv_factor=2,
-    block_elems=512,
     tokens_per_block=32,
     part_bytes=4096,
     num_parts=1,
     tp_layout="tp1",
-    layer_group=0,
+    layer_groups="",
     attention_backend="test",
     engine="test 1.0",
 )

@@ -19,12 +19,11 @@ NAMESPACE = Namespace(
     kv_dtype="float32",
     num_layers=30,
     kv_factor=2,
-    block_elems=6144,
     tokens_per_block=32,
     part_bytes=1474560,
     num_parts=1,
     tp_layout="tp1",
-    layer_group=0,
+    layer_groups="",
     attention_backend="reference",
     engine="reference 0.1",
 )

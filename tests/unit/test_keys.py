@@ -46,12 +46,11 @@ NAMESPACE = Namespace(
     kv_dtype="float32",
     num_layers=2,
     kv_factor=2,
-    block_elems=8,
     tokens_per_block=2,
     part_bytes=128,
     num_parts=1,
     tp_layout="tp1",
-    layer_group=0,
+    layer_groups="",
     attention_backend="reference",
     engine="reference 0.1",
 )

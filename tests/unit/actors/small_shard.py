@@ -23,12 +23,11 @@ NAMESPACE = Namespace(
     kv_dtype="bfloat16",
     num_layers=2,
     kv_factor=2,
-    block_elems=64,
     tokens_per_block=32,
     part_bytes=512,
     num_parts=1,
     tp_layout="tp1",
-    layer_group=0,
+    layer_groups="",
     attention_backend="test",
     engine="test 1.0",
 )

@@ -9,7 +9,7 @@ import torch
 
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.connector.plan import ConnectorMeta
+from kvray.connector.meta import ConnectorMeta
 
 BLOCK = 4
 NUM_BLOCKS = 64
@@ -97,7 +97,7 @@ class Pair:
 
     def flush(self) -> None:
         """Return when all that was saved is committed."""
-        self.worker._close_saver()
+        self.worker._close_pool()
         self.worker.register_kv_caches(self.pool)
 
     @property

@@ -7,6 +7,7 @@ import pytest
 
 from kvray.actors.shard import Shard
 from kvray.connector.base import SchedulerOutput
+from kvray.connector.key_board import KeyBoard
 from kvray.errors import LayoutMismatch, ShardUnavailable
 from kvray.store import Arena
 from tests.unit.connector.conftest import MakePair, arena_of, leased
@@ -72,6 +73,7 @@ def test_a_promise_that_the_engine_did_not_take_is_released_and_nothing_is_loade
     meta = pair.plan(request, accepted=False)
     assert meta.loads == ()
     assert leased(pair) == 0
+    pair.worker.start_load_kv(None)
 
 
 def test_a_promise_that_was_taken_without_blocks_ends_the_engine_and_leaves_no_lease(
@@ -164,8 +166,8 @@ def test_metadata_of_a_real_load_is_small(shard: Shard, make_pair: MakePair) -> 
     request = Request(2, prompt)
     pair.query(request)
     meta = pair.plan(request)
-    assert len(meta.loads[0].block_ids) == 4 * 49
-    assert len(pickle.dumps(meta)) < 1000 + 8 * 49
+    assert len(meta.loads[0].pages[0].packed) == 4 * 49
+    assert len(pickle.dumps(meta)) < 600 + 8 * 49
 
 
 @pytest.mark.parametrize("error", [ShardUnavailable("It is gone."), ZeroDivisionError("a bug")])
@@ -182,7 +184,7 @@ def test_no_error_of_the_query_reaches_the_engine_and_each_is_said_once(
     pair = make_pair()
     pair.serve(Request(1, PROMPT))
     pair.flush()
-    monkeypatch.setattr(Arena, "sound_run", fail)
+    monkeypatch.setattr(Arena, "sound", fail)
     for request_id in (2, 3):
         assert pair.serve(Request(request_id, PROMPT)) == 0
     assert leased(pair) == 0
@@ -196,7 +198,7 @@ def test_a_defect_in_planning_a_save_costs_the_save_only(
     pair = make_pair()
     request = Request(1, PROMPT)
     pair.query(request)
-    monkeypatch.setattr("kvray.connector.plan.pack_ids", lambda ids: 1 / 0)
+    monkeypatch.setattr(KeyBoard, "publish", lambda *_: 1 / 0)
     assert pair.plan(request).saves == ()
     assert pair.totals["errors"] == 1
 

@@ -8,7 +8,7 @@ import torch
 from kvray.actors.shard import Shard
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.connector.plan import ConnectorMeta
+from kvray.connector.meta import ConnectorMeta
 from kvray.errors import CorruptBlock, LayoutMismatch, LeaseExpired
 from tests.unit.connector.conftest import MakePair, arena_of, leased
 from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
@@ -129,9 +129,11 @@ def test_a_pool_that_cannot_be_read_costs_the_save_only(
     request = Request(2, list(range(30)))
     warm.query(request)
     warm.plan(request)
-    monkeypatch.setattr(warm.worker._pool, "source", lambda ids: 1 / 0, raising=True)
+    monkeypatch.setattr(warm.worker._pool, "save", lambda *_: 1 / 0)
+    warm.worker.start_load_kv(None)
     warm.compute(request)
-    assert warm.totals["errors"] == 1
+    warm.flush()
+    assert warm.totals["dropped_blocks"] == 7
 
 
 def test_two_ranks_hold_parts_of_their_own(shard: Shard, make_pair: MakePair) -> None:
@@ -147,6 +149,7 @@ def test_two_ranks_hold_parts_of_their_own(shard: Shard, make_pair: MakePair) ->
     request = Request(1, PROMPT)
     leader.query(request)
     other.bind_connector_meta(leader.plan(request))
+    leader.worker.start_load_kv(None)
     other.start_load_kv(None)
     pool[request.block_ids] = 1000.0
     other.wait_for_save(None)

@@ -209,20 +209,21 @@ def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena: Arena
         block_bytes = sum(sizes[part])
         made = arena.reserve(keys, parent=None, depth=0, part=part, block_bytes=block_bytes)
         assert made
-        assert arena.commit(made, arena.write_parts(made, regions, pages))
+        assert arena.commit(made, arena.write_slots(made.slots, regions, pages))
     held = arena.lease_for(keys, [[Wanted(0), Wanted(1, window=2)]])
     assert held
     assert held.num_blocks == 5
     slots = arena.leased_slots(held.leases[0])
     back = {part: [np.zeros_like(region) for region in pools[part]] for part in pools}
     reads = [PartRead(slots[:5], back[0], pages), PartRead(slots[5:], back[1], pages[3:])]
-    arena.read_parts(held.leases[0], reads, verify=True)
+    arena.read_slots(reads)
+    arena.check(held.leases[0], slots, verify=True)
     for region, copy in zip(pools[0], back[0], strict=True):
         assert np.array_equal(region[pages], copy[pages])
     assert np.array_equal(pools[1][0][pages[3:]], back[1][0][pages[3:]])
     assert not back[1][0][pages[:3]].any()
     arena.slot_bytes(int(slots[6]))[3] ^= 1
     with pytest.raises(CorruptBlock, match="quarantined"):
-        arena.read_parts(held.leases[0], reads, verify=True)
+        arena.check(held.leases[0], slots, verify=True)
     assert not arena.sound(held.leases[0], slice(6, 7)).any()
     arena.release(*held.leases)

@@ -1,0 +1,98 @@
+"""The key board: how the keys of saved blocks get to the ranks without travelling.
+
+A key has 32 bytes and every rank needs those of all blocks that it saves. The leader writes them
+into slots of the arena that it has reserved, round and round, and the metadata says where. Nobody
+else ever finds these slots, as they are never committed; when the leader ends or dies they come
+back like every other reserved slot.
+
+Why a rank never takes wrong keys: it reads them when a pass begins, and the leader writes those of
+the pass after only when every rank has answered for this one (`get_finished` gathers from all). If
+that should ever not hold, the checksum beside the place tells, and the blocks are not saved.
+"""
+
+import secrets
+
+import numpy as np
+import xxhash
+
+from kvray.block import KEY_BYTES, BlockKey
+from kvray.connector.meta import Board, KeyRun
+from kvray.store import Arena, Reservation
+from kvray.store.tables import Array
+
+_BOARD_BYTES = 16 * 2**10
+"""Smallest board; one slot is mostly more."""
+
+
+class KeyBoard:
+    """The leader's board in one arena; used by the engine's executor thread."""
+
+    def __init__(self, arena: Arena, reservation: Reservation, slot_bytes: int) -> None:
+        """Write into the slots of `reservation`; use `open_board` to get one."""
+        self.arena = arena
+        self._reservation = reservation
+        self._keys_per_slot = slot_bytes // KEY_BYTES
+        self.place = Board(arena.arena_id, tuple(reservation.slots.tolist()))
+        self._capacity = self._keys_per_slot * len(self.place.slots)
+        self._next = 0
+        self._left = self._capacity
+
+    def begin_pass(self) -> None:
+        """Take the whole board for the pass that is being planned."""
+        self._left = self._capacity
+
+    @property
+    def room(self) -> int:
+        """How many keys it still takes in this pass."""
+        return self._left
+
+    def publish(self, keys: list[BlockKey]) -> KeyRun:
+        """Write `keys`, at most `room` of them, and return where they are."""
+        packed = b"".join(keys)
+        start = self._next
+        at = 0
+        for view in _views(self.arena, self.place, self._keys_per_slot, start, len(keys)):
+            view[:] = np.frombuffer(packed, dtype=np.uint8, count=len(view), offset=at)
+            at += len(view)
+        self._next = (start + len(keys)) % self._capacity
+        self._left -= len(keys)
+        return KeyRun(start, len(keys), xxhash.xxh3_64_intdigest(packed))
+
+    def close(self) -> None:
+        """Give the slots back, unless their arena has been given up."""
+        if not self.arena.retired:
+            self.arena.abort(self._reservation)
+
+
+def open_board(arena: Arena, *, block_bytes: int) -> KeyBoard | None:
+    """Reserve a board among the slots of that size; None if the arena has no room or no time."""
+    stride = arena.tables.geometry.stride(block_bytes)
+    slots = max(1, -(-_BOARD_BYTES // stride))
+    keys = [BlockKey(secrets.token_bytes(KEY_BYTES)) for _ in range(slots)]
+    made = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
+    if made is None or not len(made.slots):
+        return None
+    return KeyBoard(arena, made, stride)
+
+
+def read_keys(arena: Arena, board: Board, run: KeyRun) -> list[BlockKey] | None:
+    """Return the keys of `run`; None if they are not there any more."""
+    keys_per_slot = len(arena.slot_bytes(board.slots[0])) // KEY_BYTES
+    views = _views(arena, board, keys_per_slot, run.start, run.num_keys)
+    packed = b"".join(view.tobytes() for view in views)
+    if xxhash.xxh3_64_intdigest(packed) != run.check:
+        return None
+    return [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
+
+
+def _views(arena: Arena, board: Board, keys_per_slot: int, start: int, count: int) -> list[Array]:
+    """Return the bytes of `count` keys from `start` on, slot by slot, round the end."""
+    views = []
+    capacity = keys_per_slot * len(board.slots)
+    while count:
+        slot, first = divmod(start, keys_per_slot)
+        taken = min(count, keys_per_slot - first)
+        area = arena.slot_bytes(board.slots[slot])
+        views.append(area[first * KEY_BYTES : (first + taken) * KEY_BYTES])
+        start, count = (start + taken) % capacity, count - taken
+    return views

@@ -1,0 +1,93 @@
+"""What the leader tells all ranks for one pass: small, because every rank waits for it.
+
+Slots and keys do not travel. A rank reads its slots from the lease record that a load names, and
+the keys of a save from the key board (`key_board`); both lie in the node's arena. What is left are
+4 bytes a block and layer group, the page. Classes are tuples because those pickle to the least.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvray.store import Lease
+from kvray.store.tables import Array
+
+
+class Pages(NamedTuple):
+    """Page ids of consecutive blocks of one request, -1 where a block has no page."""
+
+    packed: bytes
+    """i32 each, little endian."""
+
+    @classmethod
+    def of(cls, page_ids: list[int]) -> "Pages":
+        """Pack `page_ids`."""
+        return cls(np.asarray(page_ids, dtype="<i4").tobytes())
+
+    def ids(self) -> Array:
+        """Return them as i64."""
+        return np.frombuffer(self.packed, dtype="<i4").astype(np.int64)
+
+
+class LoadPlan(NamedTuple):
+    """Blocks of one request to be copied from leased slots before the pass."""
+
+    request_id: int
+    arena_id: str
+    leases: tuple[Lease, ...]
+    """One a rank, which copies from its own and releases it."""
+    leased_blocks: int
+    """Blocks of the prefix that is leased, from its root."""
+    first: int
+    """The first block to copy; those before are in the engine's pool."""
+    pages: tuple[Pages, ...]
+    """For each layer group the pages of the blocks from `first` on."""
+
+
+class KeyRun(NamedTuple):
+    """Keys on the leader's board."""
+
+    start: int
+    num_keys: int
+    check: int
+    """xxh3 of their bytes."""
+
+
+class SavePlan(NamedTuple):
+    """Full blocks of one request to be copied to the tier after the pass."""
+
+    request_id: int
+    depth: int
+    """Place of the first block in its prompt."""
+    keys: KeyRun
+    """Of the block before the first, unless that is the prompt's first, and of each block."""
+    pages: tuple[Pages, ...]
+    """For each layer group."""
+
+
+class ParkPlan(NamedTuple):
+    """A lease whose blocks every rank makes ready while the request waits."""
+
+    request_id: int
+    arena_id: str
+    leases: tuple[Lease, ...]
+
+
+class Board(NamedTuple):
+    """Where the leader's key board is."""
+
+    arena_id: str
+    slots: tuple[int, ...]
+
+
+class ConnectorMeta(NamedTuple):
+    """The metadata of one pass, the same for every rank."""
+
+    namespace: bytes = b""
+    loads: tuple[LoadPlan, ...] = ()
+    saves: tuple[SavePlan, ...] = ()
+    parks: tuple[ParkPlan, ...] = ()
+    board: Board | None = None
+    """There if there are saves."""
+    is_fenced: bool = False
+    """Whether pages that are being saved may be given to others from this pass on."""

@@ -1,0 +1,108 @@
+"""Promises: matched tokens that the engine counts on, and what became of them; pure.
+
+TensorRT-LLM has no way to take a promise back. One that was used is a load. One that was not is
+released, and remembered as lost: should the engine come to count on it all the same, the only
+right thing left is to stop it.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+from kvray.errors import LeaseExpired
+from kvray.store import Arena, Held
+
+_LOST_MAX = 65_536
+"""Requests remembered whose promise was given up; those of longest ago are forgotten."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Promise:
+    """Matched tokens that the leader has offered to the engine and holds in leases."""
+
+    arena: Arena
+    held: Held
+    """The whole prefix, from its root."""
+    first: int
+    """Blocks that the engine had itself."""
+    end: int
+    """Where the promised blocks end; what is leased beyond failed its checksum."""
+    request: Any
+    """The engine's request, which knows how much of the offer was taken."""
+    is_parked: bool = False
+    """Whether the engine waits for the blocks before it schedules the request again."""
+    expires_at: float | None = None
+    """When a parked one is given up, once the engine was told that it may go on."""
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks were offered."""
+        return self.end - self.first
+
+    def taken(self, position: int, tokens_per_block: int, *, is_exact: bool) -> tuple[int, bool]:
+        """Return how many blocks of the offer the engine counts on, and whether that is sure.
+
+        If it is not sure it may be less.
+
+        Args:
+            position: where the engine's first report of the request says that it stands: after
+                all it has if it was parked, else without what it took of the offer.
+            tokens_per_block: tokens in a block.
+            is_exact: whether this engine takes all of an offer or nothing.
+
+        Raises:
+            LeaseExpired: the engine stands where the offer does not explain it.
+        """
+        blocks = position // tokens_per_block - self.first
+        if self.is_parked:
+            if blocks <= self.num_blocks:
+                return max(0, blocks), True
+        elif blocks < 0:
+            return 0, True  # it did not take the offer, and subtracts it all the same
+        elif blocks == 0:
+            return (self.num_blocks, True) if is_exact else self._honoured(tokens_per_block)
+        raise LeaseExpired(
+            f"The engine counts on {blocks} blocks after its own {self.first} that were never"
+            " promised to it; it must not go on with them."
+        )
+
+    def _honoured(self, tokens_per_block: int) -> tuple[int, bool]:
+        """Return what a cache manager that may take less says that it took.
+
+        Source: `commit_new_matched_tokens`, which notes it at the request.
+        """
+        noted = getattr(self.request, "py_num_connector_matched_tokens", None)
+        if not isinstance(noted, int) or isinstance(noted, bool):
+            return self.num_blocks, False
+        return min(max(0, noted) // tokens_per_block, self.num_blocks), True
+
+
+class Lost:
+    """Requests whose promise was given up, and how far each may still go without it."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._blocks: OrderedDict[int, int] = OrderedDict()
+
+    def note(self, request_id: int, first: int) -> None:
+        """Remember that nothing after the first `first` blocks is promised any more."""
+        self._blocks[request_id] = first
+        if len(self._blocks) > _LOST_MAX:
+            self._blocks.popitem(last=False)
+
+    def forget(self, request_id: int) -> None:
+        """The request was asked about anew, or has ended."""
+        self._blocks.pop(request_id, None)
+
+    def check(self, request_id: int, position: int, tokens_per_block: int) -> None:
+        """Let a first report pass that stands where the engine is without the promise.
+
+        Raises:
+            LeaseExpired: the engine counts on what was given up.
+        """
+        first = self._blocks.pop(request_id, None)
+        if first is not None and position > first * tokens_per_block:
+            raise LeaseExpired(
+                f"Request {request_id} comes back for tokens that were promised to it, but their"
+                " lease has been given up; raise connector.park_lease_s if it was parked for long."
+            )
