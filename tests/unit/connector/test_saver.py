@@ -1,5 +1,6 @@
 """A block is committed with the bytes that its pass left, or not at all."""
 
+import dataclasses
 import os
 import threading
 import time
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +19,9 @@ from kvray.actors.shard import Shard
 from kvray.block import BlockKey
 from kvray.config import load_config
 from kvray.connector import saver as saver_module
-from kvray.connector.plan import SavePlan, pack_ids
+from kvray.connector.cache_layout import Part, Region, Step
+from kvray.connector.pool import Copied, HostPool
+from kvray.connector.reads import Reads
 from kvray.connector.saver import Job, Saver
 from kvray.keys import chain_keys
 from kvray.node import NodeLink
@@ -40,7 +44,7 @@ def make_saver(link: NodeLink) -> Iterator[Callable[..., Saver]]:
     savers: list[Saver] = []
 
     def make(saves_max: int = 256) -> Saver:
-        savers.append(Saver(link, part=0, saves_max=saves_max, totals=Counter()))
+        savers.append(new_saver(link, saves_max))
         return savers[-1]
 
     yield make
@@ -53,15 +57,16 @@ def keys_of(seed: int, count: int) -> list[BlockKey]:
     return chain_keys(list(range(count)), tokens_per_block=1, seed=seed_bytes)
 
 
-def job_of(rows: Any, keys: list[BlockKey], first: int = 0, **fields: Any) -> Job:
-    plan = SavePlan(
-        request_id=1,
-        keys=tuple(keys),
-        parent=None,
-        depth=first,
-        block_ids=pack_ids(range(len(keys))),
-    )
-    return Job(plan=plan, rows=rows, block_ids=np.arange(len(keys)), **fields)
+def new_saver(link: NodeLink, saves_max: int = 256) -> Saver:
+    return Saver(link, saves_max=saves_max, totals=Counter(), reads=Reads())
+
+
+def job_of(rows: Any, keys: list[BlockKey], **fields: Any) -> Job:
+    """Return the job of saving all of `rows`, which stays the engine's memory."""
+    region = Region(pages=torch.from_numpy(rows), steps=(Step((0,), 0, BLOCK_BYTES),))
+    part = Part(index=0, group=0, regions=(region,), window_blocks=None, is_stored_here=True)
+    plain = {"parent": None, "depth": 0, "pool": HostPool([part]), "request_id": 1}
+    return Job(part=part, keys=keys, pages=np.arange(len(keys)), **{**plain, **fields})
 
 
 def rows_of(count: int, value: int = 1) -> Any:
@@ -90,7 +95,7 @@ def test_what_was_submitted_before_close_is_stored(
     link: NodeLink, make_saver: Callable[..., Saver]
 ) -> None:
     saver, keys = make_saver(), keys_of(1, 5)
-    saver.submit(job_of(rows_of(5), keys, is_lent=False))
+    saver.submit(job_of(rows_of(5), keys))
     saver.close(10)
     assert len(stored(link, keys)) == 5
     saver.close(10)
@@ -134,20 +139,20 @@ def test_a_block_overwritten_right_after_the_fence_is_never_committed_with_forei
     link: NodeLink, delays: list[float], stall_s: float, blocks: int, number: int
 ) -> None:
     slow = iter(delays * 50)
-    write, arena = Arena.write, link.arena
+    write, arena = Arena.write_slots, link.arena
     assert arena is not None
 
-    def slow_write(self: Arena, reservation: Any, pool: Any, block_ids: Any) -> Any:
+    def slow_write(*args: Any) -> Any:
         time.sleep(next(slow))  # the copy reads what is there after this
-        checksums = write(self, reservation, pool, block_ids)
+        checksums = write(*args)
         time.sleep(next(slow))
         return checksums
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Arena, "write", slow_write)
+        patch.setattr(Arena, "write_slots", slow_write)
         patch.setattr(saver_module, "_STALL_S", stall_s)
         patch.setattr(saver_module, "_PIECE_BYTES", 2 * BLOCK_BYTES)
-        saver = Saver(link, part=0, saves_max=9, totals=Counter())
+        saver = new_saver(link)
         jobs = []
         for turn in range(3):
             pool, keys = rows_of(blocks, value=7 + turn), keys_of(number + turn, blocks)
@@ -166,14 +171,14 @@ def test_a_fence_does_not_wait_for_a_copy_that_stands_still(
     link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go_on = threading.Event(), threading.Event()
-    write = Arena.write
+    write = Arena.write_slots
 
     def stuck(*args: Any) -> Any:
         reached.set()
         go_on.wait(10)
         return write(*args)
 
-    monkeypatch.setattr(Arena, "write", stuck)
+    monkeypatch.setattr(Arena, "write_slots", stuck)
     monkeypatch.setattr(saver_module, "_STALL_S", 0.02)
     saver, keys = make_saver(), keys_of(5, 3)
     saver.submit(job_of(rows_of(3), keys))
@@ -198,31 +203,16 @@ def test_too_many_waiting_saves_are_dropped(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     go_on = threading.Event()
-    write = Arena.write
-    monkeypatch.setattr(Arena, "write", lambda *args: (go_on.wait(10), write(*args))[1])
+    write = Arena.write_slots
+    monkeypatch.setattr(Arena, "write_slots", lambda *args: (go_on.wait(10), write(*args))[1])
     saver = make_saver(saves_max=2)
     for number in range(6):
-        saver.submit(job_of(rows_of(1), keys_of(10 + number, 1), is_lent=False))
+        saver.submit(job_of(rows_of(1), keys_of(10 + number, 1)))
     go_on.set()
     saver.close(10)
     assert totals(saver)["stored_blocks"] + totals(saver)["dropped_blocks"] == 6
     assert totals(saver)["dropped_blocks"] >= 3
     assert len([one for one in caplog.messages if "too many saves" in one]) == 1
-
-
-def test_copies_that_wait_are_bounded_in_bytes_too(
-    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = threading.Event()
-    write = Arena.write
-    monkeypatch.setattr(Arena, "write", lambda *args: (go_on.wait(10), write(*args))[1])
-    monkeypatch.setattr(saver_module, "_COPIES_BYTES_MAX", 3 * BLOCK_BYTES)
-    saver = make_saver()
-    for number in range(8):
-        saver.submit(job_of(rows_of(1), keys_of(20 + number, 1), is_lent=False))
-    go_on.set()
-    saver.close(10)
-    assert totals(saver)["dropped_blocks"] >= 4
 
 
 def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(
@@ -245,11 +235,8 @@ def test_a_save_whose_parent_is_not_there_is_dropped_and_said(
     link: NodeLink, make_saver: Callable[..., Saver], caplog: pytest.LogCaptureFixture
 ) -> None:
     saver, keys = make_saver(), keys_of(40, 4)
-    plan = SavePlan(
-        request_id=1, keys=tuple(keys[2:]), parent=keys[1], depth=2, block_ids=pack_ids([0, 1])
-    )
     for _ in range(2):
-        saver.submit(Job(plan=plan, rows=rows_of(2), block_ids=np.arange(2)))
+        saver.submit(job_of(rows_of(2), keys[2:], parent=keys[1], depth=2))
     saver.fence()
     saver.close(10)
     assert totals(saver)["dropped_blocks"] == 4
@@ -262,7 +249,7 @@ def test_a_defect_does_not_end_the_thread_nor_hold_the_engine_up(
     saver, keys, arena = make_saver(), keys_of(50, 2), link.arena
     assert arena is not None
     with monkeypatch.context() as patch:
-        patch.setattr(Arena, "write", lambda *args: 1 / 0)
+        patch.setattr(Arena, "write_slots", lambda *args: 1 / 0)
         saver.submit(job_of(rows_of(2), keys))
         saver.fence()
         wait_for(lambda: totals(saver)["dropped_blocks"] == 2)
@@ -276,7 +263,7 @@ def test_without_a_tier_blocks_are_dropped_and_said_once(
     environment: dict[str, str], caplog: pytest.LogCaptureFixture, tmp_path: Any
 ) -> None:
     link = node.attach(tmp_path / "none", label="t", lock_wait_s=0.1, attach_retry_s=0.05)
-    saver = Saver(link, part=0, saves_max=4, totals=Counter())
+    saver = new_saver(link)
     for _ in range(2):
         saver.submit(job_of(rows_of(2), keys_of(60, 2)))
         saver.fence()
@@ -299,3 +286,88 @@ def test_a_forked_child_neither_saves_nor_hangs(
             saver.close(10)
             os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+class LaterPool(HostPool):
+    """A pool as on a device: copies are enqueued, and end when the test says so."""
+
+    is_host = False
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__(parts)
+        self.may_end = threading.Event()
+
+    def save(self, *args: Any) -> Any:
+        return LaterCopy(self.may_end, lambda: super(LaterPool, self).save(*args))
+
+
+class LaterCopy(Copied):
+    def __init__(self, may_end: threading.Event, copy: Callable[[], Any]) -> None:
+        super().__init__()
+        self._may_end, self._copy, self._is_done = may_end, copy, False
+
+    def done(self) -> bool:
+        return self._is_done
+
+    def wait(self) -> None:
+        assert self._may_end.wait(10)
+        self._copy()
+        self._is_done = True
+
+
+def later_job(rows: Any, keys: list[BlockKey], **fields: Any) -> tuple[Job, LaterPool]:
+    job = job_of(rows, keys, **fields)
+    pool = LaterPool([job.part])
+    return dataclasses.replace(job, pool=pool), pool
+
+
+def test_copies_on_a_device_are_committed_when_they_have_ended(
+    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "_PIECE_BYTES", 2 * BLOCK_BYTES)
+    saver, keys = make_saver(), keys_of(80, 5)
+    job, pool = later_job(rows_of(5, value=3), keys, request_id=9)
+    saver.submit(job)
+    saver.fence()  # begun is enough
+    assert 9 in saver._reads
+    assert len(stored(link, keys)) == 0
+    pool.may_end.set()
+    saver.drain()
+    assert 9 not in saver._reads
+    assert (stored(link, keys) == 3).all()
+    assert len(stored(link, keys)) == 5
+
+
+def test_slots_of_an_abandoned_copy_come_back_when_it_has_ended(
+    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = link.arena
+    assert arena is not None
+    reached, go_on = threading.Event(), threading.Event()
+    saver, keys = make_saver(), keys_of(81, 2)
+    job, pool = later_job(rows_of(2), keys)
+    enqueue = pool.save
+    monkeypatch.setattr(pool, "save", lambda *a: (reached.set(), go_on.wait(10), enqueue(*a))[2])
+    monkeypatch.setattr(saver_module, "_STALL_S", 0.02)
+    saver.submit(job)
+    reached.wait(10)
+    saver.fence()
+    go_on.set()
+    wait_for(lambda: totals(saver)["dropped_blocks"] == 2)
+    assert np.count_nonzero(arena.tables.slot_state) == 2, "a late copy still writes them"
+    pool.may_end.set()
+    saver.close(10)
+    assert (arena.tables.slot_state == 0).all()
+
+
+def test_an_action_behind_a_copy_waits_for_it(
+    link: NodeLink, make_saver: Callable[..., Saver]
+) -> None:
+    saver, ended = make_saver(), threading.Event()
+    copy = LaterCopy(threading.Event(), lambda: None)
+    saver.finish(copy, ended.set)
+    assert not ended.wait(0.05)
+    copy._may_end.set()
+    assert ended.wait(10)
+    saver.finish(copy, ended.clear)
+    assert not ended.is_set()
