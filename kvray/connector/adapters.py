@@ -1,22 +1,33 @@
 """The LoRA adapters of one engine, each told from every other by the bytes that the engine read."""
 
 import hashlib
+import logging
+import threading
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvray.block import frame
 from kvray.config import cache_dir
+from kvray.errors import ConfigError
 from kvray.fingerprint import fingerprint_model, stamp_model
+
+_log = logging.getLogger("kvray.connector")
 
 _ADAPTERS_MAX = 2**16
 """Adapters remembered; requests of further ones bypass the cache until the engine starts anew."""
+_READINGS_MAX = 4
+"""Adapters read at once."""
+_WAIT_S = 0.05
+"""How long the first request of an adapter waits for it to be read; then it bypasses the cache."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Adapter:
     path: str
     stamp: str
-    fingerprint: str
+    fingerprint: "Future[str]"
+    """Crosses from the thread that reads the files."""
     has_changed: bool = False
 
 
@@ -28,8 +39,11 @@ class Adapters:
     and reads it anew. Once a task's files are not what they were, nobody can tell from here which
     ones the engine computes with, so its requests bypass the cache from then on. Whether they are
     is asked at every request, which costs a look at the directory and at each file of weights or
-    configuration in it, not at their content. Content is read at the first request of a task, and
+    configuration in it, some 30 us in all. Their content is read once, by a thread of its own, and
     not even then if it is known on this machine.
+
+    What cannot be noticed: files that are replaced after the engine has read them and before the
+    task's first request gets here. A new version of an adapter needs a number of its own anyway.
     """
 
     def __init__(self, *, settings: str, cache_dir: Path | None) -> None:
@@ -42,9 +56,10 @@ class Adapters:
         self._settings = settings.encode()
         self._cache_dir = cache_dir
         self._known: dict[int, _Adapter] = {}
+        self._readings: list[Future[str]] = []
 
     def fingerprint(self, task_id: int, path: str) -> bytes | None:
-        """Return what tells the adapter from every other one; None: that is not known.
+        """Return what tells the adapter from every other one; None: that is not known, or not yet.
 
         Args:
             task_id: the engine's number of the adapter.
@@ -55,23 +70,50 @@ class Adapters:
         """
         known = self._known.get(task_id)
         if known is None:
-            if len(self._known) >= _ADAPTERS_MAX:
-                return None
-            known = self._known[task_id] = self._read(path)
+            known = self._read(task_id, path)
         elif not known.has_changed and (path != known.path or stamp_model(path) != known.stamp):
-            now = self._read(path)
-            # Other files may have come and gone beside those that count.
-            known.has_changed = (now.path, now.fingerprint) != (known.path, known.fingerprint)
-            known.stamp = now.stamp
-        if known.has_changed:
+            known.has_changed = True
+            _log.warning(
+                "kvray: the files of LoRA adapter %d at %s are not those of its first request, and"
+                " the engine may have either; its requests bypass the cache until the engine"
+                " starts anew. Give a new version of an adapter a new number.",
+                task_id,
+                path,
+            )
+        if known is None or known.has_changed or not known.fingerprint.done():
             return None
-        return hashlib.sha256(frame(known.fingerprint.encode(), self._settings)).digest()
+        if known.fingerprint.exception() is not None:
+            del self._known[task_id]  # the next request tries again
+        found = known.fingerprint.result().encode()
+        return hashlib.sha256(frame(found, self._settings)).digest()
 
-    def _read(self, path: str) -> _Adapter:
-        stamp = stamp_model(path)  # first: a change while it is read shows at the next request
-        return _Adapter(path, stamp, fingerprint_model(path, cache_dir=self._cache_dir))
+    def _read(self, task_id: int, path: str) -> _Adapter | None:
+        """Have an adapter read and wait a little; None: too many are known or being read."""
+        self._readings = [reading for reading in self._readings if not reading.done()]
+        if len(self._known) >= _ADAPTERS_MAX or len(self._readings) >= _READINGS_MAX:
+            return None
+        # The stamp comes first: what changes while it is read shows at the next request.
+        stamp, fingerprint = stamp_model(path), Future[str]()
+        threading.Thread(
+            target=_fulfil,
+            args=(fingerprint, path, self._cache_dir),
+            name="kvray-adapter",
+            daemon=True,
+        ).start()
+        self._readings.append(fingerprint)
+        wait([fingerprint], timeout=_WAIT_S)
+        known = _Adapter(path=path, stamp=stamp, fingerprint=fingerprint)
+        self._known[task_id] = known
+        return known
 
 
 def fingerprints_dir() -> Path:
     """Return where fingerprints of checkpoints and adapters are cached."""
     return cache_dir() / "fingerprints"
+
+
+def _fulfil(promise: "Future[str]", path: str, cache_dir: Path | None) -> None:
+    try:
+        promise.set_result(fingerprint_model(path, cache_dir=cache_dir))
+    except ConfigError as error:  # raised where the fingerprint is asked for
+        promise.set_exception(error)

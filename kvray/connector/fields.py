@@ -76,7 +76,8 @@ def _plain(value: Any) -> Any:
         return sorted((_plain(one) for one in value), key=json.dumps)
     names = _record_fields(value)
     if names is None:
-        return type(value).__qualname__
+        kind = value if isinstance(value, type) else type(value)
+        return f"{kind.__module__}.{kind.__qualname__}"
     return {name: _plain(getattr(value, name, None)) for name in names}
 
 

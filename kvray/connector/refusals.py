@@ -60,7 +60,12 @@ def refuse_flat_pool(args: "EngineArgs", shape: Sequence[int]) -> None:
             f"The KV pool has shape {list(shape)}; kvray serves pools [num_blocks, num_layers,"
             " 1 or 2, block_elems], so leave the attention backend at TRTLLM."
         )
-    _, num_layers, _, block_elems = shape
+    _, num_layers, kv_factor, block_elems = shape
+    if kv_factor == 1 and args.is_mla is False and args.num_ranks > 1:
+        raise ConfigError(
+            "The KV pool has keys alone although the checkpoint has no latent cache, so that its"
+            " ranks may hold the same bytes or not; set tensor_parallel_size to 1."
+        )
     if len(args.windows) > 1 or args.is_sparse:
         raise ConfigError(
             "One pool is not all of a KV cache with several windows or an index; set"
@@ -144,6 +149,11 @@ def _cache(llm_args: Any, cache: Any, checkpoint: CheckpointConfig | None) -> Re
         "The first cache manager hands a connector the layers of one attention window only; give"
         " one window in kv_cache_config.max_attention_window or set use_kv_cache_manager_v2 to"
         " true.",
+    )
+    yield (
+        isinstance(windows, list | tuple) and min(windows, default=1) < 1,
+        "An attention window below 1 stands for layers with a recurrent state, which is outside of"
+        " the KV cache; serve this model without kv_connector_config.",
     )
     yield (
         field_of(cache, "enable_swa_scratch_reuse") is True,

@@ -13,7 +13,7 @@ import pytest
 
 from kvray import fingerprint
 from kvray.errors import ConfigError
-from kvray.fingerprint import fingerprint_model
+from kvray.fingerprint import fingerprint_model, stamp_model
 
 CONFIG = '{"num_hidden_layers": 2}'
 GOLDEN = "7faa06b47b1adfb831d6ceba50ce9d09ce3797437ddedeb01fdffba5066e281e"
@@ -551,3 +551,44 @@ def test_no_cache_is_written_without_a_directory_for_it(checkpoint: Path) -> Non
     before = sorted(checkpoint.parent.rglob("*"))
     of(checkpoint)
     assert sorted(checkpoint.parent.rglob("*")) == before
+
+
+# The stamp.
+
+
+def test_a_stamp_changes_with_every_file_that_counts(checkpoint: Path, tmp_path: Path) -> None:
+    changes: list[Callable[[], object]] = [
+        lambda: change_byte(checkpoint / "model.safetensors", 1000),
+        lambda: (checkpoint / "config.json").write_text("{}"),
+        lambda: (checkpoint / "more.bin").write_bytes(b"more"),
+        lambda: (checkpoint / "more.bin").rename(checkpoint / "other.bin"),
+        (checkpoint / "other.bin").unlink,
+        lambda: (
+            shutil.copytree(checkpoint, tmp_path / "copy")
+            and checkpoint.rename(tmp_path / "away")
+            and (tmp_path / "copy").rename(checkpoint)
+        ),
+    ]
+    stamps = [stamp_model(checkpoint)]
+    for change in changes:
+        of(checkpoint)  # waits until a change must show
+        change()
+        stamps.append(stamp_model(checkpoint))
+    # The one that is back to what it was is stamped as it was.
+    assert len(set(stamps)) == len(stamps) - 1
+    assert stamps[5] == stamps[2]
+
+
+def test_a_stamp_is_indifferent_to_other_files_and_reads_none(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pread", refuse_to_read)
+    before = stamp_model(checkpoint)
+    (checkpoint / "README.md").write_text("notes")
+    (checkpoint / "checkpoint-500").mkdir()
+    assert stamp_model(checkpoint) == before
+
+
+def test_a_stamp_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint at"):
+        stamp_model(tmp_path / "nowhere")

@@ -1,5 +1,6 @@
 """By which bytes an adapter is known, and when nobody can tell which ones the engine has."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from kvray import fingerprint
 from kvray.connector import adapters
 from kvray.connector.adapters import Adapters
 from kvray.errors import ConfigError
+from tests.unit.actors.small_shard import wait_for
 
 
 def write_adapter(directory: Path, weights: bytes = b"weights") -> Path:
@@ -58,13 +60,41 @@ def test_another_path_for_one_task_bypasses(tmp_path: Path) -> None:
     assert known.fingerprint(1, str(write_adapter(tmp_path / "b"))) is None
 
 
-def test_equal_files_in_place_of_the_first_ones_change_nothing(tmp_path: Path) -> None:
-    known, path = make(), str(write_adapter(tmp_path / "a"))
+def test_a_change_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    known, path = make(), str(write_adapter(tmp_path))
+    known.fingerprint(7, path)
+    write_adapter(tmp_path, b"changed")
+    for _ in range(2):
+        assert known.fingerprint(7, path) is None
+    (record,) = caplog.records
+    assert f"adapter 7 at {path}" in record.getMessage()
+
+
+def test_other_files_beside_an_adapter_change_nothing(tmp_path: Path) -> None:
+    known, path = make(), str(write_adapter(tmp_path))
     before = known.fingerprint(1, path)
-    write_adapter(tmp_path / "new").rename(tmp_path / "moved")
-    (tmp_path / "a").rename(tmp_path / "away")
-    (tmp_path / "moved").rename(tmp_path / "a")
-    assert known.fingerprint(1, path) == before
+    (tmp_path / "README.md").write_text("notes")
+    assert known.fingerprint(1, path) == before is not None
+
+
+def test_an_adapter_that_takes_long_to_read_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read, read = threading.Event(), adapters.fingerprint_model
+
+    def read_slowly(path: str, *, cache_dir: Path | None) -> str:
+        assert may_read.wait(10)
+        return read(path, cache_dir=cache_dir)
+
+    monkeypatch.setattr(adapters, "fingerprint_model", read_slowly)
+    monkeypatch.setattr(adapters, "_READINGS_MAX", 1)
+    monkeypatch.setattr(adapters, "_WAIT_S", 0.0)
+    known, path = make(), str(write_adapter(tmp_path / "a"))
+    assert known.fingerprint(1, path) is None
+    assert known.fingerprint(2, str(write_adapter(tmp_path / "b"))) is None
+    may_read.set()
+    wait_for(lambda: known.fingerprint(1, path) is not None, "reading the adapter")
+    wait_for(lambda: known.fingerprint(2, str(tmp_path / "b")) is not None, "reading the other")
 
 
 def test_a_known_adapter_is_looked_at_and_not_read(
@@ -85,6 +115,20 @@ def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.Monke
     known, path = make(), str(write_adapter(tmp_path))
     assert known.fingerprint(1, path) is not None
     assert known.fingerprint(2, path) is None
+    assert known.fingerprint(1, path) is not None
+
+
+def test_an_adapter_that_cannot_be_read_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str, *, cache_dir: Path | None) -> str:
+        raise ConfigError("its files change while they are read")
+
+    known, path = make(), str(write_adapter(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(adapters, "fingerprint_model", fail)
+        with pytest.raises(ConfigError, match="change while they are read"):
+            known.fingerprint(1, path)
     assert known.fingerprint(1, path) is not None
 
 

@@ -37,7 +37,7 @@ MEDIA = st.lists(ITEMS, max_size=3, unique_by=lambda item: item[0]).map(
 )
 CASES = st.builds(
     Named,
-    tokens=st.lists(TOKENS, min_size=31, max_size=40).map(tuple),
+    tokens=st.lists(TOKENS, min_size=32, max_size=40).map(tuple),
     media=MEDIA,
     **{name: st.sampled_from(values) for name, values in CHOICES.items()},
 )

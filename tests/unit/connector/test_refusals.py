@@ -39,6 +39,10 @@ class Policy(enum.Enum):
             {"cache": {"max_attention_window": [1, 2], "use_kv_cache_manager_v2": False}},
             "use_kv_cache_manager_v2 to true",
         ),
+        (
+            {"cache": {"max_attention_window": [-1, 8], "use_kv_cache_manager_v2": True}},
+            "recurrent",
+        ),
         ({"cache": {"enable_swa_scratch_reuse": True}}, "enable_swa_scratch_reuse to false"),
         ({"cache": {"dtype": "nvfp4"}}, "dtype to fp8"),
         ({"quant_config": SimpleNamespace(kv_cache_quant_algo="NVFP4")}, "FP4"),
@@ -155,6 +159,14 @@ def test_a_pool_of_all_layers_is_served(tmp_path: Path) -> None:
 def test_a_pool_of_another_form_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="shape") as refused:
         refuse_flat_pool(flat(), shape)
+    assert_is_sentence(refused.value)
+
+
+def test_keys_alone_without_a_latent_cache_are_served_on_one_rank(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, LLAMA)
+    refuse_flat_pool(flat(model), (64, 4, 1, 1024))
+    with pytest.raises(ConfigError, match="tensor_parallel_size to 1") as refused:
+        refuse_flat_pool(flat(model, tensor_parallel_size=2, rank=0), (64, 4, 1, 512))
     assert_is_sentence(refused.value)
 
 

@@ -1,0 +1,67 @@
+"""What is read of a checkpoint's own configuration, whatever family it is of."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvray.connector.checkpoint import CheckpointConfig, read_checkpoint
+from tests.unit.connector.llm_args import DEEPSEEK, LLAMA, checkpoint
+
+
+def read(directory: Path, config: dict[str, Any]) -> CheckpointConfig:
+    found = read_checkpoint(checkpoint(directory, config))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda config: config,
+        lambda config: {"model_type": "gemma3", "text_config": config},
+        lambda config: {"llm_config": config, "vision_config": {"num_hidden_layers": 9}},
+        lambda config: {"thinker_config": {"text_config": config}},
+        lambda config: {"num_hidden_layers": 9, "text_config": config},
+    ],
+)
+def test_the_language_model_of_a_multimodal_one_counts(tmp_path: Path, wrap: Any) -> None:
+    found = read(tmp_path, wrap(LLAMA))
+    assert (found.num_layers, found.num_kv_heads, found.head_elems) == (4, 2, 16)
+
+
+def test_the_size_of_heads_follows_from_the_models_where_it_is_not_said(tmp_path: Path) -> None:
+    config = {name: value for name, value in LLAMA.items() if name != "head_dim"}
+    assert read(tmp_path, config).head_elems is None
+    assert read(tmp_path, config | {"hidden_size": 256}).head_elems == 32
+    assert read(tmp_path, LLAMA | {"global_head_dim": 512}).head_elems is None
+
+
+def test_a_latent_cache_is_known_by_its_rank(tmp_path: Path) -> None:
+    found = read(tmp_path, DEEPSEEK)
+    assert (found.is_mla, found.head_elems, found.num_kv_heads) == (True, 576, None)
+    assert not read(tmp_path, LLAMA | {"kv_lora_rank": None}).is_mla
+    assert read(tmp_path, DEEPSEEK | {"index_topk": 2048}).has_index_cache
+
+
+def test_what_is_not_said_is_not_known(tmp_path: Path) -> None:
+    found = read(tmp_path, {"text_config": {"model_type": "llama"}})
+    assert (found.num_layers, found.num_kv_heads, found.head_elems) == (None, None, None)
+    assert found.recurrent == ""
+    assert (found.is_mla, found.is_encoder_decoder, found.has_fp4_cache) == (False, False, False)
+
+
+@pytest.mark.parametrize("model", ["", "org/model", "/nowhere"])
+def test_what_is_no_directory_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.chdir(tmp_path)
+    assert read_checkpoint(model) is None
+
+
+def test_a_single_file_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    assert read_checkpoint(str(path)) is None
