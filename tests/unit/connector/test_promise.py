@@ -1,0 +1,67 @@
+"""A promise tells how much of it the engine took, and what is counted on without one stops it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvray.connector.promise import Lost, Promise
+from kvray.errors import LeaseExpired
+
+BLOCK = 4
+
+
+def promise_of(*, first: int = 2, blocks: int = 5, **fields: Any) -> Promise:
+    plain = {"arena": None, "held": None, "request": None}
+    return Promise(first=first, end=first + blocks, **{**plain, **fields})
+
+
+def test_an_engine_without_layer_groups_takes_all_or_nothing() -> None:
+    promise = promise_of()
+    assert promise.taken(2 * BLOCK, BLOCK, is_exact=True) == (5, True)
+    assert promise.taken(-3 * BLOCK, BLOCK, is_exact=True) == (0, True)
+
+
+@pytest.mark.parametrize(("noted", "taken"), [(0, 0), (12, 3), (13, 3), (99, 5)])
+def test_an_engine_that_may_take_less_notes_it_at_the_request(noted: int, taken: int) -> None:
+    promise = promise_of(request=SimpleNamespace(py_num_connector_matched_tokens=noted))
+    assert promise.taken(2 * BLOCK, BLOCK, is_exact=False) == (taken, True)
+
+
+def test_without_such_a_note_all_may_have_been_taken() -> None:
+    assert promise_of().taken(2 * BLOCK, BLOCK, is_exact=False) == (5, False)
+
+
+@pytest.mark.parametrize(("position", "taken"), [(0, 0), (8, 0), (12, 1), (28, 5)])
+def test_a_parked_request_comes_back_behind_what_it_took(position: int, taken: int) -> None:
+    promise = promise_of(is_parked=True)
+    assert promise.taken(position, BLOCK, is_exact=True) == (taken, True)
+
+
+@pytest.mark.parametrize(("position", "is_parked"), [(12, False), (32, True)])
+def test_an_engine_that_counts_on_more_is_stopped(position: int, is_parked: bool) -> None:
+    with pytest.raises(LeaseExpired, match="never promised"):
+        promise_of(is_parked=is_parked).taken(position, BLOCK, is_exact=True)
+
+
+def test_a_lost_promise_stops_only_the_engine_that_counts_on_it() -> None:
+    lost = Lost()
+    lost.note(7, 2)
+    lost.check(8, 40, BLOCK)
+    lost.check(7, 2 * BLOCK, BLOCK)
+    lost.note(7, 2)
+    with pytest.raises(LeaseExpired, match="park_lease_s"):
+        lost.check(7, 3 * BLOCK, BLOCK)
+    lost.note(7, 2)
+    lost.forget(7)
+    lost.check(7, 3 * BLOCK, BLOCK)
+
+
+def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvray.connector.promise._LOST_MAX", 3)
+    lost = Lost()
+    for request_id in range(5):
+        lost.note(request_id, 0)
+    lost.check(1, 40, BLOCK)
+    with pytest.raises(LeaseExpired):
+        lost.check(2, 40, BLOCK)

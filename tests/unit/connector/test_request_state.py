@@ -1,0 +1,115 @@
+"""What the leader keeps of a request: every full block is saved once, and never too early."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvray.block import BlockKey
+from kvray.connector.request_state import RequestState, promised_blocks_max
+from kvray.errors import LayoutMismatch
+from kvray.keys import MediaItem, chain_keys
+
+BLOCK = 4
+SEED = b"s" * 32
+
+
+def state_of(tokens: list[int], **fields: object) -> RequestState:
+    state = RequestState(request_id=1, seed=SEED, tokens_per_block=BLOCK, **fields)  # type: ignore[arg-type]
+    state.prompt_keys(tokens)
+    return state
+
+
+def keys_of(tokens: list[int], media: tuple[MediaItem, ...] = ()) -> list[BlockKey]:
+    return chain_keys(tokens, tokens_per_block=BLOCK, seed=SEED, media=media)
+
+
+def save(state: RequestState, computed: int) -> range:
+    """Save what can be; return which blocks."""
+    saved = range(state.num_saved, state.savable(computed))
+    state.num_saved = saved.stop
+    return saved
+
+
+@given(
+    prompt=st.lists(st.integers(0, 99), min_size=1, max_size=40),
+    chunks=st.lists(st.integers(1, 9), max_size=12),
+    generated=st.integers(0, 12),
+    saved=st.integers(0, 3),
+    media_at=st.none() | st.integers(0, 39),
+)
+def test_saves_cover_every_full_block_once_and_none_beyond_what_is_computed(
+    prompt: list[int], chunks: list[int], generated: int, saved: int, media_at: int | None
+) -> None:
+    media = () if media_at is None else (MediaItem(position=media_at, digest=b"d"),)
+    state = state_of(prompt, media=media)
+    first = state.num_saved = min(saved, len(prompt) // BLOCK)
+    tokens, computed, seen = list(prompt), 0, list[int]()
+    num_blocks = -(-(len(prompt) + generated) // BLOCK)
+    state.extend(prompt, [range(num_blocks)], new=True)
+    for chunk in [*chunks, len(prompt)]:
+        computed = min(len(prompt), computed + chunk)
+        blocks = save(state, computed)
+        assert blocks.stop * BLOCK <= max(computed, first * BLOCK)
+        seen += blocks
+    for token in range(generated):
+        state.extend([token], [[]], new=False)
+        tokens.append(token)
+        seen += save(state, len(tokens))
+    assert seen == list(range(first, len(tokens) // BLOCK))
+    assert state.keys_until(len(tokens) // BLOCK) == keys_of(tokens, media)
+
+
+def test_a_lagging_report_saves_nothing_beyond_the_tokens_it_names() -> None:
+    state = state_of([1, 2, 3])
+    state.extend([1, 2, 3], [[0, 1]], new=True)
+    assert not save(state, 4)
+    state.extend([4], [[]], new=False)
+    assert save(state, 4)
+
+
+def test_blocks_without_a_page_are_never_read() -> None:
+    state = state_of(list(range(12)))
+    state.extend(list(range(12)), [[5, -1, 7]], new=True)
+    assert list(save(state, 12)) == [0]
+    assert not save(state, 12)
+
+
+def test_a_group_with_a_window_may_have_no_page_for_a_block() -> None:
+    state = state_of(list(range(12)), windowed=(False, True))
+    state.extend(list(range(12)), [[5, 6, 7], [-1, -1, 2]], new=True)
+    assert list(save(state, 12)) == [0, 1, 2]
+    assert state.load_pages(1, 3) == ([6, 7], [-1, 2])
+
+
+def test_all_groups_must_have_reported_a_block() -> None:
+    state = state_of(list(range(12)), windowed=(False, False))
+    state.extend(list(range(12)), [[5, 6, 7], [1]], new=True)
+    assert list(save(state, 12)) == [0]
+    state.extend([], [[], [2, 3]], new=False)
+    assert list(save(state, 12)) == [1, 2]
+
+
+@pytest.mark.parametrize("pages", [[9, 8, -1, 6, 5], [9, 8, 7]])
+def test_a_block_to_load_without_a_page_is_an_error(pages: list[int]) -> None:
+    state = state_of(list(range(20)))
+    state.extend(list(range(20)), [pages], new=True)
+    with pytest.raises(LayoutMismatch, match="2 of them"):
+        state.load_pages(1, 4)
+
+
+def test_a_first_report_with_other_tokens_rekeys_the_request() -> None:
+    state = state_of([1, 2, 3, 4])
+    state.extend([1, 2, 3, 5], [[0]], new=True)
+    assert state.keys_until(1) == keys_of([1, 2, 3, 5])
+
+
+def test_a_replay_starts_with_its_own_pages() -> None:
+    state = state_of(list(range(8)))
+    state.extend(list(range(8)), [[3, 4]], new=True)
+    state.extend(list(range(8)), [[7, 9]], new=True)
+    assert state.pages == ([7, 9],)
+    assert state.num_tokens == 8
+
+
+def test_at_least_one_token_is_left_to_compute() -> None:
+    assert [promised_blocks_max(n, BLOCK) for n in (1, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
