@@ -1,19 +1,10 @@
-"""Promises: matched tokens that the engine counts on, and what became of them; pure.
+"""A promise: matched tokens that the engine counts on; pure."""
 
-TensorRT-LLM has no way to take a promise back. One that was used is a load. One that was not is
-released, and remembered as lost: should the engine come to count on it all the same, the only
-right thing left is to stop it.
-"""
-
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
 from kvray.errors import LeaseExpired
 from kvray.store import Arena, Held
-
-_LOST_MAX = 65_536
-"""Requests remembered whose promise was given up; those of longest ago are forgotten."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,34 +66,3 @@ class Promise:
         if not isinstance(noted, int) or isinstance(noted, bool):
             return self.num_blocks, False
         return min(max(0, noted) // tokens_per_block, self.num_blocks), True
-
-
-class Lost:
-    """Requests whose promise was given up, and how far each may still go without it."""
-
-    def __init__(self) -> None:
-        """Start with none."""
-        self._blocks: OrderedDict[int, int] = OrderedDict()
-
-    def note(self, request_id: int, first: int) -> None:
-        """Remember that nothing after the first `first` blocks is promised any more."""
-        self._blocks[request_id] = first
-        if len(self._blocks) > _LOST_MAX:
-            self._blocks.popitem(last=False)
-
-    def forget(self, request_id: int) -> None:
-        """The request was asked about anew, or has ended."""
-        self._blocks.pop(request_id, None)
-
-    def check(self, request_id: int, position: int, tokens_per_block: int) -> None:
-        """Let a first report pass that stands where the engine is without the promise.
-
-        Raises:
-            LeaseExpired: the engine counts on what was given up.
-        """
-        first = self._blocks.pop(request_id, None)
-        if first is not None and position > first * tokens_per_block:
-            raise LeaseExpired(
-                f"Request {request_id} comes back for tokens that were promised to it, but their"
-                " lease has been given up; raise connector.park_lease_s if it was parked for long."
-            )

@@ -5,7 +5,6 @@ longer than the arena's `lock_wait_s`.
 """
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +21,8 @@ from kvray.connector.identity import Identity, identify
 from kvray.connector.matching import match
 from kvray.connector.meta import ConnectorMeta
 from kvray.connector.pass_plan import PassPlanner
-from kvray.connector.promise import Lost, Promise
+from kvray.connector.promise import Promise
+from kvray.connector.promises import Promises
 from kvray.connector.request_state import RequestState, promised_blocks_max
 from kvray.keys import request_seed
 from kvray.opening import opening_digest
@@ -51,10 +51,9 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             ConfigError: a setting cannot be used; the engine's start-up fails with the sentence.
         """
         super().__init__(llm_args)
-        self._engine = engine_for(llm_args, self.config_path)
+        self._own_engine = self._engine = engine_for(llm_args, self.config_path)
         self._states: OrderedDict[int, RequestState] = OrderedDict()
-        self._promising: dict[int, RequestState] = {}
-        self._lost = Lost()
+        self._promises = Promises()
         self._planner = PassPlanner()
         self._warned_unaligned = False
         self._is_shut_down = False
@@ -75,9 +74,9 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         """
         self.request_reset(request)
         with self._engine.boundary.around("a request"):
-            engine = registered_engine(self._engine)
-            hit = self._match(engine, request, num_computed_tokens)
-            return hit, hit > 0 and engine.loads_later
+            self._engine = registered_engine(self._engine)
+            hit = self._match(self._engine, request, num_computed_tokens)
+            return hit, hit > 0 and self._engine.loads_later
         self._forget(request.request_id)  # what was not answered is not promised either
         return 0, False
 
@@ -97,33 +96,30 @@ class KvRayScheduler(KvCacheConnectorScheduler):
                 longer. The engine counts on it and cannot be told, so it must not go on.
         """
         engine = self._engine
-        with engine.boundary.around("a pass"):
-            engine = registered_engine(engine)
         plan = self._planner.begin(engine)
         for report, is_new in _reports(scheduler_output):
             state = self._states.get(report.request_id)
             if is_new:
-                self._lost.check(
+                self._promises.check(
                     report.request_id, report.computed_position, engine.args.tokens_per_block
                 )
             if state is None:
                 continue
             self._states.move_to_end(report.request_id)
             if is_new and state.promise is not None:
-                promise = self._take(state)
-                plan.add_load(state, report, promise)
+                plan.add_load(state, report, self._promises.take(engine, state))
                 continue
             with engine.boundary.around("a save"):
                 plan.add(state, report, is_new=is_new)
                 continue
             self._forget(report.request_id)
-        self._settle_promises(engine)
+        self._promises.settle(engine)
         return plan.finish()
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """Return whether a save still reads the blocks of the finished request; twice is fine."""
         self._forget(request.request_id)
-        self._lost.forget(request.request_id)
+        self._promises.forget(request.request_id)
         return self._engine.is_being_read(request.request_id)
 
     def request_finished_by_layer_group(
@@ -135,7 +131,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     def request_reset(self, request: Any) -> None:
         """Forget a request whose blocks were taken away; it begins anew, or is asked about anew."""
         self._forget(request.request_id)
-        self._lost.forget(request.request_id)
+        self._promises.forget(request.request_id)
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
         """Keep less than was promised: the engine will not use the tokens from `start` to `end`."""
@@ -147,7 +143,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         if end >= promise.end * state.tokens_per_block and kept < promise.end:
             promise.end = kept
         if not promise.num_blocks:
-            self._release(state)
+            self._promises.release(self._engine, state)
 
     def wait_for_initialization(self) -> None:
         """Nothing to wait for: an engine without its tier starts all the same."""
@@ -158,8 +154,9 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             self._forget(request_id)
         if not self._is_shut_down:
             self._is_shut_down = True
-            self._planner.close()
-            self._engine.close()
+            with self._engine.boundary.around("the end"):
+                self._planner.close()
+            self._own_engine.close()
 
     def _match(self, engine: Engine, request: Any, num_computed_tokens: int) -> int:
         """Return how many tokens are promised to `request`, and count the rest by reason."""
@@ -222,7 +219,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         if matched.end <= first:
             release_leases(engine, matched.arena, *matched.held.leases)
             return reason
-        state.promise = Promise(
+        promise = Promise(
             arena=matched.arena,
             held=matched.held,
             first=first,
@@ -230,41 +227,15 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             request=request,
             is_parked=engine.loads_later,
         )
-        self._promising[state.request_id] = state
-        if engine.loads_later:
-            self._planner.park(state.request_id, state.promise)
+        self._promises.keep(engine, state, promise)
+        if promise.is_parked:
+            self._planner.park(state.request_id, promise)
         return reason
-
-    def _settle_promises(self, engine: Engine) -> None:
-        """Release what the pass did not use, but for what the engine may still come back for."""
-        if not self._promising:
-            return
-        now = time.monotonic()
-        for state in list(self._promising.values()):
-            promise = state.promise
-            assert promise is not None, "only requests with a promise are in the list"
-            if promise.is_parked:
-                if promise.expires_at is None and engine.was_told(state.request_id):
-                    promise.expires_at = now + engine.config.connector.park_lease_s
-                if promise.expires_at is None or now < promise.expires_at:
-                    continue
-            elif engine.takes_offers_later:
-                continue
-            self._lost.note(state.request_id, promise.first)
-            self._release(state)
-
-    def _take(self, state: RequestState) -> Promise:
-        """Take the promise of a request that is scheduled; whoever takes it releases it."""
-        promise, state.promise = state.promise, None
-        assert promise is not None, "it was looked at before"
-        del self._promising[state.request_id]
-        self._engine.told.pop(state.request_id, None)
-        return promise
 
     def _forget(self, request_id: int) -> None:
         state = self._states.pop(request_id, None)
         if state is not None:
-            self._release(state)
+            self._promises.release(self._engine, state)
 
     def _drop_oldest(self) -> None:
         """Forget the request unseen for longest that the engine does not wait for."""
@@ -272,12 +243,6 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             if state.promise is None:
                 self._forget(request_id)
                 return
-
-    def _release(self, state: RequestState) -> None:
-        """Give a promise up; the leases go now, or from the background if the arena is busy."""
-        if state.promise is not None:
-            promise = self._take(state)
-            release_leases(self._engine, promise.arena, *promise.held.leases)
 
     def _warn_unaligned(self, num_computed_tokens: int) -> None:
         if not self._warned_unaligned:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from kvray.connector.promise import Lost, Promise
+from kvray.connector.promise import Promise
+from kvray.connector.promises import Lost
 from kvray.errors import LeaseExpired
 
 BLOCK = 4
@@ -58,7 +59,7 @@ def test_a_lost_promise_stops_only_the_engine_that_counts_on_it() -> None:
 
 
 def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvray.connector.promise._LOST_MAX", 3)
+    monkeypatch.setattr("kvray.connector.promises._LOST_MAX", 3)
     lost = Lost()
     for request_id in range(5):
         lost.note(request_id, 0)
