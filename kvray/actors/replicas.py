@@ -126,9 +126,15 @@ def _check_counters(counters: object) -> None:
 
 
 def _check_layout(replica: str, mine: Namespace, other: str, theirs: Namespace) -> None:
-    """Refuse two layouts under one `model_key`: they could never share, and nobody would know."""
+    """Refuse two layouts under one `model_key`: one of them is meant to be another model's.
+
+    Replicas of different tensor parallelism may be of one model; they do not share, and that is
+    counted and explained as `incompatible`.
+    """
     different = mine.difference(theirs)
     if mine.model != theirs.model or not mine.model.startswith(MODEL_KEY_PREFIX) or not different:
+        return
+    if mine.tp_layout != theirs.tp_layout:
         return
     what = ", ".join(
         f"{name} {own!r} here, {its!r} there" for name, (own, its) in different.items()

@@ -24,6 +24,11 @@ def test_another_layout_under_the_same_model_key_is_refused(replicas: Replicas) 
     assert len(replicas.status()) == 1
 
 
+def test_another_tensor_parallelism_of_the_same_model_is_welcome(replicas: Replicas) -> None:
+    replicas.register(2, "two", 0, replace(OTHER_LAYOUT, tp_layout="tp4"))
+    assert len(replicas.status()) == 2
+
+
 def test_the_same_layout_is_welcome(replicas: Replicas) -> None:
     replicas.register(2, "two", 0, NAMESPACE)
     assert [entry["replica"] for entry in replicas.status()] == ["one", "two"]

@@ -1,7 +1,6 @@
 """Parked requests wait for their blocks: kept until told and a while longer, then never loaded."""
 
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,14 +18,14 @@ PARK_LEASE_S = 0.3
 
 
 @pytest.fixture
-def warm(shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+def warm(shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> Pair:
     """A pair that loads later, and whose tier has PROMPT."""
     monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", "async")
     monkeypatch.setenv("KVRAY_CONNECTOR__PARK_LEASE_S", str(PARK_LEASE_S))
     pair = make_pair()
     pair.serve(Request(1, PROMPT))
     pair.flush()
-    yield pair
+    return pair
 
 
 def park(pair: Pair, request: Request) -> None:
