@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvray.connector.cache_layout import Part, Step
 
-PIECE_BYTES = 128 * 2**10
+PIECE_BYTES = 512 * 2**10
 """Copies of less do not reach the speed of the bus: layers of less are brought together."""
 STAGE_BYTES = 8 * 2**20
 """A stage of less lands in the time that it takes to ask for it."""

@@ -64,6 +64,59 @@ def local(
         )
 
 
+@bench.command()
+def gpu(
+    repeat: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Pairs of each measurement; else 15, and 5 prompts."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer prompts and pairs: a look, no measurement.")
+    ] = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure loads and saves of a GPU's KV cache, and prompts loaded instead of computed.
+
+    It needs an NVIDIA GPU and torch, and neither Ray nor a running tier: it makes an arena of its
+    own under arena.dir, of some 4 GiB, and removes it again.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        settings = load_config(config)
+        _run_gpu(settings, repeat=repeat, as_json=as_json, quick=quick, interrupts=interrupts)
+
+
+def _run_gpu(
+    settings: KVRayConfig,
+    *,
+    repeat: int | None,
+    as_json: bool,
+    quick: bool,
+    interrupts: Interrupts,
+) -> None:
+    """Measure on the first GPU, and show what was found."""
+    with interrupts.masked():
+        from kvray.cli.bench.gpu import GpuScale, run
+        from kvray.cli.bench.gpu_machine import Machine
+        from kvray.cli.bench.gpu_report import print_all, to_json
+
+    scale = GpuScale.fit(repeat=repeat, quick=quick)
+    console = Console(stderr=True, highlight=False)
+    found = run(
+        scale,
+        Machine("cuda:0"),
+        directory=settings.arena.dir,
+        console=console,
+        interrupts=interrupts,
+    )
+    if as_json:
+        print(to_json(found, scale))
+    else:
+        width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+        print_all(Console(highlight=False, width=width), found, scale)
+
+
 def _run(
     settings: KVRayConfig,
     *,

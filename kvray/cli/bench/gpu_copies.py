@@ -1,0 +1,172 @@
+"""Copies of blocks between an arena and a paged pool, beside one copy of pinned memory."""
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from kvray.cli.bench.gpu_machine import Machine
+from kvray.cli.bench.pairs import Pair, Timing, measure
+from kvray.cli.bench.results import Result, copy_result
+from kvray.cli.bench.scale import LARGE_BYTES, TOKENS_PER_BLOCK
+from kvray.config import format_size
+from kvray.connector.cache_layout import Part, Region, Step
+from kvray.connector.gpu import DevicePool
+from kvray.connector.pool import Load
+from kvray.errors import KVRayError
+from kvray.keys import chain_keys, request_seed
+from kvray.store import Arena
+from kvray.store.tables import Array
+
+NUM_LAYERS = 32
+_SLOWEST_BYTES_S = 10e9
+"""The device is kept busy for as long as copies of this speed would take."""
+_GROWTH_S = 5.0
+"""How long to wait for more of the arena to be registered."""
+
+
+def part_of(pages: torch.Tensor, num_layers: int) -> Part:
+    """Return pages [num_pages, block_bytes] of bytes, in which layers lie one after the other."""
+    share = pages.shape[1] // num_layers
+    steps = tuple(Step((one,), one * share, (one + 1) * share) for one in range(num_layers))
+    return Part(
+        index=0,
+        group=0,
+        regions=(Region(pages=pages, steps=steps),),
+        window_blocks=None,
+        is_stored_here=True,
+    )
+
+
+def open_pool(part: Part, arena: Arena, *, num_layers: int) -> DevicePool:
+    """Return the pool of `part` once the arena's memory is registered, if it can be."""
+    pool = DevicePool([part], num_layers=num_layers, has_hooks=True)
+    pool.attend(arena)
+    before, grown = -1, time.monotonic()
+    while (now := pool.registered_bytes(arena)) < len(arena.tables.data):
+        if now != before:
+            before, grown = now, time.monotonic()
+        elif time.monotonic() - grown > _GROWTH_S:
+            break  # slower, and the report says so
+        time.sleep(0.01)
+    return pool
+
+
+class Copies:
+    """Blocks of one size, in an arena and in a pool of twice as many pages."""
+
+    def __init__(
+        self, machine: Machine, arena: Arena, *, num_blocks: int, block_bytes: int
+    ) -> None:
+        """Reserve slots and make the pool.
+
+        Raises:
+            KVRayError: the arena has no room.
+        """
+        self._machine = machine
+        self._arena = arena
+        self._num_bytes = num_blocks * block_bytes
+        keys = chain_keys(
+            np.arange(num_blocks * TOKENS_PER_BLOCK),
+            tokens_per_block=TOKENS_PER_BLOCK,
+            seed=request_seed(b"kvray bench gpu"),
+        )
+        made = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
+        if made is None or len(made.slots) < num_blocks:
+            raise KVRayError("The bench's arena is too small for its copies; report this.")
+        self._reservation = made
+        self._slots: Array = made.slots.astype(np.int64)
+        self._pages = torch.zeros(
+            2 * num_blocks, block_bytes, dtype=torch.uint8, device=machine.device
+        )
+        self._part = part_of(self._pages, NUM_LAYERS)
+        self._pool = open_pool(self._part, arena, num_layers=NUM_LAYERS)
+        self._pinned = machine.pinned(self._num_bytes)
+        self._whole = torch.zeros(self._num_bytes, dtype=torch.uint8, device=machine.device)
+        self._side = machine.make_stream()
+        rng = np.random.default_rng(0)
+        self._in_order: Array = np.arange(num_blocks)
+        self._scattered: Array = rng.permutation(2 * num_blocks)[:num_blocks]
+
+    def close(self) -> dict[str, int]:
+        """Give everything back; return the bytes that were copied, by how."""
+        self._pool.close()
+        self._arena.abort(self._reservation)
+        return dict(self._pool.copied_bytes)
+
+    def take(self, pairs: int) -> Iterator[Result]:
+        """Measure loads and saves, of scattered pages and of a run, the device idle and busy."""
+        self._check()
+        size = self._num_bytes // len(self._slots)
+        kind, least = ("4mib", 0.9) if size == LARGE_BYTES else ("128kib", 0.8)
+        for is_busy in (False, True):
+            for is_run in (False, True):
+                pages = self._in_order if is_run else self._scattered
+                title = f"{{}}, {format_size(size)} blocks"
+                title += ", pages in a row" if is_run else ""
+                title += ", beside matrix products" if is_busy else ""
+                suffix = ("_run" if is_run else "") + ("_busy" if is_busy else "")
+                for verb, name, is_load in (("load", "h2d", True), ("save", "d2h", False)):
+                    yield copy_result(
+                        title.format(verb),
+                        f"gpu_{name}_{{}}_{kind}{suffix}",
+                        self._pairs(pairs, pages, is_load=is_load, is_busy=is_busy),
+                        num_bytes=self._num_bytes,
+                        least=least,
+                    )
+
+    def _pairs(self, count: int, pages: Array, *, is_load: bool, is_busy: bool) -> list[Pair]:
+        def ours(_: int) -> Timing:
+            return self._time(lambda: self._copy_blocks(pages, is_load=is_load), is_busy=is_busy)
+
+        def floor(_: int) -> Timing:
+            return self._time(lambda: self._copy_whole(is_load=is_load), is_busy=is_busy)
+
+        measure(2, ours=ours, floor=floor)  # the first ones set things up
+        return measure(count, ours=ours, floor=floor)
+
+    def _time(self, work: Callable[[], None], *, is_busy: bool) -> Timing:
+        if not is_busy:
+            return self._machine.time(work)
+        with self._machine.multiplying(self._num_bytes / _SLOWEST_BYTES_S):
+            began = time.perf_counter()
+            work()
+            return Timing(seconds=time.perf_counter() - began)
+
+    def _copy_blocks(self, pages: Array, *, is_load: bool) -> None:
+        pool, stream = self._pool, self._machine.stream
+        pool.fence(stream)
+        if is_load:
+            ticket = pool.load(self._arena, [Load(self._part, self._slots, pages)], stream)
+        else:
+            mark = pool.mark(stream)
+            ticket = pool.save(self._arena, self._part, pages, self._slots, mark)
+        while not ticket.done():
+            pass  # as torch waits for the other copy: it does not sleep
+
+    def _copy_whole(self, *, is_load: bool) -> None:
+        source, target = self._pinned, self._whole
+        if not is_load:
+            source, target = target, source
+        with self._machine.on(self._side):
+            target.copy_(source, non_blocking=True)
+        if self._side is not None:
+            self._side.synchronize()
+
+    def _check(self) -> None:
+        """Save and load once.
+
+        Raises:
+            KVRayError: a byte is wrong, so that no speed says anything.
+        """
+        pages = torch.from_numpy(self._scattered).to(self._machine.device)
+        self._pages.random_(0, 255)
+        expected = self._pages[pages].cpu()
+        self._machine.finish()
+        self._copy_blocks(self._scattered, is_load=False)
+        self._pages.zero_()
+        self._machine.finish()
+        self._copy_blocks(self._scattered, is_load=True)
+        if not torch.equal(self._pages[pages].cpu(), expected):
+            raise KVRayError("Blocks came back from the arena with other bytes; report this.")
