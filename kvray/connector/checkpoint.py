@@ -5,6 +5,7 @@ A configuration that is not there or cannot be read says nothing; the engine wil
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, cast
 
 Config = Mapping[str, Any]
 
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _CONFIG_BYTES_MAX = 2**26
 _LANGUAGE_MODELS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
 """Where the configurations of multimodal models keep that of the part that has the KV cache."""
@@ -62,11 +64,29 @@ class CheckpointConfig:
     has_fp4_cache: bool
 
 
+def find_checkpoint(model: str, revision: str | None) -> str:
+    """Return where a checkpoint lies that is named as on Hugging Face's hub; else `model` itself.
+
+    TensorRT-LLM fetches such a checkpoint into the hub's cache on every node before it makes a
+    connector, and leaves the name in its arguments. Nothing is fetched here. The revision behind a
+    name may have become another one since the engine read its weights: what is found tells the
+    kind of a model, not which weights it has.
+    """
+    if not _HUB_NAME.fullmatch(model) or Path(model).exists():
+        return model
+    try:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
+        return model
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    return str(Path(found).parent) if isinstance(found, str) else model
+
+
 def read_checkpoint(model: str, changes: Config | None = None) -> CheckpointConfig | None:
     """Return what the checkpoint in the directory `model` says of its KV cache; None: nothing.
 
     Args:
-        model: a directory; anything else, such as a name on a hub, says nothing.
+        model: a directory; anything else says nothing.
         changes: fields that the engine was told to replace (`model_kwargs`, from 1.2 on).
     """
     config = _read(Path(model) / "config.json") if model else None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvray.connector.adapters import fingerprints_dir
-from kvray.connector.checkpoint import CheckpointConfig, read_checkpoint
+from kvray.connector.checkpoint import CheckpointConfig, find_checkpoint, read_checkpoint
 from kvray.connector.fields import canonical_text, field_of, number_of, text_of, to_text
 from kvray.connector.refusals import refuse_unsupported
 from kvray.errors import ConfigError
@@ -60,6 +60,7 @@ class EngineArgs:
     """The engine's settings that decide what its blocks are and which of them may be shared."""
 
     model: str
+    """The checkpoint's path, or its name on a hub."""
     tokens_per_block: int
     num_ranks: int
     rank: int
@@ -97,8 +98,9 @@ def read_engine_args(llm_args: Any) -> EngineArgs:
     """
     cache = getattr(llm_args, "kv_cache_config", None)
     model = str(field_of(llm_args, "model") or "")
+    found = find_checkpoint(model, text_of(llm_args, "revision") or None)
     changes = field_of(llm_args, "model_kwargs")
-    checkpoint = read_checkpoint(model, changes if isinstance(changes, Mapping) else None)
+    checkpoint = read_checkpoint(found, changes if isinstance(changes, Mapping) else None)
     refuse_unsupported(llm_args, checkpoint)
     _warn_of_transfers(llm_args)
     num_ranks = number_of(llm_args, "tensor_parallel_size", 1)
@@ -185,13 +187,15 @@ def _windows(cache: Any) -> tuple[int, ...]:
 
 
 def _token_elems(checkpoint: CheckpointConfig | None, num_shards: int) -> int | None:
-    """Return the elements per token; of fewer heads than ranks, each rank has one whole."""
+    """Return the elements per token of one rank; of fewer heads than ranks, each has one whole."""
     if checkpoint is None or checkpoint.head_elems is None:
         return None
     if checkpoint.is_mla:
         return checkpoint.head_elems
     heads = checkpoint.num_kv_heads
-    return None if heads is None else -(-heads // num_shards) * checkpoint.head_elems
+    if not heads or (heads % num_shards and num_shards % heads):
+        return None  # not said, or not dealt evenly
+    return max(1, heads // num_shards) * checkpoint.head_elems
 
 
 def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig | None) -> bool:

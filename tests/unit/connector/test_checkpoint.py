@@ -1,12 +1,14 @@
 """What is read of a checkpoint's own configuration, whatever family it is of."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
-from kvray.connector.checkpoint import CheckpointConfig, read_checkpoint
+from kvray.connector.checkpoint import CheckpointConfig, find_checkpoint, read_checkpoint
 from tests.unit.connector.llm_args import DEEPSEEK, LLAMA, checkpoint
 
 
@@ -65,3 +67,43 @@ def test_a_single_file_says_nothing(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
     assert read_checkpoint(str(path)) is None
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the hub with two revisions of a model, of which `main` is the second."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--org--model"
+    (folder / "refs").mkdir(parents=True)
+    for name, commit in (("v1", "1" * 40), ("main", "2" * 40)):
+        (folder / "refs" / name).write_text(commit)
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        checkpoint(folder / "snapshots" / commit, LLAMA)
+    return folder / "snapshots"
+
+
+def test_a_name_on_the_hub_leads_to_the_revision_in_its_cache(hub_cache: Path) -> None:
+    assert find_checkpoint("org/model", None) == str(hub_cache / ("2" * 40))
+    assert find_checkpoint("org/model", "v1") == str(hub_cache / ("1" * 40))
+    assert find_checkpoint("org/model", "1" * 40) == str(hub_cache / ("1" * 40))
+
+
+@pytest.mark.parametrize("model", ["", "tiny:1", "model", "org/other", "/org/model", "../model"])
+def test_other_names_stay_what_they_are(hub_cache: Path, model: str) -> None:
+    assert find_checkpoint(model, None) == model
+    assert find_checkpoint("org/model", "v3") == "org/model"
+
+
+def test_a_directory_that_looks_like_a_name_is_a_directory(
+    hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert find_checkpoint("org/model", None) == "org/model"
+
+
+def test_without_the_hubs_package_a_name_stays_a_name(
+    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert find_checkpoint("org/model", None) == "org/model"

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from huggingface_hub import constants
 
 from kvray.connector import base
 from kvray.connector.engine_args import read_engine_args
@@ -210,6 +211,17 @@ def test_a_checkpoint_tells_its_layers_and_its_kind_of_cache(tmp_path: Path) -> 
     assert (unknown.num_layers, unknown.is_mla, unknown.token_elems) == (None, None, None)
 
 
+def test_a_model_named_on_the_hub_is_known_by_what_the_engine_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    fetched = tmp_path / "models--org--model" / "snapshots" / "v1"
+    fetched.mkdir(parents=True)
+    checkpoint(fetched, DEEPSEEK)
+    args = read_engine_args(args_of(model="org/model", revision="v1"))
+    assert (args.model, args.is_mla, args.num_layers) == ("org/model", True, 4)
+
+
 def test_heads_are_dealt_to_ranks_but_not_with_attention_data_parallelism(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +233,7 @@ def test_heads_are_dealt_to_ranks_but_not_with_attention_data_parallelism(
         args = args_of(model=model, tensor_parallel_size=num_ranks, rank=0, **fields)
         return read_engine_args(args).token_elems
 
-    assert [token_elems(num_ranks) for num_ranks in (1, 2, 4)] == [32, 16, 16]
+    assert [token_elems(num_ranks) for num_ranks in (1, 2, 3, 4)] == [32, 16, None, 16]
     assert token_elems(4, enable_attention_dp=True) == 32
 
 
