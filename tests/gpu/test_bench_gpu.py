@@ -1,0 +1,52 @@
+"""`kvray bench gpu` on a real GPU, with a small model."""
+
+import io
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from kvray.cli.bench.gpu import GpuScale, run
+from kvray.cli.bench.gpu_machine import Machine
+from kvray.cli.bench.gpu_model import Shapes
+from kvray.cli.bench.gpu_report import to_json
+from kvray.cli.interrupts import Interrupts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+SMALL = Shapes(
+    num_layers=4,
+    hidden=512,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp=1024,
+    vocabulary=1000,
+    tokens_per_block=32,
+    dtype=torch.bfloat16,
+)
+
+
+def test_a_small_run_gives_every_figure() -> None:
+    scale = GpuScale(shapes=SMALL, lengths=(64, 1024), num_blocks=16, pairs=2, prefill_pairs=2)
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as directory:
+        found = run(
+            scale,
+            Machine("cuda:0"),
+            directory=Path(directory),
+            console=Console(file=io.StringIO()),
+            interrupts=Interrupts(),
+        )
+        assert list(Path(directory).iterdir()) == []
+    figures = json.loads(to_json(found, scale))
+    assert figures["gpu_h2d_ratio_4mib"] > 0.1
+    assert figures["gpu_d2h_ratio_128kib_busy"] > 0.1
+    assert figures["ttft_loaded_ms_1k"] > 0
+    assert set(figures["copied_bytes"]) <= {"batched", "single"}
+    assert figures["gpu"] == torch.cuda.get_device_name(0)

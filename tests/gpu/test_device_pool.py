@@ -1,0 +1,311 @@
+"""The pool on a real GPU: bytes, orders and memory. Pages that were not loaded are NaN."""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from kvray.connector.cache_layout import Part, Region, Step
+from kvray.connector.cuda_device import CudaDevice
+from kvray.connector.device import BATCHED, PAGEABLE, SINGLE
+from kvray.connector.gpu import DevicePool
+from kvray.connector.pool import Load
+from kvray.store import Arena
+from kvray.store.tables import Array
+from tests.unit.connector.gpu_pages import (
+    even_steps,
+    open_arena,
+    part_of,
+    region,
+    reserve,
+    slot_views,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+NUM_LAYERS, NUM_PAGES = 32, 24
+SMALL, LARGE = 128 * 2**10, 4 * 2**20
+CAPACITY, SLAB = 2**28, 2**24
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with open_arena(capacity=CAPACITY, slab=SLAB) as made:
+        yield made
+
+
+@pytest.fixture
+def make_pool(arena: Arena) -> Iterator[Callable[..., DevicePool]]:
+    """Make pools that end with the test; by default their arena is registered."""
+    pools: list[DevicePool] = []
+
+    def make(*parts: Part, is_registered: bool = True, has_batches: bool = True) -> DevicePool:
+        device = CudaDevice(parts[0].regions[0].pages.device)
+        if not has_batches:
+            device._driver()
+            device._batches = False
+        pool = DevicePool(parts, num_layers=NUM_LAYERS, has_hooks=True, device=device)
+        pools.append(pool)
+        if is_registered:
+            pool.attend(arena)
+            wait_until(lambda: pool.registered_bytes(arena) == CAPACITY)
+        return pool
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def pages_of(block_bytes: int, *, gap: int = 0) -> Region:
+    steps = even_steps(NUM_LAYERS, block_bytes // NUM_LAYERS)
+    return region(NUM_PAGES, steps, gap=gap, device="cuda")
+
+
+def random_bytes(pages: torch.Tensor) -> None:
+    pages.copy_(torch.randint(0, 255, pages.shape, dtype=torch.uint8, device=pages.device))
+
+
+WAYS = {
+    BATCHED: {},
+    SINGLE: {"has_batches": False},
+    PAGEABLE: {"is_registered": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("block_bytes", [SMALL, LARGE], ids=["128KiB", "4MiB"])
+@pytest.mark.parametrize("gap", [0, 512], ids=["dense", "strided"])
+@pytest.mark.parametrize("order", ["row", "scattered"])
+def test_bytes_come_back_and_no_other_page_is_touched(
+    arena: Arena,
+    make_pool: Callable[..., DevicePool],
+    way: str,
+    block_bytes: int,
+    gap: int,
+    order: str,
+) -> None:
+    part = part_of(pages_of(block_bytes, gap=gap))
+    pages = part.regions[0].pages
+    random_bytes(pages)
+    saved = list(range(8)) if order == "row" else [3, 17, 0, 9, 22, 5, 11, 1]
+    expected = pages[saved].cpu()
+    pool, slots = make_pool(part, **WAYS[way]), reserve(arena, 8, block_bytes)
+    stream = torch.cuda.current_stream()
+    pool.save(arena, part, np.array(saved), slots, pool.mark(stream)).wait()
+    assert (np.stack(slot_views(arena, slots, block_bytes)) == expected.numpy()).all()
+    pages.fill_(0xFF)
+    loaded = list(range(10, 18)) if order == "row" else saved[::-1]
+    pool.fence(stream)
+    ticket = pool.load(arena, [Load(part, slots, np.array(loaded))], stream)
+    ticket.wait()
+    assert ticket.done()
+    assert torch.equal(pages[loaded].cpu(), expected)
+    others = [page for page in range(NUM_PAGES) if page not in loaded]
+    assert (pages[others] == 0xFF).all()
+    if order == "scattered":
+        assert set(pool.copied_bytes) == {way}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float32])
+def test_elements_come_back_and_the_rest_is_nan(
+    arena: Arena, make_pool: Callable[..., DevicePool], dtype: torch.dtype
+) -> None:
+    blocks = torch.full((NUM_PAGES, NUM_LAYERS, 2, 1024), torch.nan, device="cuda").to(dtype)
+    kept = torch.randn(4, NUM_LAYERS, 2, 1024, device="cuda").to(dtype)
+    blocks[4:8] = kept
+    rows = blocks.view(torch.uint8).reshape(NUM_PAGES, -1)
+    steps = even_steps(NUM_LAYERS, rows.shape[1] // NUM_LAYERS)
+    part = part_of(Region(pages=rows, steps=steps))
+    pool, slots = make_pool(part), reserve(arena, 4, rows.shape[1])
+    stream = torch.cuda.current_stream()
+    pool.save(arena, part, np.arange(4, 8), slots, pool.mark(stream)).wait()
+    blocks.view(torch.uint8).fill_(0xFF)
+    pool.fence(stream)
+    pool.load(arena, [Load(part, slots, np.array([9, 1, 5, 0]))], stream).wait()
+    assert torch.equal(blocks[[9, 1, 5, 0]].float(), kept.float())
+    others = [page for page in range(NUM_PAGES) if page not in (9, 1, 5, 0)]
+    assert blocks[others].float().isnan().all()
+
+
+def test_regions_and_parts_land_where_they_belong(
+    arena: Arena, make_pool: Callable[..., DevicePool]
+) -> None:
+    whole = (Step(tuple(range(NUM_LAYERS)), 0, 4096),)
+    own = part_of(pages_of(SMALL, gap=64), region(NUM_PAGES, whole, device="cuda"))
+    shared = part_of(pages_of(SMALL), index=1)
+    pool = make_pool(own, shared)
+    slots = {part.index: filled(arena, part, 4) for part in (own, shared)}
+    stream = torch.cuda.current_stream()
+    pages = np.array([20, 3, 7, 8])
+    pool.load(
+        arena, [Load(part, slots[part.index], pages) for part in (own, shared)], stream
+    ).wait()
+    for part in (own, shared):
+        found = torch.cat([one.pages[pages].cpu() for one in part.regions], dim=1)
+        assert (
+            found.numpy() == np.stack(slot_views(arena, slots[part.index], part.block_bytes))
+        ).all()
+
+
+def filled(arena: Arena, part: Part, count: int) -> Array:
+    """Return slots of random bytes."""
+    slots = reserve(arena, count, part.block_bytes, part=part.index)
+    rng = np.random.default_rng(part.index)
+    for view in slot_views(arena, slots, part.block_bytes):
+        view[:] = rng.integers(0, 255, len(view), dtype=np.uint8)
+    return slots
+
+
+# -- order --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block_bytes", [SMALL, LARGE], ids=["128KiB", "4MiB"])
+def test_every_layer_finds_its_bytes_when_it_runs(
+    arena: Arena, make_pool: Callable[..., DevicePool], block_bytes: int
+) -> None:
+    part = part_of(pages_of(block_bytes))
+    pool, slots = make_pool(part), filled(arena, part, 16)
+    pages = np.random.default_rng(0).permutation(NUM_PAGES)[:16]
+    rows, on_device = part.regions[0].pages, torch.from_numpy(pages).cuda()
+    expected = torch.from_numpy(np.stack(slot_views(arena, slots, block_bytes))).cuda()
+    is_right = torch.zeros(NUM_LAYERS, dtype=torch.bool, device="cuda")
+    share, stream = block_bytes // NUM_LAYERS, torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):
+        with torch.cuda.stream(stream):
+            pool.fence(stream)
+            rows.fill_(0xFF)
+            pool.load(arena, [Load(part, slots, pages)], stream)
+            for layer in range(NUM_LAYERS):
+                pool.wait_for_layer(layer, stream)
+                where = slice(layer * share, (layer + 1) * share)
+                is_right[layer] = (rows[on_device, where] == expected[:, where]).all()
+            pool.mark(stream)
+        torch.cuda.synchronize()
+        assert is_right.all()
+
+
+def test_a_load_waits_for_earlier_passes(
+    arena: Arena, make_pool: Callable[..., DevicePool]
+) -> None:
+    part = part_of(pages_of(SMALL))
+    pool, slots = make_pool(part), filled(arena, part, 4)
+    stream = torch.cuda.current_stream()
+    torch.cuda._sleep(100_000_000)
+    part.regions[0].pages.fill_(1)
+    pool.load(arena, [Load(part, slots, np.arange(4))], stream).wait()
+    found = part.regions[0].pages[:4].cpu().numpy()
+    assert (found == np.stack(slot_views(arena, slots, SMALL))).all()
+
+
+def test_a_pass_after_a_fence_changes_no_page_that_is_being_saved(
+    arena: Arena, make_pool: Callable[..., DevicePool]
+) -> None:
+    part = part_of(pages_of(LARGE))
+    pool, slots = make_pool(part), reserve(arena, 8, LARGE)
+    rows, stream = part.regions[0].pages, torch.cuda.current_stream()
+    for value in range(20):
+        rows.fill_(value)
+        ticket = pool.save(arena, part, np.arange(8), slots, pool.mark(stream))
+        pool.fence(stream)
+        rows.fill_(0xFF)
+        ticket.wait()
+        assert (np.stack(slot_views(arena, slots, LARGE)) == value).all()
+
+
+def test_a_load_of_a_dropped_pass_does_not_land_in_the_next(
+    arena: Arena, make_pool: Callable[..., DevicePool]
+) -> None:
+    part = part_of(pages_of(LARGE))
+    pool, slots = make_pool(part), filled(arena, part, 8)
+    rows, stream = part.regions[0].pages, torch.cuda.current_stream()
+    for value in range(20):
+        pool.fence(stream)
+        pool.load(arena, [Load(part, slots, np.arange(8))], stream)
+        pool.fence(stream)
+        rows.fill_(value)
+        torch.cuda.synchronize()
+        assert (rows == value).all()
+
+
+def test_copies_run_beside_kernels(arena: Arena, make_pool: Callable[..., DevicePool]) -> None:
+    part = part_of(pages_of(LARGE))
+    pool, slots = make_pool(part), filled(arena, part, 8)
+    stream, beside = torch.cuda.Stream(), torch.cuda.Stream()
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    load = [Load(part, slots, np.arange(8))]
+    pool.load(arena, load, stream).wait()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(beside):
+        for _ in range(300):
+            torch.mm(matrix, matrix)
+        multiplied = torch.cuda.Event()
+        multiplied.record()
+    pool.fence(stream)
+    pool.load(arena, load, stream).wait()
+    pool.fence(stream)
+    pool.save(arena, part, np.arange(8), slots, pool.mark(stream)).wait()
+    assert not multiplied.query()
+    torch.cuda.synchronize()
+
+
+def test_a_thread_that_never_used_the_gpu_saves(
+    arena: Arena, make_pool: Callable[..., DevicePool]
+) -> None:
+    part = part_of(pages_of(SMALL))
+    random_bytes(part.regions[0].pages)
+    pool, slots = make_pool(part), reserve(arena, 4, SMALL)
+    mark = pool.mark(torch.cuda.current_stream())
+    thread = threading.Thread(
+        target=lambda: pool.save(arena, part, np.arange(4), slots, mark).wait()
+    )
+    thread.start()
+    thread.join()
+    found = np.stack(slot_views(arena, slots, SMALL))
+    assert (found == part.regions[0].pages[:4].cpu().numpy()).all()
+    assert pool.copied_bytes.total() == 4 * SMALL
+
+
+# -- the arena's memory -------------------------------------------------------------------------
+
+
+def test_two_pools_of_a_process_share_an_arena_and_each_lets_go_of_its_own(
+    arena: Arena, make_pool: Callable[..., DevicePool]
+) -> None:
+    part = part_of(pages_of(SMALL))
+    slots = filled(arena, part, 4)
+    for _ in range(2):
+        first, second = make_pool(part), make_pool(part)
+        second.close()
+        scattered = [Load(part, slots, np.array([5, 1, 8, 3]))]
+        first.load(arena, scattered, torch.cuda.current_stream()).wait()
+        assert set(first.copied_bytes) == {BATCHED}
+        first.close()
+
+
+def test_making_a_pool_makes_no_call_to_cuda() -> None:
+    code = """
+import torch
+from kvray.connector.cuda_device import CudaDevice
+from kvray.connector.gpu import DevicePool
+from tests.unit.connector.gpu_pages import even_steps, part_of, region
+part, device = part_of(region(1, even_steps(1, 8))), CudaDevice(torch.device("cuda:0"))
+DevicePool([part], num_layers=1, has_hooks=True, device=device)
+assert not torch.cuda.is_initialized()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
