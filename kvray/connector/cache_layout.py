@@ -83,9 +83,10 @@ class CacheLayout:
     """Whether it came as one tensor."""
 
     @property
-    def device(self) -> torch.device:
-        """Where its pages lie."""
-        return self._regions()[0].pages.device
+    def is_host(self) -> bool:
+        """Whether its pages lie in host memory."""
+        group = self.groups[0]
+        return (group.own or group.shared)[0].pages.device.type == "cpu"
 
     def num_parts(self, num_ranks: int) -> int:
         """Return how many parts make a block of an engine of `num_ranks` whole."""
@@ -127,9 +128,6 @@ class CacheLayout:
             for group in self.groups
         ]
         return json.dumps(groups, sort_keys=True, separators=(",", ":"))
-
-    def _regions(self) -> list[Region]:
-        return [region for group in self.groups for region in (*group.own, *group.shared)]
 
 
 def _places(groups: Sequence[Group], num_ranks: int) -> list[tuple[int, int | None]]:

@@ -143,7 +143,7 @@ class Engine:
             engine=args.engine,
         )
         self.unregister()
-        self.is_host_pool = layout.device.type == "cpu"
+        self.is_host_pool = layout.is_host
         registration = Registration(
             replica=self.replica,
             rank=args.rank,

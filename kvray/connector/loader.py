@@ -54,7 +54,6 @@ class Loader:
                 f"Arena {arena_id}, of which the leader promised blocks, is not attached here;"
                 " every rank must see its leader's arena."
             )
-        self._pool.attend(arena)
         loads = {plan.request_id: list(self._loads_of(arena, plan)) for plan in plans}
         flat = [load for each in loads.values() for load in each]
         ticket = self._pool.load(arena, flat, stream)

@@ -26,6 +26,7 @@ class PassPlanner:
         self._board: KeyBoard | None = None
         self._retry_at = 0.0
         self._unfenced: set[int] = set()
+        """Requests whose pages may still be read, and that were in every pass since."""
         self._scheduled: set[int] = set()
 
     def begin(self, engine: Engine) -> "PassPlanner":
@@ -40,6 +41,10 @@ class PassPlanner:
     def park(self, request_id: int, promise: Promise) -> None:
         """Have the blocks of a promise made ready by every rank, from the coming pass on."""
         self._parks.append(ParkPlan(request_id, promise.arena.arena_id, promise.held.leases))
+
+    def pin(self, request_id: int) -> None:
+        """Note that the engine keeps the pages of a finished request until they were read."""
+        self._unfenced.discard(request_id)
 
     def add_load(self, state: RequestState, report: Any, promise: Promise) -> None:
         """Plan what a request needs that is scheduled for the first time, and was promised blocks.

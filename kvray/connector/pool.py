@@ -130,7 +130,7 @@ def open_pool(layout: CacheLayout, parts: Sequence[Part], *, has_hooks: bool) ->
         parts: what the rank reads and writes of it.
         has_hooks: whether the engine calls before each layer runs.
     """
-    if layout.device.type == "cpu":
+    if layout.is_host:
         return HostPool(parts)
     # Not before there is a device: its module is of no use without.
     from kvray.connector.gpu import DevicePool

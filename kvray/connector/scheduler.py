@@ -120,7 +120,10 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         """Return whether a save still reads the blocks of the finished request; twice is fine."""
         self._forget(request.request_id)
         self._promises.forget(request.request_id)
-        return self._engine.is_being_read(request.request_id)
+        is_read = self._engine.is_being_read(request.request_id)
+        if is_read:
+            self._planner.pin(request.request_id)
+        return is_read
 
     def request_finished_by_layer_group(
         self, request: Any, cache_block_ids_by_layer_group: list[list[int]]

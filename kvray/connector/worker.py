@@ -23,6 +23,7 @@ from kvray.connector.read_layout import layout_of_tensor, read_layout
 from kvray.connector.refusals import refuse_flat_pool
 from kvray.connector.saver import Job, Saver
 from kvray.errors import ConfigError, LayoutMismatch
+from kvray.store import Arena
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +54,7 @@ class KvRayWorker(KvCacheConnectorWorker):
         self._pool: Pool | None = None
         self._saver: Saver | None = None
         self._loader: Loader | None = None
+        self._attended: Arena | None = None
         self._parking = Parking(self._engine)
         self._started: object | None = None
         self._saved: object | None = None
@@ -108,6 +110,7 @@ class KvRayWorker(KvCacheConnectorWorker):
         if meta.is_fenced or was_dropped:
             saver.fence()
             pool.fence(stream)
+        self._attend()
         for park in meta.parks:
             self._parking.begin(park)
         loader.load(meta.loads, stream)
@@ -186,8 +189,16 @@ class KvRayWorker(KvCacheConnectorWorker):
             reads=engine.reads,
         )
         self._loader = Loader(engine, self._parts, self._pool, self._saver, self._parking)
-        if engine.link.arena is not None:
-            self._pool.attend(engine.link.arena)
+        self._attended = None
+        self._attend()
+
+    def _attend(self) -> None:
+        """Have copies from and to the arena that is there now be as fast as they can be."""
+        arena, pool = self._engine.link.arena, self._pool
+        if arena is not None and arena is not self._attended and pool is not None:
+            with self._engine.boundary.around("the arena's registration"):
+                pool.attend(arena)
+            self._attended = arena
 
     def _refuse(self, meta: ConnectorMeta) -> None:
         """Release what was promised for a pool that this rank does not have, and stop if any."""

@@ -61,9 +61,14 @@ def shard(running_shard: Shard) -> Shard:
     return running_shard
 
 
-@pytest.fixture
-def make_pair(environment: dict[str, str]) -> Iterator[MakePair]:
-    """Make connectors that end with the test."""
+@pytest.fixture(params=["host", "device"])
+def make_pair(
+    environment: dict[str, str], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakePair]:
+    """Make connectors that end with the test, with the code of either kind of pool."""
+    if request.param == "device":
+        monkeypatch.setattr("kvray.connector.cache_layout.CacheLayout.is_host", False)
+        monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", "always")
     pairs: list[Pair] = []
 
     def make(*args: Any, **options: Any) -> Pair:

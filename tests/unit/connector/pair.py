@@ -75,6 +75,13 @@ class Pair:
         """Do the pass: every full block gets the sum of all tokens before its end."""
         for index, block_id in enumerate(request.block_ids):
             self.pool[block_id] = self.content(request, index)
+        self.end_pass()
+
+    def end_pass(self) -> None:
+        """Run the layers, as far as the connector hears of them."""
+        for layer in range(self.pool.shape[1]):
+            self.worker.wait_for_layer_load(layer, None)
+            self.worker.save_kv_layer(layer, None)
         self.worker.wait_for_save(None)
 
     def serve(self, request: Request, computed: int = 0) -> int:
@@ -87,8 +94,17 @@ class Pair:
             wanted = self.content(request, index)
             assert (self.pool[request.block_ids[index]] == wanted).all()
         self.compute(request)
-        assert not self.scheduler.request_finished(request, request.block_ids)
+        self.finish(request)
         return matched
+
+    def finish(self, request: Request) -> None:
+        """End the request; its blocks are the engine's again when this returns."""
+        ids = [request.request_id]
+        if self.scheduler.request_finished(request, request.block_ids):
+            said = self.worker.get_finished(ids, [])[0]
+            while not said:
+                said = self.worker.get_finished([], [])[0]
+            assert said == ids
 
     def content(self, request: Request, index: int) -> float:
         return float(

@@ -130,10 +130,11 @@ def test_a_corrupt_block_shortens_the_promise_and_is_saved_anew(
     pair = make_pair()
     pair.serve(Request(1, PROMPT))
     pair.flush()
+    before = arena_of(pair).stats()["corrupt"]
     flip_a_byte(arena_of(pair), depth=4)
     assert pair.serve(Request(2, PROMPT)) == 4 * BLOCK
     pair.flush()
-    assert arena_of(pair).stats()["corrupt"] == 1
+    assert arena_of(pair).stats()["corrupt"] == before + 1
     assert pair.serve(Request(3, PROMPT)) == 9 * BLOCK
 
 

@@ -86,6 +86,7 @@ def test_blocks_are_read_when_wait_for_save_returns(warm: Pair) -> None:
         assert warm.serve(Request(number + 50, [number, *PROMPT])) == 10 * BLOCK
 
 
+@pytest.mark.parametrize("make_pair", ["host"], indirect=True)
 def test_a_block_that_changed_under_its_lease_ends_the_engine(warm: Pair) -> None:
     first, second = Request(2, PROMPT), Request(3, PROMPT[:20])
     warm.query(first)
@@ -169,3 +170,54 @@ def test_two_ranks_hold_parts_of_their_own(shard: Shard, make_pair: MakePair) ->
     assert (pool[again.block_ids[:9]] == 1000.0).all()
     assert (leader.pool[again.block_ids[:9]] != 1000.0).all()
     other.shutdown()
+
+
+def test_pages_that_may_be_given_away_are_fenced_off_once(warm: Pair) -> None:
+    """What a request saved is its own while it lives, and read before others may have it."""
+
+    def meta_of(*requests: Request) -> ConnectorMeta:
+        reports = [
+            RequestData(one.request_id, [], [], len(one.tokens), 1) for one in requests if one
+        ]
+        return warm.scheduler.build_connector_meta(SchedulerOutput(cached_requests=reports))
+
+    first, second = Request(2, [1, *PROMPT]), Request(3, [2, *PROMPT])
+    for request in (first, second):
+        warm.query(request)
+    meta_of()
+    assert not warm.plan(first).is_fenced
+    assert warm.plan(second).is_fenced, "the first one was not in the pass"
+    assert not meta_of(second).is_fenced
+    assert meta_of().is_fenced
+    assert not meta_of().is_fenced
+
+
+@pytest.mark.parametrize("make_pair", ["device"], indirect=True)
+def test_a_pass_that_did_not_wait_for_its_layers_fails(warm: Pair) -> None:
+    request = Request(2, PROMPT)
+    warm.query(request)
+    warm.plan(request)
+    warm.worker.start_load_kv(None)
+    warm.worker.wait_for_layer_load(0, None)
+    with pytest.raises(LayoutMismatch, match=r"without the hook"):
+        warm.worker.wait_for_save(None)
+
+
+def test_a_pass_that_was_dropped_is_fenced_off_from_the_next(warm: Pair) -> None:
+    dropped, request = Request(2, PROMPT), Request(3, PROMPT)
+    warm.query(dropped)
+    warm.plan(dropped)
+    warm.worker.start_load_kv(None)
+    assert warm.serve(request) == 9 * BLOCK
+
+
+def test_blocks_of_a_request_are_free_once_they_were_read(warm: Pair) -> None:
+    reads = warm.worker._engine.reads
+    reads.begin(7)
+    is_host = warm.worker._engine.is_host_pool
+    assert warm.scheduler.request_finished(Request(7, [1]), []) is not is_host
+    assert warm.worker.get_finished([7, 8], []) == ([7, 8] if is_host else [8], [])
+    assert warm.worker.get_finished([], []) == ([], [])
+    reads.end(7)
+    assert warm.worker.get_finished([], []) == ([] if is_host else [7], [])
+    assert warm.worker.get_finished([], []) == ([], [])
