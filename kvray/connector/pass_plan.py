@@ -111,7 +111,8 @@ class PassPlanner:
             self._board = None
 
     def _extend(self, state: RequestState, report: Any, *, is_new: bool) -> None:
-        self._scheduled.add(state.request_id)
+        if not is_new:
+            self._scheduled.add(state.request_id)  # a replay has lost the pages it had
         state.extend(report.new_tokens, _pages(report, len(state.windowed)), new=is_new)
 
     def _narrowed(self, state: RequestState, promise: Promise, taken: int) -> Promise:

@@ -190,6 +190,11 @@ def test_pages_that_may_be_given_away_are_fenced_off_once(warm: Pair) -> None:
     assert not meta_of(second).is_fenced
     assert meta_of().is_fenced
     assert not meta_of().is_fenced
+    warm.plan(Request(4, PROMPT))
+    warm.query(second)
+    warm.plan(second)
+    warm.query(second)
+    assert warm.plan(second).is_fenced, "it began anew, with other pages"
 
 
 @pytest.mark.parametrize("make_pair", ["device"], indirect=True)
