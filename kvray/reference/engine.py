@@ -215,7 +215,7 @@ class ReferenceEngine:
             raise
         finally:
             self._leader.shut_down()
-        self._others.close()
+        self._others.close(has_failed=self.failure is not None)
 
     def output_of(self, request: LlmRequest) -> Output:
         """Describe a request that has ended."""

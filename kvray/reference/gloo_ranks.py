@@ -66,7 +66,10 @@ class GlooRanks:
             options._timeout = timedelta(seconds=timeout_s)
             options._threads = 1
             store = distributed.FileStore(str(directory / "ranks"), -1)
+            store.set_timeout(timedelta(seconds=timeout_s))
             self._group = distributed.ProcessGroupGloo(store, rank, size, options)
+        # A rank that is connected with all may be so before another is.
+        self.meet(timeout_s=timeout_s)
 
     def broadcast(self, value: T) -> T:
         """Return the leader's value; the leader itself gets the object that it gave.

@@ -22,6 +22,7 @@ _SEND_TIMEOUT_S = 30.0
 _IMPORT_TIMEOUT_S = 120.0
 _DIAGNOSIS_S = 2.0
 _CLOSE_TIMEOUT_S = 20.0
+_FAILED_TIMEOUT_S = 2.0
 
 
 class RankGroup:
@@ -67,9 +68,13 @@ class RankGroup:
         causes = sorted((cause for cause in found if cause is not None), key=lambda one: one[0])
         return causes[0][1] if causes else None
 
-    def close(self) -> None:
-        """Wait until the ranks have ended, as they were told to, and make sure. Twice is fine."""
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
+    def close(self, *, has_failed: bool) -> None:
+        """Wait until the ranks have ended and make sure of it. Twice is fine.
+
+        After a failure one of them may be what hangs, so there is less patience.
+        """
+        patience_s = _FAILED_TIMEOUT_S if has_failed else _CLOSE_TIMEOUT_S
+        deadline = time.monotonic() + patience_s
         for child in self._children:
             child.wait(deadline)
         self.kill()

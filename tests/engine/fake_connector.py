@@ -17,7 +17,7 @@ from kvray.connector.base import (
 )
 from kvray.reference.llm_args import KvConnectorConfig
 
-Key = tuple[int | None, tuple[int, ...]]
+Key = tuple[str | None, tuple[int, ...]]
 
 CONFIG = KvConnectorConfig(
     connector_module="tests.engine.fake_connector",
@@ -115,7 +115,7 @@ class Scheduler(KvCacheConnectorScheduler):
                 data.computed_position + data.num_scheduled_tokens + loaded.get(data.request_id, 0)
             )
             for index in range(min(end, len(tokens)) // self._size):
-                key = (data.cache_salt_id, tuple(tokens[: (index + 1) * self._size]))
+                key = (data.cache_salt, tuple(tokens[: (index + 1) * self._size]))
                 saves.append((blocks[index], key))
         metadata = {"loads": self._to_load, "saves": saves}
         self._to_load = []
@@ -126,7 +126,7 @@ class Scheduler(KvCacheConnectorScheduler):
         return state.is_async_save
 
     def _key(self, request: Any, end: int) -> Key:
-        return request.cache_salt_id, tuple(request.get_tokens(0)[:end])
+        return request.cache_salt, tuple(request.get_tokens(0)[:end])
 
 
 class Worker(KvCacheConnectorWorker):

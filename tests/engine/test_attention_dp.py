@@ -1,0 +1,134 @@
+"""With attention data parallelism each rank serves requests of its own, as one rank alone would."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvray.errors import ConfigError, KVRayError
+from kvray.reference.engine import ReferenceEngine
+from tests.engine import fake_connector
+from tests.engine.conftest import make_prompt
+from tests.engine.fake_connector import State
+from tests.engine.rank_connector import DIRECTORY_VARIABLE, journal_path
+from tests.engine.test_tensor_parallel import PROMPTS, SOON_S, start, wait_until
+
+Expected = Callable[..., tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where the owners' connectors have their common blocks, and leave their journals."""
+    made = tmp_path_factory.mktemp("owners")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DIRECTORY_VARIABLE, str(made))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def engine(directory: Path) -> Iterator[ReferenceEngine]:
+    """Two owners that take turns."""
+    fake_connector.reset()
+    with start(2, enable_attention_dp=True, overlap=True) as made:
+        yield made
+
+
+@pytest.fixture
+def state(engine: ReferenceEngine) -> State:
+    """What the connector of rank 0 saw."""
+    return fake_connector.state
+
+
+def test_owners_answer_as_one_engine_does(engine: ReferenceEngine, expected: Expected) -> None:
+    for _ in range(2):
+        for prompt, output in zip(PROMPTS, engine.generate(PROMPTS, max_tokens=20), strict=True):
+            assert output.token_ids == expected(prompt, 20)
+    assert engine.cache.get_num_free_blocks() == 16
+
+
+def test_each_owner_has_whole_attention_and_both_halves_of_the_connector(
+    engine: ReferenceEngine, directory: Path
+) -> None:
+    assert engine.cache.geometry.num_kv_heads == 2
+    for rank in (0, 1):
+        calls = journal_path(directory, rank).read_text().split()
+        assert {"scheduler", "worker", "wait_for_initialization"} <= set(calls)
+
+
+def test_what_one_owner_stored_the_other_hits(engine: ReferenceEngine, expected: Expected) -> None:
+    prompt = make_prompt(100, seed=2)
+    first, second = (engine.generate(prompt, max_tokens=10) for _ in range(2))
+    assert (first.hit_tokens, first.reused_tokens) == (0, 0)
+    assert (second.hit_tokens, second.reused_tokens) == (96, 0)
+    assert first.token_ids == second.token_ids == expected(prompt, 10)
+
+
+def test_each_owner_is_told_its_number_and_of_its_own_requests_only(
+    engine: ReferenceEngine, state: State
+) -> None:
+    """Rank 0 runs dummies beside the others' requests, and its connector hears of none."""
+    state.outputs.clear()
+    pending = [engine.submit(make_prompt(40, seed=seed), max_tokens=4) for seed in (3, 4, 5)]
+    for one in pending:
+        one.result(SOON_S)
+    own = {one.request_id for one in pending if one.request_id % 2 == 1}
+    seen = {
+        data.request_id
+        for output in state.outputs
+        for data in output.new_requests + output.cached_requests
+    }
+    assert seen == own
+    assert {output.attention_dp_rank for output in state.outputs} == {0}
+
+
+def test_idle_owner_passes_dummies_that_reach_no_connector(
+    engine: ReferenceEngine, state: State
+) -> None:
+    def submit() -> int:
+        pending = engine.submit(make_prompt(20, seed=6), max_tokens=6)
+        pending.result(SOON_S)
+        return pending.request_id
+
+    if submit() % 2 == 0:
+        submit()
+    state.outputs.clear()
+    state.calls.clear()
+    assert submit() % 2 == 0
+    wait_until(lambda: "wait_for_save" in state.names())
+    assert all(not output.new_requests + output.cached_requests for output in state.outputs)
+    assert not {"get_num_new_matched_tokens", "request_finished"} & set(state.names())
+    assert engine.cache.get_num_free_blocks() == 16
+
+
+def test_request_is_cancelled_at_its_owner(engine: ReferenceEngine) -> None:
+    doomed = [engine.submit(make_prompt(60, seed=7), max_tokens=190) for _ in range(2)]
+    for one in doomed:
+        engine.cancel(one)
+    assert [one.result(SOON_S).finish_reason for one in doomed] == ["cancelled"] * 2
+
+
+def test_idle_engine_notices_that_an_owner_was_killed(directory: Path) -> None:
+    fake_connector.reset()
+    with start(2, enable_attention_dp=True) as engine:
+        time.sleep(0.1)
+        os.kill(engine.rank_pids[0], signal.SIGKILL)
+        wait_until(lambda: engine.failure is not None)
+        with pytest.raises(KVRayError, match=r"Rank 1 .*was killed by SIGKILL"):
+            engine.generate([1])
+    assert not psutil.pid_exists(engine.rank_pids[0])
+
+
+def test_connector_that_does_not_say_it_does_attention_dp_is_refused(directory: Path) -> None:
+    with pytest.raises(ConfigError, match="supports_attention_dp = True"):
+        start(1, enable_attention_dp=True, connector=fake_connector.CONFIG)
+
+
+def test_one_owner_is_an_engine_of_one_rank(expected: Expected, directory: Path) -> None:
+    fake_connector.reset()
+    with start(1, enable_attention_dp=True) as engine:
+        assert engine.generate(PROMPTS[0], max_tokens=5).token_ids == expected(PROMPTS[0], 5)
+    assert {output.attention_dp_rank for output in fake_connector.state.outputs} == {0}
