@@ -55,7 +55,7 @@ def local(
             _check_plot(plot)
         _run(
             settings,
-            capacity=_parse_capacity(capacity),
+            capacity=_parse(capacity, "--capacity"),
             repeat=repeat,
             as_json=as_json,
             plot=plot,
@@ -117,6 +117,45 @@ def _run_gpu(
         print_all(Console(highlight=False, width=width), found, scale)
 
 
+@bench.command()
+def connector(
+    requests: Annotated[
+        int, typer.Option(min=10, metavar="N", help="Requests of each measurement.")
+    ] = 500,
+    block: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes that one rank keeps of a block.")
+    ] = "4KiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few requests: a look, no measurement.")
+    ] = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure what a new request costs the thread of an engine that asks the connector.
+
+    The reference engine's own executor makes the calls, with a model that computes nothing. It
+    needs neither Ray nor a running tier, and leaves nothing behind.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        settings = load_config(config)
+        block_bytes = _parse(block, "--block")
+        with interrupts.masked():
+            from kvray.cli.bench.connector import measure_connector
+        found = measure_connector(
+            settings,
+            num_requests=10 if quick else requests,
+            block_bytes=block_bytes,
+            console=Console(stderr=True, highlight=False),
+            interrupts=interrupts,
+        )
+        if as_json:
+            print(found.to_json())
+        else:
+            width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+            found.print_all(Console(highlight=False, width=width))
+
+
 def _run(
     settings: KVRayConfig,
     *,
@@ -147,11 +186,11 @@ def _run(
         draw(results, plot)
 
 
-def _parse_capacity(text: str) -> int:
+def _parse(text: str, option: str) -> int:
     try:
         return parse_size(text)
     except ValueError as error:
-        raise ConfigError(f"--capacity: {error}.") from None
+        raise ConfigError(f"{option}: {error}.") from None
 
 
 def _check_plot(path: Path) -> None:

@@ -33,7 +33,7 @@ class Stage:
         self._arena: Arena | None = None
         self.num_chains = 0
         with interrupts.held():
-            self._directory = _make_directory(directory)
+            self._directory = make_directory(directory)
             stack.callback(shutil.rmtree, self._directory, ignore_errors=True)
             stack.callback(self._drop_arena)
             workers = []
@@ -71,7 +71,12 @@ class Stage:
             self._arena = None
 
 
-def _make_directory(parent: Path) -> Path:
+def make_directory(parent: Path) -> Path:
+    """Make a directory of the bench's own in `parent`.
+
+    Raises:
+        ConfigError: none can be made there.
+    """
     try:
         return Path(tempfile.mkdtemp(prefix="kvray-bench-", dir=parent))
     except OSError as error:
