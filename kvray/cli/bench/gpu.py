@@ -26,8 +26,8 @@ from kvray.store import Arena, ArenaOwner, ArenaSpec
 _SLAB_BYTES = 64 * 2**20
 _SLOT_MIN = 64 * 2**10
 _LOCK_WAIT_S = 1.0
-_SPARE_BYTES = 2 * 2**30
-"""Of the GPU's memory for what a prefill needs beside weights and pages."""
+_SPARE_BYTES = 2**30
+"""Of the GPU's memory for its libraries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +73,10 @@ class GpuScale:
         Raises:
             CapacityError: they do not.
         """
-        pages = self.lengths[-1] // self.shapes.tokens_per_block * self.shapes.block_bytes
-        needed = self.shapes.weight_bytes + pages + _SPARE_BYTES
+        shapes, num_tokens = self.shapes, self.lengths[-1]
+        pages = num_tokens // shapes.tokens_per_block * shapes.block_bytes
+        activations = num_tokens * 6 * shapes.mlp * shapes.dtype.itemsize  # at most, in its MLP
+        needed = shapes.weight_bytes + pages + activations + _SPARE_BYTES
         if needed > free_bytes:
             raise CapacityError(
                 f"The bench takes {format_size(needed)} of the GPU's memory and"
