@@ -6,10 +6,14 @@ on all the same, as nothing else can be told to it, and stopped before it can re
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 from kvray.connector.engine import Engine
 from kvray.connector.meta import ParkPlan
 from kvray.errors import CorruptBlock, KVRayError
+
+_VERDICTS_MAX = 8192
+"""Kept for requests that may never come back; of one that was forgotten, blocks are checked anew."""
 
 
 class Parking:
@@ -33,6 +37,8 @@ class Parking:
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "kvray-parking")
+        for request_id in list(islice(self._verdicts, max(0, len(self._verdicts) - _VERDICTS_MAX))):
+            del self._verdicts[request_id]
         self._verdicts.pop(plan.request_id, None)
         self._under_way.add(plan.request_id)
         self._thread.submit(self._verify, plan)

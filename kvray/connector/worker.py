@@ -164,6 +164,14 @@ class KvRayWorker(KvCacheConnectorWorker):
             self._saving = [one for one in self._saving if one not in saved]
         return saved, self._parking.finished(started_loading_req_ids)
 
+    def take_failed_load_requests(self) -> set[int]:
+        """Return no request: a load that fails is raised, as few runtimes would ask for it here."""
+        return set()
+
+    def take_failed_async_load_requests(self) -> set[int]:
+        """See `take_failed_load_requests`."""
+        return set()
+
     def shutdown(self) -> None:
         """Flush saves for a bounded time and let go of the tier. Twice is fine."""
         if self._is_shut_down:
