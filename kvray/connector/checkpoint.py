@@ -52,10 +52,8 @@ class CheckpointConfig:
     """Layers with attention; None: not said."""
     is_mla: bool
     """Keys and values are one latent vector, the same on all ranks."""
-    num_kv_heads: int | None
-    """Heads with keys and values of their own, over all ranks; None: not said, or MLA."""
-    head_elems: int | None
-    """Elements a token has in one layer: of one head's keys, or of the latent vector."""
+    latent_elems: int | None
+    """Elements of the latent vector of a token in one layer; None: there is none, or not said."""
     recurrent: str
     """The field that tells of layers with a state instead of a KV cache; empty: none does."""
     is_encoder_decoder: bool
@@ -99,8 +97,7 @@ def read_checkpoint(model: str, changes: Config | None = None) -> CheckpointConf
     return CheckpointConfig(
         num_layers=_attention_layers(language),
         is_mla=is_mla,
-        num_kv_heads=None if is_mla else _whole(language, "num_key_value_heads"),
-        head_elems=_head_elems(language),
+        latent_elems=_latent_elems(language),
         recurrent=next((found for one in (config, language) for found in _recurrent(one)), ""),
         is_encoder_decoder=any(one.get("is_encoder_decoder") is True for one in (config, language)),
         has_index_cache=_whole(language, "index_topk") is not None,
@@ -149,14 +146,9 @@ def _attention_layers(config: Config) -> int | None:
     return sum(isinstance(one, Mapping) and not one.get("no_op") for one in attention)
 
 
-def _head_elems(config: Config) -> int | None:
-    latent, rope = _whole(config, "kv_lora_rank"), _whole(config, "qk_rope_head_dim")
-    if latent:
-        return latent + rope if rope else None
-    if "global_head_dim" in config:
-        return None  # not all layers have heads of one size
-    size, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
-    return _whole(config, "head_dim") or (size // heads if size and heads else None)
+def _latent_elems(config: Config) -> int | None:
+    latent, turned = _whole(config, "kv_lora_rank"), _whole(config, "qk_rope_head_dim")
+    return latent + turned if latent and turned else None
 
 
 def _recurrent(config: Config) -> Iterator[str]:

@@ -84,8 +84,8 @@ class EngineArgs:
     """Keys and values are one latent vector; None: the checkpoint does not say."""
     num_layers: int | None
     """Layers with attention; None: the checkpoint does not say."""
-    token_elems: int | None
-    """Elements one rank keeps per token, layer, and keys or values; None: not said."""
+    latent_elems: int | None
+    """Elements of a token's latent vector in one layer; None: there is none, or not said."""
     is_sparse: bool
     """Attention picks its tokens by an index that is cached beside keys and values."""
 
@@ -104,7 +104,6 @@ def read_engine_args(llm_args: Any) -> EngineArgs:
     refuse_unsupported(llm_args, checkpoint)
     _warn_of_transfers(llm_args)
     num_ranks = number_of(llm_args, "tensor_parallel_size", 1)
-    attention_dp = field_of(llm_args, "enable_attention_dp") is True
     return EngineArgs(
         model=model,
         tokens_per_block=_tokens_per_block(llm_args, cache),
@@ -116,13 +115,13 @@ def read_engine_args(llm_args: Any) -> EngineArgs:
         overrides=_overrides(llm_args, cache),
         attention_backend=text_of(llm_args, "attn_backend") or "default",
         engine=_engine_version(),
-        attention_dp=attention_dp,
+        attention_dp=field_of(llm_args, "enable_attention_dp") is True,
         is_compiled=_is_compiled(llm_args),
         windows=_windows(cache),
         adapters=canonical_text(field_of(llm_args, "lora_config"), _ADAPTERS),
         is_mla=checkpoint.is_mla if checkpoint else None,
         num_layers=checkpoint.num_layers if checkpoint else None,
-        token_elems=_token_elems(checkpoint, 1 if attention_dp else num_ranks),
+        latent_elems=checkpoint.latent_elems if checkpoint else None,
         is_sparse=_is_sparse(llm_args, checkpoint),
     )
 
@@ -184,18 +183,6 @@ def _is_compiled(llm_args: Any) -> bool:
 def _windows(cache: Any) -> tuple[int, ...]:
     windows = field_of(cache, "max_attention_window")
     return tuple(sorted(set(windows))) if isinstance(windows, Sequence) else ()
-
-
-def _token_elems(checkpoint: CheckpointConfig | None, num_shards: int) -> int | None:
-    """Return the elements per token of one rank; of fewer heads than ranks, each has one whole."""
-    if checkpoint is None or checkpoint.head_elems is None:
-        return None
-    if checkpoint.is_mla:
-        return checkpoint.head_elems
-    heads = checkpoint.num_kv_heads
-    if not heads or (heads % num_shards and num_shards % heads):
-        return None  # not said, or not dealt evenly
-    return max(1, heads // num_shards) * checkpoint.head_elems
 
 
 def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig | None) -> bool:

@@ -83,7 +83,7 @@ def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity 
 
 def _has_encoder(request: Any) -> bool:
     own = getattr(request, "__dict__", None)
-    if own and any(own.get(name) is not None for name in _ENCODER):
+    if own and any(_is_set(own.get(name)) for name in _ENCODER):
         return True
     encoder_output_len = getattr(request, "try_get_encoder_output_len", None)
     return encoder_output_len is not None and isinstance(encoder_output_len(), int)

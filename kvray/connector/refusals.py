@@ -61,11 +61,6 @@ def refuse_flat_pool(args: "EngineArgs", shape: Sequence[int]) -> None:
             " 1 or 2, block_elems], so leave the attention backend at TRTLLM."
         )
     _, num_layers, kv_factor, block_elems = shape
-    if kv_factor == 1 and args.is_mla is False and args.num_ranks > 1:
-        raise ConfigError(
-            "The KV pool has keys alone although the checkpoint has no latent cache, so that its"
-            " ranks may hold the same bytes or not; set tensor_parallel_size to 1."
-        )
     if len(args.windows) > 1 or args.is_sparse:
         raise ConfigError(
             "One pool is not all of a KV cache with several windows or an index; set"
@@ -77,8 +72,10 @@ def refuse_flat_pool(args: "EngineArgs", shape: Sequence[int]) -> None:
             " the others are in pools that no connector is given; set"
             " kv_cache_config.use_kv_cache_manager_v2 to true."
         )
-    tokens, rest = divmod(block_elems, args.token_elems or block_elems + 1)
-    if not rest and tokens != args.tokens_per_block:
+    if kv_factor == 2 or not args.latent_elems or block_elems % args.latent_elems:
+        return
+    tokens = block_elems // args.latent_elems
+    if tokens != args.tokens_per_block:
         raise ConfigError(
             f"The engine's blocks hold {tokens} tokens, not the {args.tokens_per_block} that it was"
             f" told; set kv_cache_config.tokens_per_block to {tokens}."

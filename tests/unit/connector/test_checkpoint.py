@@ -29,27 +29,19 @@ def read(directory: Path, config: dict[str, Any]) -> CheckpointConfig:
     ],
 )
 def test_the_language_model_of_a_multimodal_one_counts(tmp_path: Path, wrap: Any) -> None:
-    found = read(tmp_path, wrap(LLAMA))
-    assert (found.num_layers, found.num_kv_heads, found.head_elems) == (4, 2, 16)
-
-
-def test_the_size_of_heads_follows_from_the_models_where_it_is_not_said(tmp_path: Path) -> None:
-    config = {name: value for name, value in LLAMA.items() if name != "head_dim"}
-    assert read(tmp_path, config).head_elems is None
-    assert read(tmp_path, config | {"hidden_size": 256}).head_elems == 32
-    assert read(tmp_path, LLAMA | {"global_head_dim": 512}).head_elems is None
+    assert read(tmp_path, wrap(LLAMA)).num_layers == 4
 
 
 def test_a_latent_cache_is_known_by_its_rank(tmp_path: Path) -> None:
     found = read(tmp_path, DEEPSEEK)
-    assert (found.is_mla, found.head_elems, found.num_kv_heads) == (True, 576, None)
+    assert (found.is_mla, found.latent_elems) == (True, 576)
     assert not read(tmp_path, LLAMA | {"kv_lora_rank": None}).is_mla
     assert read(tmp_path, DEEPSEEK | {"index_topk": 2048}).has_index_cache
 
 
 def test_what_is_not_said_is_not_known(tmp_path: Path) -> None:
     found = read(tmp_path, {"text_config": {"model_type": "llama"}})
-    assert (found.num_layers, found.num_kv_heads, found.head_elems) == (None, None, None)
+    assert (found.num_layers, found.latent_elems) == (None, None)
     assert found.recurrent == ""
     assert (found.is_mla, found.is_encoder_decoder, found.has_fp4_cache) == (False, False, False)
 

@@ -204,11 +204,11 @@ def test_how_adapters_are_read_is_told_apart() -> None:
 
 def test_a_checkpoint_tells_its_layers_and_its_kind_of_cache(tmp_path: Path) -> None:
     plain = read_engine_args(args_of(model=checkpoint(tmp_path, LLAMA)))
-    assert (plain.num_layers, plain.is_mla, plain.token_elems) == (4, False, 32)
+    assert (plain.num_layers, plain.is_mla, plain.latent_elems) == (4, False, None)
     latent = read_engine_args(args_of(model=checkpoint(tmp_path, DEEPSEEK)))
-    assert (latent.num_layers, latent.is_mla, latent.token_elems) == (4, True, 576)
+    assert (latent.num_layers, latent.is_mla, latent.latent_elems) == (4, True, 576)
     unknown = read_engine_args(args_of(model="org/model"))
-    assert (unknown.num_layers, unknown.is_mla, unknown.token_elems) == (None, None, None)
+    assert (unknown.num_layers, unknown.is_mla, unknown.latent_elems) == (None, None, None)
 
 
 def test_a_model_named_on_the_hub_is_known_by_what_the_engine_fetched(
@@ -222,27 +222,12 @@ def test_a_model_named_on_the_hub_is_known_by_what_the_engine_fetched(
     assert (args.model, args.is_mla, args.num_layers) == ("org/model", True, 4)
 
 
-def test_heads_are_dealt_to_ranks_but_not_with_attention_data_parallelism(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for half in (base.KvCacheConnectorScheduler, base.KvCacheConnectorWorker):
-        monkeypatch.setattr(half, "supports_attention_dp", False, raising=False)
-    model = checkpoint(tmp_path, LLAMA)
-
-    def token_elems(num_ranks: int, **fields: Any) -> int | None:
-        args = args_of(model=model, tensor_parallel_size=num_ranks, rank=0, **fields)
-        return read_engine_args(args).token_elems
-
-    assert [token_elems(num_ranks) for num_ranks in (1, 2, 3, 4)] == [32, 16, None, 16]
-    assert token_elems(4, enable_attention_dp=True) == 32
-
-
 def test_what_the_engine_replaces_in_the_configuration_counts(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, {"text_config": LLAMA})
     assert read_engine_args(args_of(model=model)).num_layers == 4
     changes = {"text_config": {"num_hidden_layers": 1}}
     args = read_engine_args(args_of(model=model, model_kwargs=changes))
-    assert (args.num_layers, args.token_elems) == (1, 32)
+    assert args.num_layers == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])

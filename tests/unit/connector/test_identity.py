@@ -26,6 +26,7 @@ def media_of(**fields: Any) -> list[tuple[int, bytes]]:
 def test_a_plain_request_has_neither_salt_nor_adapter_nor_media() -> None:
     assert identity_of() == Identity(salt=None, lora=None, media=())
     assert identity_of(lora_task_id=None, multimodal_hashes=[], cache_salt_id=None) == identity_of()
+    assert identity_of(position_ids=[], encoder_tokens=[], py_multimodal_data={}) == identity_of()
 
 
 def test_the_salt_itself_is_preferred_to_its_number() -> None:
