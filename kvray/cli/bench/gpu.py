@@ -1,7 +1,6 @@
 """A whole run of `kvray bench gpu`: an arena of its own, and everything given back at the end."""
 
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,9 +17,10 @@ from kvray.cli.bench.gpu_model import LLAMA_3_8B, Shapes
 from kvray.cli.bench.gpu_prefill import Prefill, crossover
 from kvray.cli.bench.results import Result
 from kvray.cli.bench.scale import LARGE_BYTES, SMALL_BYTES
+from kvray.cli.bench.stage import make_directory
 from kvray.cli.interrupts import Interrupts
 from kvray.config import format_size
-from kvray.errors import CapacityError, ConfigError
+from kvray.errors import CapacityError
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 
 _SLAB_BYTES = 64 * 2**20
@@ -165,13 +165,7 @@ def _take(
 
 
 def _make_arena(spec: ArenaSpec, parent: Path, stack: ExitStack) -> Arena:
-    try:
-        directory = Path(tempfile.mkdtemp(prefix="kvray-bench-", dir=parent))
-    except OSError as error:
-        raise ConfigError(
-            f"The bench cannot make a directory in {parent} ({error.strerror}); set arena.dir to"
-            " one that this user may write to."
-        ) from None
+    directory = make_directory(parent)
     stack.callback(shutil.rmtree, directory, ignore_errors=True)
     arena = Arena.create(directory, spec, lock_wait_s=_LOCK_WAIT_S)
     stack.callback(arena.close)
