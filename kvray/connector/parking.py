@@ -13,7 +13,7 @@ from kvray.connector.meta import ParkPlan
 from kvray.errors import CorruptBlock, KVRayError
 
 _VERDICTS_MAX = 8192
-"""Kept for requests that may never come back; of one that was forgotten, blocks are checked anew."""
+"""Kept for requests that may never come back; blocks of a forgotten one are checked once more."""
 
 
 class Parking:

@@ -74,14 +74,14 @@ def write_regions(tables: Tables, slots: Array, regions: Sequence[Array], pages:
         ConfigError, LayoutMismatch: as `write`.
     """
     for in_arena, in_region in _region_runs(tables, slots, regions, pages):
-        np.copyto(in_arena, in_region)
+        copy_run(in_arena, in_region)
     return sum_slots(tables, slots)
 
 
 def read_regions(tables: Tables, slots: Array, regions: Sequence[Array], pages: Array) -> None:
     """Copy leased slots into pages that consist of several regions; as `write_regions`."""
     for in_arena, in_region in _region_runs(tables, slots, regions, pages):
-        np.copyto(in_region, in_arena)
+        copy_run(in_region, in_arena)
 
 
 def verify(tables: Tables, slots: Array) -> Array:
