@@ -18,11 +18,11 @@ from kvray.errors import ConfigError
 _DIMENSIONS = 4
 
 
-def layout_of_tensor(tensor: torch.Tensor) -> CacheLayout:
+def layout_of_tensor(tensor: torch.Tensor, *, may_be_latent: bool = True) -> CacheLayout:
     """Return the layout of one pool [num_blocks, num_layers, kv_factor, block_elems].
 
     A pool with one tensor a layer instead of keys and values is a latent cache, which is the same
-    on all ranks.
+    on all ranks, unless the model is known to have none.
 
     Raises:
         ConfigError: it does not hold whole blocks.
@@ -36,7 +36,7 @@ def layout_of_tensor(tensor: torch.Tensor) -> CacheLayout:
     pages = tensor.view(torch.uint8).reshape(tensor.shape[0], -1)
     layers = tuple(range(num_layers))
     regions = (Region(pages=pages, steps=_even_steps(layers, pages.shape[1])),)
-    is_latent = kv_factor == 1
+    is_latent = kv_factor == 1 and may_be_latent
     group = Group(
         layers=layers,
         window=None,
@@ -52,10 +52,11 @@ def layout_of_tensor(tensor: torch.Tensor) -> CacheLayout:
     )
 
 
-def read_layout(described: Any) -> CacheLayout:
+def read_layout(described: Any, *, may_be_latent: bool = True) -> CacheLayout:
     """Return what TensorRT-LLM's `KvCacheLayout` describes.
 
-    A group without any VALUE buffer is a latent cache, which is the same on all ranks.
+    A group without any VALUE buffer is a latent cache, which is the same on all ranks, unless the
+    model is known to have none.
 
     Raises:
         ConfigError: groups that are not counted from 0, or regions that are no whole pages.
@@ -67,7 +68,7 @@ def read_layout(described: Any) -> CacheLayout:
             " serves groups that are counted from 0 without a gap."
         )
     return CacheLayout(
-        groups=tuple(map(_read_group, groups)),
+        groups=tuple(_read_group(group, may_be_latent) for group in groups),
         dtype=_name(getattr(described, "dtype", torch.uint8)),
         kv_factor=0,
         tokens_per_block=int(described.tokens_per_block),
@@ -75,11 +76,11 @@ def read_layout(described: Any) -> CacheLayout:
     )
 
 
-def _read_group(group: Any) -> Group:
+def _read_group(group: Any, may_be_latent: bool) -> Group:
     own = tuple(map(_read_region, group.regions))
     shared = tuple(map(_read_region, getattr(group, "replicated_regions", ())))
     roles = {str(buffer.role).lower() for region in group.regions for buffer in region.buffers}
-    if own and roles and roles == {"key"}:
+    if may_be_latent and roles == {"key"}:
         own, shared = (), own + shared
     if not own and not shared:
         raise ConfigError(

@@ -71,7 +71,7 @@ class KvRayWorker(KvCacheConnectorWorker):
             LayoutMismatch: another replica claims the same `model_key` with another layout.
         """
         refuse_flat_pool(self._engine.args, tuple(kv_cache_tensor.shape))
-        self._register(layout_of_tensor(kv_cache_tensor))
+        self._register(layout_of_tensor(kv_cache_tensor, may_be_latent=self._may_be_latent))
 
     def register_kv_cache_layout(self, layout: Any) -> None:
         """Take a cache with layer groups, described as TensorRT-LLM's `KvCacheLayout`.
@@ -79,7 +79,7 @@ class KvRayWorker(KvCacheConnectorWorker):
         Raises:
             ConfigError, LayoutMismatch: as `register_kv_caches`.
         """
-        read = read_layout(layout)
+        read = read_layout(layout, may_be_latent=self._may_be_latent)
         if read.tokens_per_block != self._engine.args.tokens_per_block:
             raise ConfigError(
                 f"The KV cache has {read.tokens_per_block} tokens in a block, the engine's"
@@ -181,6 +181,10 @@ class KvRayWorker(KvCacheConnectorWorker):
         self._parking.close()
         self._engine.unregister()
         self._engine.close()
+
+    @property
+    def _may_be_latent(self) -> bool:
+        return self._engine.args.is_mla is not False
 
     def _register(self, layout: CacheLayout) -> None:
         engine = self._engine

@@ -67,6 +67,7 @@ def test_a_latent_cache_is_stored_by_one_rank_and_read_by_all() -> None:
     assert [part.index for part in parts] == [0, 0, 0, 0]
     assert [part.is_stored_here for part in parts] == [True, False, False, False]
     assert layout.wanted(2, 4) == [[Wanted(0)], [Wanted(0)]]
+    assert layout_of_tensor(torch.zeros(5, 3, 1, 8), may_be_latent=False).num_parts(4) == 4
 
 
 @pytest.mark.parametrize(
@@ -105,8 +106,9 @@ def test_groups_with_windows_and_shared_regions_become_parts_of_each_rank() -> N
 
 
 def test_a_group_without_values_is_the_same_on_all_ranks() -> None:
-    layout = read_layout(described(group(0, [0, 1], region(64, [0, 1], roles="key"))))
-    assert layout.num_parts(8) == 1
+    latent = described(group(0, [0, 1], region(64, [0, 1], roles="key")))
+    assert read_layout(latent).num_parts(8) == 1
+    assert read_layout(latent, may_be_latent=False).num_parts(8) == 8
 
 
 @pytest.mark.parametrize(
