@@ -105,9 +105,7 @@ class Model:
         """
         places = torch.arange(start, len(tokens), device=tokens.device)
         angles = self._angles(places)
-        mask = None
-        if start:
-            mask = torch.arange(len(tokens), device=tokens.device) <= places[:, None]
+        sees = torch.arange(len(tokens), device=tokens.device) <= places[:, None] if start else None
         where = pages[places // self.shapes.tokens_per_block], places % self.shapes.tokens_per_block
         hidden = self._embedding[tokens[start:]]
         for layer, (in_heads, out_heads, up, down) in enumerate(self._layers):
@@ -118,15 +116,7 @@ class Model:
             cache[where[0], 1, :, where[1]] = value
             if start:
                 key, value = self._gather(cache, pages, len(tokens))
-            attended = nn.scaled_dot_product_attention(
-                query.transpose(0, 1)[None],
-                key.transpose(0, 1)[None],
-                value.transpose(0, 1)[None],
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=True,
-            )
-            hidden = hidden + attended[0].transpose(0, 1).flatten(1) @ out_heads.T
+            hidden = hidden + _attend(query, key, value, sees).flatten(1) @ out_heads.T
             gate, rest = (_norm(hidden) @ up.T).chunk(2, dim=-1)
             hidden = hidden + (nn.silu(gate) * rest) @ down.T
         return self._head @ _norm(hidden[-1])
@@ -153,6 +143,29 @@ class Model:
         steps = torch.arange(half, device=places.device, dtype=torch.float32) / half
         turned = places[:, None] * _ROPE_BASE**-steps
         return torch.stack((turned.cos(), turned.sin())).to(self.shapes.dtype)[:, :, None]
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sees: torch.Tensor | None
+) -> torch.Tensor:
+    """Return attention, [num_queries, heads, head_dim].
+
+    Args:
+        query: [num_queries, heads, head_dim].
+        key: [num_tokens, kv_heads, head_dim].
+        value: likewise.
+        sees: which tokens each query sees, [num_queries, num_tokens]; None: those up to its own.
+    """
+    heads = [one.transpose(0, 1)[None] for one in (query, key, value)]
+    if sees is None:
+        attended = nn.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    else:
+        # The queries of all heads that share a key, one after the other: it is read once.
+        share = query.shape[1] // key.shape[1]
+        heads[0] = heads[0].unflatten(1, (-1, share)).flatten(2, 3)
+        attended = nn.scaled_dot_product_attention(*heads, attn_mask=sees.repeat(share, 1))
+        attended = attended.unflatten(2, (share, -1)).flatten(1, 2)
+    return attended[0].transpose(0, 1)
 
 
 def _norm(hidden: torch.Tensor) -> torch.Tensor:
