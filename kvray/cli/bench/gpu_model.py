@@ -156,14 +156,14 @@ def _attend(
         value: likewise.
         sees: which tokens each query sees, [num_queries, num_tokens]; None: those up to its own.
     """
-    heads = [one.transpose(0, 1)[None] for one in (query, key, value)]
+    attend, share = nn.scaled_dot_product_attention, query.shape[1] // key.shape[1]
+    query, key, value = (one.transpose(0, 1)[None] for one in (query, key, value))
     if sees is None:
-        attended = nn.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+        attended = attend(query, key, value, is_causal=True, enable_gqa=True)
     else:
         # The queries of all heads that share a key, one after the other: it is read once.
-        share = query.shape[1] // key.shape[1]
-        heads[0] = heads[0].unflatten(1, (-1, share)).flatten(2, 3)
-        attended = nn.scaled_dot_product_attention(*heads, attn_mask=sees.repeat(share, 1))
+        query = query.unflatten(1, (-1, share)).flatten(2, 3)
+        attended = attend(query, key, value, attn_mask=sees.repeat(share, 1))
         attended = attended.unflatten(2, (share, -1)).flatten(1, 2)
     return attended[0].transpose(0, 1)
 
