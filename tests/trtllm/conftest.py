@@ -1,0 +1,56 @@
+"""A tier without Ray, one version of TensorRT-LLM at a time, and engines that end with a test."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvray.actors.shard import Shard
+from tests.trtllm.engine import Engine
+from tests.trtllm.shapes import FLAT
+from tests.trtllm.version import STAND_INS, Version, installed
+from tests.unit.actors.small_shard import wait_for
+from tests.unit.connector.conftest import environment, running_shard, shard
+
+__all__ = ["environment", "running_shard", "shard"]
+
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module", params=STAND_INS)
+def version(request: pytest.FixtureRequest) -> Iterator[Version]:
+    """Each version in turn."""
+    with installed(request.param) as one:
+        yield one
+
+
+@pytest.fixture
+def make_engine(
+    version: Version, shard: Shard, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[MakeEngine]:
+    """Make engines. Whatever they did: no row was wrong, nothing failed, no lease is left."""
+    engines: list[Engine] = []
+
+    def make(**options: Any) -> Engine:
+        shape = options.get("shape", FLAT)
+        monkeypatch.setitem(os.environ, "KVRAY_CONNECTOR__MODEL_KEY", shape.name)
+        engines.append(Engine(version, **options))
+        wait_for(lambda: engines[-1].arena is not None, "joining the tier")
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        assert engine.corrupt_rows == 0
+        assert engine.totals["errors"] == 0
+    if all(engine.failure is None for engine in engines):
+        wait_for(lambda: leased(shard) == 0, "the end of every lease")
+    for engine in engines:
+        engine.close()
+    wait_for(lambda: leased(shard) == 0, "the end of every lease with its engine")
+    engines.clear()
+
+
+def leased(shard: Shard) -> int:
+    """Return how many blocks are leased."""
+    return int(shard.status()["arena"]["leased_blocks"])

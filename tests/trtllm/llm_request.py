@@ -1,0 +1,79 @@
+"""An engine's request, with the attributes of one version and no others."""
+
+import hashlib
+from typing import Any
+
+VOCABULARY = 997
+
+
+class LlmRequest:
+    """Tokens that are seen, and those that the device has sampled but nobody has read yet."""
+
+    def __init__(
+        self,
+        request_id: int,
+        tokens: list[int],
+        *,
+        known: dict[str, Any],
+        max_new_tokens: int,
+        **fields: Any,
+    ) -> None:
+        assert set(fields) <= set(known), f"this version has no {set(fields) - set(known)}"
+        vars(self).update(known | fields)
+        self.request_id = request_id
+        self.prompt_len = len(tokens)
+        self.max_new_tokens = max_new_tokens
+        self.state = "CONTEXT_INIT"
+        self.context_current_position = 0
+        self.context_chunk_size = len(tokens)
+        self.salt = fields.get("cache_salt", fields.get("cache_salt_id"))
+        self.tokens = list(tokens)
+        """With those that were sampled and not read."""
+        self.num_read = len(tokens)
+        self.num_hit = 0
+        self.offer: tuple[int, int, bool] | None = None
+        """(start, end, whether it loads later) of what was asked ahead of time."""
+        self.has_pages = False
+        self.is_ended = False
+        self.error: Exception | None = None
+        self._digests = [hashlib.blake2b(repr(self._scope()).encode(), digest_size=16).digest()]
+
+    def get_tokens(self, beam: int) -> list[int]:
+        return self.tokens[: self.num_read]
+
+    @property
+    def is_parked(self) -> bool:
+        return self.state == "DISAGG_GENERATION_TRANS_IN_PROGRESS"
+
+    @property
+    def is_generating(self) -> bool:
+        return self.state == "GENERATION_IN_PROGRESS"
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[self.prompt_len : self.num_read]
+
+    def digest(self, position: int) -> bytes:
+        """Return what the keys and values of a token depend on: all tokens up to it, and scope."""
+        while len(self._digests) <= position + 1:
+            token = self.tokens[len(self._digests) - 1]
+            text = self._digests[-1] + token.to_bytes(4, "little")
+            self._digests.append(hashlib.blake2b(text, digest_size=16).digest())
+        return self._digests[position + 1]
+
+    def sample(self) -> None:
+        """Append the next token, which nobody has read yet."""
+        digest = self.digest(len(self.tokens) - 1)
+        self.tokens.append(int.from_bytes(digest[:2], "little") % VOCABULARY)
+
+    def restart(self) -> None:
+        """Begin anew with all tokens as the prompt: its blocks were taken away."""
+        del self.tokens[self.num_read :]
+        self.max_new_tokens -= self.num_read - self.prompt_len
+        self.prompt_len = self.num_read
+        self.state, self.context_current_position, self.has_pages = "CONTEXT_INIT", 0, False
+        self.offer = None
+
+    def _scope(self) -> tuple[Any, ...]:
+        names = ("lora_task_id", "multimodal_hashes", "prompt_embedding_table")
+        return (self.salt, *(getattr(self, name, None) for name in names))

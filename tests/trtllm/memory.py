@@ -1,0 +1,172 @@
+"""One rank's pages, each byte a function of the tokens up to it; and what they should hold.
+
+Whatever nobody has loaded or computed is poison, in the pages and in what they are compared with:
+a byte that the connector writes anywhere else, or does not write where it must, is found.
+"""
+
+import hashlib
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from tests.trtllm.llm_request import LlmRequest
+from tests.trtllm.shapes import BLOCK, GroupShape, Shape
+
+POISON = 0xFF
+"""NaN in every floating-point format that is used here."""
+
+
+class Region:
+    """Pages [num_pages, size] with a gap between them, and what they should hold."""
+
+    def __init__(
+        self,
+        name: str,
+        layers: tuple[int, ...],
+        roles: tuple[str, ...],
+        *,
+        num_pages: int,
+        token_bytes: int,
+        gap: int,
+    ) -> None:
+        self.buffers = [(layer, role) for layer in layers for role in roles]
+        self.size = len(self.buffers) * BLOCK * token_bytes
+        self.token_bytes = token_bytes
+        self.labels = [f"{name} {layer} {role}".encode() for layer, role in self.buffers]
+        self.memory = torch.full((num_pages, self.size + gap), POISON, dtype=torch.uint8)
+        self.pages = self.memory.numpy()[:, : self.size]
+        self.wanted = self.pages.copy()
+        self.gaps = self.memory.numpy()[:, self.size :]
+
+    def tokens_of(self, pages: Any, page: int) -> Any:
+        """Return a page as [buffers, tokens, bytes]."""
+        return pages[page].reshape(len(self.buffers), BLOCK, self.token_bytes)
+
+    def content(self, request: LlmRequest, block: int, end: int) -> Any:
+        """Return what a page holds of the tokens of a block before `end`."""
+        positions = range(block * BLOCK, min(end, (block + 1) * BLOCK))
+        digests = [request.digest(position) for position in positions]
+        rows = [
+            _row(digest, label, self.token_bytes) for label in self.labels for digest in digests
+        ]
+        packed = np.frombuffer(b"".join(rows), dtype=np.uint8)
+        return packed.reshape(len(self.buffers), len(digests), self.token_bytes)
+
+
+class Memory:
+    """All pools of one rank."""
+
+    def __init__(self, shape: Shape, *, rank: int, num_pages: int) -> None:
+        self.shape = shape
+        self.rank = rank
+        self.groups = [
+            self._regions(index, group, num_pages) for index, group in enumerate(shape.groups)
+        ]
+
+    def poison(self, group: int, page: int) -> None:
+        """Have a page hold nothing: it was taken, or given back."""
+        for region in self.groups[group]:
+            region.pages[page] = region.wanted[page] = POISON
+
+    def copy(self, group: int, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first tokens of a page, as the engine does to reuse a part of a block."""
+        for region in self.groups[group]:
+            for pages in (region.pages, region.wanted):
+                rows = region.tokens_of(pages, source)[:, :num_tokens]
+                region.tokens_of(pages, target)[:, :num_tokens] = rows
+
+    def expect(self, request: LlmRequest, group: int, block: int, page: int, end: int) -> None:
+        """Note that a page should hold the tokens of a block before `end`."""
+        for region in self.groups[group]:
+            content = region.content(request, block, end)
+            region.tokens_of(region.wanted, page)[:, : content.shape[1]] = content
+
+    def compute(
+        self, request: LlmRequest, group: int, block: int, page: int, start: int, end: int
+    ) -> None:
+        """Write the tokens of a block from `start` to `end`."""
+        first, last = max(start - block * BLOCK, 0), min(end - block * BLOCK, BLOCK)
+        for region in self.groups[group]:
+            content = region.content(request, block, end)[:, first:last]
+            for pages in (region.pages, region.wanted):
+                region.tokens_of(pages, page)[:, first:last] = content
+
+    def corrupt_rows(self, request: LlmRequest, group: int, block: int, page: int, end: int) -> int:
+        """Return how many rows of a block before `end` attention would read wrongly."""
+        count = 0
+        for region in self.groups[group]:
+            content = region.content(request, block, end)
+            held = region.tokens_of(region.pages, page)[:, : content.shape[1]]
+            count += int((held != content).any(axis=2).sum())
+        return count
+
+    def stray_rows(self) -> int:
+        """Return how many pages differ from what they should hold, wherever they are."""
+        return sum(
+            int((region.pages != region.wanted).any(axis=1).sum())
+            + int((region.gaps != POISON).sum())
+            for regions in self.groups
+            for region in regions
+        )
+
+    def pool(self) -> torch.Tensor:
+        """Return the one pool as the first cache manager hands it over."""
+        (region,) = self.groups[0]
+        roles = len(self.shape.groups[0].own)
+        return region.memory.view(self.shape.dtype).reshape(
+            len(region.memory), len(self.shape.groups[0].layers), roles, -1
+        )
+
+    def layout(self, module: Any) -> Any:
+        """Return the pools as the second cache manager describes them, by classes of `module`."""
+        return module.KvCacheLayout(
+            tokens_per_block=BLOCK,
+            dtype=self.shape.dtype,
+            groups=tuple(
+                self._describe(module, index, group)
+                for index, group in enumerate(self.shape.groups)
+            ),
+        )
+
+    def _describe(self, module: Any, index: int, group: GroupShape) -> Any:
+        own, *shared = [
+            module.KvCacheRegion(
+                base=region.memory.data_ptr(),
+                size=region.size,
+                stride=region.memory.shape[1],
+                num_slots=len(region.memory),
+                buffers=tuple(module.KvCacheBufferRef(*one) for one in region.buffers),
+            )
+            for region in self.groups[index]
+        ]
+        fields = {"replicated_regions": tuple(shared)} if shared else {}
+        return module.KvCacheLayerGroupLayout(
+            layer_group_id=index,
+            layer_ids=group.layers,
+            window_size=group.window,
+            regions=(own,),
+            **fields,
+        )
+
+    def _regions(self, index: int, group: GroupShape, num_pages: int) -> list[Region]:
+        own_name = f"group {index}" if group.own == ("key",) else f"group {index} rank {self.rank}"
+        named = [(own_name, group.own), (f"group {index} shared", group.shared)]
+        return [
+            Region(
+                name,
+                group.layers,
+                roles,
+                num_pages=num_pages,
+                token_bytes=self.shape.token_bytes,
+                gap=group.gap,
+            )
+            for name, roles in named
+            if roles
+        ]
+
+
+@lru_cache(maxsize=200_000)
+def _row(digest: bytes, label: bytes, size: int) -> bytes:
+    return hashlib.blake2b(digest + label, digest_size=size).digest()

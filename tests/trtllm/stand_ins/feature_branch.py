@@ -1,0 +1,51 @@
+"""A branch of TensorRT-LLM that asks early and resolves the offer later, if ever.
+
+Source: the page on the connector of that branch. An offer that is not taken is handed back by
+`cancel_load`, a request whose blocks were taken away is announced by `request_reset`. The layout
+tells what is the same on all ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.trtllm.stand_ins import main_line
+
+VERSION = "1.5.0.dev0"
+MODULE = main_line.MODULE
+HAS_GROUPS = True
+TAKES_LESS = True
+RESOLVES_LATE = True
+SALT_FIELD = "cache_salt"
+
+REQUEST_FIELDS = main_line.REQUEST_FIELDS | {"py_connector_prefix_end": None}
+
+RequestData = main_line.RequestData
+SchedulerOutput = main_line.SchedulerOutput
+KvCacheBufferRef = main_line.KvCacheBufferRef
+KvCacheRegion = main_line.KvCacheRegion
+KvCacheLayout = main_line.KvCacheLayout
+KvCacheConnectorWorker = main_line.KvCacheConnectorWorker
+KvCacheConnectorConfig = main_line.KvCacheConnectorConfig
+llm_args = main_line.llm_args
+
+
+@dataclass(frozen=True)
+class KvCacheLayerGroupLayout(main_line.KvCacheLayerGroupLayout):
+    replicated_regions: tuple[main_line.KvCacheRegion, ...] = ()
+
+
+class KvCacheConnectorScheduler(main_line.KvCacheConnectorScheduler):
+    def cancel_load(self, request: Any, start: int, end: int) -> None:
+        return
+
+    def request_reset(self, request: Any) -> None:
+        return
+
+
+class Manager(main_line.Manager):
+    def cancel_load(self, request: Any, start: int, end: int) -> None:
+        self.scheduler.cancel_load(request, start, end)
+
+    def reset(self, request: Any) -> None:
+        self.forget(request)
+        self.scheduler.request_reset(request)

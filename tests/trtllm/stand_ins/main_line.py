@@ -1,0 +1,191 @@
+"""TensorRT-LLM's main line: layer groups, short honours, replays, attention data parallelism.
+
+Source: `pyexecutor/connectors/kv_cache_connector.py` and `kv_cache_layout.py` of that line.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from tests.trtllm.stand_ins import v1_2, v1_3rc
+
+VERSION = "1.4.0rc1"
+MODULE = v1_3rc.MODULE
+HAS_GROUPS = True
+TAKES_LESS = True
+RESOLVES_LATE = False
+SALT_FIELD = "cache_salt"
+
+REQUEST_FIELDS = {
+    name: value for name, value in v1_3rc.REQUEST_FIELDS.items() if name != "cache_salt_id"
+} | {"cache_salt": None, "multimodal_item_runs": None}
+
+
+@dataclass
+class RequestData:
+    request_id: int
+    new_tokens: list[int]
+    new_block_ids: list[int]
+    computed_position: int
+    num_scheduled_tokens: int
+    block_hashes: list[int] = field(default_factory=list)
+    priorities: list[int] | None = None
+    cache_salt: str | None = None
+    new_block_ids_by_layer_group: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
+class SchedulerOutput:
+    new_requests: list[RequestData] = field(default_factory=list)
+    cached_requests: list[RequestData] = field(default_factory=list)
+    attention_dp_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class KvCacheBufferRef:
+    layer_id: int
+    role: str
+    expansion: int = 1
+
+
+@dataclass(frozen=True)
+class KvCacheRegion:
+    base: int
+    size: int
+    stride: int
+    num_slots: int
+    buffers: tuple[KvCacheBufferRef, ...]
+
+    def as_tensor(self, dtype: Any = torch.uint8) -> Any:
+        raise NotImplementedError("a device pointer, which this machine has none of")
+
+
+@dataclass(frozen=True)
+class KvCacheLayerGroupLayout:
+    layer_group_id: int
+    layer_ids: tuple[int, ...]
+    window_size: int | None
+    regions: tuple[KvCacheRegion, ...]
+
+
+@dataclass(frozen=True)
+class KvCacheLayout:
+    tokens_per_block: int
+    groups: tuple[KvCacheLayerGroupLayout, ...]
+    dtype: Any = torch.uint8
+
+    def as_single_pool_tensor(self) -> None:
+        return None
+
+
+class KvCacheConnectorWorker(v1_2.KvCacheConnectorWorker):
+    supports_attention_dp = False
+
+    def register_kv_cache_layout(self, layout: Any) -> None:
+        raise NotImplementedError("this connector knows one pool only")
+
+
+class KvCacheConnectorScheduler(v1_3rc.KvCacheConnectorScheduler):
+    supports_attention_dp = False
+
+    def request_finished_by_layer_group(self, request: Any, groups: list[list[int]]) -> bool:
+        raise NotImplementedError("this connector knows one list of block ids only")
+
+    def update_state_after_alloc_by_layer_group(self, request: Any, groups: Any) -> None:
+        raise NotImplementedError("this connector knows one list of block ids only")
+
+
+class KvCacheConnectorConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    connector: str | None = None
+    server_url: str | None = None
+    connector_module: str | None = None
+    connector_scheduler_class: str | None = None
+    connector_worker_class: str | None = None
+
+
+def llm_args(*, cache: dict[str, Any], **changes: Any) -> Any:
+    return v1_2.llm_args(
+        cache={
+            "use_kv_cache_manager_v2": "auto",
+            "disk_cache_size": None,
+            "enable_swa_scratch_reuse": False,
+            **cache,
+        },
+        **{"sparse_attention_config": None, "kv_cache_compression_config": None, **changes},
+    )
+
+
+class Manager(v1_3rc.Manager):
+    """Asks and commits apart, so that an engine may take less of an offer."""
+
+    def __init__(self, workers: list[Any], scheduler: Any, *, owner: int | None = None) -> None:
+        """Serve one engine, or with attention data parallelism the requests of one owner."""
+        if owner is not None:
+            assert all(type(one).supports_attention_dp is True for one in (*workers, scheduler))
+        super().__init__(workers, scheduler)
+        self.owner = owner
+        # Both grouped forms or neither: engines with several groups ask for it at the start.
+        for name in ("update_state_after_alloc", "request_finished"):
+            grouped = f"{name}_by_layer_group"
+            is_own = getattr(type(scheduler), grouped) is not getattr(
+                KvCacheConnectorScheduler, grouped
+            )
+            assert is_own, f"the scheduler has no {grouped}"
+
+    @property
+    def is_attention_dp(self) -> bool:
+        return self.owner is not None
+
+    def query(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Ask without any effect on what is reported."""
+        return self._ask(request, num_computed_tokens)
+
+    def commit(self, request: Any, count: int, is_async: bool) -> None:
+        """Note what of the offer is taken; one that loads later is parked whatever is taken."""
+        self._commit(request, count, is_async)
+
+    def update_state_after_alloc(self, request: Any, groups: list[list[int]]) -> None:
+        self.scheduler.update_state_after_alloc_by_layer_group(request, [[*one] for one in groups])
+
+    def tell_finished(self, request: Any, groups: list[list[int]]) -> bool:
+        return self.scheduler.request_finished_by_layer_group(request, [[*one] for one in groups])
+
+    def new_output(self) -> Any:
+        return SchedulerOutput(attention_dp_rank=self.owner)
+
+    def report(self, request: Any, cache: Any) -> Any:
+        tokens, groups = request.get_tokens(0), cache.pages_of(request)
+        num_tokens, counts = self.seen.get(request.request_id, (0, [0] * len(groups)))
+        self.seen[request.request_id] = (len(tokens), [len(pages) for pages in groups])
+        fresh = [pages[count:] for pages, count in zip(groups, counts, strict=True)]
+        return RequestData(
+            request.request_id,
+            tokens[num_tokens:],
+            fresh[0] if len(fresh) == 1 else [],
+            *self.span(request, tokens),
+            block_hashes=[],
+            cache_salt=request.cache_salt,
+            new_block_ids_by_layer_group=fresh,
+        )
+
+    def begin_pass(self, context: list[Any]) -> list[Any]:
+        """Plan before the parked are taken out, and load twice: the second time is a repetition."""
+        self.handle_metadata()
+        left = self.park(context)
+        self.handle_metadata()
+        self.start_load()
+        self.start_load()
+        return left
+
+    def handle_metadata(self) -> None:
+        if self.output is not None:
+            super().handle_metadata()
+
+    def forget(self, request: Any) -> None:
+        """Have a request whose blocks were taken away, or that has ended, reported anew."""
+        self.seen.pop(request.request_id, None)
+        self.external_loads.pop(request.request_id, None)
+        self.loaded.pop(request.request_id, None)

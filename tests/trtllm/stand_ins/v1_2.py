@@ -1,0 +1,313 @@
+"""TensorRT-LLM 1.1 and 1.2 as a connector sees them: one pool, flat block ids, rank 0's collectives.
+
+Source: `pyexecutor/kv_cache_connector.py` of that line. No salt in the reports, no attention data
+parallelism, no way to wait for the start, nobody is told of a cancelled request.
+"""
+
+import pickle
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+VERSION = "1.2.1"
+MODULE = "tensorrt_llm._torch.pyexecutor.kv_cache_connector"
+HAS_GROUPS = False
+TAKES_LESS = False
+RESOLVES_LATE = False
+SALT_FIELD = "cache_salt_id"
+
+REQUEST_FIELDS = {
+    "cache_salt_id": None,
+    "lora_task_id": None,
+    "prompt_embedding_table": None,
+    "prompt_vocab_size": None,
+    "mrope_rotary_cos_sin": None,
+    "multimodal_hashes": None,
+    "multimodal_positions": None,
+    "multimodal_lengths": None,
+    "multimodal_embedding": None,
+    "encoder_tokens": None,
+    "position_ids": None,
+    "is_dummy_request": False,
+    "is_generation_only_request": False,
+    "py_lora_path": None,
+    "py_multimodal_data": None,
+    "py_prompt_embedding_table": None,
+}
+
+
+@dataclass
+class RequestData:
+    request_id: int
+    new_tokens: list[int]
+    new_block_ids: list[int]
+    computed_position: int
+    num_scheduled_tokens: int
+
+
+@dataclass
+class SchedulerOutput:
+    new_requests: list[RequestData] = field(default_factory=list)
+    cached_requests: list[RequestData] = field(default_factory=list)
+
+
+class KvCacheConnectorWorker(ABC):
+    def __init__(self, llm_args: Any) -> None:
+        self._llm_args = llm_args
+        self._metadata = None
+        super().__init__()
+
+    def bind_connector_meta(self, metadata: object) -> None:
+        self._metadata = metadata
+
+    def get_connector_meta(self) -> object:
+        return self._metadata
+
+    def _clear_connector_meta(self) -> None:
+        self._metadata = None
+
+    def register_forward_pass_callable(self) -> Any:
+        pass
+
+    @abstractmethod
+    def register_kv_caches(self, kv_cache_tensor): ...
+
+    @abstractmethod
+    def start_load_kv(self, stream): ...
+
+    @abstractmethod
+    def wait_for_layer_load(self, layer_idx, stream): ...
+
+    @abstractmethod
+    def save_kv_layer(self, layer_idx, stream): ...
+
+    @abstractmethod
+    def wait_for_save(self, stream): ...
+
+    @abstractmethod
+    def get_finished(self, finished_gen_req_ids, started_loading_req_ids): ...
+
+
+class KvCacheConnectorScheduler(ABC):
+    def __init__(self, llm_args: Any) -> None:
+        self._llm_args = llm_args
+        super().__init__()
+
+    @abstractmethod
+    def build_connector_meta(self, scheduler_output): ...
+
+    @abstractmethod
+    def get_num_new_matched_tokens(self, request, num_computed_tokens): ...
+
+    @abstractmethod
+    def request_finished(self, request, cache_block_ids): ...
+
+    @abstractmethod
+    def update_state_after_alloc(self, request, block_ids): ...
+
+
+class KvCacheConnectorConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    connector_module: str
+    connector_scheduler_class: str
+    connector_worker_class: str
+
+
+class Policy(Enum):
+    GUARANTEED_NO_EVICT = 1
+
+
+def llm_args(*, num_ranks: int, rank: int, cache: dict[str, Any], **changes: Any) -> Any:
+    """Return what both halves of a connector are constructed with, on that rank."""
+    mapping = SimpleNamespace(rank=rank, tp_size=num_ranks)
+    fields = {
+        "model": "not-on-this-machine",
+        "tensor_parallel_size": num_ranks,
+        "pipeline_parallel_size": 1,
+        "context_parallel_size": 1,
+        "enable_attention_dp": False,
+        "max_beam_width": 1,
+        "attn_backend": "TRTLLM",
+        "orchestrator_type": None,
+        "speculative_config": None,
+        "lora_config": None,
+        "quant_config": None,
+        "torch_compile_config": None,
+        "scheduler_config": SimpleNamespace(
+            capacity_scheduler_policy=Policy.GUARANTEED_NO_EVICT,
+        ),
+        "parallel_config": SimpleNamespace(to_mapping=lambda: mapping),
+        "kv_cache_config": SimpleNamespace(
+            **{
+                "enable_block_reuse": True,
+                "enable_partial_reuse": False,
+                "host_cache_size": None,
+                "max_attention_window": None,
+                "dtype": "auto",
+                **cache,
+            }
+        ),
+    }
+    return SimpleNamespace(**fields | changes)
+
+
+class Transfers:
+    """Requests that are being saved or loaded beside the passes."""
+
+    def __init__(self) -> None:
+        self.saving: dict[int, Any] = {}
+        self.loading: dict[int, Any] = {}
+
+    def take_all(self, other: "Transfers") -> None:
+        self.saving |= other.saving
+        self.loading |= other.loading
+        other.saving, other.loading = {}, {}
+
+    def extract(self, saving: Any, loading: Any) -> "Transfers":
+        """Take out the named requests. One that is not here is a KeyError, and the engine's end."""
+        taken = Transfers()
+        taken.saving = {one: self.saving.pop(one) for one in saving}
+        taken.loading = {one: self.loading.pop(one) for one in loading}
+        return taken
+
+
+class Manager:
+    """Between executor and connector; the ranks of one engine in one object.
+
+    What rank 0 says is pickled for the others, as MPI's broadcast does it.
+    """
+
+    is_attention_dp = False
+
+    def __init__(self, workers: list[Any], scheduler: Any) -> None:
+        self.workers = workers
+        self.scheduler = scheduler
+        self.new = [Transfers() for _ in workers]
+        self.pending = [Transfers() for _ in workers]
+        self.finished_here = [Transfers() for _ in workers]
+        self.loaded: dict[int, Any] = {}
+        self.seen: dict[int, tuple[int, list[int]]] = {}
+        self.external_loads: dict[int, int] = {}
+        self.output: Any = None
+        self.sent: list[tuple[int, Any]] = []
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
+        if request.is_generation_only_request:
+            raise RuntimeError("no connector for requests that only generate")
+        count, is_async = self._ask(request, num_computed_tokens)
+        self._commit(request, count, is_async)
+        return count
+
+    def should_add_sequence(self, request: Any) -> bool:
+        return request.request_id not in self.loaded
+
+    def update_state_after_alloc(self, request: Any, groups: list[list[int]]) -> None:
+        self.scheduler.update_state_after_alloc(request, list(groups[0]))
+
+    def build_scheduler_output(self, context: list[Any], generation: list[Any], cache: Any) -> None:
+        self.output = self.new_output()
+        for request in context:
+            if request.request_id in self.new[0].loading:
+                continue
+            is_new = request.request_id not in self.seen
+            data = self.report(request, cache)
+            data.computed_position -= self.external_loads.get(request.request_id, 0)
+            (self.output.new_requests if is_new else self.output.cached_requests).append(data)
+        self.output.cached_requests += [self.report(request, cache) for request in generation]
+        self.external_loads = {}
+
+    def new_output(self) -> Any:
+        return SchedulerOutput()
+
+    def report(self, request: Any, cache: Any) -> Any:
+        return RequestData(*self.deltas(request, cache))
+
+    def deltas(self, request: Any, cache: Any) -> tuple[Any, ...]:
+        tokens, pages = request.get_tokens(0), cache.pages_of(request)[0]
+        num_tokens, (num_pages,) = self.seen.get(request.request_id, (0, [0]))
+        self.seen[request.request_id] = (len(tokens), [len(pages)])
+        return (
+            request.request_id,
+            tokens[num_tokens:],
+            pages[num_pages:],
+            *self.span(request, tokens),
+        )
+
+    def span(self, request: Any, tokens: list[int]) -> tuple[int, int]:
+        if request.state == "CONTEXT_INIT":
+            left = request.prompt_len - request.context_current_position
+            return request.context_current_position, min(left, request.context_chunk_size)
+        return len(tokens) - 1, 1
+
+    def begin_pass(self, context: list[Any]) -> list[Any]:
+        """Plan, bind and load; return the context requests that take part."""
+        left = self.park(context)
+        self.handle_metadata()
+        self.start_load()
+        return left
+
+    def park(self, context: list[Any]) -> list[Any]:
+        for request in context:
+            if request.request_id in self.new[0].loading:
+                request.state = "DISAGG_GENERATION_TRANS_IN_PROGRESS"
+        return [one for one in context if one.request_id not in self.new[0].loading]
+
+    def handle_metadata(self) -> None:
+        metadata = self.scheduler.build_connector_meta(self.output)
+        self.output = None
+        packed = pickle.dumps(metadata, pickle.HIGHEST_PROTOCOL)
+        self.sent.append((len(packed), metadata))
+        for rank, worker in enumerate(self.workers):
+            worker.bind_connector_meta(pickle.loads(packed) if rank else metadata)
+
+    def start_load(self) -> None:
+        for worker in self.workers:
+            worker.start_load_kv(None)
+
+    def request_finished(self, request: Any, groups: list[list[int]]) -> bool:
+        self.loaded.pop(request.request_id, None)
+        is_saving = self.tell_finished(request, groups)
+        if is_saving:
+            for new in self.new:
+                new.saving[request.request_id] = request
+            request.state = "DISAGG_CONTEXT_TRANS_IN_PROGRESS"
+        return is_saving
+
+    def tell_finished(self, request: Any, groups: list[list[int]]) -> bool:
+        return self.scheduler.request_finished(request, list(groups[0]))
+
+    def get_finished(self) -> list[Any]:
+        """Return the requests that every rank has saved; those loaded become schedulable."""
+        for rank, worker in enumerate(self.workers):
+            new, pending = self.new[rank], self.pending[rank]
+            saving, loading = list(new.saving), list(new.loading)
+            pending.take_all(new)
+            self.finished_here[rank].take_all(
+                pending.extract(*worker.get_finished(saving, loading))
+            )
+        saved = set.intersection(*(set(one.saving) for one in self.finished_here))
+        loaded = set.intersection(*(set(one.loading) for one in self.finished_here))
+        everywhere = [one.extract(saved, loaded) for one in self.finished_here]
+        for request_id, request in everywhere[0].loading.items():
+            request.state = "CONTEXT_INIT"
+            self.loaded[request_id] = request
+        return list(everywhere[0].saving.values())
+
+    def forget(self, request: Any) -> None:
+        """Nothing: this version keeps what it knows of ended requests."""
+
+    def _ask(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        count, is_async = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        if is_async and not count:
+            raise RuntimeError("nothing can be loaded later")
+        return count, is_async
+
+    def _commit(self, request: Any, count: int, is_async: bool) -> None:
+        if is_async:
+            for new in self.new:
+                new.loading[request.request_id] = request
+        self.external_loads[request.request_id] = count
