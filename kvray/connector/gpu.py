@@ -6,13 +6,13 @@ meeting a page of another owner is the order of the streams:
 - *The engine's stream* runs the passes. Who owns a page changes between two passes only, and the
   new owner's bytes are written by a later pass, or by a load for it.
 - *A load* runs after all that the engine's stream had been given when it was asked for, so no
-  earlier pass reads what it writes. It lands before the layer that reads it, which waits for its
-  stage, and in any case before the next pass, because `fence` makes that one wait, also if the
-  load's own pass was dropped. So no write of ours is ever outstanding when a page changes hands.
-- *A save* runs after its mark, the end of a pass after which its pages were complete. `fence` makes
-  later passes, and with them later loads, wait for the saves that were asked for. One that is asked
-  for after that reads whatever its pages hold then: whether they still are the mark's is known to
-  its caller alone, which knows the requests that live (see `saver`).
+  earlier pass reads what it writes. It lands before the end of its pass, every layer of which waits
+  for its own bytes. If the pass is dropped, `fence` makes the next one wait. So no write of ours is
+  outstanding when a page changes hands.
+- *A save* runs after its mark, the end of a pass after which its pages were complete. Before pages
+  that are being saved change hands, `fence` makes the pass, and with it its loads, wait for the
+  saves that were asked for. One that is asked for after that reads whatever its pages hold then:
+  whether they still are the mark's is known to its caller alone (see `saver`).
 
 So no page needs a count of its owners: a write of ours cannot come late, and for a read that does,
 such a count would have to be kept by whoever gives pages away, which is the engine.
@@ -138,16 +138,13 @@ class DevicePool:
     # -- a pass -------------------------------------------------------------------------------
 
     def fence(self, stream: Any) -> None:
-        """Begin a pass: it may write and read pages that an earlier one had.
+        """Begin a pass that may have pages of earlier ones, or that follows one that was dropped.
 
         Nothing that `stream` is given after this, and no later load, runs before the saves asked
         for so far have read their pages and the loads asked for so far have landed.
         """
-        with self._device.current(), self._lock:
-            self._landing, self._unwaited = {}, set()
-            for event in (self._saved, self._landed):
-                if event is not None:
-                    self._device.wait(stream, event)
+        self._landing, self._unwaited = {}, set()
+        self._await_copies(stream)
 
     def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
         """Copy leased slots to pages, layer by layer, beside what `stream` is running.
@@ -206,6 +203,7 @@ class DevicePool:
         missed = sorted(self._unwaited)
         self._landing, self._unwaited = {}, set()
         if missed:
+            self._await_copies(stream)  # the pages of what fails now are given to others
             raise LayoutMismatch(
                 f"The engine ran {len(missed)} layers, {missed[0]} the first, without the hook that"
                 " waits for their KV cache to be loaded, so this pass may be wrong and is failed;"
@@ -243,6 +241,13 @@ class DevicePool:
             return DeviceTicket(self._saved)
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _await_copies(self, stream: Any) -> None:
+        """Have `stream` wait for all copies asked for so far."""
+        with self._device.current(), self._lock:
+            for event in (self._saved, self._landed):
+                if event is not None:
+                    self._device.wait(stream, event)
 
     def _await_early(self, stream: Any, landed: Event) -> None:
         """Have the pass wait now for what no hook of its layers will wait for."""
