@@ -231,16 +231,9 @@ class Arena:
             run, slots = lease.match(self.tables, packed, wanted)
             if not run:
                 return Held(num_blocks=0, leases=())
-            now = time.monotonic()
-            taken = [
-                lease.take(self.tables, lease.joined(slots, reader), holder=holder, now=now)
-                for reader in readers
-            ]
-            leases = tuple(one for one in taken if one is not None)
-            if len(leases) == len(readers):
-                return Held(num_blocks=run, leases=leases)
-            self.tables.undo.roll_back()  # there are no more pages for lease records
-            return None
+            chosen = [lease.joined(slots, reader) for reader in readers]
+            taken = lease.take(self.tables, chosen, holder=holder, now=time.monotonic())
+            return None if taken is None else Held(num_blocks=run, leases=tuple(taken))
 
     def lease_slots(self, chosen: Array) -> Lease | None:
         """Lease those of `chosen` that are READY, whatever they hold; None if the arena was busy.
@@ -256,7 +249,8 @@ class Arena:
                 return None
             ready = chosen[self.tables.slot_state[chosen] == READY]
             now = time.monotonic()
-            return lease.take(self.tables, ready, holder=holder, now=now, is_use=False)
+            taken = lease.take(self.tables, [ready], holder=holder, now=now, is_use=False)
+            return None if taken is None else taken[0]
 
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> int | None:
         """Return how many leading `keys` are here now, without holding them; None if busy."""

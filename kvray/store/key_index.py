@@ -37,44 +37,57 @@ def pack_keys(keys: Sequence[BlockKey]) -> Array:
     return np.frombuffer(joined, dtype="<u8").reshape(-1, 4)
 
 
-def find(tables: Tables, keys: Array, part: int) -> Array:
-    """Return the slot of each key, shape [num_keys], -1 where there is none."""
+def find(tables: Tables, keys: Array, part: "int | Array") -> Array:
+    """Return the slot of each key, shape [num_keys], -1 where there is none.
+
+    Args:
+        tables: the arena's tables.
+        keys: u64 of shape [num_keys, 4].
+        part: the part to find of each, or of all.
+    """
     row, slot = _candidates(tables, keys, part)
     found = np.full(len(keys), -1, dtype=np.int64)
     if not len(row):
         return found
     wrong = tables.slot_key.take(slot, axis=0) ^ keys.take(row, axis=0)
     same = (wrong[:, 0] | wrong[:, 1] | wrong[:, 2] | wrong[:, 3]) == 0
-    same &= (tables.slot_part.take(slot) == part) & (slot >= 0)
+    same &= tables.slot_part.take(slot) == (part if isinstance(part, int) else part[row])
+    same &= slot >= 0
     found[row[same]] = slot[same]
     return found
 
 
-def find_run(tables: Tables, keys: Array, part: int) -> Array:
-    """Return the slots of the longest run of leading keys that all have one.
+def find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
+    """Return the slots of the longest run of leading keys that have one for each of `parts`.
 
-    The same as the head of `find`, at half its price or less: a chain is mostly there from its
-    root on, and then its keys are compared all at once.
+    The same as the head of `find` for each part, at half its price or less: a chain is mostly
+    there from its root on, and then its keys are compared all at once.
+
+    Returns:
+        Slots, shape [num_parts, run].
     """
-    if len(keys) <= _FIRST_KEYS:
-        return _find_run(tables, keys, part)
-    head = _find_run(tables, keys[:_FIRST_KEYS], part)
-    if len(head) < _FIRST_KEYS:
+    head = _find_run(tables, keys[:_FIRST_KEYS], parts)
+    if head.shape[1] < _FIRST_KEYS:
         return head
-    return np.concatenate((head, _find_run(tables, keys[_FIRST_KEYS:], part)))
+    return np.concatenate((head, _find_run(tables, keys[_FIRST_KEYS:], parts)), axis=1)
 
 
-def _find_run(tables: Tables, keys: Array, part: int) -> Array:
-    row, slot = _candidates(tables, keys, part)
-    run = len(row)
-    # Bytes are compared at a fifth of the price of arrays.
-    if row.tobytes() == np.arange(run).tobytes():
-        same = tables.slot_key.take(slot, axis=0).tobytes() == keys[:run].tobytes()
+def _find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
+    part: int | Array = parts[0]
+    num_parts = len(parts)
+    if num_parts > 1:
+        part = np.repeat(np.array(parts, dtype=np.int64), len(keys))
+        keys = np.tile(keys, (num_parts, 1))
+    _, slot = _candidates(tables, keys, part)
+    # The slots in question are the right ones, each in its place, if their keys are `keys`. Bytes
+    # are compared at a fifth of the price of arrays.
+    if num_parts == 1 or len(slot) == len(keys):
+        same = tables.slot_key.take(slot, axis=0).tobytes() == keys[: len(slot)].tobytes()
         if same and not np.count_nonzero(tables.slot_part.take(slot) != part):
-            return slot
-    found = find(tables, keys, part)
-    missing = np.flatnonzero(found < 0)
-    return found[: missing[0]] if len(missing) else found
+            return slot.reshape(num_parts, -1)
+    found = find(tables, keys, part).reshape(num_parts, -1)
+    here = (found >= 0).all(axis=0)
+    return found if here.all() else found[:, : here.argmin()]
 
 
 def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Array:
@@ -114,7 +127,7 @@ def remove(tables: Tables, slots: Array) -> None:
     tables.put(bucket[row] * BUCKET_WAYS + way, index_slot=0, index_tag=0)
 
 
-def _candidates(tables: Tables, keys: Array, part: int) -> tuple[Array, Array]:
+def _candidates(tables: Tables, keys: Array, part: "int | Array") -> tuple[Array, Array]:
     """Return (row in `keys`, slot) of every entry with a key's tag; rows ascend."""
     bucket = _bucket(tables, keys, part)
     # `take` gathers rows several times faster than an index does.

@@ -50,14 +50,14 @@ def match(tables: Tables, keys: Array, wanted: Iterable[Wanted]) -> tuple[int, d
         blocks, or the last `window` of them.
     """
     found: dict[Wanted, Array] = {}
+    whole: list[Wanted] = []
     windowed: list[Wanted] = []
-    run = len(keys)
     for one in wanted:
-        if one.window is not None:
-            windowed.append(one)
-            continue
-        found[one] = _ready_run(tables, keys[:run], one.part)
-        run = len(found[one])
+        (whole if one.window is None else windowed).append(one)
+    run = len(keys)
+    if whole:
+        found = dict(zip(whole, _ready_run(tables, keys, [one.part for one in whole]), strict=True))
+        run = len(found[whole[0]])
     if windowed and run:
         everywhere = {one: key_index.find(tables, keys[:run], one.part) for one in windowed}
         run = _longest([(one.window or 0, _ready(tables, everywhere[one])) for one in windowed])
@@ -73,31 +73,34 @@ def joined(slots: dict[Wanted, Array], parts: Sequence[Wanted]) -> Array:
 
 
 def take(
-    tables: Tables, slots: Array, *, holder: int, now: float, is_use: bool = True
-) -> Lease | None:
-    """Lease `slots` to `holder`; None if the record's pages are used up.
+    tables: Tables, readers: Sequence[Array], *, holder: int, now: float, is_use: bool = True
+) -> list[Lease] | None:
+    """Lease slots to `holder` for each of `readers`; None if the records' pages are used up.
 
     The whole prefix is leased, from its root, so that no ancestor of a leased block can go. That
     counts as use of its blocks, unless `is_use` says that it is none.
+
+    Args:
+        tables: the arena's tables.
+        readers: the slots of each lease, in prefix order.
+        holder: row in the holder table.
+        now: monotonic seconds.
+        is_use: whether the blocks become the last to be evicted.
     """
-    pages = _free_pages(tables, max(1, -(-len(slots) // PAGE_SLOTS)))
+    counts = [max(1, -(-len(slots) // PAGE_SLOTS)) for slots in readers]
+    pages = _free_pages(tables, sum(counts))
     if pages is None:
         return None
-    lease_id = tables.next_lease + 1
-    tables.next_lease = lease_id
+    leases, at = [], 0
+    for slots, count in zip(readers, counts, strict=True):
+        leases.append(_record(tables, slots, pages[at : at + count], now))
+        at += count
+    everything = readers[0] if len(readers) == 1 else np.concatenate(readers)
     if is_use:
-        tables.slot_tick[slots] = tables.next_tick()
-    starts = range(0, len(pages) * PAGE_SLOTS, PAGE_SLOTS)
-    for page, following, start in zip(pages, [*pages[1:], -1], starts, strict=True):
-        named = slots[start : start + PAGE_SLOTS]
-        tables.page_slots[page, : len(named)] = named
-        tables.page_count[page] = len(named)
-        tables.page_next[page] = following
-        tables.page_lease[page] = lease_id
-        tables.page_since[page] = now
+        tables.slot_tick[everything] = tables.next_tick()
     tables.put(np.array(pages), page_holder=holder + 1)
-    tables.add(slots, slot_leases=1)
-    return Lease(lease_id=lease_id, page=pages[0], num_slots=len(slots))
+    tables.add(everything, slot_leases=1)
+    return leases
 
 
 def leased_slots(tables: Tables, lease: Lease) -> Array | None:
@@ -192,10 +195,26 @@ def _ready(tables: Tables, slots: Array) -> Array:
     return ready
 
 
-def _ready_run(tables: Tables, keys: Array, part: int) -> Array:
-    slots = key_index.find_run(tables, keys, part)
+def _ready_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
+    slots = key_index.find_run(tables, keys, parts)
     ready = tables.slot_state.take(slots) == READY
-    return slots if np.count_nonzero(ready) == len(slots) else slots[: ready.argmin()]
+    if np.count_nonzero(ready) == ready.size:
+        return slots
+    return slots[:, : ready.all(axis=0).argmin()]
+
+
+def _record(tables: Tables, slots: Array, pages: list[int], now: float) -> Lease:
+    """Write the record of a lease into free pages; it is none before they get their holder."""
+    lease_id = tables.next_lease + 1
+    tables.next_lease = lease_id
+    for place, page in enumerate(pages):
+        named = slots[place * PAGE_SLOTS : (place + 1) * PAGE_SLOTS]
+        tables.page_slots[page, : len(named)] = named
+        tables.page_count[page] = len(named)
+        tables.page_next[page] = pages[place + 1] if place + 1 < len(pages) else -1
+        tables.page_lease[page] = lease_id
+        tables.page_since[page] = now
+    return Lease(lease_id=lease_id, page=pages[0], num_slots=len(slots))
 
 
 def _free_pages(tables: Tables, count: int) -> list[int] | None:

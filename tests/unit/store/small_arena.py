@@ -121,9 +121,9 @@ def take(tables: Tables, keys: list[BlockKey], *, holder: int = 0, now: float = 
     """Lease all of `keys`, which are there."""
     found = key_index.find(tables, key_index.pack_keys(keys), 0)
     assert (found >= 0).all()
-    taken = lease.take(tables, found, holder=holder, now=now)
+    taken = lease.take(tables, [found], holder=holder, now=now)
     assert taken is not None
-    return taken
+    return taken[0]
 
 
 def evict(tables: Tables, count: int, *, protect: Array = NOBODY) -> int:

@@ -40,6 +40,35 @@ def test_match_wants_every_part(tables: Tables) -> None:
     assert [matched(tables, keys, num_parts=parts) for parts in (1, 2, 3)] == [4, 3, 0]
 
 
+def test_match_ends_where_the_first_part_ends(tables: Tables) -> None:
+    keys = chain(6)
+    for part, count in enumerate((6, 4, 5)):
+        put(tables, keys[:count], part=part)
+    run, slots = lease.match(tables, key_index.pack_keys(keys), map(Wanted, range(3)))
+    assert run == 4
+    for part in range(3):
+        assert slots[Wanted(part)].tolist() == find(tables, keys[:4], part=part)
+
+
+def test_leases_that_are_taken_at_once_end_one_by_one(tables: Tables) -> None:
+    keys = chain(3)
+    put(tables, keys)
+    put(tables, keys, part=1)
+    chosen = [np.array(find(tables, keys, part=part)) for part in range(2)]
+    taken = lease.take(tables, [*chosen, chosen[0]], holder=0, now=0.0)
+    assert taken is not None
+    assert [lease.leased_slots(tables, one).tolist() for one in taken] == [
+        one.tolist() for one in (*chosen, chosen[0])
+    ]
+    check_invariants(tables)
+    assert lease.release(tables, taken[0])
+    assert [tables.slot_leases[one].tolist() for one in chosen] == [[1, 1, 1], [1, 1, 1]]
+    assert lease.release(tables, taken[1])
+    assert lease.release(tables, taken[2])
+    assert not tables.slot_leases.any()
+    check_invariants(tables)
+
+
 def test_leased_slots_are_those_of_the_keys_in_order(tables: Tables) -> None:
     keys = chain(5)
     put(tables, keys)
@@ -140,13 +169,13 @@ def test_no_lease_is_given_when_the_pages_are_used_up(tables: Tables) -> None:
     keys = chain(1)
     put(tables, keys)
     slots = np.array(find(tables, keys))
-    held = [lease.take(tables, slots, holder=0, now=0.0) for _ in tables.page_holder]
-    assert all(held)
-    assert lease.take(tables, slots, holder=0, now=0.0) is None
+    held = [take(tables, keys) for _ in tables.page_holder]
+    assert lease.take(tables, [slots], holder=0, now=0.0) is None
     check_invariants(tables)
-    assert held[17] is not None
     lease.release(tables, held[17])
-    assert lease.take(tables, slots, holder=0, now=0.0) is not None
+    assert lease.take(tables, [slots, slots], holder=0, now=0.0) is None
+    check_invariants(tables)
+    assert lease.take(tables, [slots], holder=0, now=0.0) is not None
 
 
 def test_taking_a_lease_refreshes_its_blocks(tables: Tables) -> None:
