@@ -2,8 +2,8 @@
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Generator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,8 @@ def run(
     with interrupts.closing() as stack, progress:
         bar = progress.add_task("Starting", total=scale.num_measurements)
         arena = _make_arena(scale.spec(), directory, stack)
-        for result in _take(scale, machine, arena, copied):
+        # Closed before the arena is, also when a signal ends the loop.
+        for result in stack.enter_context(closing(_take(scale, machine, arena, copied))):
             results.append(result)
             progress.update(bar, description=f"Measured {result.title}", advance=1)
     ratios = {
@@ -148,7 +149,7 @@ def run(
 
 def _take(
     scale: GpuScale, machine: Machine, arena: Arena, copied: Counter[str]
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """Yield the rows; one pool is open at a time, as memory is registered once."""
     for block_bytes in scale.block_sizes:
         copies = Copies(machine, arena, num_blocks=scale.num_blocks, block_bytes=block_bytes)

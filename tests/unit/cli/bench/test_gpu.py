@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from rich.progress import Progress
 
 from kvray.cli.bench.gpu import GpuScale, run
 from kvray.cli.bench.gpu_machine import Machine
@@ -84,6 +85,24 @@ def test_a_run_gives_every_figure_and_leaves_nothing_behind(tmp_path: Path) -> N
     assert "load, 4MiB blocks, pages in a row, beside matrix products" in text
     assert "first token of 64 tokens, loaded or computed" in text
     assert "of 16 targets" in text or "All 16 targets" in text
+
+
+def test_an_interrupted_run_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(self: Progress, *args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "update", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            SCALE,
+            Machine("cpu"),
+            directory=tmp_path,
+            console=Console(file=io.StringIO()),
+            interrupts=Interrupts(),
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_prompt_computed_in_two_steps_gives_what_it_gives_in_one(model: Model) -> None:
