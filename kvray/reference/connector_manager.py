@@ -82,6 +82,11 @@ class KvCacheConnectorManager:
         self._reported: dict[int, tuple[int, int]] = {}
         self._external_loads: dict[int, int] = {}
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save has not ended on every rank; the same on all of them."""
+        return any(one.saving for one in (self._new, self._pending, self._local_finished))
+
     def get_num_new_matched_tokens(self, request: LlmRequest, num_computed_tokens: int) -> int:
         """Ask the leader how many tokens follow; an asynchronous load parks the request.
 

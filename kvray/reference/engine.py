@@ -72,6 +72,7 @@ class ReferenceEngine:
         enable_attention_dp: the ranks share the requests instead: each runs its own, dealt
             round-robin, over whole weights (TensorRT-LLM keeps a dense MLP whole then, too).
         collective_timeout_s: how late one rank may be before all others fail.
+        runtime: the line of TensorRT-LLM to follow where they differ, `1.2` or `main`.
 
     Raises:
         ConfigError: an argument, the model or the connector cannot be used.
@@ -98,6 +99,7 @@ class ReferenceEngine:
         tensor_parallel_size: int = 1,
         enable_attention_dp: bool = False,
         collective_timeout_s: float = 60.0,
+        runtime: str = "1.2",
     ) -> None:
         options = EngineOptions(
             model=model,
@@ -117,6 +119,7 @@ class ReferenceEngine:
             tensor_parallel_size=tensor_parallel_size,
             enable_attention_dp=enable_attention_dp,
             collective_timeout_s=collective_timeout_s,
+            runtime=runtime,
         )
         self._request_ids = itertools.count(1)
         self._ids_lock = threading.Lock()

@@ -9,6 +9,8 @@ from typing import Any
 from kvray.errors import ConfigError
 from kvray.reference.llm_args import KvConnectorConfig
 
+RUNTIMES = ("1.2", "main")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
@@ -35,6 +37,7 @@ class EngineOptions:
     tensor_parallel_size: int
     enable_attention_dp: bool
     collective_timeout_s: float
+    runtime: str
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_block", "num_blocks", "max_batch_size", "num_threads"):
@@ -51,6 +54,8 @@ class EngineOptions:
             )
         if self.collective_timeout_s <= 0:
             raise ConfigError("collective_timeout_s must be above 0.")
+        if self.runtime not in RUNTIMES:
+            raise ConfigError(f"runtime is {self.runtime!r}; give one of {', '.join(RUNTIMES)}.")
 
     @property
     def pass_chunk_tokens(self) -> int | None:

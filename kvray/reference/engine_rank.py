@@ -75,6 +75,7 @@ class EngineRank:
             chunk_tokens=options.pass_chunk_tokens,
             num_threads=options.num_threads,
             is_pass_shared=is_split,
+            follows_main=options.runtime == "main",
         )
 
     def shut_down(self) -> None:

@@ -40,6 +40,10 @@ class Executor:
     intake. Whatever the connector raises outside a forward pass ends the engine, as it does in
     TensorRT-LLM; inside one it fails all active requests, unless the other ranks wait in the
     middle of the same pass (`is_pass_shared`): then it ends the engine too.
+
+    With `follows_main` it does what TensorRT-LLM's main line does otherwise than 1.2: it polls for
+    saves also when it is idle, frees a cancelled request only when its load has ended, and starts
+    loads in every iteration, so that a worker may be asked twice for one metadata.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Executor:
         chunk_tokens: int | None = None,
         num_threads: int = 2,
         is_pass_shared: bool = False,
+        follows_main: bool = False,
     ) -> None:
         self.failure: BaseException | None = None
         self.failure_traceback = ""
@@ -66,6 +71,7 @@ class Executor:
         self._chunk_tokens = chunk_tokens
         self._num_threads = num_threads
         self._is_pass_shared = is_pass_shared
+        self._follows_main = follows_main
         self._active: list[LlmRequest] = []
         self._cancelled: set[int] = set()
         self._is_dummy_due = False
@@ -116,12 +122,9 @@ class Executor:
         return error
 
     def _fetch(self) -> bool:
-        """Take in what is new; an idle engine stays here until there is work or it must stop.
-
-        As in TensorRT-LLM 1.2, saves that are still running are not polled meanwhile.
-        """
+        """Take in what is new; an idle engine stays here until there is work or it must stop."""
         while True:
-            has_work = bool(self._active) or self._previous is not None
+            has_work = bool(self._active) or self._previous is not None or self._awaits_saves()
             orders = self._intake.take(has_work=has_work)
             self._active.extend(orders.submitted)
             self._cancelled |= orders.cancelled
@@ -181,6 +184,8 @@ class Executor:
                 self._connector.take_scheduled_requests_pending_load(batch)
                 self._connector.handle_metadata()
                 self._connector.worker.start_load_kv(None)
+        elif self._connector is not None and self._follows_main:
+            self._connector.worker.start_load_kv(None)
         return batch
 
     def _forward(self, batch: ScheduledRequests, pending: dict[int, int]) -> dict[int, int] | None:
@@ -244,7 +249,10 @@ class Executor:
         cancelled, self._cancelled = self._cancelled, set()
         for request in self._active:
             if request.request_id in cancelled and not request.is_finished:
-                request.finish_by_reason("cancelled")
+                if self._follows_main and request.is_parked:
+                    self._cancelled.add(request.request_id)
+                else:
+                    request.finish_by_reason("cancelled")
 
     def _handle_responses(self) -> None:
         ended = [request for request in self._active if request.is_finished]
@@ -277,8 +285,11 @@ class Executor:
         """
         self._handle_cancelled()
         self._handle_responses()
-        if self._active:
+        if self._active or self._awaits_saves():
             self._intake.pause(_PARKED_POLL_S)
+
+    def _awaits_saves(self) -> bool:
+        return self._follows_main and self._connector is not None and self._connector.is_saving
 
     def _poll_connector(self) -> None:
         if self._connector is not None:

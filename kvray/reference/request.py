@@ -106,6 +106,11 @@ class LlmRequest:
         """Whether generation has ended, for whatever reason."""
         return self.finish_reason is not None
 
+    @property
+    def is_parked(self) -> bool:
+        """Whether it waits for an asynchronous load."""
+        return self.state is LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
+
     def set_prepopulated_prompt_len(self, num_tokens: int, tokens_per_block: int) -> None:
         """Begin the context phase after `num_tokens`, with chunks that end where a block ends.
 

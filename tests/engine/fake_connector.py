@@ -134,6 +134,7 @@ class Worker(KvCacheConnectorWorker):
         super().__init__(llm_args)
         state.note("worker", threading.current_thread().name)
         self._pool: torch.Tensor | None = None
+        self._started: Any = None
         self._waiting: dict[int, int] = {}
         self._saving: dict[int, int] = {}
 
@@ -154,6 +155,9 @@ class Worker(KvCacheConnectorWorker):
         state.note("start_load_kv", stream)
         assert self._pool is not None
         metadata: Any = self._metadata
+        if metadata is self._started:
+            return
+        self._started = metadata
         for _, block_id, key in metadata["loads"]:
             self._pool[block_id].copy_(state.store[key])
 

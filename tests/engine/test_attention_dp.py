@@ -12,10 +12,10 @@ import pytest
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
-from tests.engine.conftest import make_prompt
+from tests.engine.conftest import make_prompt, wait_until
 from tests.engine.fake_connector import State
 from tests.engine.rank_connector import DIRECTORY_VARIABLE, journal_path
-from tests.engine.test_tensor_parallel import PROMPTS, SOON_S, start, wait_until
+from tests.engine.test_tensor_parallel import PROMPTS, SOON_S, start
 
 Expected = Callable[..., tuple[int, ...]]
 
@@ -33,7 +33,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def engine(directory: Path) -> Iterator[ReferenceEngine]:
     """Two owners that take turns."""
     fake_connector.reset()
-    with start(2, enable_attention_dp=True, overlap=True) as made:
+    with start(2, enable_attention_dp=True, overlap=True, runtime="main") as made:
         yield made
 
 

@@ -1,15 +1,17 @@
 """The connector is called in TensorRT-LLM's order, with what TensorRT-LLM would say."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from kvray.connector.base import RequestData
 from kvray.errors import KVRayError
-from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
+from tests.engine.conftest import BLOCK, MakeEngine, make_prompt, wait_until
 from tests.engine.fake_connector import CONFIG, State
 
+Expected = Callable[..., tuple[int, ...]]
 PASS = ["wait_for_layer_load", "save_kv_layer"] * 2 + ["forward_callable", "wait_for_save"]
 META = ["build_connector_meta", "bind_connector_meta", "start_load_kv"]
 ITERATION = [*META, *PASS, "get_finished"]
@@ -200,6 +202,44 @@ def test_request_cancelled_while_it_loads_is_freed_at_once(
     assert engine.cache.get_num_free_blocks() == 64
     fake.hold.set()
     assert engine.generate(make_prompt(40), max_tokens=1).hit_tokens == 32
+
+
+def test_main_line_polls_for_a_save_while_it_is_idle(make_engine: MakeEngine, fake: State) -> None:
+    fake.is_async_save, fake.hold = True, threading.Event()
+    engine = make_engine(connector=CONFIG, num_blocks=8, runtime="main")
+    engine.generate(make_prompt(60), max_tokens=1)
+    fake.hold.set()
+    wait_until(lambda: engine.cache.get_num_free_blocks() == 8)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_main_line_frees_a_request_cancelled_while_it_loads_when_that_has_ended(
+    make_engine: MakeEngine, fake: State, overlap: bool
+) -> None:
+    make_engine(connector=CONFIG).generate(make_prompt(40), max_tokens=1)
+    fake.is_async_load, fake.hold = True, threading.Event()
+    engine = make_engine(connector=CONFIG, overlap=overlap, runtime="main")
+    pending = engine.submit(make_prompt(40), max_tokens=50)
+    wait_until(lambda: "start_load_kv" in fake.names())
+    engine.cancel(pending)
+    with pytest.raises(KVRayError, match="not ended"):
+        pending.result(0.2)
+    fake.hold.set()
+    assert pending.result(10).finish_reason == "cancelled"
+    assert engine.cache.get_num_free_blocks() == 64
+
+
+def test_main_line_starts_loads_again_while_everything_is_parked(
+    make_engine: MakeEngine, fake: State, expected: Expected
+) -> None:
+    make_engine(connector=CONFIG).generate(make_prompt(40), max_tokens=1)
+    fake.is_async_load, fake.polls_to_load = True, 5
+    engine = bring_up(make_engine, fake, runtime="main")
+    output = engine.generate(make_prompt(40), max_tokens=4)
+    assert output.hit_tokens == 32
+    assert output.token_ids == expected(make_prompt(40), 4)
+    names = fake.names()
+    assert names[: names.index("wait_for_layer_load")].count("start_load_kv") == 1 + 4 + 1
 
 
 def test_offer_of_the_whole_prompt_ends_the_engine(make_engine: MakeEngine, fake: State) -> None:

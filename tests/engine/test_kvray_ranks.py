@@ -51,7 +51,7 @@ def test_fresh_ranks_load_what_cold_ranks_stored(tier: Tier, expected: Expected)
             assert cold.generate(prompt, max_tokens=8).token_ids == expected(prompt, 8)
     prompts = {**PROMPTS, "diverging": DIVERGING}
     hits = {name: (len(prompt) - 1) // BLOCK * BLOCK for name, prompt in prompts.items()}
-    with start(2, **CHUNKED, overlap=True, num_blocks=48) as fresh:
+    with start(2, **CHUNKED, overlap=True, num_blocks=48, runtime="main") as fresh:
         outputs = fresh.generate(list(prompts.values()), max_tokens=8)
     found = {name: one.hit_tokens for name, one in zip(prompts, outputs, strict=True)}
     assert found == {**hits, "diverging": 48}
@@ -72,7 +72,7 @@ def test_four_ranks_load_again_what_their_pools_forgot(tier: Tier, expected: Exp
 
 
 def test_what_one_owner_stored_the_other_hits(tier: Tier, expected: Expected) -> None:
-    with start(2, enable_attention_dp=True, connector=CONNECTOR, overlap=True) as owners:
+    with start(2, enable_attention_dp=True, runtime="main", connector=CONNECTOR) as owners:
         for prompt in PROMPTS.values():
             stored = tier.stored()
             first = owners.generate(prompt, max_tokens=8)

@@ -15,18 +15,11 @@ import pytest
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.pipe import JsonPipe, PipeClosed
 from kvray.reference.replica import Replica
-from tests.engine.conftest import BLOCK, make_prompt
+from tests.engine.conftest import BLOCK, make_prompt, wait_until
 
 Expected = Callable[..., tuple[int, ...]]
 OPTIONS = {"model": "tiny", "tokens_per_block": BLOCK, "num_blocks": 64}
 DEADLINE_S = 20.0
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def test_replica_answers_bit_for_bit_like_this_process(expected: Expected, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
-from tests.engine.conftest import BLOCK, make_prompt
+from tests.engine.conftest import BLOCK, make_prompt, wait_until
 from tests.engine.fake_connector import State
 from tests.engine.rank_connector import CONFIG, DIRECTORY_VARIABLE, journal_path
 
@@ -41,13 +40,6 @@ def start(size: int, **options: Any) -> ReferenceEngine:
         "connector": CONFIG,
     }
     return ReferenceEngine("tiny", tensor_parallel_size=size, **{**defaults, **options})
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
