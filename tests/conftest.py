@@ -102,8 +102,8 @@ def _resources(*, with_ray: bool) -> dict[str, str]:
             target = os.readlink(f"/proc/self/fd/{fd}")
         except OSError:
             continue  # the listing's own descriptor
-        if _is_side_file(target):
-            continue
+        if _is_side_file(target) or target.startswith("/dev/nvidia"):
+            continue  # both stay open by design, the latter by CUDA's
         if not with_ray or target.startswith("/"):
             found[f"fd:{fd}:{target}"] = f"descriptor {fd} of {target}"
     return found

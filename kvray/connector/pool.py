@@ -135,5 +135,5 @@ def open_pool(layout: CacheLayout, parts: Sequence[Part], *, has_hooks: bool) ->
     # Not before there is a device: its module is of no use without.
     from kvray.connector.gpu import DevicePool
 
-    num_layers = sum(len(group.layers) for group in layout.groups)
+    num_layers = 1 + max(layer for group in layout.groups for layer in group.layers)
     return DevicePool(parts, num_layers=num_layers, has_hooks=has_hooks)

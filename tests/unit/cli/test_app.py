@@ -11,7 +11,10 @@ import pytest
 import kvray
 from tests.unit.cli.conftest import RunKvray
 
-COMMANDS = ("up", "down", "status", "verify", "sweep", "connector-config", "demo", "bench local")
+COMMANDS = (
+    *("up", "down", "status", "verify", "sweep", "connector-config", "demo"),
+    *("bench local", "bench connector", "bench gpu"),
+)
 
 
 def assert_refused(
