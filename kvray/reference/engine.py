@@ -128,6 +128,7 @@ class ReferenceEngine:
         try:
             self._leader = EngineRank(options, ranks, self._inbox)
         except BaseException:
+            ranks.leave()
             self._others.kill()
             raise
         self.tokenizer = self._leader.tokenizer

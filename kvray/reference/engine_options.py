@@ -10,6 +10,7 @@ from kvray.errors import ConfigError
 from kvray.reference.llm_args import KvConnectorConfig
 
 RUNTIMES = ("1.2", "main")
+COLLECTIVE_TIMEOUT_MIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +53,11 @@ class EngineOptions:
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}; it must be 1, 2 or 4."
             )
-        if self.collective_timeout_s <= 0:
-            raise ConfigError("collective_timeout_s must be above 0.")
+        if self.collective_timeout_s < COLLECTIVE_TIMEOUT_MIN_S:
+            raise ConfigError(
+                f"collective_timeout_s is {self.collective_timeout_s}; it must be at least "
+                f"{COLLECTIVE_TIMEOUT_MIN_S}, as an idle engine's ranks meet once a second."
+            )
         if self.runtime not in RUNTIMES:
             raise ConfigError(f"runtime is {self.runtime!r}; give one of {', '.join(RUNTIMES)}.")
 

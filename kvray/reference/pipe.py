@@ -60,6 +60,8 @@ class JsonPipe:
         Raises:
             PipeClosed: the other end is closed, sent too long a line, or time is up.
         """
+        if self._is_closed:
+            raise PipeClosed("This end of the pipe is closed.")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         searched = 0
         while (end := self._buffer.find(b"\n", searched)) < 0:

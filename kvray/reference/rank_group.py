@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +107,19 @@ class _RankProcess:
         return self._process.pid
 
     def send(self, task: dict[str, Any]) -> None:
-        self._do(lambda: self._pipe.send(task, timeout_s=_SEND_TIMEOUT_S))
+        try:
+            self._pipe.send(task, timeout_s=_SEND_TIMEOUT_S)
+        except PipeClosed as error:
+            raise self._failure_to_start(error) from error
 
     def wait_hello(self) -> None:
         """Wait until the child is about to meet the others: from there on nobody waits long."""
-        self._do(lambda: self._pipe.receive(timeout_s=_IMPORT_TIMEOUT_S))
+        try:
+            message = self._pipe.receive(timeout_s=_IMPORT_TIMEOUT_S)
+        except PipeClosed as error:
+            raise self._failure_to_start(error) from error
+        if "error" in message:
+            raise self._told(message)
 
     def cause_of_death(self, deadline: float) -> tuple[int, KVRayError] | None:
         """Return (how far from the root, the sentence), or None for one that seems to live."""
@@ -123,9 +131,7 @@ class _RankProcess:
                 return None
             end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited: {code}"
             return 0, KVRayError(f"Rank {self.rank} (pid {self.pid}) {end}. Start the engine anew.")
-        kind = ConfigError if report["is_config"] else KVRayError
-        error = kind(f"Rank {self.rank} (pid {self.pid}) failed: {report['error']}")
-        return 2 if report["is_collective"] else 1, error
+        return 2 if report["is_collective"] else 1, self._told(report)
 
     def wait(self, deadline: float) -> int | None:
         """Return the exit status, or None if there is none by the deadline."""
@@ -139,11 +145,12 @@ class _RankProcess:
         self._process.wait()
         self._pipe.close()
 
-    def _do(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except PipeClosed as error:
-            cause = self.cause_of_death(time.monotonic() + _DIAGNOSIS_S)
-            if cause is not None:
-                raise cause[1] from error
-            raise KVRayError(f"Rank {self.rank} (pid {self.pid}): {error}") from error
+    def _failure_to_start(self, error: PipeClosed) -> KVRayError:
+        cause = self.cause_of_death(time.monotonic() + _DIAGNOSIS_S)
+        if cause is not None:
+            return cause[1]
+        return KVRayError(f"Rank {self.rank} (pid {self.pid}) did not start: {error}")
+
+    def _told(self, report: dict[str, Any]) -> KVRayError:
+        kind = ConfigError if report["is_config"] else KVRayError
+        return kind(f"Rank {self.rank} (pid {self.pid}) failed: {report['error']}")

@@ -181,7 +181,8 @@ time.sleep(60)
     ("options", "message"),
     [
         ({"tensor_parallel_size": 3}, "1, 2 or 4"),
-        ({"tensor_parallel_size": 2, "collective_timeout_s": 0}, "collective_timeout_s"),
+        ({"tensor_parallel_size": 2, "collective_timeout_s": 1}, "at least 2"),
+        ({"runtime": "0.9"}, "give one of 1.2, main"),
     ],
 )
 def test_unusable_numbers_of_ranks_are_refused(options: dict[str, Any], message: str) -> None:
