@@ -220,11 +220,11 @@ def _record(tables: Tables, slots: Array, pages: list[int], now: float) -> Lease
 def _free_pages(tables: Tables, count: int) -> list[int] | None:
     """Return `count` free pages; None if there are fewer."""
     # Where the last search ended pages are mostly free; all are looked at only if they are not.
-    start = tables.next_page
-    free = tables.page_holder[start : start + 2 * count] == 0
-    if np.count_nonzero(free) < count:
-        start, free = 0, tables.page_holder == 0
-    pages: list[int] = (free.nonzero()[0][:count] + start).tolist()
+    start, end = tables.next_page, tables.next_page + count
+    if end <= len(tables.page_holder) and not tables.page_holder[start:end].any():
+        pages = list(range(start, end))
+    else:
+        pages = (tables.page_holder == 0).nonzero()[0][:count].tolist()
     if len(pages) < count:
         return None
     tables.next_page = pages[-1] + 1
