@@ -46,23 +46,30 @@ class Promise:
         """
         blocks = position // tokens_per_block - self.first
         if self.is_parked:
+            blocks = -(-position // tokens_per_block) - self.first
             if blocks <= self.num_blocks:
                 return max(0, blocks), True
         elif blocks < 0:
             return 0, True  # it did not take the offer, and subtracts it all the same
         elif blocks == 0:
-            return (self.num_blocks, True) if is_exact else self._honoured(tokens_per_block)
+            before = position % tokens_per_block
+            return (self.num_blocks, True) if is_exact else self._honoured(before, tokens_per_block)
         raise LeaseExpired(
             f"The engine counts on {blocks} blocks after its own {self.first} that were never"
             " promised to it; it must not go on with them."
         )
 
-    def _honoured(self, tokens_per_block: int) -> tuple[int, bool]:
+    def _honoured(self, before: int, tokens_per_block: int) -> tuple[int, bool]:
         """Return what a cache manager that may take less says that it took.
+
+        The first block may be one of which the engine has `before` tokens itself.
 
         Source: `commit_new_matched_tokens`, which notes it at the request.
         """
         noted = getattr(self.request, "py_num_connector_matched_tokens", None)
         if not isinstance(noted, int) or isinstance(noted, bool):
             return self.num_blocks, False
-        return min(max(0, noted) // tokens_per_block, self.num_blocks), True
+        if noted <= 0:
+            return 0, True
+        blocks = min(-(-(before + noted) // tokens_per_block), self.num_blocks)
+        return blocks, before == 0 and noted == blocks * tokens_per_block

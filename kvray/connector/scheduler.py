@@ -141,10 +141,12 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         state = self._states.get(request.request_id)
         if state is None or state.promise is None:
             return
-        promise = state.promise
-        kept = max(promise.first, start // state.tokens_per_block)
-        if end >= promise.end * state.tokens_per_block and kept < promise.end:
-            promise.end = kept
+        promise, size = state.promise, state.tokens_per_block
+        if end >= promise.end * size:
+            promise.end = min(promise.end, max(promise.first, -(-start // size)))
+        elif start <= promise.first * size:
+            # Of a block of which only a part is handed back all is loaded.
+            promise.first = max(promise.first, end // size)
         if not promise.num_blocks:
             self._promises.release(self._engine, state)
 

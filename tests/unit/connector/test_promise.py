@@ -23,17 +23,26 @@ def test_an_engine_without_layer_groups_takes_all_or_nothing() -> None:
     assert promise.taken(-3 * BLOCK, BLOCK, is_exact=True) == (0, True)
 
 
-@pytest.mark.parametrize(("noted", "taken"), [(0, 0), (12, 3), (13, 3), (99, 5)])
-def test_an_engine_that_may_take_less_notes_it_at_the_request(noted: int, taken: int) -> None:
+@pytest.mark.parametrize(
+    ("noted", "taken"), [(0, (0, True)), (12, (3, True)), (13, (4, False)), (99, (5, False))]
+)
+def test_an_engine_that_may_take_less_notes_it_at_the_request(
+    noted: int, taken: tuple[int, bool]
+) -> None:
     promise = promise_of(request=SimpleNamespace(py_num_connector_matched_tokens=noted))
-    assert promise.taken(2 * BLOCK, BLOCK, is_exact=False) == (taken, True)
+    assert promise.taken(2 * BLOCK, BLOCK, is_exact=False) == taken
+
+
+def test_a_block_that_the_engine_has_in_part_counts_as_taken() -> None:
+    promise = promise_of(request=SimpleNamespace(py_num_connector_matched_tokens=2))
+    assert promise.taken(2 * BLOCK + 3, BLOCK, is_exact=False) == (2, False)
 
 
 def test_without_such_a_note_all_may_have_been_taken() -> None:
     assert promise_of().taken(2 * BLOCK, BLOCK, is_exact=False) == (5, False)
 
 
-@pytest.mark.parametrize(("position", "taken"), [(0, 0), (8, 0), (12, 1), (28, 5)])
+@pytest.mark.parametrize(("position", "taken"), [(0, 0), (8, 0), (9, 1), (12, 1), (28, 5)])
 def test_a_parked_request_comes_back_behind_what_it_took(position: int, taken: int) -> None:
     promise = promise_of(is_parked=True)
     assert promise.taken(position, BLOCK, is_exact=True) == (taken, True)
