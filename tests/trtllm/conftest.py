@@ -40,13 +40,15 @@ def make_engine(
         return engines[-1]
 
     yield make
-    for engine in engines:
-        assert engine.corrupt_rows == 0
-        assert engine.totals["errors"] == 0
-    if all(engine.failure is None for engine in engines):
-        wait_for(lambda: leased(shard) == 0, "the end of every lease")
-    for engine in engines:
-        engine.close()
+    lives = all(engine.failure is None for engine in engines)
+    try:
+        assert [engine.corrupt_rows for engine in engines] == [0] * len(engines)
+        assert [engine.totals["errors"] for engine in engines] == [0] * len(engines)
+        if lives:
+            wait_for(lambda: leased(shard) == 0, "the end of every lease")
+    finally:
+        for engine in engines:
+            engine.close()
     wait_for(lambda: leased(shard) == 0, "the end of every lease with its engine")
     engines.clear()
 

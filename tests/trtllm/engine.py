@@ -1,4 +1,4 @@
-"""One version's engine around a connector: its order of calls, and a model that checks all it reads.
+"""One version's engine around a connector: its order of calls, and a model that checks its reads.
 
 A token is sampled from all tokens before it, so an answer is right if it is that of a new request
 without a cache; whether it was computed from right keys and values is checked row by row.
@@ -87,6 +87,9 @@ class Engine:
         self.pinned: list[LlmRequest] = []
         self.corrupt_rows = 0
         self.num_passes = 0
+        self.drops_batch = False
+        """Whether the coming batch is loaded for, and then put off."""
+        self.num_polls = 0
         self.failure: BaseException | None = None
         """What the connector ended this engine with."""
         self._layers = sorted(layer for group in shape.groups for layer in group.layers)
@@ -139,6 +142,10 @@ class Engine:
             self._expect_loads(context)
             self._happen("loaded")
             context, generation = self._living(context), self._living(generation)
+        elif self.stand_in.HAS_GROUPS:
+            self.manager.begin_pass([])  # what is bound stays bound
+        if self.drops_batch:
+            context, generation, self.drops_batch = [], [], False
         batch = [*context, *generation]
         if batch:
             self._forward(context, generation)
@@ -148,6 +155,7 @@ class Engine:
             self._previous = batch
         self._end(done)
         self._happen("ended")
+        self.num_polls += 1
         for request in self.manager.get_finished():
             self.pinned.remove(request)
             self._let_go(request)
@@ -156,6 +164,11 @@ class Engine:
         """Do an iteration of an engine that has nothing to do."""
         assert not self.active
         self.step()
+
+    def poll_parked(self, request: LlmRequest) -> bool:
+        """Ask what has ended; return whether a parked request may go on."""
+        self.manager.get_finished()
+        return not request.is_parked
 
     def kill(self, request: LlmRequest) -> None:
         """Cancel a request the way of versions that tell nobody: its pages go at once."""
@@ -171,6 +184,16 @@ class Engine:
             self.manager.reset(request)
         request.restart()
         self.waiting.insert(0, request)
+
+    def overtake(self, request: LlmRequest, end: int) -> None:
+        """Have the engine come by the first `end` tokens of a late request in another way."""
+        start, offered, is_async = request.offer
+        self.cache.extend(request, end, history=0)
+        self._each_page(request, 0, end, "expect")
+        for memory in self.memories:
+            memory.take_as_wanted()
+        self.manager.cancel_load(request, start, end)
+        request.offer = (end, offered, is_async)
 
     def add_dummy(self) -> None:
         """Pad every generation batch with a request that nobody has asked for."""
@@ -333,7 +356,13 @@ class Engine:
             if request.context_current_position == request.prompt_len:
                 request.state = "GENERATION_IN_PROGRESS"
         for request in (*context, *generation):
-            if request.is_generating and request is not self._dummy:
+            if request is self._dummy:
+                continue
+            if self.stand_in.HAS_GROUPS:
+                is_last = request.is_generating
+                done = len(request.tokens) if is_last else request.context_current_position
+                self.cache.pass_windows(request, done)
+            if request.is_generating:
                 request.sample()
 
     def _compute(self, request: LlmRequest, start: int, end: int) -> None:
@@ -347,8 +376,6 @@ class Engine:
                     )
                 for block in range(start // BLOCK, -(-end // BLOCK)):
                     memory.compute(request, group, block, pages[block], start, end)
-        if self.stand_in.HAS_GROUPS:
-            self.cache.pass_windows(request, end)
 
     def _end(self, batch: list[LlmRequest]) -> None:
         """Read what was sampled for `batch`, and end what has come to an end."""
@@ -371,9 +398,11 @@ class Engine:
                 self._let_go(request)
 
     def _hand_back(self, request: LlmRequest) -> None:
-        is_open = request.offer is not None and not request.has_pages
-        if self.stand_in.RESOLVES_LATE and is_open and request.offer[1] > request.offer[0]:
-            self.manager.cancel_load(request, *request.offer[:2])
+        if request.offer is None or request.request_id in self.manager.seen or request.is_parked:
+            return
+        start, end, _ = request.offer
+        if self.stand_in.RESOLVES_LATE and end > start:
+            self.manager.cancel_load(request, start, end)
 
     def _let_go(self, request: LlmRequest) -> None:
         computed = request.context_current_position

@@ -1,6 +1,7 @@
 """An engine's request, with the attributes of one version and no others."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 VOCABULARY = 997
@@ -54,10 +55,12 @@ class LlmRequest:
         return self.tokens[self.prompt_len : self.num_read]
 
     def digest(self, position: int) -> bytes:
-        """Return what the keys and values of a token depend on: all tokens up to it, and scope."""
+        """Return what a token's keys and values depend on: scope, tokens and media up to it."""
         while len(self._digests) <= position + 1:
-            token = self.tokens[len(self._digests) - 1]
-            text = self._digests[-1] + token.to_bytes(4, "little")
+            at = len(self._digests) - 1
+            text = self._digests[-1] + self.tokens[at].to_bytes(4, "little")
+            if at in (getattr(self, "multimodal_positions", None) or ()):
+                text += repr(self.multimodal_hashes).encode()
             self._digests.append(hashlib.blake2b(text, digest_size=16).digest())
         return self._digests[position + 1]
 
@@ -75,5 +78,7 @@ class LlmRequest:
         self.offer = None
 
     def _scope(self) -> tuple[Any, ...]:
-        names = ("lora_task_id", "multimodal_hashes", "prompt_embedding_table")
-        return (self.salt, *(getattr(self, name, None) for name in names))
+        """Return what all its keys and values depend on: salt, the adapter's bytes, embeddings."""
+        path = self.py_lora_path
+        adapter = Path(path, "adapter_model.safetensors").read_bytes() if path else None
+        return (self.salt, adapter, self.prompt_embedding_table)

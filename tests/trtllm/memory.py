@@ -5,6 +5,7 @@ a byte that the connector writes anywhere else, or does not write where it must,
 """
 
 import hashlib
+import itertools
 from functools import lru_cache
 from typing import Any
 
@@ -82,6 +83,11 @@ class Memory:
         for region in self.groups[group]:
             content = region.content(request, block, end)
             region.tokens_of(region.wanted, page)[:, : content.shape[1]] = content
+
+    def take_as_wanted(self) -> None:
+        """Have all pages hold what they should."""
+        for region in itertools.chain(*self.groups):
+            region.pages[:] = region.wanted
 
     def compute(
         self, request: LlmRequest, group: int, block: int, page: int, start: int, end: int

@@ -1,4 +1,4 @@
-"""TensorRT-LLM 1.1 and 1.2 as a connector sees them: one pool, flat block ids, rank 0's collectives.
+"""TensorRT-LLM 1.1 and 1.2 as a connector sees them: one pool, flat block ids, collectives of MPI.
 
 Source: `pyexecutor/kv_cache_connector.py` of that line. No salt in the reports, no attention data
 parallelism, no way to wait for the start, nobody is told of a cancelled request.
@@ -71,7 +71,7 @@ class KvCacheConnectorWorker(ABC):
         self._metadata = None
 
     def register_forward_pass_callable(self) -> Any:
-        pass
+        return None
 
     @abstractmethod
     def register_kv_caches(self, kv_cache_tensor): ...
@@ -262,7 +262,8 @@ class Manager:
         packed = pickle.dumps(metadata, pickle.HIGHEST_PROTOCOL)
         self.sent.append((len(packed), metadata))
         for rank, worker in enumerate(self.workers):
-            worker.bind_connector_meta(pickle.loads(packed) if rank else metadata)
+            received = pickle.loads(packed) if rank else metadata  # noqa: S301 - as MPI does
+            worker.bind_connector_meta(received)
 
     def start_load(self) -> None:
         for worker in self.workers:

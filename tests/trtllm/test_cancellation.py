@@ -1,0 +1,109 @@
+"""Requests end without a word, twice, or unknown; whatever was promised to them is released."""
+
+import pytest
+
+from tests.trtllm.conftest import MakeEngine
+from tests.trtllm.engine import Engine
+from tests.trtllm.shapes import BLOCK
+from tests.trtllm.version import Version
+
+PROMPT = list(range(100, 140))
+POINTS = ["asked", "loaded", "passed", "ended"]
+
+
+def warm_engine(make_engine: MakeEngine, **options: object) -> Engine:
+    """Return a new engine whose tier has PROMPT."""
+    cold = make_engine()
+    cold.serve(PROMPT, max_new=9)
+    cold.close()
+    return make_engine(**options)
+
+
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "beside_another"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_request_may_be_gone_at_any_point_of_its_first_pass(
+    make_engine: MakeEngine, point: str, is_alone: bool
+) -> None:
+    warm = warm_engine(make_engine)
+    other = None if is_alone else warm.submit([*PROMPT[:20], *range(9)], max_new=4)
+    victim = warm.submit(PROMPT, max_new=4)
+
+    def cancel(engine: Engine) -> None:
+        del engine.at[point]
+        engine.kill(victim)
+
+    warm.at[point] = cancel
+    warm.run()
+    assert victim.is_ended
+    assert other is None or other.num_hit == 20
+    warm.serve(PROMPT, max_new=4)
+
+
+@pytest.mark.parametrize("num_passes", range(1, 7))
+@pytest.mark.parametrize("is_overlapped", [False, True], ids=["in_turn", "overlapped"])
+def test_a_request_may_be_gone_after_any_pass(
+    make_engine: MakeEngine, num_passes: int, is_overlapped: bool
+) -> None:
+    warm = warm_engine(make_engine, chunk=BLOCK, is_overlapped=is_overlapped)
+    victim = warm.submit([*PROMPT[:20], *range(12)], max_new=9)
+    for _ in range(num_passes):
+        warm.step()
+    if not victim.is_ended:
+        warm.kill(victim)
+    assert warm.serve([*PROMPT[:20], *range(12)], max_new=4).num_hit >= 0
+
+
+def test_pages_of_a_cancelled_request_are_saved_before_others_get_them(
+    make_engine: MakeEngine,
+) -> None:
+    cold = make_engine(num_pages=24, cache={"enable_block_reuse": True})
+    for seed in range(8):
+        victim = cold.submit([seed, *PROMPT], max_new=4)
+        cold.at["passed"] = lambda engine, one=victim: one.is_ended or engine.kill(one)
+        cold.step()
+    cold.at.clear()
+    cold.close()
+    warm = make_engine()
+    for seed in range(8):
+        assert warm.serve([seed, *PROMPT]).num_hit == 40
+
+
+def test_a_batch_that_was_loaded_for_and_put_off_comes_back(
+    make_engine: MakeEngine,
+) -> None:
+    warm = warm_engine(make_engine)
+    warm.drops_batch = True
+    assert warm.serve(PROMPT, max_new=4).num_hit == 36
+
+
+def test_ends_are_announced_twice_and_for_the_unknown(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    request = engine.serve(PROMPT)
+    for _ in range(2):
+        assert not engine.manager.request_finished(request, [[]])
+    assert not engine.manager.request_finished(engine.submit([1, 2, 3]), [[]])
+    engine.run()
+
+
+def test_reports_of_the_unknown_are_passed_over(make_engine: MakeEngine, version: Version) -> None:
+    engine = make_engine()
+    unknown = version.stand_in.RequestData(2**40, [1, 2, 3, 4, 5], [1, 2], 0, 5)
+    engine.manager.output = version.stand_in.SchedulerOutput(
+        new_requests=[unknown], cached_requests=[unknown]
+    )
+    engine.manager.handle_metadata()
+    engine.manager.start_load()
+    assert engine.serve(PROMPT).num_hit == 0
+
+
+def test_ids_are_returned_once_each_also_unknown_ones(make_engine: MakeEngine) -> None:
+    worker = make_engine().workers[0]
+    assert worker.get_finished([7], [8, 9]) == ([7], [8, 9])
+    assert worker.get_finished([], []) == ([], [])
+
+
+def test_an_idle_engine_may_poll_for_ever(make_engine: MakeEngine) -> None:
+    engine = warm_engine(make_engine)
+    assert engine.serve(PROMPT, max_new=2).num_hit == 36
+    for _ in range(50):
+        engine.poll()

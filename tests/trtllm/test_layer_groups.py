@@ -1,0 +1,77 @@
+"""Caches with several layer groups, windows, gaps and bytes that all ranks share."""
+
+from typing import Any
+
+import pytest
+
+from tests.trtllm.conftest import MakeEngine
+from tests.trtllm.shapes import ALL_WINDOWS, BLOCK, REPLICATED, WINDOWED, GroupShape, Shape
+from tests.trtllm.version import Version
+
+PROMPT = list(range(100, 140))
+SEVERAL = Shape(
+    name="several",
+    groups=(
+        GroupShape(layers=(0, 3)),
+        GroupShape(layers=(1,), own=("key", "value", "key_scale")),
+        GroupShape(layers=(2,), own=("key",)),
+    ),
+)
+
+
+pytestmark = pytest.mark.parametrize(
+    "version", ["main_line", "feature_branch"], indirect=True, scope="module"
+)
+
+
+@pytest.mark.parametrize("shape", [SEVERAL, WINDOWED, ALL_WINDOWS], ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "settings", [{}, {"chunk": 8}, {"is_overlapped": True, "chunk": 12}], ids=str
+)
+def test_every_group_is_loaded_where_its_window_reaches(
+    make_engine: MakeEngine, shape: Shape, settings: dict[str, Any]
+) -> None:
+    cold = make_engine(shape=shape, **settings)
+    cold.serve(PROMPT, max_new=12)
+    cold.close()
+    warm = make_engine(shape=shape, **settings)
+    assert warm.serve(PROMPT, max_new=12).num_hit == 36
+
+
+def test_pages_that_a_window_has_passed_go_to_others_and_are_saved_before(
+    make_engine: MakeEngine,
+) -> None:
+    prompts = [[seed, *range(50)] for seed in range(6)]
+    cold = make_engine(shape=WINDOWED, num_pages=50, chunk=8)
+    for prompt in prompts:
+        cold.submit(prompt, max_new=9)
+    cold.run()
+    cold.close()
+    warm = make_engine(shape=WINDOWED, num_pages=50, chunk=8)
+    assert [warm.serve(prompt, max_new=9).num_hit for prompt in prompts] == [48] * 6
+
+
+@pytest.mark.parametrize("shape", [SEVERAL, WINDOWED, ALL_WINDOWS], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("taken", [0, 1, 3, 8])
+def test_an_offer_that_is_taken_in_part_is_loaded_in_part(
+    make_engine: MakeEngine, shape: Shape, taken: int
+) -> None:
+    cold = make_engine(shape=shape)
+    cold.serve(PROMPT, max_new=9)
+    cold.close()
+    warm = make_engine(shape=shape)
+    warm.honour = lambda _request, offer: min(offer, taken * BLOCK)
+    assert warm.serve(PROMPT, max_new=9).num_hit == taken * BLOCK
+
+
+def test_bytes_that_all_ranks_share_are_stored_once(
+    make_engine: MakeEngine, version: Version
+) -> None:
+    if not version.stand_in.RESOLVES_LATE:
+        pytest.skip("this version tells nothing of what ranks share")
+    cold = make_engine(shape=REPLICATED, num_ranks=2)
+    cold.serve(PROMPT)
+    cold.close()
+    stored = [worker._engine.totals["stored_blocks"] for worker in cold.workers]
+    assert stored == [2 * 10, 10]
+    assert make_engine(shape=REPLICATED, num_ranks=2).serve(PROMPT).num_hit == 36

@@ -1,0 +1,126 @@
+"""Requests that wait while their blocks are made ready: resumed, cancelled, resumed too late."""
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.trtllm.conftest import MakeEngine, leased
+from tests.trtllm.engine import Engine
+from tests.trtllm.shapes import BLOCK
+from tests.trtllm.version import Version
+from tests.unit.actors.small_shard import wait_for
+from tests.unit.connector.test_scheduler import flip_a_byte
+
+PROMPT = list(range(100, 140))
+SHORT_LEASE_S = 0.2
+
+
+@pytest.fixture(autouse=True)
+def _parks(monkeypatch: pytest.MonkeyPatch, environment: Any) -> None:
+    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", "async")
+    monkeypatch.setenv("KVRAY_CONNECTOR__PARK_LEASE_S", str(SHORT_LEASE_S))
+
+
+@pytest.fixture
+def warm(make_engine: MakeEngine) -> Engine:
+    """A new engine whose tier has PROMPT."""
+    cold = make_engine()
+    cold.serve(PROMPT, max_new=9)
+    cold.close()
+    return make_engine()
+
+
+def test_a_parked_request_comes_back_to_loaded_blocks(warm: Engine) -> None:
+    request = warm.submit(PROMPT, max_new=5)
+    warm.step()
+    assert request.is_parked or request.state == "CONTEXT_INIT"
+    assert warm.num_passes == 0
+    warm.run()
+    assert request.num_hit == 36
+
+
+def test_others_go_on_while_a_request_is_parked(warm: Engine) -> None:
+    requests = [warm.submit(PROMPT, max_new=5), warm.submit(list(range(30)), max_new=5)]
+    warm.step()
+    assert warm.num_passes == 1
+    warm.run()
+    assert [request.num_hit for request in requests] == [36, 0]
+
+
+def test_what_a_cancelled_request_was_parked_for_is_released_in_time(
+    warm: Engine, shard: Any
+) -> None:
+    victim = warm.submit(PROMPT)
+    warm.step()
+    assert leased(shard) > 0
+    warm.kill(victim)
+    wait_for(lambda: serve_another(warm) and leased(shard) == 0, "the end of the parked lease")
+
+
+def test_a_request_that_comes_back_too_late_stops_the_engine_and_loads_nothing(
+    warm: Engine, version: Version, shard: Any
+) -> None:
+    late = warm.submit(PROMPT)
+    warm.step()
+    wait_for(lambda: warm.poll_parked(late), "the word that it may go on")
+    warm.active.remove(late)  # the engine has others to schedule first
+    wait_for(lambda: serve_another(warm) and leased(shard) == 0, "the end of the parked lease")
+    warm.active.append(late)
+    with pytest.raises(version.module("promise").LeaseExpired, match="park_lease_s"):
+        warm.run()
+    assert warm.totals["loaded_blocks"] == 0
+
+
+def test_a_request_that_waits_long_for_its_blocks_keeps_them(
+    warm: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Time runs from when the engine was told; before, it has no way to come back."""
+    worker = warm.workers[0]
+    finished = worker.get_finished
+    opened_at = time.monotonic() + 3 * SHORT_LEASE_S
+    held: list[int] = []
+
+    def hold(saving: list[int], loading: list[int]) -> Any:
+        held.extend(loading)
+        if time.monotonic() < opened_at:
+            return [], []
+        ready, held[:] = list(held), []
+        return finished(saving, ready)
+
+    monkeypatch.setattr(worker, "get_finished", hold)
+    request = warm.submit(PROMPT)
+    warm.run(steps_max=10**6)
+    assert request.num_hit == 36
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_a_parked_request_may_take_less_than_was_offered(
+    warm: Engine, version: Version, taken: int
+) -> None:
+    if not version.stand_in.TAKES_LESS:
+        pytest.skip("this version takes all of an offer")
+    warm.honour = lambda _request, offer: min(offer, taken * BLOCK)
+    assert warm.serve(PROMPT, max_new=5).num_hit == taken * BLOCK
+
+
+def test_a_block_that_rots_while_a_request_is_parked_stops_the_engine(
+    warm: Engine, version: Version
+) -> None:
+    def rot(engine: Engine) -> None:
+        engine.at.clear()
+        flip_a_byte(engine.arena, depth=4)
+
+    warm.at["asked"] = rot
+    warm.submit(PROMPT)
+    with pytest.raises(version.module("parking").CorruptBlock):
+        warm.run()
+    assert warm.num_passes == 0
+
+
+def serve_another(engine: Engine) -> bool:
+    """Run a pass that has nothing to do with what is parked."""
+    time.sleep(SHORT_LEASE_S / 10)
+    engine.submit([1, 2, 3])
+    engine.step()
+    return True
