@@ -32,11 +32,12 @@ def make_engine(
     """Make engines. Whatever they did: no row was wrong, nothing failed, no lease is left."""
     engines: list[Engine] = []
 
-    def make(**options: Any) -> Engine:
+    def make(*, waits_for_tier: bool = True, **options: Any) -> Engine:
         shape = options.get("shape", FLAT)
         monkeypatch.setitem(os.environ, "KVRAY_CONNECTOR__MODEL_KEY", shape.name)
         engines.append(Engine(version, **options))
-        wait_for(lambda: engines[-1].arena is not None, "joining the tier")
+        if waits_for_tier:
+            wait_for(lambda: engines[-1].arena is not None, "joining the tier")
         return engines[-1]
 
     yield make
