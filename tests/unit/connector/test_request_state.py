@@ -103,6 +103,23 @@ def test_a_first_report_with_other_tokens_rekeys_the_request() -> None:
     assert state.keys_until(1) == keys_of([1, 2, 3, 5])
 
 
+def test_tokens_after_a_first_report_with_other_tokens_follow_these() -> None:
+    state = state_of([1, 2, 3, 4, 5])
+    state.extend([1, 2, 3, 6, 7], [[0, 1]], new=True)
+    state.extend([8, 9, 10], [[]], new=False)
+    assert state.keys_until(2) == keys_of([1, 2, 3, 6, 7, 8, 9, 10])
+
+
+def test_a_replay_without_what_was_generated_has_the_keys_of_its_tokens() -> None:
+    state = state_of([1, 2, 3, 4, 5])
+    state.extend([1, 2, 3, 4, 5], [[0, 1]], new=True)
+    state.extend([6], [[]], new=False)
+    state.extend([1, 2, 3, 4, 5], [[2, 3]], new=True)
+    state.extend([7, 8, 9], [[]], new=False)
+    assert state.num_tokens == 8
+    assert state.keys_until(2) == keys_of([1, 2, 3, 4, 5, 7, 8, 9])
+
+
 def test_a_replay_starts_with_its_own_pages() -> None:
     state = state_of(list(range(8)))
     state.extend(list(range(8)), [[3, 4]], new=True)
