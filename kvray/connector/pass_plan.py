@@ -85,6 +85,7 @@ class PassPlanner:
     def add(self, state: RequestState, report: Any, *, is_new: bool) -> None:
         """Plan what any other request needs."""
         self._extend(state, report, is_new=is_new)
+        state.rewind(report.computed_position)
         self._save(state, report.computed_position + report.num_scheduled_tokens)
 
     def finish(self) -> ConnectorMeta:

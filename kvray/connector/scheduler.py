@@ -220,7 +220,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         if matched is None:
             return reason
         # A corrupt block, and what follows it, is saved anew when it is computed.
-        state.num_saved = matched.end
+        state.num_found = state.num_saved = matched.end
         if matched.end <= first:
             release_leases(engine, matched.arena, *matched.held.leases)
             return reason

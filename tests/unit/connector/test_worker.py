@@ -197,6 +197,21 @@ def test_pages_that_may_be_given_away_are_fenced_off_once(warm: Pair) -> None:
     assert warm.plan(second).is_fenced, "it began anew, with other pages"
 
 
+def test_what_a_dropped_pass_was_to_save_is_saved_by_the_next(warm: Pair) -> None:
+    request = Request(2, [7, *PROMPT])
+    warm.query(request)
+    warm.plan(request)
+    warm.worker.start_load_kv(None)  # and no forward pass
+    report = RequestData(request.request_id, [], [], 0, len(request.tokens))
+    meta = warm.scheduler.build_connector_meta(SchedulerOutput(cached_requests=[report]))
+    assert len(meta.saves[0].pages[0].ids()) == 10
+    warm.worker.bind_connector_meta(meta)
+    warm.worker.start_load_kv(None)
+    warm.compute(request)
+    warm.flush()
+    assert warm.query(Request(3, request.tokens)) == 10 * BLOCK
+
+
 @pytest.mark.parametrize("make_pair", ["device"], indirect=True)
 def test_a_pass_that_did_not_wait_for_its_layers_fails(warm: Pair) -> None:
     request = Request(2, PROMPT)
