@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -18,8 +17,7 @@ from kvray.reference.engine_rank import EngineRank
 from kvray.reference.inbox import Inbox
 from kvray.reference.llm_args import KvConnectorConfig
 from kvray.reference.output import Output, Prompt
-from kvray.reference.rank_group import RankGroup
-from kvray.reference.ranks import Ranks, SingleRank
+from kvray.reference.rank_group import start_ranks
 from kvray.reference.request import LlmRequest
 
 
@@ -124,7 +122,7 @@ class ReferenceEngine:
         self._request_ids = itertools.count(1)
         self._ids_lock = threading.Lock()
         self._inbox = Inbox()
-        ranks, self._others = _start_ranks(options)
+        ranks, self._others = start_ranks(options)
         try:
             self._leader = EngineRank(options, ranks, self._inbox)
         except BaseException:
@@ -253,26 +251,3 @@ class ReferenceEngine:
                 f"A prompt of {len(tokens)} tokens and {max_tokens} more do not fit: the pool "
                 f"holds {room} tokens and the model takes {self.model.max_tokens}."
             )
-
-
-def _start_ranks(options: EngineOptions) -> tuple[Ranks, RankGroup]:
-    """Return the collectives with the other ranks, and their processes."""
-    if options.tensor_parallel_size == 1:
-        return SingleRank(), RankGroup()
-    from kvray.reference.gloo_ranks import GlooRanks
-
-    with tempfile.TemporaryDirectory(prefix="kvray-ranks-") as name:
-        directory = Path(name)
-        others = RankGroup.start(options, directory)
-        try:
-            ranks = GlooRanks(
-                0,
-                options.tensor_parallel_size,
-                directory,
-                timeout_s=options.collective_timeout_s,
-                diagnose=others.diagnose,
-            )
-        except BaseException:
-            others.kill()
-            raise
-    return ranks, others

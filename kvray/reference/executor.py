@@ -18,7 +18,8 @@ from kvray.reference.cache_manager import KVCacheManager
 from kvray.reference.connector_manager import KvCacheConnectorManager
 from kvray.reference.intake import Intake
 from kvray.reference.model_engine import ModelEngine
-from kvray.reference.request import LlmRequest, LlmRequestState
+from kvray.reference.progress import add_tokens, count_computed, foresee_ends
+from kvray.reference.request import LlmRequest
 from kvray.reference.scheduler import ScheduledRequests, schedule
 
 _PARKED_POLL_S = 0.001
@@ -138,8 +139,8 @@ class Executor:
         batch = self._begin_batch()
         sampled = self._forward(batch, {}) if batch.batch_size else None
         if sampled is not None:
-            self._update_states(batch, num_pending=None)
-            self._update_requests(sampled, batch.all_requests())
+            count_computed(batch)
+            add_tokens(sampled, batch.all_requests(), now=time.monotonic())
             self._finish_in_connector(batch.all_requests())
             self._handle_cancelled()
             self._handle_responses()
@@ -156,10 +157,11 @@ class Executor:
             if sampled is None:
                 previous = None  # the error has failed its requests too
         if previous is not None:
-            self._update_requests(previous.sampled, previous.batch.all_requests())
+            add_tokens(previous.sampled, previous.batch.all_requests(), now=time.monotonic())
             self._finish_in_connector(previous.batch.all_requests())
         if sampled is not None:
-            self._update_states(batch, num_pending=1)
+            count_computed(batch)
+            foresee_ends(batch, num_pending=1)
         if previous is not None:
             self._handle_cancelled()
             self._handle_responses()
@@ -204,32 +206,6 @@ class Executor:
                 if request.is_dummy:
                     self._cache.free_resources(request)
         return None if self._is_dummy_due else sampled
-
-    def _update_states(self, batch: ScheduledRequests, *, num_pending: int | None) -> None:
-        """Count what the pass computed; with overlap also see which answers end by length."""
-        for request in batch.context_requests:
-            request.move_to_next_context_chunk()
-            if request.context_remaining_length == 0 and not request.is_finished:
-                request.state = LlmRequestState.GENERATION_IN_PROGRESS
-        for request in batch.generation_requests:
-            request.num_computed_tokens += 1
-        if num_pending is None:
-            return
-        for request in batch.all_requests():
-            if (
-                request.state is LlmRequestState.GENERATION_IN_PROGRESS
-                and request.will_complete_next_iteration(num_pending=num_pending)
-            ):
-                request.state = LlmRequestState.GENERATION_TO_COMPLETE
-
-    def _update_requests(self, sampled: dict[int, int], requests: Iterable[LlmRequest]) -> None:
-        for request in requests:
-            token = sampled.get(request.request_id)
-            if token is None or request.is_finished:
-                continue
-            if not request.generated_tokens:
-                request.first_token_at = time.monotonic()
-            request.add_new_token(token)
 
     def _finish_in_connector(self, requests: Iterable[LlmRequest]) -> None:
         """Announce ended requests that still hold blocks; pin those that a save still reads."""

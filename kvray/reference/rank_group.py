@@ -6,6 +6,7 @@ import dataclasses
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvray.errors import ConfigError, KVRayError
 from kvray.reference.child_process import spawn_child
 from kvray.reference.engine_options import EngineOptions, encode_options
 from kvray.reference.pipe import PipeClosed
+from kvray.reference.ranks import Ranks, SingleRank
 
 _CHILD_MODULE = "kvray.reference.rank_child"
 _STDERR = 2
@@ -23,6 +25,33 @@ _IMPORT_TIMEOUT_S = 120.0
 _DIAGNOSIS_S = 2.0
 _CLOSE_TIMEOUT_S = 20.0
 _FAILED_TIMEOUT_S = 2.0
+
+
+def start_ranks(options: EngineOptions) -> tuple[Ranks, RankGroup]:
+    """Start the ranks besides this one; return the collectives with them, and their processes.
+
+    Raises:
+        KVRayError: one of them did not start.
+    """
+    if options.tensor_parallel_size == 1:
+        return SingleRank(), RankGroup()
+    from kvray.reference.gloo_ranks import GlooRanks
+
+    with tempfile.TemporaryDirectory(prefix="kvray-ranks-") as name:
+        directory = Path(name)
+        others = RankGroup.start(options, directory)
+        try:
+            ranks = GlooRanks(
+                0,
+                options.tensor_parallel_size,
+                directory,
+                timeout_s=options.collective_timeout_s,
+                diagnose=others.diagnose,
+            )
+        except BaseException:
+            others.kill()
+            raise
+    return ranks, others
 
 
 class RankGroup:
