@@ -10,91 +10,89 @@ from kvray.actors.shard import Shard
 from tests.trtllm.conftest import leased
 from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import LlmRequest
-from tests.trtllm.shapes import ALL_WINDOWS, BLOCK, FLAT, MLA, REPLICATED, WINDOWED
+from tests.trtllm.shapes import ALL_WINDOWS, BLOCK, FLAT, MLA, REPLICATED, WINDOWED, Shape
 from tests.trtllm.version import Version
 from tests.unit.actors.small_shard import wait_for
 
-STEPS = 60
 ROOTS = [list(range(at, at + 60)) for at in (0, 100, 200)]
-ACTIONS = ["submit", "submit", "step", "step", "step", "cancel", "take_away", "defer", "replace"]
 
-prompts = st.tuples(
+PROMPTS = st.tuples(
     st.sampled_from(ROOTS), st.integers(1, 48), st.lists(st.integers(0, 3), max_size=6)
 ).map(lambda drawn: [*drawn[0][: drawn[1]], *drawn[2]])
+ENGINES = st.fixed_dictionaries(
+    {
+        "num_pages": st.sampled_from([48, 128]),
+        "chunk": st.sampled_from([None, BLOCK, 3 * BLOCK]),
+        "is_overlapped": st.booleans(),
+        "has_hooks": st.booleans(),
+        "load": st.sampled_from(["sync", "async"]),
+    }
+)
+WHO = st.integers(0, 7)
+"""Place among those to whom something may happen, if there are so many."""
+STEP = st.just(("step",))
+ACTIONS = st.one_of(
+    st.tuples(st.just("submit"), PROMPTS, st.sampled_from([0, 0, 1]), st.integers(1, 9)),
+    *[STEP] * 4,
+    st.tuples(st.just("cancel"), WHO),
+    st.tuples(st.just("take_away"), WHO),
+    st.tuples(st.just("choose"), st.integers(0, 3), st.sampled_from([0, 1, 2, 99])),
+    st.tuples(st.just("replace"), ENGINES),
+)
+LIVES = st.lists(ACTIONS, min_size=20, max_size=80)
 
 
 class Life:
     """One engine after the other, at most one at a time, with whatever happens to it."""
 
-    def __init__(self, version: Version, data: st.DataObject, patch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, version: Version, patch: pytest.MonkeyPatch, shape: Shape, num_ranks: int
+    ) -> None:
         self.version = version
         self.patch = patch
-        self.data = data
-        self.hit_tokens = 0
-        branch, groups = version.stand_in.RESOLVES_LATE, version.stand_in.HAS_GROUPS
-        shapes = [FLAT, MLA, *[WINDOWED, ALL_WINDOWS] * groups, *[REPLICATED] * branch]
-        self.shape = data.draw(st.sampled_from(shapes), "shape")
-        self.num_ranks = data.draw(st.sampled_from([1, 1, 2]), "ranks")
-        patch.setenv("KVRAY_CONNECTOR__MODEL_KEY", f"{self.shape.name} of {self.num_ranks}")
-        self.engine = self._start()
+        self.shape = shape
+        self.num_ranks = num_ranks
+        self.engine: Engine | None = None
+        patch.setenv("KVRAY_CONNECTOR__MODEL_KEY", f"{shape.name} of {num_ranks}")
 
-    def live(self) -> None:
-        for _ in range(STEPS):
-            getattr(self, self.data.draw(st.sampled_from(ACTIONS), "action"))()
-        self.replace()
-        self.engine.close()
-
-    def submit(self) -> None:
-        prompt = self.data.draw(prompts, "prompt")
+    def submit(self, prompt: list[int], salt: int, max_new: int) -> None:
         name = self.version.stand_in.SALT_FIELD
-        salts = [None, None, 7] if name == "cache_salt_id" else [None, None, "tenant"]
-        salt = self.data.draw(st.sampled_from(salts), "salt")
-        max_new = self.data.draw(st.integers(1, 9), "max_new")
-        self.engine.submit(prompt, max_new=max_new, **{name: salt})
+        salts = [None, 7 if name == "cache_salt_id" else "tenant"]
+        self.engine.submit(prompt, max_new=max_new, **{name: salts[salt]})
 
     def step(self) -> None:
         self.engine.step()
-        self.hit_tokens += sum(one.num_hit for one in self.engine.active)
         assert self.engine.corrupt_rows == 0
 
-    def cancel(self) -> None:
-        if victim := self._any(self._may_go()):
-            self.engine.kill(victim)
+    def cancel(self, who: int) -> None:
+        if who < len(victims := self._may_go()):
+            self.engine.kill(victims[who])
 
-    def take_away(self) -> None:
-        living = [one for one in self._may_go() if one.has_pages and not one.is_ended]
-        if self.version.stand_in.HAS_GROUPS and (victim := self._any(living)):
-            self.engine.preempt(victim)
+    def take_away(self, who: int) -> None:
+        victims = [one for one in self._may_go() if one.has_pages and not one.is_ended]
+        if self.version.stand_in.HAS_GROUPS and who < len(victims):
+            self.engine.preempt(victims[who])
 
-    def defer(self) -> None:
+    def choose(self, remainder: int, blocks: int) -> None:
         """Choose anew who is left out of batches, and how much of an offer is taken."""
-        remainder = self.data.draw(st.integers(0, 3), "left out")
-        share = self.data.draw(st.sampled_from([0, 1, 2, 99]), "blocks taken")
         self.engine.defers = lambda request: request.request_id % 4 == remainder
-        self.engine.honour = lambda _request, offer: min(offer, share * BLOCK)
+        self.engine.honour = lambda _request, offer: min(offer, blocks * BLOCK)
 
-    def replace(self) -> None:
+    def replace(self, options: dict[str, Any]) -> None:
         """End the engine when it has done all it was given, and start another."""
+        self.finish()
+        self.patch.setenv("KVRAY_CONNECTOR__LOAD", options["load"])
+        others = {name: value for name, value in options.items() if name != "load"}
+        self.engine = Engine(self.version, shape=self.shape, num_ranks=self.num_ranks, **others)
+        wait_for(lambda: self.engine.arena is not None, "joining the tier")
+
+    def finish(self) -> None:
+        if self.engine is None:
+            return
         self.engine.defers = lambda _request: False
         self.engine.run()
         assert self.engine.corrupt_rows == self.engine.totals["errors"] == 0
         self.engine.close()
-        self.engine = self._start()
-
-    def _start(self) -> Engine:
-        draw = self.data.draw
-        self.patch.setenv("KVRAY_CONNECTOR__LOAD", draw(st.sampled_from(["sync", "async"]), "load"))
-        engine = Engine(
-            self.version,
-            shape=self.shape,
-            num_ranks=self.num_ranks,
-            num_pages=draw(st.sampled_from([48, 128]), "pages"),
-            chunk=draw(st.sampled_from([None, BLOCK, 3 * BLOCK]), "chunk"),
-            is_overlapped=draw(st.booleans(), "overlapped"),
-            has_hooks=draw(st.booleans(), "hooks"),
-        )
-        wait_for(lambda: engine.arena is not None, "joining the tier")
-        return engine
 
     def _may_go(self) -> list[LlmRequest]:
         """Return who may be stopped; engines with groups wait for a transfer's end first."""
@@ -102,8 +100,12 @@ class Life:
         alive = [*self.engine.active, *self.engine.waiting]
         return [one for one in alive if not (waits and one.is_parked)]
 
-    def _any(self, requests: list[LlmRequest]) -> LlmRequest | None:
-        return self.data.draw(st.sampled_from(requests), "who") if requests else None
+
+def shapes_of(version: Version) -> list[Shape]:
+    shapes = [FLAT, MLA]
+    if version.stand_in.HAS_GROUPS:
+        shapes += [WINDOWED, ALL_WINDOWS]
+    return [*shapes, REPLICATED] if version.stand_in.RESOLVES_LATE else shapes
 
 
 @given(data=st.data())
@@ -115,11 +117,16 @@ class Life:
 def test_no_life_has_a_wrong_row_an_error_or_a_lease_left(
     version: Version, running_shard: Shard, data: Any
 ) -> None:
+    shape = data.draw(st.sampled_from(shapes_of(version)), "shape")
+    num_ranks = data.draw(st.sampled_from([1, 1, 2]), "ranks")
+    first, actions = data.draw(ENGINES, "first engine"), data.draw(LIVES, "life")
     with pytest.MonkeyPatch.context() as patch:
         running_shard.clear(10)
-        life = Life(version, data, patch)
+        life = Life(version, patch, shape, num_ranks)
         try:
-            life.live()
+            for name, *details in [("replace", first), *actions]:
+                getattr(life, name)(*details)
+            life.finish()
         finally:
             life.engine.close()
         wait_for(lambda: leased(running_shard) == 0, "the end of every lease")
