@@ -128,7 +128,8 @@ def take(
     if 2 * taken.num_missed > count * case.batch and not case.has_neighbour:
         raise KVRayError(
             f"{taken.num_missed} of {count * case.batch} requests of the bench did not find what"
-            " was stored for them; give a larger --capacity, or run it when the machine is quiet."
+            " was stored for them; run it again when the machine is quiet, or raise"
+            " arena.lock_wait_s."
         )
     return taken
 

@@ -109,13 +109,15 @@ class ConnectorStage:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for this process, which ends it
         )
+        assert process.stdin is not None, "it was asked for"
+        assert process.stdout is not None, "it was asked for"
         with process:
             try:
-                if not (process.stdout and process.stdout.readline()):
+                if not process.stdout.readline():
                     raise KVRayError("The other process of the bench did not start; run it again.")
                 yield
             finally:
-                process.kill()
+                process.stdin.close()  # which ends it
 
 
 @contextmanager

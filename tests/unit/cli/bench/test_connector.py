@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -30,30 +31,42 @@ def arena_dir(tmp_path: Path) -> Iterator[Path]:
     assert list(directory.iterdir()) == []
 
 
-def test_quick_run_gives_every_figure(run_kvray: RunKvray, arena_dir: Path) -> None:
-    done = run_kvray(
-        *("bench", "connector", "--quick", "--json"),
-        KVRAY_ARENA__DIR=str(arena_dir),
-        KVRAY_ARENA__LOCK_WAIT_S=PATIENT_S,
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The figures of one quick run."""
+    directory = tmp_path_factory.mktemp("arenas")
+    done = subprocess.run(
+        [sys.executable, "-m", "kvray", "bench", "connector", "--quick", "--json"],
+        env={
+            **os.environ,
+            "KVRAY_ARENA__DIR": str(directory),
+            "KVRAY_ARENA__LOCK_WAIT_S": PATIENT_S,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    found = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(directory.iterdir()) == []
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
+
+
+def test_quick_run_gives_every_figure(found: dict[str, Any]) -> None:
     for case in CASES:
         p50, p99 = found[f"leader{case}_ms_p50"], found[f"leader{case}_ms_p99"]
         assert 0 < p50 <= p99 < math.inf
         assert found[f"leader{case}_over_hash"] > 0
     assert all(found[f"leader_{part}_ms_p50"] > 0 for part in PARTS)
     assert found["requests"] == 10
+
+
+def test_all_that_was_stored_is_found_again(found: dict[str, Any]) -> None:
     missed = found["missed_requests"]
     assert all(missed[f"leader{case}"] == 0 for case in CASES if case != "_contended")
 
 
-def test_metadata_is_at_most_eight_bytes_for_a_block_and_rank(
-    run_kvray: RunKvray, arena_dir: Path
-) -> None:
-    done = run_kvray("bench", "connector", "--quick", "--json", KVRAY_ARENA__DIR=str(arena_dir))
-    found = json.loads(done.stdout)
+def test_metadata_is_at_most_eight_bytes_for_a_block_and_rank(found: dict[str, Any]) -> None:
     blocks = 8192 // 32
     worst = max(found["metadata_bytes_load"], found["metadata_bytes_save"])
     assert 4 * blocks < worst <= 8 * blocks
