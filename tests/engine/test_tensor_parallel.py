@@ -135,7 +135,7 @@ def test_rank_that_is_killed_or_frozen_ends_the_engine_with_a_sentence(
     directory: Path, signum: signal.Signals
 ) -> None:
     fake_connector.reset()
-    with start(2, collective_timeout_s=3.0) as engine:
+    with start(2, collective_timeout_s=4.0) as engine:
         engine.generate(make_prompt(20), max_tokens=1)
         pending = engine.submit(make_prompt(60), max_tokens=190)
         os.kill(engine.rank_pids[0], signum)
