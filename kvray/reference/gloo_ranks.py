@@ -155,7 +155,7 @@ class GlooRanks:
         except RuntimeError as error:
             raise self._diagnose() or CollectiveError(
                 f"Rank {self.rank} of {self.size} waited in vain for the others: one has died or "
-                f"did nothing for {self._timeout_s:.0f} s. Start the engine anew. (gloo: {error})"
+                f"did nothing for {self._timeout_s:.0f} s. Start the engine anew."
             ) from error
 
 
