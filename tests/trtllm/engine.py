@@ -33,6 +33,7 @@ class Engine:
         num_pages: int = 128,
         num_ranks: int = 1,
         owner: int | None = None,
+        is_flat: bool = False,
         chunk: int | None = None,
         is_overlapped: bool = False,
         has_hooks: bool = True,
@@ -43,6 +44,8 @@ class Engine:
     ) -> None:
         self.version = version
         self.stand_in = stand_in = version.stand_in
+        self.has_groups = stand_in.HAS_GROUPS and not is_flat
+        """Whether the second cache manager is in use, which describes layer groups."""
         self.chunk = chunk
         self.is_overlapped = is_overlapped
         self.has_hooks = has_hooks
@@ -71,11 +74,12 @@ class Engine:
                     self.scheduler = version.scheduler_class(llm_args)
         self._warm_up()
         for worker, memory in zip(self.workers, self.memories, strict=True):
-            if stand_in.HAS_GROUPS:
+            if self.has_groups:
                 worker.register_kv_cache_layout(memory.layout(stand_in))
             else:
                 worker.register_kv_caches(memory.pool())
         named = {} if owner is None else {"owner": owner}
+        named |= {"is_flat": True} if is_flat and stand_in.HAS_GROUPS else {}
         self.manager = stand_in.Manager(self.workers, self.scheduler, **named)
         self.cache = Cache(
             self.memories,
@@ -146,7 +150,7 @@ class Engine:
             self._expect_loads(context)
             self._happen("loaded")
             context, generation = self._living(context), self._living(generation)
-        elif self.stand_in.HAS_GROUPS:
+        elif self.has_groups:
             self.manager.begin_pass([])  # what is bound stays bound
         if self.drops_batch:
             context, generation, self.drops_batch = [], [], False
@@ -280,7 +284,7 @@ class Engine:
         for request in context:
             if not request.has_pages and self.manager.should_add_sequence(request):
                 self._add(request)
-            elif self.stand_in.HAS_GROUPS:
+            elif self.has_groups:
                 start = request.context_current_position
                 end = start + request.context_chunk_size
                 self.cache.extend(request, end, history=start)
@@ -291,7 +295,7 @@ class Engine:
 
     def _add(self, request: LlmRequest) -> None:
         manager = self.manager
-        if not self.stand_in.HAS_GROUPS:
+        if not self.has_groups:
             local = self._open(request)
             self.cache.extend(request, request.prompt_len, history=0)
             taken = manager.get_num_new_matched_tokens(request, local)
@@ -316,7 +320,7 @@ class Engine:
         request.context_current_position = local + taken
         left = request.prompt_len - local - taken
         request.context_chunk_size = min(left, self.chunk or left)
-        if self.stand_in.HAS_GROUPS:
+        if self.has_groups:
             end = local + taken + request.context_chunk_size
             self.cache.extend(request, end, history=local + taken)
         request.has_pages, request.num_hit = True, taken
@@ -362,7 +366,7 @@ class Engine:
         for request in (*context, *generation):
             if request is self._dummy:
                 continue
-            if self.stand_in.HAS_GROUPS:
+            if self.has_groups:
                 is_last = request.is_generating
                 done = len(request.tokens) if is_last else request.context_current_position
                 self.cache.pass_windows(request, done)
@@ -418,7 +422,7 @@ class Engine:
         for requests in (self.active, self.waiting, self._previous):
             if request in requests:
                 requests.remove(request)
-        if self.stand_in.HAS_GROUPS:
+        if self.has_groups:
             self.manager.forget(request)
 
     def _each_page(self, request: LlmRequest, first: int, end: int, action: str) -> None:

@@ -78,6 +78,16 @@ def test_a_latent_cache_comes_back(make_engine: MakeEngine) -> None:
     assert hits_of_a_new_engine(make_engine, MLA) == 36
 
 
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_one_pool_comes_back_also_where_there_could_be_groups(
+    make_engine: MakeEngine, settings: str
+) -> None:
+    cold = make_engine(is_flat=True, **SETTINGS[settings])
+    cold.serve(PROMPT, max_new=6)
+    cold.close()
+    assert make_engine(is_flat=True, **SETTINGS[settings]).serve(PROMPT).num_hit == 36
+
+
 def test_several_requests_of_one_batch_load_their_own(make_engine: MakeEngine) -> None:
     prompts = [PROMPT, PROMPT[:17], [*PROMPT[:8], *range(9)], list(range(30))]
     cold = make_engine(max_batch=8)

@@ -5,11 +5,8 @@ import pytest
 from tests.trtllm.conftest import MakeEngine, leased
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import BLOCK, FLAT, WINDOWED, Shape
-from tests.trtllm.version import Version
+from tests.trtllm.version import WITH_GROUPS, on
 
-pytestmark = pytest.mark.parametrize(
-    "version", ["main_line", "feature_branch"], indirect=True, scope="module"
-)
 SHAPES = pytest.mark.parametrize("shape", [FLAT, WINDOWED], ids=lambda shape: shape.name)
 
 PROMPT = list(range(100, 140))
@@ -23,6 +20,7 @@ def warm_engine(make_engine: MakeEngine, shape: Shape = FLAT) -> Engine:
     return make_engine(shape=shape, num_pages=96)
 
 
+@on(*WITH_GROUPS)
 @SHAPES
 def test_a_request_whose_blocks_were_taken_away_begins_anew(
     make_engine: MakeEngine, shape: Shape
@@ -38,6 +36,7 @@ def test_a_request_whose_blocks_were_taken_away_begins_anew(
     assert request.is_ended
 
 
+@on(*WITH_GROUPS)
 def test_a_replay_within_its_first_pass_is_asked_about_and_loaded_anew(
     make_engine: MakeEngine,
 ) -> None:
@@ -53,16 +52,10 @@ def test_a_replay_within_its_first_pass_is_asked_about_and_loaded_anew(
     assert request.num_hit == 36
 
 
-@pytest.fixture
-def branch(version: Version) -> Version:
-    if not version.stand_in.RESOLVES_LATE:
-        pytest.skip("this version resolves an offer in the pass that asked for it")
-    return version
-
-
+@on("feature_branch")
 @SHAPES
 def test_an_offer_waits_for_a_request_that_is_left_out_of_batches(
-    branch: Version, make_engine: MakeEngine, shape: Shape
+    make_engine: MakeEngine, shape: Shape
 ) -> None:
     warm = warm_engine(make_engine, shape)
     late = warm.submit(PROMPT, max_new=4)
@@ -75,8 +68,9 @@ def test_an_offer_waits_for_a_request_that_is_left_out_of_batches(
     assert late.num_hit == 36
 
 
+@on("feature_branch")
 def test_an_offer_that_nobody_comes_back_for_is_released(
-    branch: Version, make_engine: MakeEngine, shard: object
+    make_engine: MakeEngine, shard: object
 ) -> None:
     warm = warm_engine(make_engine)
     late = warm.submit(PROMPT, max_new=4)
@@ -87,10 +81,11 @@ def test_an_offer_that_nobody_comes_back_for_is_released(
     assert leased(shard) == 0
 
 
+@on("feature_branch")
 @pytest.mark.parametrize("end", [8, 6, 5])
 @SHAPES
 def test_the_head_of_an_offer_may_be_handed_back(
-    branch: Version, make_engine: MakeEngine, shape: Shape, end: int
+    make_engine: MakeEngine, shape: Shape, end: int
 ) -> None:
     """Another request has computed it meanwhile; the tail is loaded."""
     warm = warm_engine(make_engine, shape)
@@ -103,10 +98,11 @@ def test_the_head_of_an_offer_may_be_handed_back(
     assert late.num_hit == 36 - end
 
 
+@on("feature_branch")
 @pytest.mark.parametrize("taken", [0, 1, 3])
 @SHAPES
 def test_the_tail_of_a_late_offer_may_be_handed_back(
-    branch: Version, make_engine: MakeEngine, shape: Shape, taken: int
+    make_engine: MakeEngine, shape: Shape, taken: int
 ) -> None:
     warm = warm_engine(make_engine, shape)
     late = warm.submit(PROMPT, max_new=4)

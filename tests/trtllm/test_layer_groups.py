@@ -6,7 +6,7 @@ import pytest
 
 from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.shapes import ALL_WINDOWS, BLOCK, REPLICATED, WINDOWED, GroupShape, Shape
-from tests.trtllm.version import Version
+from tests.trtllm.version import WITH_GROUPS, Version, on
 
 PROMPT = list(range(100, 140))
 SEVERAL = Shape(
@@ -19,15 +19,11 @@ SEVERAL = Shape(
 )
 
 
-pytestmark = pytest.mark.parametrize(
-    "version", ["main_line", "feature_branch"], indirect=True, scope="module"
-)
-
-
 @pytest.mark.parametrize("shape", [SEVERAL, WINDOWED, ALL_WINDOWS], ids=lambda shape: shape.name)
 @pytest.mark.parametrize(
     "settings", [{}, {"chunk": 8}, {"is_overlapped": True, "chunk": 12}], ids=str
 )
+@on(*WITH_GROUPS)
 def test_every_group_is_loaded_where_its_window_reaches(
     make_engine: MakeEngine, shape: Shape, settings: dict[str, Any]
 ) -> None:
@@ -38,6 +34,7 @@ def test_every_group_is_loaded_where_its_window_reaches(
     assert warm.serve(PROMPT, max_new=12).num_hit == 36
 
 
+@on(*WITH_GROUPS)
 def test_pages_that_a_window_has_passed_go_to_others_and_are_saved_before(
     make_engine: MakeEngine,
 ) -> None:
@@ -51,6 +48,7 @@ def test_pages_that_a_window_has_passed_go_to_others_and_are_saved_before(
     assert [warm.serve(prompt, max_new=9).num_hit for prompt in prompts] == [48] * 6
 
 
+@on(*WITH_GROUPS)
 @pytest.mark.parametrize("shape", [SEVERAL, WINDOWED, ALL_WINDOWS], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("taken", [0, 1, 3, 8])
 def test_an_offer_that_is_taken_in_part_is_loaded_in_part(
@@ -64,11 +62,27 @@ def test_an_offer_that_is_taken_in_part_is_loaded_in_part(
     assert warm.serve(PROMPT, max_new=9).num_hit == taken * BLOCK
 
 
-def test_bytes_that_all_ranks_share_are_stored_once(
-    make_engine: MakeEngine, version: Version
+@on(*WITH_GROUPS)
+def test_new_pages_may_come_as_a_mapping(
+    make_engine: MakeEngine, version: Version, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not version.stand_in.RESOLVES_LATE:
-        pytest.skip("this version tells nothing of what ranks share")
+    """Some branches report pages as group -> pages."""
+    report = version.stand_in.Manager.report
+
+    def as_mapping(manager: Any, request: Any, cache: Any) -> Any:
+        data = report(manager, request, cache)
+        data.new_block_ids_by_layer_group = dict(enumerate(data.new_block_ids_by_layer_group))
+        return data
+
+    monkeypatch.setattr(version.stand_in.Manager, "report", as_mapping)
+    cold = make_engine(shape=WINDOWED, chunk=8)
+    cold.serve(PROMPT, max_new=9)
+    cold.close()
+    assert make_engine(shape=WINDOWED, chunk=8).serve(PROMPT, max_new=9).num_hit == 36
+
+
+@on("feature_branch")
+def test_bytes_that_all_ranks_share_are_stored_once(make_engine: MakeEngine) -> None:
     cold = make_engine(shape=REPLICATED, num_ranks=2)
     cold.serve(PROMPT)
     cold.close()

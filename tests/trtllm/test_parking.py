@@ -8,7 +8,7 @@ import pytest
 from tests.trtllm.conftest import MakeEngine, leased
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import BLOCK
-from tests.trtllm.version import Version
+from tests.trtllm.version import WITH_GROUPS, Version, on
 from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.test_scheduler import flip_a_byte
 
@@ -94,12 +94,9 @@ def test_a_request_that_waits_long_for_its_blocks_keeps_them(
     assert request.num_hit == 36
 
 
+@on(*WITH_GROUPS)
 @pytest.mark.parametrize("taken", [0, 1, 5])
-def test_a_parked_request_may_take_less_than_was_offered(
-    warm: Engine, version: Version, taken: int
-) -> None:
-    if not version.stand_in.TAKES_LESS:
-        pytest.skip("this version takes all of an offer")
+def test_a_parked_request_may_take_less_than_was_offered(warm: Engine, taken: int) -> None:
     warm.honour = lambda _request, offer: min(offer, taken * BLOCK)
     assert warm.serve(PROMPT, max_new=5).num_hit == taken * BLOCK
 

@@ -7,10 +7,10 @@ import pytest
 from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import FLAT, MLA, Shape
-from tests.trtllm.version import Version
+from tests.trtllm.version import WITH_GROUPS, on
 
 PROMPT = list(range(100, 140))
-LONG = list(range(400))
+LONG = list(range(200))
 CONSTANT_BYTES = 700
 """What any metadata with a load and a save may have beside its blocks."""
 
@@ -55,6 +55,7 @@ def test_metadata_has_at_most_8_bytes_a_block_and_rank(
         sizes.append(max(size for size, _ in engine.manager.sent))
         engine.close()
     blocks = len(LONG) // 4
+    assert engine.totals["loaded_blocks"] == blocks - 1
     saved, loaded = sizes
     assert max(saved, loaded) <= CONSTANT_BYTES + 8 * blocks * num_ranks
     # Without the constant: what a longer prompt adds.
@@ -64,11 +65,8 @@ def test_metadata_has_at_most_8_bytes_a_block_and_rank(
     assert (loaded - smaller) / (blocks / 2) <= 8 * num_ranks
 
 
-def test_owners_under_attention_dp_share_what_each_has_computed(
-    make_engine: MakeEngine, version: Version
-) -> None:
-    if not hasattr(version.stand_in.KvCacheConnectorWorker, "supports_attention_dp"):
-        pytest.skip("this version asks rank 0 only")
+@on(*WITH_GROUPS)
+def test_owners_under_attention_dp_share_what_each_has_computed(make_engine: MakeEngine) -> None:
     owners = [make_engine(owner=0), make_engine(owner=1)]
     for owner in owners:
         owner.add_dummy()

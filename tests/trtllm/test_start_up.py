@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.shapes import BLOCK, MLA
-from tests.trtllm.version import Version
+from tests.trtllm.version import WITH_GROUPS, Version, on
 
 PAGE = Path(__file__).parents[2] / "docs" / "tensorrt_llm.md"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -99,11 +99,10 @@ def test_set_ups_that_a_connector_serves_wrongly_are_refused(version: Version, w
         make_halves(version, **changes)
 
 
+@on(*WITH_GROUPS)
 @pytest.mark.parametrize("what", REFUSED_BY_LAYER_GROUPS)
 def test_set_ups_of_the_second_cache_manager_are_refused(version: Version, what: str) -> None:
     changes, cure = REFUSED_BY_LAYER_GROUPS[what]
-    if not version.stand_in.HAS_GROUPS:
-        pytest.skip("this version has no such setting")
     with pytest.raises(version.module("engine").ConfigError, match=cure):
         make_halves(version, **changes)
 

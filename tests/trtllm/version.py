@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 import kvray
 
 STAND_INS = ("v1_2", "v1_3rc", "main_line", "feature_branch")
+WITH_GROUPS = ("main_line", "feature_branch")
 CONNECTOR = "kvray.connector"
 EXPORTS = (
     "KvCacheConnectorScheduler",
@@ -19,6 +22,11 @@ EXPORTS = (
     "SchedulerOutput",
     "KvCacheConnectorConfig",
 )
+
+
+def on(*names: str) -> pytest.MarkDecorator:
+    """Return a mark for tests, and modules of them, that only these versions have something for."""
+    return pytest.mark.parametrize("version", names, indirect=True, scope="module")
 
 
 @dataclass(frozen=True)

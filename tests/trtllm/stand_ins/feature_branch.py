@@ -13,7 +13,6 @@ from tests.trtllm.stand_ins import main_line
 VERSION = "1.5.0.dev0"
 MODULE = main_line.MODULE
 HAS_GROUPS = True
-TAKES_LESS = True
 RESOLVES_LATE = True
 SALT_FIELD = "cache_salt"
 

@@ -14,7 +14,6 @@ from tests.trtllm.stand_ins import v1_2, v1_3rc
 VERSION = "1.4.0rc1"
 MODULE = v1_3rc.MODULE
 HAS_GROUPS = True
-TAKES_LESS = True
 RESOLVES_LATE = False
 SALT_FIELD = "cache_salt"
 
@@ -121,12 +120,23 @@ def llm_args(*, cache: dict[str, Any], **changes: Any) -> Any:
 class Manager(v1_3rc.Manager):
     """Asks and commits apart, so that an engine may take less of an offer."""
 
-    def __init__(self, workers: list[Any], scheduler: Any, *, owner: int | None = None) -> None:
-        """Serve one engine, or with attention data parallelism the requests of one owner."""
+    def __init__(
+        self,
+        workers: list[Any],
+        scheduler: Any,
+        *,
+        owner: int | None = None,
+        is_flat: bool = False,
+    ) -> None:
+        """Serve one engine, or with attention data parallelism the requests of one owner.
+
+        With `is_flat` the first cache manager is in use, which knows one list of blocks.
+        """
         if owner is not None:
             assert all(type(one).supports_attention_dp is True for one in (*workers, scheduler))
         super().__init__(workers, scheduler)
         self.owner = owner
+        self.is_flat = is_flat
         # Both grouped forms or neither: engines with several groups ask for it at the start.
         for name in ("update_state_after_alloc", "request_finished"):
             grouped = f"{name}_by_layer_group"
@@ -148,15 +158,24 @@ class Manager(v1_3rc.Manager):
         self._commit(request, count, is_async)
 
     def update_state_after_alloc(self, request: Any, groups: list[list[int]]) -> None:
+        if self.is_flat:
+            super().update_state_after_alloc(request, groups)
+            return
         self.scheduler.update_state_after_alloc_by_layer_group(request, [[*one] for one in groups])
 
     def tell_finished(self, request: Any, groups: list[list[int]]) -> bool:
+        if self.is_flat:
+            return super().tell_finished(request, groups)
         return self.scheduler.request_finished_by_layer_group(request, [[*one] for one in groups])
 
     def new_output(self) -> Any:
         return SchedulerOutput(attention_dp_rank=self.owner)
 
     def report(self, request: Any, cache: Any) -> Any:
+        if self.is_flat:
+            deltas = self.deltas(request, cache)
+            hashes = [hash(request.digest(at * 4 + 3)) for at in range(len(request.tokens) // 4)]
+            return RequestData(*deltas, block_hashes=hashes, cache_salt=request.cache_salt)
         tokens, groups = request.get_tokens(0), cache.pages_of(request)
         num_tokens, counts = self.seen.get(request.request_id, (0, [0] * len(groups)))
         self.seen[request.request_id] = (len(tokens), [len(pages) for pages in groups])

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict
 VERSION = "1.2.1"
 MODULE = "tensorrt_llm._torch.pyexecutor.kv_cache_connector"
 HAS_GROUPS = False
-TAKES_LESS = False
 RESOLVES_LATE = False
 SALT_FIELD = "cache_salt_id"
 

@@ -11,7 +11,6 @@ from tests.trtllm.stand_ins import v1_2
 VERSION = "1.3.0rc9"
 MODULE = "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector"
 HAS_GROUPS = False
-TAKES_LESS = False
 RESOLVES_LATE = False
 SALT_FIELD = "cache_salt_id"
 
