@@ -51,7 +51,8 @@ def make_engine(
         for engine in engines:
             engine.close()
     wait_for(lambda: leased(shard) == 0, "the end of every lease with its engine")
-    engines.clear()
+    for _ in range(3):
+        shard.clear(10)  # rounds of its loop, in which it closes the connections that ended
 
 
 def leased(shard: Shard) -> int:

@@ -101,6 +101,21 @@ def test_several_requests_of_one_batch_load_their_own(make_engine: MakeEngine) -
     assert [request.num_hit for request in requests] == [36, 16, 16, 28]
 
 
+def test_engines_that_run_at_once_load_what_the_other_has_computed(
+    make_engine: MakeEngine,
+) -> None:
+    engines = [make_engine(chunk=8), make_engine(chunk=8)]
+    requests = []
+    for turn in range(12):
+        prompt = [turn // 2, *PROMPT]
+        requests.append(engines[turn % 2].submit(prompt, max_new=3))
+        for engine in (*engines, *engines):
+            engine.step()
+        engines[turn % 2].run()
+        engines[turn % 2].workers[0]._saver.drain()
+    assert [request.num_hit for request in requests] == [0, 40] * 6
+
+
 def test_an_engine_with_fewer_pages_than_its_requests_need_reuses_them_all(
     make_engine: MakeEngine,
 ) -> None:

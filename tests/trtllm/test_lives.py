@@ -110,7 +110,7 @@ def shapes_of(version: Version) -> list[Shape]:
 
 @given(data=st.data())
 @settings(
-    max_examples=12,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
