@@ -43,7 +43,7 @@ def make_engine(
     yield make
     lives = all(engine.failure is None for engine in engines)
     try:
-        assert [engine.corrupt_rows for engine in engines] == [0] * len(engines)
+        assert [engine.model.corrupt_rows for engine in engines] == [0] * len(engines)
         assert [engine.totals["errors"] for engine in engines] == [0] * len(engines)
         if lives:
             wait_for(lambda: leased(shard) == 0, "the end of every lease")

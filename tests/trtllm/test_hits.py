@@ -175,6 +175,17 @@ def test_an_engine_that_reuses_nothing_is_promised_nothing(make_engine: MakeEngi
     assert warm.serve(PROMPT).num_hit == 0
 
 
+def test_an_offer_that_the_engine_ignores_is_neither_loaded_nor_kept(
+    make_engine: MakeEngine,
+) -> None:
+    make_engine(is_flat=True).serve(PROMPT)
+    warm = make_engine(is_flat=True)
+    warm.cache.is_reused = False
+    assert warm.serve(PROMPT, max_new=5).num_hit == 0
+    assert warm.totals["hit_tokens"] == 36
+    assert warm.totals["loaded_blocks"] == 0
+
+
 def test_retention_priorities_change_nothing(make_engine: MakeEngine, version: Version) -> None:
     is_known = "kv_cache_retention_config" in version.stand_in.REQUEST_FIELDS
     retained = {"kv_cache_retention_config": object()} if is_known else {}

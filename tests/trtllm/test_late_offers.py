@@ -60,10 +60,10 @@ def test_an_offer_waits_for_a_request_that_is_left_out_of_batches(
     warm = warm_engine(make_engine, shape)
     late = warm.submit(PROMPT, max_new=4)
     warm.submit(list(range(20)), max_new=8)
-    warm.defers = lambda request: request is late
+    warm.admission.defers = lambda request: request is late
     for _ in range(5):
         warm.step()
-    warm.defers = lambda _request: False
+    warm.admission.defers = lambda _request: False
     warm.run()
     assert late.num_hit == 36
 
@@ -74,7 +74,7 @@ def test_an_offer_that_nobody_comes_back_for_is_released(
 ) -> None:
     warm = warm_engine(make_engine)
     late = warm.submit(PROMPT, max_new=4)
-    warm.defers = lambda request: request is late
+    warm.admission.defers = lambda request: request is late
     warm.step()
     assert leased(shard) > 0
     warm.kill(late)
@@ -90,10 +90,10 @@ def test_the_head_of_an_offer_may_be_handed_back(
     """Another request has computed it meanwhile; the tail is loaded."""
     warm = warm_engine(make_engine, shape)
     late = warm.submit(PROMPT, max_new=4)
-    warm.defers = lambda request: request is late
+    warm.admission.defers = lambda request: request is late
     warm.step()
     warm.overtake(late, end)
-    warm.defers = lambda _request: False
+    warm.admission.defers = lambda _request: False
     warm.run()
     assert late.num_hit == 36 - end
 
@@ -106,9 +106,9 @@ def test_the_tail_of_a_late_offer_may_be_handed_back(
 ) -> None:
     warm = warm_engine(make_engine, shape)
     late = warm.submit(PROMPT, max_new=4)
-    warm.defers = lambda request: request is late
-    warm.honour = lambda _request, offer: min(offer, taken * BLOCK)
+    warm.admission.defers = lambda request: request is late
+    warm.admission.honour = lambda _request, offer: min(offer, taken * BLOCK)
     warm.step()
-    warm.defers = lambda _request: False
+    warm.admission.defers = lambda _request: False
     warm.run()
     assert late.num_hit == taken * BLOCK

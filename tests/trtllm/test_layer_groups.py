@@ -58,7 +58,7 @@ def test_an_offer_that_is_taken_in_part_is_loaded_in_part(
     cold.serve(PROMPT, max_new=9)
     cold.close()
     warm = make_engine(shape=shape)
-    warm.honour = lambda _request, offer: min(offer, taken * BLOCK)
+    warm.admission.honour = lambda _request, offer: min(offer, taken * BLOCK)
     assert warm.serve(PROMPT, max_new=9).num_hit == taken * BLOCK
 
 

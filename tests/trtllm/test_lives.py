@@ -62,7 +62,7 @@ class Life:
 
     def step(self) -> None:
         self.engine.step()
-        assert self.engine.corrupt_rows == 0
+        assert self.engine.model.corrupt_rows == 0
 
     def cancel(self, who: int) -> None:
         if who < len(victims := self._may_go()):
@@ -75,8 +75,8 @@ class Life:
 
     def choose(self, remainder: int, blocks: int) -> None:
         """Choose anew who is left out of batches, and how much of an offer is taken."""
-        self.engine.defers = lambda request: request.request_id % 4 == remainder
-        self.engine.honour = lambda _request, offer: min(offer, blocks * BLOCK)
+        self.engine.admission.defers = lambda request: request.request_id % 4 == remainder
+        self.engine.admission.honour = lambda _request, offer: min(offer, blocks * BLOCK)
 
     def replace(self, options: dict[str, Any]) -> None:
         """End the engine when it has done all it was given, and start another."""
@@ -89,15 +89,15 @@ class Life:
     def finish(self) -> None:
         if self.engine is None:
             return
-        self.engine.defers = lambda _request: False
+        self.engine.admission.defers = lambda _request: False
         self.engine.run()
-        assert self.engine.corrupt_rows == self.engine.totals["errors"] == 0
+        assert self.engine.model.corrupt_rows == self.engine.totals["errors"] == 0
         self.engine.close()
 
     def _may_go(self) -> list[LlmRequest]:
         """Return who may be stopped; engines with groups wait for a transfer's end first."""
         waits = self.version.stand_in.HAS_GROUPS
-        alive = [*self.engine.active, *self.engine.waiting]
+        alive = [*self.engine.admission.active, *self.engine.admission.waiting]
         return [one for one in alive if not (waits and one.is_parked)]
 
 

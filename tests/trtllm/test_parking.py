@@ -35,7 +35,7 @@ def test_a_parked_request_comes_back_to_loaded_blocks(warm: Engine) -> None:
     request = warm.submit(PROMPT, max_new=5)
     warm.step()
     assert request.is_parked or request.state == "CONTEXT_INIT"
-    assert warm.num_passes == 0
+    assert warm.model.num_passes == 0
     warm.run()
     assert request.num_hit == 36
 
@@ -43,7 +43,7 @@ def test_a_parked_request_comes_back_to_loaded_blocks(warm: Engine) -> None:
 def test_others_go_on_while_a_request_is_parked(warm: Engine) -> None:
     requests = [warm.submit(PROMPT, max_new=5), warm.submit(list(range(30)), max_new=5)]
     warm.step()
-    assert warm.num_passes == 1
+    assert warm.model.num_passes == 1
     warm.run()
     assert [request.num_hit for request in requests] == [36, 0]
 
@@ -64,9 +64,9 @@ def test_a_request_that_comes_back_too_late_stops_the_engine_and_loads_nothing(
     late = warm.submit(PROMPT)
     warm.step()
     wait_for(lambda: warm.poll_parked(late), "the word that it may go on")
-    warm.active.remove(late)  # the engine has others to schedule first
+    warm.admission.active.remove(late)  # the engine has others to schedule first
     wait_for(lambda: serve_another(warm) and leased(shard) == 0, "the end of the parked lease")
-    warm.active.append(late)
+    warm.admission.active.append(late)
     with pytest.raises(version.module("promise").LeaseExpired, match="park_lease_s"):
         warm.run()
     assert warm.totals["loaded_blocks"] == 0
@@ -97,7 +97,7 @@ def test_a_request_that_waits_long_for_its_blocks_keeps_them(
 @on(*WITH_GROUPS)
 @pytest.mark.parametrize("taken", [0, 1, 5])
 def test_a_parked_request_may_take_less_than_was_offered(warm: Engine, taken: int) -> None:
-    warm.honour = lambda _request, offer: min(offer, taken * BLOCK)
+    warm.admission.honour = lambda _request, offer: min(offer, taken * BLOCK)
     assert warm.serve(PROMPT, max_new=5).num_hit == taken * BLOCK
 
 
@@ -112,7 +112,7 @@ def test_a_block_that_rots_while_a_request_is_parked_stops_the_engine(
     warm.submit(PROMPT)
     with pytest.raises(version.module("parking").CorruptBlock):
         warm.run()
-    assert warm.num_passes == 0
+    assert warm.model.num_passes == 0
 
 
 def serve_another(engine: Engine) -> bool:

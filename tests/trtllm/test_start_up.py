@@ -146,7 +146,7 @@ def test_a_pool_that_is_not_the_whole_cache_is_refused(
 
 
 def test_a_warm_up_before_the_pool_is_there_does_nothing(make_engine: MakeEngine) -> None:
-    """Every engine of these tests warms up so; see `Engine._warm_up`."""
+    """Every engine of these tests warms up so; see `warm_up`."""
     assert make_engine(shape=MLA).serve([1, 2, 3], max_new=3).num_hit == 0
 
 
