@@ -11,7 +11,7 @@ import numpy as np
 
 from kvray.block import KEY_BYTES, BlockKey
 from kvray.errors import ConfigError
-from kvray.store.layout import BUCKET_WAYS
+from kvray.store.layout import BUCKET_WAYS, READY
 from kvray.store.tables import Array, Tables
 
 _PART_STEP = 0x9E3779B97F4A7C15
@@ -75,6 +75,10 @@ def find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
 def _find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
     part: int | Array = parts[0]
     num_parts = len(parts)
+    if num_parts == 1 and len(keys):
+        row = _find_row(tables, keys, parts[0])
+        if row is not None:
+            return row
     if num_parts > 1:
         part = np.repeat(np.array(parts, dtype=np.int64), len(keys))
         keys = np.tile(keys, (num_parts, 1))
@@ -88,6 +92,32 @@ def _find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
     found = find(tables, keys, part).reshape(num_parts, -1)
     here = (found >= 0).all(axis=0)
     return found if here.all() else found[:, : here.argmin()]
+
+
+def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":
+    """Return the slots of `keys`, shape [1, num_keys], if they are READY and lie in a row.
+
+    Those of a chain do where there was room for it. One look into the index tells where the row
+    would begin, or that there is none, as the first key is not here; then the slots themselves,
+    which lie close together, tell whether it is one. A slot that is FREE may still have the key of
+    a block that is elsewhere now.
+
+    Returns:
+        The slots of all keys, or of none; None if they lie in no row.
+    """
+    bucket = int(_bucket(tables, keys[:1], part)[0])
+    tags = tables.index_tag[bucket].tolist()
+    tag = int(_tag(keys[:1])[0])
+    if tag not in tags:
+        return np.empty((1, 0), dtype=np.int64)
+    start = int(tables.index_slot[bucket, tags.index(tag)]) - 1
+    end = start + len(keys)
+    if start < 0 or tables.slot_key[start:end].tobytes() != keys.tobytes():
+        return None
+    is_other = (tables.slot_part[start:end] != part) | (tables.slot_state[start:end] != READY)
+    if np.count_nonzero(is_other):
+        return None
+    return np.arange(start, end)[None]
 
 
 def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Array:

@@ -6,7 +6,7 @@ import pytest
 from kvray.block import BlockKey
 from kvray.errors import ConfigError
 from kvray.store import key_index
-from kvray.store.layout import BUCKET_WAYS
+from kvray.store.layout import BUCKET_WAYS, FREE, READY
 from kvray.store.tables import Array, Tables
 from tests.unit.store.small_arena import chain
 
@@ -104,6 +104,41 @@ def test_tag_zero_is_not_taken_for_an_empty_way(tables: Tables) -> None:
     assert key_index.find(tables, keys, 0).tolist() == [-1]
     insert(tables, name_slots(tables, keys))
     assert key_index.find(tables, keys, 0).tolist() == [0]
+
+
+def ready_chain(tables: Tables, slots: list[int], part: int = 0) -> Array:
+    """Enter a chain whose blocks lie, READY, in `slots`."""
+    keys, at = key_index.pack_keys(chain(len(slots))), np.array(slots)
+    tables.slot_key[at], tables.slot_part[at], tables.slot_state[at] = keys, part, READY
+    assert not insert(tables, at).any()
+    return keys
+
+
+@pytest.mark.parametrize("slots", [[3, 4, 5, 6], [3, 4, 9, 10], [9, 3, 4, 5], [62, 63, 0, 1]])
+def test_run_is_found_in_a_row_or_not(tables: Tables, slots: list[int]) -> None:
+    keys = ready_chain(tables, slots)
+    assert key_index.find_run(tables, keys, [0]).tolist() == [slots]
+    more = key_index.pack_keys(chain(6))
+    assert key_index.find_run(tables, more, [0]).tolist() == [slots]
+    assert key_index.find_run(tables, keys, [1]).tolist() == [[]]
+    assert key_index.find_run(tables, keys[:0], [0]).tolist() == [[]]
+
+
+def test_run_does_not_end_where_a_block_has_left_its_key_behind(tables: Tables) -> None:
+    keys = ready_chain(tables, [0, 1, 2, 3])
+    key_index.remove(tables, np.array([2, 3]))
+    tables.slot_state[[2, 3]] = FREE
+    at = np.array([7, 8])
+    tables.slot_key[at], tables.slot_state[at] = keys[2:], READY
+    insert(tables, at)
+    assert key_index.find_run(tables, keys, [0]).tolist() == [[0, 1, 7, 8]]
+
+
+def test_run_of_several_parts_ends_with_the_shortest(tables: Tables) -> None:
+    keys = ready_chain(tables, [0, 1, 2, 3])
+    ready_chain(tables, [10, 11, 12], part=1)
+    assert key_index.find_run(tables, keys, [0, 1]).tolist() == [[0, 1, 2], [10, 11, 12]]
+    assert key_index.find_run(tables, keys[:3], [1, 0]).tolist() == [[10, 11, 12], [0, 1, 2]]
 
 
 @pytest.mark.parametrize("keys", [[b"short"], [b"x" * 16] * 2 + [b"y" * 33]])
