@@ -36,6 +36,7 @@ ACTIONS = st.one_of(
     *[STEP] * 4,
     st.tuples(st.just("cancel"), WHO),
     st.tuples(st.just("take_away"), WHO),
+    st.just(("put_off",)),
     st.tuples(st.just("choose"), st.integers(0, 3), st.sampled_from([0, 1, 2, 99])),
     st.tuples(st.just("replace"), ENGINES),
 )
@@ -72,6 +73,10 @@ class Life:
         victims = [one for one in self._may_go() if one.has_pages and not one.is_ended]
         if self.version.stand_in.HAS_GROUPS and who < len(victims):
             self.engine.preempt(victims[who])
+
+    def put_off(self) -> None:
+        """Have the coming batch loaded for, and brought back later."""
+        self.engine.drops_batch = True
 
     def choose(self, remainder: int, blocks: int) -> None:
         """Choose anew who is left out of batches, and how much of an offer is taken."""

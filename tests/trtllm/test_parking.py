@@ -72,6 +72,20 @@ def test_a_request_that_comes_back_too_late_stops_the_engine_and_loads_nothing(
     assert warm.totals["loaded_blocks"] == 0
 
 
+@on(*WITH_GROUPS)
+def test_a_request_that_lost_its_blocks_while_parked_is_promised_them_anew(
+    warm: Engine, shard: Any
+) -> None:
+    request = warm.submit(PROMPT)
+    warm.step()
+    wait_for(lambda: warm.poll_parked(request), "the word that it may go on")
+    warm.admission.active.remove(request)
+    wait_for(lambda: serve_another(warm) and leased(shard) == 0, "the end of the parked lease")
+    warm.preempt(request)
+    warm.run()
+    assert request.num_hit == 36
+
+
 def test_a_request_that_waits_long_for_its_blocks_keeps_them(
     warm: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
