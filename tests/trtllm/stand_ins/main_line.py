@@ -171,6 +171,11 @@ class Manager(v1_3rc.Manager):
     def new_output(self) -> Any:
         return SchedulerOutput(attention_dp_rank=self.owner)
 
+    def build_scheduler_output(self, context: list[Any], generation: list[Any], cache: Any) -> None:
+        if self.is_attention_dp:  # an owner's dummies are nobody's business
+            generation = [one for one in generation if not one.is_dummy_request]
+        super().build_scheduler_output(context, generation, cache)
+
     def report(self, request: Any, cache: Any) -> Any:
         if self.is_flat:
             deltas = self.deltas(request, cache)
