@@ -33,9 +33,7 @@ class RequestState:
     """Leading blocks that were in the tier when the prompt was matched."""
     promise: Promise | None = None
     _prompt: list[int] | None = None
-    """What `prompt_keys` was given, until it is known to be what the first report had."""
-    _reported: Sequence[int] | None = None
-    """The tokens of the first report, as many as the prompt's, until they are compared."""
+    """What `prompt_keys` was given, until the first report."""
     _tail: list[int] = field(default_factory=list)
     """The tokens that no key covers yet."""
 
@@ -50,12 +48,11 @@ class RequestState:
     def extend(self, tokens: Sequence[int], pages: Sequence[Sequence[int]], *, new: bool) -> None:
         """Take an engine's report: deltas over the request's life, the first with all so far."""
         if new:
+            # Mostly what the query was given; a replay may have grown.
+            if tokens != self._prompt:
+                self.prompt_keys(list(tokens))
             self.pages = tuple(list(group) for group in pages)
-            is_first = self._prompt is not None and self._reported is None
-            if is_first and len(tokens) == self.num_tokens:
-                self._reported = tokens
-            else:  # a replay, which may have grown
-                self._restart(list(tokens))
+            self._prompt = None
             return
         if tokens:
             self.num_tokens += len(tokens)
@@ -101,29 +98,9 @@ class RequestState:
 
     def keys_until(self, end: int) -> list[BlockKey]:
         """Return the keys of the first `end` blocks."""
-        self._compare()
         if end > len(self.keys):
             self._extend_keys()
         return self.keys[:end]
-
-    def _compare(self) -> None:
-        """Make sure that what was asked about is what was reported.
-
-        It takes half as long as hashing, so it is not done before a key is used again: after a
-        match of all blocks, that is many passes later.
-        """
-        if self._reported is None:
-            return
-        if self._reported == self._prompt:
-            self._prompt = self._reported = None
-        else:
-            since = self._tail[len(self._reported) % self.tokens_per_block :]
-            self._restart([*self._reported, *since])
-
-    def _restart(self, tokens: list[int]) -> None:
-        """Key other tokens than the query gave, and compare them with nothing."""
-        self.prompt_keys(tokens)
-        self._prompt = self._reported = None
 
     def _extend_keys(self) -> None:
         """Key the full blocks of the tail."""
