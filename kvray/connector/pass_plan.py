@@ -153,7 +153,7 @@ class PassPlanner:
                 pages=tuple(Pages.of(group[first:end]) for group in state.pages),
             )
         )
-        if not first and state.opening and self._engine.openings is not None:
+        if not first and state.opening:
             self._engine.openings.note_stored(state.opening)
 
     def _usable_board(self) -> KeyBoard | None:

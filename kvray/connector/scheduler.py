@@ -188,7 +188,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         missed = len(wanted) * tokens_per_block - num_computed_tokens - hit
         if missed > 0:
             totals[f"miss_tokens_{reason}"] += missed
-        if wanted and engine.openings is not None:
+        if wanted:
             state.opening = opening_digest(
                 tokens, salt=identity.salt, lora=identity.lora, media=identity.media
             )
