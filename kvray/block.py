@@ -13,7 +13,7 @@ BlockKey = NewType("BlockKey", bytes)
 """32 bytes: the sha256 digest chained over all tokens up to and including the block's."""
 
 KEY_BYTES = 32
-KEY_FORMAT_VERSION = 1
+KEY_FORMAT_VERSION = 2
 
 
 def frame(*items: bytes) -> bytes:

@@ -30,7 +30,7 @@ NAMESPACE = Namespace(
 
 
 def test_namespace_digest_is_the_golden_one() -> None:
-    golden = "e7b45e101aa664e7785d19b52fe83fbe6a73cef3f837a73757376cc5a248a6a6"
+    golden = "8673b3162eede1cc1b9a832c440c522679462d6204ea7da68ed7deadc7d7823e"
     assert NAMESPACE.digest().hex() == golden
 
 
