@@ -1,4 +1,4 @@
-"""What moves on the terminal while a tier comes up."""
+"""What moves on the terminal while a tier comes up, or something long is counted."""
 
 from types import TracebackType
 from typing import Any
@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TaskID,
@@ -15,6 +16,19 @@ from rich.progress import (
 )
 
 from kvray.cli.interrupts import Interrupts
+
+
+def counting_progress(console: Console) -> Progress:
+    """Return a bar that counts steps; nothing moves where `console` is no terminal."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 class LaunchProgress:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvray.cli.bench.connector_cases import CASES, metadata_bytes, take
 from kvray.cli.bench.connector_engine import BLOCK_STEP
 from kvray.cli.bench.connector_report import Found
 from kvray.cli.bench.connector_stage import ConnectorStage
 from kvray.cli.interrupts import Interrupts
+from kvray.cli.progress import counting_progress
 from kvray.config import KVRayConfig, format_size
 from kvray.errors import ConfigError
 
@@ -47,15 +47,7 @@ def measure_connector(
     # There is no shard, which an engine says; here that is as it should be.
     logging.getLogger("kvray.node").setLevel(logging.ERROR)
     capacity = NUM_SLOTS * block_bytes
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    progress = counting_progress(console)
     with interrupts.closing() as stack, progress:
         total = sum(case.count(num_requests) for case in CASES)
         bar = progress.add_task("Starting", total=total)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvray.cli.bench.gpu_copies import Copies
 from kvray.cli.bench.gpu_machine import Machine
@@ -19,6 +18,7 @@ from kvray.cli.bench.results import Result
 from kvray.cli.bench.scale import LARGE_BYTES, SMALL_BYTES
 from kvray.cli.bench.stage import make_directory
 from kvray.cli.interrupts import Interrupts
+from kvray.cli.progress import counting_progress
 from kvray.config import format_size
 from kvray.errors import CapacityError
 from kvray.store import Arena, ArenaOwner, ArenaSpec
@@ -117,15 +117,7 @@ def run(
     """
     if machine.is_gpu:
         scale.check_memory(machine.free_bytes())
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    progress = counting_progress(console)
     results: list[Result] = []
     copied: Counter[str] = Counter()
     with interrupts.closing() as stack, progress:

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from kvray.cli.bench.measurements import MEASUREMENTS
 from kvray.cli.bench.results import Result
@@ -11,6 +10,7 @@ from kvray.cli.bench.scale import Scale
 from kvray.cli.bench.stage import Stage
 from kvray.cli.bench.worker import call_all
 from kvray.cli.interrupts import Interrupts
+from kvray.cli.progress import counting_progress
 
 
 def play(
@@ -29,15 +29,7 @@ def play(
     """
     scale.check_memory(directory)
     results: list[Result] = []
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    progress = counting_progress(console)
     with interrupts.closing() as stack, progress:
         bar = progress.add_task("Starting", total=len(MEASUREMENTS))
         stage = Stage(scale, directory=directory, stack=stack, interrupts=interrupts)
