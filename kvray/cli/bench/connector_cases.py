@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import numpy as np
+from numpy.random import default_rng
 
 from kvray.cli.bench.connector_engine import BenchEngine, Prompt, Sample
 from kvray.cli.bench.connector_probe import Collections
@@ -171,7 +171,7 @@ def _batches(case: Case, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
 
 def _prompt(num_tokens: int, seed: int) -> Prompt:
     """Return a prompt whose first `num_tokens` tokens can be a hit."""
-    rng = np.random.default_rng((num_tokens, seed))
+    rng = default_rng((num_tokens, seed))
     tokens: Prompt = rng.integers(0, _VOCABULARY, num_tokens + 1).tolist()
     return tokens
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from numpy.random import default_rng
 
 from kvray.cli.bench.gpu_machine import Machine
 from kvray.cli.bench.pairs import Pair, Timing, measure
@@ -85,7 +86,7 @@ class Copies:
         self._pinned = machine.pinned(self._num_bytes)
         self._whole = torch.zeros(self._num_bytes, dtype=torch.uint8, device=machine.device)
         self._side = machine.make_stream()
-        rng = np.random.default_rng(0)
+        rng = default_rng(0)
         self._in_order: Array = np.arange(num_blocks)
         self._scattered: Array = rng.permutation(2 * num_blocks)[:num_blocks]
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from numpy.random import default_rng
 
 from kvray.cli.bench.gpu_copies import open_pool, part_of
 from kvray.cli.bench.gpu_machine import Machine
@@ -34,7 +35,7 @@ class Prefill:
         self._arena = arena
         self._shapes = shapes
         device, num_blocks = machine.device, tokens_max // shapes.tokens_per_block
-        rng = np.random.default_rng(0)
+        rng = default_rng(0)
         self._tokens: list[int] = rng.integers(0, shapes.vocabulary, tokens_max).tolist()
         self._on_device = torch.tensor(self._tokens, device=device)
         self._page_ids = rng.permutation(num_blocks)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.random import default_rng
 
 from kvray.block import BlockKey
 from kvray.cli.bench.scale import TOKENS_PER_BLOCK
@@ -53,7 +54,7 @@ class Work:
     def allocate(self, *, num_bytes: int) -> None:
         """Make the buffer, page by page touched: what an engine's pinned memory is."""
         self._buffer = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
-        pattern = np.frombuffer(np.random.default_rng(0).bytes(_PATTERN_BYTES), dtype=np.uint8)
+        pattern = np.frombuffer(default_rng(0).bytes(_PATTERN_BYTES), dtype=np.uint8)
         for at in range(0, num_bytes, _PATTERN_BYTES):
             self._buffer[at : at + _PATTERN_BYTES] = pattern[: num_bytes - at]
 
@@ -155,10 +156,10 @@ class Work:
 
 def prompt(num_tokens: int, present: int | None = None) -> list[int]:
     """Return a prompt as a list, the same in every process; after `present` tokens another one."""
-    rng = np.random.default_rng(num_tokens)
+    rng = default_rng(num_tokens)
     tokens: list[int] = rng.integers(0, _TOKENS_IN_VOCABULARY, num_tokens).tolist()
     if present is not None:
-        others = np.random.default_rng(num_tokens + 1)
+        others = default_rng(num_tokens + 1)
         tokens[present:] = others.integers(0, _TOKENS_IN_VOCABULARY, num_tokens - present).tolist()
     return tokens
 
