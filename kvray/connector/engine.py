@@ -160,10 +160,6 @@ class Engine:
         self.namespace_digest = namespace.digest()
         return namespace
 
-    def fingerprint_adapter(self, task_id: int, path: str) -> bytes | None:
-        """See `Adapters.fingerprint`."""
-        return self.adapters.fingerprint(task_id, path)
-
     def is_being_read(self, request_id: int) -> bool:
         """Whether a save of this rank still reads the request's blocks.
 

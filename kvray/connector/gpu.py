@@ -40,6 +40,9 @@ from kvray.errors import LayoutMismatch, TierError
 from kvray.store import Arena
 from kvray.store.tables import Array, Tables
 
+_CLOSE_S = 10.0
+"""Longest wait for the copies from and to one arena, and for its memory to be unregistered."""
+
 
 class DeviceTicket:
     """A point in a stream behind some copies; see `Ticket`."""
@@ -125,15 +128,17 @@ class DevicePool:
         return pinned.registered_bytes if pinned else 0
 
     def close(self) -> None:
-        """Wait for all copies and unregister every arena; nothing may follow. Twice is fine."""
+        """Wait for all copies and unregister every arena; nothing may follow. Twice is fine.
+
+        A device that does not answer is left to the process's end.
+        """
         with self._lock:
             leaving = [*self._leaving, *self._pins.values()]
             self._pins, self._leaving = {}, []
             for pinned in leaving:
                 pinned.leave()
-        self._settle()
         for pinned in leaving:
-            pinned.join()
+            pinned.join(_CLOSE_S)
 
     # -- a pass -------------------------------------------------------------------------------
 

@@ -55,9 +55,9 @@ class PinnedArena:
         """Have the memory unregistered as soon as no copy touches it; twice is fine."""
         self._leaving.set()
 
-    def join(self) -> None:
-        """Wait until it is unregistered, after `leave`."""
-        self._thread.join()
+    def join(self, timeout_s: float) -> None:
+        """Wait until it is unregistered, after `leave`; its thread goes on if that takes longer."""
+        self._thread.join(timeout_s)
 
     def _run(self) -> None:
         chunks = []

@@ -166,7 +166,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     def _match(self, engine: Engine, request: Any, num_computed_tokens: int) -> int:
         """Return how many tokens are promised to `request`, and count the rest by reason."""
         totals, tokens_per_block = engine.totals, engine.args.tokens_per_block
-        identity = identify(request, engine.fingerprint_adapter)
+        identity = identify(request, engine.adapters.fingerprint)
         if identity is None:
             totals["bypassed_requests"] += 1
             return 0

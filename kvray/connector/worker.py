@@ -4,7 +4,6 @@ The pool is written by the engine's executor thread alone, and only for requests
 bound to this pass. It is read by the saver's thread, fenced off as `saver` says.
 """
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,6 @@ from kvray.store import Arena
 
 if TYPE_CHECKING:
     import torch
-
-_log = logging.getLogger("kvray.connector")
 
 _FLUSH_S = 5.0
 

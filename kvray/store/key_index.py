@@ -97,10 +97,10 @@ def _find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
 def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":
     """Return the slots of `keys`, shape [1, num_keys], if they are READY and lie in a row.
 
-    Those of a chain do where there was room for it. One look into the index tells where the row
-    would begin, or that there is none, as the first key is not here; then the slots themselves,
-    which lie close together, tell whether it is one. A slot that is FREE may still have the key of
-    a block that is elsewhere now.
+    Those of a chain do where there was room for it; a row goes on in the next slab. One look into
+    the index tells where it would begin, or that there is none, as the first key is not here; then
+    the slots themselves, which lie close together, tell whether it is one. A slot that is FREE may
+    still have the key of a block that is elsewhere now.
 
     Returns:
         The slots of all keys, or of none; None if they lie in no row.
@@ -110,14 +110,23 @@ def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":
     tag = int(_tag(keys[:1])[0])
     if tag not in tags:
         return np.empty((1, 0), dtype=np.int64)
-    start = int(tables.index_slot[bucket, tags.index(tag)]) - 1
-    end = start + len(keys)
-    if start < 0 or tables.slot_key[start:end].tobytes() != keys.tobytes():
+    first = int(tables.index_slot[bucket, tags.index(tag)]) - 1
+    slots = _row_from(tables, first, len(keys)) if first >= 0 else None
+    if slots is None or tables.slot_key.take(slots, axis=0).tobytes() != keys.tobytes():
         return None
-    is_other = (tables.slot_part[start:end] != part) | (tables.slot_state[start:end] != READY)
-    if np.count_nonzero(is_other):
-        return None
-    return np.arange(start, end)[None]
+    is_other = (tables.slot_part.take(slots) != part) | (tables.slot_state.take(slots) != READY)
+    return None if np.count_nonzero(is_other) else slots[None]
+
+
+def _row_from(tables: Tables, first: int, count: int) -> "Array | None":
+    """Return the slots of a row that begins with `first`; None if the arena ends before it."""
+    geometry = tables.geometry
+    slab, row = divmod(first, geometry.slots_per_slab)
+    block_bytes = int(tables.slab_block_bytes[slab])
+    in_slab = geometry.slab_bytes // geometry.stride(block_bytes)
+    ordinals = np.arange(row, row + count)
+    slots: Array = (slab + ordinals // in_slab) * geometry.slots_per_slab + ordinals % in_slab
+    return slots if slots[-1] < geometry.num_slots else None
 
 
 def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Array:

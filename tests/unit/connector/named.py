@@ -81,7 +81,7 @@ def keys_of(named: Named, root: Path) -> list[bytes] | None:
     with engine_version(named.engine):
         engine = make_engine(named, root)
         digest = engine.register(make_layout(named)).digest()
-    identity = identify(make_request(named, root), engine.fingerprint_adapter)
+    identity = identify(make_request(named, root), engine.adapters.fingerprint)
     if identity is None:
         return None
     return cast(

@@ -8,7 +8,7 @@ from kvray.errors import ConfigError
 from kvray.store import key_index
 from kvray.store.layout import BUCKET_WAYS, FREE, READY
 from kvray.store.tables import Array, Tables
-from tests.unit.store.small_arena import chain
+from tests.unit.store.small_arena import SLOT, chain, find, put
 
 
 def name_slots(tables: Tables, keys: Array, parts: "int | list[int]" = 0) -> Array:
@@ -145,3 +145,12 @@ def test_run_of_several_parts_ends_with_the_shortest(tables: Tables) -> None:
 def test_what_is_no_key_is_refused(keys: list[BlockKey]) -> None:
     with pytest.raises(ConfigError, match="32 bytes"):
         key_index.pack_keys(keys)
+
+
+def test_row_of_large_blocks_goes_on_in_the_next_slab(tables: Tables) -> None:
+    blocks = chain(6)
+    put(tables, blocks, block_bytes=3 * SLOT)
+    row = key_index._find_row(tables, key_index.pack_keys(blocks), 0)
+    assert row is not None
+    assert row[0].tolist() == find(tables, blocks)
+    assert len(set(row[0] // tables.geometry.slots_per_slab)) == 3
