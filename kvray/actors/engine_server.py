@@ -37,6 +37,7 @@ class EngineServer:
         self._hung_up = hung_up
         self._connections = itertools.count()
         self._server: asyncio.Server | None = None
+        self._is_closing = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -64,6 +65,7 @@ class EngineServer:
         """Hang up on everybody and unlink the socket. Twice is fine."""
         if self._server is not None:
             server, self._server = self._server, None
+            self._is_closing = True
             server.close()
             tasks = list(self._tasks)
             for task in tasks:
@@ -86,7 +88,8 @@ class EngineServer:
         ends = (asyncio.IncompleteReadError, asyncio.TimeoutError, OSError, KVRayError)
         try:
             with contextlib.suppress(*ends):
-                while True:
+                # Before Python 3.12 a cancellation is lost if what is waited for has just come.
+                while not self._is_closing:
                     length = wire.body_length(await reader.readexactly(wire.LENGTH.size))
                     body = await asyncio.wait_for(reader.readexactly(length), _FRAME_S)
                     writer.write(wire.encode(self._answer(connection, wire.decode(body))))
