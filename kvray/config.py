@@ -99,9 +99,41 @@ class ShardConfig(_Section):
     """The actor that owns a node's arena."""
 
     announce_s: float = Field(default=0.05, gt=0, le=5, description="lag of announcements")
-    heartbeat_s: float = Field(default=1.0, gt=0, le=30, description="heartbeat to the lookup")
+    heartbeat_s: float = Field(default=0.5, gt=0, le=30, description="heartbeat to the lookup")
+    silent_s: float = Field(
+        default=1.5, gt=0, description="a shard unheard of for longer is not asked for blocks"
+    )
     resource: str | None = Field(
         default=None, description="Ray resource a node must have to get a shard; none: every node"
+    )
+    label: str | None = Field(
+        default=None,
+        pattern=r"^[^=\s]+=[^=\s]+$",
+        description="Ray label key=value a node must have to get a shard; none: every node",
+    )
+
+
+class StagingConfig(_Section):
+    """How blocks of other nodes come here."""
+
+    transports: tuple[Literal["nixl", "object_ref"], ...] = Field(
+        default=("nixl", "object_ref"),
+        min_length=1,
+        description="ways between nodes, the best first; the first that both ends have is taken",
+    )
+    deadline_s: float = Field(default=10.0, gt=0, description="longest time a fetch may take")
+    call_timeout_s: float = Field(
+        default=1.0, gt=0, description="deadline of a call to another node that moves no blocks"
+    )
+    handover_s: float = Field(
+        default=2.0, gt=0, description="how long staged blocks are kept for whoever asked"
+    )
+    lease_s: float = Field(
+        default=5.0, gt=0, description="lease at the holder; renewed while blocks are on their way"
+    )
+    fetches_max: int = Field(default=4, ge=1, description="fetches of a node at once")
+    bytes_in_flight: Size = Field(
+        default=256 * 2**20, description="bytes on their way to a node at once"
     )
 
 
@@ -127,6 +159,12 @@ class ConnectorConfig(_Section):
     attach_retry_s: float = Field(
         default=1.0, gt=0, le=60, description="how often an engine without an arena looks again"
     )
+    stage_wait_s: float = Field(
+        default=0.05,
+        ge=0,
+        le=5,
+        description="longest wait of the engine's scheduler for blocks of other nodes; 0: never",
+    )
     saves_max: int = Field(
         default=256, ge=1, description="passes whose saves may wait; more are dropped"
     )
@@ -147,6 +185,7 @@ class KVRayConfig(_Section):
     )
     arena: ArenaConfig = ArenaConfig()
     shard: ShardConfig = ShardConfig()
+    staging: StagingConfig = StagingConfig()
     connector: ConnectorConfig = ConnectorConfig()
     ray: RayConfig = RayConfig()
 
