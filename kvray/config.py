@@ -229,10 +229,34 @@ def load_config(
         raise ConfigError(where + _explain(error)) from None
 
 
+def config_on_node(config: KVRayConfig, environ: Mapping[str, str] = os.environ) -> KVRayConfig:
+    """Return the tier's configuration with what a node's own environment says of its arena.
+
+    Nodes differ in memory and mounts. The variables are those of the node's Ray, which the actors
+    that it starts inherit; engines there need the same ones.
+
+    Raises:
+        ConfigError: a variable cannot be used.
+    """
+    values = config.model_dump()
+    for dotted, value in _environment_overrides(environ).items():
+        if dotted.startswith("arena."):
+            _set_dotted(values, dotted, value)
+    try:
+        return KVRayConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"The environment of this node: {_explain(error)}") from None
+
+
 def environ_for(path: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables for a child process that reads `path` and no other setting of ours."""
-    names = [f"KVRAY_{name.upper().replace('.', '__')}" for name in _environment_overrides(environ)]
-    return {**dict.fromkeys(names, ""), CONFIG_ENV: str(path.absolute())}
+    return {**dict.fromkeys(_names_of_settings(environ), ""), CONFIG_ENV: str(path.absolute())}
+
+
+def without_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables for a node all of whose settings come from the tier's configuration."""
+    named = _names_of_settings(environ)
+    return {name: value for name, value in environ.items() if name not in named}
 
 
 def ray_memory_threshold(environ: Mapping[str, str] = os.environ) -> float:
@@ -288,6 +312,10 @@ def _environment_overrides(environ: Mapping[str, str]) -> dict[str, str]:
     # Others are left alone: Kubernetes sets KVRAY_PORT and the like for a service named kvray.
     known = {name for name in given if "__" in name or name == "CLUSTER_NAME"}
     return {name.lower().replace("__", "."): given[name] for name in sorted(known)}
+
+
+def _names_of_settings(environ: Mapping[str, str]) -> set[str]:
+    return {f"KVRAY_{key.upper().replace('.', '__')}" for key in _environment_overrides(environ)}
 
 
 def _set_dotted(values: dict[str, Any], dotted: str, value: Any) -> None:

@@ -26,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from kvray.actors.ownership import is_own
+from kvray.config import without_settings
 from kvray.errors import ConfigError, ShardUnavailable
 
 _START_TIMEOUT_S = 90.0
@@ -110,7 +111,7 @@ def start(
             process = subprocess.Popen(
                 _command(directory, port=port or 0, dashboard=dashboard),
                 env={
-                    **os.environ,
+                    **without_settings(),
                     "RAY_AUTH_MODE": "token",
                     "RAY_AUTH_TOKEN": token,
                     # Nobody is to be moved off a cluster of one node: without this Ray waits for

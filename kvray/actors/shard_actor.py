@@ -17,7 +17,7 @@ from kvray.actors.ray_calls import (
     shard_name,
 )
 from kvray.actors.shard import Shard, ShardSettings
-from kvray.config import KVRayConfig, ray_memory_threshold
+from kvray.config import KVRayConfig, config_on_node, ray_memory_threshold
 from kvray.errors import KVRayError
 from kvray.store import ArenaSpec
 from kvray.store.arena_file import ARENA_FILE
@@ -34,6 +34,7 @@ class ShardActor:
     def __init__(self, name: str, config: KVRayConfig) -> None:
         """Start the shard; `status` tells when it serves. Runs again when Ray restarts it."""
         log_to_stderr()
+        config = config_on_node(config)
         self._name = name
         self._lookup: Any = None
         self._pages = ArenaPages(config.node_dir / ARENA_FILE)

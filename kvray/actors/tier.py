@@ -23,7 +23,7 @@ from kvray.actors.ray_calls import (
     shard_name,
 )
 from kvray.actors.supervisor import create_supervisor, plan_nodes
-from kvray.config import KVRayConfig
+from kvray.config import KVRayConfig, config_on_node
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 
 Report = Callable[[list[dict[str, Any]]], None]
@@ -228,11 +228,16 @@ def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> No
     for node_id in sorted(meant):
         if shard_name(node_id) not in stopped:
             affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            sweeps[node_id] = ray.remote(sweep).options(
+            sweeps[node_id] = ray.remote(_sweep_node).options(
                 num_cpus=0, max_retries=0, scheduling_strategy=affinity
             )
-    _ask_all(sweeps, timeout_s, config.node_dir, _SWEEP_WAIT_S)
+    _ask_all(sweeps, timeout_s, config)
     sweep(config.node_dir)  # of a node that Ray has lost, if this is it
+
+
+def _sweep_node(config: KVRayConfig) -> None:
+    """Remove what a shard left on the node where this runs."""
+    sweep(config_on_node(config).node_dir, _SWEEP_WAIT_S)
 
 
 def _await_no_names(timeout_s: float) -> None:

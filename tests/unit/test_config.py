@@ -8,6 +8,7 @@ from kvray import config
 from kvray.config import (
     KVRayConfig,
     cache_dir,
+    config_on_node,
     format_size,
     load_config,
     parse_size,
@@ -306,3 +307,24 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Path, "home", refuse)
     with pytest.raises(ConfigError, match="set XDG_CACHE_HOME"):
         cache_dir({})
+
+
+def test_a_nodes_environment_has_the_last_word_on_its_own_arena_only() -> None:
+    tier = load_config(overrides={"arena.capacity": "1GiB", "cluster_name": "mine"}, environ={})
+    environ = {
+        "KVRAY_ARENA__CAPACITY": "2GiB",
+        "KVRAY_ARENA__DIR": "/dev/shm/here",
+        "KVRAY_SHARD__RESOURCE": "other",
+        "KVRAY_CLUSTER_NAME": "other",
+    }
+
+    here = config_on_node(tier, environ)
+
+    assert here.arena.capacity == 2 * 2**30
+    assert here.node_dir == Path("/dev/shm/here/kvray-mine")
+    assert here.shard == tier.shard
+
+
+def test_a_wrong_variable_of_a_node_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"environment of this node: .*arena\.capacity"):
+        config_on_node(load_config(environ={}), {"KVRAY_ARENA__CAPACITY": "-1"})
