@@ -1,0 +1,63 @@
+"""Notices parts of the tier that have stopped answering, which Ray does for dead ones only."""
+
+import contextlib
+import socket
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import ray
+
+from kvray.actors.ray_calls import mapped_errors
+from kvray.errors import KVRayError
+
+
+class Silences:
+    """Since when parts have not answered; pure."""
+
+    def __init__(self, *, frozen_s: float) -> None:
+        """Count a part that has not answered for `frozen_s` as frozen."""
+        self._frozen_s = frozen_s
+        self._since: dict[str, float] = {}
+
+    def note(self, asked: Collection[str], answered: Collection[str], now: float) -> list[str]:
+        """Take note of a round of questions.
+
+        Args:
+            asked: names of the parts that were asked; others are forgotten.
+            answered: those of them that answered.
+            now: monotonic seconds.
+
+        Returns:
+            The frozen ones, each once: its silence is counted anew from now on.
+        """
+        silent = set(asked) - set(answered)
+        self._since = {name: self._since.get(name, now) for name in silent}
+        frozen = sorted(name for name in silent if now - self._since[name] >= self._frozen_s)
+        for name in frozen:
+            self._since[name] = now
+        return frozen
+
+
+def who_answers(parts: Mapping[str, Any], *, timeout_s: float) -> set[str]:
+    """Return the names of the actors that answer a ping in time, or are known to be dead.
+
+    Ray itself starts dead ones anew.
+    """
+    asked: dict[Any, str] = {}
+    for name, actor in parts.items():
+        with contextlib.suppress(KVRayError), mapped_errors():
+            asked[actor.ping.remote()] = name
+    if not asked:
+        return set(parts)
+    answers, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+    return {asked[answer] for answer in answers} | (set(parts) - set(asked.values()))
+
+
+def is_reachable(node: Mapping[str, Any], *, timeout_s: float) -> bool:
+    """Whether the machine of a Ray node can be reached, whatever runs or is frozen on it."""
+    address = node["NodeManagerAddress"], node["NodeManagerPort"]
+    try:
+        socket.create_connection(address, timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True
