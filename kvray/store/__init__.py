@@ -2,8 +2,19 @@
 
 from kvray.store.arena import Arena, PartRead
 from kvray.store.arena_file import ArenaSpec
+from kvray.store.holders import Membership
 from kvray.store.lease import Held, Lease, Wanted
 from kvray.store.owner import ArenaOwner
 from kvray.store.slots import Reservation
 
-__all__ = ["Arena", "ArenaOwner", "ArenaSpec", "Held", "Lease", "PartRead", "Reservation", "Wanted"]
+__all__ = [
+    "Arena",
+    "ArenaOwner",
+    "ArenaSpec",
+    "Held",
+    "Lease",
+    "Membership",
+    "PartRead",
+    "Reservation",
+    "Wanted",
+]

@@ -30,6 +30,7 @@ from kvray.store import (
 from kvray.store.arena_file import ARENA_FILE, ArenaSpec, Progress, lock_path
 from kvray.store.copier import Copier
 from kvray.store.figures import figures
+from kvray.store.holders import Membership
 from kvray.store.layout import LIVE, READY
 from kvray.store.lease import Held, Lease, Wanted
 from kvray.store.lock import HOLDER_BYTES, ArenaLock, SideFile
@@ -153,6 +154,15 @@ class Arena:
             raise LeaseExpired("This process is no holder of the arena; call join first.")
         return holder
 
+    @property
+    def membership(self) -> Membership:
+        """This process's row, and what tells it from whoever has that row later.
+
+        Raises:
+            LeaseExpired: it has not joined, or has left.
+        """
+        return Membership(self.holder, int(self.tables.holder_generation[self.holder]))
+
     def join(self, label: str) -> int:
         """Become a holder: what this process leases and reserves ends with it. Twice is fine.
 
@@ -206,27 +216,36 @@ class Arena:
         return held if held is None else list(held.leases)
 
     def lease_for(
-        self, keys: Sequence[BlockKey], readers: Sequence[Sequence[Wanted]]
+        self,
+        keys: Sequence[BlockKey],
+        readers: Sequence[Sequence[Wanted]],
+        *,
+        member: Membership | None = None,
     ) -> Held | None:
         """Lease the longest prefix of `keys` that has, for every reader, the parts it wants.
 
         Args:
             keys: keys in prefix order.
             readers: for each reader, such as a rank, the parts that its lease shall name.
+            member: the process whose leases they are to be; None: this one's.
 
         Returns:
             One lease a reader, which names the slots of its parts one part after the other; no
-            lease if not even the first block is here; None if the arena was busy, or has too many
-            leases for one more.
+            lease if not even the first block is here, or `member` is a holder no more; None if
+            the arena was busy, or has too many leases for one more.
 
         Raises:
             ConfigError: `keys` are no keys.
-            LeaseExpired: this process is no holder.
+            LeaseExpired: this process is no holder, and no other was given.
         """
-        packed, holder = key_index.pack_keys(keys), self.holder
+        packed = key_index.pack_keys(keys)
+        own = self.holder if member is None else None
         with self.section(self.lock_wait_s) as entered:
-            if not entered or not self._is_open(holder):
+            if not entered or self.retired or (own is not None and self._holder != own):
                 return None
+            if member is not None and not holders.is_member(self.tables, member):
+                return Held(num_blocks=0, leases=())
+            holder = self.holder if member is None else member.row
             wanted = dict.fromkeys(one for reader in readers for one in reader)
             run, slots = lease.match(self.tables, packed, wanted)
             if not run:
@@ -259,6 +278,14 @@ class Arena:
             if not entered or self.retired:
                 return None
             return lease.match(self.tables, packed, _all_parts(num_parts))[0]
+
+    def present(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> list[Array] | None:
+        """Return which of `keys` are here now, as one mask a part; None if the arena was busy."""
+        packed = key_index.pack_keys(keys)
+        with self.section(self.lock_wait_s) as entered:
+            if not entered or self.retired:
+                return None
+            return [lease.present(self.tables, packed, part) for part in parts]
 
     def release(self, *leases: Lease, wait_s: float | None = None) -> bool:
         """End leases, of whichever process of this node; False if busy: retry."""

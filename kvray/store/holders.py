@@ -4,6 +4,7 @@ Every function that changes something expects the arena's lock.
 """
 
 import os
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,6 +12,23 @@ from kvray.store import lease, slots
 from kvray.store.layout import LABEL_BYTES
 from kvray.store.lock import HOLDER_BYTES, SideFile
 from kvray.store.tables import Tables
+
+
+class Membership(NamedTuple):
+    """A process's place among the holders; the row may be another's once it has left."""
+
+    row: int
+    generation: int
+
+
+def is_member(tables: Tables, member: Membership) -> bool:
+    """Return whether that very process is still a holder, dead or not: it is not buried yet."""
+    row, generation = member
+    return (
+        0 <= row < tables.geometry.holders_max
+        and bool(tables.holder_live[row])
+        and int(tables.holder_generation[row]) == generation
+    )
 
 
 def enter(tables: Tables, side_file: SideFile, label: str, *, now: float) -> int | None:

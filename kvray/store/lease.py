@@ -67,6 +67,11 @@ def match(tables: Tables, keys: Array, wanted: Iterable[Wanted]) -> tuple[int, d
     }
 
 
+def present(tables: Tables, keys: Array, part: int) -> Array:
+    """Return a mask of `keys`: those of which `part` is READY."""
+    return _ready(tables, key_index.find(tables, keys, part))
+
+
 def joined(slots: dict[Wanted, Array], parts: Sequence[Wanted]) -> Array:
     """Return the slots of `parts`, one part after the other."""
     return slots[parts[0]] if len(parts) == 1 else np.concatenate([slots[one] for one in parts])

@@ -11,7 +11,7 @@ import pytest
 
 from kvray.block import BlockKey
 from kvray.errors import CapacityError, ConfigError, LeaseExpired, ShardUnavailable
-from kvray.store import Arena, ArenaOwner, holders
+from kvray.store import Arena, ArenaOwner, Held, Membership, Wanted, holders
 from kvray.store.layout import FREE, LIMBO, RESERVED
 from kvray.store.lock import HOLDER_BYTES, SideFile
 from kvray.store.tables import Tables
@@ -463,3 +463,47 @@ def test_lease_of_slots_takes_those_that_are_ready(arena: Arena) -> None:
     ArenaOwner(arena).clear()
     assert arena.match(chain(5)) == 5
     assert arena.release(held)
+
+
+# -- in another process's name --------------------------------------------------------------------
+
+
+def test_a_lease_in_another_holders_name_ends_when_that_one_leaves(
+    arena: Arena, second: Arena
+) -> None:
+    store(arena, KEYS[:6])
+    held = arena.lease_for(KEYS, [[Wanted(0)]], member=second.membership)
+    assert held is not None
+    assert held.num_blocks == 6
+    arena.leave()
+    assert len(second.leased_slots(held.leases[0])) == 6
+    second.leave()
+    with pytest.raises(LeaseExpired):
+        second.leased_slots(held.leases[0])
+    check_invariants(arena.tables)
+
+
+def test_nothing_is_leased_for_a_holder_that_is_gone_or_another_in_its_row(
+    arena: Arena, second: Arena
+) -> None:
+    store(arena, KEYS[:6])
+    gone = second.membership
+    second.leave()
+    assert arena.lease_for(KEYS, [[Wanted(0)]], member=gone) == Held(num_blocks=0, leases=())
+    second.join("anew")
+    assert second.membership.row == gone.row
+    assert arena.lease_for(KEYS, [[Wanted(0)]], member=gone) == Held(num_blocks=0, leases=())
+    for absurd in (Membership(-1, 1), Membership(10**9, 1)):
+        assert arena.lease_for(KEYS, [[Wanted(0)]], member=absurd) == Held(num_blocks=0, leases=())
+
+
+def test_what_is_present_is_told_part_by_part(arena: Arena) -> None:
+    store(arena, KEYS[:6], part=0)
+    store(arena, KEYS[2:4], part=1)
+    reserved = arena.reserve(KEYS[6:8], parent=KEYS[5], depth=6, part=0, block_bytes=SLOT)
+    assert reserved is not None
+    assert len(reserved.slots) == 2
+    masks = arena.present(KEYS, [0, 1])
+    assert masks is not None
+    assert [np.flatnonzero(mask).tolist() for mask in masks] == [[0, 1, 2, 3, 4, 5], [2, 3]]
+    assert arena.abort(reserved)
