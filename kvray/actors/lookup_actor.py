@@ -19,6 +19,9 @@ class LookupActor:
         self._cluster_name = cluster_name
         self._lookup = Lookup()
 
+    def ping(self) -> None:
+        """Answer, which a frozen actor does not."""
+
     def cluster_name(self) -> str:
         """Return the name of the tier."""
         return self._cluster_name

@@ -56,6 +56,10 @@ class ShardActor:
             "pid": os.getpid(),
         }
 
+    @ray.method(concurrency_group="health")
+    def ping(self) -> None:
+        """Answer, whatever else it is doing; a frozen actor does not."""
+
     def clear(self) -> int:
         """See `Shard.clear`."""
         return self._shard.clear(_STOP_TIMEOUT_S)
@@ -121,7 +125,7 @@ def create_shard(node_id: str, config: KVRayConfig) -> Any:
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
     name = shard_name(node_id)
     return (
-        ray.remote(ShardActor)
+        ray.remote(concurrency_groups={"health": 1})(ShardActor)
         .options(
             name=name,
             namespace=NAMESPACE,

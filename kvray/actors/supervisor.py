@@ -1,8 +1,9 @@
-"""The supervisor: sees to it that every node that should have a shard has one."""
+"""The supervisor: sees to it that every node that should have a shard has one that answers."""
 
 import logging
 import os
 import threading
+import time
 from typing import Any
 
 import ray
@@ -19,44 +20,58 @@ from kvray.actors.ray_calls import (
     shard_name,
 )
 from kvray.actors.shard_actor import create_shard
-from kvray.config import KVRayConfig
+from kvray.actors.watch import Silences, is_reachable, who_answers
+from kvray.config import KVRayConfig, ShardConfig
 from kvray.errors import KVRayError
 
 _log = logging.getLogger("kvray.supervisor")
 
 _POLL_S = 1.0
 _CALL_TIMEOUT_S = 5.0
+_PING_TIMEOUT_S = 1.0
+_FROZEN_S = 5.0
+"""A part that answers nothing for so long is ended: longer than it ever works without pause."""
 
 
 def plan_nodes(
-    nodes: list[dict[str, Any]], present: set[str], resource: str | None
+    nodes: list[dict[str, Any]], present: set[str], wanted: ShardConfig
 ) -> tuple[set[str], set[str]]:
     """Decide where shards are missing and which are gone.
 
     Args:
         nodes: what `ray.nodes()` returned.
         present: ids of nodes that were given a shard.
-        resource: resource that a node must have; None: every node.
+        wanted: which resource or label a node must have.
 
     Returns:
         (node ids to start a shard on, node ids whose shard went with its node).
     """
-    alive = {
-        node["NodeID"]
-        for node in nodes
-        if node["Alive"] and (resource is None or node["Resources"].get(resource, 0) > 0)
-    }
+    alive = {node["NodeID"] for node in nodes if node["Alive"] and _is_meant(node, wanted)}
     return alive - present, present - alive
 
 
+def _is_meant(node: dict[str, Any], wanted: ShardConfig) -> bool:
+    if wanted.resource is not None and not node["Resources"].get(wanted.resource, 0) > 0:
+        return False
+    if wanted.label is None:
+        return True
+    name, _, value = wanted.label.partition("=")
+    return bool(node.get("Labels", {}).get(name) == value)
+
+
 class SupervisorActor:
-    """Polls Ray's nodes, for which Ray has no event, and starts shards where some are missing."""
+    """Polls Ray's nodes, for which Ray has no event, and starts and ends what has to be.
+
+    One shard on each node that should have one. A part that is frozen is ended, so that Ray starts
+    it anew.
+    """
 
     def __init__(self, config: KVRayConfig) -> None:
         """Reconcile in the background until stopped. Runs again when Ray restarts it."""
         log_to_stderr()
         self._config = config
         self._shards: dict[str, Any] = {}
+        self._silences = Silences(frozen_s=_FROZEN_S)
         self._looked = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvray-supervisor", daemon=True)
@@ -96,8 +111,8 @@ class SupervisorActor:
         if LOOKUP_NAME not in named:
             _log.warning("the lookup was gone; it is made anew")
             create_lookup(self._config.cluster_name)
-        missing, gone = plan_nodes(nodes, set(self._shards), self._config.shard.resource)
-        # A shard that was ended for good has no name any more; one that Ray restarts keeps it.
+        missing, gone = plan_nodes(nodes, set(self._shards), self._config.shard)
+        # One that was ended for good has no name any more; one that Ray restarts keeps it.
         dead = {node_id for node_id in self._shards if shard_name(node_id) not in named}
         for node_id in sorted(missing | dead - gone):
             self._shards[node_id] = create_shard(node_id, self._config)
@@ -105,14 +120,27 @@ class SupervisorActor:
         for node_id in gone:
             _log.warning("node %s is gone, and its blocks with it", node_id[:12])
             del self._shards[node_id]
+        self._end_frozen({node["NodeID"]: node for node in nodes})
         self._clean_lookup()
 
     def _clean_lookup(self) -> None:
         """Have the lookup forget shards of nodes that are gone, also from before a restart."""
         lookup = get_actor(LOOKUP_NAME)
-        known = call(lookup.shards, timeout_s=_CALL_TIMEOUT_S)
+        known = call(lookup.shards, timeout_s=_PING_TIMEOUT_S)
         for name in set(known) - {shard_name(node_id) for node_id in self._shards}:
-            call(lookup.drop, name, timeout_s=_CALL_TIMEOUT_S)
+            call(lookup.drop, name, timeout_s=_PING_TIMEOUT_S)
+
+    def _end_frozen(self, nodes: dict[str, dict[str, Any]]) -> None:
+        """End what has not answered for long, on nodes that can be reached."""
+        homes = {shard_name(node_id): node_id for node_id in self._shards}
+        parts = {shard_name(node_id): actor for node_id, actor in self._shards.items()}
+        parts[LOOKUP_NAME] = get_actor(LOOKUP_NAME)
+        answered = who_answers(parts, timeout_s=_PING_TIMEOUT_S)
+        for name in self._silences.note(parts, answered, time.monotonic()):
+            node = nodes.get(homes.get(name, ""))
+            if node is None or is_reachable(node, timeout_s=_PING_TIMEOUT_S):
+                _log.warning("%s is frozen; it is ended, and started anew", name)
+                ray.kill(parts[name], no_restart=False)
 
     def __repr__(self) -> str:
         return f"Supervisor({self._config.cluster_name})"

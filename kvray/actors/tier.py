@@ -142,7 +142,7 @@ def _check_settings(config: KVRayConfig, running: KVRayConfig) -> None:
     """Refuse other settings of what the tier is made of; each engine and client has its own."""
     different = [
         f"{section}.{name} is {theirs!s} there, {mine!s} here"
-        for section in ("arena", "shard")
+        for section in ("arena", "shard", "staging")
         for name, mine, theirs in _pairs(getattr(config, section), getattr(running, section))
         if mine != theirs
     ]
@@ -160,10 +160,12 @@ def _pairs(mine: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
 def _not_ready(
     config: KVRayConfig, shards: list[dict[str, Any]], timeout_s: float
 ) -> ConfigError | ShardUnavailable:
-    if not shards and config.shard.resource is not None:
+    named = {"resource": config.shard.resource, "label": config.shard.label}
+    given = " and ".join(f"{what} {name!r}" for what, name in named.items() if name is not None)
+    if not shards and given:
         return ConfigError(
-            f"No node of the Ray cluster has the resource {config.shard.resource!r}; start nodes"
-            " with it, or unset shard.resource."
+            f"No node of the Ray cluster has the {given}; start nodes with it, or unset"
+            " shard.resource and shard.label."
         )
     states = ", ".join(f"{shard['shard']} {shard['state']}" for shard in shards) or "none started"
     return ShardUnavailable(
@@ -223,7 +225,7 @@ def _kill(name: str) -> None:
 def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> None:
     """Remove what shards left on nodes where none said that it had removed it."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    meant, _ = plan_nodes(nodes, set(), config.shard.resource)
+    meant, _ = plan_nodes(nodes, set(), config.shard)
     sweeps = {}
     for node_id in sorted(meant):
         if shard_name(node_id) not in stopped:

@@ -159,6 +159,16 @@ def test_status_tells_which_shard_hangs(running: KVRayConfig, local: LocalRay) -
     assert shard["shard"].startswith(SHARD_PREFIX)
 
 
+@pytest.mark.parametrize("kind", ["Lookup", "Shard"])
+def test_a_frozen_part_is_ended_and_started_anew(
+    kind: str, running: KVRayConfig, local: LocalRay, one: Engine
+) -> None:
+    frozen = actor_process(local, kind)
+    frozen.send_signal(signal.SIGSTOP)
+    wait_for(lambda: not frozen.is_running(), f"the end of a frozen {kind}")
+    wait_for(lambda: matched(running) == 5, "another in its place")
+
+
 @pytest.fixture
 def second_node(local: LocalRay) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
     """Starts a second node of the session's Ray, with a resource; ends it after the test."""

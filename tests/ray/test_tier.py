@@ -7,9 +7,10 @@ from kvray.actors import tier
 from kvray.actors.ray_calls import SUPERVISOR_NAME, call, get_actor, list_actors, mapped_errors
 from kvray.actors.supervisor import plan_nodes
 from kvray.client import Client
-from kvray.config import KVRayConfig
+from kvray.config import KVRayConfig, ShardConfig
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from tests.ray.conftest import TIMEOUT_S, config_with
+from tests.unit.actors.small_shard import wait_for
 from tests.unit.store.small_arena import chain
 
 pytestmark = pytest.mark.ray
@@ -46,8 +47,9 @@ def test_an_arena_dir_that_cannot_be_used_is_refused(config: KVRayConfig) -> Non
 
 
 def test_without_a_node_that_has_the_resource_up_says_so(config: KVRayConfig) -> None:
-    lacking = config_with(shard__resource="kvray_shard")
-    with pytest.raises(ConfigError, match="No node of the Ray cluster has the resource"):
+    lacking = config_with(shard__resource="kvray_shard", shard__label="tier=kv")
+    sentence = "has the resource 'kvray_shard' and label 'tier=kv'; start nodes"
+    with pytest.raises(ConfigError, match=sentence):
         tier.up(lacking, timeout_s=1.0)
 
 
@@ -62,27 +64,38 @@ def test_calls_to_a_dead_actor_say_so(running: KVRayConfig) -> None:
     supervisor = get_actor(SUPERVISOR_NAME)
     with mapped_errors():
         ray.kill(supervisor)
-    with pytest.raises(ShardUnavailable, match="is gone"):
-        call(supervisor.config, timeout_s=TIMEOUT_S)
+
+    def answers() -> str | None:
+        try:
+            call(supervisor.config, timeout_s=TIMEOUT_S)
+        except ShardUnavailable as error:
+            return str(error)
+        return None  # it has not died yet
+
+    wait_for(lambda: "is gone" in (answers() or ""), "its end")
 
 
 ALIVE = {"NodeID": "a", "Alive": True, "Resources": {"CPU": 1.0, "kvray_shard": 1.0}}
-PLAIN = {"NodeID": "b", "Alive": True, "Resources": {"CPU": 1.0}}
+PLAIN = {"NodeID": "b", "Alive": True, "Resources": {"CPU": 1.0}, "Labels": {"tier": "kv"}}
 DEAD = {"NodeID": "c", "Alive": False, "Resources": {"kvray_shard": 1.0}}
 
 
 @pytest.mark.parametrize(
-    ("present", "resource", "planned"),
+    ("present", "resource", "label", "planned"),
     [
-        (set(), None, ({"a", "b"}, set())),
-        (set(), "kvray_shard", ({"a"}, set())),
-        ({"a", "b"}, None, (set(), set())),
-        ({"a", "c"}, None, ({"b"}, {"c"})),
-        ({"a", "b"}, "kvray_shard", (set(), {"b"})),
-        ({"gone"}, "nowhere", (set(), {"gone"})),
+        (set(), None, None, ({"a", "b"}, set())),
+        (set(), "kvray_shard", None, ({"a"}, set())),
+        (set(), None, "tier=kv", ({"b"}, set())),
+        (set(), None, "tier=other", (set(), set())),
+        (set(), "kvray_shard", "tier=kv", (set(), set())),
+        ({"a", "b"}, None, None, (set(), set())),
+        ({"a", "c"}, None, None, ({"b"}, {"c"})),
+        ({"a", "b"}, "kvray_shard", None, (set(), {"b"})),
+        ({"gone"}, "nowhere", None, (set(), {"gone"})),
     ],
 )
 def test_shards_are_planned_where_nodes_should_have_one(
-    present: set[str], resource: str | None, planned: tuple[set[str], set[str]]
+    present: set[str], resource: str | None, label: str | None, planned: tuple[set[str], set[str]]
 ) -> None:
-    assert plan_nodes([ALIVE, PLAIN, DEAD], present, resource) == planned
+    wanted = ShardConfig(resource=resource, label=label)
+    assert plan_nodes([ALIVE, PLAIN, DEAD], present, wanted) == planned
