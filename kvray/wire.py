@@ -61,8 +61,9 @@ def decode(body: bytes) -> dict[str, Any]:
         TransferError: not a msgpack map with text keys.
     """
     try:
-        message = msgpack.unpackb(body, unicode_errors="surrogatepass")
-    except (ValueError, OverflowError, msgpack.UnpackException) as error:
+        # Maps inside may have numbers for keys, such as ranks.
+        message = msgpack.unpackb(body, unicode_errors="surrogatepass", strict_map_key=False)
+    except (TypeError, ValueError, OverflowError, msgpack.UnpackException) as error:
         raise errors.TransferError(f"The peer sent a broken frame ({error}).") from None
     if not isinstance(message, dict):
         raise errors.TransferError(f"The peer sent a {type(message).__name__} instead of a map.")

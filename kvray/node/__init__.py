@@ -3,5 +3,6 @@
 from kvray.node.link import NodeLink, attach
 from kvray.node.openings import Openings
 from kvray.node.registrations import Registration
+from kvray.node.stage_calls import StageCalls, Staged
 
-__all__ = ["NodeLink", "Openings", "Registration", "attach"]
+__all__ = ["NodeLink", "Openings", "Registration", "StageCalls", "Staged", "attach"]

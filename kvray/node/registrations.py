@@ -30,6 +30,8 @@ class Registration:
     accepted: bool = False
     refusal: str | None = None
     """The shard's sentence, if it refuses."""
+    has_peers: bool = False
+    """Whether the shard has said that blocks may come from other nodes."""
 
 
 class Registrations:
@@ -113,6 +115,7 @@ class Registrations:
         )
         known = bool(reply.get("known"))
         registration.accepted = known and not leaving
+        registration.has_peers = reply.get("peers") is True
         if openings is not None and known:
             openings.reported(len(notes), reply.get("incompatible", []))
 

@@ -94,3 +94,8 @@ def test_an_error_of_unknown_class_is_raised_as_the_base_class(name: object) -> 
 
 def test_a_good_reply_raises_nothing() -> None:
     wire.raise_for({"ok": True})
+
+
+def test_maps_inside_may_be_keyed_by_numbers() -> None:
+    frame = wire.encode({"leases": {1: ["far", 7]}})
+    assert wire.decode(frame[wire.LENGTH.size :]) == {"leases": {1: ["far", 7]}}

@@ -4,7 +4,7 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,52 +13,7 @@ from kvray import wire
 from kvray.errors import ShardUnavailable, TransferError
 from kvray.node.shard_socket import ShardSocket
 from tests.unit.node.conftest import StartShard
-
-Script = Callable[[socket.socket], None]
-
-
-class Peer:
-    """A shard of a test: plays one script for each connection."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.scripts: list[Script] = []
-        self.connections = 0
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        self._thread = threading.Thread(target=self._run, name="peer")
-        self._thread.start()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
-        self._listener.close()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with connection, contextlib.suppress(OSError):
-                connection.settimeout(5)
-                self.connections += 1
-                self.scripts.pop(0)(connection)
-
-
-def request_on(connection: socket.socket) -> dict[str, object]:
-    head = connection.recv(wire.LENGTH.size, socket.MSG_WAITALL)
-    if not head:
-        raise ConnectionResetError
-    return wire.decode(connection.recv(wire.body_length(head), socket.MSG_WAITALL))
-
-
-def echo(connection: socket.socket) -> None:
-    while True:
-        request = request_on(connection)
-        connection.sendall(wire.encode({"ok": True, "n": request["n"]}))
+from tests.unit.node.peer import Peer, echo, request_on
 
 
 @pytest.fixture

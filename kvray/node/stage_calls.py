@@ -1,0 +1,118 @@
+"""Asks the shard to bring blocks of other nodes here; the engine's scheduler waits for it.
+
+So it has a connection of its own, which no report can hold up, and no answer takes longer than the
+wait that is asked for: what is late belongs to a connection that is closed by then.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvray.block import BlockKey
+from kvray.errors import KVRayError
+from kvray.node.breaker import Breaker
+from kvray.node.shard_socket import ShardSocket
+from kvray.store import Lease
+
+STORE_DOWN = "store_down"
+TOO_SLOW = "too_slow"
+NOT_STORED = "not_stored"
+_REASONS = (NOT_STORED, TOO_SLOW, "cheaper_to_recompute", STORE_DOWN, "none")
+
+_WAY_S = 0.005
+_WAY_SHARE = 0.2
+"""Of the wait, what is for the way there and back; the shard may take the rest."""
+_KEYS_MAX = 65_536
+"""Blocks of a prompt that are asked for; more would fill a frame."""
+_OF_ANOTHER_KIND = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
+"""What reading an answer raises that has not the fields of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """What the shard made of a call."""
+
+    num_blocks: int
+    """Leading blocks that are here, for every rank."""
+    reason: str
+    """Why it is not more."""
+    leases: dict[int, tuple[str, Lease]] = field(default_factory=dict)
+    """Of each rank on another node (its arena, its lease of those blocks); ours to end."""
+
+
+class StageCalls:
+    """The calls of one engine; used by its scheduler's thread alone, and without one of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        """Ask the shard whose arena lies in `directory`."""
+        self._socket = ShardSocket(directory)
+        self._breaker = Breaker(seed=os.getpid())
+
+    @property
+    def can_ask(self) -> bool:
+        """Whether the shard may be asked now; not so for a while after it did not answer."""
+        return not self._breaker.is_open(time.monotonic())
+
+    def stage(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        replica: str,
+        rank: int,
+        wait_s: float,
+        tokens_per_s: float,
+    ) -> Staged:
+        """Return what of `keys` is here after `wait_s` at most; raises nothing of the shard's.
+
+        Args:
+            keys: of a prompt's blocks, from its root.
+            replica: who asks, as it has registered.
+            rank: likewise.
+            wait_s: longest time that this call takes.
+            tokens_per_s: what computing the blocks instead would come to; 0: not known.
+        """
+        began = time.monotonic()
+        asked = keys[:_KEYS_MAX]
+        try:
+            reply = self._socket.call(
+                "stage",
+                timeout_s=wait_s,
+                replica=replica,
+                rank=rank,
+                keys=b"".join(asked),
+                wait_s=wait_s - min(wait_s / 2, max(_WAY_S, wait_s * _WAY_SHARE)),
+                tokens_per_s=tokens_per_s,
+            )
+            staged = _read(reply, num_keys=len(asked))
+        except (KVRayError, *_OF_ANOTHER_KIND):
+            is_late = time.monotonic() - began >= wait_s
+            self._breaker.fail(time.monotonic())
+            return Staged(num_blocks=0, reason=TOO_SLOW if is_late else STORE_DOWN)
+        if staged.reason == STORE_DOWN:
+            self._breaker.fail(time.monotonic())  # it answers, but cannot find out either
+        else:
+            self._breaker.succeed()
+        return staged
+
+    def close(self) -> None:
+        """Hang up. Twice is fine."""
+        self._socket.close()
+
+
+def _read(reply: dict[str, Any], *, num_keys: int) -> Staged:
+    reason = reply["reason"]
+    return Staged(
+        num_blocks=min(max(int(reply["num_blocks"]), 0), num_keys),
+        reason=reason if reason in _REASONS else STORE_DOWN,
+        leases={
+            int(rank): (str(arena_id), _lease(*numbers))
+            for rank, (arena_id, *numbers) in (reply.get("leases") or {}).items()
+        },
+    )
+
+
+def _lease(lease_id: int, page: int, num_slots: int) -> Lease:
+    return Lease(lease_id=int(lease_id), page=int(page), num_slots=int(num_slots))
