@@ -97,6 +97,13 @@ class Engine:
         return hasattr(KvCacheConnectorScheduler, "cancel_load")
 
     @property
+    def asks_peers(self) -> bool:
+        """Whether blocks of other nodes are asked for; not before the shard says there are such."""
+        registration = self._registration
+        has_peers = registration is not None and registration.has_peers
+        return has_peers and self.config.connector.stage_wait_s > 0
+
+    @property
     def loads_later(self) -> bool:
         """Whether requests are parked while their blocks are made ready."""
         return self.config.connector.load == "async"

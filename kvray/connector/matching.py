@@ -19,8 +19,16 @@ class Matched:
     """Where its sound blocks end."""
 
 
-def match(engine: Engine, keys: list[BlockKey], first: int) -> tuple[Matched | None, str]:
+def match(
+    engine: Engine, keys: list[BlockKey], first: int, *, sound: int = 0
+) -> tuple[Matched | None, str]:
     """Lease the prefix of `keys` that is here, if it is longer than its first `first` blocks.
+
+    Args:
+        engine: the leader's.
+        keys: of the prompt, as far as it may be promised.
+        first: blocks that the engine has itself.
+        sound: blocks of another lease that is still held, which are not checked again.
 
     Returns:
         What was leased, which the caller must release; and why what follows it is missing.
@@ -37,10 +45,10 @@ def match(engine: Engine, keys: list[BlockKey], first: int) -> tuple[Matched | N
         return None, "arena_busy"
     if not held.num_blocks:
         return None, "not_stored"
-    end = held.num_blocks
+    end, start = held.num_blocks, max(first, sound)
     try:
-        if end > first and engine.verifies_promises:
-            end = first + _sound_run(engine, arena, held, first)
+        if end > start and engine.verifies_promises:
+            end = start + _sound_run(engine, arena, held, start)
     except BaseException:
         release_leases(engine, arena, *held.leases)
         raise

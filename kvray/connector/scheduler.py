@@ -1,7 +1,7 @@
 """The leader's half of the connector: matches prompts, promises what is leased, plans each pass.
 
-Everything here runs on the engine's executor thread and makes no remote call; nothing waits
-longer than the arena's `lock_wait_s`.
+Everything here runs on the engine's executor thread. Nothing waits longer than the arena's
+`lock_wait_s`, but for blocks of other nodes (`staging`), at most `stage_wait_s` a request.
 """
 
 import logging
@@ -24,6 +24,7 @@ from kvray.connector.pass_plan import PassPlanner
 from kvray.connector.promise import Promise
 from kvray.connector.promises import Promises
 from kvray.connector.request_state import RequestState, promised_blocks_max
+from kvray.connector.staging import Staging
 from kvray.keys import request_seed
 from kvray.opening import opening_digest
 
@@ -55,6 +56,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         self._states: OrderedDict[int, RequestState] = OrderedDict()
         self._promises = Promises()
         self._planner = PassPlanner()
+        self._staging = Staging()
         self._warned_unaligned = False
         self._is_shut_down = False
         shut_down_at_exit(self)
@@ -120,6 +122,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         """Return whether a save still reads the blocks of the finished request; twice is fine."""
         self._forget(request.request_id)
         self._promises.forget(request.request_id)
+        self._staging.forget(request.request_id)
         is_read = self._engine.is_being_read(request.request_id)
         if is_read:
             self._planner.pin(request.request_id)
@@ -161,6 +164,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             self._is_shut_down = True
             with self._engine.boundary.around("the end"):
                 self._planner.close()
+            self._staging.close()
             self._own_engine.close()
 
     def _match(self, engine: Engine, request: Any, num_computed_tokens: int) -> int:
@@ -216,7 +220,14 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         self, engine: Engine, state: RequestState, request: Any, keys: list[Any], first: int
     ) -> str:
         """Promise what of `keys` is here after the first `first`; return why not more."""
-        matched, reason = match(engine, keys, first)
+        matched, reason = self._staging.extend(
+            engine,
+            state.request_id,
+            keys,
+            first,
+            *match(engine, keys, first),
+            tokens_per_s=0.0,
+        )
         if matched is None:
             return reason
         # A corrupt block, and what follows it, is saved anew when it is computed.

@@ -1,0 +1,74 @@
+"""A shard's socket with a test between it and the engines: it says what other nodes have."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvray import wire
+from tests.unit.node.peer import request_on
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+NEW_FIELDS = ("wanted", "num_ranks", "holder")
+
+
+class StageServer:
+    """Answers `stage` itself and hands everything else over to the shard."""
+
+    def __init__(self, directory: Path) -> None:
+        """Take the place of the socket in `directory`; `close` gives it back."""
+        self._path = directory / wire.SOCKET_FILE
+        self._real = directory / "real"
+        self._path.rename(self._real)
+        self.answer: Answer = lambda _request: {"num_blocks": 0, "reason": "not_stored"}
+        self.report: dict[str, Any] = {"peers": True}
+        """What is added to each answer to a report."""
+        self.asked: list[dict[str, Any]] = []
+        self.registered: list[dict[str, Any]] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self._path))
+        self._listener.listen()
+        self._threads = [threading.Thread(target=self._accept, name="stage-server")]
+        self._open: list[socket.socket] = []
+        self._threads[0].start()
+
+    def close(self) -> None:
+        for one in (self._listener, *self._open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        self._listener.close()
+        self._real.rename(self._path)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self._open.append(connection)
+            thread = threading.Thread(target=self._serve, args=(connection,), name="stage-server")
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, socket.socket(socket.AF_UNIX) as shard, contextlib.suppress(OSError):
+            shard.connect(str(self._real))
+            while True:
+                connection.sendall(wire.encode(self._reply(request_on(connection), shard)))
+
+    def _reply(self, request: dict[str, Any], shard: socket.socket) -> dict[str, Any]:
+        if request["op"] == "stage":
+            self.asked.append(request)
+            return {"ok": True, **self.answer(request)}
+        if request["op"] == "register":
+            self.registered.append(dict(request))
+            for name in NEW_FIELDS:
+                request.pop(name, None)
+        shard.sendall(wire.encode(request))
+        reply = request_on(shard)
+        return reply | self.report if request["op"] == "report" else reply
