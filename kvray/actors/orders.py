@@ -52,3 +52,47 @@ class FetchReport:
     """For each span, how many of its leading blocks are READY here now."""
     sources: dict[str, SourceReport] = field(default_factory=dict)
     """By the name of the mover that was asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """What one mover asks another for: blocks to be leased, and ways to bring them."""
+
+    groups: tuple[tuple[int, bytes], ...]
+    """Part, and keys of 32 bytes each in prefix order."""
+    lease_s: float
+    """How long the blocks are kept for who asks; each `SendOrder` begins that anew."""
+    addresses: dict[str, bytes]
+    """Of the asker's transports, the best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedGroup:
+    """The leading blocks of a group that are there, leased."""
+
+    sizes: bytes
+    """Bytes of each block, u64."""
+    checksums: bytes
+    """As recorded when they were stored, u64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What one mover has for another, until its lease ends."""
+
+    token: int
+    transport: str
+    groups: tuple[OfferedGroup, ...]
+    """As in the `Want`; each as long as there is something of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendOrder:
+    """A piece to be moved: blocks of an offer, and where each goes in the asker's memory."""
+
+    token: int
+    blocks: bytes
+    """Places among all offered blocks, group after group, u32."""
+    targets: bytes
+    """Offsets, u64."""
+    timeout_s: float

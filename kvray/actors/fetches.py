@@ -1,0 +1,387 @@
+"""Fetches of a mover: ask for blocks, reserve slots for them, have them sent, check and commit.
+
+Slots are reserved for the whole order, parents before their children, before anything is sent. Then
+each source has lanes that move one piece after the other: while one lane checks what has come, the
+other's piece is on its way.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvray.actors.doubts import Doubts
+from kvray.actors.orders import (
+    FetchOrder,
+    FetchReport,
+    Offer,
+    SendOrder,
+    SourceReport,
+    Span,
+    Want,
+)
+from kvray.block import KEY_BYTES, BlockKey
+from kvray.errors import KVRayError, ShardUnavailable, TransferTimeout
+from kvray.store import Arena, Reservation, Wanted, lease, payload
+from kvray.store.tables import Array
+from kvray.transport import Transport
+
+NUM_LANES = 2
+_SOURCES_MAX = 16
+"""Sources that are asked at once; the others wait for their turn."""
+
+_LOCK_WAIT_S = 0.5
+_MARGIN_S = 0.1
+"""By so much a source gives up before who asked it does, so that its reason arrives."""
+
+
+class Peer(Protocol):
+    """The mover of another node; calls end within `timeout_s`, if need be with an error of ours."""
+
+    def offer(self, want: Want, *, timeout_s: float) -> Offer:
+        """See `Mover.offer`."""
+        ...
+
+    def send(self, order: SendOrder, *, timeout_s: float) -> Any:
+        """See `Mover.send`."""
+        ...
+
+    def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
+        """See `Mover.release`; does not wait for the answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchSettings:
+    """What fetches need to know, as plain values."""
+
+    call_timeout_s: float
+    lease_s: float
+    bytes_in_flight: int
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What one `send` moves: blocks of one offer into slots of one reservation."""
+
+    blocks: Array
+    reservation: Reservation
+    checksums: Array
+    size: int
+    """Bytes of each block."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * len(self.blocks)
+
+
+@dataclass(slots=True)
+class _Source:
+    """One node that a fetch asks, and how far it got with it."""
+
+    name: str
+    spans: list[int]
+    offer: Offer | None = None
+    incarnations: dict[str, int] = field(default_factory=dict)
+    """Of this node's transports, as they were when the source was asked."""
+    pieces: deque[_Piece] = field(default_factory=deque)
+    began_at: float = 0.0
+    ended_at: float = 0.0
+    num_blocks: int = 0
+    num_bytes: int = 0
+    suspects: list[int] = field(default_factory=list)
+    error: KVRayError | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fail(self, error: KVRayError) -> None:
+        """Note why there will be no more; the first reason stands."""
+        with self.lock:
+            self.error = self.error or error
+
+    def report(self) -> SourceReport:
+        return SourceReport(
+            num_blocks=self.num_blocks,
+            num_bytes=self.num_bytes,
+            seconds=max(0.0, self.ended_at - self.began_at),
+            transport=self.offer.transport if self.offer else "",
+            corrupt=len(self.suspects),
+            error=type(self.error).__name__ if self.error else None,
+            message=str(self.error) if self.error else "",
+        )
+
+
+class Fetches:
+    """The destination side of a mover. Thread-safe."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        transports: Mapping[str, Transport],
+        doubts: Mapping[str, Doubts],
+        peer: Callable[[str], Peer],
+        settings: FetchSettings,
+    ) -> None:
+        """Fetch into `arena`.
+
+        Args:
+            arena: joined by this process.
+            transports: by name, the best first.
+            doubts: of each transport.
+            peer: the mover of that name; raises ShardUnavailable if there is none.
+            settings: see there.
+        """
+        self._arena = arena
+        self._transports = transports
+        self._doubts = doubts
+        self._peer = peer
+        self._settings = settings
+        self._flight = _Flight(settings.bytes_in_flight)
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+        self.num_blocks = 0
+        self.num_corrupt = 0
+
+    def fetch(self, order: FetchOrder, *, deadline: float) -> FetchReport:
+        """Bring what an order asks for here; see `Mover.fetch`."""
+        sources: dict[str, _Source] = {}
+        for index, span in enumerate(order.spans):
+            if self._here(span) < len(span.keys) // KEY_BYTES:
+                sources.setdefault(span.source, _Source(span.source, [])).spans.append(index)
+        if sources:
+            lanes = min(len(sources), _SOURCES_MAX) * NUM_LANES
+            with ThreadPoolExecutor(lanes, "kvray-lane") as pool:
+                ask = [pool.submit(self._ask, one, order, deadline) for one in sources.values()]
+                for future in ask:
+                    future.result()
+                self._reserve(order, sources)
+                work = [
+                    pool.submit(self._move, one, deadline)
+                    for one in sources.values()
+                    for _ in range(NUM_LANES)
+                ]
+                for future in work:
+                    future.result()
+            for one in sources.values():
+                self._finish(one)
+        return FetchReport(
+            here=tuple(self._here(span) for span in order.spans),
+            sources={name: one.report() for name, one in sources.items()},
+        )
+
+    def _ask(self, source: _Source, order: FetchOrder, deadline: float) -> None:
+        """Have a source lease what it has of the order."""
+        addresses = {}
+        for name, doubts in self._doubts.items():
+            with suppress(KVRayError):
+                source.incarnations[name], addresses[name] = doubts.target()
+        want = Want(
+            groups=tuple((order.spans[i].part, order.spans[i].keys) for i in source.spans),
+            lease_s=self._settings.lease_s,
+            addresses=addresses,
+        )
+        try:
+            timeout_s = _left(deadline, self._settings.call_timeout_s)
+            source.offer = self._peer(source.name).offer(want, timeout_s=timeout_s)
+        except KVRayError as error:
+            source.fail(error)
+
+    def _reserve(self, order: FetchOrder, sources: Mapping[str, _Source]) -> None:
+        """Reserve slots for everything that was offered, in the order's own order."""
+        starts = dict.fromkeys(sources, 0)
+        for index, span in enumerate(order.spans):
+            source = sources.get(span.source)
+            if source is None or source.offer is None or index not in source.spans:
+                continue
+            group = source.offer.groups[source.spans.index(index)]
+            sizes = np.frombuffer(group.sizes, dtype="<u8").astype(np.int64)
+            checksums = np.frombuffer(group.checksums, dtype="<u8")
+            try:
+                source.pieces += self._pieces(
+                    span, sizes, checksums, starts[span.source], source.offer.transport
+                )
+            except KVRayError as error:
+                source.fail(error)
+            starts[span.source] += len(sizes)
+
+    def _pieces(
+        self, span: Span, sizes: Array, checksums: Array, start: int, transport: str
+    ) -> list[_Piece]:
+        """Reserve slots for the offered head of a span; return the pieces that fill them.
+
+        Args:
+            span: see there.
+            sizes: of its leading blocks, as offered.
+            checksums: of the same.
+            start: place of its first block in the offer.
+            transport: name of the one that brings them.
+        """
+        keys = [BlockKey(span.keys[at * KEY_BYTES :][:KEY_BYTES]) for at in range(len(sizes))]
+        before = BlockKey(span.parent) if span.parent else None
+        pieces: list[_Piece] = []
+        for first, stop in _equal_runs(sizes):
+            size = int(sizes[first])
+            made = self._arena.reserve(
+                keys[first:stop],
+                parent=keys[first - 1] if first else before,
+                depth=span.depth + first,
+                part=span.part,
+                block_bytes=size,
+                needs_parent=span.needs_parent or first > 0,
+                wait_s=_LOCK_WAIT_S,
+            )
+            if made is None:
+                self._abort(pieces)
+                raise ShardUnavailable("The arena of this node is busy or retired.")
+            step = max(1, self._transports[transport].piece_bytes // size)
+            for at in range(0, len(made.slots), step):
+                rows = made.rows[at : at + step] + first
+                pieces.append(
+                    _Piece(
+                        blocks=(rows + start).astype("<u4"),
+                        reservation=replace(made, rows=rows, slots=made.slots[at : at + step]),
+                        checksums=checksums[rows],
+                        size=size,
+                    )
+                )
+            if made.dropped:
+                break
+        return pieces
+
+    def _move(self, source: _Source, deadline: float) -> None:
+        """One lane: move pieces of a source until there are none left, or one failed."""
+        while True:
+            with source.lock:
+                if not source.pieces or source.error is not None:
+                    return
+                piece = source.pieces.popleft()
+            try:
+                self._flight.enter(piece.num_bytes, deadline)
+            except KVRayError as error:
+                self._abort([piece])
+                source.fail(error)
+                return
+            try:
+                self._carry(source, piece, deadline)
+            except KVRayError as error:
+                source.fail(error)
+            finally:
+                self._flight.leave(piece.num_bytes)
+
+    def _carry(self, source: _Source, piece: _Piece, deadline: float) -> None:
+        """Have one piece sent and committed, or leave its slots to whom they are safe with."""
+        assert source.offer is not None
+        transport = self._transports[source.offer.transport]
+        incarnation = source.incarnations[transport.name]
+        doubts = self._doubts[transport.name]
+        targets = payload.offsets(self._arena.tables, piece.reservation.slots, piece.size)
+        sizes = np.full(len(targets), piece.size, dtype=np.int64)
+        with source.lock:
+            source.began_at = source.began_at or time.monotonic()
+        with doubts.passage(piece.reservation, incarnation):
+            timeout_s = _left(deadline, self._settings.lease_s)
+            order = SendOrder(
+                token=source.offer.token,
+                blocks=piece.blocks.tobytes(),
+                targets=targets.astype("<i8").tobytes(),
+                timeout_s=max(timeout_s - _MARGIN_S, timeout_s / 2),
+            )
+            parcel = self._peer(source.name).send(order, timeout_s=timeout_s)
+            transport.receive(parcel, targets, sizes)
+        self._commit(source, piece, incarnation)
+
+    def _commit(self, source: _Source, piece: _Piece, incarnation: int) -> None:
+        """Make the blocks of a piece READY that have their checksums."""
+        assert source.offer is not None
+        sound = self._arena.sums(piece.reservation) == piece.checksums
+        good = replace(piece.reservation, slots=piece.reservation.slots[sound])
+        if not self._arena.commit(good, piece.checksums[sound]):
+            self._arena.abort(piece.reservation)
+            raise ShardUnavailable("The arena of this node stays locked; blocks were given up.")
+        if not sound.all():
+            bad = replace(piece.reservation, slots=piece.reservation.slots[~sound])
+            self._doubts[source.offer.transport].add(bad, incarnation)
+        num_good = int(np.count_nonzero(sound))
+        with source.lock:
+            source.num_blocks += num_good
+            source.num_bytes += num_good * piece.size
+            source.suspects += piece.blocks[~sound].tolist()
+            source.ended_at = time.monotonic()
+        with self._lock:
+            self.num_blocks += num_good
+            self.num_bytes += num_good * piece.size
+            self.num_corrupt += len(sound) - num_good
+
+    def _finish(self, source: _Source) -> None:
+        """Give back what a source's failure left unsent, and its leases."""
+        self._abort(source.pieces)
+        if source.offer is not None:
+            suspects = np.array(source.suspects, dtype="<u4").tobytes()
+            with suppress(KVRayError):
+                self._peer(source.name).release(
+                    source.offer.token, suspects, timeout_s=self._settings.call_timeout_s
+                )
+
+    def _abort(self, pieces: Iterable[_Piece]) -> None:
+        for piece in pieces:
+            self._arena.abort(piece.reservation)
+
+    def _here(self, span: Span) -> int:
+        """Return how many leading blocks of a span are READY here."""
+        if not span.keys:
+            return 0
+        keys = np.frombuffer(span.keys, dtype="<u8").reshape(-1, KEY_BYTES // 8)
+        with self._arena.section(_LOCK_WAIT_S) as entered:
+            if not entered or self._arena.retired:
+                return 0
+            return lease.match(self._arena.tables, keys, [Wanted(span.part)])[0]
+
+
+class _Flight:
+    """Bytes on their way to this node: bounded, and waited for until a deadline."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._changed = threading.Condition()
+
+    def enter(self, num_bytes: int, deadline: float) -> None:
+        """Have so many bytes more in flight; a piece alone always may.
+
+        Raises:
+            TransferTimeout: there was no room before the deadline.
+        """
+        with self._changed:
+            while self._bytes and self._bytes + num_bytes > self._bytes_max:
+                self._changed.wait(_left(deadline, 1.0))
+            self._bytes += num_bytes
+
+    def leave(self, num_bytes: int) -> None:
+        """Have so many bytes less in flight."""
+        with self._changed:
+            self._bytes -= num_bytes
+            self._changed.notify_all()
+
+
+def _left(deadline: float, longest_s: float) -> float:
+    """Return the seconds until a deadline, or `longest_s` if that is shorter.
+
+    Raises:
+        TransferTimeout: there are none left.
+    """
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TransferTimeout("The blocks did not come in time; what is late is left out.")
+    return min(left_s, longest_s)
+
+
+def _equal_runs(sizes: Array) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each run of equal sizes."""
+    edges = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)] if len(sizes) else []
+    return pairwise(edges)

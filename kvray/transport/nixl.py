@@ -1,0 +1,253 @@
+"""One-sided pushes by NIXL, over RDMA where UCX finds a device and over TCP otherwise.
+
+Each end has two agents. Others push through the *inbound* one: it does nothing by itself, and to
+destroy it is the fence behind which nothing that was sent to it can write any more. This node's own
+pushes go through the *outbound* one, which is given up after an error, so that a broken push harms
+no other and none that comes in. Every agent has a name of its own: peers cannot mistake one
+incarnation for the next.
+
+NIXL knows no deadline: a push to a peer that is frozen stays under way for ever, and one that was
+given up may still land. It runs in a process of its own, for a frozen peer that wakes can abort it.
+"""
+
+import importlib
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvray.errors import TransferError, TransferTimeout, TransportUnavailable
+from kvray.transport.transport import Array, runs
+
+_MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
+
+_PROGRESS_DELAY_US = 10_000
+"""Fallback wake-up of an agent's progress thread, which is driven by poll; NIXL's own value of 0
+spins a whole core."""
+
+_POLL_S = 0.0002
+_PEERS_MAX = 256
+"""An outbound agent that knows so many targets, most of them long gone, is replaced."""
+
+_HEAD = struct.Struct("<8sQQ")
+_MAGIC = b"kvrynixl"
+
+
+def choose_wires(environ: MutableMapping[str, str]) -> None:
+    """Have UCX use TCP where there is no RDMA device; before the first agent of the process.
+
+    Between nodes there is nothing else then, and where several are on one machine, shared memory
+    would be tried across what separates them. Who set UCX_TLS knows better.
+    """
+    if not has_rdma():
+        environ.setdefault("UCX_TLS", "tcp")
+
+
+def has_rdma() -> bool:
+    """Return whether this machine has an RDMA device."""
+    try:
+        return any(Path("/sys/class/infiniband").iterdir())
+    except OSError:
+        return False
+
+
+class NixlTransport:
+    """This node's end; see `Transport`. The owner of the bytes pushes."""
+
+    name = "nixl"
+    writes_late = True
+    piece_bytes = 16 * 2**20
+
+    def __init__(self, memory: Array) -> None:
+        """Register `memory` with NIXL.
+
+        Raises:
+            TransportUnavailable: NIXL is not installed, or cannot be used here.
+        """
+        self._nixl = _bindings()
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._closed = False
+        self._incarnation = 0
+        self._inbound: _Agent | None = _Agent(self._nixl, memory)
+        self._outbound: _Agent | None = None
+
+    @property
+    def address(self) -> bytes:
+        """See `Transport`."""
+        inbound = self._inbound
+        if inbound is None:
+            raise TransportUnavailable("The transport nixl of this node has no agent at present.")
+        return inbound.address
+
+    def send(
+        self, address: bytes, sources: Array, targets: Array, sizes: Array, *, timeout_s: float
+    ) -> None:
+        """Push a piece; see `Transport`."""
+        deadline = time.monotonic() + timeout_s
+        base, metadata = _parse(address, targets, sizes)
+        if not len(sources):
+            return
+        outbound = self._sender()
+        try:
+            outbound.push(base, metadata, (sources, targets, sizes), deadline=deadline)
+        except TransferError:
+            with self._lock:
+                # Pushes of other threads go on; it is destroyed with the last of them.
+                if self._outbound is outbound:
+                    self._outbound = None
+            raise
+
+    def receive(self, parcel: Any, targets: Array, sizes: Array) -> None:
+        """Do nothing: the push has ended, and the bytes are here."""
+
+    def renew(self) -> None:
+        """See `Transport`."""
+        with self._lock:
+            self._inbound = None  # which destroys it: nobody else ever has it
+            self._incarnation += 1
+            if not self._closed:
+                self._inbound = _Agent(self._nixl, self._memory)
+
+    def status(self) -> dict[str, Any]:
+        """Return figures for people."""
+        return {
+            "incarnation": self._incarnation,
+            "rdma": has_rdma(),
+            "library": self._nixl.__name__,
+        }
+
+    def close(self) -> None:
+        """End both ends. Twice is fine."""
+        with self._lock:
+            self._closed = True
+            self._inbound = self._outbound = None
+            self._memory = self._memory[:0]
+
+    def _sender(self) -> "_Agent":
+        with self._lock:
+            if self._closed:
+                raise TransferError("The transport nixl of this node was closed.")
+            if self._outbound is None or self._outbound.num_peers >= _PEERS_MAX:
+                self._outbound = _Agent(self._nixl, self._memory)
+            return self._outbound
+
+
+class _Agent:
+    """One agent with the memory registered; destroyed when nobody refers to it any more."""
+
+    def __init__(self, nixl: Any, memory: Array) -> None:
+        self._nixl = nixl
+        self._memory = memory  # mapped for as long as it is registered
+        self._base = memory.ctypes.data
+        self._peers: dict[bytes, str] = {}
+        self._peers_lock = threading.Lock()
+        config = nixl.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = _PROGRESS_DELAY_US
+        config.useListenThread = False
+        config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
+        try:
+            with _mapped(nixl):
+                self._agent = nixl.nixlAgent(f"kvray-{secrets.token_hex(8)}", config)
+                backend = self._agent.createBackend("UCX", {})
+                area = [(self._base, len(memory), 0, "")]
+                self._agent.registerMem(nixl.nixlRegDList(nixl.DRAM_SEG, area), [backend])
+                metadata = bytes(self._agent.getLocalMD())
+        except TransferError as error:
+            raise TransportUnavailable(
+                f"NIXL cannot be used on this node ({error}); see `kvray doctor`."
+            ) from None
+        self.address = _HEAD.pack(_MAGIC, self._base, len(memory)) + metadata
+
+    @property
+    def num_peers(self) -> int:
+        return len(self._peers)
+
+    def push(
+        self, base: int, metadata: bytes, blocks: tuple[Array, Array, Array], *, deadline: float
+    ) -> None:
+        """Write blocks (sources, targets, sizes) into a peer's memory, which begins at `base`."""
+        nixl, agent = self._nixl, self._agent
+        sources, targets, sizes = blocks
+        edges = runs(sources, sizes, targets)
+        first, last = edges[:-1], edges[1:] - 1
+        lengths = sources[last] + sizes[last] - sources[first]
+        with _mapped(nixl):
+            handle = agent.createXferReq(
+                nixl.NIXL_WRITE,
+                self._descriptors(self._base + sources[first], lengths),
+                self._descriptors(base + targets[first], lengths),
+                self._peer(metadata),
+            )
+            try:
+                state = agent.postXferReq(handle)
+                while state == nixl.NIXL_IN_PROG:
+                    if time.monotonic() >= deadline:
+                        raise TransferTimeout(
+                            f"A push of {int(lengths.sum())} bytes did not end in time; the other"
+                            " node is slow, frozen or cut off."
+                        )
+                    time.sleep(_POLL_S)
+                    state = agent.getXferStatus(handle)
+                if state != nixl.NIXL_SUCCESS:
+                    raise TransferError(f"A push to another node failed ({state}).")
+            finally:
+                agent.releaseXferReq(handle)
+
+    def _descriptors(self, addresses: Array, lengths: Array) -> Any:
+        rows = np.zeros((len(addresses), 3), dtype=np.uint64)
+        rows[:, 0], rows[:, 1] = addresses, lengths
+        return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, rows)
+
+    def _peer(self, metadata: bytes) -> str:
+        """Return the name of the agent of that metadata, which is made known once."""
+        with self._peers_lock:
+            name = self._peers.get(metadata)
+            if name is None:
+                name = self._agent.loadRemoteMD(metadata)
+                name = name.decode() if isinstance(name, bytes) else name
+                self._peers[metadata] = name
+            return name
+
+
+def _bindings() -> Any:
+    """Return NIXL's own bindings: its Python classes fix the progress thread's delay at 0."""
+    for name in _MODULES:
+        try:
+            return importlib.import_module(f"{name}._bindings")
+        except ImportError:
+            continue
+    raise TransportUnavailable(
+        "NIXL is not installed; run `pip install 'kvray[nixl]'`, or `pip install nixl-cu12` for the"
+        " wheel of one CUDA version."
+    )
+
+
+def _parse(address: bytes, targets: Array, sizes: Array) -> tuple[int, bytes]:
+    """Return where the memory of a target begins, and its metadata."""
+    if len(address) <= _HEAD.size or not address.startswith(_MAGIC):
+        raise TransferError("A piece cannot go by nixl to an address of something else.")
+    _, base, length = _HEAD.unpack_from(address)
+    if len(targets) and (targets.min() < 0 or int((targets + sizes).max()) > length):
+        raise TransferError("A piece to push lies outside the other node's arena.")
+    return base, address[_HEAD.size :]
+
+
+@contextmanager
+def _mapped(nixl: Any) -> Iterator[None]:
+    """Turn NIXL's exceptions into ours; they have no base but Exception."""
+    try:
+        yield
+    except tuple(
+        value
+        for name, value in vars(nixl).items()
+        if name.startswith("nixl") and name.endswith("Error")
+    ) as error:
+        raise TransferError(f"NIXL: {type(error).__name__} {error}".strip()) from None

@@ -1,0 +1,99 @@
+"""Pieces through Ray's object store: works wherever Ray does.
+
+A piece is one object, the answer of the source's actor: Ray copies each run of its blocks straight
+from the arena into the object, brings that to the target's node, and shows it to the target without
+a copy. Who is asked by other means than a call of an actor must copy what `send` returned before
+the source's leases end.
+"""
+
+import secrets
+from itertools import pairwise
+from typing import Any
+
+from kvray.errors import TransferError, TransportUnavailable
+from kvray.transport.transport import Array, runs
+
+_MAGIC = b"kvray-object-ref:"
+
+
+class ObjectRefTransport:
+    """This node's end; see `Transport`. The target copies for itself, so nothing lands late."""
+
+    name = "object_ref"
+    writes_late = False
+    piece_bytes = 16 * 2**20
+
+    def __init__(self, memory: Array) -> None:
+        """Move bytes from and to `memory`.
+
+        Raises:
+            TransportUnavailable: this process is not connected to Ray.
+        """
+        try:
+            import ray
+        except ImportError:
+            raise TransportUnavailable(
+                "There is no Ray here; run `pip install 'ray>=2.52'`."
+            ) from None
+        if not ray.is_initialized():
+            raise TransportUnavailable("This process is not connected to Ray; it must be an actor.")
+        self._memory = memory
+        self._incarnation = 0
+        self._token = secrets.token_bytes(8)
+        self._closed = False
+
+    @property
+    def address(self) -> bytes:
+        """See `Transport`; it names this end to people only, for the target copies for itself."""
+        if self._closed:
+            raise TransportUnavailable("The transport object_ref of this node was closed.")
+        return _MAGIC + self._token + self._incarnation.to_bytes(4, "little")
+
+    def send(
+        self, address: bytes, sources: Array, targets: Array, sizes: Array, *, timeout_s: float
+    ) -> list[Array]:
+        """Return views of the runs of blocks; see `Transport`."""
+        if self._closed or not address.startswith(_MAGIC):
+            raise TransferError(
+                "A piece cannot go by object_ref to an address of something else, or from an end"
+                " that was closed."
+            )
+        edges = runs(sources, sizes)
+        ends = sources + sizes
+        if len(sources) and (sources.min() < 0 or ends.max() > len(self._memory)):
+            raise TransferError("A piece to send lies outside this node's arena.")
+        return [
+            self._memory[int(sources[first]) : int(ends[stop - 1])]
+            for first, stop in pairwise(edges.tolist())
+        ]
+
+    def receive(self, parcel: Any, targets: Array, sizes: Array) -> None:
+        """Copy the runs of a piece to their places; see `Transport`."""
+        arrived = sum(len(run) for run in parcel)
+        if arrived != int(sizes.sum()):
+            raise TransferError(f"A piece of {int(sizes.sum())} bytes came as {arrived} bytes.")
+        edges = runs(targets, sizes)
+        views = iter(parcel)
+        rest: Array = self._memory[:0]
+        for first, stop in pairwise(edges.tolist()):
+            at, end = int(targets[first]), int(targets[stop - 1] + sizes[stop - 1])
+            while at < end:
+                if not len(rest):
+                    rest = next(views)
+                    continue
+                count = min(len(rest), end - at)
+                self._memory[at : at + count] = rest[:count]
+                rest, at = rest[count:], at + count
+
+    def renew(self) -> None:
+        """Count the incarnations; nothing could land late."""
+        self._incarnation += 1
+
+    def status(self) -> dict[str, Any]:
+        """Return figures for people."""
+        return {"incarnation": self._incarnation}
+
+    def close(self) -> None:
+        """End both ends. Twice is fine."""
+        self._closed = True
+        self._memory = self._memory[:0]

@@ -1,0 +1,34 @@
+"""Open the transports that this node can have."""
+
+from collections.abc import Sequence
+
+from kvray.errors import TransportUnavailable
+from kvray.transport.nixl import NixlTransport
+from kvray.transport.object_ref import ObjectRefTransport
+from kvray.transport.transport import Array, Transport
+
+_KINDS: dict[str, type[NixlTransport] | type[ObjectRefTransport]] = {
+    kind.name: kind for kind in (NixlTransport, ObjectRefTransport)
+}
+
+
+def open_transports(
+    names: Sequence[str], memory: Array
+) -> tuple[dict[str, Transport], dict[str, str]]:
+    """Open an end of each transport of `names` over `memory`.
+
+    Args:
+        names: of transports, the best first.
+        memory: u8, of this node; must stay where it is until they are closed.
+
+    Returns:
+        The ends by name, in that order; and for each that this node cannot have, why.
+    """
+    opened: dict[str, Transport] = {}
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            opened[name] = _KINDS[name](memory)
+        except TransportUnavailable as error:
+            missing[name] = str(error)
+    return opened, missing
