@@ -15,6 +15,7 @@ from kvray.actors import connection, local_ray, tier
 from kvray.actors.local_ray import LocalRay
 from kvray.actors.ownership import sweep
 from kvray.config import KVRayConfig, load_config
+from tests.ray.cluster import TwoNodes, open_two_nodes
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 30.0
@@ -63,6 +64,13 @@ def running(config: KVRayConfig) -> KVRayConfig:
     """The configuration of a tier that is up."""
     tier.up(config, timeout_s=TIMEOUT_S)
     return config
+
+
+@pytest.fixture(scope="module")
+def two_nodes() -> Iterator[TwoNodes]:
+    """A tier on two nodes of this machine, on a Ray of its own; it is not for this process."""
+    with open_two_nodes() as nodes:
+        yield nodes
 
 
 class Engine:

@@ -1,0 +1,1 @@
+"""`kvray chaos`: several nodes on this machine serve while parts of them are ended or broken."""

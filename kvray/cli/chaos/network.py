@@ -1,0 +1,155 @@
+"""Network namespaces of this machine: each node has an address and a cable of its own.
+
+The namespaces have no names: they live as long as the processes in them, and nothing of them is
+left behind when those are killed.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvray.errors import ConfigError
+
+_TOOLS = ("ip", "tc", "nsenter", "unshare")
+_PREFIX = "10.77.0"
+_SWITCH_HOST = 254
+_MAKE_TIMEOUT_S = 5.0
+_COMMAND_TIMEOUT_S = 20.0
+_DEVICE = "eth0"
+
+Spawn = Callable[[list[str]], int]
+"""Starts a process that lives as long as the cluster, and returns its pid."""
+
+
+def why_impossible() -> str | None:
+    """Return why this process cannot make network namespaces, or None if it can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"needs the commands {', '.join(missing)} (packages iproute2 and util-linux)"
+    probe = subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True)
+    return None if probe.returncode == 0 else "network namespaces are not allowed here"
+
+
+class Network:
+    """A switch, and a namespace for each host that is plugged into it."""
+
+    def __init__(self, spawn: Spawn) -> None:
+        """Make the switch.
+
+        Args:
+            spawn: starts the processes that hold the namespaces.
+
+        Raises:
+            ConfigError: this process may not do that, or a command is missing.
+        """
+        if (reason := why_impossible()) is not None:
+            raise ConfigError(f"A network of several nodes on one machine {reason}.")
+        self._spawn = spawn
+        self._hosts: list[int] = []
+        self._switch = self._hold()
+        _ip(
+            self._switch,
+            "link add br0 type bridge",
+            f"addr add {_PREFIX}.{_SWITCH_HOST}/24 dev br0",
+            "link set br0 up",
+        )
+
+    def plug_in(self) -> int:
+        """Add a host with an address; return its number, from 0 on."""
+        number = len(self._hosts)
+        holder = self._hold()
+        self._hosts.append(holder)
+        _ip(
+            self._switch,
+            f"link add {_port(number)} type veth peer name {_DEVICE} netns {holder}",
+            f"link set {_port(number)} master br0",
+            f"link set {_port(number)} up",
+        )
+        _ip(
+            holder,
+            "link set lo up",
+            f"addr add {self.address(number)}/24 dev {_DEVICE}",
+            f"link set {_DEVICE} up",
+            # Whoever asks the kernel for "my own address" asks for the way out.
+            f"route add default via {_PREFIX}.{_SWITCH_HOST}",
+        )
+        return number
+
+    def address(self, number: int) -> str:
+        """Return a host's address."""
+        return f"{_PREFIX}.{number + 1}"
+
+    def enter(self, number: int) -> list[str]:
+        """Return what a command is to begin with to run on a host."""
+        return ["nsenter", f"--net=/proc/{self._hosts[number]}/ns/net"]
+
+    def cut(self, number: int) -> None:
+        """Pull a host's cable."""
+        _ip(self._switch, f"link set {_port(number)} down")
+
+    def heal(self, number: int) -> None:
+        """Put a host's cable back."""
+        _ip(self._switch, f"link set {_port(number)} up")
+
+    def slow(self, number: int, *, mbit: int, latency_ms: int) -> None:
+        """Limit what a host sends and gets; packets queue for `latency_ms`, and are lost then."""
+        shape = f"root tbf rate {mbit}mbit burst 32kb latency {latency_ms}ms"
+        _run(self._hosts[number], ["tc", *f"qdisc replace dev {_DEVICE} {shape}".split()])
+        _run(self._switch, ["tc", *f"qdisc replace dev {_port(number)} {shape}".split()])
+
+    def speed_up(self, number: int) -> None:
+        """Take the limit away."""
+        _run(self._hosts[number], ["tc", *f"qdisc del dev {_DEVICE} root".split()])
+        _run(self._switch, ["tc", *f"qdisc del dev {_port(number)} root".split()])
+
+    def bytes_in(self, number: int) -> int:
+        """Return the bytes that a host has got over its cable so far."""
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{self._hosts[number]}/net/dev").read_text().splitlines():
+                name, _, figures = line.partition(":")
+                if name.strip() == _DEVICE:
+                    return int(figures.split()[0])
+        return 0
+
+    def _hold(self) -> int:
+        """Start a process in a namespace of its own and return its pid."""
+        pid = self._spawn(["unshare", "--net", "sleep", "infinity"])
+        ours = os.readlink("/proc/self/ns/net")
+        deadline = time.monotonic() + _MAKE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/ns/net") != ours:
+                    return pid
+            time.sleep(0.005)
+        raise ConfigError("A network namespace could not be made; run `unshare --net true`.")
+
+
+def _port(number: int) -> str:
+    return f"port{number}"
+
+
+def _ip(holder: int, *commands: str) -> None:
+    """Run commands of `ip` in the namespace of process `holder`."""
+    _run(holder, ["ip", "-batch", "-"], told="\n".join(commands) + "\n")
+
+
+def _run(holder: int, command: list[str], told: str = "") -> None:
+    try:
+        subprocess.run(
+            ["nsenter", f"--net=/proc/{holder}/ns/net", *command],
+            input=told,
+            text=True,
+            capture_output=True,
+            check=True,
+            timeout=_COMMAND_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"`{' '.join(command)}` did not end.") from None
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"`{' '.join(command)}` failed: {error.stderr.strip()}.") from None

@@ -1,0 +1,67 @@
+"""A tier on several nodes of this machine, asked and driven by processes of their own.
+
+This process may be connected to another Ray: what is to be asked of this one goes through
+`Machine.run`, and engines get the environment of their node.
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvray.cli.chaos.nodes import Machine, Node
+from kvray.config import environ_for
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "arena": {"capacity": "64MiB", "slab": "16MiB", "lock_wait_s": 0.05},
+    "connector": {"model_key": "tiny", "verify_on_load": "always"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoNodes:
+    """A tier that is up on the nodes of a machine."""
+
+    machine: Machine
+    config_path: Path
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The nodes that have a shard."""
+        return self.machine.nodes
+
+    def node_dir(self, node: Node) -> Path:
+        """Return where a node's arena and socket are."""
+        return node.arena_dir / "kvray-nodes"
+
+    def engine_environ(self, node: Node) -> dict[str, str]:
+        """Return the variables with which an engine finds the tier of its node."""
+        return {**environ_for(self.config_path), "KVRAY_ARENA__DIR": str(node.arena_dir)}
+
+    def shards(self) -> list[dict[str, Any]]:
+        """Return what `kvray status` says of the shards; nothing while the tier's head is gone."""
+        done = self.machine.run("status", "--json", "-c", str(self.config_path))
+        return list(json.loads(done.stdout)["shards"]) if done.returncode == 0 else []
+
+
+@contextlib.contextmanager
+def open_two_nodes(
+    settings: Mapping[str, Mapping[str, Any]] = SETTINGS, **options: Any
+) -> Iterator[TwoNodes]:
+    """Have a tier on a new `Machine`, made with `options`, for the time of a block."""
+    with Machine(**options) as machine:
+        config_path = machine.write_config(settings)
+        up = machine.run("up", "-c", str(config_path))
+        assert up.returncode == 0, up.stderr
+        yield TwoNodes(machine=machine, config_path=config_path)
+
+
+def wait_for(condition: Callable[[], object], what: str, *, timeout_s: float) -> None:
+    """Return once `condition` holds; fail if it takes longer."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} took too long"
+        time.sleep(0.05)
