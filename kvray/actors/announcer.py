@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -36,11 +36,25 @@ class Announcer:
         self._held_keys: Any = None
         self._held_parts: Any = None
         self._held: Any = None
+        # How many blocks are held of each part.
+        self._num_held = np.zeros(PARTS_MAX, dtype=np.int64)
         # (keys, parts, whether they were added); the lookup has all that came before.
         self._pending: deque[tuple[Any, Any, bool]] = deque()
         self._sequence = 0
+        self._ranks: list[tuple[str, int]] = []
+        self._ranks_said: list[tuple[str, int]] | None = None
+        self._num_shards = 0
         self._lookup_epoch: str | None = None
         self._is_heard = True
+
+    @property
+    def num_shards(self) -> int:
+        """Live shards of the tier, as the lookup said last; 0 while it does not answer."""
+        return self._num_shards
+
+    def name_ranks(self, ranks: Iterable[tuple[str, int]]) -> None:
+        """Have it announced that these (replica, rank), and no others, are registered here."""
+        self._ranks = sorted(ranks)
 
     def collect(self, owner: ArenaOwner) -> bool:
         """Note what changed in the arena of `owner`; True if something is to be announced at once.
@@ -51,18 +65,22 @@ class Announcer:
             self._start(owner.arena)
         if self._answer is not None:
             self.desk.settle(self._answer.findings)
+            owner.give_up(self._answer.orphans, np.flatnonzero(self._num_held).tolist())
             self._answer = None
         slots, ready, keys = owner.changes_since(self._seen)
         if len(slots):
             parts = owner.arena.tables.slot_part[slots]
             # One engine's absurd part must not have everything refused that the shard announces.
             ready &= parts < PARTS_MAX
-            gone = self._held[slots]
-            self._note(self._held_keys[slots[gone]], self._held_parts[slots[gone]], False)
+            gone = slots[self._held[slots]]
+            self._note(self._held_keys[gone], self._held_parts[gone], False)
             self._note(keys[ready], parts[ready], True)
+            self._num_held += np.bincount(parts[ready], minlength=PARTS_MAX)
+            self._num_held -= np.bincount(self._held_parts[gone], minlength=PARTS_MAX)
             self._held[slots] = ready
             self._held_keys[slots], self._held_parts[slots] = keys, parts
-        return self._is_heard and (bool(self._pending) or self._lookup_epoch is None)
+        is_new = bool(self._pending) or self._ranks != self._ranks_said
+        return self._is_heard and (is_new or self._lookup_epoch is None)
 
     def send(self, shard_epoch: int) -> None:
         """Announce what was noted, or just a heartbeat; what fails is sent again later."""
@@ -73,13 +91,15 @@ class Announcer:
             self._note(self._held_keys[held], self._held_parts[held], True)
         # Never a number twice: one that seems lost may still arrive.
         self._sequence += 1
-        announcement = self._next(shard_epoch, full=full)
+        ranks = self._ranks
+        announcement = self._next(shard_epoch, full=full, ranks=ranks)
         try:
             answer = self._announce(announcement)
         except KVRayError as error:
             if self._is_heard:
                 _log.warning("%s: the lookup cannot be told: %s", self._shard, error)
             self._is_heard, self._lookup_epoch = False, None
+            self._num_shards = 0
             self._pending.clear()
             return
         if not self._is_heard:
@@ -87,7 +107,9 @@ class Announcer:
         self._is_heard = True
         same = full or answer.lookup_epoch == self._lookup_epoch
         self._lookup_epoch = answer.lookup_epoch if same and not answer.resync else None
-        self._answer = None if answer.resync else answer
+        if not answer.resync:
+            self._answer, self._ranks_said = answer, ranks
+            self._num_shards = answer.num_shards
 
     def _start(self, arena: Arena) -> None:
         versions, rows = arena.tables.slot_version, arena.tables.geometry.num_slots
@@ -103,7 +125,7 @@ class Announcer:
             part = slice(start, start + ANNOUNCED_MAX)
             self._pending.append((keys[part], parts[part], added))
 
-    def _next(self, shard_epoch: int, *, full: bool) -> Announcement:
+    def _next(self, shard_epoch: int, *, full: bool, ranks: list[tuple[str, int]]) -> Announcement:
         added_keys, removed_keys = bytearray(), bytearray()
         added_parts: list[int] = []
         removed_parts: list[int] = []
@@ -128,4 +150,6 @@ class Announcer:
             removed_keys=bytes(removed_keys),
             removed_parts=removed_parts,
             openings=self.desk.due(full=full),
+            more=bool(self._pending),
+            ranks=ranks if full or ranks != self._ranks_said else None,
         )

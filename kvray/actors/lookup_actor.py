@@ -1,23 +1,27 @@
 """The Ray actor around the lookup; synchronous, calls carry whole batches."""
 
+import gc
 import time
 from typing import Any
 
 import ray
 
-from kvray.actors.lookup import Announcement, Answer, Lookup
+from kvray.actors.lookup import SILENT_S, Announcement, Answer, Lookup
 from kvray.actors.ray_calls import LOOKUP_NAME, NAMESPACE, log_to_stderr
-from kvray.index import Match, split_keys
+from kvray.index import Match, Run
 
 
 class LookupActor:
     """The tier's lookup as a named actor; every method hands over to the `Lookup`."""
 
-    def __init__(self, cluster_name: str) -> None:
-        """Serve the tier `cluster_name`."""
+    def __init__(self, cluster_name: str, silent_s: float = SILENT_S) -> None:
+        """Serve the tier `cluster_name`; shards silent for `silent_s` are left out of answers."""
         log_to_stderr()
         self._cluster_name = cluster_name
-        self._lookup = Lookup()
+        self._lookup = Lookup(silent_s)
+        # The index is arrays, which the collector does not walk, however many blocks there are.
+        # What is left is Ray and all that it imports: it stays, and no query need wait for a walk.
+        gc.freeze()
 
     def ping(self) -> None:
         """Answer, which a frozen actor does not."""
@@ -32,7 +36,15 @@ class LookupActor:
 
     def match(self, keys: bytes, num_parts: int) -> Match:
         """Return the longest run of `keys` (end to end, 32 bytes each) that shards hold."""
-        return self._lookup.index.match(split_keys(keys), num_parts)
+        return self._lookup.match(keys, num_parts, time.monotonic())
+
+    def locate(self, keys: bytes) -> list[Run]:
+        """Return which shards hold which parts of `keys` (end to end, 32 bytes each)."""
+        return self._lookup.locate(keys, time.monotonic())
+
+    def replica(self, replica: str) -> dict[int, str]:
+        """See `Lookup.replica`."""
+        return self._lookup.replica(replica, time.monotonic())
 
     def shards(self) -> list[str]:
         """See `Lookup.shards`."""
@@ -50,8 +62,13 @@ class LookupActor:
         return f"Lookup({self._cluster_name})"
 
 
-def create_lookup(cluster_name: str) -> Any:
-    """Return the tier's lookup, started if it is not there."""
+def create_lookup(cluster_name: str, silent_s: float = SILENT_S) -> Any:
+    """Return the tier's lookup, started if it is not there.
+
+    Args:
+        cluster_name: the tier's.
+        silent_s: for how long a shard may be silent before it is left out of answers.
+    """
     return (
         ray.remote(LookupActor)
         .options(
@@ -63,5 +80,5 @@ def create_lookup(cluster_name: str) -> Any:
             max_task_retries=0,
             num_cpus=0,
         )
-        .remote(cluster_name)
+        .remote(cluster_name, silent_s)
     )

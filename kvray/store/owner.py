@@ -1,12 +1,13 @@
 """What only the owner of an arena does: adopt it, keep it in order, tell what changed, end it."""
 
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 import numpy as np
 
 from kvray.errors import ShardUnavailable
-from kvray.store import arena_file, eviction, holders, repair, slabs, slots
+from kvray.store import arena_file, eviction, holders, key_index, repair, slabs, slots
 from kvray.store.arena import ARENA_FILE, Arena
 from kvray.store.layout import LIMBO, READY, RETIRED
 from kvray.store.tables import Array, Tables
@@ -91,6 +92,35 @@ class ArenaOwner:
                 ready = self._tables.slot_state[changed] == READY
                 return changed, ready, self._tables.slot_key[changed]
         return changed, changed.astype(bool), self._tables.slot_key[changed]
+
+    def give_up(self, keys: bytes, parts: Iterable[int]) -> int:
+        """Have blocks that are of no use any more evicted before all others.
+
+        They stay READY until then, and whoever uses one makes it as good as any other again. A
+        block whose children are in use stays as long as they do.
+
+        Args:
+            keys: 32 bytes each, end to end.
+            parts: which parts of them.
+
+        Returns:
+            How many blocks are to go first: those that are here and that nobody leases; 0 if the
+            arena was busy, for this is no more than advice.
+        """
+        tables, packed = self._tables, np.frombuffer(keys, "<u8").reshape(-1, 4)
+        # The search is done outside: the lock is kept for a moment only.
+        places = [key_index.find(tables, packed, part) for part in parts] if keys else []
+        if not places:
+            return 0
+        found, packed = np.concatenate(places), np.tile(packed, (len(places), 1))
+        found, packed = found[found >= 0], packed[found >= 0]
+        with self._section(self.arena.lock_wait_s) as entered:
+            if not entered:
+                return 0
+            same = (tables.slot_key.take(found, axis=0) == packed).all(axis=1)
+            same &= (tables.slot_state.take(found) == READY) & (tables.slot_leases.take(found) == 0)
+            tables.slot_tick[found[same]] = 0
+            return int(np.count_nonzero(same))
 
     def clear(self) -> int:
         """Evict every block that nobody leases; return how many.

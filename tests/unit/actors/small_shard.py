@@ -51,7 +51,7 @@ class Line:
         return self.lookup.announce(announcement, time.monotonic())
 
     def matched(self, keys: list[BlockKey]) -> int:
-        return self.lookup.index.match(keys, 1).num_blocks
+        return self.lookup.index.match(b"".join(keys), 1).num_blocks
 
 
 def settings_for(directory: Path, **changes: Any) -> ShardSettings:

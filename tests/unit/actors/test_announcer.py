@@ -194,7 +194,7 @@ def test_two_parts_of_a_block_are_announced_both(
     store(arena, keys, part=0)
     store(arena, keys[:2], part=1)
     tell(announcer, arena)
-    assert line.lookup.index.match(keys, 2).holders == {"a": 2}
+    assert line.lookup.index.match(b"".join(keys), 2).holders == {"a": 2}
 
 
 # -- openings of prompts --------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def said(sequence: int, *, full: bool = False, **fields: Any) -> Announcement:
 
 
 def has(lookup: Lookup) -> set[int]:
-    return {n for n, key in enumerate(KEYS) if lookup.index.match([key], 1).num_blocks}
+    return {n for n, key in enumerate(KEYS) if lookup.index.match(key, 1).num_blocks}
 
 
 @pytest.fixture

@@ -1,0 +1,226 @@
+"""Millions of keys and a small number for each, as arrays; vectorised over keys.
+
+A key's bucket follows from its first 8 bytes, which are uniform, being sha256. A bucket has 16
+ways; the few keys that find none free spill into a dict. The table grows by linear hashing: a few
+buckets at a time are split in two, so that no call ever has to rehash the whole, and growing is a
+copy of rows. Nothing in it is an object that Python's garbage collector would walk.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvray.block import KEY_BYTES
+
+Array = npt.NDArray[Any]
+
+NOWHERE = -1
+"""Place of a key that is not in the table."""
+
+_SPILLED = -2
+"""Place of a key that its bucket had no way for."""
+
+_WAYS = 16
+_WAY_BITS = _WAYS.bit_length() - 1
+_MEAN_KEYS = 5
+"""Keys in a bucket, on average: those that are to be split next have up to twice as many."""
+
+_BUCKETS_MIN = 1024
+_SPLIT = 1024
+"""Buckets that are split at a time."""
+
+
+class KeyTable:
+    """Key -> number from 1 to 2**32 - 1.
+
+    Keys are rows of four u64. A place is where `find` found a key; it is good until the next
+    `put`.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self._num_buckets = _BUCKETS_MIN
+        self._level = _BUCKETS_MIN.bit_length() - 1
+        # A tag of 0 is a free way, whose value is 0 and whose key is anything.
+        self._tags: Array = np.zeros((_BUCKETS_MIN, _WAYS), dtype=np.uint32)
+        self._values: Array = np.zeros((_BUCKETS_MIN, _WAYS), dtype=np.uint32)
+        self._keys: Array = np.zeros((_BUCKETS_MIN, _WAYS, 4), dtype="<u8")
+        self._has_spilled: Array = np.zeros(_BUCKETS_MIN, dtype=bool)
+        # Bucket -> the keys that it had no way for.
+        self._spilled: dict[int, dict[bytes, int]] = {}
+        self._len = 0
+
+    def __len__(self) -> int:
+        return self._len
+
+    @property
+    def num_slots(self) -> int:
+        """Ways of all buckets: what `with_values` counts in."""
+        return self._num_buckets * _WAYS
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the arrays."""
+        arrays = self._tags, self._values, self._keys, self._has_spilled
+        return sum(array.nbytes for array in arrays)
+
+    def find(self, keys: Array) -> Array:
+        """Return the place of each of `keys`, i64 of shape [num_keys]."""
+        bucket = self._buckets(keys)
+        hits = np.flatnonzero(self._tags.take(bucket, axis=0) == _tag(keys)[:, None])
+        row = hits >> _WAY_BITS
+        place = (bucket.take(row) << _WAY_BITS) | (hits & (_WAYS - 1))
+        wrong = self._keys.reshape(-1, 4).take(place, axis=0)
+        wrong ^= keys.take(row, axis=0)
+        same = (wrong[:, 0] | wrong[:, 1] | wrong[:, 2] | wrong[:, 3]) == 0
+        places = np.full(len(keys), NOWHERE, dtype=np.int64)
+        places[row[same]] = place[same]
+        if self._spilled:
+            rows = np.flatnonzero((places < 0) & self._has_spilled.take(bucket))
+            for at, where, key in self._named(keys, rows):
+                if key in self._spilled[where]:
+                    places[at] = _SPILLED
+        return places
+
+    def values(self, keys: Array, places: Array) -> Array:
+        """Return the number of each key, whose place is known; 0 where there is none."""
+        values: Array = self._values.reshape(-1).take(np.maximum(places, 0))
+        values[places < 0] = 0
+        for at, bucket, key in self._named(keys, np.flatnonzero(places == _SPILLED)):
+            values[at] = self._spilled[bucket][key]
+        return values
+
+    def put(self, keys: Array, places: Array, values: Array) -> None:
+        """Give each key a new number; 0 takes it out.
+
+        Args:
+            keys: no two are equal.
+            places: where they are.
+            values: u32, shape [num_keys].
+        """
+        here = places >= 0
+        gone = places[here & (values == 0)]
+        self._values.reshape(-1)[places[here]] = values[here]
+        self._tags.reshape(-1)[gone] = 0
+        self._len -= len(gone)
+        for at, bucket, key in self._named(keys, np.flatnonzero(places == _SPILLED)):
+            self._put_spilled(bucket, key, int(values[at]))
+        new = (places == NOWHERE) & (values != 0)
+        if new.any():
+            self._grow(int(np.count_nonzero(new)))
+            self._insert(keys[new], values[new])
+
+    def with_values(self, chosen: Array, start: int, stop: int) -> Array:
+        """Return the places from slot `start` to `stop` of keys whose number is `chosen`.
+
+        Args:
+            chosen: bool, one for each number from 0 on; what is beyond its end is not chosen.
+            start: the first slot that is looked at.
+            stop: the first one that is not.
+        """
+        values = self._values[: self._num_buckets].reshape(-1)[start:stop]
+        known = np.minimum(values, len(chosen) - 1)
+        return start + np.flatnonzero(chosen.take(known) & (known == values))
+
+    def keys_at(self, places: Array) -> Array:
+        """Return the keys at places that `with_values` returned."""
+        keys: Array = self._keys.reshape(-1, 4).take(places, axis=0)
+        return keys
+
+    def spilled_keys(self) -> Array:
+        """Return the keys that `with_values` does not see."""
+        return _joined(self._spilled.values())
+
+    def _buckets(self, keys: Array) -> Array:
+        """Return each key's bucket; those that were split have one bit more."""
+        split = (keys[:, 0] & np.uint64((2 << self._level) - 1)).astype(np.int64)
+        return np.where(split < self._num_buckets, split, split & ((1 << self._level) - 1))
+
+    def _grow(self, count: int) -> None:
+        """Split buckets until there is room for `count` keys more."""
+        while self._len + count > _MEAN_KEYS * self._num_buckets:
+            self._split()
+
+    def _split(self) -> None:
+        half, new = 1 << self._level, self._num_buckets
+        count = min(_SPLIT, 2 * half - new)
+        self._reserve(new + count)
+        old = slice(new - half, new - half + count)
+        spilled = [
+            self._spilled.pop(bucket)
+            for bucket in (old.start + np.flatnonzero(self._has_spilled[old])).tolist()
+        ]
+        self._has_spilled[old] = False
+        moves = (self._keys[old, :, 0] >> np.uint64(self._level)) & np.uint64(1) == 1
+        for array in (self._tags, self._values):
+            array[new : new + count] = np.where(moves, array[old], 0)
+            array[old][moves] = 0
+        self._keys[new : new + count] = self._keys[old]
+        self._num_buckets += count
+        if self._num_buckets == 2 * half:
+            self._level += 1
+        values = [value for each in spilled for value in each.values()]
+        self._len -= len(values)
+        self._insert(_joined(spilled), np.array(values, dtype=np.uint32))
+
+    def _reserve(self, num_buckets: int) -> None:
+        """Make the arrays long enough; the system moves their pages, not their bytes."""
+        if num_buckets > len(self._tags):
+            rows = num_buckets + 8 * _SPLIT
+            for array in (self._tags, self._values, self._keys, self._has_spilled):
+                # Nobody else has a view of them between two calls.
+                array.resize((rows, *array.shape[1:]), refcheck=False)
+
+    def _insert(self, keys: Array, values: Array) -> None:
+        """Enter keys that are not here."""
+        order = np.argsort(self._buckets(keys))
+        keys, values = keys[order], values[order]
+        bucket = self._buckets(keys)
+        at = np.arange(len(keys))
+        is_first = np.ones(len(keys), dtype=bool)
+        is_first[1:] = bucket[1:] != bucket[:-1]
+        nth = at - np.maximum.accumulate(np.where(is_first, at, 0)) + 1
+        free = self._tags.take(bucket, axis=0) == 0
+        # The n-th newcomer of a bucket takes its n-th free way.
+        mine = np.cumsum(free, axis=1, dtype=np.uint8) == np.minimum(nth, 255)[:, None]
+        mine &= free
+        way = mine.argmax(axis=1)
+        fits = mine[at, way]
+        place = (bucket << _WAY_BITS | way)[fits]
+        self._keys.reshape(-1, 4)[place] = keys[fits]
+        self._values.reshape(-1)[place] = values[fits]
+        self._tags.reshape(-1)[place] = _tag(keys[fits])
+        self._len += len(place)
+        for late, where, key in self._named(keys, np.flatnonzero(~fits)):
+            self._put_spilled(where, key, int(values[late]))
+
+    def _put_spilled(self, bucket: int, key: bytes, value: int) -> None:
+        spilled = self._spilled.setdefault(bucket, {})
+        self._len -= len(spilled)
+        if value:
+            spilled[key] = value
+        else:
+            del spilled[key]
+        self._len += len(spilled)
+        self._has_spilled[bucket] = bool(spilled)
+        if not spilled:
+            del self._spilled[bucket]
+
+    def _named(self, keys: Array, rows: Array) -> Iterator[tuple[int, int, bytes]]:
+        """Return row, bucket and key as plain values: few, those of full buckets."""
+        keys = keys[rows]
+        joined, buckets = keys.tobytes(), self._buckets(keys).tolist()
+        for nth, (row, bucket) in enumerate(zip(rows.tolist(), buckets, strict=True)):
+            yield row, bucket, joined[nth * KEY_BYTES : (nth + 1) * KEY_BYTES]
+
+
+def _joined(spilled: Iterable[dict[bytes, int]]) -> Array:
+    keys = b"".join(key for each in spilled for key in each)
+    return np.frombuffer(keys, dtype="<u8").reshape(-1, 4)
+
+
+def _tag(keys: Array) -> Array:
+    tags: Array = keys[:, 1].astype(np.uint32) | np.uint32(1)
+    return tags

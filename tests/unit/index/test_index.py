@@ -1,0 +1,282 @@
+import hashlib
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvray.errors import ConfigError
+from kvray.index import PARTS_MAX, Index, Loss, Match, Run
+
+KEYS = [hashlib.sha256(bytes([n])).digest() for n in range(6)]
+SHARDS = ["a", "b", "c"]
+NUM_PARTS = 3
+EVERYTHING = 2**20
+
+entries = st.lists(st.tuples(st.sampled_from(KEYS), st.integers(0, NUM_PARTS - 1)), max_size=8)
+shards = st.sampled_from(SHARDS)
+
+
+class IndexAgainstSet(RuleBasedStateMachine):
+    """The model is a set of (shard, key, part), and the shards that are silent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = Index()
+        self.model: set[tuple[str, bytes, int]] = set()
+        self.silent: set[str] = set()
+
+    @rule(shard=shards, named=entries)
+    def add(self, shard: str, named: list[tuple[bytes, int]]) -> None:
+        self.index.add(shard, b"".join(key for key, _ in named), [part for _, part in named])
+        self.model |= {(shard, key, part) for key, part in named}
+
+    @rule(shard=shards, named=entries)
+    def remove(self, shard: str, named: list[tuple[bytes, int]]) -> None:
+        keys, parts = b"".join(key for key, _ in named), [part for _, part in named]
+        self.check(self.index.remove(shard, keys, parts), self.model - self.named(shard, named))
+        self.model -= self.named(shard, named)
+
+    def named(self, shard: str, named: list[tuple[bytes, int]]) -> set[tuple[str, bytes, int]]:
+        return {(shard, key, part) for key, part in named}
+
+    @rule(shard=shards)
+    def drop(self, shard: str) -> None:
+        self.index.drop(shard)
+        self.forget(shard)
+
+    @rule(shard=shards, settles=st.booleans())
+    def restart(self, shard: str, settles: bool) -> None:
+        self.index.restart(shard)
+        if settles:
+            self.index.settle(shard)
+        self.forget(shard)
+
+    def forget(self, shard: str) -> None:
+        self.model = {entry for entry in self.model if entry[0] != shard}
+        self.silent.discard(shard)
+
+    @rule(shard=shards)
+    def silence(self, shard: str) -> None:
+        self.index.add(shard, b"", [])
+        self.index.silence(shard)
+        self.silent.add(shard)
+
+    @rule(shard=shards)
+    def hear(self, shard: str) -> None:
+        self.index.hear(shard)
+        self.silent.discard(shard)
+
+    @rule(slots=st.sampled_from([4096, EVERYTHING]))
+    def purge(self, slots: int) -> None:
+        self.check(self.index.purge(slots), self.model)
+
+    def check(self, losses: list[Loss], left: set[tuple[str, bytes, int]]) -> None:
+        """Nobody is told of a loss whose parts somebody has."""
+        for loss in losses:
+            for at in range(0, len(loss.keys), 32):
+                key = loss.keys[at : at + 32]
+                assert key in KEYS
+                assert loss.parts
+                held = {part for _, other, part in left if other == key}
+                assert not any(loss.parts >> part & 1 for part in held)
+
+    @rule(shard=shards, named=entries)
+    def refuse_keys_without_parts(self, shard: str, named: list[tuple[bytes, int]]) -> None:
+        keys = b"".join(key for key, _ in named) + KEYS[0]
+        with pytest.raises(ConfigError):
+            self.index.add(shard, keys, [part for _, part in named])
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True), num_parts=st.integers(1, NUM_PARTS))
+    def match(self, keys: list[bytes], num_parts: int) -> None:
+        whole = (1 << num_parts) - 1
+        found = self.index.match(b"".join(keys), num_parts)
+        held = [self.holders(key) for key in keys]
+        together = [sum_of(holders) & whole == whole for holders in held] + [False]
+        alone = {
+            shard: [holders.get(shard, 0) & whole == whole for holders in held] + [False]
+            for shard in SHARDS
+        }
+        runs = {shard: min(has.index(False), len(keys)) for shard, has in alone.items()}
+        assert found.num_blocks == together.index(False)
+        assert found.holders == {shard: run for shard, run in runs.items() if run}
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def locate(self, keys: list[bytes]) -> None:
+        runs, held = self.index.locate(b"".join(keys)), [self.holders(key) for key in keys]
+        while held and not held[-1]:
+            held.pop()
+        starts = [0, *(run.stop for run in runs)]
+        found = [[run.holders] * (run.stop - at) for at, run in zip(starts, runs, strict=False)]
+        assert all(found)
+        assert [holders for run in found for holders in run] == held
+        assert all(one[0] != other[0] for one, other in pairwise(found))
+
+    @rule(parts=st.integers(1, 2**NUM_PARTS - 1))
+    def ask_what_is_still_lost(self, parts: int) -> None:
+        self.index.purge(EVERYTHING)
+        for shard in SHARDS:
+            self.index.settle(shard)
+        self.index.purge(EVERYTHING)
+        lost = [key for key in KEYS if parts & ~sum_of(self.holders(key, heard_only=False))]
+        assert self.index.still_lost(b"".join(KEYS), parts) == b"".join(lost)
+
+    def holders(self, key: bytes, *, heard_only: bool = True) -> dict[str, int]:
+        holders: dict[str, int] = {}
+        for shard, other, part in self.model:
+            if other == key and not (heard_only and shard in self.silent):
+                holders[shard] = holders.get(shard, 0) | 1 << part
+        return holders
+
+    @invariant()
+    def counts_are_those_of_the_model(self) -> None:
+        assert len(self.index) == len({key for _, key, _ in self.model})
+        counted = {shard: count for shard, count in self.index.entries().items() if count}
+        assert counted == {
+            shard: sum(entry[0] == shard for entry in self.model)
+            for shard in {entry[0] for entry in self.model}
+        }
+
+
+def sum_of(holders: dict[str, int]) -> int:
+    union = 0
+    for mask in holders.values():
+        union |= mask
+    return union
+
+
+TestIndexAgainstSet = IndexAgainstSet.TestCase
+
+
+def test_a_run_may_pass_from_one_shard_to_the_next() -> None:
+    index = Index()
+    index.add("a", KEYS[0] + KEYS[1], [0, 0])
+    index.add("b", KEYS[1] + KEYS[2], [0, 0])
+    found = index.match(b"".join(KEYS[:4]), 1)
+    assert (found.num_blocks, found.holders) == (3, {"a": 2})
+
+
+def test_parts_of_a_block_may_be_with_different_shards() -> None:
+    index = Index()
+    index.add("a", KEYS[0] + KEYS[1] + KEYS[1], [1, 0, 1])
+    index.add("b", KEYS[0], [0])
+    assert index.match(KEYS[0] + KEYS[1], 2) == Match(num_blocks=2, holders={})
+
+
+def test_a_block_without_all_its_parts_is_no_match() -> None:
+    index = Index()
+    index.add("a", KEYS[0], [1])
+    assert index.match(KEYS[0], 2).num_blocks == 0
+
+
+def test_a_long_run_is_found_to_its_end() -> None:
+    keys = [hashlib.sha256(n.to_bytes(4, "little")).digest() for n in range(2000)]
+    index = Index()
+    index.add("a", b"".join(keys[:1500]), [0] * 1500)
+    index.add("b", b"".join(keys[:700]), [0] * 700)
+    found = index.match(b"".join(keys), 1)
+    assert (found.num_blocks, found.holders) == (1500, {"a": 1500, "b": 700})
+    assert index.locate(b"".join(keys)) == [
+        Run(stop=700, holders={"a": 1, "b": 1}),
+        Run(stop=1500, holders={"a": 1}),
+    ]
+
+
+def test_a_gap_that_nobody_has_is_a_run_without_holders() -> None:
+    index = Index()
+    index.add("a", KEYS[0] + KEYS[2], [0, 1])
+    assert index.locate(b"".join(KEYS)) == [
+        Run(stop=1, holders={"a": 1}),
+        Run(stop=2, holders={}),
+        Run(stop=3, holders={"a": 2}),
+    ]
+
+
+def test_a_silent_shard_is_found_again_when_it_is_heard() -> None:
+    index = Index()
+    index.add("a", KEYS[0], [0])
+    index.silence("a")
+    assert index.match(KEYS[0], 1).num_blocks == 0
+    assert index.locate(KEYS[0]) == []
+    index.hear("a")
+    assert index.match(KEYS[0], 1).num_blocks == 1
+
+
+# -- losses ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def halves() -> Index:
+    """An index where `a` has part 0 of two blocks and `b` has part 1."""
+    index = Index()
+    index.add("a", KEYS[0] + KEYS[1], [0, 0])
+    index.add("b", KEYS[0] + KEYS[1], [1, 1])
+    return index
+
+
+def test_a_shard_is_told_that_the_other_part_of_its_block_went(halves: Index) -> None:
+    assert halves.remove("a", KEYS[1], [0]) == [Loss(keys=KEYS[1], parts=1, shards=("b",))]
+
+
+def test_a_part_that_another_shard_has_too_is_no_loss(halves: Index) -> None:
+    halves.add("c", KEYS[1], [0])
+    assert halves.remove("a", KEYS[1], [0]) == []
+
+
+def test_a_part_that_only_a_silent_shard_has_is_no_loss(halves: Index) -> None:
+    halves.add("c", KEYS[1], [0])
+    halves.silence("c")
+    assert halves.remove("a", KEYS[1], [0]) == []
+
+
+def test_a_part_that_a_shard_lets_go_of_what_it_keeps_is_no_loss(halves: Index) -> None:
+    halves.add("a", KEYS[1], [2])
+    assert halves.remove("a", KEYS[1], [2]) == []
+
+
+def test_what_a_dropped_shard_had_is_lost_when_it_is_purged(halves: Index) -> None:
+    halves.drop("a")
+    (loss,) = halves.purge(EVERYTHING)
+    assert {loss.keys[:32], loss.keys[32:]} == set(KEYS[:2])
+    assert (loss.parts, loss.shards) == (1, ("b",))
+    assert halves.purge(EVERYTHING) == []
+
+
+def test_a_shard_that_begins_anew_loses_only_what_it_does_not_say_again(halves: Index) -> None:
+    halves.restart("a")
+    assert halves.purge(EVERYTHING) == []
+    halves.add("a", KEYS[0], [0])
+    halves.settle("a")
+    assert halves.purge(EVERYTHING) == [Loss(keys=KEYS[1], parts=1, shards=("b",))]
+
+
+def test_a_part_that_was_stored_again_is_not_lost_any_more(halves: Index) -> None:
+    halves.remove("a", KEYS[0] + KEYS[1], [0, 0])
+    halves.add("c", KEYS[0], [0])
+    assert halves.still_lost(KEYS[0] + KEYS[1], 1) == KEYS[1]
+
+
+# -- what cannot be -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [[], [0, 1], [-1], [PARTS_MAX], [2**32 - 1], [2**70]])
+def test_entries_that_cannot_be_are_refused_and_change_nothing(parts: list[int]) -> None:
+    index = Index()
+    with pytest.raises(ConfigError):
+        index.add("a", KEYS[0], parts)
+    assert len(index) == 0
+    assert index.entries() == {}
+
+
+@pytest.mark.parametrize("num_parts", [0, -1, PARTS_MAX + 1])
+def test_a_number_of_parts_that_no_block_has_is_refused(num_parts: int) -> None:
+    with pytest.raises(ConfigError, match="num_parts"):
+        Index().match(KEYS[0], num_parts)
+
+
+@given(st.integers(0, 5), st.integers(1, 31))
+def test_keys_that_are_not_whole_are_refused(whole: int, rest: int) -> None:
+    for ask in (Index().locate, lambda keys: Index().match(keys, 1)):
+        with pytest.raises(ConfigError, match="no whole number of keys"):
+            ask(bytes(32 * whole + rest))
