@@ -1,6 +1,8 @@
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,18 +14,25 @@ from kvray.actors.lookup import Lookup
 from kvray.actors.openings import Origin
 from kvray.block import BlockKey
 from kvray.store import Arena, ArenaOwner
+from kvray.store.eviction import choose_victims
 from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, Line
-from tests.unit.store.small_arena import chain, make_arena, store
+from tests.unit.store.small_arena import NOBODY, chain, make_arena, store
 
 
-@pytest.fixture
-def arena() -> Iterator[Arena]:
+@contextmanager
+def another_arena() -> Iterator[Arena]:
     directory = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
     made = make_arena(directory)
     made.join("test")
     yield made
     made.close()
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    with another_arena() as made:
+        yield made
 
 
 @pytest.fixture
@@ -195,6 +204,83 @@ def test_two_parts_of_a_block_are_announced_both(
     store(arena, keys[:2], part=1)
     tell(announcer, arena)
     assert line.lookup.index.match(b"".join(keys), 2).holders == {"a": 2}
+
+
+def test_only_the_last_piece_says_that_there_is_no_more(
+    announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer_module, "ANNOUNCED_MAX", 4)
+    store(arena, chain(10))
+    tell(announcer, arena)
+    assert [(each.full, each.more) for each in line.heard] == [
+        (True, True),
+        (False, True),
+        (False, False),
+    ]
+
+
+# -- ranks and shards ------------------------------------------------------------------------------
+
+
+def test_ranks_are_announced_when_they_change_and_in_full_ones(
+    announcer: Announcer, arena: Arena, line: Line
+) -> None:
+    announcer.name_ranks([("r", 1), ("r", 0)])
+    tell(announcer, arena)
+    announcer.send(1)
+    announcer.name_ranks([("r", 1)])
+    assert announcer.collect(ArenaOwner(arena)), "what changed is announced at once"
+    announcer.send(1)
+    line.lookup = Lookup()
+    tell(announcer, arena)
+    tell(announcer, arena)
+    said = [each.ranks for each in line.heard]
+    assert said == [[("r", 0), ("r", 1)], None, [("r", 1)], None, [("r", 1)], None]
+    assert line.lookup.replica("r", time.monotonic()) == {1: "a"}
+
+
+def test_ranks_that_a_lookup_never_got_are_announced_again(
+    announcer: Announcer, arena: Arena, line: Line
+) -> None:
+    tell(announcer, arena)
+    announcer.name_ranks([("r", 0)])
+    line.cut = True
+    tell(announcer, arena)
+    line.cut = False
+    tell(announcer, arena)
+    assert line.lookup.replica("r", time.monotonic()) == {0: "a"}
+
+
+def test_a_shard_knows_how_many_there_are(announcer: Announcer, arena: Arena, line: Line) -> None:
+    assert announcer.num_shards == 0
+    tell(Announcer("b", line.announce), arena)
+    tell(announcer, arena)
+    assert announcer.num_shards == 2
+    line.cut = True
+    tell(announcer, arena)
+    assert announcer.num_shards == 0
+
+
+# -- orphans --------------------------------------------------------------------------------------
+
+
+def test_what_lost_its_other_part_is_evicted_first(
+    announcer: Announcer, arena: Arena, line: Line
+) -> None:
+    old, orphan, used = (chain(1, seed=seed) for seed in ("old", "orphan", "used"))
+    slots = [store(arena, keys, part=1).slots[0] for keys in (old, orphan, used)]
+    tell(announcer, arena)
+    with another_arena() as other:
+        other_shard = Announcer("b", line.announce)
+        store(other, orphan, part=0)
+        tell(other_shard, other)
+        ArenaOwner(other).clear()
+        tell(other_shard, other)
+    tell(announcer, arena)
+    announcer.collect(ArenaOwner(arena))
+    within = np.arange(arena.tables.geometry.num_slots)
+    victims = choose_victims(arena.tables, 3, within=within, protect=NOBODY)
+    assert victims.tolist() == [slots[1], slots[0], slots[2]]
 
 
 # -- openings of prompts --------------------------------------------------------------------------

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvray.actors.lookup import Announcement, Answer, Lookup
+from kvray.actors.lookup import SILENT_S, Announcement, Answer, Lookup
 from kvray.actors.openings import Origin
 from kvray.block import BlockKey
 from kvray.errors import ConfigError
+from kvray.index import Run
 from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
 
 KEYS = [BlockKey(hashlib.sha256(bytes([n])).digest()) for n in range(5)]
@@ -17,15 +18,16 @@ KEYS = [BlockKey(hashlib.sha256(bytes([n])).digest()) for n in range(5)]
 def said(sequence: int, *, full: bool = False, **fields: Any) -> Announcement:
     """Return an announcement of shard `a`; `added` and `removed` are numbers of keys."""
     added, removed = fields.pop("added", []), fields.pop("removed", [])
+    part = fields.pop("part", 0)
     values = {"shard": "a", "arena_id": "arena-1", "shard_epoch": 1} | fields
     return Announcement(
         **values,
         sequence=sequence,
         full=full,
         added_keys=b"".join(KEYS[n] for n in added),
-        added_parts=[0] * len(added),
+        added_parts=[part] * len(added),
         removed_keys=b"".join(KEYS[n] for n in removed),
-        removed_parts=[0] * len(removed),
+        removed_parts=[part] * len(removed),
     )
 
 
@@ -147,7 +149,137 @@ def test_a_dropped_shard_is_forgotten_until_it_says_all_again(lookup: Lookup) ->
 def test_status_tells_who_was_heard_when(lookup: Lookup) -> None:
     status = lookup.status(now=1.5)
     assert status["keys"] == 2
+    assert status["entries"] == 2
+    assert status["bytes_per_key"] > 0
+    assert status["silent"] == []
     assert status["shards"] == {"a": {"entries": 2, "heard_s_ago": 1.5}}
+
+
+# -- silence --------------------------------------------------------------------------------------
+
+LATE = SILENT_S + 0.1
+BOTH = KEYS[0] + KEYS[1]
+
+
+def test_a_silent_shard_is_left_out_until_its_next_announcement(lookup: Lookup) -> None:
+    assert lookup.match(BOTH, 1, now=SILENT_S).num_blocks == 2
+    assert lookup.match(BOTH, 1, now=LATE).num_blocks == 0
+    assert lookup.locate(BOTH, now=LATE) == []
+    assert lookup.status(now=LATE)["silent"] == ["a"]
+    assert not lookup.announce(said(2), now=LATE).resync
+    assert lookup.match(BOTH, 1, now=LATE).num_blocks == 2
+    assert lookup.locate(BOTH, now=LATE) == [Run(stop=2, holders={"a": 1})]
+
+
+def test_a_silent_shard_that_missed_something_stays_out_until_it_has_said_all(
+    lookup: Lookup,
+) -> None:
+    assert lookup.match(BOTH, 1, now=LATE).num_blocks == 0
+    assert lookup.announce(said(3), now=LATE).resync
+    assert lookup.match(BOTH, 1, now=LATE).num_blocks == 0
+    assert not lookup.announce(said(4, full=True, added=[0]), now=LATE).resync
+    assert lookup.match(BOTH, 1, now=LATE).num_blocks == 1
+
+
+def test_what_another_shard_has_is_found_while_one_is_silent(lookup: Lookup) -> None:
+    lookup.announce(said(1, full=True, shard="b", added=[0]), now=LATE)
+    assert lookup.match(BOTH, 1, now=LATE).holders == {"b": 1}
+
+
+def test_how_long_a_shard_may_be_silent_is_the_callers() -> None:
+    lookup = Lookup(silent_s=10.0)
+    lookup.announce(said(1, full=True, added=[0, 1]), now=0.0)
+    assert lookup.match(BOTH, 1, now=9.9).num_blocks == 2
+    assert lookup.match(BOTH, 1, now=10.1).num_blocks == 0
+
+
+def test_shards_are_told_how_many_are_heard(lookup: Lookup) -> None:
+    assert lookup.announce(said(1, full=True, shard="b"), now=1.0).num_shards == 2
+    assert lookup.announce(said(2, shard="b"), now=LATE).num_shards == 1
+    assert lookup.announce(said(2), now=LATE).num_shards == 2
+    lookup.drop("a")
+    assert lookup.announce(said(3, shard="b"), now=LATE).num_shards == 1
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def test_ranks_are_found_where_they_are_registered(lookup: Lookup) -> None:
+    lookup.announce(said(2, ranks=[("r", 0), ("other", 1)]), now=0.0)
+    lookup.announce(said(1, full=True, shard="b", ranks=[("r", 1)]), now=0.0)
+    assert lookup.replica("r", now=0.0) == {0: "a", 1: "b"}
+    assert lookup.replica("nobody", now=0.0) == {}
+    assert lookup.status(now=0.0)["ranks"] == 3
+
+
+def test_ranks_stay_until_a_shard_names_others(lookup: Lookup) -> None:
+    lookup.announce(said(2, ranks=[("r", 0)]), now=0.0)
+    lookup.announce(said(3), now=0.0)
+    assert lookup.replica("r", now=0.0) == {0: "a"}
+    lookup.announce(said(4, ranks=[]), now=0.0)
+    assert lookup.replica("r", now=0.0) == {}
+
+
+def test_a_rank_that_moved_is_where_it_was_named_last(lookup: Lookup) -> None:
+    lookup.announce(said(1, full=True, shard="b", ranks=[("r", 0)]), now=0.0)
+    lookup.announce(said(2, ranks=[("r", 0)]), now=0.0)
+    lookup.announce(said(2, shard="b", ranks=[("r", 0), ("r", 1)]), now=0.0)
+    assert lookup.replica("r", now=0.0) == {0: "a", 1: "b"}
+
+
+def test_ranks_of_a_silent_or_dropped_shard_are_left_out(lookup: Lookup) -> None:
+    lookup.announce(said(2, ranks=[("r", 0)]), now=0.0)
+    assert lookup.replica("r", now=LATE) == {}
+    lookup.announce(said(3), now=LATE)
+    assert lookup.replica("r", now=LATE) == {0: "a"}
+    lookup.drop("a")
+    assert lookup.replica("r", now=LATE) == {}
+
+
+# -- orphans --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def halves(lookup: Lookup) -> Lookup:
+    """A lookup where `a` has part 0 of keys 0 and 1, and `b` has part 1 of them."""
+    lookup.announce(said(1, full=True, shard="b", added=[0, 1], part=1), now=0.0)
+    return lookup
+
+
+def test_a_shard_is_told_once_that_the_other_part_of_its_block_went(halves: Lookup) -> None:
+    assert halves.announce(said(2, removed=[1]), now=0.0).orphans == b""
+    assert halves.announce(said(2, shard="b"), now=0.0).orphans == KEYS[1]
+    assert halves.announce(said(3, shard="b"), now=0.0).orphans == b""
+
+
+def test_what_a_silent_shard_has_is_no_orphan_until_it_is_dropped(halves: Lookup) -> None:
+    assert halves.announce(said(2, shard="b"), now=LATE).orphans == b""
+    halves.drop("a")
+    told = halves.announce(said(3, shard="b"), now=LATE).orphans
+    told += halves.announce(said(4, shard="b"), now=LATE).orphans
+    assert {told[:32], told[32:]} == {KEYS[0], KEYS[1]}
+
+
+def test_an_orphan_whose_part_was_stored_again_is_none(halves: Lookup) -> None:
+    halves.announce(said(2, removed=[0, 1]), now=0.0)
+    halves.announce(said(3, added=[1]), now=0.0)
+    assert halves.announce(said(2, shard="b"), now=0.0).orphans == KEYS[0]
+
+
+def test_what_a_shard_is_still_saying_anew_is_no_orphan(halves: Lookup) -> None:
+    halves.announce(said(5, full=True, added=[0], more=True), now=0.0)
+    assert halves.announce(said(2, shard="b"), now=0.0).orphans == b""
+    halves.announce(said(6, added=[1]), now=0.0)
+    assert halves.announce(said(3, shard="b"), now=0.0).orphans == b""
+
+
+def test_what_a_shard_did_not_say_again_is_an_orphan(halves: Lookup) -> None:
+    halves.announce(said(5, full=True, added=[0], more=True), now=0.0)
+    halves.announce(said(6), now=0.0)
+    assert halves.announce(said(2, shard="b"), now=0.0).orphans == KEYS[1]
+
+
+# -- lines that lose, repeat and delay ------------------------------------------------------------
 
 
 class Announcing:
