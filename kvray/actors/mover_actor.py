@@ -44,6 +44,9 @@ class MoverActor:
         )
         self._mover.start()
 
+    def ping(self) -> None:
+        """Answer, which a frozen actor does not."""
+
     @ray.method(concurrency_group="fetch")
     def fetch(self, order: FetchOrder) -> FetchReport:
         """See `Mover.fetch`."""

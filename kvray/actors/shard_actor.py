@@ -125,7 +125,7 @@ def create_shard(node_id: str, config: KVRayConfig) -> Any:
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
     name = shard_name(node_id)
     return (
-        ray.remote(concurrency_groups={"health": 1})(ShardActor)
+        ray.remote(concurrency_groups={"health": 1})(ShardActor)  # type: ignore[call-overload]
         .options(
             name=name,
             namespace=NAMESPACE,

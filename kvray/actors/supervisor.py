@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from kvray.actors.lookup_actor import create_lookup
+from kvray.actors.mover_actor import create_mover
 from kvray.actors.ray_calls import (
     LOOKUP_NAME,
     NAMESPACE,
@@ -17,6 +18,7 @@ from kvray.actors.ray_calls import (
     get_actor,
     list_actors,
     log_to_stderr,
+    mover_name,
     shard_name,
 )
 from kvray.actors.shard_actor import create_shard
@@ -62,8 +64,8 @@ def _is_meant(node: dict[str, Any], wanted: ShardConfig) -> bool:
 class SupervisorActor:
     """Polls Ray's nodes, for which Ray has no event, and starts and ends what has to be.
 
-    One shard on each node that should have one. A part that is frozen is ended, so that Ray starts
-    it anew.
+    One shard on each node that should have one, and, as soon as there are two, one mover beside
+    each. A part that is frozen is ended, so that Ray starts it anew.
     """
 
     def __init__(self, config: KVRayConfig) -> None:
@@ -71,6 +73,7 @@ class SupervisorActor:
         log_to_stderr()
         self._config = config
         self._shards: dict[str, Any] = {}
+        self._movers: dict[str, Any] = {}
         self._silences = Silences(frozen_s=_FROZEN_S)
         self._looked = threading.Event()
         self._stopping = threading.Event()
@@ -85,6 +88,10 @@ class SupervisorActor:
         """Return node id -> handle of the shard there, once the nodes were looked at."""
         self._looked.wait(_CALL_TIMEOUT_S)
         return dict(self._shards)
+
+    def movers(self) -> dict[str, Any]:
+        """Return node id -> handle of the mover there."""
+        return dict(self._movers)
 
     def stop(self) -> None:
         """Start no more shards."""
@@ -110,7 +117,7 @@ class SupervisorActor:
         named = set(list_actors())
         if LOOKUP_NAME not in named:
             _log.warning("the lookup was gone; it is made anew")
-            create_lookup(self._config.cluster_name)
+            create_lookup(self._config.cluster_name, self._config.shard.silent_s)
         missing, gone = plan_nodes(nodes, set(self._shards), self._config.shard)
         # One that was ended for good has no name any more; one that Ray restarts keeps it.
         dead = {node_id for node_id in self._shards if shard_name(node_id) not in named}
@@ -120,8 +127,17 @@ class SupervisorActor:
         for node_id in gone:
             _log.warning("node %s is gone, and its blocks with it", node_id[:12])
             del self._shards[node_id]
+            self._movers.pop(node_id, None)
+        if len(self._shards) > 1:
+            self._start_movers(named)
         self._end_frozen({node["NodeID"]: node for node in nodes})
         self._clean_lookup()
+
+    def _start_movers(self, named: set[str]) -> None:
+        for node_id in sorted(self._shards):
+            if node_id not in self._movers or mover_name(node_id) not in named:
+                self._movers[node_id] = create_mover(node_id, self._config)
+                _log.info("node %s has a mover", node_id[:12])
 
     def _clean_lookup(self) -> None:
         """Have the lookup forget shards of nodes that are gone, also from before a restart."""
@@ -133,7 +149,9 @@ class SupervisorActor:
     def _end_frozen(self, nodes: dict[str, dict[str, Any]]) -> None:
         """End what has not answered for long, on nodes that can be reached."""
         homes = {shard_name(node_id): node_id for node_id in self._shards}
+        homes |= {mover_name(node_id): node_id for node_id in self._movers}
         parts = {shard_name(node_id): actor for node_id, actor in self._shards.items()}
+        parts |= {mover_name(node_id): actor for node_id, actor in self._movers.items()}
         parts[LOOKUP_NAME] = get_actor(LOOKUP_NAME)
         answered = who_answers(parts, timeout_s=_PING_TIMEOUT_S)
         for name in self._silences.note(parts, answered, time.monotonic()):

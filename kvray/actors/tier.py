@@ -13,6 +13,7 @@ from kvray.actors.lookup_actor import create_lookup
 from kvray.actors.ownership import sweep
 from kvray.actors.ray_calls import (
     LOOKUP_NAME,
+    MOVER_PREFIX,
     NAMESPACE,
     SHARD_PREFIX,
     SUPERVISOR_NAME,
@@ -20,6 +21,7 @@ from kvray.actors.ray_calls import (
     get_actor,
     list_actors,
     mapped_errors,
+    mover_name,
     shard_name,
 )
 from kvray.actors.supervisor import create_supervisor, plan_nodes
@@ -51,7 +53,7 @@ def up(
     deadline = time.monotonic() + timeout_s
     # One after the other: in another tier's namespace no supervisor of ours must start.
     with mapped_errors():
-        lookup = create_lookup(config.cluster_name)
+        lookup = create_lookup(config.cluster_name, config.shard.silent_s)
     _check_name(config, call(lookup.cluster_name, timeout_s=timeout_s))
     with mapped_errors():
         supervisor = create_supervisor(config)
@@ -83,6 +85,7 @@ def status(*, timeout_s: float) -> dict[str, Any]:
         "cluster_name": config.cluster_name,
         "lookup": call(get_actor(LOOKUP_NAME).status, timeout_s=timeout_s),
         "shards": _shard_statuses(supervisor, timeout_s),
+        "movers": _mover_statuses(supervisor, timeout_s),
     }
 
 
@@ -120,6 +123,9 @@ def down(*, timeout_s: float, config: KVRayConfig | None = None) -> bool:
         call(supervisor.stop, timeout_s=min(timeout_s, _SUPERVISOR_TIMEOUT_S))
     _kill(SUPERVISOR_NAME)
     # Named by Ray, not by the supervisor, which may be gone or just restarted.
+    for name in list_actors():
+        if name.startswith(MOVER_PREFIX):
+            _kill(name)  # before the shards: it would look for their arenas anew
     names = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
     stopped = _stop_shards(names, timeout_s)
     for name in (*names, LOOKUP_NAME):
@@ -174,13 +180,22 @@ def _not_ready(
 
 
 def _shard_statuses(supervisor: Any, timeout_s: float) -> list[dict[str, Any]]:
-    """Return every shard's status; one that does not answer says so."""
     shards = call(supervisor.shards, timeout_s=timeout_s)
-    answers = _ask_all(
-        {shard_name(node_id): shard.status for node_id, shard in shards.items()}, timeout_s
-    )
+    actors = {shard_name(node_id): shard for node_id, shard in shards.items()}
+    return _statuses("shard", actors, timeout_s)
+
+
+def _mover_statuses(supervisor: Any, timeout_s: float) -> list[dict[str, Any]]:
+    movers = call(supervisor.movers, timeout_s=timeout_s)
+    actors = {mover_name(node_id): mover for node_id, mover in movers.items()}
+    return _statuses("mover", actors, timeout_s)
+
+
+def _statuses(kind: str, actors: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+    """Return every actor's status; one that does not answer says so."""
+    answers = _ask_all({name: actor.status for name, actor in actors.items()}, timeout_s)
     return [
-        {"shard": name, "state": "unreachable", "message": str(answer)}
+        {kind: name, "state": "unreachable", "message": str(answer)}
         if isinstance(answer, KVRayError)
         else answer
         for name, answer in answers.items()
