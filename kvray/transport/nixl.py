@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from kvray.errors import TransferError, TransferTimeout, TransportUnavailable
-from kvray.transport.transport import Array, runs
+from kvray.transport.transport import Array, require_inside, runs
 
 _MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
 
@@ -92,6 +92,7 @@ class NixlTransport:
         """Push a piece; see `Transport`."""
         deadline = time.monotonic() + timeout_s
         base, metadata = _parse(address, targets, sizes)
+        require_inside(sources, sizes, len(self._memory), whose="this node's")
         if not len(sources):
             return
         outbound = self._sender()
@@ -235,8 +236,7 @@ def _parse(address: bytes, targets: Array, sizes: Array) -> tuple[int, bytes]:
     if len(address) <= _HEAD.size or not address.startswith(_MAGIC):
         raise TransferError("A piece cannot go by nixl to an address of something else.")
     _, base, length = _HEAD.unpack_from(address)
-    if len(targets) and (targets.min() < 0 or int((targets + sizes).max()) > length):
-        raise TransferError("A piece to push lies outside the other node's arena.")
+    require_inside(targets, sizes, length, whose="the other node's")
     return base, address[_HEAD.size :]
 
 

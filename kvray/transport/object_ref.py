@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvray.errors import TransferError, TransportUnavailable
-from kvray.transport.transport import Array, runs
+from kvray.transport.transport import Array, require_inside, runs
 
 _MAGIC = b"kvray-object-ref:"
 
@@ -58,10 +58,9 @@ class ObjectRefTransport:
                 "A piece cannot go by object_ref to an address of something else, or from an end"
                 " that was closed."
             )
+        require_inside(sources, sizes, len(self._memory), whose="this node's")
         edges = runs(sources, sizes)
         ends = sources + sizes
-        if len(sources) and (sources.min() < 0 or ends.max() > len(self._memory)):
-            raise TransferError("A piece to send lies outside this node's arena.")
         return [
             self._memory[int(sources[first]) : int(ends[stop - 1])]
             for first, stop in pairwise(edges.tolist())
@@ -72,6 +71,7 @@ class ObjectRefTransport:
         arrived = sum(len(run) for run in parcel)
         if arrived != int(sizes.sum()):
             raise TransferError(f"A piece of {int(sizes.sum())} bytes came as {arrived} bytes.")
+        require_inside(targets, sizes, len(self._memory), whose="this node's")
         edges = runs(targets, sizes)
         views = iter(parcel)
         rest: Array = self._memory[:0]

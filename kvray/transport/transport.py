@@ -5,6 +5,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvray.errors import TransferError
+
 Array = npt.NDArray[Any]
 
 
@@ -101,3 +103,13 @@ def runs(starts: Array, sizes: Array, *others: Array) -> Array:
     inner = np.flatnonzero(breaks) + 1
     edges: Array = np.concatenate(([0], inner, [len(starts)] if len(starts) else [])).astype("i8")
     return edges
+
+
+def require_inside(offsets: Array, sizes: Array, num_bytes: int, *, whose: str) -> None:
+    """Refuse blocks that do not lie in a memory of `num_bytes`.
+
+    Raises:
+        TransferError: one does not.
+    """
+    if len(offsets) and (int(offsets.min()) < 0 or int((offsets + sizes).max()) > num_bytes):
+        raise TransferError(f"A piece has blocks that lie outside {whose} arena.")

@@ -1,0 +1,48 @@
+"""A couple of nixl's ends in two processes, over TCP."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvray.transport.nixl import NixlTransport
+from kvray.transport.transport import Array
+from tests.conformance import MEMORY_BYTES
+from tests.far import Far
+
+# Before the first agent of this process, which reads it; both processes are on one machine.
+os.environ.setdefault("UCX_TLS", "tcp")
+
+MARGIN_S = 5.0
+
+
+class NixlCouple:
+    """See `tests.conformance.Couple`."""
+
+    def __init__(self) -> None:
+        self.memory = np.zeros(MEMORY_BYTES, dtype=np.uint8)
+        self.target = NixlTransport(self.memory)
+        self.far = Far("tests.unit.transport.far_end:NixlSource")
+        self.pid = self.far.process.pid
+
+    def send(
+        self, address: bytes, sources: Array, targets: Array, sizes: Array, *, timeout_s: float
+    ) -> Any:
+        asked = (address, sources, targets, sizes, timeout_s)
+        return self.far.call("send", *asked, timeout_s=timeout_s + MARGIN_S)
+
+    def kill(self) -> None:
+        self.far.kill()
+
+    def close(self) -> None:
+        self.far.kill()
+        self.target.close()
+
+
+@pytest.fixture
+def couple() -> Iterator[NixlCouple]:
+    made = NixlCouple()
+    yield made
+    made.close()
