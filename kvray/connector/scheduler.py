@@ -5,6 +5,7 @@ Everything here runs on the engine's executor thread. Nothing waits longer than 
 """
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from kvray.connector.identity import Identity, identify
 from kvray.connector.matching import match
 from kvray.connector.meta import ConnectorMeta
 from kvray.connector.pass_plan import PassPlanner
+from kvray.connector.prefill_rate import PrefillRate
 from kvray.connector.promise import Promise
 from kvray.connector.promises import Promises
 from kvray.connector.request_state import RequestState, promised_blocks_max
@@ -57,6 +59,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         self._promises = Promises()
         self._planner = PassPlanner()
         self._staging = Staging()
+        self._prefill = PrefillRate()
         self._warned_unaligned = False
         self._is_shut_down = False
         shut_down_at_exit(self)
@@ -99,7 +102,9 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         """
         engine = self._engine
         plan = self._planner.begin(engine)
-        for report, is_new in _reports(scheduler_output):
+        reports = list(_reports(scheduler_output))
+        self._measure(engine, reports)
+        for report, is_new in reports:
             state = self._states.get(report.request_id)
             if is_new:
                 self._promises.check(
@@ -226,7 +231,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             keys,
             first,
             *match(engine, keys, first),
-            tokens_per_s=0.0,
+            tokens_per_s=self._prefill.tokens_per_s,
         )
         if matched is None:
             return reason
@@ -247,6 +252,14 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         if promise.is_parked:
             self._planner.park(state.request_id, promise)
         return reason
+
+    def _measure(self, engine: Engine, reports: list[tuple[Any, bool]]) -> None:
+        """Keep the engine's speed up to date, where it decides anything."""
+        if engine.asks_peers:
+            with engine.boundary.around("the speed of prefill"):
+                num_tokens = sum(report.num_scheduled_tokens for report, _ in reports)
+                requests = {report.request_id for report, _ in reports}
+                self._prefill.plan(requests, num_tokens, time.monotonic())
 
     def _forget(self, request_id: int) -> None:
         state = self._states.pop(request_id, None)

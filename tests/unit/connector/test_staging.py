@@ -8,6 +8,7 @@ import pytest
 
 from kvray.actors.shard import Shard
 from kvray.connector import staging
+from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.node import link as link_module
 from kvray.node.breaker import Breaker
 from kvray.store import Arena
@@ -302,3 +303,19 @@ def test_a_defect_after_the_call_leaves_no_lease(
     assert pair.query(Request(2, PROMPT)) == 0
     monkeypatch.undo()
     wait_for(lambda: leased(pair) == 0, "the release")
+
+
+def test_the_shard_is_told_how_fast_the_engine_computes_once_it_is_known(
+    server: StageServer, make_pair: MakePair
+) -> None:
+    pair = with_peers(make_pair())
+    long = Request(1, list(range(1000, 1200)))
+    pair.query(long)
+    pair.plan(long)
+    for position in (200, 201):
+        report = RequestData(1, [7], [], position, 1)
+        pair.scheduler.build_connector_meta(SchedulerOutput(cached_requests=[report]))
+    pair.query(Request(2, PROMPT))
+    first, second = server.asked
+    assert first["tokens_per_s"] == 0
+    assert second["tokens_per_s"] > 0
