@@ -79,6 +79,11 @@ class Index:
         """Bytes of memory that the entries take, those to be purged included."""
         return self._table.num_bytes
 
+    @property
+    def is_purged(self) -> bool:
+        """Whether nothing is left of shards that were dropped or began anew."""
+        return not any(one.numbers for one in self._ended)
+
     def entries(self) -> dict[str, int]:
         """Return shard -> parts it has announced."""
         entries = dict.fromkeys(self._shards, 0)
@@ -163,6 +168,7 @@ class Index:
         Returns:
             As `remove`.
         """
+        self._ended = [one for one in self._ended if one.numbers]
         chosen = self._to_purge()
         if not chosen.any():
             return []
@@ -177,7 +183,6 @@ class Index:
             np.zeros(len(keys), dtype=np.int64),
             lambda masks, _: _without_ended(masks),
         )
-        self._ended = [one for one in self._ended if one.numbers]
         return losses
 
     def match(self, keys: bytes, num_parts: int) -> Match:
