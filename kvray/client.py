@@ -1,6 +1,7 @@
 """The Python API over Ray, for command lines, ingresses and users; engines never use it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -10,8 +11,21 @@ from kvray.actors import connection, tier
 from kvray.actors.ray_calls import LOOKUP_NAME, call, get_actor
 from kvray.block import KEY_BYTES, BlockKey
 from kvray.config import KVRayConfig, load_config
-from kvray.errors import ConfigError
+from kvray.errors import ConfigError, KVRayError
 from kvray.index import Match
+from kvray.keys import MediaItem, Tokens, pack_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetched:
+    """What is ready for a replica after a prefetch."""
+
+    num_tokens: int
+    """Leading tokens whose blocks are on every node of the replica."""
+    staged_tokens: int
+    """How many of them were brought by this very prefetch."""
+    reason: str
+    """Why it is not more; `none` if there is no more."""
 
 
 class Client:
@@ -56,6 +70,58 @@ class Client:
         lookup = get_actor(LOOKUP_NAME)
         match: Match = call(lookup.match, b"".join(keys), num_parts, timeout_s=self._timeout_s)
         return match
+
+    def prefetch(
+        self,
+        tokens: Tokens,
+        *,
+        replica: str,
+        salt: str | int | None = None,
+        lora: str | None = None,
+        media: Sequence[MediaItem] = (),
+    ) -> Prefetched:
+        """Bring a prompt's blocks to the nodes of a replica, before its engine sees the request.
+
+        What is brought is kept for `staging.handover_s`, and after that as any block is. The engine
+        waits for nothing: this is the best way to use what other nodes have.
+
+        Args:
+            tokens: the prompt's token ids.
+            replica: name of the replica, which has registered.
+            salt: the request's cache salt.
+            lora: path of the request's LoRA adapter, as the engine is given it.
+            media: the request's images, videos and sounds.
+
+        Raises:
+            ConfigError: `tokens` are none, or no such replica has registered.
+            ShardUnavailable: the lookup or a shard did not answer.
+        """
+        packed = pack_tokens(tokens).tobytes()
+        lookup = get_actor(LOOKUP_NAME)
+        shards = set(call(lookup.replica, replica, timeout_s=self._timeout_s).values())
+        if not shards:
+            raise ConfigError(
+                f"No replica {replica!r:.80} has registered; `kvray status` shows those that have."
+            )
+        items = [(item.position, item.digest) for item in media]
+        answers = tier.ask_all(
+            {shard: get_actor(shard).prefetch for shard in shards},
+            self._timeout_s,
+            replica,
+            packed,
+            salt,
+            lora,
+            items,
+        )
+        for answer in answers.values():
+            if isinstance(answer, KVRayError):
+                raise answer
+        last = min(answers.values(), key=lambda answer: answer["num_tokens"])
+        return Prefetched(
+            num_tokens=last["num_tokens"],
+            staged_tokens=max(answer["staged_tokens"] for answer in answers.values()),
+            reason=last["reason"],
+        )
 
     def clear(self) -> int:
         """Evict every block that nobody leases, on every node; return how many.

@@ -96,7 +96,7 @@ def clear(*, timeout_s: float) -> int:
         ShardUnavailable: a shard did not answer; the others have cleared.
     """
     shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
-    answers = _ask_all({name: shard.clear for name, shard in shards.items()}, timeout_s)
+    answers = ask_all({name: shard.clear for name, shard in shards.items()}, timeout_s)
     for answer in answers.values():
         if isinstance(answer, KVRayError):
             raise answer
@@ -193,7 +193,7 @@ def _mover_statuses(supervisor: Any, timeout_s: float) -> list[dict[str, Any]]:
 
 def _statuses(kind: str, actors: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
     """Return every actor's status; one that does not answer says so."""
-    answers = _ask_all({name: actor.status for name, actor in actors.items()}, timeout_s)
+    answers = ask_all({name: actor.status for name, actor in actors.items()}, timeout_s)
     return [
         {kind: name, "state": "unreachable", "message": str(answer)}
         if isinstance(answer, KVRayError)
@@ -202,7 +202,7 @@ def _statuses(kind: str, actors: Mapping[str, Any], timeout_s: float) -> list[di
     ]
 
 
-def _ask_all(methods: Mapping[str, Any], timeout_s: float, *args: Any) -> dict[str, Any]:
+def ask_all(methods: Mapping[str, Any], timeout_s: float, *args: Any) -> dict[str, Any]:
     """Call all `methods` at once; return what each answered, or the error that it raised."""
     answers: dict[str, Any] = {}
     calls = {}
@@ -228,7 +228,7 @@ def _stop_shards(names: list[str], timeout_s: float) -> set[str]:
     for name in names:
         with contextlib.suppress(ShardUnavailable):
             methods[name] = get_actor(name).stop
-    answers = _ask_all(methods, timeout_s, True)
+    answers = ask_all(methods, timeout_s, True)
     return {name for name, answer in answers.items() if not isinstance(answer, KVRayError)}
 
 
@@ -248,7 +248,7 @@ def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> No
             sweeps[node_id] = ray.remote(_sweep_node).options(
                 num_cpus=0, max_retries=0, scheduling_strategy=affinity
             )
-    _ask_all(sweeps, timeout_s, config)
+    ask_all(sweeps, timeout_s, config)
     sweep(config.node_dir)  # of a node that Ray has lost, if this is it
 
 

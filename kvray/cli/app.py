@@ -8,7 +8,9 @@ from kvray import __version__
 from kvray.cli.bench import bench
 from kvray.cli.connector_config import connector_config
 from kvray.cli.demo import demo
+from kvray.cli.doctor import doctor
 from kvray.cli.down import down
+from kvray.cli.prefetch import prefetch
 from kvray.cli.status import status
 from kvray.cli.sweep import sweep
 from kvray.cli.up import up
@@ -24,6 +26,8 @@ app = typer.Typer(
 )
 app.command()(up)
 app.command()(status)
+app.command()(doctor)
+app.command()(prefetch)
 app.command()(verify)
 app.command()(down)
 app.command()(sweep)

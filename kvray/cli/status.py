@@ -15,6 +15,7 @@ from kvray.cli.boundary import boundary
 from kvray.cli.memory import memory_sentences
 from kvray.cli.namespaces import namespaces_report
 from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
+from kvray.cli.transports import ways, ways_table
 from kvray.config import format_size, load_config
 
 _ARENA_COLUMNS = ("blocks", "leased_blocks", "evicted", "dropped", "corrupt")
@@ -63,6 +64,9 @@ def _print(found: dict[str, Any]) -> None:
             console.print(f"{shard['shard']}: {shard['message']}")
     for sentence in memory_sentences(found["shards"]):
         console.print(sentence, markup=False, soft_wrap=True)
+    between = ways(found)
+    if between:
+        console.print(ways_table(between))
     replicas = [replica for shard in found["shards"] for replica in shard.get("replicas", [])]
     if replicas:
         console.print(replicas_table(replicas))

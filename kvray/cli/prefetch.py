@@ -1,0 +1,70 @@
+"""`kvray prefetch`: bring a prompt's blocks to a replica's node before the engine is asked."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvray.cli.boundary import boundary
+from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
+from kvray.config import load_config
+from kvray.errors import ConfigError
+
+
+def prefetch(
+    tokens: Annotated[
+        Path,
+        typer.Argument(
+            metavar="TOKENS",
+            help="A file with the prompt's token ids as one JSON list; - is stdin.",
+        ),
+    ],
+    replica: Annotated[str, typer.Option(help="The replica, as `kvray status` names it.")],
+    salt: Annotated[
+        str | None, typer.Option(help="The request's cache salt.", show_default=False)
+    ] = None,
+    lora: Annotated[
+        str | None,
+        typer.Option(help="Path of the request's LoRA adapter on the nodes.", show_default=False),
+    ] = None,
+    config: ConfigOption = None,
+    address: AddressOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Bring what other nodes have of a prompt to the node of a replica."""
+    with boundary(verbose=verbose) as interrupts:
+        settings = load_config(config, overrides={"ray.address": address})
+        token_ids = read_tokens(tokens)
+        with interrupts.masked():
+            from kvray.client import Client
+
+        with Client(settings) as client:
+            brought = client.prefetch(token_ids, replica=replica, salt=salt, lora=lora)
+        if as_json:
+            print(json.dumps(asdict(brought), indent=2))
+            return
+        print(
+            f"{brought.num_tokens:,} of {len(token_ids):,} tokens are ready for {replica},"
+            f" {brought.staged_tokens:,} of them were brought now."
+        )
+        if brought.reason != "none":
+            print(f"Why not more: {brought.reason.replace('_', ' ')}.")
+
+
+def read_tokens(path: Path) -> list[int]:
+    """Return the token ids in a file.
+
+    Raises:
+        ConfigError: there are none in it.
+    """
+    try:
+        found = json.loads(sys.stdin.read() if str(path) == "-" else path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON ({error}).") from None
+    if not isinstance(found, list) or not all(type(token) is int for token in found):
+        raise ConfigError(f"{path} must hold one JSON list of token ids, such as [1, 15043].")
+    return found

@@ -1,0 +1,111 @@
+"""Which transport moves blocks between which nodes, and why; for `kvray status` and `doctor`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from kvray.config import format_size
+
+_MOVER_PREFIX = "kvray-mover-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How blocks come from one node to another."""
+
+    source: str
+    target: str
+    transport: str | None
+    """None: they cannot."""
+    why: str
+    bytes_per_s: float | None = None
+    """As measured lately; None: nothing has come this way yet."""
+    breaker: str = "closed"
+    error: str = ""
+    """What failed last."""
+
+
+def ways(found: dict[str, Any]) -> list[Way]:
+    """Return the way between each two nodes; `found` is what `Client.status` returned."""
+    movers = {_node(mover["mover"]): mover for mover in found.get("movers", [])}
+    peers = {
+        (_node(peer["peer"]), _node_of_shard(shard)): peer
+        for shard in found["shards"]
+        for peer in shard.get("staging", {}).get("peers", [])
+        if peer["peer"].startswith(_MOVER_PREFIX)
+    }
+    made = []
+    for target, receiver in movers.items():
+        for source, sender in movers.items():
+            if source == target:
+                continue
+            transport, why = choose(source, sender, target, receiver)
+            peer = peers.get((source, target), {})
+            made.append(
+                Way(
+                    source=source,
+                    target=target,
+                    transport=transport,
+                    why=why,
+                    bytes_per_s=peer.get("bytes_per_s"),
+                    breaker=peer.get("breaker", "closed"),
+                    error=peer.get("error", ""),
+                )
+            )
+    return made
+
+
+def choose(
+    source: str, sender: dict[str, Any], target: str, receiver: dict[str, Any]
+) -> tuple[str | None, str]:
+    """Return the transport that two movers use, by their statuses, and why that one."""
+    for node, mover in ((source, sender), (target, receiver)):
+        if mover["state"] != "serving":
+            return None, f"the mover of {node} is {mover['state']}: {mover.get('message', '')}"
+    passed: list[str] = []
+    for name, mine in receiver["transports"].items():
+        theirs = sender["transports"].get(name, {"available": False, "reason": "not configured"})
+        lacking = [
+            f"{node} has no {name}: {end['reason']}"
+            for node, end in ((source, theirs), (target, mine))
+            if not end["available"]
+        ]
+        if not lacking:
+            return name, "; ".join(passed) or _best(name, mine, theirs)
+        passed += lacking
+    return None, "; ".join(passed) or "no transport is configured"
+
+
+def ways_table(made: list[Way]) -> Table:
+    """Return one row for each way."""
+    table = Table(
+        title="Between nodes", title_justify="left", box=box.SIMPLE, collapse_padding=True
+    )
+    for name in ("from", "to", "transport"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("measured", justify="right")
+    table.add_column("state", no_wrap=True)
+    table.add_column("why")
+    for way in made:
+        rate = f"{format_size(way.bytes_per_s)}/s" if way.bytes_per_s else ""
+        state = "" if way.breaker == "closed" else f"[red]{way.breaker}[/]"
+        why = f"{way.why}; last error: {way.error}" if way.error and state else way.why
+        table.add_row(way.source, way.target, way.transport or "[red]none[/]", rate, state, why)
+    return table
+
+
+def _best(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    if name != "nixl":
+        return "the first of staging.transports that both have"
+    wires = "RDMA" if mine.get("rdma") and theirs.get("rdma") else "TCP: no RDMA device"
+    return f"both have it; {wires}"
+
+
+def _node(mover: str) -> str:
+    return mover.removeprefix(_MOVER_PREFIX)
+
+
+def _node_of_shard(shard: dict[str, Any]) -> str:
+    return str(shard["shard"]).removeprefix("kvray-shard-")
