@@ -3,18 +3,23 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvray.actors.engine_server import Handler
 from kvray.actors.opening_desk import OpeningDesk
-from kvray.actors.replicas import Replicas
+from kvray.actors.replica_stager import ReplicaStager
+from kvray.actors.replicas import Replicas, read_reader
 from kvray.block import Namespace
-
-Handler = Callable[..., dict[str, Any]]
 
 
 class EngineRequests:
     """Answers the requests of engines; fields come as the wire has them, with the connection."""
 
     def __init__(
-        self, replicas: Replicas, desk: OpeningDesk, identity: Callable[[], dict[str, Any]]
+        self,
+        replicas: Replicas,
+        desk: OpeningDesk,
+        identity: Callable[[], dict[str, Any]],
+        stager: Callable[[], ReplicaStager],
+        has_others: Callable[[], bool],
     ) -> None:
         """Answer for a shard.
 
@@ -22,22 +27,46 @@ class EngineRequests:
             replicas: of the shard's node.
             desk: takes what they note of their prompts' openings.
             identity: returns what `hello` answers; raises while the shard does not serve.
+            stager: returns what brings blocks of other nodes; raises likewise.
+            has_others: tells whether there is a shard on another node.
         """
         self._replicas = replicas
         self._desk = desk
         self._identity = identity
+        self._stager = stager
+        self._has_others = has_others
 
     def handlers(self) -> dict[str, Handler]:
         """Return the function for each request."""
-        return {"hello": self._hello, "register": self._register, "report": self._report}
+        return {
+            "hello": self._hello,
+            "register": self._register,
+            "report": self._report,
+            "stage": self._stage,
+        }
 
     def _hello(self, connection: int) -> dict[str, Any]:
         return self._identity()
 
     def _register(
-        self, connection: int, replica: str, rank: int, namespace: dict[str, Any]
+        self,
+        connection: int,
+        replica: str,
+        rank: int,
+        namespace: dict[str, Any],
+        wanted: Any = (),
+        num_ranks: Any = 1,
+        holder: Any = None,
+        adapters: Any = None,
     ) -> dict[str, Any]:
-        self._replicas.register(connection, replica, rank, Namespace.from_wire(namespace))
+        reader = read_reader(
+            Namespace.from_wire(namespace),
+            wanted=wanted,
+            num_ranks=num_ranks,
+            holder=holder,
+            adapters=adapters,
+        )
+        self._replicas.register(connection, replica, rank, reader)
         return {}
 
     def _report(
@@ -53,4 +82,19 @@ class EngineRequests:
         if origin is None:
             return {"known": False}
         self._desk.note(origin, openings)
-        return {"known": True, "incompatible": self._desk.answers(replica, rank)}
+        return {
+            "known": True,
+            "incompatible": self._desk.answers(replica, rank),
+            "peers": self._has_others() or self._stager().has_ranks_elsewhere(replica, rank),
+        }
+
+    async def _stage(
+        self,
+        connection: int,
+        replica: str,
+        rank: int,
+        keys: bytes,
+        wait_s: float,
+        tokens_per_s: float = 0.0,
+    ) -> dict[str, Any]:
+        return await self._stager().stage(replica, rank, keys, wait_s, tokens_per_s)

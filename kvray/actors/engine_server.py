@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from kvray.errors import ConfigError, KVRayError
 
 _log = logging.getLogger("kvray.shard")
 
-Handler = Callable[..., dict[str, Any]]
-"""Called with the connection's number and the request's fields."""
+Handler = Callable[..., dict[str, Any] | Awaitable[dict[str, Any]]]
+"""Called with the connection's number and the request's fields.
+
+What one awaits holds up its own connection only, whose answers come in the order of the requests.
+"""
 
 _CONNECTIONS_MAX = 1024
 _FRAME_S = 10.0
@@ -92,20 +96,24 @@ class EngineServer:
                 while not self._is_closing:
                     length = wire.body_length(await reader.readexactly(wire.LENGTH.size))
                     body = await asyncio.wait_for(reader.readexactly(length), _FRAME_S)
-                    writer.write(wire.encode(self._answer(connection, wire.decode(body))))
+                    answer = await self._answer(connection, wire.decode(body))
+                    writer.write(wire.encode(answer))
                     await asyncio.wait_for(writer.drain(), _FRAME_S)
         finally:
             self._hung_up(connection)
             # Not closed, which would wait for a peer that never reads.
             writer.transport.abort()
 
-    def _answer(self, connection: int, request: dict[str, Any]) -> dict[str, Any]:
+    async def _answer(self, connection: int, request: dict[str, Any]) -> dict[str, Any]:
         op = str(request.pop("op", None))[:64]
         handler = self._handlers.get(op)
         try:
             if handler is None:
                 raise ConfigError(f"The shard knows no request {op!r}; engine and shard differ.")
-            return {"ok": True, **handler(connection, **request)}
+            answer = handler(connection, **request)
+            if inspect.isawaitable(answer):
+                answer = await answer
+            return {"ok": True, **answer}
         except KVRayError as error:
             return wire.error_reply(error)
         except (TypeError, ValueError, AttributeError) as error:

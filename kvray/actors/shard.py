@@ -8,22 +8,27 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from kvray.actors.adoption import open_arena
 from kvray.actors.announcer import Announce, Announcer
+from kvray.actors.async_calls import Ask, ask_nobody
 from kvray.actors.claim import Claim
 from kvray.actors.engine_requests import EngineRequests
 from kvray.actors.engine_server import EngineServer, check_path
 from kvray.actors.long_leases import LongLeases
 from kvray.actors.ownership import remove_files, sweep
+from kvray.actors.peers import Peers
+from kvray.actors.prompt_keys import prompt_keys
+from kvray.actors.replica_stager import ReplicaStager
 from kvray.actors.replicas import Replicas
-from kvray.errors import KVRayError, ShardUnavailable
+from kvray.actors.stager import Stager, StagingSettings
+from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 from kvray.store.arena import ARENA_FILE
 from kvray.store.prefault import Populator
@@ -35,6 +40,8 @@ T = TypeVar("T")
 
 _RETRY_S = 0.1
 _LAST_SEND_S = 3.0
+_ANSWER_S = 2.0
+"""How long the event loop may take to get to a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +55,7 @@ class ShardSettings:
     lease_warn_s: float
     announce_s: float
     heartbeat_s: float
+    staging: StagingSettings = field(default_factory=StagingSettings)
 
 
 class Shard:
@@ -59,6 +67,8 @@ class Shard:
         settings: ShardSettings,
         announce: Announce,
         crashed: Callable[[], None] = lambda: None,
+        *,
+        ask: Ask = ask_nobody,
     ) -> None:
         """Own the arena of `settings.directory`.
 
@@ -67,13 +77,16 @@ class Shard:
             settings: see there.
             announce: brings announcements to the lookup.
             crashed: called when the shard ends by a defect of its own, after it was logged.
+            ask: calls lookup, mover and other shards, from the shard's event loop.
         """
         self.name = name
         self._crashed = crashed
         self._settings = settings
         self._announcer = Announcer(name, announce)
         self._replicas = Replicas()
+        self._peers = Peers(name, ask, call_timeout_s=settings.staging.call_timeout_s)
         self._owner: ArenaOwner | None = None
+        self._stager: ReplicaStager | None = None
         self._epoch = 0
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -110,6 +123,8 @@ class Shard:
             status["arena"] = self._owner.arena.stats()
             status["replicas"] = self._replicas.status()
             status["namespaces"] = self._replicas.namespaces()
+            if self._stager is not None:
+                status["staging"] = self._stager.status()
         return status
 
     def clear(self, timeout_s: float) -> int:
@@ -120,6 +135,99 @@ class Shard:
         """
         self._serving()
         return self._on_loop(lambda: self._serving().clear(), timeout_s)
+
+    def prefetch(
+        self,
+        replica: str,
+        tokens: bytes,
+        *,
+        salt: str | int | None = None,
+        lora: str | None = None,
+        media: Sequence[tuple[int, bytes]] = (),
+    ) -> dict[str, Any]:
+        """Bring a prompt's blocks here for a replica before its engine sees the request.
+
+        Args:
+            replica: one with a rank that has registered here.
+            tokens: see `prompt_keys`, as for the rest.
+            salt: see there.
+            lora: see there.
+            media: see there.
+
+        Returns:
+            num_tokens and num_blocks that are here now, leading and for all ranks; staged_tokens
+            that were not here before; reason why it is not more.
+
+        Raises:
+            ConfigError: a value cannot be used, or no rank of `replica` has registered here.
+            ShardUnavailable: the shard is not serving, or does not answer in time.
+        """
+        first = self._replicas.first_reader(replica)
+        if first is None:
+            raise ConfigError(
+                f"No rank of {replica!r:.80} has registered with {self.name}; prefetch at a node"
+                " where it runs."
+            )
+        rank, reader = first
+        keys = prompt_keys(reader, tokens, salt=salt, lora=lora, media=media)
+        if not keys:
+            return {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0, "reason": "none"}
+        found = self._await_on_loop(
+            self._staging().prefetch(replica, rank, b"".join(keys)),
+            self._settings.staging.deadline_s,
+        )
+        return {
+            "num_tokens": found["num_blocks"] * reader.tokens_per_block,
+            "staged_tokens": found["num_staged"] * reader.tokens_per_block,
+            "num_blocks": found["num_blocks"],
+            "reason": found["reason"],
+        }
+
+    def stage(self, replica: str, rank: int, keys: bytes, wait_s: float) -> dict[str, Any]:
+        """See `ReplicaStager.stage_here`, for one rank."""
+        return self.stage_ranks(replica, [rank], keys, wait_s, 0.0)
+
+    def stage_ranks(
+        self, replica: str, ranks: Sequence[int], keys: bytes, wait_s: float, tokens_per_s: float
+    ) -> dict[str, Any]:
+        """See `ReplicaStager.stage_here`."""
+        staging = self._staging()
+        return self._await_on_loop(
+            staging.stage_here(replica, ranks, keys, wait_s, tokens_per_s), wait_s
+        )
+
+    def lease_ranks(
+        self, replica: str, ranks: Sequence[int], keys: bytes, token: str
+    ) -> dict[int, list[Any]]:
+        """See `ReplicaStager.lease_here`."""
+        staging = self._staging()
+        return self._on_loop(lambda: staging.lease_here(replica, ranks, keys, token), _ANSWER_S)
+
+    def release_ranks(self, token: str) -> None:
+        """See `ReplicaStager.release_here`."""
+        staging = self._staging()
+        self._on_loop(lambda: staging.release_here(token), _ANSWER_S)
+
+    def _await_on_loop(self, answer: Coroutine[Any, Any, T], work_s: float) -> T:
+        """Return what `answer` returns on the loop, which may work on it for so long."""
+        timeout_s = work_s + _ANSWER_S
+        future = None
+        try:
+            future = asyncio.run_coroutine_threadsafe(answer, self._require_loop())
+            return future.result(timeout_s)
+        except (RuntimeError, FutureTimeoutError, CancelledError):
+            if future is None:
+                answer.close()  # the loop has ended; nobody else will
+            else:
+                future.cancel()
+            raise ShardUnavailable(
+                f"{self.name} did not answer within {timeout_s:.0f} s; see `kvray status`."
+            ) from None
+
+    def _staging(self) -> ReplicaStager:
+        self._serving()
+        assert self._stager is not None, "whoever serves has one"
+        return self._stager
 
     def _on_loop(self, function: Callable[[], T], timeout_s: float) -> T:
         answer: Future[T] = Future()
@@ -180,7 +288,13 @@ class Shard:
         claim = Claim(directory, self.name)
         if not await self._become_owner(claim):
             return
-        requests = EngineRequests(self._replicas, self._announcer.desk, self._identity)
+        requests = EngineRequests(
+            self._replicas,
+            self._announcer.desk,
+            self._identity,
+            self._staging,
+            self._has_others,
+        )
         server = EngineServer(
             directory / SOCKET_FILE, requests.handlers(), self._replicas.disconnect
         )
@@ -189,11 +303,14 @@ class Shard:
             arena = await self._require_loop().run_in_executor(None, self._open_arena)
             owner, populator = ArenaOwner(arena), Populator(arena.tables)
             if await self._adopt(owner):
+                self._stager = self._make_stager(arena)
                 await server.start()
                 self._owner, self._state = owner, {"state": "serving"}
                 await self._serve(owner)
         finally:
             await server.close()
+            if self._stager is not None:
+                await self._stager.close()
             if populator is not None:
                 populator.stop()
             if arena is not None:
@@ -201,6 +318,14 @@ class Shard:
             if self._retire or not (directory / ARENA_FILE).exists():
                 remove_files(directory)
             claim.release()
+
+    def _make_stager(self, arena: Arena) -> ReplicaStager:
+        settings = self._settings.staging
+        stager = Stager(arena, self._peers, settings, has_others=self._has_others)
+        return ReplicaStager(arena, stager, self._replicas, self._peers, settings)
+
+    def _has_others(self) -> bool:
+        return self._announcer.num_shards > 1
 
     async def _become_owner(self, claim: Claim) -> bool:
         """Wait until the directory is ours; False if the shard is to stop before."""
@@ -255,6 +380,8 @@ class Shard:
                 heartbeat_at, is_due = now + settings.heartbeat_s, True
                 self._bury_and_warn(owner)
             owner.evict_ahead(settings.free_target)
+            self._staging().expire()
+            self._announcer.name_ranks(self._replicas.connected())
             # A lookup that does not answer keeps the shard from announcing, but from nothing else.
             if sending is None or sending.done():
                 if sending is not None:

@@ -1,11 +1,13 @@
 """The Ray actor around a shard."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
 
+from kvray.actors.async_calls import ActorCalls
 from kvray.actors.lookup import Announcement, Answer
 from kvray.actors.ray_calls import (
     LOOKUP_NAME,
@@ -17,6 +19,7 @@ from kvray.actors.ray_calls import (
     shard_name,
 )
 from kvray.actors.shard import Shard, ShardSettings
+from kvray.actors.stager import StagingSettings
 from kvray.config import KVRayConfig, config_on_node, ray_memory_threshold
 from kvray.errors import KVRayError
 from kvray.store import ArenaSpec
@@ -26,6 +29,10 @@ from kvray.store.pages import ArenaPages
 
 _ANNOUNCE_TIMEOUT_S = 2.0
 _STOP_TIMEOUT_S = 20.0
+
+_GROUPS = {"health": 1, "prefetch": 8, "ranks": 8, "leases": 4}
+"""Threads for calls that may take long, apart: what another shard waits for must not queue behind
+what waits for other shards, or two could wait for each other."""
 
 
 class ShardActor:
@@ -44,6 +51,7 @@ class ShardActor:
             shard_settings(config, memory_claims()),
             self._announce,
             crashed=lambda: os._exit(1),
+            ask=ActorCalls(),
         )
         self._shard.start()
 
@@ -63,6 +71,42 @@ class ShardActor:
     def clear(self) -> int:
         """See `Shard.clear`."""
         return self._shard.clear(_STOP_TIMEOUT_S)
+
+    @ray.method(concurrency_group="prefetch")
+    def prefetch(
+        self,
+        replica: str,
+        tokens: bytes,
+        salt: str | int | None = None,
+        lora: str | None = None,
+        media: Sequence[tuple[int, bytes]] = (),
+    ) -> dict[str, Any]:
+        """See `Shard.prefetch`."""
+        return self._shard.prefetch(replica, tokens, salt=salt, lora=lora, media=media)
+
+    @ray.method(concurrency_group="prefetch")
+    def stage(self, replica: str, rank: int, keys: bytes, wait_s: float) -> dict[str, Any]:
+        """See `Shard.stage`."""
+        return self._shard.stage(replica, rank, keys, wait_s)
+
+    @ray.method(concurrency_group="ranks")
+    def stage_ranks(
+        self, replica: str, ranks: Sequence[int], keys: bytes, wait_s: float, tokens_per_s: float
+    ) -> dict[str, Any]:
+        """See `Shard.stage_ranks`."""
+        return self._shard.stage_ranks(replica, ranks, keys, wait_s, tokens_per_s)
+
+    @ray.method(concurrency_group="leases")
+    def lease_ranks(
+        self, replica: str, ranks: Sequence[int], keys: bytes, token: str
+    ) -> dict[int, list[Any]]:
+        """See `Shard.lease_ranks`."""
+        return self._shard.lease_ranks(replica, ranks, keys, token)
+
+    @ray.method(concurrency_group="leases")
+    def release_ranks(self, token: str) -> None:
+        """See `Shard.release_ranks`."""
+        self._shard.release_ranks(token)
 
     def stop(self, retire: bool) -> None:
         """See `Shard.stop`."""
@@ -100,7 +144,7 @@ def memory_claims() -> MemoryClaims:
 
 def shard_settings(config: KVRayConfig, claims: MemoryClaims | None = None) -> ShardSettings:
     """Return the plain values that a shard takes from the configuration."""
-    arena, shard = config.arena, config.shard
+    arena, shard, staging = config.arena, config.shard, config.staging
     return ShardSettings(
         directory=config.node_dir,
         spec=ArenaSpec(
@@ -117,6 +161,12 @@ def shard_settings(config: KVRayConfig, claims: MemoryClaims | None = None) -> S
         lease_warn_s=arena.lease_warn_s,
         announce_s=shard.announce_s,
         heartbeat_s=shard.heartbeat_s,
+        staging=StagingSettings(
+            deadline_s=staging.deadline_s,
+            call_timeout_s=staging.call_timeout_s,
+            handover_s=staging.handover_s,
+            fetches_max=staging.fetches_max,
+        ),
     )
 
 
@@ -125,7 +175,7 @@ def create_shard(node_id: str, config: KVRayConfig) -> Any:
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
     name = shard_name(node_id)
     return (
-        ray.remote(concurrency_groups={"health": 1})(ShardActor)  # type: ignore[call-overload]
+        ray.remote(concurrency_groups=_GROUPS)(ShardActor)  # type: ignore[call-overload]
         .options(
             name=name,
             namespace=NAMESPACE,

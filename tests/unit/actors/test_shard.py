@@ -286,6 +286,11 @@ def test_unknown_requests_and_wrong_fields_are_answered(engine: ShardSocket, sha
         ("register", {"replica": "x", "rank": 0, "namespace": 5}),
         ("register", {"replica": "x", "rank": 0, "namespace": {"model": None}}),
         ("register", {"replica": "x", "rank": 0, "namespace": NAMESPACE.to_wire() | {"model": 5}}),
+        ("stage", {"replica": "one", "rank": 0, "keys": b"", "wait_s": 0.1}),
+        ("stage", {"replica": "one", "rank": 0, "keys": bytes(33), "wait_s": 0.1}),
+        ("stage", {"replica": "one", "rank": 0, "keys": bytes(32), "wait_s": "soon"}),
+        ("stage", {"replica": "one", "rank": 0, "keys": bytes(32), "wait_s": -1}),
+        ("stage", {"replica": "none", "rank": 0, "keys": bytes(32), "wait_s": 0.1}),
         ("report", {"replica": "one", "rank": 0, "counters": "ab"}),
         ("report", {"replica": "one", "rank": 0, "counters": {}, "openings": [[b"short", 1]]}),
     ]:
@@ -295,6 +300,7 @@ def test_unknown_requests_and_wrong_fields_are_answered(engine: ShardSocket, sha
         "ok": True,
         "known": True,
         "incompatible": [],
+        "peers": False,
     }
     assert [entry["replica"] for entry in shard.status()["replicas"]] == ["one"]
 

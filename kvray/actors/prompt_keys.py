@@ -1,0 +1,58 @@
+"""The keys of a prompt that no engine has seen yet, equal to those that its engine will give it."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvray.actors.replicas import Reader
+from kvray.block import BlockKey, frame
+from kvray.config import cache_dir
+from kvray.errors import ConfigError
+from kvray.fingerprint import fingerprint_model
+from kvray.keys import MediaItem, chain_keys, request_seed
+
+
+def prompt_keys(
+    reader: Reader,
+    tokens: bytes,
+    *,
+    salt: str | int | None = None,
+    lora: str | None = None,
+    media: Sequence[tuple[int, bytes]] = (),
+) -> list[BlockKey]:
+    """Return the keys of the blocks of a prompt that may be promised: all but its last token's.
+
+    Args:
+        reader: a rank of the replica that the prompt is for.
+        tokens: the prompt's token ids, little-endian int32 end to end.
+        salt: the request's cache salt.
+        lora: path of the request's adapter, as the engine is given it and as this node has it.
+        media: for each item its position and its digest, as the connector gives them to
+            `kvray.keys.MediaItem`.
+
+    Raises:
+        ConfigError: a value cannot be used, or the replica's engine has not said how it reads
+            adapters.
+    """
+    if len(tokens) % 4:
+        raise ConfigError(f"{len(tokens)} bytes are no whole number of token ids of 4 bytes.")
+    ids = np.frombuffer(tokens, dtype="<i4")[:-1]
+    adapter = None if lora is None else _adapter(reader, lora)
+    return chain_keys(
+        ids,
+        tokens_per_block=reader.tokens_per_block,
+        seed=request_seed(reader.namespace.digest(), salt=salt, lora=adapter),
+        media=[MediaItem(position=position, digest=digest) for position, digest in media],
+    )
+
+
+def _adapter(reader: Reader, path: str) -> bytes:
+    """Return what tells an adapter from others, as the engine's connector does."""
+    if reader.adapters is None:
+        raise ConfigError(
+            "The replica has not said how it reads LoRA adapters; update its kvray, or prefetch"
+            " prompts without an adapter."
+        )
+    found = fingerprint_model(path, cache_dir=cache_dir() / "fingerprints")
+    return hashlib.sha256(frame(found.encode(), reader.adapters.encode())).digest()

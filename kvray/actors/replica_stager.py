@@ -1,0 +1,340 @@
+"""Stages for all ranks of a replica, wherever they are; on the shard's event loop.
+
+The shard of the leader, whose engine asks, stages for the ranks on its own node and has the shards
+of the others do the same for theirs, all at once; a prefix is of use only as far as all of them
+have it. Then those others lease exactly that, in their ranks' names: each lease ends by its rank's
+release or with its rank. Asked so, a shard asks no other shard: no two can wait for each other.
+"""
+
+import asyncio
+import logging
+import math
+import secrets
+import time
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvray.actors.peers import Peers
+from kvray.actors.rank_leases import RankLeases
+from kvray.actors.replicas import Reader, Replicas
+from kvray.actors.stager import Prefix, Staged, Stager, StagingSettings
+from kvray.block import KEY_BYTES, BlockKey
+from kvray.errors import ConfigError, KVRayError, ShardUnavailable
+from kvray.store import Arena
+
+_log = logging.getLogger("kvray.shard")
+
+_LEASING_SHARE = 0.3
+"""Of the wait, what is kept for the second round of calls to other shards."""
+_ORDER = ("store_down", "too_slow", "cheaper_to_recompute", "not_stored", "none")
+"""Reasons, the one that explains a miss best first."""
+
+
+class ReplicaStager:
+    """Answers what engines, and other shards for theirs, ask of a shard; see there."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        stager: Stager,
+        replicas: Replicas,
+        peers: Peers,
+        settings: StagingSettings,
+    ) -> None:
+        """Stage with `stager` for the ranks in `replicas`."""
+        self._stager = stager
+        self._replicas = replicas
+        self._peers = peers
+        self._settings = settings
+        self._leases = RankLeases(arena, replicas)
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    async def stage(
+        self, replica: str, rank: int, keys: bytes, wait_s: float, tokens_per_s: float = 0.0
+    ) -> dict[str, Any]:
+        """Answer an engine's `stage`: what of `keys` is here for all ranks after `wait_s` at most.
+
+        Returns:
+            num_blocks, reason, and for ranks on other nodes their leases: rank -> [arena_id,
+            lease_id, page, num_slots].
+
+        Raises:
+            ConfigError: a field is not what it should be, or no such rank is registered.
+        """
+        began = time.monotonic()
+        blocks = keys_of(keys)
+        until = began + _seconds(wait_s, "wait_s", longest=self._settings.deadline_s)
+        tokens_per_s = _seconds(tokens_per_s, "tokens_per_s", longest=math.inf)
+        leader = self._replicas.reader(replica, rank)
+        if leader is None:
+            raise ConfigError(f"Rank {rank} of {replica!r:.80} has not registered here.")
+        ranks = leader.ranks(rank)
+        is_alone = len(self._replicas.readers(replica, ranks)) == len(ranks)
+        staged_until = until if is_alone else until - (until - began) * _LEASING_SHARE
+        staged, elsewhere = await self._stage_all(
+            replica, ranks, blocks, tokens_per_s, staged_until
+        )
+        answer: dict[str, Any] = {
+            "num_blocks": staged.num_blocks,
+            "reason": staged.reason,
+            "leases": {},
+        }
+        if elsewhere and staged.num_blocks:
+            keys = keys[: staged.num_blocks * KEY_BYTES]
+            leases = await self._lease_there(replica, elsewhere, keys, until)
+            if leases is None:
+                return {"num_blocks": 0, "reason": "too_slow", "leases": {}}
+            answer["leases"] = leases
+        return answer
+
+    async def prefetch(self, replica: str, rank: int, keys: bytes) -> dict[str, Any]:
+        """Bring `keys` here for all ranks, however long it takes within `deadline_s`.
+
+        Args:
+            replica: whose they are.
+            rank: one of its ranks that is registered here.
+            keys: end to end, of a prompt's blocks from its root.
+
+        Returns:
+            num_blocks that are here now, reason, and num_staged that were not here before.
+
+        Raises:
+            ConfigError: no such rank is registered.
+        """
+        blocks = keys_of(keys)
+        reader = self._replicas.reader(replica, rank)
+        if reader is None:
+            raise ConfigError(f"Rank {rank} of {replica!r:.80} has not registered here.")
+        ranks = reader.ranks(rank)
+        prefix = prefix_for(blocks, self._replicas.readers(replica, ranks).values(), 0.0)
+        before = self._stager.num_here(prefix)
+        until = time.monotonic() + self._settings.deadline_s
+        staged, _ = await self._stage_all(replica, ranks, blocks, 0.0, until)
+        return {
+            "num_blocks": staged.num_blocks,
+            "num_staged": max(0, staged.num_blocks - before),
+            "reason": staged.reason,
+        }
+
+    def has_ranks_elsewhere(self, replica: str, rank: int) -> bool:
+        """Return whether a rank speaks for others that are not registered here."""
+        leader = self._replicas.reader(replica, rank)
+        return leader is not None and len(
+            self._replicas.readers(replica, leader.ranks(rank))
+        ) < len(leader.ranks(rank))
+
+    async def stage_here(
+        self,
+        replica: str,
+        ranks: Sequence[int],
+        keys: bytes,
+        wait_s: float,
+        tokens_per_s: float = 0.0,
+    ) -> dict[str, Any]:
+        """Return what of `keys` is here after `wait_s` for `ranks`, which are registered here.
+
+        Returns:
+            The fields of `Staged`.
+
+        Raises:
+            ConfigError: one is not, or a field is not what it should be.
+        """
+        here = self._replicas.readers(replica, ranks)
+        if len(here) < len(set(ranks)):
+            missing = sorted(set(ranks) - here.keys())
+            raise ConfigError(f"Ranks {missing} of {replica!r:.80} have not registered here.")
+        wait_s = _seconds(wait_s, "wait_s", longest=self._settings.deadline_s)
+        prefix = prefix_for(keys_of(keys), here.values(), tokens_per_s)
+        return asdict(await self._stager.stage(prefix, wait_s=wait_s))
+
+    def lease_here(
+        self, replica: str, ranks: Sequence[int], keys: bytes, token: str
+    ) -> dict[int, list[Any]]:
+        """See `RankLeases.lease`."""
+        return self._leases.lease(replica, ranks, keys_of(keys), token)
+
+    def release_here(self, token: str) -> None:
+        """See `RankLeases.release`."""
+        self._leases.release(token)
+
+    def status(self) -> dict[str, Any]:
+        """See `Stager.status`."""
+        return self._stager.status()
+
+    def expire(self) -> None:
+        """Do what is due: called often."""
+        self._stager.handovers.expire(time.monotonic())
+        self._leases.retry()
+
+    async def close(self) -> None:
+        """End what is under way. Twice is fine."""
+        for task in self._calls:
+            task.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        await self._stager.close()
+
+    # -- ranks on several nodes -----------------------------------------------------------------
+
+    async def _stage_all(
+        self,
+        replica: str,
+        ranks: Sequence[int],
+        blocks: Sequence[BlockKey],
+        tokens_per_s: float,
+        until: float,
+    ) -> tuple[Staged, dict[str, list[int]]]:
+        """Stage for all of `ranks`, wherever they are.
+
+        Returns:
+            What is here then for every one of them, and the ranks at other shards, by shard.
+        """
+        here = self._replicas.readers(replica, ranks)
+        away = [rank for rank in ranks if rank not in here]
+        elsewhere: dict[str, list[int]] = {}
+        if away:
+            try:
+                homes = await self._within(self._peers.homes(replica), until)
+            except KVRayError:
+                return Staged(num_blocks=0, reason="store_down"), {}
+            if homes is None:
+                return Staged(num_blocks=0, reason="too_slow"), {}
+            for rank in away:
+                elsewhere.setdefault(homes.get(rank, ""), []).append(rank)
+            if "" in elsewhere or self._peers.shard in elsewhere:
+                self._peers.forget_homes(replica)
+                return Staged(num_blocks=0, reason="store_down"), {}
+        wait_s = max(0.0, until - time.monotonic())
+        request = replica, b"".join(blocks), wait_s, tokens_per_s
+        answers = await asyncio.gather(
+            self._stager.stage(prefix_for(blocks, here.values(), tokens_per_s), wait_s=wait_s),
+            *(self._stage_there(shard, theirs, *request) for shard, theirs in elsewhere.items()),
+        )
+        num_blocks = min(one.num_blocks for one in answers)
+        reasons = [one.reason for one in answers if one.num_blocks == num_blocks]
+        return Staged(num_blocks=num_blocks, reason=min(reasons, key=_ORDER.index)), elsewhere
+
+    async def _stage_there(
+        self,
+        shard: str,
+        ranks: Sequence[int],
+        replica: str,
+        keys: bytes,
+        wait_s: float,
+        tokens_per_s: float,
+    ) -> Staged:
+        """Have another shard stage for its ranks; what it does not answer in time is nothing."""
+        request = replica, ranks, keys, wait_s, tokens_per_s
+        try:
+            staged = await self._within(
+                self._peers.call(shard, "stage_ranks", *request, work_s=wait_s),
+                time.monotonic() + wait_s,
+            )
+        except KVRayError:
+            self._peers.forget_homes(replica)
+            return Staged(num_blocks=0, reason="store_down")
+        return Staged(num_blocks=0, reason="too_slow") if staged is None else Staged(**staged)
+
+    async def _lease_there(
+        self, replica: str, elsewhere: Mapping[str, list[int]], keys: bytes, until: float
+    ) -> dict[int, list[Any]] | None:
+        """Have other shards lease exactly `keys` for their ranks; None unless all did in time.
+
+        What was leased, or may have been, by a call whose answer is lost is released by its token.
+        """
+        token = secrets.token_hex(16)
+        answers = await asyncio.gather(
+            *(
+                self._within(
+                    self._peers.call(shard, "lease_ranks", replica, theirs, keys, token), until
+                )
+                for shard, theirs in elsewhere.items()
+            ),
+            return_exceptions=True,
+        )
+        leases: dict[int, list[Any]] = {}
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, KVRayError):
+                raise answer
+            if isinstance(answer, dict):
+                leases.update(answer)
+        wanted = {rank for theirs in elsewhere.values() for rank in theirs}
+        if leases.keys() == wanted and time.monotonic() <= until:
+            return leases
+        for shard in elsewhere:
+            self._in_background(self._release_there(shard, token))
+        return None
+
+    async def _release_there(self, shard: str, token: str) -> None:
+        """Have a shard release what it leased under `token`, or will; tried for some seconds."""
+        for _ in range(8):
+            try:
+                await self._peers.call(shard, "release_ranks", token)
+            except KVRayError:
+                await asyncio.sleep(self._settings.call_timeout_s)
+            else:
+                return
+        _log.warning("%s: leases at %s could not be released", self._peers.shard, shard)
+
+    async def _within(self, call: Coroutine[Any, Any, Any], until: float) -> Any:
+        """Return the answer of `call`, which goes on if it is late; None then.
+
+        Raises:
+            KVRayError: what it raised in time.
+        """
+        task = self._in_background(call)
+        await asyncio.wait({task}, timeout=max(0.0, until - time.monotonic()))
+        if not task.done():
+            return None
+        if task.cancelled():
+            raise ShardUnavailable(f"{self._peers.shard} ends.")
+        return task.result()
+
+    def _in_background(self, call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        task = asyncio.get_running_loop().create_task(call)
+        self._calls.add(task)
+        task.add_done_callback(self._end_call)
+        return task
+
+    def _end_call(self, task: "asyncio.Task[Any]") -> None:
+        self._calls.discard(task)
+        if not task.cancelled():
+            error = task.exception()  # one that comes late is nobody's
+            if error is not None and not isinstance(error, KVRayError):
+                _log.error("a call to another shard ended by a defect", exc_info=error)
+
+
+def prefix_for(
+    blocks: Sequence[BlockKey], readers: Iterable[Reader], tokens_per_s: float
+) -> Prefix:
+    """Return what `readers` want of `blocks`, of which an engine computes `tokens_per_s`."""
+    wanted, block_bytes, tokens_per_block = [], {}, 0
+    for reader in readers:
+        if not reader.wanted:
+            raise ConfigError("An engine has not said which parts it reads; update its kvray.")
+        wanted.append(reader.wanted)
+        block_bytes.update({part: reader.part_bytes for part, _ in reader.wanted})
+        tokens_per_block = reader.tokens_per_block
+    return Prefix(
+        keys=tuple(blocks),
+        readers=tuple(wanted),
+        block_bytes=block_bytes,
+        seconds_per_block=tokens_per_block / tokens_per_s if tokens_per_s > 0 else 0.0,
+    )
+
+
+def keys_of(keys: object) -> list[BlockKey]:
+    """Return the keys that lie end to end in `keys`.
+
+    Raises:
+        ConfigError: these are no keys.
+    """
+    if not isinstance(keys, bytes) or not keys or len(keys) % KEY_BYTES:
+        raise ConfigError(f"keys are bytes, {KEY_BYTES} for each block and at least one.")
+    return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+
+
+def _seconds(value: object, name: str, *, longest: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError(f"{name} is a number from 0 on, not {value!r:.40}.")
+    return min(float(value), longest)

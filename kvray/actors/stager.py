@@ -1,0 +1,317 @@
+"""Brings blocks of other nodes into this node's arena before anybody is promised them.
+
+All state belongs to the shard's event loop. What a decision rests on is read and acted upon
+without an `await` in between; so no two fetches bring the same block. Nothing here waits for
+another shard's stage, only for movers, which wait for nobody: two shards that stage from each
+other cannot stop each other. Every wait ends with a deadline.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvray.actors.flights import Flight, Flights, head, spans_of
+from kvray.actors.handovers import Handovers
+from kvray.actors.orders import FetchOrder
+from kvray.actors.peers import Peers, mover_of
+from kvray.actors.staging import (
+    Mask,
+    Peer,
+    Reason,
+    Run,
+    StagingPlan,
+    Wish,
+    longest_prefix,
+    plan_staging,
+)
+from kvray.block import BlockKey
+from kvray.errors import KVRayError, ShardUnavailable
+from kvray.store import Arena, Held, Wanted
+
+_log = logging.getLogger("kvray.shard")
+
+_STAGES_MAX = 128
+"""Stages at once, those included that nobody waits for any more."""
+_FRUITLESS_MAX = 3
+"""Flights of one stage that may bring nothing before it is given up."""
+_BUSY_S = 0.001
+_JOINED_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
+"""How long a stage waits for another one's flight before it looks whether its blocks are here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingSettings:
+    """What staging needs to know, as plain values."""
+
+    deadline_s: float = 10.0
+    call_timeout_s: float = 1.0
+    handover_s: float = 2.0
+    fetches_max: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """Blocks that are wanted here, and by whom."""
+
+    keys: tuple[BlockKey, ...]
+    readers: tuple[tuple[Wanted, ...], ...]
+    """For each rank that reads here, the parts that its lease must have."""
+    block_bytes: Mapping[int, int]
+    """Part -> bytes of one block of it."""
+    seconds_per_block: float = 0.0
+    """What computing a block costs; 0: not known."""
+
+    @property
+    def wish(self) -> Wish:
+        """The same for the planner."""
+        return Wish(
+            num_blocks=len(self.keys),
+            wanted=tuple(dict.fromkeys(one for reader in self.readers for one in reader)),
+            block_bytes=self.block_bytes,
+            seconds_per_block=self.seconds_per_block,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """What is here when a stage answers; its blocks are kept for `handover_s`."""
+
+    num_blocks: int
+    reason: Reason
+    """Why it is not more."""
+
+
+class Stager:
+    """Stages prefixes; used by the shard's event loop alone."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        peers: Peers,
+        settings: StagingSettings,
+        *,
+        has_others: Callable[[], bool],
+    ) -> None:
+        """Stage into `arena`.
+
+        Args:
+            arena: the shard's.
+            peers: calls the others.
+            settings: see there.
+            has_others: tells whether there is a shard on another node.
+        """
+        self.handovers = Handovers(arena)
+        self._arena = arena
+        self._peers = peers
+        self._settings = settings
+        self._has_others = has_others
+        self._flights = Flights()
+        self._room = asyncio.Semaphore(settings.fetches_max)
+        self._stages: set[asyncio.Task[Reason]] = set()
+        self._departed: set[asyncio.Task[None]] = set()
+        self._counts: Counter[str] = Counter()
+        self._by_transport: dict[str, Counter[str]] = {}
+
+    async def stage(self, prefix: Prefix, *, wait_s: float) -> Staged:
+        """Have what is missing of `prefix` brought, and return what is here after `wait_s` at most.
+
+        What is late goes on for `deadline_s` and is here for the next request.
+
+        Raises:
+            CapacityError, ShardUnavailable: the shard could not become a holder of its arena.
+        """
+        until = time.monotonic() + min(wait_s, self._settings.deadline_s)
+        self._counts["stages"] += 1
+        if len(self._stages) >= _STAGES_MAX:
+            self._counts["refused"] += 1
+            return Staged(num_blocks=0, reason="too_slow")
+        task = asyncio.get_running_loop().create_task(self._bring(prefix))
+        self._stages.add(task)
+        task.add_done_callback(self._end_stage)
+        # Not `wait_for`, which would cancel what is late.
+        done, _ = await asyncio.wait({task}, timeout=max(0.0, until - time.monotonic()))
+        if task.cancelled():
+            raise ShardUnavailable(f"{self._peers.shard} ends.")
+        reason: Reason = "too_slow"
+        if done:
+            reason = "store_down" if task.exception() else task.result()
+        else:
+            self._counts["late"] += 1
+        held = await self.lease(prefix, until=until)
+        num_blocks = held.num_blocks if held is not None else 0
+        return Staged(
+            num_blocks=num_blocks, reason="none" if num_blocks == len(prefix.keys) else reason
+        )
+
+    def num_here(self, prefix: Prefix) -> int:
+        """Return how many leading blocks are here now; 0 if the arena is busy."""
+        wish = prefix.wish
+        here = self._present(prefix, wish)
+        return 0 if here is None else longest_prefix(wish, here)
+
+    async def lease(self, prefix: Prefix, *, until: float) -> Held | None:
+        """Keep what is here of `prefix` for `handover_s`; None if the arena is busy until then."""
+        self._arena.join("shard")
+        while True:
+            held = self._arena.lease_for(prefix.keys, prefix.readers)
+            now = time.monotonic()
+            if held is not None:
+                self.handovers.keep(held, until=now + self._settings.handover_s)
+                return held
+            if now + _BUSY_S > until:
+                return None
+            await asyncio.sleep(_BUSY_S)
+
+    async def close(self) -> None:
+        """End all stages and let go of what is held. Twice is fine."""
+        tasks = [*self._stages, *self._departed]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.handovers.close()
+
+    def status(self) -> dict[str, Any]:
+        """Return figures for people; from any thread."""
+        return {
+            **{
+                name: self._counts[name]
+                for name in ("stages", "joined", "late", "refused", "staged_blocks")
+            },
+            "staged_bytes": self._counts["staged_bytes"],
+            "corrupt_blocks": self._counts["corrupt_blocks"],
+            "under_way": len(self._flights),
+            "handovers": len(self.handovers),
+            "transports": {name: dict(one) for name, one in list(self._by_transport.items())},
+            "peers": self._peers.status(),
+        }
+
+    # -- one stage ----------------------------------------------------------------------------
+
+    async def _bring(self, prefix: Prefix) -> Reason:
+        """Bring what is missing of `prefix`; return why not all of it is here."""
+        try:
+            return await asyncio.wait_for(self._bring_in_turns(prefix), self._settings.deadline_s)
+        except asyncio.TimeoutError:
+            return "too_slow"
+        except ShardUnavailable:
+            return "store_down"
+
+    async def _bring_in_turns(self, prefix: Prefix) -> Reason:
+        wish = prefix.wish
+        runs: list[Run] | None = None
+        failed: frozenset[str] = frozenset()
+        fruitless = joins = 0
+        while fruitless < _FRUITLESS_MAX:
+            # From here to the flight's departure nothing is awaited: what is looked up stays so.
+            here = self._present(prefix, wish)
+            if here is None:
+                await asyncio.sleep(_BUSY_S)
+                continue
+            if longest_prefix(wish, here) == wish.num_blocks:
+                return "none"
+            if not self._has_others():
+                return "not_stored"
+            if runs is None:
+                runs = await self._peers.locate(b"".join(prefix.keys))
+                continue
+            peers = self._may_ask(runs, failed)
+            plan = plan_staging(wish, here, runs, peers)
+            if not plan.pieces:
+                # Some have more, but cannot be had now.
+                others = _others(runs, self._peers.shard)
+                is_late = plan.reason == "not_stored" and len(peers) < len(others)
+                return "too_slow" if is_late else plan.reason
+            before = self._flights.bringing(prefix.keys, plan.pieces)
+            if before:
+                self._counts["joined"] += not joins
+                await _any_ended(before, _JOINED_S[min(joins, len(_JOINED_S) - 1)])
+                joins += 1
+                continue
+            flight = self._depart(prefix, plan)
+            await flight.ended.wait()
+            if not flight.is_whole:
+                # Who did not give all is not asked again, and the others may have changed too.
+                fruitless += 1
+                failed |= _lacking(flight)
+                runs = None
+        return "too_slow"
+
+    def _present(self, prefix: Prefix, wish: Wish) -> dict[int, Mask] | None:
+        parts = list(wish.block_bytes)
+        masks = self._arena.present(prefix.keys, parts)
+        return None if masks is None else dict(zip(parts, masks, strict=True))
+
+    def _may_ask(self, runs: Sequence[Run], failed: frozenset[str]) -> dict[str, Peer]:
+        return self._peers.may_ask(_others(runs, self._peers.shard), without=failed)
+
+    def _end_stage(self, task: "asyncio.Task[Reason]") -> None:
+        self._stages.discard(task)
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            _log.error("a stage ended by a defect", exc_info=defect)
+
+    # -- flights ------------------------------------------------------------------------------
+
+    def _depart(self, prefix: Prefix, plan: StagingPlan) -> Flight:
+        """Begin to bring the pieces of a plan; it goes on whatever becomes of its stage."""
+        flight = Flight(prefix.keys, head(plan.pieces))
+        windowed = frozenset(part for part, window in prefix.wish.wanted if window is not None)
+        spans = tuple(spans_of(prefix.keys, flight.pieces, windowed))
+        self._flights.depart(flight)
+        task = asyncio.get_running_loop().create_task(self._fly(flight, spans))
+        self._departed.add(task)
+        task.add_done_callback(self._departed.discard)
+        return flight
+
+    async def _fly(self, flight: Flight, spans: tuple[Any, ...]) -> None:
+        until = time.monotonic() + self._settings.deadline_s
+        try:
+            async with self._room:
+                left_s = until - time.monotonic()
+                if left_s <= 0:
+                    return
+                flight.report = await self._peers.fetch(FetchOrder(spans=spans, deadline_s=left_s))
+                self._count(flight)
+        except KVRayError as error:
+            _log.warning("%s: blocks could not be fetched: %s", self._peers.shard, error)
+        finally:
+            self._flights.arrive(flight)
+
+    def _count(self, flight: Flight) -> None:
+        assert flight.report is not None, "it has just come"
+        for source in flight.report.sources.values():
+            counts = self._by_transport.setdefault(source.transport, Counter())
+            counts["blocks"] += source.num_blocks
+            counts["bytes"] += source.num_bytes
+            self._counts["staged_blocks"] += source.num_blocks
+            self._counts["staged_bytes"] += source.num_bytes
+            self._counts["corrupt_blocks"] += source.corrupt
+
+
+def _others(runs: Sequence[Run], own: str) -> set[str]:
+    """Return the shards in `runs` but the own one."""
+    return {shard for _, holders in runs for shard in holders} - {own}
+
+
+def _lacking(flight: Flight) -> frozenset[str]:
+    """Return the movers that have not given all that was asked of them."""
+    if flight.report is None:
+        return frozenset(mover_of(piece.shard) for piece in flight.pieces)
+    return frozenset(
+        mover_of(piece.shard)
+        for piece, here in zip(flight.pieces, flight.report.here, strict=False)
+        if here < piece.stop - piece.start
+    )
+
+
+async def _any_ended(flights: Sequence[Flight], timeout_s: float) -> None:
+    """Wait until one of `flights` has ended, but no longer than told."""
+    waits = [asyncio.ensure_future(flight.ended.wait()) for flight in flights]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -1,0 +1,202 @@
+"""Nodes in one process: real arenas, and what their shards would call over Ray."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvray.actors.orders import FetchOrder, FetchReport, SourceReport, Span
+from kvray.actors.peers import Peers
+from kvray.actors.stager import Prefix, Stager, StagingSettings
+from kvray.block import BlockKey
+from kvray.errors import ShardUnavailable
+from kvray.index import Run
+from kvray.store import Arena, Wanted
+from tests.unit.store.small_arena import PATIENT_S, SLOT, make_arena, spec
+
+SETTINGS = StagingSettings(deadline_s=2.0, call_timeout_s=0.2, handover_s=5.0, fetches_max=2)
+
+Answer = Callable[..., Any]
+
+
+class Node:
+    """A node's arena as its shard and its mover have it mapped."""
+
+    def __init__(self, name: str, directory: Path, num_slabs: int) -> None:
+        self.name = name
+        asked = spec(num_slabs=num_slabs, holders_max=16)
+        self.arena = make_arena(directory, asked=asked)
+        self.mover = Arena(directory, lock_wait_s=PATIENT_S)
+        self.mover.join("mover")
+        self.arena.join("engine")
+
+    @property
+    def shard(self) -> str:
+        return f"kvray-shard-{self.name}"
+
+    def close(self) -> None:
+        self.mover.close()
+        self.arena.close()
+
+
+class Nodes:
+    """Some nodes, whose calls to each other can be slowed down, refused and counted."""
+
+    def __init__(self, parent: Path, names: str = "ab", *, num_slabs: int = 8) -> None:
+        self.by_name = {}
+        for name in names:
+            (parent / name).mkdir()
+            self.by_name[name] = Node(name, parent / name, num_slabs)
+        self.calls: list[tuple[str, str]] = []
+        self.orders: list[FetchOrder] = []
+        self.was_ordered = asyncio.Event()
+        """Set by the first order."""
+        self.frozen: set[str] = set()
+        """Actors that never answer."""
+        self.gone: set[str] = set()
+        """Actors that are not there."""
+        self.others: dict[str, Answer] = {}
+        """Answers of other actors, by `actor.method`."""
+        self.may_move = asyncio.Event()
+        self.may_move.set()
+        self.blocks_per_step = 10**6
+        """After so many blocks a mover asks anew whether it may go on."""
+
+    def __getitem__(self, name: str) -> Node:
+        return self.by_name[name]
+
+    def close(self) -> None:
+        for node in self.by_name.values():
+            node.close()
+
+    def stager(
+        self,
+        name: str = "a",
+        *,
+        settings: StagingSettings = SETTINGS,
+        has_others: bool = True,
+    ) -> Stager:
+        node = self.by_name[name]
+        peers = Peers(node.shard, self.ask, call_timeout_s=settings.call_timeout_s)
+        return Stager(node.arena, peers, settings, has_others=lambda: has_others)
+
+    async def ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
+        """See `Ask`."""
+        self.calls.append((actor, method))
+        if actor in self.gone:
+            raise ShardUnavailable(f"There is no {actor}.")
+        try:
+            return await asyncio.wait_for(self._answer(actor, method, *args), timeout_s)
+        except asyncio.TimeoutError:
+            raise ShardUnavailable(f"{actor} did not answer in time.") from None
+
+    async def _answer(self, actor: str, method: str, *args: Any) -> Any:
+        await asyncio.sleep(0)
+        if actor in self.frozen:
+            await asyncio.Event().wait()
+        if (other := self.others.get(f"{actor}.{method}")) is not None:
+            answer = other(*args)
+            return await answer if asyncio.iscoroutine(answer) else answer
+        if method == "locate":
+            return self.locate(*args)
+        assert method == "fetch", (actor, method)
+        return await self.fetch(self.by_name[actor.rpartition("-")[2]], *args)
+
+    def locate(self, keys: bytes) -> list[Run]:
+        """Answer as the lookup does."""
+        blocks = [BlockKey(keys[at : at + 32]) for at in range(0, len(keys), 32)]
+        masks = {}
+        for node in self.by_name.values():
+            present = node.mover.present(blocks, range(8))
+            assert present is not None
+            masks[node.shard] = sum(mask.astype(int) << part for part, mask in enumerate(present))
+        runs: list[Run] = []
+        for block in range(len(blocks)):
+            holders = {shard: int(mask[block]) for shard, mask in masks.items() if mask[block]}
+            if runs and runs[-1].holders == holders:
+                runs.pop()
+            runs.append(Run(stop=block + 1, holders=holders))
+        while runs and not runs[-1].holders:
+            runs.pop()
+        return runs
+
+    async def fetch(self, target: Node, order: FetchOrder) -> FetchReport:
+        """Answer as the mover of `target` does."""
+        self.orders.append(order)
+        self.was_ordered.set()
+        here, sources = [], {}
+        for span in order.spans:
+            source = self.by_name[span.source.rpartition("-")[2]]
+            if span.source in self.gone | self.frozen:
+                report = SourceReport(
+                    num_blocks=0,
+                    num_bytes=0,
+                    seconds=0.0,
+                    transport="copy",
+                    error="ShardUnavailable",
+                    message="It is gone.",
+                )
+                here.append(0)
+            else:
+                count = await self._move(source, target, span)
+                here.append(count)
+                report = SourceReport(
+                    num_blocks=count, num_bytes=count * SLOT, seconds=0.001, transport="copy"
+                )
+            sources[span.source] = report
+        return FetchReport(here=tuple(here), sources=sources)
+
+    async def _move(self, source: Node, target: Node, span: Span) -> int:
+        keys = [BlockKey(span.keys[at : at + 32]) for at in range(0, len(span.keys), 32)]
+        moved = 0
+        while moved < len(keys):
+            await self.may_move.wait()
+            step = keys[moved : moved + self.blocks_per_step]
+            parent = keys[moved - 1] if moved else BlockKey(span.parent)
+            brought = self._copy(source, target, span, step, parent, span.depth + moved)
+            moved += brought
+            if brought < len(step):
+                break
+            await asyncio.sleep(0)
+        return moved
+
+    def _copy(
+        self,
+        source: Node,
+        target: Node,
+        span: Span,
+        keys: Sequence[BlockKey],
+        parent: BlockKey,
+        depth: int,
+    ) -> int:
+        held = source.mover.lease_for(keys, [[Wanted(span.part)]])
+        assert held is not None
+        if not held.num_blocks:
+            return 0
+        pool = np.zeros((held.num_blocks, SLOT), dtype=np.uint8)
+        source.mover.read(held.leases[0], pool, np.arange(held.num_blocks), verify=True)
+        source.mover.release(*held.leases)
+        made = target.mover.reserve(
+            keys[: held.num_blocks],
+            parent=parent or None,
+            depth=depth,
+            part=span.part,
+            block_bytes=SLOT,
+            needs_parent=span.needs_parent,
+        )
+        assert made is not None
+        assert not made.existing, "a block was brought twice"
+        target.mover.commit(made, target.mover.write(made, pool, made.rows))
+        return held.num_blocks - made.dropped
+
+
+def prefix_of(keys: Sequence[BlockKey], *wanted: Wanted, seconds_per_block: float = 0.0) -> Prefix:
+    parts = wanted or (Wanted(0),)
+    return Prefix(
+        keys=tuple(keys),
+        readers=(parts,),
+        block_bytes={one.part: SLOT for one in parts},
+        seconds_per_block=seconds_per_block,
+    )

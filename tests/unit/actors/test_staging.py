@@ -1,0 +1,242 @@
+"""What is planned to be brought: all that helps, nothing that does not, from those who have it."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvray.actors.staging import (
+    CHUNK_BLOCKS,
+    Mask,
+    Peer,
+    Run,
+    StagingPlan,
+    Wish,
+    longest_prefix,
+    plan_staging,
+)
+from kvray.store import Wanted
+
+MB = 10**6
+
+
+def wish(num_blocks: int, *wanted: Wanted, seconds_per_block: float = 0.0) -> Wish:
+    parts = wanted or (Wanted(0),)
+    return Wish(
+        num_blocks=num_blocks,
+        wanted=parts,
+        block_bytes={one.part: MB for one in parts},
+        seconds_per_block=seconds_per_block,
+    )
+
+
+def mask(num_blocks: int, *blocks: int) -> Mask:
+    made = np.zeros(num_blocks, dtype=bool)
+    made[list(blocks)] = True
+    return made
+
+
+def nothing(of: Wish) -> dict[int, Mask]:
+    return {one.part: mask(of.num_blocks) for one in of.wanted}
+
+
+def dealt(plan: StagingPlan) -> list[tuple[str, int, int, int]]:
+    return [(piece.shard, piece.part, piece.start, piece.stop) for piece in plan.pieces]
+
+
+def test_what_one_shard_has_comes_from_it_in_one_piece() -> None:
+    asked = wish(300)
+    plan = plan_staging(asked, nothing(asked), [(300, {"b": 1})], {"b": Peer()})
+    assert dealt(plan) == [("b", 0, 0, 300)]
+    assert (plan.num_blocks, plan.reason) == (300, "none")
+
+
+def test_only_what_is_missing_comes() -> None:
+    asked = wish(10)
+    here = {0: mask(10, 0, 1, 2, 5)}
+    plan = plan_staging(asked, here, [(10, {"b": 1})], {"b": Peer()})
+    assert dealt(plan) == [("b", 0, 3, 5), ("b", 0, 6, 10)]
+
+
+def test_it_ends_before_the_first_block_that_nobody_has() -> None:
+    asked = wish(10)
+    runs: list[Run] = [(4, {"b": 1}), (5, {}), (10, {"b": 1})]
+    plan = plan_staging(asked, nothing(asked), runs, {"b": Peer()})
+    assert dealt(plan) == [("b", 0, 0, 4)]
+    assert (plan.num_blocks, plan.reason) == (4, "not_stored")
+
+
+def test_what_is_here_bridges_what_nobody_has() -> None:
+    asked = wish(10)
+    runs: list[Run] = [(4, {"b": 1}), (5, {}), (10, {"b": 1})]
+    plan = plan_staging(asked, {0: mask(10, 4)}, runs, {"b": Peer()})
+    assert dealt(plan) == [("b", 0, 0, 4), ("b", 0, 5, 10)]
+    assert plan.reason == "none"
+
+
+def test_all_here_needs_nothing() -> None:
+    asked = wish(3)
+    plan = plan_staging(asked, {0: mask(3, 0, 1, 2)}, [], {})
+    assert plan == StagingPlan(num_blocks=3, reason="none")
+
+
+def test_nobody_has_anything() -> None:
+    asked = wish(3)
+    plan = plan_staging(asked, nothing(asked), [], {"b": Peer()})
+    assert plan == StagingPlan(num_blocks=0, reason="not_stored")
+
+
+def test_a_shard_that_must_not_be_asked_counts_for_nothing() -> None:
+    asked = wish(3)
+    plan = plan_staging(asked, nothing(asked), [(3, {"a": 1, "b": 1})], {"b": Peer()})
+    assert dealt(plan) == [("b", 0, 0, 3)]
+    assert not plan_staging(asked, nothing(asked), [(3, {"a": 1})], {"b": Peer()}).pieces
+
+
+def test_parts_may_come_from_different_shards_and_all_are_needed() -> None:
+    asked = wish(4, Wanted(0), Wanted(1))
+    runs: list[Run] = [(3, {"b": 0b01, "c": 0b10}), (4, {"b": 0b01})]
+    plan = plan_staging(asked, nothing(asked), runs, {"b": Peer(), "c": Peer()})
+    assert dealt(plan) == [("b", 0, 0, 3), ("c", 1, 0, 3)]
+    assert (plan.num_blocks, plan.reason) == (3, "not_stored")
+
+
+def test_of_a_part_with_a_window_only_the_last_blocks_come() -> None:
+    asked = wish(10, Wanted(0), Wanted(1, 3))
+    plan = plan_staging(asked, nothing(asked), [(10, {"b": 0b11})], {"b": Peer()})
+    assert dealt(plan) == [("b", 0, 0, 10), ("b", 1, 7, 10)]
+
+
+def test_a_window_that_nobody_has_makes_the_prefix_shorter() -> None:
+    asked = wish(10, Wanted(0), Wanted(1, 3))
+    runs: list[Run] = [(2, {"b": 0b01}), (6, {"b": 0b11}), (10, {"b": 0b01})]
+    plan = plan_staging(asked, nothing(asked), runs, {"b": Peer()})
+    assert dealt(plan) == [("b", 0, 0, 6), ("b", 1, 3, 6)]
+    assert plan.num_blocks == 6
+
+
+def test_a_long_run_is_dealt_out_to_all_that_have_it_in_prefix_order() -> None:
+    asked = wish(4 * CHUNK_BLOCKS)
+    runs: list[Run] = [(4 * CHUNK_BLOCKS, {"b": 1, "c": 1})]
+    plan = plan_staging(asked, nothing(asked), runs, {"b": Peer(), "c": Peer()})
+    assert [piece.shard for piece in plan.pieces] == ["b", "c", "b", "c"]
+    assert [piece.start for piece in plan.pieces] == [n * CHUNK_BLOCKS for n in range(4)]
+
+
+def test_the_faster_shard_gives_more() -> None:
+    asked = wish(16 * CHUNK_BLOCKS)
+    runs: list[Run] = [(16 * CHUNK_BLOCKS, {"slow": 1, "fast": 1})]
+    peers = {"slow": Peer(bytes_per_s=1e9), "fast": Peer(bytes_per_s=3e9)}
+    plan = plan_staging(asked, nothing(asked), runs, peers)
+    given = {"slow": 0, "fast": 0}
+    for piece in plan.pieces:
+        given[piece.shard] += piece.stop - piece.start
+    assert given == {"slow": 4 * CHUNK_BLOCKS, "fast": 12 * CHUNK_BLOCKS}
+
+
+def test_a_short_run_comes_from_the_one_that_has_all_of_it() -> None:
+    asked = wish(40)
+    runs: list[Run] = [(3, {"b": 1, "c": 1}), (40, {"c": 1})]
+    peers = {"b": Peer(bytes_per_s=9e9), "c": Peer(bytes_per_s=1e9)}
+    assert dealt(plan_staging(asked, nothing(asked), runs, peers)) == [("c", 0, 0, 40)]
+
+
+def test_a_doubtful_shard_gives_only_what_nobody_else_has() -> None:
+    asked = wish(10)
+    runs: list[Run] = [(6, {"b": 1, "c": 1}), (10, {"b": 1})]
+    peers = {"b": Peer(bytes_per_s=9e9, is_doubtful=True), "c": Peer(bytes_per_s=1e6)}
+    plan = plan_staging(asked, nothing(asked), runs, peers)
+    assert dealt(plan) == [("c", 0, 0, 6), ("b", 0, 6, 10)]
+
+
+def test_what_takes_longer_than_computing_it_does_not_come() -> None:
+    asked = wish(10, seconds_per_block=0.001)
+    slow = {"b": Peer(bytes_per_s=0.9e9)}  # 1 MB a block: 1.1 ms
+    plan = plan_staging(asked, nothing(asked), [(10, {"b": 1})], slow)
+    assert plan == StagingPlan(num_blocks=0, reason="cheaper_to_recompute")
+    fast = {"b": Peer(bytes_per_s=1.1e9)}
+    assert plan_staging(asked, nothing(asked), [(10, {"b": 1})], fast).num_blocks == 10
+
+
+def test_the_time_before_the_first_byte_counts() -> None:
+    asked = wish(10, seconds_per_block=0.001)
+    peers = {"b": Peer(bytes_per_s=1e12, latency_s=0.02)}
+    plan = plan_staging(asked, nothing(asked), [(10, {"b": 1})], peers)
+    assert plan.reason == "cheaper_to_recompute"
+    longer = replace(asked, num_blocks=30)
+    assert plan_staging(longer, nothing(longer), [(30, {"b": 1})], peers).num_blocks == 30
+
+
+def test_what_was_not_measured_is_tried() -> None:
+    asked = wish(10, seconds_per_block=1e-9)
+    plan = plan_staging(asked, nothing(asked), [(10, {"b": 1})], {"b": Peer()})
+    assert plan.num_blocks == 10
+
+
+def test_a_prefix_is_cut_where_only_a_slow_shard_goes_on() -> None:
+    asked = wish(10, seconds_per_block=0.001)
+    runs: list[Run] = [(6, {"fast": 1}), (10, {"slow": 1})]
+    peers = {"fast": Peer(bytes_per_s=5e9), "slow": Peer(bytes_per_s=0.3e9)}
+    plan = plan_staging(asked, nothing(asked), runs, peers)
+    assert dealt(plan) == [("fast", 0, 0, 6)]
+    assert plan.reason == "cheaper_to_recompute"
+
+
+SHARDS = ("b", "c", "d")
+wanted_parts = st.lists(
+    st.tuples(st.integers(0, 3), st.none() | st.integers(1, 5)),
+    min_size=1,
+    max_size=4,
+    unique_by=lambda one: one[0],
+)
+
+
+@given(data=st.data())
+def test_a_plan_makes_exactly_its_prefix_usable(data: st.DataObject) -> None:
+    num_blocks = data.draw(st.integers(1, 12))
+    asked = replace(
+        wish(num_blocks, *(Wanted(*one) for one in data.draw(wanted_parts))),
+        seconds_per_block=data.draw(st.sampled_from([0.0, 0.001])),
+    )
+    blocks = st.lists(st.booleans(), min_size=num_blocks, max_size=num_blocks)
+    here = {one.part: np.array(data.draw(blocks)) for one in asked.wanted}
+    bits = st.dictionaries(st.sampled_from(SHARDS), st.integers(1, 15))
+    known = data.draw(st.integers(0, num_blocks))
+    runs: list[Run] = [(stop, data.draw(bits)) for stop in range(1, known + 1)]
+    rates = st.none() | st.sampled_from([1e7, 1e9, 1e11])
+    peers = {
+        shard: Peer(bytes_per_s=data.draw(rates), is_doubtful=data.draw(st.booleans()))
+        for shard in data.draw(st.sets(st.sampled_from(SHARDS)))
+    }
+
+    plan = plan_staging(asked, here, runs, peers)
+
+    after = {part: mask.copy() for part, mask in here.items()}
+    for piece in plan.pieces:
+        assert piece.shard in peers
+        assert piece.start < piece.stop <= plan.num_blocks
+        for block in range(piece.start, piece.stop):
+            assert not after[piece.part][block], "a block that is here, or comes twice"
+            after[piece.part][block] = True
+            assert runs[block][1][piece.shard] >> piece.part & 1
+    assert longest_prefix(asked, after) >= plan.num_blocks
+    assert plan.num_blocks >= longest_prefix(asked, here)
+    assert [piece.start for piece in plan.pieces] == sorted(p.start for p in plan.pieces)
+    reach = longest_prefix(asked, _everywhere(here, runs, peers))
+    assert plan.num_blocks <= reach
+    if not asked.seconds_per_block:
+        assert plan.num_blocks == reach
+    assert (plan.reason == "none") == (plan.num_blocks == num_blocks)
+    assert (plan.reason == "cheaper_to_recompute") == (plan.num_blocks < reach)
+
+
+def _everywhere(
+    here: Mapping[int, Mask], runs: list[Run], peers: Mapping[str, Peer]
+) -> dict[int, Mask]:
+    found = {part: mask.copy() for part, mask in here.items()}
+    for block, (_, holders) in enumerate(runs):
+        for part, held in found.items():
+            held[block] |= any(holders.get(shard, 0) >> part & 1 for shard in peers)
+    return found
