@@ -178,12 +178,8 @@ class Index:
         if stop == self._table.num_slots:
             self._purged = 0
             keys = np.concatenate((keys, self._table.spilled_keys()))
-        losses = self._change(
-            keys,
-            np.zeros(len(keys), dtype=np.int64),
-            lambda masks, _: _without_ended(masks),
-        )
-        return losses
+        no_parts = np.zeros(len(keys), dtype=np.int64)
+        return self._change(keys, no_parts, lambda masks, _: _without_ended(masks))
 
     def match(self, keys: bytes, num_parts: int) -> Match:
         """Return the longest run of leading `keys` of which all parts are there.
@@ -202,8 +198,8 @@ class Index:
         packed = _pack(keys)
         whole = (1 << num_parts) - 1
         holders: dict[str, int] = {}
-        for first in (slice(0, _HEAD), slice(_HEAD, None)):
-            for start, stop, number in self._runs(packed[first], first.start):
+        for some in (slice(0, _HEAD), slice(_HEAD, None)):
+            for start, stop, number in self._runs(packed[some], some.start):
                 live = self._holdings.live(number)
                 if not _has_all(live, whole):
                     return Match(num_blocks=start, holders=holders)

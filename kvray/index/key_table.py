@@ -35,8 +35,8 @@ _SPLIT = 1024
 class KeyTable:
     """Key -> number from 1 to 2**32 - 1.
 
-    Keys are rows of four u64. A place is where `find` found a key; it is good until the next
-    `put`.
+    It never shrinks. Keys are rows of four u64. A place is where `find` found a key; it is good
+    until the next `put`.
     """
 
     def __init__(self) -> None:
@@ -167,10 +167,10 @@ class KeyTable:
 
     def _reserve(self, num_buckets: int) -> None:
         """Make the arrays long enough; the system moves their pages, not their bytes."""
-        if num_buckets > len(self._tags):
-            rows = num_buckets + 8 * _SPLIT
-            for array in (self._tags, self._values, self._keys, self._has_spilled):
-                # Nobody else has a view of them between two calls.
+        rows = num_buckets + 8 * _SPLIT
+        for array in (self._tags, self._values, self._keys, self._has_spilled):
+            if num_buckets > len(array):
+                # Nobody has a view of it between two calls.
                 array.resize((rows, *array.shape[1:]), refcheck=False)
 
     def _insert(self, keys: Array, values: Array) -> None:

@@ -18,12 +18,14 @@ from kvray.actors.ray_calls import (
     LOOKUP_NAME,
     SHARD_PREFIX,
     SUPERVISOR_NAME,
+    call,
     get_actor,
     list_actors,
 )
 from kvray.client import Client
 from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable
+from kvray.index import Run
 from tests.ray.conftest import TIMEOUT_S, Engine, actor_process, config_with
 from tests.unit.actors.small_shard import wait_for
 from tests.unit.store.small_arena import chain
@@ -84,6 +86,24 @@ def test_a_killed_lookup_is_rebuilt_by_the_shards(
     actor_process(local, "Lookup").kill()
     wait_for(lambda: matched(running) == 5, "rebuilding")
     assert tier.status(timeout_s=TIMEOUT_S)["lookup"]["epoch"] != before
+    (shard,) = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
+    lookup = get_actor(LOOKUP_NAME)
+    runs = call(lookup.locate, b"".join(KEYS), timeout_s=TIMEOUT_S)
+    assert runs == [Run(stop=5, holders={shard: 1})]
+    assert call(lookup.replica, "one", timeout_s=TIMEOUT_S) == {0: shard}
+
+
+def test_without_a_lookup_engines_find_what_their_own_node_has(
+    running: KVRayConfig, local: LocalRay, one: Engine
+) -> None:
+    lookup = actor_process(local, "Lookup")
+    lookup.suspend()
+    try:
+        with pytest.raises(ShardUnavailable):
+            call(get_actor(LOOKUP_NAME).locate, b"".join(KEYS), timeout_s=0.2)
+        assert one.say("fetch(link.arena, chain(5), link.arena.lease(chain(5))[0])") == "True"
+    finally:
+        lookup.resume()
 
 
 def test_a_killed_supervisor_finds_its_shards_again(

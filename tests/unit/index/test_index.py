@@ -1,4 +1,5 @@
 import hashlib
+import struct
 from itertools import pairwise
 
 import pytest
@@ -201,6 +202,29 @@ def test_a_silent_shard_is_found_again_when_it_is_heard() -> None:
     assert index.locate(KEYS[0]) == []
     index.hear("a")
     assert index.match(KEYS[0], 1).num_blocks == 1
+
+
+def test_a_dropped_shard_leaves_nothing_once_it_is_purged() -> None:
+    crowd = [struct.pack("<QQQQ", n << 40, n, n, n) for n in range(100)]
+    index = Index()
+    index.add("a", b"".join(crowd), [0] * len(crowd))
+    index.add("b", b"".join(crowd[:90]), [0] * 90)
+    index.drop("a")
+    assert (len(index), index.is_purged) == (90, False)
+    index.purge(EVERYTHING)
+    assert index.is_purged
+    assert index.match(b"".join(crowd), 1) == Match(num_blocks=90, holders={"b": 90})
+
+
+def test_a_purge_goes_on_where_it_stopped() -> None:
+    index = Index()
+    index.add("a", b"".join(KEYS), [0] * len(KEYS))
+    index.drop("a")
+    rounds = 0
+    while not index.is_purged:
+        index.purge(1000)
+        rounds += 1
+    assert 1 < rounds <= 17
 
 
 # -- losses ---------------------------------------------------------------------------------------
