@@ -31,7 +31,7 @@ LABEL = "mover"
 _SWEEP_S = 0.1
 _ATTACH_S = 0.2
 _JOIN_TIMEOUT_S = 10.0
-_OFFERS_MAX = 256
+OFFERS_MAX = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class _Attached:
         self.transports, self.missing = open_transports(settings.transports, arena.tables.data)
         self.doubts = {name: Doubts(arena, one) for name, one in self.transports.items()}
         self.offers = Offers(
-            arena, self.transports, offers_max=_OFFERS_MAX, lease_max_s=settings.lease_s
+            arena, self.transports, offers_max=OFFERS_MAX, lease_max_s=settings.lease_s
         )
         self.fetches = Fetches(
             arena,

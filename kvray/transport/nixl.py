@@ -76,7 +76,7 @@ class NixlTransport:
         self._closed = False
         self._incarnation = 0
         self._inbound: _Agent | None = _Agent(self._nixl, memory)
-        self._outbound: _Agent | None = None
+        self._outbound: _Agent | None = _Agent(self._nixl, memory)
 
     @property
     def address(self) -> bytes:

@@ -10,7 +10,9 @@ import pytest
 
 from kvray.actors.ownership import sweep
 from kvray.actors.shard import Shard
+from tests.far import Far
 from tests.unit.actors.shard_process import ShardProcess, shard_process
+from tests.unit.actors.small_mover import FarPeer, MakeNode, NearPeer, Node
 from tests.unit.actors.small_shard import Line, settings_for, wait_until_serving
 from tests.unit.store.conftest import Child
 
@@ -76,3 +78,30 @@ def older(directory: Path) -> Iterator[ShardProcess]:
     """A process whose shard is named `a`, as those of `make_shard` are."""
     with shard_process(directory, "a") as process:
         yield process
+
+
+@pytest.fixture
+def make_node(directory: Path) -> Iterator[MakeNode]:
+    """Makes nodes with a mover each, which know each other by name.
+
+    With `is_far` the mover is in a process of its own, `node.far`.
+    """
+    directory.mkdir()
+    nodes: list[Node] = []
+    peers: dict[str, Any] = {}
+
+    def make(
+        name: str, *, asked: dict[str, int] | None = None, is_far: bool = False, **changes: Any
+    ) -> Node:
+        node = Node(directory / name, name, peers, **(asked or {}))
+        nodes.append(node)
+        if is_far:
+            node.far = Far("tests.unit.actors.small_mover:far_mover", str(node.directory))
+            peers[name] = FarPeer(node.far)
+        else:
+            peers[name] = NearPeer(node.start(**changes))
+        return node
+
+    yield make
+    for node in nodes:
+        node.close()

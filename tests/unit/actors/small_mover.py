@@ -1,0 +1,188 @@
+"""What the tests of movers build: nodes of their own, and peers that need no Ray."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvray.actors.mover import Mover, MoverSettings, Peer
+from kvray.actors.orders import FetchOrder, FetchReport, Offer, SendOrder, Span, Want
+from kvray.block import BlockKey
+from kvray.errors import ShardUnavailable
+from kvray.store import Arena, Wanted, payload
+from kvray.store.layout import READY, RESERVED
+from tests.far import Far
+from tests.unit.store.small_arena import content, make_arena, spec
+
+# Before the first agent of this process, which reads it; all nodes are on one machine.
+os.environ.setdefault("UCX_TLS", "tcp")
+
+WAIT_S = 20.0
+LEASE_S = 2.0
+DEADLINE_S = 10.0
+
+
+def settings_for(directory: Path, **changes: Any) -> MoverSettings:
+    settings = MoverSettings(
+        directory=directory,
+        lock_wait_s=0.5,
+        transports=("nixl",),
+        call_timeout_s=2.0,
+        lease_s=LEASE_S,
+        fetches_max=4,
+        bytes_in_flight=64 * 2**20,
+    )
+    return replace(settings, **changes)
+
+
+class Node:
+    """A directory, the arena in it as its owner has it, and a mover."""
+
+    def __init__(self, directory: Path, name: str, peers: dict[str, Peer], **asked: int) -> None:
+        directory.mkdir()
+        self.directory = directory
+        self.name = name
+        self._peers = peers
+        self.ended = 0
+        self.arena = make_arena(directory, asked=spec(**asked))
+        self.arena.join("owner")
+        self.mover: Mover | None = None
+        self.far: Far | None = None
+
+    def start(self, **changes: Any) -> Mover:
+        self.mover = Mover(
+            self.name, settings_for(self.directory, **changes), self._peer, self._end
+        )
+        self.mover.start()
+        wait_until(lambda: self.mover.status()["state"] == "serving")
+        return self.mover
+
+    def fetch(self, *spans: Span, deadline_s: float = DEADLINE_S) -> FetchReport:
+        assert self.mover is not None
+        return self.mover.fetch(FetchOrder(spans=spans, deadline_s=deadline_s))
+
+    def count(self, state: int) -> int:
+        return int((self.arena.tables.slot_state == state).sum())
+
+    @property
+    def num_reserved(self) -> int:
+        return self.count(RESERVED)
+
+    @property
+    def num_ready(self) -> int:
+        return self.count(READY)
+
+    @property
+    def num_leases(self) -> int:
+        return int((self.arena.tables.page_holder > 0).sum())
+
+    def close(self) -> None:
+        if self.mover is not None:
+            self.mover.stop()
+        if self.far is not None:
+            self.far.kill()
+        self.arena.close()
+
+    def _peer(self, name: str) -> Peer:
+        if name not in self._peers:
+            raise ShardUnavailable(f"There is no {name}.")
+        return self._peers[name]
+
+    def _end(self) -> None:
+        self.ended += 1
+
+
+MakeNode = Callable[..., Node]
+
+
+class NearPeer:
+    """A mover of this process."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+
+    def offer(self, want: Want, *, timeout_s: float) -> Offer:
+        return self._mover.offer(want)
+
+    def send(self, order: SendOrder, *, timeout_s: float) -> Any:
+        return self._mover.send(order)
+
+    def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
+        self._mover.release(token, suspects)
+
+
+class FarPeer:
+    """A mover of a process of its own."""
+
+    def __init__(self, far: Far) -> None:
+        self._far = far
+
+    def offer(self, want: Want, *, timeout_s: float) -> Offer:
+        offer: Offer = self._far.call("offer", want, timeout_s=timeout_s)
+        return offer
+
+    def send(self, order: SendOrder, *, timeout_s: float) -> Any:
+        return self._far.call("send", order, timeout_s=timeout_s)
+
+    def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
+        self._far.call("release", token, suspects, timeout_s=timeout_s)
+
+
+def far_mover(directory: str) -> Mover:
+    """Return a mover of the process that calls this."""
+    mover = Mover("far", settings_for(Path(directory)), _no_peer)
+    mover.start()
+    wait_until(lambda: mover.status()["state"] == "serving")
+    return mover
+
+
+def span(
+    source: str,
+    keys: list[BlockKey],
+    *,
+    part: int = 0,
+    parent: bytes = b"",
+    depth: int = 0,
+    needs_parent: bool = True,
+) -> Span:
+    return Span(
+        source=source,
+        part=part,
+        keys=b"".join(keys),
+        parent=parent,
+        depth=depth,
+        needs_parent=needs_parent,
+    )
+
+
+def is_right(arena: Arena, keys: list[BlockKey], *, part: int = 0, block_bytes: int) -> bool:
+    """Return whether all of `keys` are READY with the bytes that a test stored."""
+    if not keys:
+        return True
+    held = arena.lease_for(keys, [[Wanted(part)]])
+    if held is None or held.num_blocks < len(keys):
+        return False
+    slots = arena.leased_slots(held.leases[0])
+    same = all(
+        (
+            payload.slot_bytes(arena.tables, int(slot))[:block_bytes]
+            == content(key, part, block_bytes=block_bytes)
+        ).all()
+        for slot, key in zip(slots, keys, strict=True)
+    )
+    sound = payload.verify(arena.tables, slots).all()
+    arena.release(*held.leases)
+    return bool(same and sound)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.01)
+
+
+def _no_peer(name: str) -> Peer:
+    raise ShardUnavailable(f"There is no {name}.")

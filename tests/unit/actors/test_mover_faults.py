@@ -1,0 +1,157 @@
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvray.block import BlockKey
+from kvray.store import ArenaOwner, payload
+from kvray.store.layout import READY
+from kvray.store.tables import Array
+from tests.unit.actors.small_mover import MakeNode, Node, is_right, span, wait_until
+from tests.unit.store.small_arena import chain, store
+
+BLOCK = 1 << 20
+LARGE = {"num_slabs": 64, "slots_per_slab": 256}
+"""An arena of 64 blocks of 1 MiB: fetches that take long enough to be stopped."""
+
+
+@pytest.fixture
+def pusher(make_node: MakeNode) -> Node:
+    """A node whose mover is in another process."""
+    return make_node("a", asked=LARGE, is_far=True)
+
+
+@pytest.fixture
+def target(make_node: MakeNode) -> Node:
+    return make_node("b", asked=LARGE)
+
+
+def fetch_in_background(
+    node: Node, keys: list[BlockKey], *, deadline_s: float
+) -> tuple[threading.Thread, list[Any]]:
+    reports: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: reports.append(node.fetch(span("a", keys), deadline_s=deadline_s))
+    )
+    thread.start()
+    return thread, reports
+
+
+def connect(source: Node, target: Node) -> None:
+    """Have one block fetched, so that the next fetch finds everything ready."""
+    keys = chain(1, seed="first")
+    store(source.arena, keys, block_bytes=BLOCK)
+    assert target.fetch(span("a", keys)).here == (1,)
+
+
+def sums_of_ready(node: Node) -> tuple[Array, Array]:
+    """Return the READY slots and what their bytes sum up to now."""
+    ready = np.flatnonzero(node.arena.tables.slot_state == READY)
+    return ready, payload.sum_slots(node.arena.tables, ready)
+
+
+@pytest.mark.parametrize(("num_ready", "delay_s"), [(0, 0.0), (0, 0.01), (2, 0.0), (2, 0.005)])
+def test_pusher_that_was_stopped_and_wakes_changes_no_ready_slot(
+    pusher: Node, target: Node, num_ready: int, delay_s: float
+) -> None:
+    keys = chain(60)
+    store(pusher.arena, keys, block_bytes=BLOCK)
+    connect(pusher, target)
+    thread, reports = fetch_in_background(target, keys, deadline_s=1.0)
+    wait_until(lambda: target.num_ready >= num_ready and target.num_reserved > 0)
+    time.sleep(delay_s)
+    pusher.far.freeze()
+    thread.join()
+    [report] = reports
+    arrived = report.here[0]
+    assert target.mover.status()["doubtful_slots_total"] > 0
+    assert arrived < 60
+    assert report.sources["a"].error is not None
+    ArenaOwner(target.arena).adopt()  # the shard there is killed and comes back meanwhile
+    wait_until(lambda: target.num_reserved == 0)  # behind the fence
+    # What was in doubt is free again, and all of it is given to others.
+    others = chain(64 - target.num_ready, seed="others")
+    store(target.arena, others, block_bytes=BLOCK)
+    ready, before = sums_of_ready(target)
+    assert len(ready) == 64
+    pusher.far.wake()
+    time.sleep(1.0)
+    again, after = sums_of_ready(target)
+    assert (ready == again).all()
+    assert (before == after).all()
+    assert payload.verify(target.arena.tables, ready).all()
+
+
+def test_slots_in_doubt_are_no_ones_until_the_fence(pusher: Node, target: Node) -> None:
+    keys = chain(60)
+    store(pusher.arena, keys, block_bytes=BLOCK)
+    thread, reports = fetch_in_background(target, keys, deadline_s=0.5)
+    wait_until(lambda: target.num_reserved > 0)
+    pusher.far.freeze()
+    thread.join()
+    wait_until(lambda: target.num_reserved == 0)
+    status = target.mover.status()
+    assert status["doubtful_slots"] == 0
+    assert status["doubtful_slots_total"] > 0
+    assert status["transports"]["nixl"]["incarnation"] == 1
+    assert reports[0].here[0] < 60
+
+
+def test_blocks_come_again_from_a_pusher_that_woke(pusher: Node, target: Node) -> None:
+    keys = chain(60)
+    store(pusher.arena, keys, block_bytes=BLOCK)
+    pusher.far.freeze()
+    began = time.monotonic()
+    report = target.fetch(span("a", keys), deadline_s=0.5)
+    assert time.monotonic() - began < 5
+    assert report.here == (0,)
+    assert report.sources["a"].error == "ShardUnavailable"
+    pusher.far.wake()
+    wait_until(lambda: target.fetch(span("a", keys)).here == (60,))
+    assert is_right(target.arena, keys, block_bytes=BLOCK)
+
+
+def test_dead_pusher_ends_a_fetch_at_once(pusher: Node, target: Node) -> None:
+    keys = chain(60)
+    store(pusher.arena, keys, block_bytes=BLOCK)
+    thread, reports = fetch_in_background(target, keys, deadline_s=60)
+    wait_until(lambda: target.num_reserved > 0)
+    pusher.far.kill()
+    thread.join(20)
+    assert reports
+    here = reports[0].here[0]
+    assert is_right(target.arena, keys[:here], block_bytes=BLOCK)
+    wait_until(lambda: target.num_reserved == 0)
+
+
+def test_dead_pushers_leases_end_with_it(pusher: Node, target: Node) -> None:
+    keys = chain(60)
+    store(pusher.arena, keys, block_bytes=BLOCK)
+    thread, _ = fetch_in_background(target, keys, deadline_s=60)
+    wait_until(lambda: pusher.num_leases > 0)
+    pusher.far.kill()
+    thread.join(20)
+    owner = ArenaOwner(pusher.arena)
+    owner.bury_dead(limbo_s=0)
+    assert pusher.num_leases == 0
+
+
+def test_other_fetches_fail_for_a_fence_and_come_again(make_node: MakeNode) -> None:
+    frozen = make_node("a", asked=LARGE, is_far=True)
+    sound = make_node("c", asked=LARGE)
+    target = make_node("b", asked=LARGE)
+    lost, kept = chain(20, seed="lost"), chain(20, seed="kept")
+    store(frozen.arena, lost, block_bytes=BLOCK)
+    store(sound.arena, kept, block_bytes=BLOCK)
+    thread, _ = fetch_in_background(target, lost, deadline_s=0.5)
+    wait_until(lambda: target.num_reserved > 0)
+    frozen.far.freeze()
+    deadline = time.monotonic() + 10
+    while target.fetch(span("c", kept)).here != (20,):
+        assert time.monotonic() < deadline
+    thread.join()
+    wait_until(lambda: target.num_reserved == 0)
+    assert is_right(target.arena, kept, block_bytes=BLOCK)
+    frozen.far.wake()
