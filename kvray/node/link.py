@@ -18,7 +18,7 @@ from kvray.errors import KVRayError
 from kvray.node.deferred import Deferred, DeferredCalls
 from kvray.node.registrations import Registration, Registrations
 from kvray.node.shard_socket import ShardSocket
-from kvray.store import Arena
+from kvray.store import Arena, Membership
 from kvray.store.arena_file import ARENA_FILE, holds_arena
 from kvray.store.prefault import Populator
 
@@ -53,7 +53,7 @@ class NodeLink:
         self._members: list[tuple[object, object, object]] = []
         self._members_lock = threading.Lock()
         self._socket = ShardSocket(directory)
-        self._registrations = Registrations(self._socket)
+        self._registrations = Registrations(self._socket, self._membership)
         self._deferred = DeferredCalls()
         self._wake = threading.Condition()
         self._closing = False
@@ -229,6 +229,10 @@ class NodeLink:
         """Whether `arena` was given up, or its file removed by hand and another made."""
         path = self.directory / ARENA_FILE
         return arena.retired or (path.exists() and not holds_arena(path, arena.arena_id))
+
+    def _membership(self) -> tuple[str, Membership] | None:
+        arena = self.arena
+        return None if arena is None else (arena.arena_id, arena.membership)
 
     def _flush_until_done(self) -> None:
         until = time.monotonic() + _LAST_FLUSH_S

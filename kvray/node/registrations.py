@@ -9,6 +9,7 @@ from kvray.block import Namespace
 from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
 from kvray.node.openings import Openings
 from kvray.node.shard_socket import ShardSocket
+from kvray.store import Membership, Wanted
 
 _log = logging.getLogger("kvray.node")
 
@@ -27,19 +28,43 @@ class Registration:
     """Figures for `kvray status`: totals since the engine started."""
     openings: Openings | None = None
     """What the rank notes of its prompts; None if it notes nothing."""
+    wanted: tuple[Wanted, ...] = (Wanted(0),)
+    """The parts that its leases must have."""
+    num_ranks: int = 1
+    """Ranks that it speaks for, or is spoken for with; 1: itself alone."""
+    adapters: str | None = None
+    """How its engine reads LoRA adapters; None if it knows of none."""
     accepted: bool = False
     refusal: str | None = None
     """The shard's sentence, if it refuses."""
     has_peers: bool = False
     """Whether the shard has said that blocks may come from other nodes."""
+    former: str | None = None
+    """What the replica was called when the shard was told last, if it has another name now."""
+
+    def rename(self, replica: str) -> None:
+        """Have it registered as a rank of `replica`, with the next report."""
+        if replica != self.replica:
+            former = self.former or self.replica
+            # In this order: the thread that reports must not take the former name for the new one.
+            self.replica = replica
+            self.former = former
 
 
 class Registrations:
     """What the shard has to be told, and told again when it is another one. Thread-safe."""
 
-    def __init__(self, socket: ShardSocket) -> None:
-        """Tell the shard behind `socket`."""
+    def __init__(
+        self, socket: ShardSocket, membership: Callable[[], tuple[str, Membership] | None]
+    ) -> None:
+        """Tell the shard behind `socket`.
+
+        Args:
+            socket: of the node's shard.
+            membership: returns the arena of this process, and its row there.
+        """
         self._socket = socket
+        self._membership = membership
         self._lock = threading.Lock()
         self._all: list[Registration] = []
 
@@ -100,6 +125,8 @@ class Registrations:
         self._report(registration, timeout_s=_LAST_REPORT_S, leaving=True)
 
     def _report(self, registration: Registration, *, timeout_s: float, leaving: bool) -> None:
+        if registration.former is not None:
+            self._leave(registration, registration.former)
         if not registration.accepted:
             self._register(registration)
         openings = registration.openings
@@ -119,14 +146,34 @@ class Registrations:
         if openings is not None and known:
             openings.reported(len(notes), reply.get("incompatible", []))
 
+    def _leave(self, registration: Registration, former: str) -> None:
+        """Take a rank's former name off the list; its figures go on under the new one."""
+        registration.accepted = False
+        self._socket.call(
+            "report",
+            timeout_s=_CALL_TIMEOUT_S,
+            replica=former,
+            rank=registration.rank,
+            counters={},
+            leaving=True,
+        )
+        registration.former = None
+
     def _register(self, registration: Registration) -> None:
+        membership = self._membership()
         self._socket.call(
             "register",
             timeout_s=_CALL_TIMEOUT_S,
             replica=registration.replica,
             rank=registration.rank,
             namespace=registration.namespace.to_wire(),
+            wanted=[list(one) for one in registration.wanted],
+            num_ranks=registration.num_ranks,
+            holder=None if membership is None else [membership[0], *membership[1]],
+            adapters=registration.adapters,
         )
-        registration.accepted, registration.refusal = True, None
+        # Else it has been told of a place in an arena that was left meanwhile.
+        registration.accepted = membership == self._membership()
+        registration.refusal = None
         if registration.openings is not None:
             registration.openings.tell_again()

@@ -13,11 +13,12 @@ from kvray.block import Namespace
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
 from kvray.node import NodeLink, Registration, attach, deferred
 from kvray.node import link as link_module
-from kvray.store import Arena, prefault
+from kvray.store import Arena, Wanted, prefault
 from kvray.store.pages import ArenaPages
 from kvray.wire import FRAME_MAX
 from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, wait_for
 from tests.unit.node.conftest import StartShard
+from tests.unit.node.stage_server import NEW_FIELDS, StageServer
 from tests.unit.store.small_arena import chain, fetch, spec, store
 
 ROOT = Path(__file__).parents[3]
@@ -532,3 +533,83 @@ def test_attaching_is_logged_with_the_arenas_id(
     shard = start_shard()
     make_link()
     assert f"attached to arena {shard.status()['arena']['arena_id']}" in caplog.text
+
+
+# -- what a shard has to know to stage ------------------------------------------------------------
+
+
+def test_a_rank_tells_what_it_reads_and_where_it_holds_leases(
+    directory: Path, start_shard: StartShard, make_link: MakeLink
+) -> None:
+    start_shard()
+    link = make_link()
+    arena = arena_of(link)
+    membership = arena.membership
+    with StageServer(directory) as server:
+        link.register(
+            Registration(
+                replica="one",
+                rank=1,
+                namespace=NAMESPACE,
+                counters=dict,
+                wanted=(Wanted(2), Wanted(5, 16)),
+                num_ranks=4,
+                adapters="plain",
+            )
+        )
+        link.detach()
+    told = {name: server.registered[0][name] for name in NEW_FIELDS}
+    assert told == {
+        "wanted": [[2, None], [5, 16]],
+        "num_ranks": 4,
+        "holder": [arena.arena_id, *membership],
+        "adapters": "plain",
+    }
+
+
+def test_a_rank_tells_its_place_in_the_next_arena_too(
+    directory: Path, start_shard: StartShard, make_link: MakeLink
+) -> None:
+    first = start_shard()
+    link = make_link()
+    link.register(registration())
+    before = arena_of(link).arena_id
+    first.stop(retire=True, timeout_s=5)
+    start_shard()
+    with StageServer(directory) as server:
+        wait_for(lambda: server.registered, "being told again")
+        assert server.registered[-1]["holder"][0] == arena_of(link).arena_id != before
+        link.detach()
+
+
+def test_whether_there_are_other_nodes_is_known_from_reports(
+    directory: Path, start_shard: StartShard, make_link: MakeLink
+) -> None:
+    start_shard()
+    link = make_link()
+    with StageServer(directory) as server:
+        one = registration()
+        link.register(one)
+        wait_for(lambda: one.has_peers, "hearing of them")
+        server.report = {"peers": False}
+        wait_for(lambda: not one.has_peers, "hearing of their end")
+        link.detach()
+
+
+def test_a_rank_that_follows_its_leaders_name_has_no_other(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    shard = start_shard()
+    link = make_link()
+    one = registration("process-7")
+    link.register(one)
+    one.rename("leader")
+    one.rename("the leader")
+
+    def connected() -> list[str]:
+        return [entry["replica"] for entry in shard.status()["replicas"] if entry["connected"]]
+
+    wait_for(lambda: connected() == ["the leader"], "the other name")
+    counted = {entry["replica"]: entry["counters"] for entry in shard.status()["replicas"]}
+    wait_for(lambda: shard.status()["replicas"][-1]["counters"] == {"hits": 3}, "its figures")
+    assert not counted["process-7"]

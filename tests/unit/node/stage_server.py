@@ -12,7 +12,7 @@ from tests.unit.node.peer import request_on
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
-NEW_FIELDS = ("wanted", "num_ranks", "holder")
+NEW_FIELDS = ("wanted", "num_ranks", "holder", "adapters")
 
 
 class StageServer:
@@ -28,12 +28,19 @@ class StageServer:
         """What is added to each answer to a report."""
         self.asked: list[dict[str, Any]] = []
         self.registered: list[dict[str, Any]] = []
+        """Requests to register a rank."""
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._path))
         self._listener.listen()
         self._threads = [threading.Thread(target=self._accept, name="stage-server")]
         self._open: list[socket.socket] = []
         self._threads[0].start()
+
+    def __enter__(self) -> "StageServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         for one in (self._listener, *self._open):
