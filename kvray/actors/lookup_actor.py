@@ -38,9 +38,9 @@ class LookupActor:
         """Return the longest run of `keys` (end to end, 32 bytes each) that shards hold."""
         return self._lookup.match(keys, num_parts, time.monotonic())
 
-    def locate(self, keys: bytes) -> list[Run]:
-        """Return which shards hold which parts of `keys` (end to end, 32 bytes each)."""
-        return self._lookup.locate(keys, time.monotonic())
+    def locate(self, *keys: bytes) -> list[Run]:
+        """Return which shards hold which parts of `keys` (end to end, `in_pieces`)."""
+        return self._lookup.locate(b"".join(keys), time.monotonic())
 
     def replica(self, replica: str) -> dict[int, str]:
         """See `Lookup.replica`."""

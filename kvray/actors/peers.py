@@ -7,6 +7,7 @@ from typing import Any
 
 from kvray.actors.async_calls import Ask
 from kvray.actors.breaker import Breaker
+from kvray.actors.lookup import in_pieces
 from kvray.actors.orders import FetchOrder, FetchReport, SourceReport
 from kvray.actors.rates import Rates
 from kvray.actors.ray_calls import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX
@@ -63,7 +64,7 @@ class Peers:
         Raises:
             ShardUnavailable: the lookup did not answer, or has not lately.
         """
-        runs = await self.call(LOOKUP_NAME, "locate", keys)
+        runs = await self.call(LOOKUP_NAME, "locate", *in_pieces(keys))
         return [(run.stop, run.holders) for run in runs]
 
     async def fetch(self, order: FetchOrder) -> FetchReport:
