@@ -1,7 +1,7 @@
 """Nodes in one process: real arenas, and what their shards would call over Ray."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,8 @@ import numpy as np
 
 from kvray.actors.orders import FetchOrder, FetchReport, SourceReport, Span
 from kvray.actors.peers import Peers
+from kvray.actors.replica_stager import ReplicaStager
+from kvray.actors.replicas import Reader, Replicas
 from kvray.actors.stager import Prefix, Stager, StagingSettings
 from kvray.block import BlockKey
 from kvray.errors import ShardUnavailable
@@ -24,11 +26,10 @@ Answer = Callable[..., Any]
 class Node:
     """A node's arena as its shard and its mover have it mapped."""
 
-    def __init__(self, name: str, directory: Path, num_slabs: int) -> None:
+    def __init__(self, name: str, arena: Arena) -> None:
         self.name = name
-        asked = spec(num_slabs=num_slabs, holders_max=16)
-        self.arena = make_arena(directory, asked=asked)
-        self.mover = Arena(directory, lock_wait_s=PATIENT_S)
+        self.arena = arena
+        self.mover = Arena(arena.directory, lock_wait_s=PATIENT_S)
         self.mover.join("mover")
         self.arena.join("engine")
 
@@ -44,11 +45,8 @@ class Node:
 class Nodes:
     """Some nodes, whose calls to each other can be slowed down, refused and counted."""
 
-    def __init__(self, parent: Path, names: str = "ab", *, num_slabs: int = 8) -> None:
-        self.by_name = {}
-        for name in names:
-            (parent / name).mkdir()
-            self.by_name[name] = Node(name, parent / name, num_slabs)
+    def __init__(self, arenas: Mapping[str, Arena]) -> None:
+        self.by_name = {name: Node(name, arena) for name, arena in arenas.items()}
         self.calls: list[tuple[str, str]] = []
         self.orders: list[FetchOrder] = []
         self.was_ordered = asyncio.Event()
@@ -57,12 +55,25 @@ class Nodes:
         """Actors that never answer."""
         self.gone: set[str] = set()
         """Actors that are not there."""
+        self.replicas: dict[str, Replicas] = {}
+        self.rank_stagers: dict[str, ReplicaStager] = {}
+        """By the name of the shard that has it."""
         self.others: dict[str, Answer] = {}
         """Answers of other actors, by `actor.method`."""
         self.may_move = asyncio.Event()
         self.may_move.set()
         self.blocks_per_step = 10**6
         """After so many blocks a mover asks anew whether it may go on."""
+
+    @classmethod
+    def make(cls, parent: Path, names: str = "ab", *, num_slabs: int = 8) -> "Nodes":
+        """Return nodes with new arenas, each in a directory of its own."""
+        arenas = {}
+        for name in names:
+            (parent / name).mkdir()
+            asked = spec(num_slabs=num_slabs, holders_max=16)
+            arenas[name] = make_arena(parent / name, asked=asked)
+        return cls(arenas)
 
     def __getitem__(self, name: str) -> Node:
         return self.by_name[name]
@@ -81,6 +92,27 @@ class Nodes:
         node = self.by_name[name]
         peers = Peers(node.shard, self.ask, call_timeout_s=settings.call_timeout_s)
         return Stager(node.arena, peers, settings, has_others=lambda: has_others)
+
+    def replica_stager(self, name: str, ranks: Mapping[int, Reader]) -> ReplicaStager:
+        """Return what stages at a node, where those ranks of the replica `r` are registered."""
+        node, replicas = self.by_name[name], Replicas()
+        peers = Peers(node.shard, self.ask, call_timeout_s=SETTINGS.call_timeout_s)
+        stager = Stager(node.arena, peers, SETTINGS, has_others=lambda: True)
+        for rank, reader in ranks.items():
+            replicas.register(rank, "r", rank, reader)
+        made = ReplicaStager(node.arena, stager, replicas, peers, SETTINGS)
+        self.rank_stagers[node.shard] = made
+        self.replicas[node.shard] = replicas
+        return made
+
+    def replica(self, replica: str) -> dict[int, str]:
+        """Answer as the lookup does."""
+        return {
+            rank: shard
+            for shard, replicas in self.replicas.items()
+            for name, rank in replicas.connected()
+            if name == replica
+        }
 
     async def ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
         """See `Ask`."""
@@ -101,6 +133,12 @@ class Nodes:
             return await answer if asyncio.iscoroutine(answer) else answer
         if method == "locate":
             return self.locate(*args)
+        if method == "replica":
+            return self.replica(*args)
+        if (there := self.rank_stagers.get(actor)) is not None:
+            if method == "stage_ranks":
+                return await there.stage_here(*args)
+            return there.lease_here(*args) if method == "lease_ranks" else there.release_here(*args)
         assert method == "fetch", (actor, method)
         return await self.fetch(self.by_name[actor.rpartition("-")[2]], *args)
 

@@ -5,8 +5,9 @@ import pytest
 
 from kvray.actors import replicas as replicas_module
 from kvray.actors.openings import Origin
-from kvray.actors.replicas import Replicas
+from kvray.actors.replicas import Reader, Replicas, read_reader
 from kvray.errors import ConfigError, LayoutMismatch
+from kvray.store import Membership, Wanted
 from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
 
 
@@ -133,3 +134,83 @@ def test_of_too_many_ranks_the_oldest_that_hung_up_goes(
     replicas.register(4, "four", 0, NAMESPACE)
     replicas.register(5, "five", 0, NAMESPACE)
     assert [entry["replica"] for entry in replicas.status()] == ["three", "four", "five"]
+
+
+# -- how ranks read -------------------------------------------------------------------------------
+
+
+def test_what_a_rank_says_of_its_reading_is_kept_while_it_is_here(replicas: Replicas) -> None:
+    reader = read_reader(
+        NAMESPACE,
+        wanted=[[0, None], [3, 4]],
+        num_ranks=2,
+        holder=["arena", 5, 7],
+        adapters="rank 8",
+    )
+    replicas.register(2, "two", 1, reader)
+    assert reader == Reader(
+        namespace=NAMESPACE,
+        wanted=(Wanted(0), Wanted(3, 4)),
+        num_ranks=2,
+        arena_id="arena",
+        member=Membership(5, 7),
+        adapters="rank 8",
+    )
+    assert replicas.readers("two", [0, 1]) == {1: reader}
+    assert replicas.first_reader("two") == (1, reader)
+    assert replicas.connected() == [("one", 0), ("two", 1)]
+    replicas.disconnect(2)
+    assert replicas.reader("two", 1) is None
+    assert replicas.first_reader("two") is None
+    assert replicas.connected() == [("one", 0)]
+
+
+def test_an_engine_of_before_says_nothing(replicas: Replicas) -> None:
+    assert replicas.reader("one", 0) == Reader(namespace=NAMESPACE)
+    assert read_reader(NAMESPACE) == Reader(namespace=NAMESPACE)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "rank", "ranks"), [(1, 3, [3]), (2, 0, [0, 1]), (2, 1, [0, 1])]
+)
+def test_a_rank_speaks_for_all_or_for_itself(num_ranks: int, rank: int, ranks: list[int]) -> None:
+    assert Reader(namespace=NAMESPACE, num_ranks=num_ranks).ranks(rank) == ranks
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"wanted": 5},
+        {"wanted": "ab"},
+        {"wanted": [5]},
+        {"wanted": [[0]]},
+        {"wanted": [[-1, None]]},
+        {"wanted": [[1024, None]]},
+        {"wanted": [[True, None]]},
+        {"wanted": [[0, 0]]},
+        {"wanted": [[0, "all"]]},
+        {"wanted": [[0, None]] * 257},
+        {"num_ranks": 0},
+        {"num_ranks": 4097},
+        {"num_ranks": "2"},
+        {"num_ranks": True},
+        {"holder": 5},
+        {"holder": ["arena", 5]},
+        {"holder": [5, 5, 5]},
+        {"holder": ["arena", -1, 5]},
+        {"adapters": 5},
+        {"adapters": "x" * 70_000},
+    ],
+)
+def test_absurd_readings_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        read_reader(NAMESPACE, **fields)
+
+
+def test_a_namespace_without_a_size_cannot_be_read_by() -> None:
+    absurd: Any = {"tokens_per_block": "32", "part_bytes": 0}
+    reader = Reader(namespace=replace(NAMESPACE, **absurd))
+    with pytest.raises(ConfigError, match="tokens_per_block"):
+        _ = reader.tokens_per_block
+    with pytest.raises(ConfigError, match="part_bytes"):
+        _ = reader.part_bytes

@@ -36,7 +36,7 @@ def play(parent: Path) -> Callable[..., None]:
 
     def run(scene: Scene, *, names: str = "ab", num_slabs: int = 8, **more: Any) -> None:
         async def act() -> None:
-            nodes = Nodes(parent, names, num_slabs=num_slabs)
+            nodes = Nodes.make(parent, names, num_slabs=num_slabs)
             stager = nodes.stager(**more)
             try:
                 await scene(nodes, stager)

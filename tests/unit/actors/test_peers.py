@@ -1,0 +1,134 @@
+"""Calls behind breakers: what has failed costs nothing, and is tried again."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvray.actors import peers as peers_module
+from kvray.actors.orders import FetchOrder, FetchReport, SourceReport, Span
+from kvray.actors.peers import Peers, mover_of
+from kvray.errors import ConfigError, ShardUnavailable
+
+SPAN = Span(source="kvray-mover-b", part=0, keys=bytes(32), parent=b"", depth=0)
+ORDER = FetchOrder(spans=(SPAN,), deadline_s=3.0)
+
+
+class Line:
+    """Other actors: answers in turn, or errors."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+        self.calls: list[tuple[str, str, float]] = []
+        self.now = 100.0
+
+    async def ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
+        self.calls.append((actor, method, timeout_s))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def peers(self) -> Peers:
+        return Peers("kvray-shard-a", self.ask, call_timeout_s=1.0, now=lambda: self.now)
+
+
+def report(**fields: Any) -> FetchReport:
+    known = {"num_blocks": 1, "num_bytes": 10**7, "seconds": 0.01, "transport": "nixl"}
+    return FetchReport(here=(1,), sources={"kvray-mover-b": SourceReport(**known | fields)})
+
+
+def test_a_call_that_failed_is_not_made_again_until_the_pause_is_over() -> None:
+    line = Line(ShardUnavailable("No answer."), "ok")
+    peers = line.peers()
+    for _ in range(3):
+        with pytest.raises(ShardUnavailable, match="No answer"):
+            asyncio.run(peers.call("lookup", "x"))
+    assert len(line.calls) == 1
+    line.now += 0.3
+    assert asyncio.run(peers.call("lookup", "x")) == "ok"
+
+
+def test_an_error_that_it_answers_with_is_an_answer() -> None:
+    line = Line(ConfigError("No."), "ok")
+    peers = line.peers()
+    with pytest.raises(ConfigError):
+        asyncio.run(peers.call("b", "x"))
+    assert asyncio.run(peers.call("b", "x")) == "ok"
+
+
+def test_deadlines_are_those_of_the_work_and_of_an_answer() -> None:
+    line = Line("ok", report())
+    peers = line.peers()
+    asyncio.run(peers.call("b", "x"))
+    asyncio.run(peers.fetch(ORDER))
+    assert [timeout_s for _, _, timeout_s in line.calls] == [1.0, 4.0]
+    assert line.calls[1][0] == "kvray-mover-a"
+
+
+def test_a_source_that_failed_is_not_asked_for_blocks_for_a_while() -> None:
+    line = Line(report(num_bytes=0, error="TransferTimeout", message="Late."), report())
+    peers = line.peers()
+    asyncio.run(peers.fetch(ORDER))
+    shards = ["kvray-shard-b", "kvray-shard-c"]
+    assert list(peers.may_ask(shards, without=frozenset())) == ["kvray-shard-c"]
+    line.now += 0.3
+    assert peers.may_ask(shards, without=frozenset())["kvray-shard-b"].is_doubtful
+    asyncio.run(peers.fetch(ORDER))
+    known = peers.may_ask(shards, without=frozenset())["kvray-shard-b"]
+    assert (known.is_doubtful, known.bytes_per_s) == (False, pytest.approx(1e9))
+
+
+def test_what_is_no_fault_of_the_source_is_not_held_against_it() -> None:
+    line = Line(report(error="CapacityError", message="Full."))
+    peers = line.peers()
+    asyncio.run(peers.fetch(ORDER))
+    assert not peers.may_ask(["kvray-shard-b"], without=frozenset())["kvray-shard-b"].is_doubtful
+
+
+def test_neither_itself_nor_who_is_left_out_is_asked() -> None:
+    peers = Line().peers()
+    shards = ["kvray-shard-a", "kvray-shard-b", "kvray-shard-c"]
+    without = frozenset({mover_of("kvray-shard-c")})
+    assert list(peers.may_ask(shards, without=without)) == ["kvray-shard-b"]
+
+
+def test_where_ranks_are_is_known_for_seconds() -> None:
+    line = Line({0: "a"}, {0: "b"}, {0: "c"})
+    peers = line.peers()
+
+    def ask() -> Any:
+        return asyncio.run(peers.homes("replica"))
+
+    assert ask() == {0: "a"}
+    assert ask() == {0: "a"}
+    line.now += 2.1
+    assert ask() == {0: "b"}
+    peers.forget_homes("replica")
+    assert ask() == {0: "c"}
+
+
+def test_a_person_sees_transport_rate_and_breaker_of_each() -> None:
+    line = Line(report(), ShardUnavailable("No answer."))
+    peers = line.peers()
+    asyncio.run(peers.fetch(ORDER))
+    with pytest.raises(ShardUnavailable):
+        asyncio.run(peers.call("kvray-lookup", "x"))
+    lookup, own, other = peers.status()
+    assert lookup == {
+        "peer": "kvray-lookup",
+        "transport": None,
+        "bytes_per_s": None,
+        "breaker": "open",
+        "error": "No answer.",
+    }
+    assert (own["peer"], own["breaker"]) == ("kvray-mover-a", "closed")
+    assert (other["transport"], other["bytes_per_s"]) == ("nixl", pytest.approx(1e9))
+
+
+def test_as_many_peers_are_remembered_as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_module, "_BREAKERS_MAX", 3)
+    peers = Line(*["ok"] * 5).peers()
+    for number in range(5):
+        asyncio.run(peers.call(f"peer {number}", "x"))
+    assert len(peers.status()) == 3

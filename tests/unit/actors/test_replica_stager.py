@@ -1,0 +1,254 @@
+"""A replica whose ranks are on two nodes: what is promised is leased for every one of them."""
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvray.actors.replica_stager import ReplicaStager
+from kvray.actors.replicas import Reader
+from kvray.errors import ConfigError
+from kvray.store import Arena, Lease, Wanted
+from tests.unit.actors.nodes import Nodes
+from tests.unit.actors.small_shard import NAMESPACE
+from tests.unit.store.small_arena import PATIENT_S, chain, fetch, store
+
+KEYS = chain(20)
+PACKED = b"".join(KEYS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Nodes `a` with the leader and rank 0, `b` with rank 1, and `c` that has blocks."""
+
+    nodes: Nodes
+    leader: ReplicaStager
+    other: ReplicaStager
+    ranks: tuple[Arena, ...]
+    """The arena as each rank's process has it."""
+
+    def leased(self, rank: int) -> int:
+        """Return how many slots are leased in the name of a rank."""
+        tables, row = self.ranks[rank].tables, self.ranks[rank].holder
+        pages = tables.page_holder == row + 1
+        return int(tables.page_count[pages].sum())
+
+
+Scene = Callable[[Pair], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def play() -> Iterator[Callable[[Scene], None]]:
+    parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+
+    def run(scene: Scene) -> None:
+        async def act() -> None:
+            nodes = Nodes.make(parent, "abc")
+            ranks = tuple(Arena(parent / name, lock_wait_s=PATIENT_S) for name in "ab")
+            for number, arena in enumerate(ranks):
+                arena.join(f"rank {number}")
+            readers = [_reader(number, arena) for number, arena in enumerate(ranks)]
+            pair = Pair(
+                nodes=nodes,
+                leader=nodes.replica_stager("a", {0: readers[0]}),
+                other=nodes.replica_stager("b", {1: readers[1]}),
+                ranks=ranks,
+            )
+            try:
+                await scene(pair)
+            finally:
+                nodes.may_move.set()
+                await pair.leader.close()
+                await pair.other.close()
+                for arena in ranks:
+                    arena.close()
+                nodes.close()
+
+        asyncio.run(act())
+
+    yield run
+    shutil.rmtree(parent)
+
+
+def _reader(rank: int, arena: Arena) -> Reader:
+    return Reader(
+        namespace=replace(NAMESPACE, part_bytes=4096, num_parts=2),
+        wanted=(Wanted(rank),),
+        num_ranks=2,
+        arena_id=arena.arena_id,
+        member=arena.membership,
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Return once `condition` holds, of which nobody is told."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+def store_both(pair: Pair, num_blocks: int = 20) -> None:
+    for part in (0, 1):
+        store(pair.nodes["c"].arena, KEYS[:num_blocks], part=part)
+
+
+def test_both_nodes_stage_and_the_other_ranks_lease_is_in_its_own_name(
+    play: Callable[[Scene], None],
+) -> None:
+    async def scene(pair: Pair) -> None:
+        store_both(pair, 12)
+        answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
+        assert (answer["num_blocks"], answer["reason"]) == (12, "not_stored")
+        ((rank, (arena_id, *numbers)),) = answer["leases"].items()
+        lease = Lease(lease_id=numbers[0], page=numbers[1], num_slots=numbers[2])
+        assert (rank, arena_id) == (1, pair.ranks[1].arena_id)
+        assert fetch(pair.ranks[1], KEYS[:12], lease, part=1)
+        assert pair.leased(1) == 12
+        pair.ranks[1].leave()
+        assert not pair.ranks[1].tables.page_holder[lease.page]
+        held = pair.ranks[0].lease_for(KEYS[:12], [[Wanted(0)]])
+        assert held is not None
+        assert held.num_blocks == 12
+
+    play(scene)
+
+
+def test_the_shortest_prefix_of_all_ranks_is_leased_exactly(play: Callable[[Scene], None]) -> None:
+    async def scene(pair: Pair) -> None:
+        store(pair.nodes["a"].arena, KEYS[:5], part=0)
+        store(pair.nodes["b"].arena, KEYS[:9], part=1)
+        answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
+        assert answer["num_blocks"] == 5
+        assert answer["leases"][1][3] == 5
+
+    play(scene)
+
+
+def test_nothing_is_leased_if_one_rank_has_nothing(play: Callable[[Scene], None]) -> None:
+    async def scene(pair: Pair) -> None:
+        store(pair.nodes["c"].arena, KEYS, part=0)
+        answer = await pair.leader.stage("r", 0, PACKED, 2.0, 0.0)
+        assert answer == {"num_blocks": 0, "reason": "not_stored", "leases": {}}
+        assert pair.leased(1) == 0
+
+    play(scene)
+
+
+def test_a_frozen_shard_of_another_rank_answers_in_time_and_is_left_alone(
+    play: Callable[[Scene], None],
+) -> None:
+    async def scene(pair: Pair) -> None:
+        store_both(pair)
+        pair.nodes.frozen.add("kvray-shard-b")
+        began = time.monotonic()
+        answer = await pair.leader.stage("r", 0, PACKED, 0.1, 0.0)
+        assert time.monotonic() - began < 0.3
+        assert (answer["num_blocks"], answer["reason"]) == (0, "too_slow")
+        await until(lambda: any(peer["error"] for peer in pair.leader.status()["peers"]))
+        calls = len(pair.nodes.calls)
+        assert (await pair.leader.stage("r", 0, PACKED, 0.1, 0.0))["reason"] == "store_down"
+        assert ("kvray-shard-b", "stage_ranks") not in pair.nodes.calls[calls:]
+
+    play(scene)
+
+
+def test_a_rank_that_is_nowhere_makes_a_miss(play: Callable[[Scene], None]) -> None:
+    async def scene(pair: Pair) -> None:
+        store_both(pair)
+        pair.nodes.replicas["kvray-shard-b"].disconnect(1)
+        answer = await pair.leader.stage("r", 0, PACKED, 0.5, 0.0)
+        assert answer == {"num_blocks": 0, "reason": "store_down", "leases": {}}
+
+    play(scene)
+
+
+def test_leases_whose_answer_is_lost_are_released(play: Callable[[Scene], None]) -> None:
+    async def scene(pair: Pair) -> None:
+        store_both(pair)
+
+        async def lose(*args: Any) -> Any:
+            assert pair.other.lease_here(*args)
+            assert pair.leased(1) == 20
+            await asyncio.sleep(60)
+
+        pair.nodes.others["kvray-shard-b.lease_ranks"] = lose
+        answer = await pair.leader.stage("r", 0, PACKED, 0.2, 0.0)
+        assert answer == {"num_blocks": 0, "reason": "too_slow", "leases": {}}
+        await until(lambda: not pair.leased(1))
+
+    play(scene)
+
+
+def test_a_token_that_was_released_leases_nothing_any_more(play: Callable[[Scene], None]) -> None:
+    async def scene(pair: Pair) -> None:
+        store(pair.nodes["b"].arena, KEYS, part=1)
+        pair.other.release_here("token")
+        assert pair.other.lease_here("r", [1], PACKED, "token") == {}
+        assert pair.leased(1) == 0
+        assert pair.other.lease_here("r", [1], PACKED, "another")[1][3] == 20
+        pair.other.release_here("another")
+        pair.other.release_here("another")
+        assert pair.leased(1) == 0
+
+    play(scene)
+
+
+def test_no_lease_is_taken_for_a_rank_that_has_left(play: Callable[[Scene], None]) -> None:
+    async def scene(pair: Pair) -> None:
+        store(pair.nodes["b"].arena, KEYS, part=1)
+        pair.ranks[1].leave()
+        pair.ranks[1].join("somebody else in the same row")
+        assert pair.other.lease_here("r", [1], PACKED, "token") == {}
+        assert pair.leased(1) == 0
+
+    play(scene)
+
+
+def test_less_than_asked_for_is_not_leased(play: Callable[[Scene], None]) -> None:
+    async def scene(pair: Pair) -> None:
+        store(pair.nodes["b"].arena, KEYS[:19], part=1)
+        assert pair.other.lease_here("r", [1], PACKED, "token") == {}
+        assert pair.leased(1) == 0
+
+    play(scene)
+
+
+def test_a_prefetch_tells_what_it_has_brought_for_all_ranks(play: Callable[[Scene], None]) -> None:
+    async def scene(pair: Pair) -> None:
+        store_both(pair, 12)
+        store(pair.nodes["a"].arena, KEYS[:4], part=0)
+        found = await pair.leader.prefetch("r", 0, PACKED)
+        assert found == {"num_blocks": 12, "num_staged": 8, "reason": "not_stored"}
+        present = pair.nodes["b"].arena.present(KEYS, [1])
+        assert present is not None
+        assert present[0].sum() == 12
+        assert pair.leased(1) == 0
+
+    play(scene)
+
+
+def test_who_has_not_registered_is_told_so(play: Callable[[Scene], None]) -> None:
+    async def scene(pair: Pair) -> None:
+        with pytest.raises(ConfigError, match="has not registered"):
+            await pair.leader.stage("unknown", 0, PACKED, 0.1, 0.0)
+        with pytest.raises(ConfigError, match="has not registered"):
+            await pair.leader.prefetch("unknown", 0, PACKED)
+        with pytest.raises(ConfigError, match=r"Ranks \[0\]"):
+            await pair.other.stage_here("r", [0, 1], PACKED, 0.1)
+
+    play(scene)
+
+
+def test_a_leader_knows_whether_it_has_ranks_elsewhere(play: Callable[[Scene], None]) -> None:
+    async def scene(pair: Pair) -> None:
+        assert pair.leader.has_ranks_elsewhere("r", 0)
+        assert not pair.leader.has_ranks_elsewhere("unknown", 0)
+
+    play(scene)

@@ -1,0 +1,195 @@
+"""Two shards without Ray: what an engine asks of one comes from the other, by its socket."""
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvray.actors.ownership import sweep
+from kvray.actors.shard import Shard
+from kvray.block import BlockKey
+from kvray.errors import ConfigError, ShardUnavailable
+from kvray.keys import chain_keys, request_seed
+from kvray.node.shard_socket import ShardSocket
+from tests.unit.actors.nodes import SETTINGS, Nodes
+from tests.unit.actors.small_shard import (
+    NAMESPACE,
+    Line,
+    open_arena,
+    settings_for,
+    wait_for,
+    wait_until_serving,
+)
+from tests.unit.store.small_arena import chain, fetch, store
+
+KEYS = chain(12)
+MINE = replace(NAMESPACE, part_bytes=4096)
+
+
+class Calls:
+    """The `Ask` of both shards; the nodes are there once the shards serve."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.nodes: Nodes | None = None
+
+    async def __call__(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
+        assert self.nodes is not None
+        return await self.nodes.ask(actor, method, *args, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """Shards `a` and `b`, and an engine at `a`."""
+
+    a: Shard
+    nodes: Nodes
+    engine: ShardSocket
+
+    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        return self.engine.call(op, timeout_s=5, replica="r", rank=0, **fields)
+
+    def register(self) -> None:
+        self.ask("register", namespace=MINE.to_wire(), wanted=[[0, None]])
+
+    def stage(self, keys: list[BlockKey], wait_s: float = 2.0) -> dict[str, Any]:
+        return self.ask("stage", keys=b"".join(keys), wait_s=wait_s, tokens_per_s=0)
+
+
+@pytest.fixture
+def tier() -> Iterator[Tier]:
+    parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+    line = Line()
+    calls = Calls(line)
+    shards = {}
+    for name in "ab":
+        settings = settings_for(parent / name, staging=replace(SETTINGS, handover_s=0.5))
+        shards[name] = Shard(f"kvray-shard-{name}", settings, line.announce, ask=calls)
+        shards[name].start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, parent)
+        for name, shard in shards.items():
+            stack.callback(sweep, parent / name)
+            stack.callback(shard.stop, retire=False, timeout_s=10)
+            wait_until_serving(shard)
+        nodes = Nodes({name: open_arena(parent / name) for name in shards})
+        stack.callback(nodes.close)
+        calls.nodes = nodes
+        nodes.others["kvray-lookup.locate"] = lambda keys: line.lookup.locate(
+            keys, time.monotonic()
+        )
+        engine = stack.enter_context(contextlib.closing(ShardSocket(parent / "a")))
+        made = Tier(a=shards["a"], nodes=nodes, engine=engine)
+        made.register()
+        wait_for(lambda: made.ask("report", counters={})["peers"], "hearing of the other")
+        yield made
+
+
+def known(tier: Tier, keys: list[BlockKey]) -> bool:
+    locate = tier.nodes.others["kvray-lookup.locate"]
+    runs = locate(b"".join(keys))
+    return bool(runs) and runs[-1].stop == len(keys)
+
+
+def test_an_engine_gets_by_its_socket_what_the_other_node_has(tier: Tier) -> None:
+    store(tier.nodes["b"].arena, KEYS)
+    wait_for(lambda: known(tier, KEYS))
+    answer = tier.stage(KEYS)
+    assert answer == {"ok": True, "num_blocks": 12, "reason": "none", "leases": {}}
+    leases = tier.nodes["a"].arena.lease(KEYS)
+    assert leases
+    assert fetch(tier.nodes["a"].arena, KEYS, leases[0])
+    staging = tier.a.status()["staging"]
+    assert (staging["stages"], staging["staged_blocks"]) == (1, 12)
+
+
+def test_a_staged_copy_is_announced_as_a_further_holder(tier: Tier) -> None:
+    store(tier.nodes["b"].arena, KEYS)
+    wait_for(lambda: known(tier, KEYS))
+    tier.stage(KEYS)
+    locate = tier.nodes.others["kvray-lookup.locate"]
+    both = {"kvray-shard-a": 1, "kvray-shard-b": 1}
+    wait_for(lambda: [run.holders for run in locate(b"".join(KEYS))] == [both])
+
+
+def test_a_stage_that_waits_holds_up_nobody_else(tier: Tier) -> None:
+    store(tier.nodes["b"].arena, KEYS)
+    wait_for(lambda: known(tier, KEYS))
+    tier.nodes.frozen.add("kvray-lookup")
+    began = time.monotonic()
+    assert tier.stage(KEYS, wait_s=0.05)["reason"] == "too_slow"
+    assert time.monotonic() - began < 1.0
+    assert tier.a.status()["state"] == "serving"
+
+
+def test_an_engine_that_has_not_said_what_it_reads_is_told_so(tier: Tier) -> None:
+    tier.ask("register", namespace=MINE.to_wire())
+    with pytest.raises(ConfigError, match="update its kvray"):
+        tier.stage(KEYS)
+
+
+def test_handovers_end_by_themselves(tier: Tier) -> None:
+    store(tier.nodes["a"].arena, KEYS)
+    assert tier.stage(KEYS)["num_blocks"] == 12
+    assert tier.a.status()["staging"]["handovers"] == 1
+    wait_for(lambda: tier.a.status()["staging"]["handovers"] == 0, "the end of the handover")
+
+
+def test_a_prefetch_brings_a_prompt_before_its_engine_sees_it(tier: Tier) -> None:
+    tokens = np.arange(32 * 5 + 1, dtype="<i4")
+    seed = request_seed(MINE.digest(), salt="tenant")
+    keys = chain_keys(tokens, tokens_per_block=32, seed=seed)
+    store(tier.nodes["b"].arena, keys)
+    wait_for(lambda: known(tier, keys))
+    found = tier.a.prefetch("r", tokens.tobytes(), salt="tenant")
+    assert found == {"num_tokens": 160, "staged_tokens": 160, "num_blocks": 5, "reason": "none"}
+    again = tier.a.prefetch("r", tokens.tobytes(), salt="tenant")
+    assert (again["num_tokens"], again["staged_tokens"]) == (160, 0)
+    assert tier.a.prefetch("r", tokens[:1].tobytes())["num_blocks"] == 0
+    with pytest.raises(ConfigError, match="No rank of 'unknown'"):
+        tier.a.prefetch("unknown", tokens.tobytes())
+
+
+def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier: Tier) -> None:
+    arena = tier.nodes["a"].arena
+    tier.ask(
+        "register",
+        namespace=MINE.to_wire(),
+        wanted=[[0, None]],
+        num_ranks=2,
+        holder=[arena.arena_id, *arena.membership],
+    )
+    store(tier.nodes["b"].arena, KEYS)
+    wait_for(lambda: known(tier, KEYS))
+    packed = b"".join(KEYS)
+    assert tier.a.stage_ranks("r", [0], packed, 2.0, 0.0) == {"num_blocks": 12, "reason": "none"}
+    assert tier.a.stage("r", 0, packed, 2.0)["num_blocks"] == 12
+    leases = tier.a.lease_ranks("r", [0], packed, "token")
+    assert leases[0][0] == arena.arena_id
+    tier.a.release_ranks("token")
+    assert tier.a.lease_ranks("r", [0], packed, "token") == {}
+
+
+def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier: Tier) -> None:
+    store(tier.nodes["b"].arena, KEYS)
+    wait_for(lambda: known(tier, KEYS))
+    tier.nodes.may_move = asyncio.Event()
+
+    def stop_soon() -> None:
+        wait_for(lambda: tier.nodes.orders)
+        tier.a.stop(retire=False, timeout_s=10)
+
+    stopper = threading.Thread(target=stop_soon, name="stopper")
+    stopper.start()
+    with pytest.raises(ShardUnavailable):
+        tier.a.stage("r", 0, b"".join(KEYS), 5.0)
+    stopper.join()
