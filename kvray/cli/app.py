@@ -6,6 +6,7 @@ import typer
 
 from kvray import __version__
 from kvray.cli.bench import bench
+from kvray.cli.chaos import chaos
 from kvray.cli.connector_config import connector_config
 from kvray.cli.demo import demo
 from kvray.cli.doctor import doctor
@@ -33,6 +34,7 @@ app.command()(down)
 app.command()(sweep)
 app.command()(connector_config)
 app.command()(demo)
+app.command()(chaos)
 app.add_typer(bench)
 
 

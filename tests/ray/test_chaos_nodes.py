@@ -26,7 +26,7 @@ import time
 from kvray.cli.chaos.nodes import Machine
 
 machine = Machine(num_nodes=1)
-print(machine.directory, machine._shm, flush=True)
+print(machine.directory, machine.scratch, flush=True)
 time.sleep(60)
 """
 

@@ -30,7 +30,7 @@ def main() -> None:
     sys.stdin.read()
     end_processes(directories[0])
     for directory in directories:
-        _unmount_below(directory)
+        _unmount(directory)
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -69,11 +69,11 @@ def _belongs(pid: int, directory: Path) -> bool:
     return False
 
 
-def _unmount_below(directory: Path) -> None:
+def _unmount(directory: Path) -> None:
     with open("/proc/self/mounts") as mounts:
         points = [line.split()[1] for line in mounts]
     for point in reversed(points):
-        if point.startswith(f"{directory}/"):
+        if point == str(directory) or point.startswith(f"{directory}/"):
             subprocess.run(["umount", "--lazy", point], check=False, stderr=subprocess.DEVNULL)
 
 

@@ -156,7 +156,10 @@ class Node:
 
 
 class Machine:
-    """One head, which gets no shard, and nodes that do; `close` removes everything."""
+    """One head, which gets no shard, and nodes that do; `close` removes everything.
+
+    Ray writes to `directory`, and whoever uses the machine to `scratch`.
+    """
 
     def __init__(
         self,
@@ -164,6 +167,7 @@ class Machine:
         num_nodes: int = 2,
         has_network: bool = False,
         mount_bytes: int | None = None,
+        disk_bytes: int | None = None,
         environ: Mapping[str, str] | None = None,
         waiting: Callable[[float], None] = lambda elapsed_s: None,
     ) -> None:
@@ -174,6 +178,7 @@ class Machine:
             has_network: give each an address and a cable; needs root.
             mount_bytes: give each a tmpfs of that size for its arena; needs root. None: a
                 directory in /dev/shm.
+            disk_bytes: put everything that Ray writes on a tmpfs of that size; needs root.
             environ: variables of every node besides those of this process, whose settings of
                 kvray are left out.
             waiting: called a few times a second while Ray starts.
@@ -182,8 +187,9 @@ class Machine:
             ConfigError: a node did not start, or there is no network to be had.
         """
         self.directory = Path(tempfile.mkdtemp(prefix="kvm-"))  # short: Ray's sockets lie in it
-        self._shm = _SHM / f"kvray-{self.directory.name}"
-        self._keeper = _start_keeper(self.directory, self._shm)
+        self.scratch = _SHM / self.directory.name
+        self._keeper = _start_keeper(self.directory, self.scratch)
+        self.scratch.mkdir(mode=0o700)
         self.token = secrets.token_hex(16)
         self.network: Network | None = None
         self.nodes: list[Node] = []
@@ -198,6 +204,8 @@ class Machine:
         }
         self._own.pop("RAY_ADDRESS", None)
         try:
+            if disk_bytes is not None:
+                _mount(self.directory, disk_bytes)
             self._start(num_nodes, has_network, mount_bytes, waiting)
         except BaseException:
             self.close()
@@ -230,17 +238,20 @@ class Machine:
         except subprocess.TimeoutExpired:
             raise ConfigError(f"`kvray {args[0]}` did not end within {timeout_s:.0f} s.") from None
 
-    def write_config(self, settings: Mapping[str, Mapping[str, Any]]) -> Path:
+    def write_config(
+        self, settings: Mapping[str, Mapping[str, Any]], *, cluster_name: str = "nodes"
+    ) -> Path:
         """Write a tier's configuration for this cluster, and return its path.
 
         Args:
             settings: section -> key -> value, besides where Ray is and who gets a shard.
+            cluster_name: names the tier.
         """
         values = {name: dict(section) for name, section in settings.items()}
         values.setdefault("ray", {})["address"] = self.address
         values.setdefault("shard", {})["resource"] = RESOURCE
-        path = self.directory / "kvray.yaml"
-        path.write_text(yaml.safe_dump({"cluster_name": "nodes", **values}))
+        path = self.scratch / "kvray.yaml"
+        path.write_text(yaml.safe_dump({"cluster_name": cluster_name, **values}))
         return path
 
     def family(self) -> list[psutil.Process]:
@@ -314,7 +325,7 @@ class Machine:
         ]
         if number == 0:
             command.append("--include-dashboard=false")
-        arena_dir = arena_dir or self._shm / name
+        arena_dir = arena_dir or self.scratch / name
         node = Node(
             name,
             command=command,
@@ -330,15 +341,12 @@ class Machine:
 
     def _make_arena_dir(self, number: int, mount_bytes: int | None) -> Path:
         if mount_bytes is None:
-            directory = self._shm / f"node{number}"
+            directory = self.scratch / f"node{number}"
             directory.mkdir(parents=True, mode=0o700)
             return directory
         directory = self.directory / f"shm{number}"
         directory.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={mount_bytes},mode=0700", "kvray"]
-        done = subprocess.run([*mount, directory], check=False, capture_output=True, text=True)
-        if done.returncode:
-            raise ConfigError(f"No tmpfs can be mounted at {directory}: {done.stderr.strip()}.")
+        _mount(directory, mount_bytes)
         return directory
 
     def _spawn_holder(self, command: list[str]) -> int:
@@ -356,6 +364,13 @@ def _start_keeper(*directories: Path) -> "subprocess.Popen[bytes]":
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def _mount(directory: Path, size: int) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=0700", "kvray", str(directory)]
+    done = subprocess.run(mount, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"No tmpfs can be mounted at {directory}: {done.stderr.strip()}.")
 
 
 def _title(process: psutil.Process) -> str:

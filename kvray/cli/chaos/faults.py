@@ -1,0 +1,199 @@
+"""Makes the faults of a schedule happen, and takes them back."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from kvray.cli.chaos.nodes import Machine
+from kvray.cli.chaos.schedule import Fault
+from kvray.cli.chaos.servers import Server
+from kvray.errors import KVRayError
+
+_FLIPS = 24
+_FILE_CHUNK = 4 * 2**20
+_TRANSFER_BYTES = 256 * 2**10
+"""More than heartbeats bring over a cable while a transfer is waited for."""
+_TRANSFER_WAIT_S = 3.0
+_VANDAL_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
+Undo = Callable[[], None]
+
+
+class NotNow(KVRayError):
+    """There is nothing that the fault could strike now."""
+
+
+class Faults:
+    """Strikes parts of a machine; every fault that can be taken back is taken back by `end`."""
+
+    def __init__(self, machine: Machine, servers: Sequence[Server], cluster_name: str) -> None:
+        """Have done nothing.
+
+        Args:
+            machine: the nodes.
+            servers: the replicas on them.
+            cluster_name: the tier's.
+        """
+        self._machine = machine
+        self._servers = servers
+        self._cluster_name = cluster_name
+        self._undo: dict[int, Undo] = {}
+        self._vandals: list[subprocess.Popen[bytes]] = []
+
+    def strike(self, fault: Fault) -> None:
+        """Make a fault happen.
+
+        Raises:
+            NotNow: there is nothing to strike.
+        """
+        what, _, part = fault.kind.partition("_")
+        if what == "kill":
+            self._kill(part, fault)
+        elif what == "stop":
+            self._undo[fault.number] = self._stop(part, fault)
+        else:
+            undo: Undo | None = getattr(self, f"_{fault.kind}")(fault)
+            if undo is not None:
+                self._undo[fault.number] = undo
+
+    def end(self, fault: Fault) -> None:
+        """Take a fault back. Twice is fine."""
+        undo = self._undo.pop(fault.number, None)
+        if undo is not None:
+            undo()
+
+    def tend(self) -> None:
+        """Start the nodes again that are down; call it often."""
+        for node in self._machine.nodes:
+            if not node.is_running:
+                node.kill()  # what is left of it
+                node.begin_start()
+        self._vandals = [one for one in self._vandals if one.poll() is None]
+
+    def close(self) -> None:
+        """Take everything back. Twice is fine."""
+        for number in list(self._undo):
+            self._undo.pop(number)()
+        for vandal in self._vandals:
+            vandal.kill()
+            vandal.wait()
+
+    # -- ends and stops ---------------------------------------------------------------------------
+
+    def _kill(self, part: str, fault: Fault) -> None:
+        if part == "engine":
+            if not _chosen(self._servers, fault).kill():
+                raise NotNow("The engine is not running.")
+        elif part == "raylet":
+            if not all(node.has_started for node in self._machine.nodes):
+                raise NotNow("Another node is down.")
+            _chosen(self._machine.nodes, fault).kill()
+        else:
+            self._process(part, fault).kill()
+
+    def _stop(self, part: str, fault: Fault) -> Undo:
+        if part == "engine":
+            server = _chosen(self._servers, fault)
+            pid = server.stop()
+            if pid is None:
+                raise NotNow("The engine is not running.")
+            return lambda: server.resume(pid)
+        process = self._process(part, fault)
+        process.suspend()
+
+        def resume() -> None:
+            with contextlib.suppress(psutil.NoSuchProcess):  # psutil knows a later one of that pid
+                process.resume()
+
+        return resume
+
+    def _process(self, part: str, fault: Fault) -> psutil.Process:
+        if part == "raylet":
+            raylets = [node.raylet() for node in self._machine.nodes]
+            return _chosen([one for one in raylets if one is not None], fault)
+        return _chosen(self._machine.actors(part.capitalize()), fault)
+
+    # -- cables -----------------------------------------------------------------------------------
+
+    def _cut_link(self, fault: Fault) -> Undo:
+        network, number = self._machine.network, self._host(fault)
+        assert network is not None
+        network.cut(number)
+        return lambda: network.heal(number)
+
+    def _slow_link(self, fault: Fault) -> Undo:
+        network, number = self._machine.network, self._host(fault)
+        assert network is not None
+        network.slow(number, mbit=2, latency_ms=400)
+        return lambda: network.speed_up(number)
+
+    def _truncate(self, fault: Fault) -> None:
+        """Kill a mover while bytes come in over its node's cable."""
+        number = self._host(fault)
+        movers = self._machine.nodes[number - 1].actors("Mover")
+        if not movers:
+            raise NotNow("No mover runs there.")
+        network = self._machine.network
+        if network is not None:
+            before, deadline = network.bytes_in(number), time.monotonic() + _TRANSFER_WAIT_S
+            while network.bytes_in(number) < before + _TRANSFER_BYTES:
+                if time.monotonic() > deadline:
+                    raise NotNow("Nothing was transferred.")
+                time.sleep(0.001)
+        movers[0].kill()
+
+    def _host(self, fault: Fault) -> int:
+        """Return the number of one of the nodes on the network, where 0 is the head."""
+        return 1 + int(fault.choice * len(self._machine.nodes))
+
+    # -- memory and disk --------------------------------------------------------------------------
+
+    def _fill_tmpfs(self, fault: Fault) -> Undo:
+        return _fill(self._machine.nodes[self._host(fault) - 1].arena_dir / "junk")
+
+    def _fill_disk(self, fault: Fault) -> Undo:
+        return _fill(self._machine.directory / "junk")
+
+    def _fill_arena(self, fault: Fault) -> None:
+        self._vandalise("fill", fault, fault.ends_s - fault.strikes_s)
+
+    def _flip_bytes(self, fault: Fault) -> None:
+        self._vandalise("flip", fault, _FLIPS).wait(_VANDAL_TIMEOUT_S)
+
+    def _vandalise(self, what: str, fault: Fault, amount: float) -> "subprocess.Popen[bytes]":
+        node = self._machine.nodes[self._host(fault) - 1]
+        directory = node.arena_dir / f"kvray-{self._cluster_name}"
+        if not (directory / "arena").exists():
+            raise NotNow("There is no arena.")
+        command = [sys.executable, "-m", "kvray.cli.chaos.vandal", what, str(directory)]
+        vandal = subprocess.Popen(
+            [*command, str(fault.number), str(amount)],
+            env=node.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._vandals.append(vandal)
+        return vandal
+
+
+def _chosen(parts: Sequence[T], fault: Fault) -> T:
+    if not parts:
+        raise NotNow("It is not running.")
+    return parts[int(fault.choice * len(parts)) % len(parts)]
+
+
+def _fill(path: Path) -> Undo:
+    """Write a file until the mount is full."""
+    chunk = bytes(_FILE_CHUNK)
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while file.write(chunk):
+            pass
+    return lambda: path.unlink(missing_ok=True)

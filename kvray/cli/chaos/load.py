@@ -1,0 +1,143 @@
+"""What the replicas are asked: conversations over shared and private documents, from a seed."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+TOKENS_PER_BLOCK = 32
+MAX_TOKENS = 8
+PROMPT_TOKENS_MAX = 1024
+
+_VOCABULARY = range(3, 259)
+_TURNS = 3
+_SHARED_DOCUMENTS = 4
+_QUESTIONS = 2
+_PRIVATE = 5
+_DOCUMENT_BLOCKS = (4, 10)
+_QUESTION_TOKENS = (12, 50)
+_BATCHES = 12
+"""Batches of a replica until it moves on to the next chapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A document, and what is asked about it, turn by turn.
+
+    The prompt of a turn is the document with all questions so far and the answers to them.
+    """
+
+    number: int
+    document: tuple[int, ...]
+    questions: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chapter:
+    """What is asked in the same stretch of a run: then other documents come."""
+
+    shared: tuple[tuple[Conversation, ...], ...]
+    """By document: every replica asks them, some sooner, some later."""
+    private: tuple[tuple[Conversation, ...], ...]
+    """By replica: no other one asks these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One prompt to be answered: turn `turn` of a conversation."""
+
+    conversation: int
+    turn: int
+
+
+Answer = tuple[int, ...]
+Answers = dict[Ask, Answer]
+
+
+def make_book(*, seed: int, num_chapters: int, num_replicas: int) -> list[Chapter]:
+    """Return everything that can be asked; no two documents begin with the same block."""
+    random_ = random.Random(seed)
+    numbers = iter(range(1 << 30))
+
+    def converse(document: tuple[int, ...]) -> Conversation:
+        questions = tuple(_words(random_, *_QUESTION_TOKENS) for _ in range(_TURNS))
+        return Conversation(number=next(numbers), document=document, questions=questions)
+
+    def document() -> tuple[int, ...]:
+        blocks = random_.randint(*_DOCUMENT_BLOCKS)
+        return _words(random_, blocks * TOKENS_PER_BLOCK, (blocks + 1) * TOKENS_PER_BLOCK)
+
+    def chapter() -> Chapter:
+        shared = []
+        for _ in range(_SHARED_DOCUMENTS):
+            about = document()
+            shared.append(tuple(converse(about) for _ in range(_QUESTIONS)))
+        private = [
+            tuple(converse(document()) for _ in range(_PRIVATE)) for _ in range(num_replicas)
+        ]
+        return Chapter(shared=tuple(shared), private=tuple(private))
+
+    return [chapter() for _ in range(num_chapters)]
+
+
+def conversations_of(book: list[Chapter]) -> dict[int, Conversation]:
+    """Return every conversation by its number."""
+    groups = [group for chapter in book for group in (*chapter.shared, *chapter.private)]
+    return {one.number: one for group in groups for one in group}
+
+
+def prompt_of(conversation: Conversation, turn: int, answers: Answers) -> tuple[int, ...]:
+    """Return the tokens of a turn's prompt; the answers to the turns before it are known."""
+    tokens = conversation.document
+    for earlier in range(turn):
+        answer = answers[Ask(conversation=conversation.number, turn=earlier)]
+        tokens += conversation.questions[earlier] + answer
+    return tokens + conversation.questions[turn]
+
+
+def batches_of(
+    book: list[Chapter], *, replica: int, num_replicas: int, batch_size: int, seed: int
+) -> Iterator[list[Ask]]:
+    """Yield a replica's batches for ever: a pure function of the arguments.
+
+    Half of the documents reach a replica one chapter after another one had them, so that what one
+    has computed is there for the others to find; which half differs from replica to replica.
+    """
+    random_ = random.Random(seed * 1000 + replica)
+    number = 0
+    while True:
+        at = number // _BATCHES
+        open_ = _open_conversations(book, at, replica, num_replicas)
+        turns = [min(_TURNS - 1, random_.randrange(number % _BATCHES + 1)) for _ in open_]
+        asks = [
+            Ask(conversation=one.number, turn=turn) for one, turn in zip(open_, turns, strict=True)
+        ]
+        yield random_.sample(asks, min(batch_size, len(asks)))
+        number += 1
+
+
+def num_asks(book: list[Chapter]) -> int:
+    """Return how many different prompts there are."""
+    return _TURNS * len(conversations_of(book))
+
+
+def all_asks(book: list[Chapter]) -> Iterator[list[Ask]]:
+    """Yield every prompt once, a turn's ones together and after those of the turn before."""
+    for chapter in book:
+        groups = [*chapter.shared, *chapter.private]
+        for turn in range(_TURNS):
+            yield [Ask(conversation=one.number, turn=turn) for group in groups for one in group]
+
+
+def _open_conversations(
+    book: list[Chapter], at: int, replica: int, num_replicas: int
+) -> list[Conversation]:
+    """Return what a replica may be asked in stretch `at` of its run; chapters come round again."""
+    found = list(book[at % len(book)].private[replica])
+    for index in range(_SHARED_DOCUMENTS):
+        lag = (index + replica) % num_replicas
+        found += book[(at - lag) % len(book)].shared[index]
+    return found
+
+
+def _words(random_: random.Random, least: int, most: int) -> tuple[int, ...]:
+    return tuple(random_.choices(_VOCABULARY, k=random_.randint(least, most)))
