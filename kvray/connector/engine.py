@@ -11,6 +11,7 @@ import os
 import socket
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,8 @@ from kvray.connector.base import KvCacheConnectorScheduler
 from kvray.connector.boundary import Boundary
 from kvray.connector.cache_layout import CacheLayout
 from kvray.connector.engine_args import EngineArgs, read_engine_args
+from kvray.connector.meta import Release
+from kvray.connector.prefix import Prefix
 from kvray.connector.reads import Reads
 from kvray.errors import ConfigError
 from kvray.fingerprint import fingerprint_model
@@ -70,6 +73,10 @@ class Engine:
         self.told: dict[int, bool] = {}
         """Parked requests -> whether the engine was told that it may go on."""
         self.reads = Reads()
+        self.has_ranks_away = False
+        """Whether the shard has found ranks of this engine on other nodes."""
+        self.to_release: list[Release] = []
+        """Leases of ranks on other nodes that the next pass has them end."""
         self.replica = config.connector.replica or f"{socket.gethostname()}-{os.getpid()}"
         self._registration: Registration | None = None
 
@@ -82,6 +89,14 @@ class Engine:
     def part_rank(self) -> int:
         """This rank among them."""
         return 0 if self.args.attention_dp else self.args.rank
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether ranks that each hold a share of a request's KV are on several nodes.
+
+        Source: TensorRT-LLM deals its ranks out to nodes by `gpus_per_node`, too.
+        """
+        return self.has_ranks_away or 0 < self.args.ranks_per_node < self.num_parts_ranks
 
     @property
     def has_windows(self) -> bool:
@@ -134,6 +149,7 @@ class Engine:
         """
         args, ranks = self.args, self.num_parts_ranks
         parts = layout.parts(self.part_rank, ranks, args.tokens_per_block)
+        wanted = layout.wanted(ranks, args.tokens_per_block)
         namespace = Namespace(
             model=_model_identity(args.model, self.config.connector.model_key),
             quantization=args.quantization,
@@ -157,15 +173,24 @@ class Engine:
             namespace=namespace,
             counters=lambda: self.openings.counted(dict(self.totals), "miss_tokens_not_stored"),
             openings=self.openings,
+            wanted=tuple(wanted[self.part_rank]),
+            num_ranks=ranks,
+            adapters=args.adapters,
         )
         self.link.register(registration)
         self._registration = registration
         self.is_flat = layout.is_flat
-        self.wanted = layout.wanted(ranks, args.tokens_per_block)
+        self.wanted = wanted
         self.windowed = tuple(group.window is not None for group in layout.groups)
         self.part_bytes = parts[0].block_bytes
         self.namespace_digest = namespace.digest()
         return namespace
+
+    def follow(self, replica: str) -> None:
+        """Call the replica as its leader does: the shard has to know which ranks are of one."""
+        if replica != self.replica and self._registration is not None:
+            self.replica = replica
+            self._registration.rename(replica)
 
     def is_being_read(self, request_id: int) -> bool:
         """Whether a save of this rank still reads the request's blocks.
@@ -238,6 +263,17 @@ def release_leases(engine: Engine, arena: Arena, *leases: Lease) -> None:
     with engine.boundary.around("a release"):
         if not arena.release(*leases):
             engine.link.defer(arena, lambda held: held.release(*leases))
+
+
+def release_prefix(engine: Engine, prefix: Prefix) -> None:
+    """End the leases of a prefix; raises nothing."""
+    release_leases(engine, prefix.arena, *prefix.held.leases)
+    release_away(engine, prefix.away)
+
+
+def release_away(engine: Engine, away: Mapping[int, tuple[str, Lease]]) -> None:
+    """Have ranks on other nodes end the leases that were taken in their names."""
+    engine.to_release += [Release(rank, *place) for rank, place in away.items()]
 
 
 def shut_down_at_exit(half: "Closable") -> None:

@@ -72,6 +72,8 @@ class EngineArgs:
     """What changes the checkpoint's own configuration or weights, as one text."""
     attention_backend: str
     engine: str
+    ranks_per_node: int
+    """How many ranks a node has; 0: not said, and all are on one."""
     attention_dp: bool
     """Each rank has a whole KV cache for requests of its own."""
     is_compiled: bool
@@ -115,6 +117,7 @@ def read_engine_args(llm_args: Any) -> EngineArgs:
         overrides=_overrides(llm_args, cache),
         attention_backend=text_of(llm_args, "attn_backend") or "default",
         engine=_engine_version(),
+        ranks_per_node=number_of(llm_args, "gpus_per_node", 0),
         attention_dp=field_of(llm_args, "enable_attention_dp") is True,
         is_compiled=_is_compiled(llm_args),
         windows=_windows(cache),

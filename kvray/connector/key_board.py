@@ -22,6 +22,8 @@ from kvray.store.tables import Array
 
 _BOARD_BYTES = 16 * 2**10
 """Smallest board; one slot is mostly more."""
+_INLINE_MAX = 4096
+"""Keys that travel with a pass; the rest is saved after the next."""
 
 
 class KeyBoard:
@@ -64,6 +66,28 @@ class KeyBoard:
             self.arena.abort(self._reservation)
 
 
+class InlineKeys:
+    """In place of a board, for ranks that do not share the leader's node: the keys travel."""
+
+    def __init__(self) -> None:
+        """Take the keys of a first pass."""
+        self._left = _INLINE_MAX
+
+    def begin_pass(self) -> None:
+        """Take the keys of the pass that is being planned."""
+        self._left = _INLINE_MAX
+
+    @property
+    def room(self) -> int:
+        """How many keys may still travel with this pass."""
+        return self._left
+
+    def publish(self, keys: list[BlockKey]) -> bytes:
+        """Return `keys`, at most `room` of them, end to end."""
+        self._left -= len(keys)
+        return b"".join(keys)
+
+
 def open_board(arena: Arena, *, block_bytes: int) -> KeyBoard | None:
     """Reserve a board among the slots of that size; None if the arena has no room or no time."""
     stride = arena.tables.geometry.stride(block_bytes)
@@ -80,8 +104,11 @@ def read_keys(arena: Arena, board: Board, run: KeyRun) -> list[BlockKey] | None:
     keys_per_slot = len(arena.slot_bytes(board.slots[0])) // KEY_BYTES
     views = _views(arena, board, keys_per_slot, run.start, run.num_keys)
     packed = b"".join(view.tobytes() for view in views)
-    if xxhash.xxh3_64_intdigest(packed) != run.check:
-        return None
+    return unpack_keys(packed) if xxhash.xxh3_64_intdigest(packed) == run.check else None
+
+
+def unpack_keys(packed: bytes) -> list[BlockKey]:
+    """Return the keys that lie end to end in `packed`."""
     return [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
 
 

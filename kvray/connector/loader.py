@@ -14,7 +14,7 @@ from kvray.connector.parking import Parking
 from kvray.connector.pool import Load, Pool
 from kvray.connector.saver import Saver
 from kvray.errors import LeaseExpired
-from kvray.store import Arena
+from kvray.store import Arena, Lease
 
 
 class Loader:
@@ -39,9 +39,9 @@ class Loader:
         """
         left = list(plans)
         try:
-            for arena_id in dict.fromkeys(plan.arena_id for plan in plans):
-                self._load(arena_id, [one for one in plans if one.arena_id == arena_id], stream)
-                left = [one for one in left if one.arena_id != arena_id]
+            for arena_id in dict.fromkeys(self._place(plan)[0] for plan in plans):
+                self._load(arena_id, [one for one in plans if self._is_in(one, arena_id)], stream)
+                left = [one for one in left if not self._is_in(one, arena_id)]
         except BaseException:
             release_plans(self._engine, left)
             raise
@@ -52,7 +52,8 @@ class Loader:
         if arena is None:
             raise LeaseExpired(
                 f"Arena {arena_id}, of which the leader promised blocks, is not attached here;"
-                " every rank must see its leader's arena."
+                " ranks on one node must see one arena, and an engine whose ranks are on several"
+                " nodes needs gpus_per_node."
             )
         loads = {plan.request_id: list(self._loads_of(arena, plan)) for plan in plans}
         flat = [load for each in loads.values() for load in each]
@@ -61,12 +62,12 @@ class Loader:
             if self._pool.is_host:
                 self._check(arena, plan, loads[plan.request_id], verify=engine.verifies_loads)
             engine.totals["loaded_blocks"] += _count(plan)
-        leases = [plan.leases[engine.part_rank] for plan in plans]
+        leases = [self._place(plan)[1] for plan in plans]
         self._saver.finish(ticket, partial(release_leases, engine, arena, *leases))
 
     def _loads_of(self, arena: Arena, plan: LoadPlan) -> Iterator[Load]:
         """Yield what to copy of each part; blocks behind a window have no page."""
-        slots = arena.leased_slots(plan.leases[self._engine.part_rank])
+        slots = arena.leased_slots(self._place(plan)[1])
         places = places_of(self._wanted, plan.leased_blocks, plan.first)
         loads = []
         for part, (_, block, at) in zip(self._parts, places, strict=True):
@@ -80,15 +81,26 @@ class Loader:
 
     def _check(self, arena: Arena, plan: LoadPlan, loads: list[Load], *, verify: bool) -> None:
         chosen = np.concatenate([load.slots for load in loads])
-        arena.check(plan.leases[self._engine.part_rank], chosen, verify=verify)
+        arena.check(self._place(plan)[1], chosen, verify=verify)
+
+    def _place(self, plan: LoadPlan) -> tuple[str, Lease]:
+        return plan.leased.of(self._engine.part_rank)
+
+    def _is_in(self, plan: LoadPlan, arena_id: str) -> bool:
+        return self._place(plan)[0] == arena_id
 
 
 def release_plans(engine: Engine, plans: Sequence[LoadPlan]) -> None:
     """End this rank's leases of loads that will not be made."""
     for plan in plans:
-        arena = engine.link.arena_named(plan.arena_id)
-        if arena is not None:
-            release_leases(engine, arena, plan.leases[engine.part_rank])
+        release_at(engine, *plan.leased.of(engine.part_rank))
+
+
+def release_at(engine: Engine, arena_id: str, lease: Lease) -> None:
+    """End a lease of this rank; one in an arena that is gone has gone with it."""
+    arena = engine.link.arena_named(arena_id)
+    if arena is not None:
+        release_leases(engine, arena, lease)
 
 
 def _count(plan: LoadPlan) -> int:

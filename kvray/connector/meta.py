@@ -2,7 +2,8 @@
 
 Slots and keys do not travel. A rank reads its slots from the lease record that a load names, and
 the keys of a save from the key board (`key_board`); both lie in the node's arena. What is left are
-4 bytes a block and layer group, the page. Classes are tuples because those pickle to the least.
+4 bytes a block and layer group, the page; and 32 a saved block, its key, if ranks are on several
+nodes. Classes are tuples because those pickle to the least.
 """
 
 from typing import NamedTuple
@@ -29,13 +30,32 @@ class Pages(NamedTuple):
         return np.frombuffer(self.packed, dtype="<i4").astype(np.int64)
 
 
+class Leased(NamedTuple):
+    """Where each rank has its lease of a prefix."""
+
+    arena_ids: tuple[str, ...]
+    """Of each rank; only one if all of them are on one node."""
+    leases: tuple[Lease, ...]
+    """One a rank, which reads by its own and releases it."""
+
+    def of(self, rank: int) -> tuple[str, Lease]:
+        """Return the arena and the lease of a rank."""
+        return self.arena_ids[rank if len(self.arena_ids) > 1 else 0], self.leases[rank]
+
+
+class Release(NamedTuple):
+    """A lease that a rank is to end, as nobody will read by it; the leader cannot from its node."""
+
+    rank: int
+    arena_id: str
+    lease: Lease
+
+
 class LoadPlan(NamedTuple):
     """Blocks of one request to be copied from leased slots before the pass."""
 
     request_id: int
-    arena_id: str
-    leases: tuple[Lease, ...]
-    """One a rank, which copies from its own and releases it."""
+    leased: Leased
     leased_blocks: int
     """Blocks of the prefix that is leased, from its root."""
     first: int
@@ -59,8 +79,9 @@ class SavePlan(NamedTuple):
     request_id: int
     depth: int
     """Place of the first block in its prompt."""
-    keys: KeyRun
-    """Of the block before the first, unless that is the prompt's first, and of each block."""
+    keys: KeyRun | bytes
+    """Of the block before the first, unless that is the prompt's first, and of each block; the
+    keys themselves if ranks are on several nodes."""
     pages: tuple[Pages, ...]
     """For each layer group."""
 
@@ -69,8 +90,7 @@ class ParkPlan(NamedTuple):
     """A lease whose blocks every rank makes ready while the request waits."""
 
     request_id: int
-    arena_id: str
-    leases: tuple[Lease, ...]
+    leased: Leased
 
 
 class Board(NamedTuple):
@@ -87,7 +107,10 @@ class ConnectorMeta(NamedTuple):
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
     parks: tuple[ParkPlan, ...] = ()
+    releases: tuple[Release, ...] = ()
     board: Board | None = None
-    """There if there are saves."""
+    """There if saves have their keys on it."""
     is_fenced: bool = False
     """Whether pages that are being saved may be given to others from this pass on."""
+    replica: str = ""
+    """What the leader calls the replica."""

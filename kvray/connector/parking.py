@@ -77,10 +77,11 @@ class Parking:
     def _verify(self, plan: ParkPlan) -> None:
         error: KVRayError | None = None
         try:
-            arena = self._engine.link.arena_named(plan.arena_id)
+            arena_id, lease = plan.leased.of(self._engine.part_rank)
+            arena = self._engine.link.arena_named(arena_id)
             if arena is None:
-                error = CorruptBlock(f"Arena {plan.arena_id} went away while a request was parked.")
-            elif not arena.sound(plan.leases[self._engine.part_rank], slice(None)).all():
+                error = CorruptBlock(f"Arena {arena_id} went away while a request was parked.")
+            elif not arena.sound(lease, slice(None)).all():
                 error = CorruptBlock(
                     f"A block promised to request {plan.request_id} proved corrupt while it was"
                     " parked; set connector.load: sync to have blocks checked before."

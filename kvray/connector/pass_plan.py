@@ -4,12 +4,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvray.connector.engine import Engine, release_leases
-from kvray.connector.key_board import KeyBoard, open_board
-from kvray.connector.matching import lease_exactly
+from kvray.connector.engine import Engine, release_prefix
+from kvray.connector.key_board import InlineKeys, KeyBoard, open_board
 from kvray.connector.meta import ConnectorMeta, LoadPlan, Pages, ParkPlan, SavePlan
 from kvray.connector.promise import Promise
 from kvray.connector.request_state import RequestState
+from kvray.connector.staging import Staging
 from kvray.errors import LeaseExpired
 
 _BOARD_RETRY_S = 0.1
@@ -18,12 +18,14 @@ _BOARD_RETRY_S = 0.1
 class PassPlanner:
     """Plans pass after pass for one engine; used by its executor thread."""
 
-    def __init__(self) -> None:
-        """Start with nothing planned."""
+    def __init__(self, staging: Staging) -> None:
+        """Start with nothing planned; `staging` leases what an engine takes of an offer."""
+        self._staging = staging
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
         self._parks: list[ParkPlan] = []
         self._board: KeyBoard | None = None
+        self._inline = InlineKeys()
         self._retry_at = 0.0
         self._unfenced: set[int] = set()
         """Requests whose pages may still be read, and that were in every pass since."""
@@ -34,13 +36,14 @@ class PassPlanner:
         self._engine = engine
         self._loads, self._saves = [], []
         self._scheduled.clear()
-        if self._board is not None:
-            self._board.begin_pass()
+        for board in (self._board, self._inline):
+            if board is not None:
+                board.begin_pass()
         return self
 
     def park(self, request_id: int, promise: Promise) -> None:
         """Have the blocks of a promise made ready by every rank, from the coming pass on."""
-        self._parks.append(ParkPlan(request_id, promise.arena.arena_id, promise.held.leases))
+        self._parks.append(ParkPlan(request_id, promise.prefix.leased()))
 
     def pin(self, request_id: int) -> None:
         """Note that the engine keeps the pages of a finished request until they were read."""
@@ -63,19 +66,18 @@ class PassPlanner:
                 pages = state.load_pages(promise.first, promise.first + taken)
                 load = LoadPlan(
                     request_id=state.request_id,
-                    arena_id=promise.arena.arena_id,
-                    leases=promise.held.leases,
-                    leased_blocks=promise.held.num_blocks,
+                    leased=promise.prefix.leased(),
+                    leased_blocks=promise.prefix.num_blocks,
                     first=promise.first,
                     pages=tuple(map(Pages.of, pages)),
                 )
         except BaseException:
-            release_leases(engine, promise.arena, *promise.held.leases)
+            release_prefix(engine, promise.prefix)
             raise
         if taken:
             self._loads.append(load)
         else:
-            release_leases(engine, promise.arena, *promise.held.leases)
+            release_prefix(engine, promise.prefix)
         start = report.computed_position
         if not promise.is_parked and is_sure:
             start += taken * tokens_per_block
@@ -96,13 +98,17 @@ class PassPlanner:
             self._unfenced.clear()
         self._unfenced.update(plan.request_id for plan in self._saves)
         parks, self._parks = tuple(self._parks), []
+        releases = tuple(self._engine.to_release)
+        self._engine.to_release.clear()
         return ConnectorMeta(
             namespace=self._engine.namespace_digest,
             loads=tuple(self._loads),
             saves=tuple(self._saves),
             parks=parks,
+            releases=releases,
             board=self._board.place if self._saves and self._board is not None else None,
             is_fenced=is_fenced,
+            replica=self._engine.replica,
         )
 
     def close(self) -> None:
@@ -119,16 +125,16 @@ class PassPlanner:
     def _narrowed(self, state: RequestState, promise: Promise, taken: int) -> Promise:
         """Return a promise whose leases have what the first `taken` blocks of the offer need."""
         end = promise.first + taken
-        if end == promise.held.num_blocks or not self._engine.has_windows:
+        if end == promise.prefix.num_blocks or not self._engine.has_windows:
             return promise
-        held = lease_exactly(self._engine, promise.arena, state.keys_until(end))
-        if held is None:
+        prefix = self._staging.narrowed(self._engine, promise.prefix, state.keys_until(end))
+        if prefix is None:
             raise LeaseExpired(
                 f"The engine took {taken} of {promise.num_blocks} blocks offered for request"
-                f" {state.request_id}, whose last window is not in the arena."
+                f" {state.request_id}, whose last window is not in the tier."
             )
-        release_leases(self._engine, promise.arena, *promise.held.leases)
-        promise.held = held
+        release_prefix(self._engine, promise.prefix)
+        promise.prefix = prefix
         return promise
 
     def _save(self, state: RequestState, computed_tokens: int) -> None:
@@ -156,9 +162,14 @@ class PassPlanner:
         if not first and state.opening:
             self._engine.openings.note_stored(state.opening)
 
-    def _usable_board(self) -> KeyBoard | None:
-        """Return the board in the arena that is there now, opened if it has none yet."""
+    def _usable_board(self) -> KeyBoard | InlineKeys | None:
+        """Return the board in the arena that is there now, opened if it has none yet.
+
+        Ranks on other nodes could not read it, and get the keys themselves.
+        """
         arena = self._engine.link.arena
+        if self._engine.spans_nodes:
+            return None if arena is None else self._inline
         if self._board is not None and self._board.arena is not arena:
             self._board = None  # it went with its arena
         if self._board is None and arena is not None and time.monotonic() >= self._retry_at:

@@ -3,17 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
+from kvray.connector.prefix import Prefix
 from kvray.errors import LeaseExpired
-from kvray.store import Arena, Held
 
 
 @dataclass(slots=True, kw_only=True)
 class Promise:
     """Matched tokens that the leader has offered to the engine and holds in leases."""
 
-    arena: Arena
-    held: Held
-    """The whole prefix, from its root."""
+    prefix: Prefix
+    """The whole of it, from its root."""
     first: int
     """Blocks that the engine had itself."""
     end: int

@@ -8,7 +8,7 @@ right thing left is to stop it.
 import time
 from collections import OrderedDict
 
-from kvray.connector.engine import Engine, release_leases
+from kvray.connector.engine import Engine, release_prefix
 from kvray.connector.promise import Promise
 from kvray.connector.request_state import RequestState
 from kvray.errors import LeaseExpired
@@ -43,8 +43,7 @@ class Promises:
     def release(self, engine: Engine, state: RequestState) -> None:
         """Give up what a request was promised, if it was anything."""
         if state.promise is not None:
-            promise = self.take(engine, state)
-            release_leases(engine, promise.arena, *promise.held.leases)
+            release_prefix(engine, self.take(engine, state).prefix)
 
     def forget(self, request_id: int) -> None:
         """The request has ended, or begins anew: nothing of it is lost any more."""

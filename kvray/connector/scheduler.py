@@ -15,11 +15,10 @@ from kvray.connector.engine import (
     Engine,
     engine_for,
     registered_engine,
-    release_leases,
+    release_prefix,
     shut_down_at_exit,
 )
 from kvray.connector.identity import Identity, identify
-from kvray.connector.matching import match
 from kvray.connector.meta import ConnectorMeta
 from kvray.connector.pass_plan import PassPlanner
 from kvray.connector.prefill_rate import PrefillRate
@@ -57,8 +56,8 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         self._own_engine = self._engine = engine_for(llm_args, self.config_path)
         self._states: OrderedDict[int, RequestState] = OrderedDict()
         self._promises = Promises()
-        self._planner = PassPlanner()
         self._staging = Staging()
+        self._planner = PassPlanner(self._staging)
         self._prefill = PrefillRate()
         self._warned_unaligned = False
         self._is_shut_down = False
@@ -225,24 +224,18 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         self, engine: Engine, state: RequestState, request: Any, keys: list[Any], first: int
     ) -> str:
         """Promise what of `keys` is here after the first `first`; return why not more."""
-        matched, reason = self._staging.extend(
-            engine,
-            state.request_id,
-            keys,
-            first,
-            *match(engine, keys, first),
-            tokens_per_s=self._prefill.tokens_per_s,
+        matched, reason = self._staging.match(
+            engine, state.request_id, keys, first, tokens_per_s=self._prefill.tokens_per_s
         )
         if matched is None:
             return reason
         # A corrupt block, and what follows it, is saved anew when it is computed.
         state.num_found = state.num_saved = matched.end
         if matched.end <= first:
-            release_leases(engine, matched.arena, *matched.held.leases)
+            release_prefix(engine, matched.prefix)
             return reason
         promise = Promise(
-            arena=matched.arena,
-            held=matched.held,
+            prefix=matched.prefix,
             first=first,
             end=matched.end,
             request=request,

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvray.block import BlockKey
 from kvray.connector.base import KvCacheConnectorWorker
 from kvray.connector.cache_layout import CacheLayout, Part
 from kvray.connector.engine import engine_for, shut_down_at_exit
-from kvray.connector.key_board import read_keys
-from kvray.connector.loader import Loader, release_plans
-from kvray.connector.meta import Board, ConnectorMeta, SavePlan
+from kvray.connector.key_board import read_keys, unpack_keys
+from kvray.connector.loader import Loader, release_at, release_plans
+from kvray.connector.meta import Board, ConnectorMeta, KeyRun, SavePlan
 from kvray.connector.parking import Parking
 from kvray.connector.pool import Pool, open_pool
 from kvray.connector.read_layout import layout_of_tensor, read_layout
@@ -100,10 +101,14 @@ class KvRayWorker(KvCacheConnectorWorker):
             return
         was_dropped = self._started is not None and self._started is not self._saved
         self._started, self._jobs = meta, []
+        for release in meta.releases:
+            if release.rank == self._engine.part_rank:
+                release_at(self._engine, release.arena_id, release.lease)
         pool, saver, loader = self._pool, self._saver, self._loader
         if pool is None or saver is None or loader is None or meta.namespace != self._namespace:
             self._refuse(meta)
             return
+        self._engine.follow(meta.replica)
         if meta.is_fenced or was_dropped:
             saver.fence()
             pool.fence(stream)
@@ -111,7 +116,7 @@ class KvRayWorker(KvCacheConnectorWorker):
         for park in meta.parks:
             self._parking.begin(park)
         loader.load(meta.loads, stream)
-        if meta.board is not None:
+        if meta.saves:
             with self._engine.boundary.around("a save"):
                 self._jobs = list(self._jobs_of(pool, meta.saves, meta.board))
 
@@ -218,16 +223,15 @@ class KvRayWorker(KvCacheConnectorWorker):
                 " rank the same engine arguments."
             )
 
-    def _jobs_of(self, pool: Pool, saves: tuple[SavePlan, ...], board: Board) -> Iterator[Job]:
+    def _jobs_of(
+        self, pool: Pool, saves: tuple[SavePlan, ...], board: Board | None
+    ) -> Iterator[Job]:
         """Yield a job for each run of blocks of each part that this rank stores."""
-        arena = self._engine.link.arena_named(board.arena_id)
-        if arena is None:
-            return
         stored = [part for part in self._parts if part.is_stored_here]
         for plan in saves if stored else ():
-            keys = read_keys(arena, board, plan.keys)
+            keys = self._keys_of(plan.keys, board)
             if keys is None:
-                self._engine.totals["dropped_blocks"] += plan.keys.num_keys
+                self._engine.totals["dropped_blocks"] += len(plan.pages[0].packed) // 4
                 continue
             before = len(keys) - len(plan.pages[0].packed) // 4
             for part in stored:
@@ -243,6 +247,13 @@ class KvRayWorker(KvCacheConnectorWorker):
                         depth=plan.depth + start,
                         pages=pages[start:stop],
                     )
+
+    def _keys_of(self, keys: KeyRun | bytes, board: Board | None) -> list[BlockKey] | None:
+        """Return the keys of a save; None if they are nowhere any more."""
+        if isinstance(keys, bytes):
+            return unpack_keys(keys)
+        arena = None if board is None else self._engine.link.arena_named(board.arena_id)
+        return None if arena is None or board is None else read_keys(arena, board, keys)
 
     def _close_pool(self) -> None:
         if self._saver is not None:

@@ -13,7 +13,7 @@ BLOCK = 4
 
 
 def promise_of(*, first: int = 2, blocks: int = 5, **fields: Any) -> Promise:
-    plain = {"arena": None, "held": None, "request": None}
+    plain = {"prefix": None, "request": None}
     return Promise(first=first, end=first + blocks, **{**plain, **fields})
 
 

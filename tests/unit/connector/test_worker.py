@@ -107,7 +107,7 @@ def test_every_lease_is_released_when_a_load_fails(warm: Pair) -> None:
         reports.append(RequestData(request.request_id, list(PROMPT), ids, 0, 1))
     meta = warm.scheduler.build_connector_meta(SchedulerOutput(new_requests=reports))
     assert len(meta.loads) == 3
-    arena_of(warm).release(meta.loads[1].leases[0])
+    arena_of(warm).release(meta.loads[1].leased.leases[0])
     warm.worker.bind_connector_meta(meta)
     with pytest.raises(LeaseExpired):
         warm.worker.start_load_kv(None)
