@@ -21,7 +21,10 @@ def prompt_keys(
     lora: str | None = None,
     media: Sequence[tuple[int, bytes]] = (),
 ) -> list[BlockKey]:
-    """Return the keys of the blocks of a prompt that may be promised: all but its last token's.
+    """Return the keys of a prompt's full blocks.
+
+    Its engine computes the last token itself, so it has no use for a block that ends with it; but
+    a prompt may be the beginning of others.
 
     Args:
         reader: a rank of the replica that the prompt is for.
@@ -37,10 +40,9 @@ def prompt_keys(
     """
     if len(tokens) % 4:
         raise ConfigError(f"{len(tokens)} bytes are no whole number of token ids of 4 bytes.")
-    ids = np.frombuffer(tokens, dtype="<i4")[:-1]
     adapter = None if lora is None else _adapter(reader, lora)
     return chain_keys(
-        ids,
+        np.frombuffer(tokens, dtype="<i4"),
         tokens_per_block=reader.tokens_per_block,
         seed=request_seed(reader.namespace.digest(), salt=salt, lora=adapter),
         media=[MediaItem(position=position, digest=digest) for position, digest in media],

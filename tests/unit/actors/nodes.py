@@ -142,8 +142,9 @@ class Nodes:
         assert method == "fetch", (actor, method)
         return await self.fetch(self.by_name[actor.rpartition("-")[2]], *args)
 
-    def locate(self, keys: bytes) -> list[Run]:
+    def locate(self, *pieces: bytes) -> list[Run]:
         """Answer as the lookup does."""
+        keys = b"".join(pieces)
         blocks = [BlockKey(keys[at : at + 32]) for at in range(0, len(keys), 32)]
         masks = {}
         for node in self.by_name.values():

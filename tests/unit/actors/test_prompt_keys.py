@@ -9,7 +9,7 @@ import pytest
 from kvray.actors.prompt_keys import prompt_keys
 from kvray.actors.replicas import Reader
 from kvray.connector.adapters import Adapters
-from kvray.connector.request_state import RequestState, promised_blocks_max
+from kvray.connector.request_state import RequestState
 from kvray.errors import ConfigError
 from kvray.keys import MediaItem, request_seed
 from tests.unit.actors.small_shard import NAMESPACE
@@ -30,12 +30,11 @@ def of_the_connector(tokens: list[int], **identity: object) -> list[bytes]:
         tokens_per_block=NAMESPACE.tokens_per_block,
         media=media,  # type: ignore[arg-type]
     )
-    keys = state.prompt_keys(list(tokens))
-    return list(keys[: promised_blocks_max(len(tokens), NAMESPACE.tokens_per_block)])
+    return list(state.prompt_keys(list(tokens)))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 65, 199])
-def test_keys_end_where_the_promise_may(num_tokens: int) -> None:
+def test_every_full_block_has_the_key_that_its_engine_gives_it(num_tokens: int) -> None:
     tokens = TOKENS[:num_tokens]
     assert prompt_keys(READER, packed(tokens)) == of_the_connector(tokens)
 
