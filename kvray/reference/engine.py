@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -71,6 +71,9 @@ class ReferenceEngine:
             round-robin, over whole weights (TensorRT-LLM keeps a dense MLP whole then, too).
         collective_timeout_s: how late one rank may be before all others fail.
         runtime: the line of TensorRT-LLM to follow where they differ, `1.2` or `main`.
+        ranks_per_node: how many ranks a node has, as the connector is told; None: not said.
+        rank_env: for each rank from 1 on its variables besides those of this process, such as
+            those that lead to another node's tier.
 
     Raises:
         ConfigError: an argument, the model or the connector cannot be used.
@@ -98,6 +101,8 @@ class ReferenceEngine:
         enable_attention_dp: bool = False,
         collective_timeout_s: float = 60.0,
         runtime: str = "1.2",
+        ranks_per_node: int | None = None,
+        rank_env: Sequence[Mapping[str, str]] = (),
     ) -> None:
         options = EngineOptions(
             model=model,
@@ -118,6 +123,8 @@ class ReferenceEngine:
             enable_attention_dp=enable_attention_dp,
             collective_timeout_s=collective_timeout_s,
             runtime=runtime,
+            ranks_per_node=ranks_per_node,
+            rank_env=rank_env,
         )
         self._request_ids = itertools.count(1)
         self._ids_lock = threading.Lock()

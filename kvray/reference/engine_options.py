@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ class EngineOptions:
     enable_attention_dp: bool
     collective_timeout_s: float
     runtime: str
+    ranks_per_node: int | None
+    rank_env: Sequence[Mapping[str, str]]
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_block", "num_blocks", "max_batch_size", "num_threads"):
@@ -57,6 +60,13 @@ class EngineOptions:
             raise ConfigError(
                 f"collective_timeout_s is {self.collective_timeout_s}; it must be at least "
                 f"{COLLECTIVE_TIMEOUT_MIN_S}, as an idle engine's ranks meet once a second."
+            )
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ConfigError(f"ranks_per_node is {self.ranks_per_node}; it must be at least 1.")
+        if self.rank_env and len(self.rank_env) != self.tensor_parallel_size - 1:
+            raise ConfigError(
+                f"rank_env has variables for {len(self.rank_env)} ranks; give them for each of the"
+                f" {self.tensor_parallel_size - 1} from rank 1 on."
             )
         if self.runtime not in RUNTIMES:
             raise ConfigError(f"runtime is {self.runtime!r}; give one of {', '.join(RUNTIMES)}.")

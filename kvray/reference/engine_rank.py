@@ -94,6 +94,7 @@ def _llm_args(options: EngineOptions, ranks: Ranks, model: str) -> LlmArgs:
     return LlmArgs(
         model=model,
         tensor_parallel_size=ranks.size,
+        gpus_per_node=options.ranks_per_node,
         enable_attention_dp=options.enable_attention_dp,
         parallel_config=ParallelConfig(mapping=mapping),
         enable_chunked_prefill=options.enable_chunked_prefill,

@@ -64,6 +64,7 @@ class LlmArgs:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
+    gpus_per_node: int | None = None
     enable_attention_dp: bool = False
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     max_beam_width: int = 1

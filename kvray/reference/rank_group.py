@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,8 @@ class RankGroup:
         group = cls(children)
         try:
             for rank in range(1, options.tensor_parallel_size):
-                children.append(_RankProcess(rank))
+                env = options.rank_env[rank - 1] if options.rank_env else {}
+                children.append(_RankProcess(rank, env))
             for child in children:
                 child.send(_task(options, child.rank, directory))
             for child in children:
@@ -127,9 +128,9 @@ def _task(options: EngineOptions, rank: int, directory: Path) -> dict[str, Any]:
 class _RankProcess:
     """One child, from its start to its end."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, env: Mapping[str, str]) -> None:
         self.rank = rank
-        self._process, self._pipe = spawn_child(_CHILD_MODULE, output=_STDERR)
+        self._process, self._pipe = spawn_child(_CHILD_MODULE, output=_STDERR, env=env)
 
     @property
     def pid(self) -> int:
