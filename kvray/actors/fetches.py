@@ -142,7 +142,10 @@ class Fetches:
         self._doubts = doubts
         self._peer = peer
         self._settings = settings
-        self._flight = _Flight(settings.bytes_in_flight)
+        self._flights = {
+            name: _Flight(min(settings.bytes_in_flight, one.bytes_max or settings.bytes_in_flight))
+            for name, one in transports.items()
+        }
         self._lock = threading.Lock()
         self.num_bytes = 0
         self.num_blocks = 0
@@ -256,13 +259,16 @@ class Fetches:
 
     def _move(self, source: _Source, deadline: float) -> None:
         """One lane: move pieces of a source until there are none left, or one failed."""
+        if source.offer is None:
+            return
+        flight = self._flights[source.offer.transport]
         while True:
             with source.lock:
                 if not source.pieces or source.error is not None:
                     return
                 piece = source.pieces.popleft()
             try:
-                self._flight.enter(piece.num_bytes, deadline)
+                flight.enter(piece.num_bytes, deadline)
             except KVRayError as error:
                 self._abort([piece])
                 source.fail(error)
@@ -272,7 +278,7 @@ class Fetches:
             except KVRayError as error:
                 source.fail(error)
             finally:
-                self._flight.leave(piece.num_bytes)
+                flight.leave(piece.num_bytes)
 
     def _carry(self, source: _Source, piece: _Piece, deadline: float) -> None:
         """Have one piece sent and committed, or leave its slots to whom they are safe with."""

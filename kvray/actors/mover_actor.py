@@ -166,10 +166,16 @@ def mover_settings(config: KVRayConfig) -> MoverSettings:
     )
 
 
-def create_mover(node_id: str, config: KVRayConfig) -> Any:
-    """Return the mover's actor on a node, started if it is not there."""
+def create_mover(node_id: str, config: KVRayConfig, *, name: str | None = None) -> Any:
+    """Return the mover's actor on a node, started if it is not there.
+
+    Args:
+        node_id: Ray's.
+        config: of the tier.
+        name: of the actor; None: the one that the node's shard looks for.
+    """
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
-    name = mover_name(node_id)
+    name = name or mover_name(node_id)
     # Two movers that fetch from each other must never wait for each other.
     groups = {"fetch": config.staging.fetches_max, "serve": _SERVED_MAX}
     return (

@@ -63,6 +63,7 @@ class NixlTransport:
     name = "nixl"
     writes_late = True
     piece_bytes = 16 * 2**20
+    bytes_max: int | None = None
 
     def __init__(self, memory: Array) -> None:
         """Register `memory` with NIXL.

@@ -22,6 +22,7 @@ class ObjectRefTransport:
     name = "object_ref"
     writes_late = False
     piece_bytes = 16 * 2**20
+    bytes_max: int | None = 48 * 2**20  # an object store may have as little as 80 MB
 
     def __init__(self, memory: Array) -> None:
         """Move bytes from and to `memory`.

@@ -25,6 +25,8 @@ class Transport(Protocol):
 
     piece_bytes: int
     """How much one `send` moves best, by measurement."""
+    bytes_max: int | None
+    """How much may be on its way to one end at once; None: as much as one likes."""
 
     @property
     def address(self) -> bytes:

@@ -180,6 +180,36 @@ def lookup(
             found.print_all(Console(highlight=False, width=width))
 
 
+@bench.command()
+def staging(
+    repeat: Annotated[int, typer.Option(min=1, metavar="N", help="Pairs of each measurement.")] = 9,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer blocks and pairs: a look, no measurement.")
+    ] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure how fast blocks come from one node to another, beside the bare transports.
+
+    It starts two Ray nodes of its own on this machine, with an arena of 1 GiB each, and removes
+    them again. It needs NIXL.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        with interrupts.masked():
+            from kvray.cli.bench.staging import NUM_BLOCKS, measure_staging
+        found = measure_staging(
+            num_blocks=NUM_BLOCKS // 8 if quick else NUM_BLOCKS,
+            repeat=min(repeat, 3) if quick else repeat,
+            console=Console(stderr=True, highlight=False),
+            interrupts=interrupts,
+        )
+        if as_json:
+            print(found.to_json())
+        else:
+            width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+            found.print_all(Console(highlight=False, width=width))
+
+
 def _run(
     settings: KVRayConfig,
     *,
