@@ -92,15 +92,22 @@ class CacheLayout:
         """Return how many parts make a block of an engine of `num_ranks` whole."""
         return len(_places(self.groups, num_ranks))
 
-    def parts(self, rank: int, num_ranks: int, tokens_per_block: int) -> tuple[Part, ...]:
-        """Return what `rank` reads of a block, in the order in which its lease has them."""
+    def parts(
+        self, rank: int, num_ranks: int, tokens_per_block: int, *, ranks_per_node: int = 0
+    ) -> tuple[Part, ...]:
+        """Return what `rank` reads of a block, in the order in which its lease has them.
+
+        What is the same on all ranks is stored by the first on each node, of `ranks_per_node`; 0:
+        all are on one.
+        """
         return tuple(
             Part(
                 index=index,
                 group=group,
                 regions=self.groups[group].shared if owner is None else self.groups[group].own,
                 window_blocks=_blocks(self.groups[group].window, tokens_per_block),
-                is_stored_here=owner == rank or (owner is None and rank == 0),
+                is_stored_here=owner == rank
+                or (owner is None and rank % (ranks_per_node or num_ranks) == 0),
             )
             for index, (group, owner) in enumerate(_places(self.groups, num_ranks))
             if owner in (rank, None)

@@ -193,7 +193,10 @@ class KvRayWorker(KvCacheConnectorWorker):
         self._close_pool()
         self._namespace = engine.register(layout).digest()
         self._parts = layout.parts(
-            engine.part_rank, engine.num_parts_ranks, engine.args.tokens_per_block
+            engine.part_rank,
+            engine.num_parts_ranks,
+            engine.args.tokens_per_block,
+            ranks_per_node=engine.args.ranks_per_node,
         )
         self._pool = open_pool(layout, self._parts, has_hooks=not engine.args.is_compiled)
         self._saver = Saver(

@@ -1,11 +1,13 @@
 """An engine with a rank on each of two nodes promises what both have, and each ends its leases."""
 
 import os
+import pickle
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from kvray.node.breaker import Breaker
 from kvray.store import Arena
 from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.pair import BLOCK, Request
+from tests.unit.connector.test_layer_groups import GroupedEngine
+from tests.unit.connector.test_layer_groups import Request as GroupedRequest
 from tests.unit.connector.two_nodes import NAMES, SpreadReplica, TwoNodes
 
 PROMPT = list(range(100, 140))
@@ -296,3 +300,107 @@ def test_the_end_of_an_engine_ends_its_leases_on_every_node(
     stored.query(Request(2, PROMPT))
     stored.close()
     released(nodes)
+
+
+# -- windows and shared bytes ---------------------------------------------------------------------
+
+
+class SpreadGroups:
+    """An engine of two ranks with layer groups, one rank on each node."""
+
+    def __init__(self, nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ranks: list[GroupedEngine] = []
+        for rank, directory in enumerate(nodes.directories):
+            monkeypatch.setenv("KVRAY_ARENA__DIR", str(directory))
+            mapping = SimpleNamespace(rank=rank)
+            parallel = SimpleNamespace(to_mapping=lambda mapping=mapping: mapping)
+            self.ranks.append(
+                GroupedEngine(tensor_parallel_size=2, gpus_per_node=1, parallel_config=parallel)
+            )
+        self.leader, self.follower = self.ranks
+
+    def run(self, request: GroupedRequest, *, taken: int) -> None:
+        meta = pickle.loads(pickle.dumps(self.leader.run(request, taken=taken)))  # noqa: S301
+        worker = self.follower.worker
+        worker.bind_connector_meta(meta)
+        worker.start_load_kv(None)
+        for block in range(taken // BLOCK, len(request.tokens) // BLOCK):
+            self.follower.fill(request, block)
+        worker.wait_for_save(None)
+
+    def store(self, nodes: TwoNodes, *, window_from: int) -> None:
+        """Store the prompt on both nodes, by the pass that gives both ranks one name."""
+        request = GroupedRequest(1, PROMPT)
+        assert self.leader.query(request) == 0
+        self.leader.give_pages(request, window_from=window_from)
+        self.run(request, taken=0)
+        for one in self.ranks:
+            one.flush()
+        engine, lookup = self.leader.worker._engine, nodes.line.lookup
+        wait_for(
+            lambda: (
+                len(lookup.replica(engine.replica, time.monotonic())) == 2 and engine.asks_peers
+            ),
+            "the ranks' registration",
+        )
+
+
+@pytest.fixture
+def groups(nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[SpreadGroups]:
+    made = SpreadGroups(nodes, monkeypatch)
+    yield made
+    for one in made.ranks:
+        one.close()
+    released(nodes)
+
+
+def test_windows_and_what_all_ranks_share_are_loaded_on_every_node(
+    nodes: TwoNodes, groups: SpreadGroups
+) -> None:
+    groups.store(nodes, window_from=0)
+    request = GroupedRequest(2, PROMPT)
+    assert groups.leader.query(request) == NUM_WANTED * BLOCK
+    groups.leader.give_pages(request, window_from=6)
+    groups.run(request, taken=NUM_WANTED * BLOCK)
+    for one in groups.ranks:
+        assert [one.has(request, block)[0] for block in range(9)] == [True] * 9
+        assert [one.has(request, block)[1] for block in range(6, 9)] == [True] * 3
+    released(nodes)
+
+
+def test_a_prefix_counts_only_where_its_last_window_is_on_every_node(
+    nodes: TwoNodes, groups: SpreadGroups
+) -> None:
+    groups.store(nodes, window_from=7)
+    # Of the prompt's 10 blocks the window group has 7, 8 and 9; a prefix of 9 needs 6, 7 and 8.
+    assert groups.leader.query(GroupedRequest(2, PROMPT)) == 0
+    assert groups.leader.query(GroupedRequest(3, [*PROMPT, 1])) == 10 * BLOCK
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4, 8])
+def test_an_offer_with_windows_that_is_taken_in_part_is_leased_anew_on_every_node(
+    nodes: TwoNodes, groups: SpreadGroups, taken: int
+) -> None:
+    groups.store(nodes, window_from=0)
+    request = GroupedRequest(2, PROMPT)
+    assert groups.leader.query(request) == NUM_WANTED * BLOCK
+    groups.leader.give_pages(request)
+    groups.run(request, taken=taken * BLOCK)
+    for one in groups.ranks:
+        assert all(all(one.has(request, block)) for block in range(max(0, taken - 3), 10))
+    groups.leader.scheduler.request_finished(request, [])
+    meta = groups.leader.scheduler.build_connector_meta(SchedulerOutput())
+    groups.follower.worker.bind_connector_meta(meta)
+    groups.follower.worker.start_load_kv(None)
+    released(nodes)
+
+
+def test_a_part_of_an_offer_whose_window_is_nowhere_stops_the_engine(
+    nodes: TwoNodes, groups: SpreadGroups
+) -> None:
+    groups.store(nodes, window_from=7)
+    request = GroupedRequest(2, [*PROMPT, 1])
+    assert groups.leader.query(request) == 10 * BLOCK
+    groups.leader.give_pages(request)
+    with pytest.raises(LeaseExpired, match="last window"):
+        groups.run(request, taken=6 * BLOCK)
