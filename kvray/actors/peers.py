@@ -1,5 +1,6 @@
 """What one shard knows of the others: who may be asked now, how fast they are, how they failed."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from random import Random
@@ -75,12 +76,18 @@ class Peers:
         """
         for source in {span.source for span in order.spans}:
             self._breaker(source).begin(self._now())
-        report: FetchReport = await self.call(
+        report: FetchReport = await self._call_watched(
             mover_of(self.shard), "fetch", order, work_s=order.deadline_s
         )
         for source, one in report.sources.items():
             self._note(source, one)
         return report
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether this node's mover may be called now."""
+        known = self._breakers.get(mover_of(self.shard))
+        return known is None or known.state(self._now()) != "open"
 
     async def homes(self, replica: str) -> Mapping[int, str]:
         """Return rank -> shard for the ranks of `replica`, as the lookup had it lately.
@@ -131,6 +138,30 @@ class Peers:
             raise
         breaker.succeed()
         return answer
+
+    async def _call_watched(self, actor: str, method: str, *args: Any, work_s: float) -> Any:
+        """Call as `call`, but give up as soon as the actor does not answer to a ping.
+
+        Work may take seconds; that the actor is frozen is known after one.
+
+        Raises:
+            ShardUnavailable, KVRayError: see `call`.
+        """
+        work = asyncio.ensure_future(self.call(actor, method, *args, work_s=work_s))
+        try:
+            while not (await asyncio.wait({work}, timeout=self._call_timeout_s / 2))[0]:
+                ping = asyncio.ensure_future(
+                    self._ask(actor, "ping", timeout_s=self._call_timeout_s)
+                )
+                await asyncio.wait({work, ping}, return_when=asyncio.FIRST_COMPLETED)
+                if not ping.done():
+                    ping.cancel()
+                elif (error := ping.exception()) is not None and not work.done():
+                    self._breaker(actor).fail(self._now(), str(error))
+                    raise error
+            return await work
+        finally:
+            work.cancel()
 
     def may_ask(self, shards: Iterable[str], *, without: frozenset[str]) -> dict[str, Peer]:
         """Return what is known of those of `shards` that may be asked for blocks now.

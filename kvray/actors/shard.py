@@ -321,7 +321,7 @@ class Shard:
 
     def _make_stager(self, arena: Arena) -> ReplicaStager:
         settings = self._settings.staging
-        stager = Stager(arena, self._peers, settings, has_others=self._has_others)
+        stager = Stager(arena, self._peers, settings, num_shards=lambda: self._announcer.num_shards)
         return ReplicaStager(arena, stager, self._replicas, self._peers, settings)
 
     def _has_others(self) -> bool:

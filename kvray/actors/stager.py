@@ -94,7 +94,7 @@ class Stager:
         peers: Peers,
         settings: StagingSettings,
         *,
-        has_others: Callable[[], bool],
+        num_shards: Callable[[], int],
     ) -> None:
         """Stage into `arena`.
 
@@ -102,13 +102,14 @@ class Stager:
             arena: the shard's.
             peers: calls the others.
             settings: see there.
-            has_others: tells whether there is a shard on another node.
+            num_shards: tells how many live shards there are, this one included; 0: the lookup
+                does not say.
         """
         self.handovers = Handovers(arena)
         self._arena = arena
         self._peers = peers
         self._settings = settings
-        self._has_others = has_others
+        self._num_shards = num_shards
         self._flights = Flights()
         self._room = asyncio.Semaphore(settings.fetches_max)
         self._stages: set[asyncio.Task[Reason]] = set()
@@ -148,10 +149,8 @@ class Stager:
         )
 
     def num_here(self, prefix: Prefix) -> int:
-        """Return how many leading blocks are here now; 0 if the arena is busy."""
-        wish = prefix.wish
-        here = self._present(prefix, wish)
-        return 0 if here is None else longest_prefix(wish, here)
+        """Return how many leading blocks are here now."""
+        return longest_prefix(prefix.wish, self._present(prefix))
 
     async def lease(self, prefix: Prefix, *, until: float) -> Held | None:
         """Keep what is here of `prefix` for `handover_s`; None if the arena is busy until then."""
@@ -207,14 +206,13 @@ class Stager:
         fruitless = joins = 0
         while fruitless < _FRUITLESS_MAX:
             # From here to the flight's departure nothing is awaited: what is looked up stays so.
-            here = self._present(prefix, wish)
-            if here is None:
-                await asyncio.sleep(_BUSY_S)
-                continue
+            here = self._present(prefix)
             if longest_prefix(wish, here) == wish.num_blocks:
                 return "none"
-            if not self._has_others():
-                return "not_stored"
+            if self._num_shards() <= 1:
+                return "not_stored" if self._num_shards() else "store_down"
+            if not self._peers.can_fetch:
+                return "store_down"
             if runs is None:
                 runs = await self._peers.locate(b"".join(prefix.keys))
                 continue
@@ -233,6 +231,8 @@ class Stager:
                 continue
             flight = self._depart(prefix, plan)
             await flight.ended.wait()
+            if flight.report is None:
+                return "store_down"  # its own mover, who would answer for the others
             if not flight.is_whole:
                 # Who did not give all is not asked again, and the others may have changed too.
                 fruitless += 1
@@ -240,10 +240,9 @@ class Stager:
                 runs = None
         return "too_slow"
 
-    def _present(self, prefix: Prefix, wish: Wish) -> dict[int, Mask] | None:
-        parts = list(wish.block_bytes)
-        masks = self._arena.present(prefix.keys, parts)
-        return None if masks is None else dict(zip(parts, masks, strict=True))
+    def _present(self, prefix: Prefix) -> dict[int, Mask]:
+        parts = list(prefix.block_bytes)
+        return dict(zip(parts, self._arena.present(prefix.keys, parts), strict=True))
 
     def _may_ask(self, runs: Sequence[Run], failed: frozenset[str]) -> dict[str, Peer]:
         return self._peers.may_ask(_others(runs, self._peers.shard), without=failed)
@@ -283,6 +282,8 @@ class Stager:
     def _count(self, flight: Flight) -> None:
         assert flight.report is not None, "it has just come"
         for source in flight.report.sources.values():
+            if not source.num_blocks:
+                continue
             counts = self._by_transport.setdefault(source.transport, Counter())
             counts["blocks"] += source.num_blocks
             counts["bytes"] += source.num_bytes
@@ -298,8 +299,7 @@ def _others(runs: Sequence[Run], own: str) -> set[str]:
 
 def _lacking(flight: Flight) -> frozenset[str]:
     """Return the movers that have not given all that was asked of them."""
-    if flight.report is None:
-        return frozenset(mover_of(piece.shard) for piece in flight.pieces)
+    assert flight.report is not None, "it has come"
     return frozenset(
         mover_of(piece.shard)
         for piece, here in zip(flight.pieces, flight.report.here, strict=False)

@@ -17,10 +17,13 @@ Reason = Literal["none", "not_stored", "too_slow", "cheaper_to_recompute", "stor
 
 CHUNK_BLOCKS = 64
 """A run this long comes from one shard; a longer one is dealt out to all that have it."""
-_ENDS_MAX = 32
+_ENDS_MAX = 8
 """Ends of a prefix whose costs are compared."""
 _UNMEASURED_BYTES_PER_S = 10e9
 """More than any node was seen to give: what was not measured is tried."""
+
+_Stops = dict[int, dict[str, npt.NDArray[np.int64]]]
+"""Part -> shard -> for each block, where the run of blocks that the shard has ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +95,12 @@ def plan_staging(
     begin = int(_ends(wish, here)[-1])
     ends = _ends(wish, everywhere)
     reach = int(ends[-1])
+    stops: _Stops = {}
+    for shard, parts in held.items():
+        for part, mask in parts.items():
+            stops.setdefault(part, {})[shard] = _stops(mask)
     plans = (
-        _plan_until(wish, end, here, held, peers)
+        _plan_until(wish, end, here, stops, peers)
         for end in _candidates(ends[ends > begin], runs, wish.seconds_per_block > 0)
     )
     best = max(
@@ -129,19 +136,25 @@ def _ends(wish: Wish, here: Mapping[int, Mask]) -> npt.NDArray[np.int64]:
 
 def _held(wish: Wish, runs: Sequence[Run], peers: Mapping[str, Peer]) -> dict[str, dict[int, Mask]]:
     """Return shard -> part -> which blocks it has, of the parts that are wanted."""
-    held: dict[str, dict[int, Mask]] = {}
-    parts = {one.part for one in wish.wanted}
-    start = 0
-    for stop, holders in runs:
+    stops = [min(stop, wish.num_blocks) for stop, _ in runs]
+    lengths = np.diff([0, *stops])
+    masks: dict[str, list[int]] = {}
+    for place, (_, holders) in enumerate(runs):
         for shard, bits in holders.items():
             if shard in peers:
-                for part in parts:
-                    if bits >> part & 1:
-                        masks = held.setdefault(shard, {})
-                        if part not in masks:
-                            masks[part] = np.zeros(wish.num_blocks, dtype=bool)
-                        masks[part][start:stop] = True
-        start = stop
+                masks.setdefault(shard, [0] * len(runs))[place] = bits
+    held: dict[str, dict[int, Mask]] = {}
+    for shard, by_run in masks.items():
+        # There are few different masks, however many runs.
+        different = sorted(set(by_run))
+        numbers = {bits: number for number, bits in enumerate(different)}
+        of_block = np.repeat([numbers[bits] for bits in by_run], lengths)
+        for part in {one.part for one in wish.wanted}:
+            has = np.array([bits >> part & 1 == 1 for bits in different])
+            if has.any():
+                mask = np.zeros(wish.num_blocks, dtype=bool)
+                mask[: len(of_block)] = has[of_block]
+                held.setdefault(shard, {})[part] = mask
     return held
 
 
@@ -168,11 +181,11 @@ def _plan_until(
     wish: Wish,
     end: int,
     here: Mapping[int, Mask],
-    held: Mapping[str, Mapping[int, Mask]],
+    stops: _Stops,
     peers: Mapping[str, Peer],
 ) -> StagingPlan:
     """Return the plan that makes the first `end` blocks whole; all of them are somewhere."""
-    deal = _Deal(wish, held, peers)
+    deal = _Deal(wish, stops, peers)
     missing = sorted(
         (start, part, stop)
         for part, first in _first_needed(wish, end).items()
@@ -202,17 +215,11 @@ def _gaps(here: Mask, start: int, stop: int) -> Iterator[tuple[int, int]]:
 class _Deal:
     """Deals blocks out to the shards that have them; what a shard was dealt counts against it."""
 
-    def __init__(
-        self, wish: Wish, held: Mapping[str, Mapping[int, Mask]], peers: Mapping[str, Peer]
-    ) -> None:
+    def __init__(self, wish: Wish, stops: _Stops, peers: Mapping[str, Peer]) -> None:
         self._wish = wish
+        self._stops = stops
         self._peers = peers
         self._dealt: dict[str, int] = {}
-        # For each block where the run of blocks that a shard has ends.
-        self._stops: dict[int, dict[str, npt.NDArray[np.int64]]] = {}
-        for shard, parts in held.items():
-            for part, mask in parts.items():
-                self._stops.setdefault(part, {})[shard] = _stops(mask)
 
     def pieces(self, part: int, start: int, stop: int) -> list[Piece]:
         """Return who gives blocks `start` to `stop` of `part`."""

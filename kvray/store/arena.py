@@ -279,13 +279,14 @@ class Arena:
                 return None
             return lease.match(self.tables, packed, _all_parts(num_parts))[0]
 
-    def present(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> list[Array] | None:
-        """Return which of `keys` are here now, as one mask a part; None if the arena was busy."""
+    def present(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> list[Array]:
+        """Return which of `keys` are here now, as one mask a part.
+
+        Read without the lock, so that nobody waits for a long prompt: what changes meanwhile may
+        be told wrongly, and only a lease says what stays.
+        """
         packed = key_index.pack_keys(keys)
-        with self.section(self.lock_wait_s) as entered:
-            if not entered or self.retired:
-                return None
-            return [lease.present(self.tables, packed, part) for part in parts]
+        return [lease.present(self.tables, packed, part) for part in parts]
 
     def release(self, *leases: Lease, wait_s: float | None = None) -> bool:
         """End leases, of whichever process of this node; False if busy: retry."""

@@ -87,17 +87,17 @@ class Nodes:
         name: str = "a",
         *,
         settings: StagingSettings = SETTINGS,
-        has_others: bool = True,
+        num_shards: int = 2,
     ) -> Stager:
         node = self.by_name[name]
         peers = Peers(node.shard, self.ask, call_timeout_s=settings.call_timeout_s)
-        return Stager(node.arena, peers, settings, has_others=lambda: has_others)
+        return Stager(node.arena, peers, settings, num_shards=lambda: num_shards)
 
     def replica_stager(self, name: str, ranks: Mapping[int, Reader]) -> ReplicaStager:
         """Return what stages at a node, where those ranks of the replica `r` are registered."""
         node, replicas = self.by_name[name], Replicas()
         peers = Peers(node.shard, self.ask, call_timeout_s=SETTINGS.call_timeout_s)
-        stager = Stager(node.arena, peers, SETTINGS, has_others=lambda: True)
+        stager = Stager(node.arena, peers, SETTINGS, num_shards=lambda: 2)
         for rank, reader in ranks.items():
             replicas.register(rank, "r", rank, reader)
         made = ReplicaStager(node.arena, stager, replicas, peers, SETTINGS)
@@ -131,6 +131,8 @@ class Nodes:
         if (other := self.others.get(f"{actor}.{method}")) is not None:
             answer = other(*args)
             return await answer if asyncio.iscoroutine(answer) else answer
+        if method == "ping":
+            return None
         if method == "locate":
             return self.locate(*args)
         if method == "replica":
@@ -149,7 +151,6 @@ class Nodes:
         masks = {}
         for node in self.by_name.values():
             present = node.mover.present(blocks, range(8))
-            assert present is not None
             masks[node.shard] = sum(mask.astype(int) << part for part, mask in enumerate(present))
         runs: list[Run] = []
         for block in range(len(blocks)):

@@ -227,7 +227,6 @@ def test_a_prefetch_tells_what_it_has_brought_for_all_ranks(play: Callable[[Scen
         found = await pair.leader.prefetch("r", 0, PACKED)
         assert found == {"num_blocks": 12, "num_staged": 8, "reason": "not_stored"}
         present = pair.nodes["b"].arena.present(KEYS, [1])
-        assert present is not None
         assert present[0].sum() == 12
         assert pair.leased(1) == 0
 

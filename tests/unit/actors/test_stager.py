@@ -87,7 +87,7 @@ def test_alone_nobody_is_called(play: Callable[..., None]) -> None:
         assert staged == Staged(num_blocks=0, reason="not_stored")
         assert nodes.calls == []
 
-    play(scene, has_others=False)
+    play(scene, num_shards=1)
 
 
 def test_of_a_part_with_a_window_only_its_end_comes(play: Callable[..., None]) -> None:
@@ -97,7 +97,6 @@ def test_of_a_part_with_a_window_only_its_end_comes(play: Callable[..., None]) -
         asked = prefix_of(KEYS, Wanted(0), Wanted(1, 4))
         assert (await stager.stage(asked, wait_s=5)).num_blocks == 20
         present = nodes["a"].arena.present(KEYS, [0, 1])
-        assert present is not None
         assert [int(mask.sum()) for mask in present] == [20, 4]
 
     play(scene)
@@ -366,10 +365,37 @@ def test_a_mover_of_its_own_that_is_gone_makes_a_shorter_hit(play: Callable[...,
         store(nodes["b"].arena, KEYS)
         nodes.gone.add("kvray-mover-a")
         staged = await stager.stage(prefix_of(KEYS), wait_s=5)
-        assert staged.num_blocks == 0
-        assert staged.reason in ("too_slow", "store_down")
+        assert staged == Staged(num_blocks=0, reason="store_down")
+        calls = len(nodes.calls)
+        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).reason == "store_down"
+        assert len(nodes.calls) == calls
 
     play(scene)
+
+
+def test_a_mover_of_its_own_that_is_frozen_is_found_out_long_before_the_deadline(
+    play: Callable[..., None],
+) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        nodes.frozen.add("kvray-mover-a")
+        began = time.monotonic()
+        staged = await stager.stage(prefix_of(KEYS), wait_s=60)
+        assert staged == Staged(num_blocks=0, reason="store_down")
+        assert time.monotonic() - began < 5
+        assert ("kvray-mover-a", "ping") in nodes.calls
+
+    play(scene, settings=replace(SETTINGS, deadline_s=60.0))
+
+
+def test_without_a_lookup_that_knows_the_others_the_store_is_down(
+    play: Callable[..., None],
+) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
+        assert staged == Staged(num_blocks=0, reason="store_down")
+
+    play(scene, num_shards=0)
 
 
 def test_an_index_out_of_date_ends_in_a_miss(play: Callable[..., None]) -> None:

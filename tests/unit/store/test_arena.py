@@ -504,6 +504,5 @@ def test_what_is_present_is_told_part_by_part(arena: Arena) -> None:
     assert reserved is not None
     assert len(reserved.slots) == 2
     masks = arena.present(KEYS, [0, 1])
-    assert masks is not None
     assert [np.flatnonzero(mask).tolist() for mask in masks] == [[0, 1, 2, 3, 4, 5], [2, 3]]
     assert arena.abort(reserved)
