@@ -64,18 +64,23 @@ def choose(
     for node, mover in ((source, sender), (target, receiver)):
         if mover["state"] != "serving":
             return None, f"the mover of {node} is {mover['state']}: {mover.get('message', '')}"
-    passed: list[str] = []
+    lacking: list[str] = []
+    common: list[str] = []
     for name, mine in receiver["transports"].items():
         theirs = sender["transports"].get(name, {"available": False, "reason": "not configured"})
-        lacking = [
+        missing = [
             f"{node} has no {name}: {end['reason']}"
             for node, end in ((source, theirs), (target, mine))
             if not end["available"]
         ]
-        if not lacking:
-            return name, "; ".join(passed) or _best(name, mine, theirs)
-        passed += lacking
-    return None, "; ".join(passed) or "no transport is configured"
+        lacking += missing
+        if not missing:
+            common.append(name)
+    if not common:
+        return None, "; ".join(lacking) or "no transport is configured"
+    name = common[0]
+    ends = receiver["transports"][name], sender["transports"][name]
+    return name, "; ".join(lacking) or _best(name, *ends)
 
 
 def ways_table(made: list[Way]) -> Table:
