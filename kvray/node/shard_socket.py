@@ -84,10 +84,14 @@ class ShardSocket:
 
 
 def _receive(peer: socket.socket, size: int, deadline: float) -> bytes:
+    """Return so many bytes; what is there at the deadline counts, however late we look."""
     received = bytearray()
     while len(received) < size:
-        peer.settimeout(_left(deadline))
-        chunk = peer.recv(size - len(received))
+        peer.settimeout(max(deadline - time.monotonic(), 0.0))
+        try:
+            chunk = peer.recv(size - len(received))
+        except BlockingIOError:
+            raise TimeoutError("deadline") from None
         if not chunk:
             raise ConnectionResetError("it hung up")
         received += chunk

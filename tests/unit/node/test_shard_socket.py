@@ -11,6 +11,7 @@ import pytest
 
 from kvray import wire
 from kvray.errors import ShardUnavailable, TransferError
+from kvray.node import shard_socket as shard_socket_module
 from kvray.node.shard_socket import ShardSocket
 from tests.unit.node.conftest import StartShard
 from tests.unit.node.peer import Peer, echo, request_on
@@ -76,6 +77,28 @@ def test_an_answer_that_trickles_in_does_not_extend_the_deadline(
     with pytest.raises(ShardUnavailable):
         shard_socket.call("hello", timeout_s=0.3)
     assert time.monotonic() - began < 1
+
+
+def test_an_answer_that_came_in_time_counts_though_nobody_looked_before_the_deadline(
+    peer: Peer, shard_socket: ShardSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that asked may get no core until its deadline is over."""
+    answered = threading.Event()
+
+    def answer(connection: socket.socket) -> None:
+        connection.sendall(wire.encode({"ok": True, "n": request_on(connection)["n"]}))
+        answered.set()
+        request_on(connection)
+
+    def look_late(*args: object) -> bytes:
+        assert answered.wait(5)
+        time.sleep(0.3)
+        return receive(*args)
+
+    receive = shard_socket_module._receive
+    monkeypatch.setattr(shard_socket_module, "_receive", look_late)
+    peer.scripts = [answer]
+    assert shard_socket.call("echo", timeout_s=0.2, n=1)["n"] == 1
 
 
 def test_a_late_reply_is_never_taken_for_the_next_one(
