@@ -96,5 +96,9 @@ class EngineRequests:
         keys: bytes,
         wait_s: float,
         tokens_per_s: float = 0.0,
+        token: str = "",
+        unread: Sequence[str] = (),
     ) -> dict[str, Any]:
-        return await self._stager().stage(replica, rank, keys, wait_s, tokens_per_s)
+        return await self._stager().stage(
+            replica, rank, keys, wait_s, tokens_per_s, token=token, unread=unread
+        )

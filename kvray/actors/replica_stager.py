@@ -25,6 +25,7 @@ from kvray.store import Arena
 
 _log = logging.getLogger("kvray.shard")
 
+_TOKENS_MAX = 64
 _LEASING_SHARE = 0.3
 """Of the wait, what is kept for the second round of calls to other shards."""
 _ORDER = ("store_down", "too_slow", "cheaper_to_recompute", "not_stored", "none")
@@ -51,9 +52,26 @@ class ReplicaStager:
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def stage(
-        self, replica: str, rank: int, keys: bytes, wait_s: float, tokens_per_s: float = 0.0
+        self,
+        replica: str,
+        rank: int,
+        keys: bytes,
+        wait_s: float,
+        tokens_per_s: float = 0.0,
+        *,
+        token: str = "",
+        unread: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Answer an engine's `stage`: what of `keys` is here for all ranks after `wait_s` at most.
+
+        Args:
+            replica: who asks.
+            rank: likewise.
+            keys: end to end, of a prompt's blocks from its root.
+            wait_s: longest time that it takes.
+            tokens_per_s: what computing the blocks would come to; 0: not known.
+            token: names the leases of ranks on other nodes; empty: one is made up.
+            unread: tokens of calls whose answers did not arrive; their leases are ended.
 
         Returns:
             num_blocks, reason, and for ranks on other nodes their leases: rank -> [arena_id,
@@ -71,6 +89,8 @@ class ReplicaStager:
             raise ConfigError(f"Rank {rank} of {replica!r:.80} has not registered here.")
         ranks = leader.ranks(rank)
         is_alone = len(self._replicas.readers(replica, ranks)) == len(ranks)
+        if unread and not is_alone:
+            self._in_background(self._release_unread(replica, _tokens(unread)))
         staged_until = until if is_alone else until - (until - began) * _LEASING_SHARE
         staged, elsewhere = await self._stage_all(
             replica, ranks, blocks, tokens_per_s, staged_until
@@ -82,7 +102,8 @@ class ReplicaStager:
         }
         if elsewhere and staged.num_blocks:
             keys = keys[: staged.num_blocks * KEY_BYTES]
-            leases = await self._lease_there(replica, elsewhere, keys, until)
+            (token,) = _tokens([token or secrets.token_hex(16)])
+            leases = await self._lease_there(replica, elsewhere, keys, until, token)
             if leases is None:
                 return {"num_blocks": 0, "reason": "too_slow", "leases": {}}
             answer["leases"] = leases
@@ -236,13 +257,17 @@ class ReplicaStager:
         return Staged(num_blocks=0, reason="too_slow") if staged is None else Staged(**staged)
 
     async def _lease_there(
-        self, replica: str, elsewhere: Mapping[str, list[int]], keys: bytes, until: float
+        self,
+        replica: str,
+        elsewhere: Mapping[str, list[int]],
+        keys: bytes,
+        until: float,
+        token: str,
     ) -> dict[int, list[Any]] | None:
         """Have other shards lease exactly `keys` for their ranks; None unless all did in time.
 
         What was leased, or may have been, by a call whose answer is lost is released by its token.
         """
-        token = secrets.token_hex(16)
         answers = await asyncio.gather(
             *(
                 self._within(
@@ -264,6 +289,17 @@ class ReplicaStager:
         for shard in elsewhere:
             self._in_background(self._release_there(shard, token))
         return None
+
+    async def _release_unread(self, replica: str, tokens: Sequence[str]) -> None:
+        """Have the other shards of a replica release what its leader was never told of."""
+        try:
+            homes = await self._peers.homes(replica)
+        except KVRayError as error:
+            _log.warning("%s: leases could not be released: %s", self._peers.shard, error)
+            return
+        for shard in set(homes.values()) - {self._peers.shard}:
+            for token in tokens:
+                await self._release_there(shard, token)
 
     async def _release_there(self, shard: str, token: str) -> None:
         """Have a shard release what it leased under `token`, or will; tried for some seconds."""
@@ -332,6 +368,16 @@ def keys_of(keys: object) -> list[BlockKey]:
     if not isinstance(keys, bytes) or not keys or len(keys) % KEY_BYTES:
         raise ConfigError(f"keys are bytes, {KEY_BYTES} for each block and at least one.")
     return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+
+
+def _tokens(tokens: object) -> list[str]:
+    if (
+        not isinstance(tokens, list | tuple)
+        or len(tokens) > _TOKENS_MAX
+        or not all(isinstance(one, str) and 0 < len(one) <= _TOKENS_MAX for one in tokens)
+    ):
+        raise ConfigError(f"Tokens are at most {_TOKENS_MAX} texts, and no longer each.")
+    return list(tokens)
 
 
 def _seconds(value: object, name: str, *, longest: float) -> float:

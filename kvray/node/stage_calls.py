@@ -5,7 +5,9 @@ wait that is asked for: what is late belongs to a connection that is closed by t
 """
 
 import os
+import secrets
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,7 @@ _WAY_SHARE = 0.2
 """Of the wait, what is for the way there and back; the shard may take the rest."""
 _KEYS_MAX = 65_536
 """Blocks of a prompt that are asked for; more would fill a frame."""
+_UNREAD_MAX = 64
 _OF_ANOTHER_KIND = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
 """What reading an answer raises that has not the fields of one."""
 
@@ -50,6 +53,10 @@ class StageCalls:
         """Ask the shard whose arena lies in `directory`."""
         self._socket = ShardSocket(directory)
         self._breaker = Breaker(seed=os.getpid())
+        self._name = secrets.token_hex(8)
+        self._num_calls = 0
+        self._unread: deque[str] = deque(maxlen=_UNREAD_MAX)
+        """Tokens of calls whose answers did not arrive: ranks on other nodes may have leases."""
 
     @property
     def can_ask(self) -> bool:
@@ -76,6 +83,9 @@ class StageCalls:
         """
         began = time.monotonic()
         asked = keys[:_KEYS_MAX]
+        self._num_calls += 1
+        token = f"{self._name}-{self._num_calls}"
+        unread = list(self._unread)
         try:
             reply = self._socket.call(
                 "stage",
@@ -85,16 +95,20 @@ class StageCalls:
                 keys=b"".join(asked),
                 wait_s=wait_s - min(wait_s / 2, max(_WAY_S, wait_s * _WAY_SHARE)),
                 tokens_per_s=tokens_per_s,
+                token=token,
+                unread=unread,
             )
             staged = _read(reply, num_keys=len(asked))
         except (KVRayError, *_OF_ANOTHER_KIND):
             is_late = time.monotonic() - began >= wait_s
+            self._unread.append(token)
             self._breaker.fail(time.monotonic())
             return Staged(num_blocks=0, reason=TOO_SLOW if is_late else STORE_DOWN)
         if staged.reason == STORE_DOWN:
             self._breaker.fail(time.monotonic())  # it answers, but cannot find out either
         else:
             self._breaker.succeed()
+            self._unread.clear()
         return staged
 
     def close(self) -> None:

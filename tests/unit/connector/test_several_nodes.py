@@ -245,6 +245,21 @@ def test_a_defect_while_the_leader_leases_gives_the_other_leases_back(
     released(nodes)
 
 
+def test_leases_whose_answer_was_lost_are_ended_with_the_next_call(
+    nodes: TwoNodes, stored: SpreadReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: object, **__: object) -> None:
+        raise ValueError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvray.node.stage_calls._read", lose)
+        assert stored.query(Request(2, PROMPT)) == (0, False)
+    nodes.drop_handovers()
+    assert nodes.leased() == [0, NUM_WANTED]
+    assert stored.query(Request(3, list(range(20)))) == (0, False)
+    released(nodes)
+
+
 def test_a_rank_whose_arena_is_not_the_named_one_stops_the_engine_if_it_counts_on_it(
     nodes: TwoNodes, stored: SpreadReplica, monkeypatch: pytest.MonkeyPatch
 ) -> None:

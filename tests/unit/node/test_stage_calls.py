@@ -67,6 +67,7 @@ def test_the_shard_hears_what_is_wanted_by_whom_and_until_when(
     peer.scripts = [answering({"num_blocks": 4, "reason": "too_slow"}, heard=heard)]
     assert ask(calls) == Staged(num_blocks=4, reason="too_slow")
     assert heard[0].pop("wait_s") < 5.0
+    assert heard[0].pop("token")
     assert heard == [
         {
             "op": "stage",
@@ -74,6 +75,7 @@ def test_the_shard_hears_what_is_wanted_by_whom_and_until_when(
             "rank": 2,
             "keys": b"".join(KEYS),
             "tokens_per_s": 1000.0,
+            "unread": [],
         }
     ]
 
@@ -206,6 +208,28 @@ def test_a_shard_that_cannot_find_out_is_left_alone_too(peer: Peer, calls: Stage
     peer.scripts = [answering({"num_blocks": 0, "reason": "store_down"})]
     assert ask(calls) == GONE
     assert not calls.can_ask
+
+
+def test_the_shard_hears_once_whose_answers_did_not_arrive(
+    peer: Peer, calls: StageCalls, impatient: None
+) -> None:
+    """It may have leased for ranks on other nodes, which nobody would ever release."""
+    released = threading.Event()
+    lost: list[dict[str, Any]] = []
+    heard: list[dict[str, Any]] = []
+
+    def late(connection: socket.socket) -> None:
+        lost.append(request_on(connection))
+        released.wait(5)
+
+    reply = {"num_blocks": 0, "reason": "not_stored"}
+    peer.scripts = [late, answering(reply, reply, heard=heard)]
+    ask(calls, wait_s=0.1)
+    released.set()
+    ask(calls)
+    ask(calls)
+    assert [request["unread"] for request in heard] == [[lost[0]["token"]], []]
+    assert len({request["token"] for request in lost + heard}) == 3
 
 
 def test_calls_share_a_connection_while_all_is_well(peer: Peer, calls: StageCalls) -> None:
