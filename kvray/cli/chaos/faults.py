@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import psutil
 
+from kvray.cli.chaos.network import Network
 from kvray.cli.chaos.nodes import Machine
 from kvray.cli.chaos.schedule import Fault
 from kvray.cli.chaos.servers import Server
@@ -17,9 +18,10 @@ from kvray.errors import KVRayError
 
 _FLIPS = 24
 _FILE_CHUNK = 4 * 2**20
-_TRANSFER_BYTES = 256 * 2**10
-"""More than heartbeats bring over a cable while a transfer is waited for."""
-_TRANSFER_WAIT_S = 3.0
+_TRANSFER_BYTES = 40 * 2**10
+_TRANSFER_TICK_S = 0.02
+"""Only a transfer brings so much over a cable in so little time: two or three blocks."""
+_TRANSFER_WAIT_S = 5.0
 _VANDAL_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
@@ -140,14 +142,20 @@ class Faults:
         movers = self._machine.nodes[number - 1].actors("Mover")
         if not movers:
             raise NotNow("No mover runs there.")
-        network = self._machine.network
-        if network is not None:
-            before, deadline = network.bytes_in(number), time.monotonic() + _TRANSFER_WAIT_S
-            while network.bytes_in(number) < before + _TRANSFER_BYTES:
-                if time.monotonic() > deadline:
-                    raise NotNow("Nothing was transferred.")
-                time.sleep(0.001)
+        if self._machine.network is not None:
+            self._await_transfer(self._machine.network, number)
         movers[0].kill()
+
+    def _await_transfer(self, network: Network, number: int) -> None:
+        deadline = time.monotonic() + _TRANSFER_WAIT_S
+        before = network.bytes_in(number)
+        while time.monotonic() < deadline:
+            time.sleep(_TRANSFER_TICK_S)
+            now = network.bytes_in(number)
+            if now - before >= _TRANSFER_BYTES:
+                return
+            before = now
+        raise NotNow("Nothing was transferred.")
 
     def _host(self, fault: Fault) -> int:
         """Return the number of one of the nodes on the network, where 0 is the head."""

@@ -115,7 +115,7 @@ def report(run: Run, calm: Run, strikes: Sequence[Strike]) -> dict[str, Any]:
         "stall_ms_p99": round(stall_p99_ms(run.stalls), 3),
         "control_stall_ms_p99": round(stall_p99_ms(run.control_stalls), 3),
         "recovery_s_max": round(max(measured), 2) if measured else None,
-        "recovery_s_last": _last(back),
+        "recovery_s_last": _recovery_of_last(made, run, calm),
         "in_flight_min": min((strike.in_flight for strike in made), default=0),
         "by_kind": _by_kind(strikes, back),
         "stalls": stall_figures(run.stalls),
@@ -187,10 +187,13 @@ def _net_ms(stalls: npt.NDArray[np.float64], kind: float) -> npt.NDArray[np.floa
     return net
 
 
-def _last(back: Sequence[float]) -> float | None:
-    measured = [seconds for seconds in back if seconds == seconds]
-    is_last = bool(back) and back[-1] == back[-1]
-    return round(measured[-1], 2) if is_last else None
+def _recovery_of_last(made: Sequence[Strike], run: Run, calm: Run) -> float | None:
+    """Return how long after the end of all faults hits were back; None: not before the run's end."""
+    if not made:
+        return None
+    last = max(made, key=lambda strike: strike.ended)
+    (seconds,) = recoveries([last], run.served, calm)
+    return None if seconds != seconds else round(seconds, 2)
 
 
 def _count(names: Any) -> dict[str, int]:

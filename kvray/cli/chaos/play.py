@@ -39,6 +39,8 @@ from kvray.errors import KVRayError
 _NAME = "chaos"
 _ARENA = "32MiB"
 _SLOT = "16KiB"
+_LOCK_WAIT_S = 0.02
+"""All nodes share the cores of this machine: wait for a neighbour to be scheduled."""
 _MOUNT_BYTES = 96 * 2**20
 _DISK_BYTES = 1024 * 2**20
 _CONTROL = "control"
@@ -111,10 +113,12 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
         stack.callback(scene.close)
         bars.begin("Serving without faults", int(options.calm_s))
         calm = scene.run([], options.calm_s, bars.reach)[0]
+        after_calm = scene.last_status
         bars.begin("Serving under fire", int(options.duration_s))
         run, strikes = scene.run(schedule, options.duration_s, bars.reach)
         found = report(run, calm, strikes)
         found["skipped_kinds"] = left_out
+        found["fault_free"]["tier_at_the_end"] = after_calm
         found["tier_at_the_end"] = scene.last_status
     return {**found, "seed": options.seed, "duration_s": options.duration_s}
 
@@ -143,7 +147,13 @@ class _Scene:
         self._runs = itertools.count(1)
         self._config_path = machine.write_config(
             {
-                "arena": {"capacity": _ARENA, "slab": "2MiB", "slot_min": _SLOT, "limbo_s": 10},
+                "arena": {
+                    "capacity": _ARENA,
+                    "slab": "2MiB",
+                    "slot_min": _SLOT,
+                    "limbo_s": 10,
+                    "lock_wait_s": _LOCK_WAIT_S,
+                },
                 "connector": {"model_key": "tiny", "verify_on_load": "always"},
             },
             cluster_name=_NAME,
@@ -283,14 +293,22 @@ class _Scene:
             return str(error)
         if done.returncode:
             return done.stderr.strip()[-500:]
-        return [
-            {
-                "shard": shard["shard"],
-                "state": shard["state"],
-                **{name: shard.get("arena", {}).get(name) for name in ("shard_epoch", "corrupt")},
-            }
-            for shard in json.loads(done.stdout)["shards"]
-        ]
+        return [_summary(shard) for shard in json.loads(done.stdout)["shards"]]
+
+
+def _summary(shard: dict[str, Any]) -> dict[str, Any]:
+    """Return what tells a shard's life so far, and the counters of the replicas that it serves."""
+    counters: dict[str, int] = {}
+    for replica in shard.get("replicas", []):
+        for name, value in replica["counters"].items():
+            counters[name] = counters.get(name, 0) + value
+    arena = shard.get("arena", {})
+    return {
+        **{name: shard.get(name) for name in ("shard", "state", "message")},
+        **{name: arena.get(name) for name in ("shard_epoch", "blocks", "evicted", "corrupt")},
+        "counters": {name: value for name, value in counters.items() if value},
+        "staging": shard.get("staging"),
+    }
 
 
 def _ask_oracle(book: list[Chapter], advance: Callable[[int], None]) -> Answers:

@@ -14,7 +14,7 @@ from kvray.errors import KVRayError
 from kvray.reference import KvConnectorConfig, Replica
 
 MODEL = "tiny:11"
-POOL_BLOCKS = 288
+POOL_BLOCKS = 96
 BATCH_SIZE = 12
 """Prompts that a replica is asked at once; it computes some, and the others wait in its queue."""
 
