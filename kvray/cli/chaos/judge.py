@@ -188,7 +188,7 @@ def _net_ms(stalls: npt.NDArray[np.float64], kind: float) -> npt.NDArray[np.floa
 
 
 def _recovery_of_last(made: Sequence[Strike], run: Run, calm: Run) -> float | None:
-    """Return how long after the end of all faults hits were back; None: not before the run's end."""
+    """Return how long after the last fault hits were back; None: not before the end of the run."""
     if not made:
         return None
     last = max(made, key=lambda strike: strike.ended)
