@@ -62,7 +62,7 @@ class NixlTransport:
 
     name = "nixl"
     writes_late = True
-    piece_bytes = 16 * 2**20
+    piece_bytes = 32 * 2**20
     bytes_max: int | None = None
 
     def __init__(self, memory: Array) -> None:
@@ -148,7 +148,7 @@ class _Agent:
         self._nixl = nixl
         self._memory = memory  # mapped for as long as it is registered
         self._base = memory.ctypes.data
-        self._peers: dict[bytes, str] = {}
+        self._peers: dict[bytes, _Peer] = {}
         self._peers_lock = threading.Lock()
         config = nixl.nixlAgentConfig()
         config.useProgThread = True
@@ -176,47 +176,65 @@ class _Agent:
         self, base: int, metadata: bytes, blocks: tuple[Array, Array, Array], *, deadline: float
     ) -> None:
         """Write blocks (sources, targets, sizes) into a peer's memory, which begins at `base`."""
-        nixl, agent = self._nixl, self._agent
         sources, targets, sizes = blocks
         edges = runs(sources, sizes, targets)
         first, last = edges[:-1], edges[1:] - 1
         lengths = sources[last] + sizes[last] - sources[first]
-        with _mapped(nixl):
-            handle = agent.createXferReq(
-                nixl.NIXL_WRITE,
-                self._descriptors(self._base + sources[first], lengths),
-                self._descriptors(base + targets[first], lengths),
-                self._peer(metadata),
+        local = self._descriptors(self._base + sources[first], lengths)
+        remote = self._descriptors(base + targets[first], lengths)
+        peer = self._peer(metadata)
+        # One after the other: a piece is whole sooner, and is checked while the next is under way.
+        if not peer.turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise TransferTimeout(
+                "A push waited too long for the one before it; the other node is slow or frozen."
             )
-            try:
-                state = agent.postXferReq(handle)
-                while state == nixl.NIXL_IN_PROG:
-                    if time.monotonic() >= deadline:
-                        raise TransferTimeout(
-                            f"A push of {int(lengths.sum())} bytes did not end in time; the other"
-                            " node is slow, frozen or cut off."
-                        )
-                    time.sleep(_POLL_S)
-                    state = agent.getXferStatus(handle)
-                if state != nixl.NIXL_SUCCESS:
-                    raise TransferError(f"A push to another node failed ({state}).")
-            finally:
-                agent.releaseXferReq(handle)
+        try:
+            with _mapped(self._nixl):
+                self._write(local, remote, peer.name, deadline)
+        finally:
+            peer.turn.release()
+
+    def _write(self, local: Any, remote: Any, name: str, deadline: float) -> None:
+        """Write from and to what two lists describe, and wait until that has ended."""
+        nixl, agent = self._nixl, self._agent
+        handle = agent.createXferReq(nixl.NIXL_WRITE, local, remote, name)
+        try:
+            state = agent.postXferReq(handle)
+            while state == nixl.NIXL_IN_PROG:
+                if time.monotonic() >= deadline:
+                    raise TransferTimeout(
+                        "A push did not end in time; the other node is slow, frozen or cut off."
+                    )
+                time.sleep(_POLL_S)
+                state = agent.getXferStatus(handle)
+            if state != nixl.NIXL_SUCCESS:
+                raise TransferError(f"A push to another node failed ({state}).")
+        finally:
+            agent.releaseXferReq(handle)
 
     def _descriptors(self, addresses: Array, lengths: Array) -> Any:
         rows = np.zeros((len(addresses), 3), dtype=np.uint64)
         rows[:, 0], rows[:, 1] = addresses, lengths
         return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, rows)
 
-    def _peer(self, metadata: bytes) -> str:
-        """Return the name of the agent of that metadata, which is made known once."""
+    def _peer(self, metadata: bytes) -> "_Peer":
+        """Return the agent of that metadata, which is made known once."""
         with self._peers_lock:
-            name = self._peers.get(metadata)
-            if name is None:
-                name = self._agent.loadRemoteMD(metadata)
-                name = name.decode() if isinstance(name, bytes) else name
-                self._peers[metadata] = name
-            return name
+            peer = self._peers.get(metadata)
+            if peer is None:
+                with _mapped(self._nixl):
+                    name = self._agent.loadRemoteMD(metadata)
+                peer = _Peer(name.decode() if isinstance(name, bytes) else name)
+                self._peers[metadata] = peer
+            return peer
+
+
+class _Peer:
+    """An agent of another node that this one pushes to."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.turn = threading.Lock()
 
 
 def _bindings() -> Any:
