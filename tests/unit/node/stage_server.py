@@ -12,8 +12,6 @@ from tests.unit.node.peer import request_on
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
-NEW_FIELDS = ("wanted", "num_ranks", "holder", "adapters")
-
 
 class StageServer:
     """Answers `stage` itself and hands everything else over to the shard."""
@@ -73,9 +71,7 @@ class StageServer:
             self.asked.append(request)
             return {"ok": True, **self.answer(request)}
         if request["op"] == "register":
-            self.registered.append(dict(request))
-            for name in NEW_FIELDS:
-                request.pop(name, None)
+            self.registered.append(request)
         shard.sendall(wire.encode(request))
         reply = request_on(shard)
         return reply | self.report if request["op"] == "report" else reply
