@@ -92,11 +92,8 @@ class Engine:
 
     @property
     def spans_nodes(self) -> bool:
-        """Whether ranks that each hold a share of a request's KV are on several nodes.
-
-        Source: TensorRT-LLM deals its ranks out to nodes by `gpus_per_node`, too.
-        """
-        return self.has_ranks_away or 0 < self.args.ranks_per_node < self.num_parts_ranks
+        """Whether ranks that each hold a share of a request's KV are on several nodes."""
+        return self.has_ranks_away or self.args.is_spread
 
     @property
     def has_windows(self) -> bool:
@@ -222,6 +219,11 @@ def engine_for(llm_args: Any, config_path: str | None) -> Engine:
     """
     args = read_engine_args(llm_args)
     config = load_config(config_path)
+    if args.is_spread and config.connector.stage_wait_s == 0:
+        raise ConfigError(
+            f"The engine has {args.num_ranks} ranks, {args.ranks_per_node} on a node; only the"
+            " shards can say what all of them have, and connector.stage_wait_s is 0: raise it."
+        )
     link = node.attach(
         config.node_dir,
         label=config.connector.replica or f"engine-{os.getpid()}",

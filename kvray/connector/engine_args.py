@@ -91,6 +91,14 @@ class EngineArgs:
     is_sparse: bool
     """Attention picks its tokens by an index that is cached beside keys and values."""
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether the engine says that ranks which share a request are on several nodes.
+
+        Source: TensorRT-LLM deals its ranks out to nodes by `gpus_per_node`, too.
+        """
+        return not self.attention_dp and 0 < self.ranks_per_node < self.num_ranks
+
 
 def read_engine_args(llm_args: Any) -> EngineArgs:
     """Return the settings of `llm_args`.

@@ -32,6 +32,25 @@ def test_the_rank_is_the_mappings() -> None:
     assert read_engine_args(args_of(tensor_parallel_size=2, parallel_config=mapping)).rank == 1
 
 
+@pytest.mark.parametrize(
+    ("per_node", "attention_dp", "is_spread"),
+    [
+        (None, False, False),
+        (2, False, True),
+        (4, False, False),
+        (8, False, False),
+        (2, True, False),
+    ],
+)
+def test_ranks_are_on_several_nodes_if_one_has_fewer_gpus(
+    per_node: int | None, attention_dp: bool, is_spread: bool
+) -> None:
+    args = args_of(
+        tensor_parallel_size=4, gpus_per_node=per_node, rank=0, enable_attention_dp=attention_dp
+    )
+    assert read_engine_args(args).is_spread == is_spread
+
+
 def test_the_engines_own_rank_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     utilities = ModuleType("tensorrt_llm._utils")
     monkeypatch.setitem(sys.modules, "tensorrt_llm._utils", utilities)

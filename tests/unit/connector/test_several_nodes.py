@@ -14,7 +14,7 @@ import pytest
 
 from kvray.connector import staging
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.errors import LeaseExpired
+from kvray.errors import ConfigError, LeaseExpired
 from kvray.node import link as link_module
 from kvray.node.breaker import Breaker
 from kvray.store import Arena
@@ -282,6 +282,14 @@ def test_an_engine_that_does_not_say_that_it_is_spread_is_found_out(
     assert caplog.text.count("set gpus_per_node") == 1
     assert silent.serve(Request(3, PROMPT)) == NUM_WANTED * BLOCK
     released(nodes)
+
+
+def test_an_engine_that_would_never_wait_for_the_shards_is_refused(
+    nodes: TwoNodes, make_replica: MakeReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0")
+    with pytest.raises(ConfigError, match="2 ranks, 1 on a node"):
+        make_replica(meets=False)
 
 
 def test_parked_requests_are_checked_on_every_node(
