@@ -13,6 +13,18 @@ from kvray.cli.chaos.stalls import MATCH, PASS
 IN_FLIGHT_MIN = 10
 _BACK_SHARE = 0.5
 """Hits are back when a replica finds this part of what it finds without faults."""
+_TELLING_SHARE = 0.1
+"""Where less is found without faults, a batch tells nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """Prompts that a replica was asked together, and the share of hits in them."""
+
+    began: float
+    ended: float
+    place: int
+    share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +84,11 @@ def recoveries(strikes: Sequence[Strike], served: Sequence[Served], calm: Run) -
     """Return for each strike how long after its end all replicas found their hits again.
 
     That is when the first batch has been answered that began after the end and found at least half
-    of what is found without faults. NaN: it did not strike; another one did before hits were back;
-    or the run was over. Only the last of several that overlap is counted.
+    of what batches of its place in a chapter find without faults; places where those find next to
+    nothing tell nothing. NaN: it did not strike; another one did before hits were back; or the run
+    was over. Only the last of several that overlap is counted.
     """
-    wanted = _BACK_SHARE * hit_share(calm.served)
+    usual = _usual_shares(calm.served)
     batches = _batches(served)
     made = [strike for strike in strikes if strike.skipped is None]
     found = []
@@ -84,7 +97,7 @@ def recoveries(strikes: Sequence[Strike], served: Sequence[Served], calm: Run) -
             found.append(float("nan"))
             continue
         back = max(
-            (_first_good(of_one, strike.ended, wanted) for of_one in batches.values()),
+            (_first_good(of_one, strike.ended, usual) for of_one in batches.values()),
             default=float("nan"),
         )
         is_disturbed = any(
@@ -157,23 +170,38 @@ def _by_kind(strikes: Sequence[Strike], back: Sequence[float]) -> dict[str, dict
     return found
 
 
-def _first_good(
-    batches: Sequence[tuple[float, float, float]], after: float, wanted: float
-) -> float:
-    for began, ended, share in batches:
-        if began >= after and share >= wanted:
-            return ended
+def _first_good(batches: Sequence[_Batch], after: float, usual: dict[int, float]) -> float:
+    """Return when the first batch of a replica was answered that tells that hits are back."""
+    average = sum(usual.values()) / max(1, len(usual))
+    for batch in batches:
+        wanted = usual.get(batch.place, average)
+        if (
+            batch.began >= after
+            and wanted >= _TELLING_SHARE
+            and batch.share >= _BACK_SHARE * wanted
+        ):
+            return batch.ended
     return float("inf")
 
 
-def _batches(served: Sequence[Served]) -> dict[str, list[tuple[float, float, float]]]:
-    """Return replica -> (began, ended, share of hits) of each of its batches, in order."""
+def _usual_shares(served: Sequence[Served]) -> dict[int, float]:
+    """Return place in a chapter -> share of hits there."""
+    places: dict[int, list[Served]] = {}
+    for one in served:
+        places.setdefault(one.place, []).append(one)
+    return {place: hit_share(ones) for place, ones in places.items()}
+
+
+def _batches(served: Sequence[Served]) -> dict[str, list[_Batch]]:
+    """Return the batches of each replica, in order."""
     groups: dict[tuple[str, float], list[Served]] = {}
     for one in served:
         groups.setdefault((one.replica, one.began), []).append(one)
-    found: dict[str, list[tuple[float, float, float]]] = {}
+    found: dict[str, list[_Batch]] = {}
     for (replica, began), batch in sorted(groups.items()):
-        found.setdefault(replica, []).append((began, batch[0].ended, hit_share(batch)))
+        ended, place = batch[0].ended, batch[0].place
+        made = _Batch(began=began, ended=ended, place=place, share=hit_share(batch))
+        found.setdefault(replica, []).append(made)
     return found
 
 

@@ -15,7 +15,7 @@ _QUESTIONS = 2
 _PRIVATE = 5
 _DOCUMENT_BLOCKS = (4, 10)
 _QUESTION_TOKENS = (12, 50)
-_BATCHES = 12
+BATCHES = 12
 """Batches of a replica until it moves on to the next chapter."""
 
 
@@ -105,9 +105,9 @@ def batches_of(
     random_ = random.Random(seed * 1000 + replica)
     number = 0
     while True:
-        at = number // _BATCHES
+        at = number // BATCHES
         open_ = _open_conversations(book, at, replica, num_replicas)
-        turns = [min(_TURNS - 1, random_.randrange(number % _BATCHES + 1)) for _ in open_]
+        turns = [min(_TURNS - 1, random_.randrange(number % BATCHES + 1)) for _ in open_]
         asks = [
             Ask(conversation=one.number, turn=turn) for one, turn in zip(open_, turns, strict=True)
         ]

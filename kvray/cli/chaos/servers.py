@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvray.cli.chaos.load import MAX_TOKENS, TOKENS_PER_BLOCK, Answer, Ask
+from kvray.cli.chaos.load import BATCHES, MAX_TOKENS, TOKENS_PER_BLOCK, Answer, Ask
 from kvray.errors import KVRayError
 from kvray.reference import KvConnectorConfig, Replica
 
@@ -33,6 +33,8 @@ class Served:
     """One answered prompt. Times are monotonic."""
 
     replica: str
+    place: int
+    """Which batch of its chapter: the first ones ask what nobody has computed yet."""
     began: float
     ended: float
     prompt_tokens: int
@@ -173,17 +175,20 @@ class Server:
     def _serve(
         self, batches: Iterator[list[Ask]], prompts: Prompts, truth: Mapping[Ask, Answer]
     ) -> None:
-        while not self._stopping.is_set():
-            batch = next(batches)
+        for number, batch in enumerate(batches):
+            if self._stopping.is_set():
+                break
             try:
-                self._ask(batch, prompts, truth)
+                self._ask(batch, number % BATCHES, prompts, truth)
             except KVRayError as error:
                 self._note(error, len(batch))
                 self._restart()
             finally:
                 self.in_flight = 0
 
-    def _ask(self, batch: Sequence[Ask], prompts: Prompts, truth: Mapping[Ask, Answer]) -> None:
+    def _ask(
+        self, batch: Sequence[Ask], place: int, prompts: Prompts, truth: Mapping[Ask, Answer]
+    ) -> None:
         assert self._replica is not None
         tokens = [prompts(ask) for ask in batch]
         began = time.monotonic()
@@ -193,6 +198,7 @@ class Server:
         self.served += [
             Served(
                 replica=self.name,
+                place=place,
                 began=began,
                 ended=ended,
                 prompt_tokens=output.prompt_tokens,

@@ -19,6 +19,7 @@ from kvray.cli.chaos.servers import Losses, Served, count_wrong
 def served(began: float, hits: int, *, replica: str = "one", **changes: Any) -> Served:
     values: dict[str, Any] = {
         "replica": replica,
+        "place": 0,
         "began": began,
         "ended": began + 1.0,
         "prompt_tokens": 100,
@@ -45,6 +46,13 @@ def test_ratio_is_of_hits_per_token() -> None:
 def test_hits_are_back_with_the_first_good_batch_that_began_after_the_end() -> None:
     under_fire = [served(0, 80), served(1, 0), served(2, 10), served(3, 60), served(4, 80)]
     assert recoveries([strike(0.5, 1.5)], under_fire, CALM) == [2.5]
+
+
+def test_a_batch_of_new_documents_is_no_sign_of_a_loss_nor_of_its_end() -> None:
+    calm = Run(began=0.0, served=[served(0, 0, place=0), served(1, 80, place=1)])
+    under_fire = [served(1, 0, place=0), served(2, 70, place=1)]
+    assert recoveries([strike(0.5, 0.5)], under_fire, calm) == [2.5]
+    assert np.isnan(recoveries([strike(0.5, 0.5)], under_fire[:1], calm)).all()
 
 
 def test_the_slowest_replica_decides() -> None:
