@@ -74,6 +74,10 @@ class BenchNode:
         """Evict every block."""
         ArenaOwner(self._arena).clear()
 
+    def pid(self) -> int:
+        """Return this process's id."""
+        return os.getpid()
+
     def address(self) -> bytes:
         """Return where NIXL pushes go to."""
         return self._raw_nixl().address
@@ -155,6 +159,7 @@ class Play:
             name: [self._wait_serving(mover) for mover in movers]
             for name, movers in self._movers.items()
         }
+        self._bare_pids = [self._get(node.pid.remote()) for node in self._nodes]
 
     def take(self, repeat: int) -> dict[str, list[Pair]]:
         """Return pairs of each measurement; the sockets have no side of ours."""
@@ -185,11 +190,11 @@ class Play:
         """Have the target's mover bring everything."""
         span = Span(source=_mover(transport, _SOURCE), part=0, keys=self._keys, parent=b"", depth=0)
         order = FetchOrder(spans=(span,), deadline_s=_TIMEOUT_S)
-        before = self._cpu_s(transport)
+        before = _cpu_s(self._pids[transport])
         began = time.perf_counter()
         report: FetchReport = self._get(self._movers[transport][_TARGET].fetch.remote(order))
         seconds = time.perf_counter() - began
-        cpu_s = self._cpu_s(transport) - before
+        cpu_s = _cpu_s(self._pids[transport]) - before
         if report.here != (self._num_blocks,):
             raise KVRayError(
                 f"Only {report.here[0]} of {self._num_blocks} blocks came:"
@@ -213,14 +218,11 @@ class Play:
         return self._timed(lambda: [target.pull.remote(source)])
 
     def _timed(self, begin: Callable[[], list[Any]]) -> Timing:
+        before = _cpu_s(self._bare_pids)
         began = time.perf_counter()
         self._get(begin())
-        return Timing(seconds=time.perf_counter() - began)
-
-    def _cpu_s(self, transport: str) -> float:
-        """Return the CPU seconds that both movers have used."""
-        times = [psutil.Process(pid).cpu_times() for pid in self._pids[transport]]
-        return float(sum(one.user + one.system for one in times))
+        seconds = time.perf_counter() - began
+        return Timing(seconds=seconds, cpu_s=_cpu_s(self._bare_pids) - before)
 
     def _wait_serving(self, mover: Any) -> int:
         """Return a mover's pid once it has its arena and its transport."""
@@ -247,6 +249,12 @@ def _start_node(node_id: str, config: KVRayConfig, num_blocks: int) -> Any:
     return node.remote(config, num_blocks)
 
 
+def _cpu_s(pids: list[int]) -> float:
+    """Return the CPU seconds that processes have used."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return float(sum(one.user + one.system for one in times))
+
+
 def _mover(transport: str, place: int) -> str:
     return f"kvray-bench-{transport}-{place}"
 
@@ -262,7 +270,10 @@ def main() -> None:
         connect_configured(config)
         pairs = Play(config, int(sys.argv[2])).take(int(sys.argv[3]))
         found: dict[str, Any] = {
-            name: [[one.ours.seconds, one.ours.cpu_s, one.floor.seconds] for one in pairs_of_one]
+            name: [
+                [one.ours.seconds, one.ours.cpu_s, one.floor.seconds, one.floor.cpu_s]
+                for one in pairs_of_one
+            ]
             for name, pairs_of_one in pairs.items()
         }
     except KVRayError as error:
