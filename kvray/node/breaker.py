@@ -9,11 +9,11 @@ _LAST_S = 8.0
 class Breaker:
     """Open for a time after each failure, twice as long after each further one.
 
-    The times are spread by half, so that those who lost one peer do not come back as one.
+    The times are cut by up to a half, so that those who lost one peer do not come back as one.
     """
 
     def __init__(self, *, seed: int) -> None:
-        """Start closed; `seed` decides how the times are spread."""
+        """Start closed; `seed` decides by how much the times are cut."""
         self._random = random.Random(seed)
         self._backoff_s = _FIRST_S
         self._closed_at = 0.0
@@ -28,7 +28,7 @@ class Breaker:
 
     def fail(self, now: float) -> None:
         """Note that the peer did not answer."""
-        self._closed_at = now + self._backoff_s * self._random.uniform(0.5, 1.5)
+        self._closed_at = now + self._backoff_s * self._random.uniform(0.5, 1.0)
         self._backoff_s = min(2 * self._backoff_s, _LAST_S)
 
     def succeed(self) -> None:

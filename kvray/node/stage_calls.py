@@ -104,10 +104,11 @@ class StageCalls:
             self._unread.append(token)
             self._breaker.fail(time.monotonic())
             return Staged(num_blocks=0, reason=TOO_SLOW if is_late else STORE_DOWN)
+        self._breaker.succeed()
         if staged.reason == STORE_DOWN:
-            self._breaker.fail(time.monotonic())  # it answers, but cannot find out either
+            # It answers, but cannot find out either; it may soon, and has breakers of its own.
+            self._breaker.fail(time.monotonic())
         else:
-            self._breaker.succeed()
             self._unread.clear()
         return staged
 

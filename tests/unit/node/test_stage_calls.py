@@ -204,10 +204,16 @@ def test_after_garbage_the_next_call_is_answered_anew(
     assert ask(calls) == Staged(num_blocks=3, reason="not_stored")
 
 
-def test_a_shard_that_cannot_find_out_is_left_alone_too(peer: Peer, calls: StageCalls) -> None:
-    peer.scripts = [answering({"num_blocks": 0, "reason": "store_down"})]
-    assert ask(calls) == GONE
+def test_a_shard_that_cannot_find_out_is_left_alone_for_a_moment(
+    peer: Peer, calls: StageCalls
+) -> None:
+    reply = {"num_blocks": 0, "reason": "store_down"}
+    peer.scripts = [answering(*[reply] * 6)]
+    for _ in range(6):
+        assert ask(calls) == GONE
     assert not calls.can_ask
+    time.sleep(0.25)
+    assert calls.can_ask
 
 
 def test_the_shard_hears_once_whose_answers_did_not_arrive(
