@@ -58,8 +58,9 @@ class Rates:
         return None if way is None or now - way.at > _FORGET_S else way
 
     def latest(self) -> dict[str, Way]:
-        """Return the way that was used last from each node, however long ago."""
-        return {source: self._ways[source, transport] for source, transport in self._latest.items()}
+        """Return the way that was used last from each node, however long ago; from any thread."""
+        ways = dict(self._ways)
+        return {way[0]: ways[way] for way in dict(self._latest).items() if way in ways}
 
 
 def _blend(before: float | None, measured: float) -> float:

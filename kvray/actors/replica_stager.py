@@ -28,6 +28,8 @@ _log = logging.getLogger("kvray.shard")
 _TOKENS_MAX = 64
 _LEASING_SHARE = 0.3
 """Of the wait, what is kept for the second round of calls to other shards."""
+_CANCEL_S = 1.0
+"""How long a call may take to end that was cancelled; what is left ends with the loop."""
 _ORDER = ("store_down", "too_slow", "cheaper_to_recompute", "not_stored", "none")
 """Reasons, the one that explains a miss best first."""
 
@@ -190,9 +192,10 @@ class ReplicaStager:
 
     async def close(self) -> None:
         """End what is under way. Twice is fine."""
-        for task in self._calls:
-            task.cancel()
-        await asyncio.gather(*self._calls, return_exceptions=True)
+        if self._calls:
+            for task in self._calls:
+                task.cancel()
+            await asyncio.wait(self._calls, timeout=_CANCEL_S)
         await self._stager.close()
 
     # -- ranks on several nodes -----------------------------------------------------------------

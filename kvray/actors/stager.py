@@ -39,6 +39,7 @@ _STAGES_MAX = 128
 _FRUITLESS_MAX = 3
 """Flights of one stage that may bring nothing before it is given up."""
 _BUSY_S = 0.001
+_CANCEL_S = 0.1
 _JOINED_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
 """How long a stage waits for another one's flight before it looks whether its blocks are here."""
 
@@ -114,6 +115,7 @@ class Stager:
         self._room = asyncio.Semaphore(settings.fetches_max)
         self._stages: set[asyncio.Task[Reason]] = set()
         self._departed: set[asyncio.Task[None]] = set()
+        self._is_closing = False
         self._counts: Counter[str] = Counter()
         self._by_transport: dict[str, Counter[str]] = {}
 
@@ -167,10 +169,13 @@ class Stager:
 
     async def close(self) -> None:
         """End all stages and let go of what is held. Twice is fine."""
-        tasks = [*self._stages, *self._departed]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._is_closing = True
+        while tasks := [*self._stages, *self._departed]:
+            # More than once: before Python 3.12 a cancellation is lost if what is waited for has
+            # just come.
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=_CANCEL_S)
         self.handovers.close()
 
     def status(self) -> dict[str, Any]:
@@ -204,7 +209,9 @@ class Stager:
         runs: list[Run] | None = None
         failed: frozenset[str] = frozenset()
         fruitless = joins = 0
-        while fruitless < _FRUITLESS_MAX:
+        # Looked at here, too: a cancellation may be lost, see `close`.
+        until = time.monotonic() + self._settings.deadline_s
+        while fruitless < _FRUITLESS_MAX and time.monotonic() < until and not self._is_closing:
             # From here to the flight's departure nothing is awaited: what is looked up stays so.
             here = self._present(prefix)
             if longest_prefix(wish, here) == wish.num_blocks:
@@ -262,8 +269,15 @@ class Stager:
         self._flights.depart(flight)
         task = asyncio.get_running_loop().create_task(self._fly(flight, spans))
         self._departed.add(task)
-        task.add_done_callback(self._departed.discard)
+        task.add_done_callback(lambda _: self._land(task, flight))
         return flight
+
+    def _land(self, task: "asyncio.Task[None]", flight: Flight) -> None:
+        """Let go of a flight that has ended, be it that its task was cancelled before it began."""
+        self._departed.discard(task)
+        self._flights.arrive(flight)
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            _log.error("a fetch ended by a defect", exc_info=defect)
 
     async def _fly(self, flight: Flight, spans: tuple[Any, ...]) -> None:
         until = time.monotonic() + self._settings.deadline_s
@@ -276,8 +290,6 @@ class Stager:
                 self._count(flight)
         except KVRayError as error:
             _log.warning("%s: blocks could not be fetched: %s", self._peers.shard, error)
-        finally:
-            self._flights.arrive(flight)
 
     def _count(self, flight: Flight) -> None:
         assert flight.report is not None, "it has just come"

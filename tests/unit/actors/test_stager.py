@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvray.actors import stager as stager_module
 from kvray.actors.flights import FLIGHT_BLOCKS_MAX
@@ -437,3 +439,77 @@ def test_two_that_stage_from_each_other_do_not_wait_for_each_other(
         assert [one.num_blocks for one in answers] == [20, 20]
 
     play(scene)
+
+
+# -- many at once ---------------------------------------------------------------------------------
+
+TRUNK = chain(12, seed="trunk")
+BRANCHES = [TRUNK + chain(6, seed=f"branch {number}", head=TRUNK[-1]) for number in range(3)]
+requests = st.lists(
+    st.tuples(
+        st.integers(0, len(BRANCHES) - 1),
+        st.integers(1, 18),
+        st.sampled_from([0.0, 0.005, 2.0]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(
+    held=st.lists(st.tuples(st.sampled_from("bc"), st.integers(0, 2), st.integers(1, 18))),
+    asked=requests,
+    step=st.integers(1, 7),
+    gone=st.sampled_from([set(), set(), {"kvray-mover-b"}]),
+)
+@settings(max_examples=40, deadline=None)
+def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(
+    held: list[tuple[str, int, int]],
+    asked: list[tuple[int, int, float, bool]],
+    step: int,
+    gone: set[str],
+) -> None:
+    """That no block comes twice the movers of this test see to: a second copy is a failure."""
+
+    async def act(parent: Path) -> None:
+        nodes = Nodes.make(parent, "abc")
+        stager = nodes.stager()
+        nodes.blocks_per_step, nodes.gone = step, gone
+        try:
+            for name, branch, length in held:
+                store(nodes[name].arena, BRANCHES[branch][:length])
+            tasks = []
+            for branch, length, wait_s, is_cancelled in asked:
+                stage = stager.stage(prefix_of(BRANCHES[branch][:length]), wait_s=wait_s)
+                tasks.append(asyncio.ensure_future(stage))
+                await asyncio.sleep(0)
+                if is_cancelled:
+                    tasks[-1].cancel()
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+            for (branch, length, wait_s, is_cancelled), answer in zip(asked, answers, strict=True):
+                if is_cancelled:
+                    assert isinstance(answer, asyncio.CancelledError)
+                    continue
+                assert isinstance(answer, Staged)
+                keys = BRANCHES[branch][:length]
+                most = max(nodes[name].arena.match(keys) or 0 for name in "abc" if name not in gone)
+                assert answer.num_blocks <= most
+                if wait_s > 1 and not gone:
+                    assert answer.num_blocks == most
+                leases = nodes["a"].arena.lease(keys[: answer.num_blocks] or keys)
+                assert leases is not None
+                if answer.num_blocks:
+                    assert leases[0].num_slots == answer.num_blocks
+                    assert fetch(nodes["a"].arena, keys, leases[0])
+                nodes["a"].arena.release(*leases)
+        finally:
+            await stager.close()
+            assert stager.status()["under_way"] == 0
+            nodes.close()
+
+    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+    try:
+        asyncio.run(act(path))
+    finally:
+        shutil.rmtree(path)
