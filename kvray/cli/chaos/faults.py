@@ -18,9 +18,10 @@ from kvray.errors import KVRayError
 
 _FLIPS = 24
 _FILE_CHUNK = 4 * 2**20
-_TRANSFER_BYTES = 40 * 2**10
+_TRANSFER_BYTES = 10 * 2**10
 _TRANSFER_TICK_S = 0.02
-"""Only a transfer brings so much over a cable in so little time: two or three blocks."""
+"""Only a transfer brings so much over a cable in so little time: it has begun, and is not over."""
+_TRANSFER_MBIT = 8
 _TRANSFER_WAIT_S = 5.0
 _VANDAL_TIMEOUT_S = 30.0
 
@@ -142,9 +143,16 @@ class Faults:
         movers = self._machine.nodes[number - 1].actors("Mover")
         if not movers:
             raise NotNow("No mover runs there.")
-        if self._machine.network is not None:
-            self._await_transfer(self._machine.network, number)
-        movers[0].kill()
+        network = self._machine.network
+        if network is None:
+            movers[0].kill()
+            return
+        network.slow(number, mbit=_TRANSFER_MBIT, latency_ms=400)
+        try:
+            self._await_transfer(network, number)
+            movers[0].kill()
+        finally:
+            network.speed_up(number)
 
     def _await_transfer(self, network: Network, number: int) -> None:
         deadline = time.monotonic() + _TRANSFER_WAIT_S

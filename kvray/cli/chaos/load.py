@@ -49,6 +49,17 @@ class Ask:
     turn: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What a replica is asked at once."""
+
+    asks: tuple[Ask, ...]
+    place: int
+    """Which batch of its chapter: the first ones ask what nobody has computed yet."""
+    salt: str
+    """Another one each time that the book begins again: what was stored before is not found."""
+
+
 Answer = tuple[int, ...]
 Answers = dict[Ask, Answer]
 
@@ -96,7 +107,7 @@ def prompt_of(conversation: Conversation, turn: int, answers: Answers) -> tuple[
 
 def batches_of(
     book: list[Chapter], *, replica: int, num_replicas: int, batch_size: int, seed: int
-) -> Iterator[list[Ask]]:
+) -> Iterator[Batch]:
     """Yield a replica's batches for ever: a pure function of the arguments.
 
     Half of the documents reach a replica one chapter after another one had them, so that what one
@@ -111,7 +122,11 @@ def batches_of(
         asks = [
             Ask(conversation=one.number, turn=turn) for one, turn in zip(open_, turns, strict=True)
         ]
-        yield random_.sample(asks, min(batch_size, len(asks)))
+        yield Batch(
+            asks=tuple(random_.sample(asks, min(batch_size, len(asks)))),
+            place=number % BATCHES,
+            salt=f"round {at // len(book)}",
+        )
         number += 1
 
 

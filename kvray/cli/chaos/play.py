@@ -18,6 +18,7 @@ from kvray.cli.chaos.load import (
     Answer,
     Answers,
     Ask,
+    Batch,
     Chapter,
     all_asks,
     batches_of,
@@ -255,7 +256,7 @@ class _Scene:
         for server in self._servers:
             server.wait_ready()
 
-    def _batches(self, number: int) -> Iterator[list[Ask]]:
+    def _batches(self, number: int) -> Iterator[Batch]:
         count = self._options.num_replicas
         return batches_of(
             self._book,

@@ -5,11 +5,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvray.cli.chaos.load import BATCHES, MAX_TOKENS, TOKENS_PER_BLOCK, Answer, Ask
+from kvray.cli.chaos.load import MAX_TOKENS, TOKENS_PER_BLOCK, Answer, Ask, Batch
 from kvray.errors import KVRayError
 from kvray.reference import KvConnectorConfig, Replica
 
@@ -34,7 +34,7 @@ class Served:
 
     replica: str
     place: int
-    """Which batch of its chapter: the first ones ask what nobody has computed yet."""
+    """See `Batch`."""
     began: float
     ended: float
     prompt_tokens: int
@@ -118,7 +118,7 @@ class Server:
         self._replica.wait_ready()
 
     def serve(
-        self, batches: Iterator[list[Ask]], prompts: Prompts, truth: Mapping[Ask, Answer]
+        self, batches: Iterator[Batch], prompts: Prompts, truth: Mapping[Ask, Answer]
     ) -> None:
         """Ask batch after batch from now on, until `end`."""
         self._stopping.clear()
@@ -173,32 +173,30 @@ class Server:
             self._replica.kill()
 
     def _serve(
-        self, batches: Iterator[list[Ask]], prompts: Prompts, truth: Mapping[Ask, Answer]
+        self, batches: Iterator[Batch], prompts: Prompts, truth: Mapping[Ask, Answer]
     ) -> None:
-        for number, batch in enumerate(batches):
+        for batch in batches:
             if self._stopping.is_set():
                 break
             try:
-                self._ask(batch, number % BATCHES, prompts, truth)
+                self._ask(batch, prompts, truth)
             except KVRayError as error:
-                self._note(error, len(batch))
+                self._note(error, len(batch.asks))
                 self._restart()
             finally:
                 self.in_flight = 0
 
-    def _ask(
-        self, batch: Sequence[Ask], place: int, prompts: Prompts, truth: Mapping[Ask, Answer]
-    ) -> None:
+    def _ask(self, batch: Batch, prompts: Prompts, truth: Mapping[Ask, Answer]) -> None:
         assert self._replica is not None
-        tokens = [prompts(ask) for ask in batch]
+        tokens = [prompts(ask) for ask in batch.asks]
         began = time.monotonic()
-        self.in_flight = len(batch)
+        self.in_flight = len(batch.asks)
         outputs = self._replica.generate(tokens, max_tokens=MAX_TOKENS, timeout_s=_ANSWER_TIMEOUT_S)
         ended = time.monotonic()
         self.served += [
             Served(
                 replica=self.name,
-                place=place,
+                place=batch.place,
                 began=began,
                 ended=ended,
                 prompt_tokens=output.prompt_tokens,
@@ -206,7 +204,7 @@ class Server:
                 hit_tokens=output.hit_tokens,
                 wrong_tokens=count_wrong(output.token_ids, truth[ask]),
             )
-            for ask, output in zip(batch, outputs, strict=True)
+            for ask, output in zip(batch.asks, outputs, strict=True)
         ]
 
     def _note(self, error: KVRayError, num_requests: int) -> None:

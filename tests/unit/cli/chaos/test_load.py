@@ -1,10 +1,12 @@
 from itertools import islice
 
 from kvray.cli.chaos.load import (
+    BATCHES,
     PROMPT_TOKENS_MAX,
     TOKENS_PER_BLOCK,
     Answers,
     Ask,
+    Batch,
     Chapter,
     all_asks,
     batches_of,
@@ -21,7 +23,7 @@ def book(seed: int = 1) -> list[Chapter]:
     return make_book(seed=seed, num_chapters=3, num_replicas=REPLICAS)
 
 
-def batches(replica: int, count: int, seed: int = 1) -> list[list[Ask]]:
+def batches(replica: int, count: int, seed: int = 1) -> list[Batch]:
     made = batches_of(book(), replica=replica, num_replicas=REPLICAS, batch_size=12, seed=seed)
     return list(islice(made, count))
 
@@ -48,7 +50,9 @@ def test_equal_seeds_ask_the_same() -> None:
 
 def test_replicas_share_some_documents_and_keep_others_to_themselves() -> None:
     shared, private = shared_and_private()
-    asked = [{ask.conversation for batch in batches(one, 200) for ask in batch} for one in (0, 1)]
+    asked = [
+        {ask.conversation for batch in batches(one, 200) for ask in batch.asks} for one in (0, 1)
+    ]
     assert asked[0] & asked[1] == shared
     assert asked[0] - shared == private[0]
     assert asked[1] - shared == private[1]
@@ -56,7 +60,14 @@ def test_replicas_share_some_documents_and_keep_others_to_themselves() -> None:
 
 def test_a_batch_asks_nothing_twice() -> None:
     for batch in batches(0, 60):
-        assert len(set(batch)) == len(batch) == 12
+        assert len(set(batch.asks)) == len(batch.asks) == 12
+
+
+def test_the_book_begins_again_as_if_nobody_had_read_it() -> None:
+    first, again = batches(0, 3 * BATCHES + 1)[0], batches(0, 3 * BATCHES + 1)[-1]
+    assert first.place == again.place == 0
+    assert first.salt != again.salt
+    assert {batch.salt for batch in batches(0, 3 * BATCHES)} == {first.salt}
 
 
 def test_every_prompt_is_answered_in_time_for_the_turns_after_it() -> None:
@@ -68,7 +79,9 @@ def test_every_prompt_is_answered_in_time_for_the_turns_after_it() -> None:
             )
         seen |= set(asks)
     assert len(seen) == num_asks(book())
-    assert {ask for replica in (0, 1) for batch in batches(replica, 200) for ask in batch} <= seen
+    assert {
+        ask for replica in (0, 1) for batch in batches(replica, 200) for ask in batch.asks
+    } <= seen
 
 
 def test_a_turn_begins_with_everything_said_before_it() -> None:
