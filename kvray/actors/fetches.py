@@ -158,25 +158,33 @@ class Fetches:
             if self._here(span) < len(span.keys) // KEY_BYTES:
                 sources.setdefault(span.source, _Source(span.source, [])).spans.append(index)
         if sources:
-            lanes = min(len(sources), _SOURCES_MAX) * NUM_LANES
-            with ThreadPoolExecutor(lanes, "kvray-lane") as pool:
-                ask = [pool.submit(self._ask, one, order, deadline) for one in sources.values()]
-                for future in ask:
-                    future.result()
-                self._reserve(order, sources)
-                work = [
-                    pool.submit(self._move, one, deadline)
-                    for one in sources.values()
-                    for _ in range(NUM_LANES)
-                ]
-                for future in work:
-                    future.result()
-            for one in sources.values():
-                self._finish(one)
+            try:
+                self._fetch_from(sources, order, deadline)
+            finally:
+                for one in sources.values():
+                    self._finish(one)
         return FetchReport(
             here=tuple(self._here(span) for span in order.spans),
             sources={name: one.report() for name, one in sources.items()},
         )
+
+    def _fetch_from(
+        self, sources: Mapping[str, _Source], order: FetchOrder, deadline: float
+    ) -> None:
+        """Ask all sources, reserve slots for what they have, and have it sent."""
+        lanes = min(len(sources), _SOURCES_MAX) * NUM_LANES
+        with ThreadPoolExecutor(lanes, "kvray-lane") as pool:
+            ask = [pool.submit(self._ask, one, order, deadline) for one in sources.values()]
+            for future in ask:
+                future.result()
+            self._reserve(order, sources)
+            work = [
+                pool.submit(self._move, one, deadline)
+                for one in sources.values()
+                for _ in range(NUM_LANES)
+            ]
+            for future in work:
+                future.result()
 
     def _ask(self, source: _Source, order: FetchOrder, deadline: float) -> None:
         """Have a source lease what it has of the order."""
@@ -269,7 +277,7 @@ class Fetches:
                 piece = source.pieces.popleft()
             try:
                 flight.enter(piece.num_bytes, deadline)
-            except KVRayError as error:
+            except KVRayError as error:  # nothing was sent
                 self._abort([piece])
                 source.fail(error)
                 return
@@ -361,8 +369,9 @@ class _Flight:
         """Have so many bytes more in flight; a piece alone always may.
 
         Raises:
-            TransferTimeout: there was no room before the deadline.
+            TransferTimeout: there was no room before the deadline, or it is past.
         """
+        _left(deadline, 0.0)
         with self._changed:
             while self._bytes and self._bytes + num_bytes > self._bytes_max:
                 self._changed.wait(_left(deadline, 1.0))

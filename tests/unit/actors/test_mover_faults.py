@@ -9,6 +9,7 @@ from kvray.block import BlockKey
 from kvray.store import ArenaOwner, payload
 from kvray.store.layout import READY
 from kvray.store.tables import Array
+from kvray.transport.nixl import NixlTransport
 from tests.unit.actors.small_mover import MakeNode, Node, is_right, span, wait_until
 from tests.unit.store.small_arena import chain, store
 
@@ -24,7 +25,8 @@ def pusher(make_node: MakeNode) -> Node:
 
 
 @pytest.fixture
-def target(make_node: MakeNode) -> Node:
+def target(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> Node:
+    monkeypatch.setattr(NixlTransport, "piece_bytes", 2 * BLOCK)  # so that there are many
     return make_node("b", asked=LARGE)
 
 
