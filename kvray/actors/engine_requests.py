@@ -96,9 +96,17 @@ class EngineRequests:
         keys: bytes,
         wait_s: float,
         tokens_per_s: float = 0.0,
+        verify_from: Any = None,
         token: str = "",
         unread: Sequence[str] = (),
     ) -> dict[str, Any]:
         return await self._stager().stage(
-            replica, rank, keys, wait_s, tokens_per_s, token=token, unread=unread
+            replica,
+            rank,
+            keys,
+            wait_s,
+            tokens_per_s,
+            verify_from=verify_from,
+            token=token,
+            unread=unread,
         )

@@ -15,10 +15,12 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvray.actors.lookup import in_pieces
 from kvray.actors.peers import Peers
 from kvray.actors.rank_leases import RankLeases
 from kvray.actors.replicas import Reader, Replicas
 from kvray.actors.stager import Prefix, Staged, Stager, StagingSettings
+from kvray.actors.verifier import Verifier
 from kvray.block import KEY_BYTES, BlockKey
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.store import Arena
@@ -28,9 +30,13 @@ _log = logging.getLogger("kvray.shard")
 _TOKENS_MAX = 64
 _LEASING_SHARE = 0.3
 """Of the wait, what is kept for the second round of calls to other shards."""
+_WAY_SHARE = 0.2
+"""Of what is left of it, what is for the way to another shard and back."""
+_SUMMING_SHARE = 0.3
+"""Of the wait, what is kept for checking the blocks that are here then."""
 _CANCEL_S = 1.0
 """How long a call may take to end that was cancelled; what is left ends with the loop."""
-_ORDER = ("store_down", "too_slow", "cheaper_to_recompute", "not_stored", "none")
+_ORDER = ("store_down", "too_slow", "corrupt", "cheaper_to_recompute", "not_stored", "none")
 """Reasons, the one that explains a miss best first."""
 
 
@@ -51,6 +57,7 @@ class ReplicaStager:
         self._peers = peers
         self._settings = settings
         self._leases = RankLeases(arena, replicas)
+        self._verifier = Verifier(arena, stager.handovers, handover_s=settings.handover_s)
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def stage(
@@ -61,6 +68,7 @@ class ReplicaStager:
         wait_s: float,
         tokens_per_s: float = 0.0,
         *,
+        verify_from: int | None = None,
         token: str = "",
         unread: Sequence[str] = (),
     ) -> dict[str, Any]:
@@ -72,6 +80,8 @@ class ReplicaStager:
             keys: end to end, of a prompt's blocks from its root.
             wait_s: longest time that it takes.
             tokens_per_s: what computing the blocks would come to; 0: not known.
+            verify_from: the first block that is checked before it counts for ranks on other nodes,
+                which the engine cannot check itself; None: none is.
             token: names the leases of ranks on other nodes; empty: one is made up.
             unread: tokens of calls whose answers did not arrive; their leases are ended.
 
@@ -86,6 +96,7 @@ class ReplicaStager:
         blocks = keys_of(keys)
         until = began + _seconds(wait_s, "wait_s", longest=self._settings.deadline_s)
         tokens_per_s = _seconds(tokens_per_s, "tokens_per_s", longest=math.inf)
+        verify_from = _place(verify_from)
         leader = self._replicas.reader(replica, rank)
         if leader is None:
             raise ConfigError(f"Rank {rank} of {replica!r:.80} has not registered here.")
@@ -95,7 +106,7 @@ class ReplicaStager:
             self._in_background(self._release_unread(replica, _tokens(unread)))
         staged_until = until if is_alone else until - (until - began) * _LEASING_SHARE
         staged, elsewhere = await self._stage_all(
-            replica, ranks, blocks, tokens_per_s, staged_until
+            replica, ranks, blocks, tokens_per_s, staged_until, verify_from=verify_from
         )
         answer: dict[str, Any] = {
             "num_blocks": staged.num_blocks,
@@ -151,11 +162,20 @@ class ReplicaStager:
         self,
         replica: str,
         ranks: Sequence[int],
-        keys: bytes,
         wait_s: float,
-        tokens_per_s: float = 0.0,
+        tokens_per_s: float,
+        verify_from: int | None,
+        *keys: bytes,
     ) -> dict[str, Any]:
         """Return what of `keys` is here after `wait_s` for `ranks`, which are registered here.
+
+        Args:
+            replica: whose leader asks.
+            ranks: for whom.
+            wait_s: longest time that it takes.
+            tokens_per_s: as for `stage`.
+            verify_from: the first block that is checked before it counts; None: none is.
+            keys: end to end, in as many pieces as it takes.
 
         Returns:
             The fields of `Staged`.
@@ -168,14 +188,21 @@ class ReplicaStager:
             missing = sorted(set(ranks) - here.keys())
             raise ConfigError(f"Ranks {missing} of {replica!r:.80} have not registered here.")
         wait_s = _seconds(wait_s, "wait_s", longest=self._settings.deadline_s)
-        prefix = prefix_for(keys_of(keys), here.values(), tokens_per_s)
-        return asdict(await self._stager.stage(prefix, wait_s=wait_s))
+        until = time.monotonic() + wait_s
+        first = _place(verify_from)
+        prefix = prefix_for(keys_of(b"".join(keys)), here.values(), tokens_per_s)
+        if first is not None:
+            wait_s -= wait_s * _SUMMING_SHARE
+        staged = await self._stager.stage(prefix, wait_s=wait_s)
+        if first is not None:
+            staged = await self._verifier.sound(prefix, staged, first, until=until)
+        return asdict(staged)
 
     def lease_here(
-        self, replica: str, ranks: Sequence[int], keys: bytes, token: str
+        self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
     ) -> dict[int, list[Any]]:
-        """See `RankLeases.lease`."""
-        return self._leases.lease(replica, ranks, keys_of(keys), token)
+        """See `RankLeases.lease`; `keys` end to end, in as many pieces as it takes."""
+        return self._leases.lease(replica, ranks, keys_of(b"".join(keys)), token)
 
     def release_here(self, token: str) -> None:
         """See `RankLeases.release`."""
@@ -196,6 +223,7 @@ class ReplicaStager:
             for task in self._calls:
                 task.cancel()
             await asyncio.wait(self._calls, timeout=_CANCEL_S)
+        await self._verifier.close()
         await self._stager.close()
 
     # -- ranks on several nodes -----------------------------------------------------------------
@@ -207,6 +235,8 @@ class ReplicaStager:
         blocks: Sequence[BlockKey],
         tokens_per_s: float,
         until: float,
+        *,
+        verify_from: int | None = None,
     ) -> tuple[Staged, dict[str, list[int]]]:
         """Stage for all of `ranks`, wherever they are.
 
@@ -229,10 +259,13 @@ class ReplicaStager:
                 self._peers.forget_homes(replica)
                 return Staged(num_blocks=0, reason="store_down"), {}
         wait_s = max(0.0, until - time.monotonic())
-        request = replica, b"".join(blocks), wait_s, tokens_per_s
+        request = tokens_per_s, verify_from, *in_pieces(b"".join(blocks))
         answers = await asyncio.gather(
             self._stager.stage(prefix_for(blocks, here.values(), tokens_per_s), wait_s=wait_s),
-            *(self._stage_there(shard, theirs, *request) for shard, theirs in elsewhere.items()),
+            *(
+                self._stage_there(shard, replica, theirs, wait_s, *request)
+                for shard, theirs in elsewhere.items()
+            ),
         )
         num_blocks = min(one.num_blocks for one in answers)
         reasons = [one.reason for one in answers if one.num_blocks == num_blocks]
@@ -241,17 +274,18 @@ class ReplicaStager:
     async def _stage_there(
         self,
         shard: str,
-        ranks: Sequence[int],
         replica: str,
-        keys: bytes,
+        ranks: Sequence[int],
         wait_s: float,
-        tokens_per_s: float,
+        *request: Any,
     ) -> Staged:
         """Have another shard stage for its ranks; what it does not answer in time is nothing."""
-        request = replica, ranks, keys, wait_s, tokens_per_s
+        work_s = wait_s * (1 - _WAY_SHARE)
         try:
             staged = await self._within(
-                self._peers.call(shard, "stage_ranks", *request, work_s=wait_s),
+                self._peers.call(
+                    shard, "stage_ranks", replica, ranks, work_s, *request, work_s=work_s
+                ),
                 time.monotonic() + wait_s,
             )
         except KVRayError:
@@ -271,10 +305,11 @@ class ReplicaStager:
 
         What was leased, or may have been, by a call whose answer is lost is released by its token.
         """
+        request = token, *in_pieces(keys)
         answers = await asyncio.gather(
             *(
                 self._within(
-                    self._peers.call(shard, "lease_ranks", replica, theirs, keys, token), until
+                    self._peers.call(shard, "lease_ranks", replica, theirs, *request), until
                 )
                 for shard, theirs in elsewhere.items()
             ),
@@ -381,6 +416,12 @@ def _tokens(tokens: object) -> list[str]:
     ):
         raise ConfigError(f"Tokens are at most {_TOKENS_MAX} texts, and no longer each.")
     return list(tokens)
+
+
+def _place(value: object) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ConfigError(f"verify_from is the place of a block or None, not {value!r:.40}.")
+    return value
 
 
 def _seconds(value: object, name: str, *, longest: float) -> float:

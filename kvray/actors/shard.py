@@ -185,23 +185,28 @@ class Shard:
 
     def stage(self, replica: str, rank: int, keys: bytes, wait_s: float) -> dict[str, Any]:
         """See `ReplicaStager.stage_here`, for one rank."""
-        return self.stage_ranks(replica, [rank], keys, wait_s, 0.0)
+        return self.stage_ranks(replica, [rank], wait_s, 0.0, None, keys)
 
     def stage_ranks(
-        self, replica: str, ranks: Sequence[int], keys: bytes, wait_s: float, tokens_per_s: float
+        self,
+        replica: str,
+        ranks: Sequence[int],
+        wait_s: float,
+        tokens_per_s: float,
+        verify_from: int | None,
+        *keys: bytes,
     ) -> dict[str, Any]:
         """See `ReplicaStager.stage_here`."""
         staging = self._staging()
-        return self._await_on_loop(
-            staging.stage_here(replica, ranks, keys, wait_s, tokens_per_s), wait_s
-        )
+        answer = staging.stage_here(replica, ranks, wait_s, tokens_per_s, verify_from, *keys)
+        return self._await_on_loop(answer, wait_s)
 
     def lease_ranks(
-        self, replica: str, ranks: Sequence[int], keys: bytes, token: str
+        self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
     ) -> dict[int, list[Any]]:
         """See `ReplicaStager.lease_here`."""
         staging = self._staging()
-        return self._on_loop(lambda: staging.lease_here(replica, ranks, keys, token), _ANSWER_S)
+        return self._on_loop(lambda: staging.lease_here(replica, ranks, token, *keys), _ANSWER_S)
 
     def release_ranks(self, token: str) -> None:
         """See `ReplicaStager.release_here`."""

@@ -91,17 +91,23 @@ class ShardActor:
 
     @ray.method(concurrency_group="ranks")
     def stage_ranks(
-        self, replica: str, ranks: Sequence[int], keys: bytes, wait_s: float, tokens_per_s: float
+        self,
+        replica: str,
+        ranks: Sequence[int],
+        wait_s: float,
+        tokens_per_s: float,
+        verify_from: int | None,
+        *keys: bytes,
     ) -> dict[str, Any]:
-        """See `Shard.stage_ranks`."""
-        return self._shard.stage_ranks(replica, ranks, keys, wait_s, tokens_per_s)
+        """See `Shard.stage_ranks`; the keys are end to end, `in_pieces`."""
+        return self._shard.stage_ranks(replica, ranks, wait_s, tokens_per_s, verify_from, *keys)
 
     @ray.method(concurrency_group="leases")
     def lease_ranks(
-        self, replica: str, ranks: Sequence[int], keys: bytes, token: str
+        self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
     ) -> dict[int, list[Any]]:
-        """See `Shard.lease_ranks`."""
-        return self._shard.lease_ranks(replica, ranks, keys, token)
+        """See `Shard.lease_ranks`; the keys are end to end, `in_pieces`."""
+        return self._shard.lease_ranks(replica, ranks, token, *keys)
 
     @ray.method(concurrency_group="leases")
     def release_ranks(self, token: str) -> None:

@@ -12,7 +12,7 @@ from kvray.store import Wanted
 Mask = npt.NDArray[np.bool_]
 Run = tuple[int, Mapping[str, int]]
 """Where blocks with the same holders end, and shard -> mask of the parts that it has of them."""
-Reason = Literal["none", "not_stored", "too_slow", "cheaper_to_recompute", "store_down"]
+Reason = Literal["none", "not_stored", "too_slow", "corrupt", "cheaper_to_recompute", "store_down"]
 """Why no more of a prefix is here; `none`: all of it is."""
 
 CHUNK_BLOCKS = 64

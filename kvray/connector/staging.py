@@ -98,7 +98,7 @@ class Staging:
         """Lease exactly `keys`, the first of those of `prefix`; None if they cannot be had."""
         if not prefix.away:
             return lease_exactly(engine, prefix.arena, keys)
-        staged = self._stage(engine, keys, engine.config.connector.stage_wait_s, 0.0)
+        staged = self._stage(engine, keys, engine.config.connector.stage_wait_s, 0.0, None)
         if staged.num_blocks < len(keys):
             release_away(engine, staged.leases)
             return None
@@ -160,7 +160,9 @@ class Staging:
             return Staged(num_blocks=0, reason=NOT_STORED)
         if left_s < min(wait_s, _WORTH_S):
             return Staged(num_blocks=0, reason=TOO_SLOW)
-        staged = self._stage(engine, keys, left_s, tokens_per_s)
+        # What is not in this node's arena can only be checked by who has it.
+        verify_from = have if engine.spans_nodes and engine.verifies_promises else None
+        staged = self._stage(engine, keys, left_s, tokens_per_s, verify_from)
         ended = time.monotonic()
         _remember(self._waited, request_id, self._waited.get(request_id, 0.0) + ended - began)
         if staged.num_blocks <= have and staged.reason == NOT_STORED:
@@ -168,7 +170,12 @@ class Staging:
         return staged
 
     def _stage(
-        self, engine: Engine, keys: list[BlockKey], wait_s: float, tokens_per_s: float
+        self,
+        engine: Engine,
+        keys: list[BlockKey],
+        wait_s: float,
+        tokens_per_s: float,
+        verify_from: int | None,
     ) -> Staged:
         """Ask the shard, unless it has not answered lately."""
         if self._calls is None:
@@ -182,6 +189,7 @@ class Staging:
             rank=engine.args.rank,
             wait_s=wait_s,
             tokens_per_s=tokens_per_s,
+            verify_from=verify_from,
         )
         engine.totals["stage_calls"] += 1
         engine.totals["stage_wait_us"] += int(1e6 * (time.monotonic() - began))

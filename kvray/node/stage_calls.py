@@ -22,7 +22,7 @@ from kvray.store import Lease
 STORE_DOWN = "store_down"
 TOO_SLOW = "too_slow"
 NOT_STORED = "not_stored"
-_REASONS = (NOT_STORED, TOO_SLOW, "cheaper_to_recompute", STORE_DOWN, "none")
+_REASONS = (NOT_STORED, TOO_SLOW, "corrupt", "cheaper_to_recompute", STORE_DOWN, "none")
 
 _WAY_S = 0.005
 _WAY_SHARE = 0.2
@@ -71,6 +71,7 @@ class StageCalls:
         rank: int,
         wait_s: float,
         tokens_per_s: float,
+        verify_from: int | None = None,
     ) -> Staged:
         """Return what of `keys` is here after `wait_s` at most; raises nothing of the shard's.
 
@@ -80,6 +81,8 @@ class StageCalls:
             rank: likewise.
             wait_s: longest time that this call takes.
             tokens_per_s: what computing the blocks instead would come to; 0: not known.
+            verify_from: of ranks on other nodes the first block to be checked there before it
+                counts; None: none is.
         """
         began = time.monotonic()
         asked = keys[:_KEYS_MAX]
@@ -95,6 +98,7 @@ class StageCalls:
                 keys=b"".join(asked),
                 wait_s=wait_s - min(wait_s / 2, max(_WAY_S, wait_s * _WAY_SHARE)),
                 tokens_per_s=tokens_per_s,
+                verify_from=verify_from,
                 token=token,
                 unread=unread,
             )

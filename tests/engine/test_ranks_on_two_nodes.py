@@ -10,9 +10,11 @@ import pytest
 
 from kvray.errors import ConfigError
 from kvray.reference.engine import ReferenceEngine
+from kvray.store import Arena
 from tests.engine.conftest import BLOCK, make_prompt, wait_until
 from tests.engine.test_kvray_connector import CONNECTOR
 from tests.engine.test_tensor_parallel import start
+from tests.unit.connector.test_scheduler import flip_a_byte
 from tests.unit.connector.two_nodes import TwoNodes
 
 Expected = Callable[..., tuple[int, ...]]
@@ -70,6 +72,21 @@ def test_fresh_ranks_load_on_each_node_what_cold_ranks_stored_there(
         ]
         for prompt, output in zip(PROMPTS, outputs, strict=True):
             assert output.token_ids == expected(prompt, 8)
+    wait_until(lambda: nodes.leased() == [0, 0])
+
+
+def test_a_flipped_byte_on_another_node_is_a_shorter_hit_and_no_dead_engine(
+    nodes: TwoNodes, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = PROMPTS[1]
+    with spread(nodes, "cold", monkeypatch) as cold:
+        cold.generate(prompt, max_tokens=8)
+    flip_a_byte(Arena(nodes.directories[1] / "kvray-kvray", lock_wait_s=1), depth=3)
+    with spread(nodes, "fresh", monkeypatch) as fresh:
+        output = fresh.generate(prompt, max_tokens=8)
+        assert output.token_ids == expected(prompt, 8)
+        assert output.hit_tokens == 3 * BLOCK
+        assert fresh.generate(PROMPTS[0], max_tokens=8).token_ids == expected(PROMPTS[0], 8)
     wait_until(lambda: nodes.leased() == [0, 0])
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
@@ -11,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.replica_stager import ReplicaStager
+from kvray.actors.replica_stager import ReplicaStager, prefix_for
 from kvray.actors.replicas import Reader
+from kvray.actors.stager import Staged
 from kvray.errors import ConfigError
 from kvray.store import Arena, Lease, Wanted
+from kvray.store.layout import READY
 from tests.unit.actors.nodes import Nodes
 from tests.unit.actors.small_shard import NAMESPACE
-from tests.unit.store.small_arena import PATIENT_S, chain, fetch, store
+from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, fetch, store
 
 KEYS = chain(20)
 PACKED = b"".join(KEYS)
@@ -94,6 +97,14 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
+def flip_a_byte(arena: Arena, *, depth: int, part: int = 1) -> None:
+    """Change a block that is stored, as broken memory does."""
+    tables = arena.tables
+    ready = (tables.slot_state == READY) & (tables.slot_part == part)
+    (victim,) = (ready & (tables.slot_depth == depth)).nonzero()[0]
+    arena.slot_bytes(int(victim))[7] ^= 1
+
+
 def store_both(pair: Pair, num_blocks: int = 20) -> None:
     for part in (0, 1):
         store(pair.nodes["c"].arena, KEYS[:num_blocks], part=part)
@@ -159,6 +170,122 @@ def test_a_frozen_shard_of_another_rank_answers_in_time_and_is_left_alone(
     play(scene)
 
 
+def test_blocks_of_ranks_elsewhere_count_once_they_are_checked_there(
+    play: Callable[[Scene], None],
+) -> None:
+    async def scene(pair: Pair) -> None:
+        store(pair.nodes["a"].arena, KEYS, part=0)
+        store(pair.nodes["b"].arena, KEYS, part=1)
+        flip_a_byte(pair.ranks[1], depth=12)
+        unchecked = await pair.leader.stage("r", 0, PACKED, 2.0)
+        assert unchecked["num_blocks"] == 20
+        beyond = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=13)
+        assert (beyond["num_blocks"], beyond["reason"]) == (20, "none")
+        answer = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=3)
+        assert (answer["num_blocks"], answer["reason"]) == (12, "corrupt")
+        assert answer["leases"][1][3] == 12
+        again = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=3)
+        assert (again["num_blocks"], again["reason"]) == (12, "not_stored")
+
+    play(scene)
+
+
+def test_without_its_whole_window_no_prefix_counts(play: Callable[[Scene], None]) -> None:
+    async def scene(pair: Pair) -> None:
+        reader = replace(_reader(1, pair.ranks[1]), wanted=(Wanted(1), Wanted(2, window=4)))
+        pair.nodes.replicas["kvray-shard-b"].register(1, "r", 1, reader)
+        for part in (1, 2):
+            store(pair.nodes["b"].arena, KEYS, part=part)
+        ask = "r", [1], 2.0, 0.0, 0, PACKED
+        assert (await pair.other.stage_here(*ask))["num_blocks"] == 20
+        flip_a_byte(pair.ranks[1], depth=18, part=2)
+        answer = await pair.other.stage_here(*ask)
+        assert answer == {"num_blocks": 0, "reason": "corrupt"}
+        assert (await pair.other.stage_here(*ask))["num_blocks"] == 18
+
+    play(scene)
+
+
+def test_what_was_checked_in_time_counts(
+    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.actors.verifier._PIECE_BYTES", SLOT)
+    sound = Arena.sound
+
+    def slowly(arena: Arena, *args: Any) -> Any:
+        time.sleep(0.05)
+        return sound(arena, *args)
+
+    async def scene(pair: Pair) -> None:
+        store(pair.nodes["b"].arena, KEYS, part=1)
+        monkeypatch.setattr(Arena, "sound", slowly)
+        answer = await pair.other.stage_here("r", [1], 1.0, 0.0, 0, PACKED)
+        assert 0 < answer["num_blocks"] < 20
+        assert answer["reason"] == "too_slow"
+
+    play(scene)
+
+
+def test_a_check_that_hangs_holds_up_nobody(
+    play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_sum = threading.Event()
+    monkeypatch.setattr("kvray.actors.verifier._PIECE_BYTES", 4 * SLOT)
+    sound = Arena.sound
+
+    def slowly(arena: Arena, *args: Any) -> Any:
+        if args[1].start >= 8:
+            assert may_sum.wait(10)
+        return sound(arena, *args)
+
+    async def scene(pair: Pair) -> None:
+        store(pair.nodes["b"].arena, KEYS, part=1)
+        monkeypatch.setattr(Arena, "sound", slowly)
+        began = time.monotonic()
+        answer = await pair.other.stage_here("r", [1], 0.1, 0.0, 0, PACKED)
+        assert time.monotonic() - began < 1
+        assert answer == {"num_blocks": 0, "reason": "too_slow"}
+        may_sum.set()
+        await pair.other.close()
+        assert not pair.nodes["b"].arena.stats()["leased_blocks"]
+        refused = await pair.other._verifier.sound(
+            prefix_for(KEYS, [_reader(1, pair.ranks[1])], 0.0),
+            Staged(num_blocks=20, reason="none"),
+            0,
+            until=time.monotonic() + 1,
+        )
+        assert refused.num_blocks == 0
+
+    play(scene)
+
+
+def test_a_long_prompt_travels_in_pieces_that_ray_sends_with_the_call(
+    play: Callable[[Scene], None],
+) -> None:
+    async def scene(pair: Pair) -> None:
+        keys = chain(5000)
+        seen: dict[str, int] = {}
+
+        def note(method: str, answer: Any) -> Callable[..., Any]:
+            def take(*args: Any) -> Any:
+                pieces = [one for one in args if isinstance(one, bytes)]
+                assert all(len(piece) < 100 * 2**10 for piece in pieces)
+                seen[method] = sum(map(len, pieces))
+                return answer
+
+            return take
+
+        store(pair.nodes["a"].arena, keys[:4], part=0)
+        staged = {"num_blocks": 5000, "reason": "none"}
+        pair.nodes.others["kvray-shard-b.stage_ranks"] = note("stage", staged)
+        pair.nodes.others["kvray-shard-b.lease_ranks"] = note("lease", {1: ["arena", 1, 0, 4]})
+        answer = await pair.leader.stage("r", 0, b"".join(keys), 2.0)
+        assert answer["num_blocks"] == 4
+        assert seen == {"stage": 5000 * 32, "lease": 4 * 32}
+
+    play(scene)
+
+
 def test_a_rank_that_is_nowhere_makes_a_miss(play: Callable[[Scene], None]) -> None:
     async def scene(pair: Pair) -> None:
         store_both(pair)
@@ -190,9 +317,9 @@ def test_a_token_that_was_released_leases_nothing_any_more(play: Callable[[Scene
     async def scene(pair: Pair) -> None:
         store(pair.nodes["b"].arena, KEYS, part=1)
         pair.other.release_here("token")
-        assert pair.other.lease_here("r", [1], PACKED, "token") == {}
+        assert pair.other.lease_here("r", [1], "token", PACKED) == {}
         assert pair.leased(1) == 0
-        assert pair.other.lease_here("r", [1], PACKED, "another")[1][3] == 20
+        assert pair.other.lease_here("r", [1], "another", PACKED)[1][3] == 20
         pair.other.release_here("another")
         pair.other.release_here("another")
         assert pair.leased(1) == 0
@@ -205,7 +332,7 @@ def test_no_lease_is_taken_for_a_rank_that_has_left(play: Callable[[Scene], None
         store(pair.nodes["b"].arena, KEYS, part=1)
         pair.ranks[1].leave()
         pair.ranks[1].join("somebody else in the same row")
-        assert pair.other.lease_here("r", [1], PACKED, "token") == {}
+        assert pair.other.lease_here("r", [1], "token", PACKED) == {}
         assert pair.leased(1) == 0
 
     play(scene)
@@ -214,7 +341,7 @@ def test_no_lease_is_taken_for_a_rank_that_has_left(play: Callable[[Scene], None
 def test_less_than_asked_for_is_not_leased(play: Callable[[Scene], None]) -> None:
     async def scene(pair: Pair) -> None:
         store(pair.nodes["b"].arena, KEYS[:19], part=1)
-        assert pair.other.lease_here("r", [1], PACKED, "token") == {}
+        assert pair.other.lease_here("r", [1], "token", PACKED) == {}
         assert pair.leased(1) == 0
 
     play(scene)
@@ -240,7 +367,7 @@ def test_who_has_not_registered_is_told_so(play: Callable[[Scene], None]) -> Non
         with pytest.raises(ConfigError, match="has not registered"):
             await pair.leader.prefetch("unknown", 0, PACKED)
         with pytest.raises(ConfigError, match=r"Ranks \[0\]"):
-            await pair.other.stage_here("r", [0, 1], PACKED, 0.1)
+            await pair.other.stage_here("r", [0, 1], 0.1, 0.0, None, PACKED)
 
     play(scene)
 

@@ -171,12 +171,15 @@ def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier: Tier) -> None:
     store(tier.nodes["b"].arena, KEYS)
     wait_for(lambda: known(tier, KEYS))
     packed = b"".join(KEYS)
-    assert tier.a.stage_ranks("r", [0], packed, 2.0, 0.0) == {"num_blocks": 12, "reason": "none"}
+    assert tier.a.stage_ranks("r", [0], 2.0, 0.0, None, packed) == {
+        "num_blocks": 12,
+        "reason": "none",
+    }
     assert tier.a.stage("r", 0, packed, 2.0)["num_blocks"] == 12
-    leases = tier.a.lease_ranks("r", [0], packed, "token")
+    leases = tier.a.lease_ranks("r", [0], "token", packed)
     assert leases[0][0] == arena.arena_id
     tier.a.release_ranks("token")
-    assert tier.a.lease_ranks("r", [0], packed, "token") == {}
+    assert tier.a.lease_ranks("r", [0], "token", packed) == {}
 
 
 def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier: Tier) -> None:

@@ -22,6 +22,7 @@ from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.pair import BLOCK, Request
 from tests.unit.connector.test_layer_groups import GroupedEngine
 from tests.unit.connector.test_layer_groups import Request as GroupedRequest
+from tests.unit.connector.test_scheduler import flip_a_byte
 from tests.unit.connector.two_nodes import NAMES, SpreadReplica, TwoNodes
 
 PROMPT = list(range(100, 140))
@@ -149,6 +150,20 @@ def test_the_shortest_prefix_of_all_nodes_is_promised(
     drop_blocks(stored.arenas[loser], num_kept=4)
     fresh = make_replica()
     assert fresh.serve(Request(2, PROMPT)) == 4 * BLOCK
+    fresh.flush()
+    assert make_replica().serve(Request(3, PROMPT)) == NUM_WANTED * BLOCK
+    released(nodes)
+
+
+@pytest.mark.parametrize("loser", [0, 1])
+def test_a_flipped_byte_on_any_node_is_a_shorter_hit_and_no_dead_engine(
+    nodes: TwoNodes, stored: SpreadReplica, make_replica: MakeReplica, loser: int
+) -> None:
+    flip_a_byte(stored.arenas[loser], depth=4)
+    fresh = make_replica()
+    assert fresh.serve(Request(2, PROMPT)) == 4 * BLOCK
+    missed = (NUM_WANTED - 4) * BLOCK
+    assert fresh.engine.totals["miss_tokens_corrupt"] == missed
     fresh.flush()
     assert make_replica().serve(Request(3, PROMPT)) == NUM_WANTED * BLOCK
     released(nodes)

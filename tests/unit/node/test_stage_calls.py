@@ -75,6 +75,7 @@ def test_the_shard_hears_what_is_wanted_by_whom_and_until_when(
             "rank": 2,
             "keys": b"".join(KEYS),
             "tokens_per_s": 1000.0,
+            "verify_from": None,
             "unread": [],
         }
     ]

@@ -1,0 +1,132 @@
+"""Checks blocks here before the leader of an engine promises them on another node.
+
+A leader can check only what is in its own node's arena; were a block of another rank wrong, that
+rank would find out when it is too late to say so. Sums are made in threads of the loop's, to which
+the arena and a lease cross and from which a number comes back. What is checked in time counts.
+"""
+
+import asyncio
+import logging
+import time
+
+from kvray.actors.handovers import Handovers
+from kvray.actors.stager import Prefix, Staged
+from kvray.errors import KVRayError
+from kvray.store import Arena, Held, Wanted
+
+_log = logging.getLogger("kvray.shard")
+
+_CHECKS_MAX = 16
+"""Checks at once, those included that nobody waits for any more."""
+_PIECE_BYTES = 4 * 2**20
+"""After so much it is looked whether there is time left."""
+_SUMMING_SHARE = 0.8
+"""Of the time, what goes to sums: those who made them have to be heard, too."""
+_CLOSE_S = 1.0
+
+
+class Verifier:
+    """Checks what is leased for it; used by the shard's event loop alone."""
+
+    def __init__(self, arena: Arena, handovers: Handovers, *, handover_s: float) -> None:
+        """Check blocks of `arena`, and hand what was checked to `handovers` for `handover_s`."""
+        self._arena = arena
+        self._handovers = handovers
+        self._handover_s = handover_s
+        self._checks: set[asyncio.Future[int]] = set()
+        self._is_closed = False
+
+    async def sound(self, prefix: Prefix, staged: Staged, first: int, *, until: float) -> Staged:
+        """Return what of `staged` proves sound in time; a block that is not is quarantined.
+
+        Args:
+            prefix: what was asked for.
+            staged: what is here of it.
+            first: blocks at its beginning that nobody will load.
+            until: when the answer is due.
+        """
+        if staged.num_blocks <= first:
+            return staged
+        if self._is_closed or len(self._checks) >= _CHECKS_MAX:
+            return Staged(num_blocks=0, reason="too_slow")
+        # A lease of its own: what is being summed must not go, however long that takes.
+        held = self._arena.lease_for(prefix.keys[: staged.num_blocks], prefix.readers)
+        if held is None or held.num_blocks <= first:
+            self._keep(held)
+            return Staged(num_blocks=0, reason="too_slow")
+        now = time.monotonic()
+        summed_until = now + (until - now) * _SUMMING_SHARE
+        check = asyncio.get_running_loop().run_in_executor(
+            None, self._count_sound, prefix, held, first, summed_until
+        )
+        self._checks.add(check)
+        check.add_done_callback(lambda _: self._end(check, held))
+        await asyncio.wait({check}, timeout=max(0.0, until - now))
+        num_sound = check.result() if check.done() and check.exception() is None else first
+        if num_sound == staged.num_blocks:
+            return staged
+        is_late = not check.done() or time.monotonic() >= summed_until
+        return Staged(num_blocks=num_sound, reason="too_slow" if is_late else "corrupt")
+
+    async def close(self) -> None:
+        """End what is under way. Twice is fine."""
+        self._is_closed = True
+        if self._checks:
+            await asyncio.wait(self._checks, timeout=_CLOSE_S)
+
+    def _count_sound(self, prefix: Prefix, held: Held, first: int, until: float) -> int:
+        """Return where the blocks end that are sound for every reader and were summed in time.
+
+        Without its whole window a shorter prefix is of no use, so then it is all or nothing.
+        """
+        step = max(1, _PIECE_BYTES // sum(prefix.block_bytes.values()))
+        is_windowed = any(one.window is not None for reader in prefix.readers for one in reader)
+        for start in range(first, held.num_blocks, step):
+            stop = min(start + step, held.num_blocks)
+            if self._is_closed or time.monotonic() >= until:
+                return 0 if is_windowed else start
+            run = self._sound_run(prefix, held, start, stop)
+            if run < stop:
+                return 0 if is_windowed else run
+        return held.num_blocks
+
+    def _sound_run(self, prefix: Prefix, held: Held, start: int, stop: int) -> int:
+        """Return where the first block from `start` to `stop` is that is not sound."""
+        run = stop
+        for lease, reader in zip(held.leases, prefix.readers, strict=True):
+            for block, places in _places_of(reader, held.num_blocks, start, stop):
+                sound = self._arena.sound(lease, places)
+                if not sound.all():
+                    run = min(run, block + int(sound.argmin()))
+        return run
+
+    def _end(self, check: "asyncio.Future[int]", held: Held) -> None:
+        self._checks.discard(check)
+        self._keep(held)
+        if not check.cancelled():
+            error = check.exception()  # one that comes late is nobody's
+            if error is not None and not isinstance(error, KVRayError):
+                _log.error("a check ended by a defect", exc_info=error)
+
+    def _keep(self, held: Held | None) -> None:
+        if held is not None:
+            self._handovers.keep(held, until=time.monotonic() + self._handover_s)
+
+
+def _places_of(
+    reader: tuple[Wanted, ...], num_blocks: int, start: int, stop: int
+) -> "list[tuple[int, slice]]":
+    """Return for each part of a reader the blocks of a piece that its lease has.
+
+    Returns:
+        (The first of them, their places in the lease.)
+    """
+    found, before = [], 0
+    for one in reader:
+        length = num_blocks if one.window is None else min(num_blocks, one.window)
+        skipped = num_blocks - length
+        first = max(start, skipped)
+        if first < stop:
+            found.append((first, slice(before + first - skipped, before + stop - skipped)))
+        before += length
+    return found
