@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ import psutil
 
 from kvray.actors.ownership import is_own
 from kvray.config import without_settings
-from kvray.errors import ConfigError, ShardUnavailable
+from kvray.errors import ConfigError
 
 _START_TIMEOUT_S = 90.0
 _STOP_TIMEOUT_S = 20.0

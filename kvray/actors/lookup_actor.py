@@ -7,7 +7,7 @@ from typing import Any
 import ray
 
 from kvray.actors.lookup import SILENT_S, Announcement, Answer, Lookup
-from kvray.actors.ray_calls import LOOKUP_NAME, NAMESPACE, log_to_stderr
+from kvray.actors.ray_calls import HEAD, LOOKUP_NAME, NAMESPACE, log_to_stderr
 from kvray.index import Match, Run
 
 
@@ -79,6 +79,7 @@ def create_lookup(cluster_name: str, silent_s: float = SILENT_S) -> Any:
             max_restarts=-1,
             max_task_retries=0,
             num_cpus=0,
+            resources=HEAD,
         )
         .remote(cluster_name, silent_s)
     )

@@ -15,6 +15,8 @@ LOOKUP_NAME = "kvray-lookup"
 SUPERVISOR_NAME = "kvray-supervisor"
 SHARD_PREFIX = "kvray-shard-"
 MOVER_PREFIX = "kvray-mover-"
+HEAD = {"node:__internal_head__": 0.001}
+"""Resource of Ray's head: what the tier has one of is there, and does not go with another node."""
 
 
 def shard_name(node_id: str) -> str:

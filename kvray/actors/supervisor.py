@@ -11,6 +11,7 @@ import ray
 from kvray.actors.lookup_actor import create_lookup
 from kvray.actors.mover_actor import create_mover
 from kvray.actors.ray_calls import (
+    HEAD,
     LOOKUP_NAME,
     NAMESPACE,
     SUPERVISOR_NAME,
@@ -33,6 +34,8 @@ _CALL_TIMEOUT_S = 5.0
 _PING_TIMEOUT_S = 1.0
 _FROZEN_S = 5.0
 """A part that answers nothing for so long is ended: longer than it ever works without pause."""
+_START_S = 60.0
+"""How long a part may take to answer for the first time."""
 
 
 def plan_nodes(
@@ -74,7 +77,7 @@ class SupervisorActor:
         self._config = config
         self._shards: dict[str, Any] = {}
         self._movers: dict[str, Any] = {}
-        self._silences = Silences(frozen_s=_FROZEN_S)
+        self._silences = Silences(frozen_s=_FROZEN_S, start_s=_START_S)
         self._looked = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvray-supervisor", daemon=True)
@@ -154,11 +157,16 @@ class SupervisorActor:
         parts |= {mover_name(node_id): actor for node_id, actor in self._movers.items()}
         parts[LOOKUP_NAME] = get_actor(LOOKUP_NAME)
         answered = who_answers(parts, timeout_s=_PING_TIMEOUT_S)
-        for name in self._silences.note(parts, answered, time.monotonic()):
-            node = nodes.get(homes.get(name, ""))
-            if node is None or is_reachable(node, timeout_s=_PING_TIMEOUT_S):
-                _log.warning("%s is frozen; it is ended, and started anew", name)
-                ray.kill(parts[name], no_restart=False)
+        # Nothing is heard from behind a cut cable either, nor for a moment after it is mended.
+        unreachable = {
+            name
+            for name in parts.keys() - answered
+            if homes.get(name) in nodes
+            and not is_reachable(nodes[homes[name]], timeout_s=_PING_TIMEOUT_S)
+        }
+        for name in self._silences.note(parts, answered | unreachable, time.monotonic()):
+            _log.warning("%s is frozen; it is ended, and started anew", name)
+            ray.kill(parts[name], no_restart=False)
 
     def __repr__(self) -> str:
         return f"Supervisor({self._config.cluster_name})"
@@ -176,6 +184,7 @@ def create_supervisor(config: KVRayConfig) -> Any:
             max_restarts=-1,
             max_task_retries=0,
             num_cpus=0,
+            resources=HEAD,
         )
         .remote(config)
     )

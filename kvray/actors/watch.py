@@ -12,29 +12,32 @@ from kvray.errors import KVRayError
 
 
 class Silences:
-    """Since when parts have not answered; pure."""
+    """Since when parts have not answered; pure.
 
-    def __init__(self, *, frozen_s: float) -> None:
-        """Count a part that has not answered for `frozen_s` as frozen."""
+    A part that has not answered yet, or was ended, is given `start_s`: it may be starting.
+    """
+
+    def __init__(self, *, frozen_s: float, start_s: float) -> None:
+        """Count a part as frozen that has answered once, and then not for `frozen_s`."""
         self._frozen_s = frozen_s
-        self._since: dict[str, float] = {}
+        self._start_s = start_s
+        self._until: dict[str, float] = {}
 
     def note(self, asked: Collection[str], answered: Collection[str], now: float) -> list[str]:
         """Take note of a round of questions.
 
         Args:
             asked: names of the parts that were asked; others are forgotten.
-            answered: those of them that answered.
+            answered: those of them that answered, or cannot be expected to.
             now: monotonic seconds.
 
         Returns:
-            The frozen ones, each once: its silence is counted anew from now on.
+            The frozen ones, each once.
         """
-        silent = set(asked) - set(answered)
-        self._since = {name: self._since.get(name, now) for name in silent}
-        frozen = sorted(name for name in silent if now - self._since[name] >= self._frozen_s)
-        for name in frozen:
-            self._since[name] = now
+        until = {name: self._until.get(name, now + self._start_s) for name in asked}
+        until |= dict.fromkeys(set(answered) & set(asked), now + self._frozen_s)
+        frozen = sorted(name for name in asked if now >= until[name])
+        self._until = until | dict.fromkeys(frozen, now + self._start_s)
         return frozen
 
 
