@@ -46,6 +46,11 @@ class Doubts:
         with self._lock:
             return sum(len(doubt.reservation.slots) for doubt in self._doubts)
 
+    @property
+    def incarnation(self) -> int:
+        """How often the transport's end was renewed."""
+        return self._incarnation
+
     def target(self) -> tuple[int, bytes]:
         """Return incarnation and address to have something sent to.
 

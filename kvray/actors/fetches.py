@@ -8,15 +8,16 @@ other's piece is on its way.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol
 
 import numpy as np
 
+from kvray.actors.acquaintances import Acquaintances, is_of_the_way
 from kvray.actors.doubts import Doubts
 from kvray.actors.orders import (
     FetchOrder,
@@ -34,28 +35,12 @@ from kvray.store.tables import Array
 from kvray.transport import Transport
 
 NUM_LANES = 2
-_SOURCES_MAX = 16
-"""Sources that are asked at once; the others wait for their turn."""
+_THREADS_MAX = 32
+"""Sources that are asked, or lanes that move, at once; the others wait for their turn."""
 
 _LOCK_WAIT_S = 0.5
 _MARGIN_S = 0.1
 """By so much a source gives up before who asked it does, so that its reason arrives."""
-
-
-class Peer(Protocol):
-    """The mover of another node; calls end within `timeout_s`, if need be with an error of ours."""
-
-    def offer(self, want: Want, *, timeout_s: float) -> Offer:
-        """See `Mover.offer`."""
-        ...
-
-    def send(self, order: SendOrder, *, timeout_s: float) -> Any:
-        """See `Mover.send`."""
-        ...
-
-    def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
-        """See `Mover.release`; does not wait for the answer."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,12 +83,15 @@ class _Source:
     num_bytes: int = 0
     suspects: list[int] = field(default_factory=list)
     error: KVRayError | None = None
+    obstacle: str = ""
+    """What the transport failed of, if that was it."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fail(self, error: KVRayError) -> None:
         """Note why there will be no more; the first reason stands."""
         with self.lock:
-            self.error = self.error or error
+            # Not where it was raised: that would keep the arena mapped.
+            self.error = self.error or error.with_traceback(None)
 
     def report(self) -> SourceReport:
         return SourceReport(
@@ -125,7 +113,7 @@ class Fetches:
         arena: Arena,
         transports: Mapping[str, Transport],
         doubts: Mapping[str, Doubts],
-        peer: Callable[[str], Peer],
+        acquaintances: Acquaintances,
         settings: FetchSettings,
     ) -> None:
         """Fetch into `arena`.
@@ -134,13 +122,13 @@ class Fetches:
             arena: joined by this process.
             transports: by name, the best first.
             doubts: of each transport.
-            peer: the mover of that name; raises ShardUnavailable if there is none.
+            acquaintances: calls other movers, and knows by which transports they may send.
             settings: see there.
         """
         self._arena = arena
         self._transports = transports
         self._doubts = doubts
-        self._peer = peer
+        self._acquaintances = acquaintances
         self._settings = settings
         self._flights = {
             name: _Flight(min(settings.bytes_in_flight, one.bytes_max or settings.bytes_in_flight))
@@ -172,26 +160,22 @@ class Fetches:
         self, sources: Mapping[str, _Source], order: FetchOrder, deadline: float
     ) -> None:
         """Ask all sources, reserve slots for what they have, and have it sent."""
-        lanes = min(len(sources), _SOURCES_MAX) * NUM_LANES
-        with ThreadPoolExecutor(lanes, "kvray-lane") as pool:
-            ask = [pool.submit(self._ask, one, order, deadline) for one in sources.values()]
-            for future in ask:
-                future.result()
-            self._reserve(order, sources)
-            work = [
-                pool.submit(self._move, one, deadline)
+        _at_once([partial(self._ask, one, order, deadline) for one in sources.values()])
+        self._reserve(order, sources)
+        _at_once(
+            [
+                partial(self._move, one, deadline)
                 for one in sources.values()
-                for _ in range(NUM_LANES)
+                for _ in range(min(NUM_LANES, len(one.pieces)))
             ]
-            for future in work:
-                future.result()
+        )
 
     def _ask(self, source: _Source, order: FetchOrder, deadline: float) -> None:
         """Have a source lease what it has of the order."""
         addresses = {}
-        for name, doubts in self._doubts.items():
+        for name in self._acquaintances.offered(source.name):
             with suppress(KVRayError):
-                source.incarnations[name], addresses[name] = doubts.target()
+                source.incarnations[name], addresses[name] = self._doubts[name].target()
         want = Want(
             groups=tuple((order.spans[i].part, order.spans[i].keys) for i in source.spans),
             lease_s=self._settings.lease_s,
@@ -199,7 +183,7 @@ class Fetches:
         )
         try:
             timeout_s = _left(deadline, self._settings.call_timeout_s)
-            source.offer = self._peer(source.name).offer(want, timeout_s=timeout_s)
+            source.offer = self._acquaintances.peer(source.name).offer(want, timeout_s=timeout_s)
         except KVRayError as error:
             source.fail(error)
 
@@ -233,7 +217,10 @@ class Fetches:
             start: place of its first block in the offer.
             transport: name of the one that brings them.
         """
-        keys = [BlockKey(span.keys[at * KEY_BYTES :][:KEY_BYTES]) for at in range(len(sizes))]
+        keys = [
+            BlockKey(span.keys[at : at + KEY_BYTES])
+            for at in range(0, len(sizes) * KEY_BYTES, KEY_BYTES)
+        ]
         before = BlockKey(span.parent) if span.parent else None
         pieces: list[_Piece] = []
         for first, stop in _equal_runs(sizes):
@@ -306,8 +293,14 @@ class Fetches:
                 targets=targets.astype("<i8").tobytes(),
                 timeout_s=max(timeout_s - _MARGIN_S, timeout_s / 2),
             )
-            parcel = self._peer(source.name).send(order, timeout_s=timeout_s)
-            transport.receive(parcel, targets, sizes)
+            try:
+                parcel = self._acquaintances.peer(source.name).send(order, timeout_s=timeout_s)
+                transport.receive(parcel, targets, sizes)
+            except KVRayError as error:
+                # Behind a fence whatever is under way fails, and the transport is none the worse.
+                if is_of_the_way(error) and incarnation == doubts.incarnation:
+                    source.obstacle = str(error)
+                raise
         self._commit(source, piece, incarnation)
 
     def _commit(self, source: _Source, piece: _Piece, incarnation: int) -> None:
@@ -333,12 +326,18 @@ class Fetches:
             self.num_corrupt += len(sound) - num_good
 
     def _finish(self, source: _Source) -> None:
-        """Give back what a source's failure left unsent, and its leases."""
+        """Give back what a source's failure left unsent, and its leases; note how it went."""
         self._abort(source.pieces)
         if source.offer is not None:
+            transport = source.offer.transport
+            if source.num_blocks:
+                incarnation = source.incarnations[transport]
+                self._acquaintances.succeed(source.name, transport, incarnation)
+            elif source.obstacle:
+                self._acquaintances.fail(source.name, transport, source.obstacle)
             suspects = np.array(source.suspects, dtype="<u4").tobytes()
             with suppress(KVRayError):
-                self._peer(source.name).release(
+                self._acquaintances.peer(source.name).release(
                     source.offer.token, suspects, timeout_s=self._settings.call_timeout_s
                 )
 
@@ -382,6 +381,18 @@ class _Flight:
         with self._changed:
             self._bytes -= num_bytes
             self._changed.notify_all()
+
+
+def _at_once(calls: Sequence[Callable[[], None]]) -> None:
+    """Make all calls at once, the first in this thread: often it is the only one."""
+    if not calls:
+        return
+    first, *others = calls
+    with ThreadPoolExecutor(min(max(1, len(others)), _THREADS_MAX), "kvray-lane") as pool:
+        futures = [pool.submit(one) for one in others]
+        first()
+        for future in futures:
+            future.result()
 
 
 def _left(deadline: float, longest_s: float) -> float:

@@ -8,13 +8,14 @@ call it at once; fetching here never waits for sending from here.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvray.actors.acquaintances import Acquaintances, Peer
 from kvray.actors.doubts import Doubts
-from kvray.actors.fetches import Fetches, FetchSettings, Peer
+from kvray.actors.fetches import Fetches, FetchSettings
 from kvray.actors.offers import Offers
 from kvray.actors.orders import FetchOrder, FetchReport, Offer, SendOrder, SourceReport, Want
 from kvray.errors import KVRayError, ShardUnavailable
@@ -59,20 +60,25 @@ class _Attached:
         self.offers = Offers(
             arena, self.transports, offers_max=OFFERS_MAX, lease_max_s=settings.lease_s
         )
+        self.acquaintances = Acquaintances(
+            self.doubts, peer, call_timeout_s=settings.call_timeout_s
+        )
         self.fetches = Fetches(
             arena,
             self.transports,
             self.doubts,
-            peer,
+            self.acquaintances,
             FetchSettings(
                 call_timeout_s=settings.call_timeout_s,
                 lease_s=settings.lease_s,
                 bytes_in_flight=settings.bytes_in_flight,
             ),
         )
+        self.acquaintances.start()
 
     def close(self) -> None:
         """End the transports before the arena is left: then nothing can land any more."""
+        self.acquaintances.close()
         self.offers.close()
         for transport in self.transports.values():
             transport.close()
@@ -144,13 +150,19 @@ class Mover:
             return _refused(order, error)
         with self._lock:
             self._fetching += 1
-            self._num_fetches += 1
+            self._num_fetches += bool(order.spans)
         try:
             return attached.fetches.fetch(order, deadline=deadline)
         finally:
             with self._lock:
                 self._fetching -= 1
             self._turns.release()
+
+    def meet(self, names: Iterable[str]) -> None:
+        """Connect with these movers in the background, and forget all others."""
+        attached = self._attached
+        if attached is not None:  # else they are named again before there is much to fetch
+            attached.acquaintances.meet(names)
 
     def offer(self, want: Want) -> Offer:
         """Lease blocks for the mover of another node; see `Offers.make`.
@@ -191,6 +203,7 @@ class Mover:
                 for name, one in attached.transports.items()
             }
             | {name: {"available": False, "reason": why} for name, why in attached.missing.items()},
+            "troubled_ways": attached.acquaintances.status(),
             "fetches": self._num_fetches,
             "fetching": self._fetching,
             "blocks_fetched": fetches.num_blocks,

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
@@ -34,11 +35,11 @@ class MoverActor:
         log_to_stderr()
         choose_wires(os.environ)
         self._name = name
-        peers = RayPeers()
+        self._peers = RayPeers()
         self._mover = Mover(
             name,
             mover_settings(config_on_node(config)),
-            peers.peer,
+            self._peers.peer,
             # Ray starts it anew, and it attaches to whatever arena is there then.
             ended=lambda: os._exit(1),
         )
@@ -46,6 +47,11 @@ class MoverActor:
 
     def ping(self) -> None:
         """Answer, which a frozen actor does not."""
+
+    def meet(self, names: list[str]) -> None:
+        """See `Mover.meet`."""
+        self._peers.retain(names)
+        self._mover.meet(names)
 
     @ray.method(concurrency_group="fetch")
     def fetch(self, order: FetchOrder) -> FetchReport:
@@ -115,6 +121,11 @@ class RayPeers:
             with self._lock:
                 self._handles[name] = known
         return known
+
+    def retain(self, names: Iterable[str]) -> None:
+        """Know no movers but these any more."""
+        with self._lock:
+            self._handles = {name: self._handles[name] for name in names if name in self._handles}
 
     def forget(self, name: str) -> None:
         """Look a mover up again next time: one of that name may have been made anew."""

@@ -1,6 +1,7 @@
 """What one shard knows of the others: who may be asked now, how fast they are, how they failed."""
 
 import asyncio
+import bisect
 import time
 from collections.abc import Callable, Iterable, Mapping
 from random import Random
@@ -82,6 +83,25 @@ class Peers:
         for source, one in report.sources.items():
             self._note(source, one)
         return report
+
+    async def introduce(self) -> None:
+        """Have this node's mover meet all others, and forget the peers that the tier has no more.
+
+        What the first request would have to wait for is looked up and connected by that.
+
+        Raises:
+            ShardUnavailable: lookup or mover did not answer.
+        """
+        shards = sorted(await self._ask(LOOKUP_NAME, "shards", timeout_s=self._call_timeout_s))
+        movers = [mover_of(shard) for shard in shards]
+        self._retain({LOOKUP_NAME, self.shard, mover_of(self.shard), *shards, *movers})
+        # In a tier so large that not all are met, everybody begins elsewhere.
+        place = bisect.bisect(shards, self.shard)
+        others = [one for one in movers[place:] + movers[:place] if one != mover_of(self.shard)]
+        own = mover_of(self.shard)
+        await self._ask(own, "meet", others, timeout_s=self._call_timeout_s)
+        nothing = FetchOrder(spans=(), deadline_s=self._call_timeout_s)
+        await self._ask(own, "fetch", nothing, timeout_s=2 * self._call_timeout_s)
 
     @property
     def can_fetch(self) -> bool:
@@ -198,6 +218,11 @@ class Peers:
             }
             for name in sorted({*ways, *breakers})
         ]
+
+    def _retain(self, names: set[str]) -> None:
+        """Forget all but these: a node that comes back has another name."""
+        self._breakers = {name: one for name, one in self._breakers.items() if name in names}
+        self._rates.retain(names)
 
     def _note(self, source: str, report: SourceReport) -> None:
         breaker = self._breaker(source)

@@ -1,5 +1,6 @@
 """How fast blocks came from each node, by transport, as measured while they came; pure."""
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 _WEIGHT = 0.3
@@ -51,6 +52,11 @@ class Rates:
             del self._ways[oldest]
             if self._latest.get(oldest[0]) == oldest[1]:
                 del self._latest[oldest[0]]
+
+    def retain(self, sources: Container[str]) -> None:
+        """Forget all ways but those from `sources`."""
+        self._ways = {way: one for way, one in self._ways.items() if way[0] in sources}
+        self._latest = {way[0]: way[1] for way in self._latest.items() if way[0] in sources}
 
     def of(self, source: str, now: float) -> Way | None:
         """Return the way that was used last from `source`; None if that is too long ago."""

@@ -21,6 +21,7 @@ from kvray.actors.async_calls import Ask, ask_nobody
 from kvray.actors.claim import Claim
 from kvray.actors.engine_requests import EngineRequests
 from kvray.actors.engine_server import EngineServer, check_path
+from kvray.actors.introductions import Introductions
 from kvray.actors.long_leases import LongLeases
 from kvray.actors.ownership import remove_files, sweep
 from kvray.actors.peers import Peers
@@ -379,6 +380,7 @@ class Shard:
         heartbeat_at = 0.0
         is_due = False
         sending: asyncio.Future[None] | None = None
+        introductions = Introductions(self._peers)
         while not self._stopping.is_set():
             now = time.monotonic()
             if now >= heartbeat_at:
@@ -386,6 +388,7 @@ class Shard:
                 self._bury_and_warn(owner)
             owner.evict_ahead(settings.free_target)
             self._staging().expire()
+            introductions.tick(now, num_shards=self._announcer.num_shards)
             self._announcer.name_ranks(self._replicas.connected())
             # A lookup that does not answer keeps the shard from announcing, but from nothing else.
             if sending is None or sending.done():
@@ -396,6 +399,7 @@ class Shard:
                     sending = loop.run_in_executor(None, self._announcer.send, self._epoch)
                     is_due = False
             await self._pause(settings.announce_s)
+        introductions.close()
         if sending is not None:
             await asyncio.wait([sending], timeout=_LAST_SEND_S)
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,8 +35,10 @@ _POLL_S = 0.0002
 _PEERS_MAX = 256
 """An outbound agent that knows so many targets, most of them long gone, is replaced."""
 
-_HEAD = struct.Struct("<8sQQ")
+_HEAD = struct.Struct("<8sQQQ")
+"""Magic, where the memory begins, its bytes, and where the greeting goes; metadata follows."""
 _MAGIC = b"kvrynixl"
+_GREETING_BYTES = 8
 
 
 def choose_wires(environ: MutableMapping[str, str]) -> None:
@@ -92,13 +94,11 @@ class NixlTransport:
     ) -> None:
         """Push a piece; see `Transport`."""
         deadline = time.monotonic() + timeout_s
-        base, metadata = _parse(address, targets, sizes)
+        target = _parse(address, targets, sizes)
         require_inside(sources, sizes, len(self._memory), whose="this node's")
-        if not len(sources):
-            return
         outbound = self._sender()
         try:
-            outbound.push(base, metadata, (sources, targets, sizes), deadline=deadline)
+            outbound.push(target, (sources, targets, sizes), deadline=deadline)
         except TransferError:
             with self._lock:
                 # Pushes of other threads go on; it is destroyed with the last of them.
@@ -146,7 +146,9 @@ class _Agent:
 
     def __init__(self, nixl: Any, memory: Array) -> None:
         self._nixl = nixl
-        self._memory = memory  # mapped for as long as it is registered
+        # Both are mapped for as long as they are registered.
+        self._memory = memory
+        self._greeting = np.zeros(_GREETING_BYTES, dtype=np.uint8)
         self._base = memory.ctypes.data
         self._peers: dict[bytes, _Peer] = {}
         self._peers_lock = threading.Lock()
@@ -159,30 +161,38 @@ class _Agent:
             with _mapped(nixl):
                 self._agent = nixl.nixlAgent(f"kvray-{secrets.token_hex(8)}", config)
                 backend = self._agent.createBackend("UCX", {})
-                area = [(self._base, len(memory), 0, "")]
-                self._agent.registerMem(nixl.nixlRegDList(nixl.DRAM_SEG, area), [backend])
+                greeting = self._greeting.ctypes.data
+                areas = [(self._base, len(memory), 0, ""), (greeting, _GREETING_BYTES, 0, "")]
+                self._agent.registerMem(nixl.nixlRegDList(nixl.DRAM_SEG, areas), [backend])
                 metadata = bytes(self._agent.getLocalMD())
         except TransferError as error:
             raise TransportUnavailable(
                 f"NIXL cannot be used on this node ({error}); see `kvray doctor`."
             ) from None
-        self.address = _HEAD.pack(_MAGIC, self._base, len(memory)) + metadata
+        self.address = _HEAD.pack(_MAGIC, self._base, len(memory), greeting) + metadata
 
     @property
     def num_peers(self) -> int:
         return len(self._peers)
 
     def push(
-        self, base: int, metadata: bytes, blocks: tuple[Array, Array, Array], *, deadline: float
+        self, target: "_Target", blocks: tuple[Array, Array, Array], *, deadline: float
     ) -> None:
-        """Write blocks (sources, targets, sizes) into a peer's memory, which begins at `base`."""
+        """Write blocks (sources, targets, sizes) into a peer's memory; if there are none, greet it.
+
+        The first write to a peer takes some 50 ms more than the next: a greeting spares them.
+        """
         sources, targets, sizes = blocks
+        if not len(sources):
+            own = self._greeting.ctypes.data - self._base
+            sources, targets = np.array([own]), np.array([target.greeting - target.base])
+            sizes = np.array([_GREETING_BYTES])
         edges = runs(sources, sizes, targets)
         first, last = edges[:-1], edges[1:] - 1
         lengths = sources[last] + sizes[last] - sources[first]
         local = self._descriptors(self._base + sources[first], lengths)
-        remote = self._descriptors(base + targets[first], lengths)
-        peer = self._peer(metadata)
+        remote = self._descriptors(target.base + targets[first], lengths)
+        peer = self._peer(target.metadata)
         # One after the other: a piece is whole sooner, and is checked while the next is under way.
         if not peer.turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TransferTimeout(
@@ -250,13 +260,21 @@ def _bindings() -> Any:
     )
 
 
-def _parse(address: bytes, targets: Array, sizes: Array) -> tuple[int, bytes]:
-    """Return where the memory of a target begins, and its metadata."""
+class _Target(NamedTuple):
+    """What an address says."""
+
+    base: int
+    greeting: int
+    metadata: bytes
+
+
+def _parse(address: bytes, targets: Array, sizes: Array) -> _Target:
+    """Return what an address says, whose memory has to have room for `targets`."""
     if len(address) <= _HEAD.size or not address.startswith(_MAGIC):
         raise TransferError("A piece cannot go by nixl to an address of something else.")
-    _, base, length = _HEAD.unpack_from(address)
+    _, base, length, greeting = _HEAD.unpack_from(address)
     require_inside(targets, sizes, length, whose="the other node's")
-    return base, address[_HEAD.size :]
+    return _Target(base, greeting, address[_HEAD.size :])
 
 
 @contextmanager

@@ -42,6 +42,8 @@ class Transport(Protocol):
     ) -> Any:
         """Move a piece to `address`; the source's part.
 
+        A piece of no blocks moves nothing, and makes what connection there is to be.
+
         Args:
             address: of the target's end.
             sources: offsets in this memory, i64 [num_blocks].

@@ -20,10 +20,12 @@ class Line:
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
         self.calls: list[tuple[str, str, float]] = []
+        self.args: list[tuple[Any, ...]] = []
         self.now = 100.0
 
     async def ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
         self.calls.append((actor, method, timeout_s))
+        self.args.append(args)
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -132,3 +134,36 @@ def test_as_many_peers_are_remembered_as_told(monkeypatch: pytest.MonkeyPatch) -
     for number in range(5):
         asyncio.run(peers.call(f"peer {number}", "x"))
     assert len(peers.status()) == 3
+
+
+def test_an_introduction_names_all_others_to_the_mover_and_warms_it() -> None:
+    names = ["kvray-shard-c", "kvray-shard-a", "kvray-shard-b", "kvray-shard-0"]
+    line = Line(names, None, FetchReport(here=()))
+    asyncio.run(line.peers().introduce())
+    assert [call[:2] for call in line.calls] == [
+        ("kvray-lookup", "shards"),
+        ("kvray-mover-a", "meet"),
+        ("kvray-mover-a", "fetch"),
+    ]
+    assert line.args[1] == (["kvray-mover-b", "kvray-mover-c", "kvray-mover-0"],)
+
+
+def test_a_peer_that_the_tier_has_no_more_is_forgotten() -> None:
+    line = Line(report(), report(error="TransferError", message="It broke."))
+    peers = line.peers()
+    asyncio.run(peers.fetch(ORDER))
+    asyncio.run(peers.fetch(ORDER))
+    gone, here = "kvray-mover-b", "kvray-mover-a"
+    assert [one["peer"] for one in peers.status()] == [here, gone]
+    line.answers = [["kvray-shard-a", "kvray-shard-c"], None, FetchReport(here=())]
+    asyncio.run(peers.introduce())
+    assert [one["peer"] for one in peers.status()] == [here]
+    assert peers.may_ask(["kvray-shard-b"], without=frozenset())["kvray-shard-b"].latency_s == 0
+
+
+def test_a_mover_that_cannot_be_introduced_yet_is_not_held_against_it() -> None:
+    line = Line(["kvray-shard-a", "kvray-shard-b"], ShardUnavailable("It starts."))
+    peers = line.peers()
+    with pytest.raises(ShardUnavailable):
+        asyncio.run(peers.introduce())
+    assert peers.can_fetch

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvray.errors import TransferTimeout
+from kvray.errors import TransferError, TransferTimeout
 from kvray.transport.nixl import choose_wires, has_rdma
 from tests.conformance import MEMORY_BYTES, TRANSPORT_BEHAVIOURS, Couple, check_transport
 from tests.unit.transport.conftest import NixlCouple
@@ -41,6 +41,22 @@ def test_push_to_a_frozen_target_ends_by_its_deadline(couple: NixlCouple) -> Non
         couple.target.send(address, one, one, one + MEMORY_BYTES, timeout_s=0.5)
     couple.far.wake()
     couple.target.send(address, one, one, one + 4096, timeout_s=10)
+
+
+def test_a_piece_of_nothing_connects_and_writes_nothing(couple: NixlCouple) -> None:
+    none = np.zeros(0, dtype=np.int64)
+    couple.memory[:] = 7
+    couple.send(couple.target.address, none, none, none, timeout_s=10)
+    assert (couple.memory == 7).all()
+
+
+def test_a_piece_of_nothing_does_not_arrive_at_a_dead_target(couple: NixlCouple) -> None:
+    address = couple.far.call("address", timeout_s=10)
+    none = np.zeros(0, dtype=np.int64)
+    couple.target.send(address, none, none, none, timeout_s=10)
+    couple.kill()
+    with pytest.raises(TransferError):
+        couple.target.send(address, none, none, none, timeout_s=1)
 
 
 def test_agent_that_waits_uses_no_core(couple: NixlCouple) -> None:
