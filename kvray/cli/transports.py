@@ -60,7 +60,10 @@ def ways(found: dict[str, Any]) -> list[Way]:
 def choose(
     source: str, sender: dict[str, Any], target: str, receiver: dict[str, Any]
 ) -> tuple[str | None, str]:
-    """Return the transport that two movers use, by their statuses, and why that one."""
+    """Return the transport that two movers use, by their statuses, and why that one.
+
+    One that keeps failing between them is left out by the receiver for a while.
+    """
     for node, mover in ((source, sender), (target, receiver)):
         if mover["state"] != "serving":
             return None, f"the mover of {node} is {mover['state']}: {mover.get('message', '')}"
@@ -76,8 +79,17 @@ def choose(
         lacking += missing
         if not missing:
             common.append(name)
+    failing = {
+        way["transport"]: f"{way['transport']} keeps failing from {source}: {way['error']}"
+        for way in receiver.get("troubled_ways", [])
+        if way["left_out"] and _node(way["source"]) == source
+    }
     if not common:
         return None, "; ".join(lacking) or "no transport is configured"
+    # What is left out counts as missing, unless there is nothing else.
+    usable = [name for name in common if name not in failing]
+    lacking += [why for name, why in failing.items() if name in common]
+    common = usable or common
     name = common[0]
     ends = receiver["transports"][name], sender["transports"][name]
     return name, "; ".join(lacking) or _best(name, *ends)

@@ -37,6 +37,36 @@ def test_without_rdma_at_one_end_it_is_tcp() -> None:
     assert choose("a", ends[0], "b", ends[1]) == ("nixl", "both have it; TCP: no RDMA device")
 
 
+def test_a_transport_that_keeps_failing_between_them_is_passed_over() -> None:
+    sender, receiver = (mover(name, nixl=has(), object_ref=has()) for name in "ab")
+    way = {
+        "source": "kvray-mover-a",
+        "transport": "nixl",
+        "left_out": True,
+        "failures": 2,
+        "error": "A push did not end in time.",
+    }
+    receiver["troubled_ways"] = [way]
+
+    transport, why = choose("a", sender, "b", receiver)
+    assert transport == "object_ref"
+    assert why == "nixl keeps failing from a: A push did not end in time."
+
+    receiver["troubled_ways"] = [{**way, "left_out": False}]
+    assert choose("a", sender, "b", receiver)[0] == "nixl"
+    receiver["troubled_ways"] = [{**way, "source": "kvray-mover-c"}]
+    assert choose("a", sender, "b", receiver)[0] == "nixl"
+
+
+def test_if_nothing_else_is_there_it_is_tried_all_the_same() -> None:
+    sender, receiver = (mover(name, nixl=has()) for name in "ab")
+    receiver["troubled_ways"] = [
+        {"source": "kvray-mover-a", "transport": "nixl", "left_out": True, "error": "It broke."}
+    ]
+
+    assert choose("a", sender, "b", receiver) == ("nixl", "nixl keeps failing from a: It broke.")
+
+
 @pytest.mark.parametrize("end", ["a", "b"])
 def test_a_mover_that_does_not_serve_moves_nothing(end: str) -> None:
     ends = {name: mover(name, nixl=has()) for name in "ab"}
