@@ -186,12 +186,14 @@ class Peers:
     def may_ask(self, shards: Iterable[str], *, without: frozenset[str]) -> dict[str, Peer]:
         """Return what is known of those of `shards` that may be asked for blocks now.
 
+        Their order is another one for each shard: what all want is not taken from the same one.
+
         Args:
             shards: names of shards.
             without: movers that are not to be asked.
         """
         found = {}
-        for shard in shards:
+        for shard in sorted(shards, key=lambda name: (name < self.shard, name)):
             mover = mover_of(shard)
             known = self._breakers.get(mover)
             state = known.state(self._now()) if known else "closed"

@@ -20,7 +20,6 @@ from kvray.actors.orders import FetchOrder
 from kvray.actors.peers import Peers, mover_of
 from kvray.actors.staging import (
     Mask,
-    Peer,
     Reason,
     Run,
     StagingPlan,
@@ -207,6 +206,7 @@ class Stager:
     async def _bring_in_turns(self, prefix: Prefix) -> Reason:
         wish = prefix.wish
         runs: list[Run] | None = None
+        others: set[str] = set()
         failed: frozenset[str] = frozenset()
         fruitless = joins = 0
         # Looked at here, too: a cancellation may be lost, see `close`.
@@ -222,12 +222,12 @@ class Stager:
                 return "store_down"
             if runs is None:
                 runs = await self._peers.locate(b"".join(prefix.keys))
+                others = _others(runs, self._peers.shard)
                 continue
-            peers = self._may_ask(runs, failed)
+            peers = self._peers.may_ask(others, without=failed)
             plan = plan_staging(wish, here, runs, peers)
             if not plan.pieces:
                 # Some have more, but cannot be had now.
-                others = _others(runs, self._peers.shard)
                 is_late = plan.reason == "not_stored" and len(peers) < len(others)
                 return "too_slow" if is_late else plan.reason
             before = self._flights.bringing(prefix.keys, plan.pieces)
@@ -250,9 +250,6 @@ class Stager:
     def _present(self, prefix: Prefix) -> dict[int, Mask]:
         parts = list(prefix.block_bytes)
         return dict(zip(parts, self._arena.present(prefix.keys, parts), strict=True))
-
-    def _may_ask(self, runs: Sequence[Run], failed: frozenset[str]) -> dict[str, Peer]:
-        return self._peers.may_ask(_others(runs, self._peers.shard), without=failed)
 
     def _end_stage(self, task: "asyncio.Task[Reason]") -> None:
         self._stages.discard(task)
@@ -306,7 +303,9 @@ class Stager:
 
 def _others(runs: Sequence[Run], own: str) -> set[str]:
     """Return the shards in `runs` but the own one."""
-    return {shard for _, holders in runs for shard in holders} - {own}
+    # There are few different sets of holders, however many runs.
+    different = {id(holders): holders for _, holders in runs}
+    return {shard for holders in different.values() for shard in holders} - {own}
 
 
 def _lacking(flight: Flight) -> frozenset[str]:

@@ -1,5 +1,6 @@
 """Which blocks to bring here, from which shards, and whether that is worth it; pure."""
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,14 @@ CHUNK_BLOCKS = 64
 """A run this long comes from one shard; a longer one is dealt out to all that have it."""
 _ENDS_MAX = 8
 """Ends of a prefix whose costs are compared."""
+_RUNS_MAX = 64
+"""Runs of all parts that one plan looks at, so that it takes milliseconds whatever the tier looks
+like; the next plan looks at what follows."""
+_RUNS_MIN = 4
+_SHARDS_MAX = 16
+"""Shards among which one plan chooses."""
+_CHUNKS_MAX = 32
+"""Chunks that a prefix is dealt out in, or the chunks are larger."""
 _UNMEASURED_BYTES_PER_S = 10e9
 """More than any node was seen to give: what was not measured is tried."""
 
@@ -79,20 +88,47 @@ def plan_staging(
     """Return which missing blocks to bring from where.
 
     The prefix ends before the first block that nobody has, or where going on costs more time than
-    it saves. With windows a prefix needs of some parts the last blocks only.
+    it saves. With windows a prefix needs of some parts the last blocks only. Where the holders
+    change very often it ends after some runs: once these are here, the next plan has the rest.
 
     Args:
         wish: the prefix.
         here: part -> which of its blocks are here.
         runs: who has what, from the first block on; what follows the last run nobody has.
-        peers: the shards that may be asked; others in `runs` are passed over.
+        peers: the shards that may be asked, who comes first is preferred to his equals; others in
+            `runs` are passed over.
     """
-    held = _held(wish, runs, peers)
+    begin = int(_ends(wish, here)[-1])
+    runs_max = max(_RUNS_MIN, _RUNS_MAX // max(1, len(wish.block_bytes)))
+    first = bisect.bisect_right(runs, begin, key=lambda run: run[0])
+    plan = _plan(wish, begin, here, _slice(runs, first, first + runs_max), peers)
+    is_windowed = any(one.window is not None for one in wish.wanted)
+    if is_windowed and not plan.pieces and first + runs_max < len(runs):
+        # A prefix may be of use at its end only.
+        plan = _plan(wish, begin, here, _slice(runs, len(runs) - runs_max, len(runs)), peers)
+    return plan
+
+
+def longest_prefix(wish: Wish, here: Mapping[int, Mask]) -> int:
+    """Return how many leading blocks can be used with what is `here` of each part."""
+    return int(_ends(wish, here)[-1])
+
+
+def _slice(runs: Sequence[Run], first: int, last: int) -> Sequence[Run]:
+    """Return some of the runs, as if nobody had what comes before and after."""
+    before: list[Run] = [(runs[first - 1][0], {})] if first else []
+    return [*before, *runs[first:last]]
+
+
+def _plan(
+    wish: Wish, begin: int, here: Mapping[int, Mask], runs: Sequence[Run], peers: Mapping[str, Peer]
+) -> StagingPlan:
+    """Return the plan for `runs`, all of which are looked at; the first `begin` blocks are here."""
+    held = _held(wish, runs, _chosen(wish, runs, peers))
     everywhere = {one.part: here[one.part].copy() for one in wish.wanted}
     for parts in held.values():
         for part, mask in parts.items():
             everywhere[part] |= mask
-    begin = int(_ends(wish, here)[-1])
     ends = _ends(wish, everywhere)
     reach = int(ends[-1])
     stops: _Stops = {}
@@ -118,11 +154,6 @@ def plan_staging(
     )
 
 
-def longest_prefix(wish: Wish, here: Mapping[int, Mask]) -> int:
-    """Return how many leading blocks can be used with what is `here` of each part."""
-    return int(_ends(wish, here)[-1])
-
-
 def _ends(wish: Wish, here: Mapping[int, Mask]) -> npt.NDArray[np.int64]:
     """Return the lengths, ascending from 0, of all prefixes that have what they need."""
     lengths = np.arange(1, wish.num_blocks + 1)
@@ -134,17 +165,36 @@ def _ends(wish: Wish, here: Mapping[int, Mask]) -> npt.NDArray[np.int64]:
     return np.append(0, lengths[fits])
 
 
-def _held(wish: Wish, runs: Sequence[Run], peers: Mapping[str, Peer]) -> dict[str, dict[int, Mask]]:
+def _chosen(wish: Wish, runs: Sequence[Run], peers: Mapping[str, Peer]) -> list[str]:
+    """Return the shards to choose from: enough for all parts of the first blocks, then others."""
+    order = sorted(peers, key=lambda shard: peers[shard].is_doubtful)
+    places = {shard: place for place, shard in enumerate(order)}
+    shards_max = max(_SHARDS_MAX, len(wish.block_bytes))
+    wanted = sum(1 << part for part in wish.block_bytes)
+    ranked = [sorted(holders.keys() & places.keys(), key=places.__getitem__) for _, holders in runs]
+    chosen: dict[str, None] = {}
+    for (_, holders), shards in zip(runs, ranked, strict=True):
+        lacking = wanted
+        for shard in shards:
+            if shard in chosen:
+                lacking &= ~holders[shard]
+        for shard in shards:
+            if lacking & holders[shard] and len(chosen) < shards_max:
+                chosen[shard] = None
+                lacking &= ~holders[shard]
+    for shards in ranked:
+        for shard in shards[: max(0, shards_max - len(chosen))]:
+            chosen[shard] = None
+    return list(chosen)
+
+
+def _held(wish: Wish, runs: Sequence[Run], shards: Sequence[str]) -> dict[str, dict[int, Mask]]:
     """Return shard -> part -> which blocks it has, of the parts that are wanted."""
     stops = [min(stop, wish.num_blocks) for stop, _ in runs]
     lengths = np.diff([0, *stops])
-    masks: dict[str, list[int]] = {}
-    for place, (_, holders) in enumerate(runs):
-        for shard, bits in holders.items():
-            if shard in peers:
-                masks.setdefault(shard, [0] * len(runs))[place] = bits
     held: dict[str, dict[int, Mask]] = {}
-    for shard, by_run in masks.items():
+    for shard in shards:
+        by_run = [holders.get(shard, 0) for _, holders in runs]
         # There are few different masks, however many runs.
         different = sorted(set(by_run))
         numbers = {bits: number for number, bits in enumerate(different)}
@@ -220,6 +270,7 @@ class _Deal:
         self._stops = stops
         self._peers = peers
         self._dealt: dict[str, int] = {}
+        self._chunk = max(CHUNK_BLOCKS, wish.num_blocks // _CHUNKS_MAX)
 
     def pieces(self, part: int, start: int, stop: int) -> list[Piece]:
         """Return who gives blocks `start` to `stop` of `part`."""
@@ -256,16 +307,16 @@ class _Deal:
         ends = sure or ends
         if len(ends) > 1:
             # A run is kept long: who has only the beginning of it is left out.
-            longest = min(max(ends.values()), start + CHUNK_BLOCKS) - start
-            ends = {s: e for s, e in ends.items() if min(e - start, CHUNK_BLOCKS) * 2 > longest}
+            longest = min(max(ends.values()), start + self._chunk) - start
+            ends = {s: e for s, e in ends.items() if min(e - start, self._chunk) * 2 > longest}
         shard = min(ends, key=lambda one: self._finish(one, part))
         end = ends[shard]
-        return shard, end if len(ends) == 1 else min(end, start + CHUNK_BLOCKS)
+        return shard, end if len(ends) == 1 else min(end, start + self._chunk)
 
     def _finish(self, shard: str, part: int) -> float:
         """Return when a shard would be done with one more chunk, by what is known of it."""
         peer = self._peers[shard]
-        num_bytes = self._dealt.get(shard, 0) + CHUNK_BLOCKS * self._wish.block_bytes[part]
+        num_bytes = self._dealt.get(shard, 0) + self._chunk * self._wish.block_bytes[part]
         return peer.latency_s + num_bytes / (peer.bytes_per_s or _UNMEASURED_BYTES_PER_S)
 
 

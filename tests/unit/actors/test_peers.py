@@ -167,3 +167,11 @@ def test_a_mover_that_cannot_be_introduced_yet_is_not_held_against_it() -> None:
     with pytest.raises(ShardUnavailable):
         asyncio.run(peers.introduce())
     assert peers.can_fetch
+
+
+def test_every_shard_begins_with_another_one() -> None:
+    names = [f"kvray-shard-{name}" for name in "dbac"]
+    order = [name[-1] for name in Line().peers().may_ask(names, without=frozenset())]
+    assert order == ["b", "c", "d"]
+    other = Peers("kvray-shard-c", Line().ask, call_timeout_s=1.0)
+    assert [name[-1] for name in other.may_ask(names, without=frozenset())] == ["d", "a", "b"]

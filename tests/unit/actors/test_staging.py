@@ -184,6 +184,58 @@ def test_a_prefix_is_cut_where_only_a_slow_shard_goes_on() -> None:
     assert plan.reason == "cheaper_to_recompute"
 
 
+def bring_in_turns(asked: Wish, runs: list[Run], peers: Mapping[str, Peer]) -> tuple[int, int]:
+    """Return what is here once there is nothing left to plan, and the most pieces of one plan."""
+    here, most = nothing(asked), 0
+    while (plan := plan_staging(asked, here, runs, peers)).pieces:
+        most = max(most, len(plan.pieces))
+        for piece in plan.pieces:
+            here[piece.part][piece.start : piece.stop] = True
+    return longest_prefix(asked, here), most
+
+
+def test_a_prefix_whose_every_block_is_elsewhere_comes_bit_by_bit() -> None:
+    shards = [f"s{number}" for number in range(50)]
+    peers = dict.fromkeys(shards, Peer())
+    asked = wish(2000)
+    runs: list[Run] = [(block + 1, {shards[block * 7 % 50]: 1}) for block in range(1990)]
+    reached, most = bring_in_turns(asked, runs, peers)
+    assert reached == 1990
+    assert most <= 64
+
+
+def test_parts_that_are_on_many_nodes_come_bit_by_bit_too() -> None:
+    shards = [f"s{number}" for number in range(64)]
+    peers = dict.fromkeys(shards, Peer())
+    asked = wish(200, *(Wanted(part) for part in range(32)))
+    runs: list[Run] = [
+        (block + 1, {shards[(block + part) % 64]: 1 << part for part in range(32)})
+        for block in range(200)
+    ]
+    reached, most = bring_in_turns(asked, runs, peers)
+    assert reached == 200
+    assert most <= 32 * 4
+
+
+def test_of_very_many_holders_some_are_chosen_that_have_all_parts() -> None:
+    peers = {f"s{number:03}": Peer() for number in range(300)}
+    holders = dict.fromkeys(list(peers)[:-1], 1) | {"s299": 2}
+    asked = wish(4096, Wanted(0), Wanted(1))
+    plan = plan_staging(asked, nothing(asked), [(4096, holders)], peers)
+    assert plan.num_blocks == 4096
+    assert len({piece.shard for piece in plan.pieces}) <= 16
+
+
+def test_of_a_window_far_behind_much_that_is_here_the_end_is_found() -> None:
+    asked = wish(500, Wanted(0), Wanted(1, 4))
+    here = {0: np.ones(500, dtype=bool), 1: mask(500)}
+    runs: list[Run] = [(block + 1, {f"s{block % 2}": 1}) for block in range(496)]
+    runs.append((500, {"s0": 3}))
+    plan = plan_staging(asked, here, runs, {"s0": Peer(), "s1": Peer()})
+    assert dealt(plan) == [("s0", 1, 496, 500)]
+    assert plan.reason == "none"
+
+
 SHARDS = ("b", "c", "d")
 wanted_parts = st.lists(
     st.tuples(st.integers(0, 3), st.none() | st.integers(1, 5)),
