@@ -26,6 +26,7 @@ class Introductions:
             now: monotonic seconds.
             num_shards: live shards of the tier, this one included; 0 if that is not known.
         """
+        self._peers.ping()
         if num_shards != self._num_shards:
             self._num_shards, self._due_at = num_shards, now
         is_busy = self._task is not None and not self._task.done()
@@ -35,6 +36,7 @@ class Introductions:
 
     def close(self) -> None:
         """Begin no more; what is under way ends with the loop. Twice is fine."""
+        self._peers.close()
         if self._task is not None:
             self._task.cancel()
 

@@ -32,7 +32,8 @@ def mover_of(shard: str) -> str:
 class Peers:
     """Calls to lookup, movers and other shards, each behind a breaker; state of the event loop.
 
-    A call to what has just failed is not made: it raises at once, and costs nobody any time.
+    A call to what has just failed is not made: it raises at once, and costs nobody any time. Nor is
+    a request made to find out whether it answers again; that is what pings are for.
     """
 
     def __init__(
@@ -57,6 +58,9 @@ class Peers:
         self._now = now
         self._random = Random(shard)
         self._breakers: dict[str, Breaker] = {}
+        self._pings: dict[str, asyncio.Task[Any]] = {}
+        self._answering: set[str] = set()
+        """Those that failed, and have answered to a ping since."""
         self._rates = Rates()
         self._homes: dict[str, tuple[float, dict[int, str]]] = {}
 
@@ -106,8 +110,7 @@ class Peers:
     @property
     def can_fetch(self) -> bool:
         """Whether this node's mover may be called now."""
-        known = self._breakers.get(mover_of(self.shard))
-        return known is None or known.state(self._now()) != "open"
+        return self._state(mover_of(self.shard)) != "open"
 
     async def homes(self, replica: str) -> Mapping[int, str]:
         """Return rank -> shard for the ranks of `replica`, as the lookup had it lately.
@@ -145,19 +148,29 @@ class Peers:
             KVRayError: what it answered with.
         """
         breaker = self._breaker(actor)
-        if breaker.state(self._now()) == "open":
+        if self._state(actor) == "open":
             raise ShardUnavailable(f"{actor} is left alone for now: {breaker.error}")
         breaker.begin(self._now())
         try:
             answer = await self._ask(actor, method, *args, timeout_s=work_s + self._call_timeout_s)
         except (ShardUnavailable, TransferError) as error:
-            breaker.fail(self._now(), str(error))
+            self._fail(actor, error)
             raise
         except KVRayError:
             breaker.succeed()
             raise
         breaker.succeed()
         return answer
+
+    def ping(self) -> None:
+        """Ping those that failed and whose pause is over; called often."""
+        for name in list(self._breakers):
+            self._state(name)
+
+    def close(self) -> None:
+        """Ping nobody any more. Twice is fine."""
+        for task in self._pings.values():
+            task.cancel()
 
     async def _call_watched(self, actor: str, method: str, *args: Any, work_s: float) -> Any:
         """Call as `call`, but give up as soon as the actor does not answer to a ping.
@@ -177,7 +190,7 @@ class Peers:
                 if not ping.done():
                     ping.cancel()
                 elif (error := ping.exception()) is not None and not work.done():
-                    self._breaker(actor).fail(self._now(), str(error))
+                    self._fail(actor, error)
                     raise error
             return await work
         finally:
@@ -195,8 +208,7 @@ class Peers:
         found = {}
         for shard in sorted(shards, key=lambda name: (name < self.shard, name)):
             mover = mover_of(shard)
-            known = self._breakers.get(mover)
-            state = known.state(self._now()) if known else "closed"
+            state = self._state(mover)
             if shard != self.shard and mover not in without and state != "open":
                 way = self._rates.of(mover, self._now())
                 found[shard] = Peer(
@@ -224,12 +236,13 @@ class Peers:
     def _retain(self, names: set[str]) -> None:
         """Forget all but these: a node that comes back has another name."""
         self._breakers = {name: one for name, one in self._breakers.items() if name in names}
+        self._answering &= names
         self._rates.retain(names)
 
     def _note(self, source: str, report: SourceReport) -> None:
         breaker = self._breaker(source)
         if report.error in _FAULTS:
-            breaker.fail(self._now(), report.message or report.error or "")
+            self._fail(source, report.message or report.error or "")
         else:
             breaker.succeed()
         self._rates.note(
@@ -239,6 +252,38 @@ class Peers:
             seconds=report.seconds,
             now=self._now(),
         )
+
+    def _state(self, name: str) -> str:
+        """Return the state of a breaker, which is open until a ping was answered."""
+        known = self._breakers.get(name)
+        if known is None:
+            return "closed"
+        state = known.state(self._now())
+        if state == "half-open" and name not in self._answering:
+            if name not in self._pings:
+                task = asyncio.get_running_loop().create_task(
+                    self._ask(name, "ping", timeout_s=self._call_timeout_s)
+                )
+                self._pings[name] = task
+                task.add_done_callback(lambda done: self._take_ping(name, done))
+            return "open"
+        return state
+
+    def _take_ping(self, name: str, ping: "asyncio.Task[Any]") -> None:
+        del self._pings[name]
+        if ping.cancelled() or name not in self._breakers:
+            return
+        error = ping.exception()
+        if error is None or (
+            isinstance(error, KVRayError) and not isinstance(error, ShardUnavailable)
+        ):
+            self._answering.add(name)
+        else:
+            self._fail(name, error)
+
+    def _fail(self, name: str, error: BaseException | str) -> None:
+        self._answering.discard(name)
+        self._breaker(name).fail(self._now(), str(error))
 
     def _breaker(self, name: str) -> Breaker:
         breaker = self._breakers.get(name)

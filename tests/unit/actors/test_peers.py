@@ -22,10 +22,13 @@ class Line:
         self.calls: list[tuple[str, str, float]] = []
         self.args: list[tuple[Any, ...]] = []
         self.now = 100.0
+        self.is_slow = False
 
     async def ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
         self.calls.append((actor, method, timeout_s))
         self.args.append(args)
+        if self.is_slow:
+            await asyncio.Event().wait()
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -40,15 +43,64 @@ def report(**fields: Any) -> FetchReport:
     return FetchReport(here=(1,), sources={"kvray-mover-b": SourceReport(**known | fields)})
 
 
-def test_a_call_that_failed_is_not_made_again_until_the_pause_is_over() -> None:
-    line = Line(ShardUnavailable("No answer."), "ok")
-    peers = line.peers()
-    for _ in range(3):
+async def ping(peers: Peers) -> None:
+    peers.ping()
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_a_call_that_failed_is_not_made_again_until_a_ping_was_answered() -> None:
+    async def scene() -> None:
+        line = Line(ShardUnavailable("No answer."), None, "ok")
+        peers = line.peers()
+        for _ in range(3):
+            with pytest.raises(ShardUnavailable, match="No answer"):
+                await peers.call("lookup", "x")
+        await ping(peers)
+        assert [call[1] for call in line.calls] == ["x"]
+        line.now += 0.3
+        await ping(peers)
+        assert await peers.call("lookup", "x") == "ok"
+        assert [call[1] for call in line.calls] == ["x", "ping", "x"]
+
+    asyncio.run(scene())
+
+
+def test_who_does_not_answer_costs_no_request_any_time() -> None:
+    async def scene() -> None:
+        line = Line(*[ShardUnavailable("No answer.")] * 50)
+        peers = line.peers()
         with pytest.raises(ShardUnavailable, match="No answer"):
-            asyncio.run(peers.call("lookup", "x"))
-    assert len(line.calls) == 1
-    line.now += 0.3
-    assert asyncio.run(peers.call("lookup", "x")) == "ok"
+            await peers.call("b", "x")
+        for _ in range(100):
+            line.now += 1
+            await ping(peers)
+            with pytest.raises(ShardUnavailable, match="left alone"):
+                await peers.call("b", "x")
+        methods = [call[1] for call in line.calls]
+        assert methods.count("x") == 1
+        assert 10 < methods.count("ping") < 40
+
+    asyncio.run(scene())
+
+
+def test_there_is_one_ping_at_a_time_and_none_is_left_behind() -> None:
+    async def scene() -> None:
+        line = Line(ShardUnavailable("No answer."))
+        peers = line.peers()
+        with pytest.raises(ShardUnavailable):
+            await peers.call("b", "x")
+        line.now += 0.3
+        line.is_slow = True
+        for _ in range(3):
+            await ping(peers)
+        assert [call[1] for call in line.calls] == ["x", "ping"]
+        peers.close()
+        peers.close()
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(scene())
 
 
 def test_an_error_that_it_answers_with_is_an_answer() -> None:
@@ -69,16 +121,21 @@ def test_deadlines_are_those_of_the_work_and_of_an_answer() -> None:
 
 
 def test_a_source_that_failed_is_not_asked_for_blocks_for_a_while() -> None:
-    line = Line(report(num_bytes=0, error="TransferTimeout", message="Late."), report())
-    peers = line.peers()
-    asyncio.run(peers.fetch(ORDER))
-    shards = ["kvray-shard-b", "kvray-shard-c"]
-    assert list(peers.may_ask(shards, without=frozenset())) == ["kvray-shard-c"]
-    line.now += 0.3
-    assert peers.may_ask(shards, without=frozenset())["kvray-shard-b"].is_doubtful
-    asyncio.run(peers.fetch(ORDER))
-    known = peers.may_ask(shards, without=frozenset())["kvray-shard-b"]
-    assert (known.is_doubtful, known.bytes_per_s) == (False, pytest.approx(1e9))
+    async def scene() -> None:
+        failed = report(num_bytes=0, error="TransferTimeout", message="Late.")
+        line = Line(failed, None, report())
+        peers = line.peers()
+        await peers.fetch(ORDER)
+        shards = ["kvray-shard-b", "kvray-shard-c"]
+        assert list(peers.may_ask(shards, without=frozenset())) == ["kvray-shard-c"]
+        line.now += 0.3
+        await ping(peers)
+        assert peers.may_ask(shards, without=frozenset())["kvray-shard-b"].is_doubtful
+        await peers.fetch(ORDER)
+        known = peers.may_ask(shards, without=frozenset())["kvray-shard-b"]
+        assert (known.is_doubtful, known.bytes_per_s) == (False, pytest.approx(1e9))
+
+    asyncio.run(scene())
 
 
 def test_what_is_no_fault_of_the_source_is_not_held_against_it() -> None:
