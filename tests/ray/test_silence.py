@@ -1,0 +1,155 @@
+"""A part of the tier that is frozen or cut off: soon no request waits for it any more."""
+
+import contextlib
+import json
+import secrets
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvray.block import BlockKey
+from kvray.cli.chaos.network import why_impossible
+from kvray.node.shard_socket import ShardSocket
+from kvray.store import Arena
+from tests.ray.cluster import SETTINGS, TwoNodes, open_two_nodes, wait_for
+from tests.unit.actors.small_shard import NAMESPACE
+
+pytestmark = pytest.mark.ray
+
+NO_NETWORK = why_impossible()
+NUM_BLOCKS = 8
+BLOCK_BYTES = 16 * 2**10
+WAIT_S = 0.1
+NOTICED_S = 2.0
+SLACK_S = 2.0
+"""What a busy machine may take longer."""
+WATCHED_S = 8.0
+SOURCE, TARGET = 0, 1
+"""The node that has the blocks, and the one whose engine asks."""
+
+
+class Tier:
+    """Two nodes, of which one stores prompts and the other is asked to stage them."""
+
+    def __init__(self, nodes: TwoNodes) -> None:
+        self.nodes = nodes
+        self.arena = Arena(nodes.node_dir(nodes.nodes[SOURCE]), lock_wait_s=5)
+        self.arena.join("engine")
+        self.socket = ShardSocket(nodes.node_dir(nodes.nodes[TARGET]))
+        namespace = replace(NAMESPACE, part_bytes=BLOCK_BYTES)
+        self.ask("register", namespace=namespace.to_wire(), wanted=[[0, None]])
+        wait_for(lambda: self.ask("report", counters={})["peers"], "peers", timeout_s=30)
+
+    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        return self.socket.call(op, timeout_s=10, replica="r", rank=0, **fields)
+
+    def store(self) -> list[BlockKey]:
+        """Return the keys of a new prompt at the source."""
+        keys = [BlockKey(secrets.token_bytes(32)) for _ in range(NUM_BLOCKS)]
+        made = self.arena.reserve(
+            keys, parent=None, depth=0, part=0, block_bytes=BLOCK_BYTES, wait_s=5
+        )
+        assert made is not None
+        pool = np.zeros((1, BLOCK_BYTES), dtype=np.uint8)
+        self.arena.commit(made, self.arena.write(made, pool, np.zeros(NUM_BLOCKS, dtype=int)))
+        return keys
+
+    def stage(self, keys: list[BlockKey], wait_s: float = WAIT_S) -> int:
+        """Return how many blocks are at the target then."""
+        answer = self.ask("stage", keys=b"".join(keys), wait_s=wait_s, tokens_per_s=0)
+        return int(answer["num_blocks"])
+
+    def is_whole(self) -> bool:
+        """Whether a new prompt is brought."""
+        keys = self.store()
+        time.sleep(0.3)  # until it is announced
+        return self.stage(keys, 2.0) == NUM_BLOCKS
+
+    def close(self) -> None:
+        self.socket.close()
+        self.arena.close()
+
+
+@pytest.fixture(scope="module")
+def tier() -> Iterator[Tier]:
+    with open_two_nodes(SETTINGS, has_network=NO_NETWORK is None) as nodes:
+        wait_for(lambda: _movers(nodes) == ["serving"] * 2, "the movers", timeout_s=60)
+        made = Tier(nodes)
+        yield made
+        made.close()
+
+
+def _movers(nodes: TwoNodes) -> list[str]:
+    done = nodes.machine.run("status", "--json", "-c", str(nodes.config_path))
+    return [mover["state"] for mover in json.loads(done.stdout)["movers"]]
+
+
+@contextlib.contextmanager
+def frozen(tier: Tier, kind: str, place: int | None) -> Iterator[None]:
+    """Have an actor stand still; `place` None: on the head."""
+    machine = tier.nodes.machine
+    node = machine.head if place is None else machine.nodes[place]
+    processes = node.actors(kind)
+    assert processes, f"no {kind} runs there"
+    for process in processes:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in processes:
+            with contextlib.suppress(Exception):  # it may have been replaced meanwhile
+                process.send_signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def unplugged(tier: Tier, place: int) -> Iterator[None]:
+    network = tier.nodes.machine.network
+    assert network is not None
+    network.cut(place + 1)
+    try:
+        yield
+    finally:
+        network.heal(place + 1)
+
+
+needs_network = [
+    pytest.mark.root,
+    pytest.mark.skipif(NO_NETWORK is not None, reason=f"{NO_NETWORK}"),
+]
+FAULTS: list[Any] = [
+    pytest.param(lambda tier: frozen(tier, "Shard", SOURCE), id="the source's shard"),
+    pytest.param(lambda tier: frozen(tier, "Mover", SOURCE), id="the source's mover"),
+    pytest.param(lambda tier: frozen(tier, "Mover", TARGET), id="the own mover"),
+    pytest.param(lambda tier: frozen(tier, "Lookup", None), id="the lookup"),
+    pytest.param(lambda tier: unplugged(tier, SOURCE), id="the source", marks=needs_network),
+    pytest.param(lambda tier: unplugged(tier, TARGET), id="its own node", marks=needs_network),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_requests_wait_for_what_is_silent_no_longer_than_it_takes_to_notice(
+    tier: Tier, fault: Callable[[Tier], contextlib.AbstractContextManager[None]]
+) -> None:
+    wait_for(tier.is_whole, "a tier that works", timeout_s=90)
+    prompts = [tier.store() for _ in range(100)]
+    time.sleep(1.0)  # until they are announced
+    late: list[float] = []
+    with fault(tier):
+        began = time.monotonic()
+        for keys in prompts:
+            asked = time.monotonic()
+            tier.stage(keys)
+            waited_s = time.monotonic() - asked
+            assert waited_s < WAIT_S + SLACK_S
+            if waited_s >= WAIT_S:
+                late.append(asked - began)
+            if asked - began > WATCHED_S:
+                break
+            time.sleep(0.05)
+    assert len([at for at in late if at > NOTICED_S + SLACK_S]) <= 1
+    wait_for(tier.is_whole, "a tier that works again", timeout_s=90)
