@@ -1,0 +1,236 @@
+"""Engines with a rank on each of two nodes: promise, load, release, and the loss of either."""
+
+import contextlib
+import functools
+import itertools
+import json
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from kvray.errors import KVRayError
+from kvray.reference.engine import ReferenceEngine
+from kvray.reference.output import Output
+from kvray.reference.replica import Replica
+from kvray.store import Arena
+from kvray.store.layout import LIMBO, RESERVED
+from tests.ray.cluster import SETTINGS, TwoNodes, open_two_nodes, wait_for
+from tests.ray.test_two_nodes import CONNECTOR
+
+pytestmark = pytest.mark.ray
+
+MODEL = "tiny:11"
+TOKENS_PER_BLOCK = 32
+PROMPT_TOKENS = 640
+WHOLE = 19 * TOKENS_PER_BLOCK
+"""Tokens that an engine loads of a prompt of 20 blocks: it computes at least one itself."""
+POOL_BLOCKS = 64
+"""Of an engine: not enough for the prompts of a test, so that it asks for each one again."""
+PATIENT = {
+    "arena": {**SETTINGS["arena"], "limbo_s": 2.0},
+    "connector": {**SETTINGS["connector"], "stage_wait_s": 5.0},
+    "staging": {"handover_s": 0.5},
+}
+
+
+class Spread:
+    """A tier on two nodes, engines across both, and the answers of one that has no cache."""
+
+    def __init__(self, nodes: TwoNodes) -> None:
+        self.nodes = nodes
+        self.replicas: list[Replica] = []
+        self._prompts = itertools.count()
+        self._oracle = ReferenceEngine(
+            MODEL,
+            tokens_per_block=TOKENS_PER_BLOCK,
+            num_blocks=POOL_BLOCKS,
+            enable_block_reuse=False,
+            num_threads=1,
+        )
+
+    def start(self, name: str, *, leader: int) -> Replica:
+        """Begin to start an engine with rank 0 on node `leader` and rank 1 on the other."""
+        first, second = self.nodes.nodes[leader], self.nodes.nodes[1 - leader]
+        environ = {**self.nodes.engine_environ(first), "KVRAY_CONNECTOR__REPLICA": name}
+        self.replicas.append(
+            Replica.spawn(
+                name,
+                env=environ,
+                model=MODEL,
+                tokens_per_block=TOKENS_PER_BLOCK,
+                num_blocks=POOL_BLOCKS,
+                connector=CONNECTOR,
+                num_threads=1,
+                poison=True,
+                tensor_parallel_size=2,
+                ranks_per_node=1,
+                rank_env=[{"KVRAY_ARENA__DIR": str(second.arena_dir)}],
+            )
+        )
+        return self.replicas[-1]
+
+    def wait_ready(self, *replicas: Replica) -> None:
+        """Return once both ranks of each are known by the name of their replica."""
+        for replica in replicas:
+            replica.wait_ready()
+            self.ask(replica, self.make_prompt())  # from the first pass on all ranks have one name
+        expected = {(one.name, rank) for one in replicas for rank in (0, 1)}
+        wait_for(lambda: expected <= self.ranks(), "the registration of all ranks", timeout_s=30)
+
+    def ask(self, replica: Replica, prompt: list[int]) -> Output:
+        """Return an answer, which must be the one of an engine without a cache."""
+        (output,) = replica.generate([prompt], max_tokens=4, timeout_s=60.0)
+        assert output.token_ids == self._oracle.generate(prompt, max_tokens=4).token_ids
+        return output  # type: ignore[no-any-return]
+
+    def compute(self, replica: Replica, num_prompts: int) -> list[list[int]]:
+        """Have an engine answer new prompts, and return them once the tier has all of them."""
+        before = self.status()["lookup"]["keys"]
+        prompts = [self.make_prompt() for _ in range(num_prompts)]
+        for prompt in prompts:
+            self.ask(replica, prompt)
+        wanted = before + num_prompts * PROMPT_TOKENS // TOKENS_PER_BLOCK
+        wait_for(
+            lambda: self.status()["lookup"]["keys"] >= wanted, "the announcement", timeout_s=20
+        )
+        return prompts
+
+    def make_prompt(self) -> list[int]:
+        """Return one that nobody had before."""
+        random_ = random.Random(next(self._prompts))
+        return [random_.randrange(3, 250) for _ in range(PROMPT_TOKENS)]
+
+    def status(self) -> dict[str, Any]:
+        done = self.nodes.machine.run("status", "--json", "-c", str(self.nodes.config_path))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("{"), (done.stdout[:500], done.stderr[:500])
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    def ranks(self) -> set[tuple[str, int]]:
+        """Return (replica, rank) of all that are connected to a shard."""
+        return {
+            (rank["replica"], rank["rank"])
+            for shard in self.status()["shards"]
+            for rank in shard.get("replicas", [])
+            if rank["connected"]
+        }
+
+    def held(self) -> list[int]:
+        """Return how many slots of each node are leased, reserved or wait for a late copy."""
+        found = []
+        for node in self.nodes.nodes:
+            tables = Arena(self.nodes.node_dir(node), lock_wait_s=1.0).tables
+            is_unwritten = np.isin(tables.slot_state, (RESERVED, LIMBO))
+            found.append(int(((tables.slot_leases > 0) | is_unwritten).sum()))
+        return found
+
+    def wait_released(self) -> None:
+        wait_for(lambda: self.held() == [0, 0], "the end of every lease", timeout_s=20)
+
+    def close(self) -> None:
+        for replica in self.replicas:
+            replica.kill()
+        self._oracle.close()
+
+
+@contextlib.contextmanager
+def open_spread() -> Iterator[Spread]:
+    """Have two engines, whose ranks are placed the one way round and the other."""
+    with open_two_nodes(PATIENT) as nodes, contextlib.closing(Spread(nodes)) as made:
+        made.wait_ready(made.start("forth", leader=0), made.start("back", leader=1))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def spread() -> Iterator[Spread]:
+    with open_spread() as made:
+        yield made
+
+
+@pytest.fixture
+def forth(spread: Spread) -> Replica:
+    """Rank 0 is on the first node."""
+    return spread.replicas[0]
+
+
+@pytest.fixture
+def back(spread: Spread) -> Replica:
+    """Rank 0 is on the second node."""
+    return spread.replicas[1]
+
+
+def test_what_one_has_computed_is_staged_part_by_part_for_one_placed_the_other_way_round(
+    spread: Spread, forth: Replica, back: Replica
+) -> None:
+    (prompt,) = spread.compute(forth, 1)
+    before = [shard["staging"]["staged_blocks"] for shard in spread.status()["shards"]]
+
+    assert spread.ask(back, prompt).hit_tokens == WHOLE
+
+    after = [shard["staging"]["staged_blocks"] for shard in spread.status()["shards"]]
+    blocks = WHOLE // TOKENS_PER_BLOCK
+    assert [now - then for now, then in zip(after, before, strict=True)] == [blocks, blocks]
+    spread.wait_released()
+
+
+def test_a_batch_that_does_not_fit_into_the_pool_leaves_no_lease_on_any_node(
+    spread: Spread, forth: Replica, back: Replica
+) -> None:
+    """Its requests are asked about again and again, until there is room."""
+    prompts = spread.compute(forth, 6)
+
+    outputs = back.generate(prompts, max_tokens=1)
+
+    assert [one.hit_tokens for one in outputs] == [WHOLE] * 6
+    spread.wait_released()
+
+
+@pytest.mark.long
+def test_an_engine_ends_with_any_rank_and_its_successor_has_what_it_stored(
+    spread: Spread, forth: Replica
+) -> None:
+    (prompt,) = spread.compute(forth, 1)
+    with spread.start("doomed", leader=0) as doomed:
+        spread.wait_ready(doomed)
+        assert spread.ask(doomed, prompt).hit_tokens == WHOLE
+        (rank,) = psutil.Process(doomed.pid).children()
+
+        rank.send_signal(signal.SIGKILL)
+
+        with pytest.raises(KVRayError, match="was killed by SIGKILL"):
+            spread.ask(doomed, spread.make_prompt())
+    spread.wait_released()
+    with spread.start("successor", leader=0) as successor:
+        spread.wait_ready(successor)
+        assert spread.ask(successor, prompt).hit_tokens == WHOLE
+
+
+@pytest.mark.long
+def test_the_loss_of_either_node_is_a_miss_and_its_return_brings_the_hits_back() -> None:
+    """Both engines lose their leader's node and that of their other rank, and go on."""
+    with open_spread() as spread:
+        for node in spread.nodes.nodes:
+            prompts = spread.compute(spread.replicas[0], 8)
+            assert spread.ask(spread.replicas[1], prompts[0]).hit_tokens == WHOLE
+
+            node.kill()
+
+            for replica in spread.replicas:
+                for prompt in prompts[1:4]:
+                    assert spread.ask(replica, prompt).hit_tokens == 0
+            node.start()
+            for replica in spread.replicas:
+                wait_for(functools.partial(is_hit, spread, replica, prompts), "a hit", timeout_s=60)
+            spread.wait_released()
+
+
+def is_hit(spread: Spread, replica: Replica, prompts: list[list[int]]) -> bool:
+    """Return whether one of `prompts`, a different one each time, is all there for an engine."""
+    prompts.append(prompts.pop(0))
+    return spread.ask(replica, prompts[-1]).hit_tokens == WHOLE
