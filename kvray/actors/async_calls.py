@@ -12,6 +12,7 @@ from kvray.errors import ShardUnavailable
 
 _SEARCHES_MAX = 4
 """Threads that look for an actor; while Ray's head does not answer each takes a minute."""
+_HANDLES_MAX = 4096
 
 
 class Ask(Protocol):
@@ -42,6 +43,8 @@ class ActorCalls:
         try:
             if actor not in self._handles:
                 self._handles[actor] = await _in_time(self._search(actor), timeout_s, actor)
+                if len(self._handles) > _HANDLES_MAX:
+                    del self._handles[next(iter(self._handles))]
             with mapped_errors():
                 answer = getattr(self._handles[actor], method).remote(*args).future()
                 left_s = deadline - loop.time()

@@ -117,7 +117,7 @@ def unplugged(tier: Tier, place: int) -> Iterator[None]:
         network.heal(place + 1)
 
 
-needs_network = [
+NEEDS_NETWORK = [
     pytest.mark.root,
     pytest.mark.skipif(NO_NETWORK is not None, reason=f"{NO_NETWORK}"),
 ]
@@ -126,8 +126,8 @@ FAULTS: list[Any] = [
     pytest.param(lambda tier: frozen(tier, "Mover", SOURCE), id="the source's mover"),
     pytest.param(lambda tier: frozen(tier, "Mover", TARGET), id="the own mover"),
     pytest.param(lambda tier: frozen(tier, "Lookup", None), id="the lookup"),
-    pytest.param(lambda tier: unplugged(tier, SOURCE), id="the source", marks=needs_network),
-    pytest.param(lambda tier: unplugged(tier, TARGET), id="its own node", marks=needs_network),
+    pytest.param(lambda tier: unplugged(tier, SOURCE), id="the source", marks=NEEDS_NETWORK),
+    pytest.param(lambda tier: unplugged(tier, TARGET), id="its own node", marks=NEEDS_NETWORK),
 ]
 
 
@@ -153,3 +153,22 @@ def test_requests_wait_for_what_is_silent_no_longer_than_it_takes_to_notice(
             time.sleep(0.05)
     assert len([at for at in late if at > NOTICED_S + SLACK_S]) <= 1
     wait_for(tier.is_whole, "a tier that works again", timeout_s=90)
+
+
+@pytest.mark.root
+@pytest.mark.skipif(NO_NETWORK is not None, reason=f"{NO_NETWORK}")
+def test_where_nixl_gets_through_nowhere_blocks_come_by_the_next_transport() -> None:
+    # Each node tells the others to push to its own loopback device.
+    with open_two_nodes(SETTINGS, has_network=True, environ={"UCX_NET_DEVICES": "lo"}) as nodes:
+        wait_for(lambda: _movers(nodes) == ["serving"] * 2, "the movers", timeout_s=60)
+        with contextlib.closing(Tier(nodes)) as tier:
+            wait_for(tier.is_whole, "a prompt that comes", timeout_s=60)
+        wait_for(lambda: _transports(nodes) == ["object_ref"] * 2, "the other way", timeout_s=60)
+        done = nodes.machine.run("doctor", "--json", "-c", str(nodes.config_path))
+    ways = json.loads(done.stdout)["transports"]
+    assert all("nixl keeps failing from" in way["why"] for way in ways)
+
+
+def _transports(nodes: TwoNodes) -> list[str]:
+    done = nodes.machine.run("doctor", "--json", "-c", str(nodes.config_path))
+    return [way["transport"] for way in json.loads(done.stdout)["transports"]]
