@@ -1,6 +1,7 @@
 """The Ray actor around a shard."""
 
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvray.actors.ray_calls import (
     LOOKUP_NAME,
     NAMESPACE,
     SHARD_PREFIX,
+    SUPERVISOR_NAME,
     call,
     get_actor,
     log_to_stderr,
@@ -20,6 +22,7 @@ from kvray.actors.ray_calls import (
 )
 from kvray.actors.shard import Shard, ShardSettings
 from kvray.actors.stager import StagingSettings
+from kvray.actors.watch import Nudge
 from kvray.config import KVRayConfig, config_on_node, ray_memory_threshold
 from kvray.errors import KVRayError
 from kvray.store import ArenaSpec
@@ -29,6 +32,8 @@ from kvray.store.pages import ArenaPages
 
 _ANNOUNCE_TIMEOUT_S = 2.0
 _STOP_TIMEOUT_S = 20.0
+_NUDGE_S = 5.0
+"""How often the supervisor is called, which nobody else calls for long."""
 
 _GROUPS = {"health": 1, "prefetch": 8, "ranks": 8, "leases": 4}
 """Threads for calls that may take long, apart: what another shard waits for must not queue behind
@@ -44,6 +49,7 @@ class ShardActor:
         config = config_on_node(config)
         self._name = name
         self._lookup: Any = None
+        self._nudge = Nudge(SUPERVISOR_NAME, every_s=_NUDGE_S)
         self._pages = ArenaPages(config.node_dir / ARENA_FILE)
         # Ray starts a shard anew that ends by a defect; it then adopts its arena.
         self._shard = Shard(
@@ -119,6 +125,7 @@ class ShardActor:
         self._shard.stop(retire=retire, timeout_s=_STOP_TIMEOUT_S)
 
     def _announce(self, announcement: Announcement) -> Answer:
+        self._nudge.give(time.monotonic())
         try:
             if self._lookup is None:
                 self._lookup = get_actor(LOOKUP_NAME)

@@ -83,6 +83,9 @@ class SupervisorActor:
         self._thread = threading.Thread(target=self._run, name="kvray-supervisor", daemon=True)
         self._thread.start()
 
+    def ping(self) -> None:
+        """Answer, which a process that is no supervisor cannot."""
+
     def config(self) -> KVRayConfig:
         """Return the configuration that the tier runs with."""
         return self._config
