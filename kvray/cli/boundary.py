@@ -15,6 +15,13 @@ EXIT_INTERRUPTED = 130
 
 
 @contextlib.contextmanager
+def stdout_kept() -> Iterator[None]:
+    """Keep what Ray prints meanwhile, such as that a node has died, out of a command's answer."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@contextlib.contextmanager
 def boundary(*, verbose: bool) -> Iterator[Interrupts]:
     """Run a command's body.
 

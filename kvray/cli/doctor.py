@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvray.cli.boundary import boundary
+from kvray.cli.boundary import boundary, stdout_kept
 from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
 from kvray.cli.transports import ways, ways_table
 from kvray.config import load_config
@@ -25,7 +25,7 @@ def doctor(
         with interrupts.masked():
             from kvray.client import Client
 
-        with Client(settings) as client:
+        with stdout_kept(), Client(settings) as client:
             found = client.status()
         made = ways(found)
         if as_json:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvray.cli.boundary import boundary
+from kvray.cli.boundary import boundary, stdout_kept
 from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
 from kvray.config import load_config
 from kvray.errors import ConfigError
@@ -42,7 +42,7 @@ def prefetch(
         with interrupts.masked():
             from kvray.client import Client
 
-        with Client(settings) as client:
+        with stdout_kept(), Client(settings) as client:
             brought = client.prefetch(token_ids, replica=replica, salt=salt, lora=lora)
         if as_json:
             print(json.dumps(asdict(brought), indent=2))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvray.cli.boundary import boundary
+from kvray.cli.boundary import boundary, stdout_kept
 from kvray.cli.memory import memory_sentences
 from kvray.cli.namespaces import namespaces_report
 from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
@@ -41,7 +41,7 @@ def status(
         with interrupts.masked():
             from kvray.client import Client
 
-        with Client(settings) as client:
+        with stdout_kept(), Client(settings) as client:
             found = client.status()
         if as_json:
             print(json.dumps(found, indent=2))

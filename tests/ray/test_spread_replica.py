@@ -225,6 +225,8 @@ def test_the_loss_of_either_node_is_a_miss_and_its_return_brings_the_hits_back()
                 for prompt in prompts[1:4]:
                     assert spread.ask(replica, prompt).hit_tokens == 0
             node.start()
+            # Ray prints that the node has died, which must not get into what status prints.
+            wait_for(lambda: len(spread.ranks()) == 4, "the return of the ranks", timeout_s=60)
             for replica in spread.replicas:
                 wait_for(functools.partial(is_hit, spread, replica, prompts), "a hit", timeout_s=60)
             spread.wait_released()
