@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from kvray.actors.mover import Mover, MoverSettings
-from kvray.actors.orders import FetchOrder, FetchReport, Offer, SendOrder, Want
+from kvray.actors.orders import FetchReport, Offer, SendOrder, Want, packed, unpacked
 from kvray.actors.ray_calls import (
     MOVER_PREFIX,
     NAMESPACE,
@@ -54,14 +54,14 @@ class MoverActor:
         self._mover.meet(names)
 
     @ray.method(concurrency_group="fetch")
-    def fetch(self, order: FetchOrder) -> FetchReport:
-        """See `Mover.fetch`."""
-        return self._mover.fetch(order)
+    def fetch(self, *order: Any) -> FetchReport:
+        """See `Mover.fetch`; an order that is `packed`, or itself."""
+        return self._mover.fetch(unpacked(*order))
 
     @ray.method(concurrency_group="serve")
-    def offer(self, want: Want) -> Offer:
-        """See `Mover.offer`."""
-        return self._mover.offer(want)
+    def offer(self, *want: Any) -> Offer:
+        """See `Mover.offer`; what is `packed`."""
+        return self._mover.offer(unpacked(*want))
 
     @ray.method(concurrency_group="serve")
     def send(self, order: SendOrder) -> Any:
@@ -143,7 +143,7 @@ class RayPeer:
 
     def offer(self, want: Want, *, timeout_s: float) -> Offer:
         """See `Peer`."""
-        offer: Offer = self._call("offer", want, timeout_s=timeout_s)
+        offer: Offer = self._call("offer", *packed(want), timeout_s=timeout_s)
         return offer
 
     def send(self, order: SendOrder, *, timeout_s: float) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 from kvray.actors.async_calls import Ask
 from kvray.actors.breaker import Breaker
 from kvray.actors.lookup import in_pieces
-from kvray.actors.orders import FetchOrder, FetchReport, SourceReport
+from kvray.actors.orders import FetchOrder, FetchReport, SourceReport, packed
 from kvray.actors.rates import Rates
 from kvray.actors.ray_calls import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX
 from kvray.actors.staging import Peer, Run
@@ -82,7 +82,7 @@ class Peers:
         for source in {span.source for span in order.spans}:
             self._breaker(source).begin(self._now())
         report: FetchReport = await self._call_watched(
-            mover_of(self.shard), "fetch", order, work_s=order.deadline_s
+            mover_of(self.shard), "fetch", *packed(order), work_s=order.deadline_s
         )
         for source, one in report.sources.items():
             self._note(source, one)

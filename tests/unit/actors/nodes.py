@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvray.actors.orders import FetchOrder, FetchReport, SourceReport, Span
+from kvray.actors.orders import FetchOrder, FetchReport, SourceReport, Span, unpacked
 from kvray.actors.peers import Peers
 from kvray.actors.replica_stager import ReplicaStager
 from kvray.actors.replicas import Reader, Replicas
@@ -144,7 +144,7 @@ class Nodes:
                 return await there.stage_here(*args)
             return there.lease_here(*args) if method == "lease_ranks" else there.release_here(*args)
         assert method == "fetch", (actor, method)
-        return await self.fetch(self.by_name[actor.rpartition("-")[2]], *args)
+        return await self.fetch(self.by_name[actor.rpartition("-")[2]], unpacked(*args))
 
     def locate(self, *pieces: bytes) -> list[Run]:
         """Answer as the lookup does."""

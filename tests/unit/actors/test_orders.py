@@ -1,0 +1,28 @@
+"""Orders that are sent in pieces."""
+
+import pytest
+
+from kvray.actors.orders import FetchOrder, Span, Want, packed, unpacked
+
+
+def order(num_blocks: int) -> FetchOrder:
+    span = Span(source="kvray-mover-b", part=0, keys=bytes(32 * num_blocks), parent=b"", depth=0)
+    return FetchOrder(spans=(span,), deadline_s=3.0)
+
+
+def test_a_small_order_is_sent_as_it_is() -> None:
+    assert packed(order(10)) == [order(10)]
+    assert unpacked(*packed(order(10))) == order(10)
+
+
+@pytest.mark.parametrize("num_blocks", [2048, 4096, 20_000])
+def test_a_large_one_comes_in_pieces_that_are_sent_with_the_call(num_blocks: int) -> None:
+    sent = packed(order(num_blocks))
+    assert all(len(piece) < 100 * 2**10 for piece in sent)
+    assert unpacked(*sent) == order(num_blocks)
+
+
+def test_so_does_what_a_mover_wants() -> None:
+    want = Want(groups=((0, bytes(2**18)),), lease_s=1.0, addresses={"nixl": b"a"})
+    assert len(packed(want)) > 1
+    assert unpacked(*packed(want)) == want
