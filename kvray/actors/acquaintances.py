@@ -253,7 +253,9 @@ class Acquaintances:
             peer.release(offer.token, b"", timeout_s=self._call_timeout_s)
         except KVRayError as error:
             self._postpone(name, chosen)
-            if is_of_the_way(error):
+            # Behind a fence whatever is under way fails, and the transport is none the worse.
+            is_current = incarnations.get(chosen) == self._doubts[chosen].incarnation
+            if is_of_the_way(error) and is_current:
                 self.fail(name, chosen, str(error))
         else:
             self.succeed(name, chosen, incarnations[chosen])
