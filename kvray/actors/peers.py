@@ -8,12 +8,12 @@ from random import Random
 from typing import Any
 
 from kvray.actors.async_calls import Ask
-from kvray.actors.breaker import Breaker
 from kvray.actors.lookup import in_pieces
 from kvray.actors.orders import FetchOrder, FetchReport, SourceReport, packed
 from kvray.actors.rates import Rates
 from kvray.actors.ray_calls import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX
 from kvray.actors.staging import Peer, Run
+from kvray.breaker import Breaker
 from kvray.errors import KVRayError, ShardUnavailable, TransferError
 
 _HOMES_S = 2.0

@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from kvray.block import BlockKey
+from kvray.breaker import Breaker
 from kvray.errors import KVRayError
-from kvray.node.breaker import Breaker
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Lease
 
@@ -52,7 +53,7 @@ class StageCalls:
     def __init__(self, directory: Path) -> None:
         """Ask the shard whose arena lies in `directory`."""
         self._socket = ShardSocket(directory)
-        self._breaker = Breaker(seed=os.getpid())
+        self._breaker = Breaker(Random(os.getpid()))
         self._name = secrets.token_hex(8)
         self._num_calls = 0
         self._unread: deque[str] = deque(maxlen=_UNREAD_MAX)
@@ -61,7 +62,7 @@ class StageCalls:
     @property
     def can_ask(self) -> bool:
         """Whether the shard may be asked now; not so for a while after it did not answer."""
-        return not self._breaker.is_open(time.monotonic())
+        return self._breaker.state(time.monotonic()) != "open"
 
     def stage(
         self,
@@ -103,15 +104,15 @@ class StageCalls:
                 unread=unread,
             )
             staged = _read(reply, num_keys=len(asked))
-        except (KVRayError, *_OF_ANOTHER_KIND):
+        except (KVRayError, *_OF_ANOTHER_KIND) as error:
             is_late = time.monotonic() - began >= wait_s
             self._unread.append(token)
-            self._breaker.fail(time.monotonic())
+            self._breaker.fail(time.monotonic(), str(error))
             return Staged(num_blocks=0, reason=TOO_SLOW if is_late else STORE_DOWN)
         self._breaker.succeed()
         if staged.reason == STORE_DOWN:
             # It answers, but cannot find out either; it may soon, and has breakers of its own.
-            self._breaker.fail(time.monotonic())
+            self._breaker.fail(time.monotonic(), staged.reason)
         else:
             self._unread.clear()
         return staged

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from kvray.breaker import Breaker
 from kvray.connector import staging
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.errors import ConfigError, LeaseExpired
 from kvray.node import link as link_module
-from kvray.node.breaker import Breaker
 from kvray.store import Arena
 from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.pair import BLOCK, Request
@@ -60,7 +60,7 @@ def running_nodes() -> Iterator[TwoNodes]:
 def nodes(running_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> TwoNodes:
     """Nodes whose arenas are empty."""
     monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
-    monkeypatch.setattr(Breaker, "is_open", lambda *_: False)
+    monkeypatch.setattr(Breaker, "state", lambda *_: "closed")
     monkeypatch.setattr(staging, "_ABSENT_S", 0.0)
     running_nodes.gone.clear()
     running_nodes.clear()

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from kvray.actors.shard import Shard
+from kvray.breaker import Breaker
 from kvray.connector import staging
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.node import link as link_module
-from kvray.node.breaker import Breaker
 from kvray.store import Arena
 from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.conftest import MakePair, arena_of, leased
@@ -198,7 +198,7 @@ def test_all_calls_for_a_request_together_wait_no_longer_than_is_set(
     server: StageServer, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0.3")
-    monkeypatch.setattr(Breaker, "is_open", lambda *_: False)
+    monkeypatch.setattr(Breaker, "state", lambda *_: "closed")
 
     def slow(request: dict[str, Any]) -> dict[str, Any]:
         time.sleep(request["wait_s"])

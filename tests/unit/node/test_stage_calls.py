@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvray import wire
+from kvray.breaker import Breaker
 from kvray.errors import ShardUnavailable
 from kvray.node import StageCalls, Staged
-from kvray.node.breaker import Breaker
 from kvray.store import Lease
 from tests.unit.node.peer import Peer, Script, request_on
 from tests.unit.store.small_arena import chain
@@ -40,7 +40,7 @@ def calls(directory: Path) -> Iterator[StageCalls]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every failed call forgotten at once."""
-    monkeypatch.setattr(Breaker, "is_open", lambda *_: False)
+    monkeypatch.setattr(Breaker, "state", lambda *_: "closed")
 
 
 def ask(calls: StageCalls, wait_s: float = 5.0) -> Staged:

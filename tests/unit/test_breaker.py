@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.actors.breaker import Breaker
+from kvray.breaker import Breaker
 
 
 @pytest.fixture
@@ -71,3 +71,12 @@ def test_it_is_never_open_for_ever(steps: list[tuple[str, float]]) -> None:
         elif breaker.state(now) != "open":
             breaker.begin(now)
     assert breaker.state(now + 13.0) != "open"
+
+
+def test_two_callers_come_back_at_different_times() -> None:
+    ends = []
+    for seed in (1, 2):
+        one = Breaker(Random(seed))
+        one.fail(0.0, "no answer")
+        ends.append(next(at for at in range(1000) if one.state(at / 1000) != "open"))
+    assert ends[0] != ends[1]

@@ -9,7 +9,7 @@ _PROBE_S = 12.0
 
 
 class Breaker:
-    """What is known of one peer's willingness to answer; state of one event loop.
+    """What is known of one peer's willingness to answer; not for several threads at once.
 
     It opens at a failure, twice as long for each one after another, shortened by up to a half at
     random so that peers do not all come back at once. When that time is over it is half open: one
