@@ -7,11 +7,10 @@ other's piece is on its way.
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -19,18 +18,12 @@ import numpy as np
 
 from kvray.actors.acquaintances import Acquaintances, is_of_the_way
 from kvray.actors.doubts import Doubts
-from kvray.actors.orders import (
-    FetchOrder,
-    FetchReport,
-    Offer,
-    SendOrder,
-    SourceReport,
-    Span,
-    Want,
-)
+from kvray.actors.orders import FetchOrder, FetchReport, SendOrder, Span, Want
+from kvray.actors.pace import FIRST_BYTES, Pace
+from kvray.actors.source import Piece, Source
 from kvray.block import KEY_BYTES, BlockKey
 from kvray.errors import KVRayError, ShardUnavailable, TransferTimeout
-from kvray.store import Arena, Reservation, Wanted, lease, payload
+from kvray.store import Arena, Wanted, lease, payload
 from kvray.store.tables import Array
 from kvray.transport import Transport
 
@@ -50,59 +43,6 @@ class FetchSettings:
     call_timeout_s: float
     lease_s: float
     bytes_in_flight: int
-
-
-@dataclass(slots=True)
-class _Piece:
-    """What one `send` moves: blocks of one offer into slots of one reservation."""
-
-    blocks: Array
-    reservation: Reservation
-    checksums: Array
-    size: int
-    """Bytes of each block."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.size * len(self.blocks)
-
-
-@dataclass(slots=True)
-class _Source:
-    """One node that a fetch asks, and how far it got with it."""
-
-    name: str
-    spans: list[int]
-    offer: Offer | None = None
-    incarnations: dict[str, int] = field(default_factory=dict)
-    """Of this node's transports, as they were when the source was asked."""
-    pieces: deque[_Piece] = field(default_factory=deque)
-    began_at: float = 0.0
-    ended_at: float = 0.0
-    num_blocks: int = 0
-    num_bytes: int = 0
-    suspects: list[int] = field(default_factory=list)
-    error: KVRayError | None = None
-    obstacle: str = ""
-    """What the transport failed of, if that was it."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def fail(self, error: KVRayError) -> None:
-        """Note why there will be no more; the first reason stands."""
-        with self.lock:
-            # Not where it was raised: that would keep the arena mapped.
-            self.error = self.error or error.with_traceback(None)
-
-    def report(self) -> SourceReport:
-        return SourceReport(
-            num_blocks=self.num_blocks,
-            num_bytes=self.num_bytes,
-            seconds=max(0.0, self.ended_at - self.began_at),
-            transport=self.offer.transport if self.offer else "",
-            corrupt=len(self.suspects),
-            error=type(self.error).__name__ if self.error else None,
-            message=str(self.error) if self.error else "",
-        )
 
 
 class Fetches:
@@ -141,10 +81,10 @@ class Fetches:
 
     def fetch(self, order: FetchOrder, *, deadline: float) -> FetchReport:
         """Bring what an order asks for here; see `Mover.fetch`."""
-        sources: dict[str, _Source] = {}
+        sources: dict[str, Source] = {}
         for index, span in enumerate(order.spans):
             if self._here(span) < len(span.keys) // KEY_BYTES:
-                sources.setdefault(span.source, _Source(span.source, [])).spans.append(index)
+                sources.setdefault(span.source, Source(name=span.source)).spans.append(index)
         if sources:
             try:
                 self._fetch_from(sources, order, deadline)
@@ -157,7 +97,7 @@ class Fetches:
         )
 
     def _fetch_from(
-        self, sources: Mapping[str, _Source], order: FetchOrder, deadline: float
+        self, sources: Mapping[str, Source], order: FetchOrder, deadline: float
     ) -> None:
         """Ask all sources, reserve slots for what they have, and have it sent."""
         _at_once([partial(self._ask, one, order, deadline) for one in sources.values()])
@@ -166,11 +106,11 @@ class Fetches:
             [
                 partial(self._move, one, deadline)
                 for one in sources.values()
-                for _ in range(min(NUM_LANES, len(one.pieces)))
+                for _ in range(NUM_LANES if one.left_bytes > FIRST_BYTES else 1)
             ]
         )
 
-    def _ask(self, source: _Source, order: FetchOrder, deadline: float) -> None:
+    def _ask(self, source: Source, order: FetchOrder, deadline: float) -> None:
         """Have a source lease what it has of the order."""
         addresses = {}
         for name in self._acquaintances.offered(source.name):
@@ -183,11 +123,14 @@ class Fetches:
         )
         try:
             timeout_s = _left(deadline, self._settings.call_timeout_s)
-            source.offer = self._acquaintances.peer(source.name).offer(want, timeout_s=timeout_s)
+            offer = self._acquaintances.peer(source.name).offer(want, timeout_s=timeout_s)
         except KVRayError as error:
             source.fail(error)
+            return
+        source.offer = offer
+        source.pace = Pace(most_bytes=self._transports[offer.transport].piece_bytes)
 
-    def _reserve(self, order: FetchOrder, sources: Mapping[str, _Source]) -> None:
+    def _reserve(self, order: FetchOrder, sources: Mapping[str, Source]) -> None:
         """Reserve slots for everything that was offered, in the order's own order."""
         starts = dict.fromkeys(sources, 0)
         for index, span in enumerate(order.spans):
@@ -198,31 +141,26 @@ class Fetches:
             sizes = np.frombuffer(group.sizes, dtype="<u8").astype(np.int64)
             checksums = np.frombuffer(group.checksums, dtype="<u8")
             try:
-                source.pieces += self._pieces(
-                    span, sizes, checksums, starts[span.source], source.offer.transport
-                )
+                source.pieces += self._pieces(span, sizes, checksums, starts[span.source])
             except KVRayError as error:
                 source.fail(error)
             starts[span.source] += len(sizes)
 
-    def _pieces(
-        self, span: Span, sizes: Array, checksums: Array, start: int, transport: str
-    ) -> list[_Piece]:
-        """Reserve slots for the offered head of a span; return the pieces that fill them.
+    def _pieces(self, span: Span, sizes: Array, checksums: Array, start: int) -> list[Piece]:
+        """Reserve slots for the offered head of a span; return what fills them, by size.
 
         Args:
             span: see there.
             sizes: of its leading blocks, as offered.
             checksums: of the same.
             start: place of its first block in the offer.
-            transport: name of the one that brings them.
         """
         keys = [
             BlockKey(span.keys[at : at + KEY_BYTES])
             for at in range(0, len(sizes) * KEY_BYTES, KEY_BYTES)
         ]
         before = BlockKey(span.parent) if span.parent else None
-        pieces: list[_Piece] = []
+        pieces: list[Piece] = []
         for first, stop in _equal_runs(sizes):
             size = int(sizes[first])
             made = self._arena.reserve(
@@ -237,31 +175,20 @@ class Fetches:
             if made is None:
                 self._abort(pieces)
                 raise ShardUnavailable("The arena of this node is busy or retired.")
-            step = max(1, self._transports[transport].piece_bytes // size)
-            for at in range(0, len(made.slots), step):
-                rows = made.rows[at : at + step] + first
-                pieces.append(
-                    _Piece(
-                        blocks=(rows + start).astype("<u4"),
-                        reservation=replace(made, rows=rows, slots=made.slots[at : at + step]),
-                        checksums=checksums[rows],
-                        size=size,
-                    )
-                )
+            if len(made.slots):
+                rows = made.rows + first
+                blocks = (rows + start).astype("<u4")
+                pieces.append(Piece(blocks, replace(made, rows=rows), checksums[rows], size))
             if made.dropped:
                 break
         return pieces
 
-    def _move(self, source: _Source, deadline: float) -> None:
+    def _move(self, source: Source, deadline: float) -> None:
         """One lane: move pieces of a source until there are none left, or one failed."""
         if source.offer is None:
             return
         flight = self._flights[source.offer.transport]
-        while True:
-            with source.lock:
-                if not source.pieces or source.error is not None:
-                    return
-                piece = source.pieces.popleft()
+        while (piece := source.take()) is not None:
             try:
                 flight.enter(piece.num_bytes, deadline)
             except KVRayError as error:  # nothing was sent
@@ -275,7 +202,7 @@ class Fetches:
             finally:
                 flight.leave(piece.num_bytes)
 
-    def _carry(self, source: _Source, piece: _Piece, deadline: float) -> None:
+    def _carry(self, source: Source, piece: Piece, deadline: float) -> None:
         """Have one piece sent and committed, or leave its slots to whom they are safe with."""
         assert source.offer is not None
         transport = self._transports[source.offer.transport]
@@ -293,6 +220,7 @@ class Fetches:
                 targets=targets.astype("<i8").tobytes(),
                 timeout_s=max(timeout_s - _MARGIN_S, timeout_s / 2),
             )
+            began_at = time.monotonic()
             try:
                 parcel = self._acquaintances.peer(source.name).send(order, timeout_s=timeout_s)
                 transport.receive(parcel, targets, sizes)
@@ -301,9 +229,11 @@ class Fetches:
                 if is_of_the_way(error) and incarnation == doubts.incarnation:
                     source.obstacle = str(error)
                 raise
+        with source.lock:
+            source.pace.note(piece.num_bytes, time.monotonic() - began_at)
         self._commit(source, piece, incarnation)
 
-    def _commit(self, source: _Source, piece: _Piece, incarnation: int) -> None:
+    def _commit(self, source: Source, piece: Piece, incarnation: int) -> None:
         """Make the blocks of a piece READY that have their checksums."""
         assert source.offer is not None
         sound = self._arena.sums(piece.reservation) == piece.checksums
@@ -325,7 +255,7 @@ class Fetches:
             self.num_bytes += num_good * piece.size
             self.num_corrupt += len(sound) - num_good
 
-    def _finish(self, source: _Source) -> None:
+    def _finish(self, source: Source) -> None:
         """Give back what a source's failure left unsent, and its leases; note how it went."""
         self._abort(source.pieces)
         if source.offer is not None:
@@ -341,7 +271,7 @@ class Fetches:
                     source.offer.token, suspects, timeout_s=self._settings.call_timeout_s
                 )
 
-    def _abort(self, pieces: Iterable[_Piece]) -> None:
+    def _abort(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             self._arena.abort(piece.reservation)
 

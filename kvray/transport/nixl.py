@@ -64,7 +64,7 @@ class NixlTransport:
 
     name = "nixl"
     writes_late = True
-    piece_bytes = 32 * 2**20
+    piece_bytes = 128 * 2**20
     bytes_max: int | None = None
 
     def __init__(self, memory: Array) -> None:

@@ -24,7 +24,7 @@ class Transport(Protocol):
     """Whether a piece that failed or missed its deadline may still land, until `renew`."""
 
     piece_bytes: int
-    """How much one `send` moves best, by measurement."""
+    """How much one `send` is to move at most: more is no faster, by measurement."""
     bytes_max: int | None
     """How much may be on its way to one end at once; None: as much as one likes."""
 
