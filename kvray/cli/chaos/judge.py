@@ -85,8 +85,9 @@ def recoveries(strikes: Sequence[Strike], served: Sequence[Served], calm: Run) -
 
     That is when the first batch has been answered that began after the end and found at least half
     of what batches of its place in a chapter find without faults; places where those find next to
-    nothing tell nothing. NaN: it did not strike; another one did before hits were back; or the run
-    was over. Only the last of several that overlap is counted.
+    nothing tell nothing. Where hits were not back by the end of the run it is the time until then.
+    NaN: it did not strike; another one did before hits were back; or nothing tells. Only the last
+    of several that overlap is counted.
     """
     usual = _usual_shares(calm.served)
     batches = _batches(served)
@@ -171,17 +172,21 @@ def _by_kind(strikes: Sequence[Strike], back: Sequence[float]) -> dict[str, dict
 
 
 def _first_good(batches: Sequence[_Batch], after: float, usual: dict[int, float]) -> float:
-    """Return when the first batch of a replica was answered that tells that hits are back."""
+    """Return when the first batch of a replica was answered that tells that hits are back.
+
+    If none does, it took at least until the last one that tells that they were not; infinity if
+    none tells anything.
+    """
     average = sum(usual.values()) / max(1, len(usual))
+    at_least = float("inf")
     for batch in batches:
         wanted = usual.get(batch.place, average)
-        if (
-            batch.began >= after
-            and wanted >= _TELLING_SHARE
-            and batch.share >= _BACK_SHARE * wanted
-        ):
+        if batch.began < after or wanted < _TELLING_SHARE:
+            continue
+        if batch.share >= _BACK_SHARE * wanted:
             return batch.ended
-    return float("inf")
+        at_least = batch.ended
+    return at_least
 
 
 def _usual_shares(served: Sequence[Served]) -> dict[int, float]:
@@ -216,7 +221,7 @@ def _net_ms(stalls: npt.NDArray[np.float64], kind: float) -> npt.NDArray[np.floa
 
 
 def _recovery_of_last(made: Sequence[Strike], run: Run, calm: Run) -> float | None:
-    """Return how long after the last fault hits were back; None: not before the end of the run."""
+    """Return how long after the last fault hits were back; None: nothing tells."""
     if not made:
         return None
     last = max(made, key=lambda strike: strike.ended)

@@ -55,6 +55,14 @@ def test_a_batch_of_new_documents_is_no_sign_of_a_loss_nor_of_its_end() -> None:
     assert np.isnan(recoveries([strike(0.5, 0.5)], under_fire[:1], calm)).all()
 
 
+def test_hits_that_never_came_back_count_until_the_end() -> None:
+    under_fire = [served(at, 10) for at in range(20)]
+    assert recoveries([strike(0.5, 1.5)], under_fire, CALM) == [18.5]
+    assert report(Run(began=0.0, served=under_fire), CALM, [strike(0.5, 1.5)])[
+        "recovery_s_last"
+    ] == pytest.approx(18.5)
+
+
 def test_the_slowest_replica_decides() -> None:
     both = [served(1, 80), served(2, 80), served(1, 0, replica="two"), served(5, 80, replica="two")]
     assert recoveries([strike(0.5, 0.5)], both, CALM) == [5.5]
