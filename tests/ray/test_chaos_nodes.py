@@ -73,9 +73,12 @@ def test_nodes_with_cables_are_reached_until_one_is_cut() -> None:
         assert machine.network is not None
         assert len({machine.network.address(number) for number in range(3)}) == 3
         assert [shard["state"] for shard in nodes.shards()] == ["serving"] * 2
-        machine.network.slow(2, mbit=1, latency_ms=50)
+        for _ in range(2):  # two faults that overlap
+            machine.network.slow(2, mbit=1, latency_ms=50)
+            machine.network.cut(2)
         machine.network.speed_up(2)
-        machine.network.cut(2)
+        machine.network.speed_up(2)
+        machine.network.heal(2)
         received = machine.network.bytes_in(2)
         assert machine.network.bytes_in(2) == received
         machine.network.heal(2)

@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,8 @@ class Network:
             raise ConfigError(f"A network of several nodes on one machine {reason}.")
         self._spawn = spawn
         self._hosts: list[int] = []
+        self._cuts: Counter[int] = Counter()
+        self._limits: Counter[int] = Counter()
         self._switch = self._hold()
         _ip(
             self._switch,
@@ -90,21 +93,31 @@ class Network:
         return ["nsenter", f"--net=/proc/{self._hosts[number]}/ns/net"]
 
     def cut(self, number: int) -> None:
-        """Pull a host's cable."""
+        """Pull a host's cable; as often as it is pulled it has to be put back."""
+        self._cuts[number] += 1
         _ip(self._switch, f"link set {_port(number)} down")
 
     def heal(self, number: int) -> None:
         """Put a host's cable back."""
-        _ip(self._switch, f"link set {_port(number)} up")
+        self._cuts[number] -= 1
+        if not self._cuts[number]:
+            _ip(self._switch, f"link set {_port(number)} up")
 
     def slow(self, number: int, *, mbit: int, latency_ms: int) -> None:
-        """Limit what a host sends and gets; packets queue for `latency_ms`, and are lost then."""
+        """Limit what a host sends and gets; packets queue for `latency_ms`, and are lost then.
+
+        The last of several limits counts, until all of them are taken away.
+        """
+        self._limits[number] += 1
         shape = f"root tbf rate {mbit}mbit burst 32kb latency {latency_ms}ms"
         _run(self._hosts[number], ["tc", *f"qdisc replace dev {_DEVICE} {shape}".split()])
         _run(self._switch, ["tc", *f"qdisc replace dev {_port(number)} {shape}".split()])
 
     def speed_up(self, number: int) -> None:
-        """Take the limit away."""
+        """Take a limit away."""
+        self._limits[number] -= 1
+        if self._limits[number]:
+            return
         _run(self._hosts[number], ["tc", *f"qdisc del dev {_DEVICE} root".split()])
         _run(self._switch, ["tc", *f"qdisc del dev {_port(number)} root".split()])
 
