@@ -30,7 +30,7 @@ def chaos(
     replicas: Annotated[int, typer.Option(min=1, max=16, help="Engines, dealt to the nodes.")] = 2,
     gap: Annotated[
         float, typer.Option(metavar="SECONDS", min=0.1, help="Mean time between two faults.")
-    ] = 2.0,
+    ] = 1.5,
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="KIND", help="Faults of this kind alone; may be given repeatedly."),
