@@ -291,6 +291,7 @@ class Stager:
     def _count(self, flight: Flight) -> None:
         assert flight.report is not None, "it has just come"
         for source in flight.report.sources.values():
+            self._counts["corrupt_blocks"] += source.corrupt
             if not source.num_blocks:
                 continue
             counts = self._by_transport.setdefault(source.transport, Counter())
@@ -298,7 +299,6 @@ class Stager:
             counts["bytes"] += source.num_bytes
             self._counts["staged_blocks"] += source.num_blocks
             self._counts["staged_bytes"] += source.num_bytes
-            self._counts["corrupt_blocks"] += source.corrupt
 
 
 def _others(runs: Sequence[Run], own: str) -> set[str]:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvray.actors import stager as stager_module
 from kvray.actors.flights import FLIGHT_BLOCKS_MAX
+from kvray.actors.orders import FetchReport, SourceReport
 from kvray.actors.stager import Staged, Stager
 from kvray.store import Wanted
 from tests.unit.actors.nodes import SETTINGS, Nodes, prefix_of
@@ -68,6 +69,22 @@ def test_what_another_node_has_is_brought_verified_and_can_be_leased(
         assert fetch(nodes["a"].arena, KEYS[:12], leases[0])
         assert [span.depth for order in nodes.orders for span in order.spans] == [3]
         assert stager.status()["transports"] == {"copy": {"blocks": 9, "bytes": 9 * 4096}}
+
+    play(scene)
+
+
+def test_blocks_that_came_without_their_checksum_are_counted_though_none_was_sound(
+    play: Callable[..., None],
+) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS[:12])
+        source = SourceReport(
+            num_blocks=0, num_bytes=0, seconds=0.001, transport="copy", corrupt=12
+        )
+        report = FetchReport(here=(0,), sources={"kvray-mover-b": source})
+        nodes.others["kvray-mover-a.fetch"] = lambda *_: report
+        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 0
+        assert stager.status()["corrupt_blocks"] == 12
 
     play(scene)
 
