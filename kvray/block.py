@@ -16,6 +16,11 @@ KEY_BYTES = 32
 KEY_FORMAT_VERSION = 2
 
 
+def split_keys(keys: bytes) -> list[BlockKey]:
+    """Return the keys that lie end to end in `keys`, which the caller knows to be whole."""
+    return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+
+
 def frame(*items: bytes) -> bytes:
     """Join `items` so that no two different lists give equal bytes (each behind its u64 length)."""
     return b"".join(struct.pack("<Q", len(item)) + item for item in items)

@@ -21,7 +21,7 @@ from kvray.actors.doubts import Doubts
 from kvray.actors.orders import FetchOrder, FetchReport, SendOrder, Span, Want
 from kvray.actors.pace import FIRST_BYTES, Pace
 from kvray.actors.source import Piece, Source
-from kvray.block import KEY_BYTES, BlockKey
+from kvray.block import KEY_BYTES, BlockKey, split_keys
 from kvray.errors import KVRayError, ShardUnavailable, TransferTimeout
 from kvray.store import Arena, Wanted, lease, payload
 from kvray.store.tables import Array
@@ -155,10 +155,7 @@ class Fetches:
             checksums: of the same.
             start: place of its first block in the offer.
         """
-        keys = [
-            BlockKey(span.keys[at : at + KEY_BYTES])
-            for at in range(0, len(sizes) * KEY_BYTES, KEY_BYTES)
-        ]
+        keys = split_keys(span.keys[: len(sizes) * KEY_BYTES])
         before = BlockKey(span.parent) if span.parent else None
         pieces: list[Piece] = []
         for first, stop in _equal_runs(sizes):

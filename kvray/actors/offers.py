@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvray.actors.orders import Offer, OfferedGroup, SendOrder, Want
-from kvray.block import KEY_BYTES, BlockKey
+from kvray.block import split_keys
 from kvray.errors import CapacityError, LeaseExpired, ShardUnavailable, TransportUnavailable
 from kvray.store import Arena, Lease, Wanted, payload
 from kvray.store.tables import Array, Tables
@@ -181,7 +181,7 @@ class Offers:
             held = None
             deadline = time.monotonic() + _BUSY_WAIT_S
             while held is None and time.monotonic() < deadline:
-                held = self._arena.lease_for(_split(keys), [[Wanted(part)]])
+                held = self._arena.lease_for(split_keys(keys), [[Wanted(part)]])
             if held is None:
                 self._arena.release(*filter(None, leases), wait_s=_BUSY_WAIT_S)
                 raise ShardUnavailable(
@@ -233,10 +233,6 @@ class Offers:
             if not self._arena.release(*filter(None, given.leases), wait_s=_BUSY_WAIT_S):
                 with self._lock:
                     self._given[token] = given  # for the next sweep
-
-
-def _split(keys: bytes) -> list[BlockKey]:
-    return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
 
 def _places(tables: Tables, slots: Array) -> tuple[Array, Array]:

@@ -21,7 +21,7 @@ from kvray.actors.rank_leases import RankLeases
 from kvray.actors.replicas import Reader, Replicas
 from kvray.actors.stager import Prefix, Staged, Stager, StagingSettings
 from kvray.actors.verifier import Verifier
-from kvray.block import KEY_BYTES, BlockKey
+from kvray.block import KEY_BYTES, BlockKey, split_keys
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.store import Arena
 
@@ -405,7 +405,7 @@ def keys_of(keys: object) -> list[BlockKey]:
     """
     if not isinstance(keys, bytes) or not keys or len(keys) % KEY_BYTES:
         raise ConfigError(f"keys are bytes, {KEY_BYTES} for each block and at least one.")
-    return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+    return split_keys(keys)
 
 
 def _tokens(tokens: object) -> list[str]:

@@ -15,7 +15,7 @@ import secrets
 import numpy as np
 import xxhash
 
-from kvray.block import KEY_BYTES, BlockKey
+from kvray.block import KEY_BYTES, BlockKey, split_keys
 from kvray.connector.meta import Board, KeyRun
 from kvray.store import Arena, Reservation
 from kvray.store.tables import Array
@@ -109,7 +109,7 @@ def read_keys(arena: Arena, board: Board, run: KeyRun) -> list[BlockKey] | None:
 
 def unpack_keys(packed: bytes) -> list[BlockKey]:
     """Return the keys that lie end to end in `packed`."""
-    return [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), KEY_BYTES)]
+    return split_keys(packed)
 
 
 def _views(arena: Arena, board: Board, keys_per_slot: int, start: int, count: int) -> list[Array]:

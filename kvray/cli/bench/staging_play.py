@@ -20,7 +20,7 @@ import ray
 from kvray.actors.connection import connect_configured
 from kvray.actors.mover_actor import create_mover
 from kvray.actors.orders import FetchOrder, FetchReport, Span
-from kvray.block import BlockKey
+from kvray.block import split_keys
 from kvray.cli.bench.pairs import Pair, Timing, measure
 from kvray.cli.chaos.nodes import RESOURCE
 from kvray.config import KVRayConfig, config_on_node, load_config
@@ -62,7 +62,7 @@ class BenchNode:
 
     def store(self, keys: bytes) -> None:
         """Fill the arena with blocks."""
-        chain = _split(keys)
+        chain = split_keys(keys)
         made = self._arena.reserve(
             chain, parent=None, depth=0, part=0, block_bytes=BLOCK_BYTES, wait_s=_LOCK_WAIT_S
         )
@@ -257,10 +257,6 @@ def _cpu_s(pids: list[int]) -> float:
 
 def _mover(transport: str, place: int) -> str:
     return f"kvray-bench-{transport}-{place}"
-
-
-def _split(keys: bytes) -> list[BlockKey]:
-    return [BlockKey(keys[at : at + 32]) for at in range(0, len(keys), 32)]
 
 
 def main() -> None:
