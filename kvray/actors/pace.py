@@ -2,6 +2,8 @@
 
 FIRST_BYTES = 16 * 2**20
 _LEAST_BYTES = 4 * 2**20
+_LAST_BYTES = 64 * 2**20
+"""To check so much takes no longer than a piece more would."""
 _PIECE_S = 0.1
 """What a piece may take, the wait for the one before it included. A source that has stopped is
 noticed, and a lease renewed, at every end of one."""
@@ -21,7 +23,7 @@ class Pace:
 
     def step(self, left_bytes: int) -> int:
         """Return the bytes of the next piece, of which there are `left_bytes`."""
-        tail = max(left_bytes // 2, min(FIRST_BYTES, self._bytes))
+        tail = max(left_bytes // 2, min(_LAST_BYTES, self._bytes))
         return min(self._bytes, tail)
 
     def note(self, num_bytes: int, seconds: float) -> None:

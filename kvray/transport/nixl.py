@@ -73,13 +73,13 @@ class NixlTransport:
         Raises:
             TransportUnavailable: NIXL is not installed, or cannot be used here.
         """
-        self._nixl = _bindings()
+        self._nixl = bindings()
         self._memory = memory
         self._lock = threading.Lock()
         self._closed = False
         self._incarnation = 0
-        self._inbound: _Agent | None = _Agent(self._nixl, memory)
-        self._outbound: _Agent | None = _Agent(self._nixl, memory)
+        self._inbound: _Agent | None = _Agent(self._nixl, memory, has_thread=True)
+        self._outbound: _Agent | None = _Agent(self._nixl, memory, has_thread=False)
 
     @property
     def address(self) -> bytes:
@@ -115,7 +115,7 @@ class NixlTransport:
             self._inbound = None  # which destroys it: nobody else ever has it
             self._incarnation += 1
             if not self._closed:
-                self._inbound = _Agent(self._nixl, self._memory)
+                self._inbound = _Agent(self._nixl, self._memory, has_thread=True)
 
     def status(self) -> dict[str, Any]:
         """Return figures for people."""
@@ -137,14 +137,15 @@ class NixlTransport:
             if self._closed:
                 raise TransferError("The transport nixl of this node was closed.")
             if self._outbound is None or self._outbound.num_peers >= _PEERS_MAX:
-                self._outbound = _Agent(self._nixl, self._memory)
+                self._outbound = _Agent(self._nixl, self._memory, has_thread=False)
             return self._outbound
 
 
 class _Agent:
     """One agent with the memory registered; destroyed when nobody refers to it any more."""
 
-    def __init__(self, nixl: Any, memory: Array) -> None:
+    def __init__(self, nixl: Any, memory: Array, *, has_thread: bool) -> None:
+        """Register `memory`; without a thread nothing moves but while a push is waited for."""
         self._nixl = nixl
         # Both are mapped for as long as they are registered.
         self._memory = memory
@@ -153,7 +154,7 @@ class _Agent:
         self._peers: dict[bytes, _Peer] = {}
         self._peers_lock = threading.Lock()
         config = nixl.nixlAgentConfig()
-        config.useProgThread = True
+        config.useProgThread = has_thread
         config.pthrDelay = _PROGRESS_DELAY_US
         config.useListenThread = False
         config.syncMode = nixl.NIXL_THREAD_SYNC_STRICT
@@ -247,7 +248,7 @@ class _Peer:
         self.turn = threading.Lock()
 
 
-def _bindings() -> Any:
+def bindings() -> Any:
     """Return NIXL's own bindings: its Python classes fix the progress thread's delay at 0."""
     for name in _MODULES:
         try:

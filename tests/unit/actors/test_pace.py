@@ -28,7 +28,7 @@ def test_pieces_grow_smaller_towards_the_end() -> None:
     while left > 0:
         steps.append(min(left, pace.step(left)) // MiB)
         left -= steps[-1] * MiB
-    assert steps == [128, 128, 128, 64, 32, 16, 16]
+    assert steps == [128, 128, 128, 64, 64]
 
 
 def test_a_transport_of_small_pieces_never_gets_larger_ones() -> None:
