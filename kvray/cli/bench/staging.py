@@ -36,7 +36,9 @@ class StagingFound:
 
     num_blocks: int
     nixl: Sequence[Pair]
-    """Staging by nixl, and one bare push of NIXL."""
+    """Staging by nixl, and one push by NIXL's own API as it is."""
+    transport: Sequence[Pair]
+    """The same staging, and one push by kvray's transport."""
     socket: Sequence[Pair]
     """The same staging, and a bare socket."""
     object_ref: Sequence[Pair]
@@ -46,6 +48,13 @@ class StagingFound:
         """Return the rows of the table."""
         return [
             self._row("staging over nixl, bare NIXL push", "nixl", self.nixl, floor="raw_nixl"),
+            self._row(
+                "    one push of kvray's transport",
+                "nixl",
+                self.transport,
+                floor="transport",
+                ratio="nixl_transport",
+            ),
             self._row(
                 "    bare socket", "nixl", self.socket, floor="raw_socket", ratio="nixl_socket"
             ),

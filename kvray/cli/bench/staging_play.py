@@ -21,6 +21,7 @@ from kvray.actors.connection import connect_configured
 from kvray.actors.mover_actor import create_mover
 from kvray.actors.orders import FetchOrder, FetchReport, Span
 from kvray.block import split_keys
+from kvray.cli.bench.bare_nixl import BareAddress, BareNixl
 from kvray.cli.bench.pairs import Pair, Timing, measure
 from kvray.cli.chaos.nodes import RESOURCE
 from kvray.config import KVRayConfig, config_on_node, load_config
@@ -58,6 +59,7 @@ class BenchNode:
         self._num_bytes = num_blocks * BLOCK_BYTES
         self._memory = self._arena.tables.data[: self._num_bytes]
         self._nixl: NixlTransport | None = None
+        self._bare: BareNixl | None = None
         self._listener = socket.create_server(("127.0.0.1", 0))
 
     def store(self, keys: bytes) -> None:
@@ -78,15 +80,34 @@ class BenchNode:
         """Return this process's id."""
         return os.getpid()
 
+    def open_bare(self) -> BareAddress:
+        """Have an end of NIXL's own, and return where others push to."""
+        self._bare = BareNixl(self._memory)
+        return self._bare.address
+
+    def close_bare(self) -> None:
+        """Have none any more: its thread would disturb everything else."""
+        self._bare = None
+
+    def connect_bare(self, address: BareAddress) -> None:
+        """Make another node's end known."""
+        assert self._bare is not None
+        self._bare.connect(address)
+
+    def push_bare(self, address: BareAddress) -> None:
+        """Push everything by one transfer of NIXL's own API."""
+        assert self._bare is not None
+        self._bare.push(address, self._num_bytes)
+
     def address(self) -> bytes:
-        """Return where NIXL pushes go to."""
-        return self._raw_nixl().address
+        """Return where pushes of the transport go to."""
+        return self._transport().address
 
     def push(self, address: bytes) -> None:
-        """Push everything by one bare transfer of NIXL."""
+        """Push everything by the transport, at once."""
         start = np.zeros(1, dtype=np.int64)
         size = np.full(1, self._num_bytes)
-        self._raw_nixl().send(address, start, start, size, timeout_s=_TIMEOUT_S)
+        self._transport().send(address, start, start, size, timeout_s=_TIMEOUT_S)
 
     def port(self) -> int:
         """Return where a bare socket listens."""
@@ -126,7 +147,7 @@ class BenchNode:
             self._memory[start : ends[index]] = ray.get(refs[index], timeout=_TIMEOUT_S)
             refs[index] = None
 
-    def _raw_nixl(self) -> NixlTransport:
+    def _transport(self) -> NixlTransport:
         if self._nixl is None:
             self._nixl = NixlTransport(self._memory)
         return self._nixl
@@ -165,17 +186,20 @@ class Play:
         """Return pairs of each measurement; the sockets have no side of ours."""
         for name in self._movers:  # connections, pages, and code that is loaded only then
             self._stage(name)
+        self._push_bare()
         self._push()
         self._stream()
         self._pull()
         nixl: list[Pair] = []
+        transports: list[Pair] = []
         sockets: list[Pair] = []
         refs: list[Pair] = []
         for index in range(repeat):
-            nixl += self._pairs(index, lambda: self._stage("nixl"), self._push)
+            nixl += self._pairs(index, lambda: self._stage("nixl"), self._push_bare)
+            transports.append(Pair(ours=nixl[-1].ours, floor=self._push()))
             sockets.append(Pair(ours=nixl[-1].ours, floor=self._stream()))
             refs += self._pairs(index, lambda: self._stage("object_ref"), self._pull)
-        return {"nixl": nixl, "socket": sockets, "object_ref": refs}
+        return {"nixl": nixl, "transport": transports, "socket": sockets, "object_ref": refs}
 
     def _pairs(
         self, index: int, ours: Callable[[], Timing], floor: Callable[[], Timing]
@@ -202,6 +226,15 @@ class Play:
             )
         self._get(self._nodes[_TARGET].clear.remote())
         return Timing(seconds=seconds, cpu_s=cpu_s)
+
+    def _push_bare(self) -> Timing:
+        source, target = self._nodes
+        address = self._get(target.open_bare.remote())
+        self._get(source.open_bare.remote())
+        self._get(source.connect_bare.remote(address))
+        timing = self._timed(lambda: [source.push_bare.remote(address)])
+        self._get([node.close_bare.remote() for node in self._nodes])
+        return timing
 
     def _push(self) -> Timing:
         source, target = self._nodes
