@@ -8,13 +8,17 @@ from typing import Any
 from kvray.actors.replicas import Replicas
 from kvray.block import BlockKey
 from kvray.store import Arena, Held, Lease
+from kvray.store.lease import id_of
 
 _REMEMBERED_MAX = 4096
 _REMEMBERED_S = 60.0
 
 
 class RankLeases:
-    """What was leased under each token; state of the shard's event loop.
+    """Leases and ends leases under tokens; state of the shard's event loop.
+
+    A lease is known by its token, in the arena itself: a shard that has died after it leased, and
+    before its answer left, ends it when it has been started again.
 
     A leader that did not hear the answer to its `lease` releases by the token. That may come
     first: then nothing is leased under it any more.
@@ -27,9 +31,9 @@ class RankLeases:
         self._arena = arena
         self._replicas = replicas
         self._now = now
-        # Token -> when it came, and what was leased under it; None: it was released.
-        self._tokens: OrderedDict[str, tuple[float, tuple[Lease, ...] | None]] = OrderedDict()
-        self._to_release: list[Lease] = []
+        self._used: OrderedDict[str, float] = OrderedDict()
+        """Token -> when it came last; nothing is leased under it again."""
+        self._to_release: set[int] = set()
 
     def lease(
         self, replica: str, ranks: Sequence[int], keys: Sequence[BlockKey], token: str
@@ -38,52 +42,57 @@ class RankLeases:
 
         Returns:
             rank -> [arena_id, lease_id, page, num_slots]; {} if not all of it is here for all of
-            them, or the arena is busy, or the token was released.
+            them, or the arena is busy, or the token came before.
         """
-        self._forget_old()
-        if token in self._tokens:
+        if not self._use(token):
             return {}
+        lease_id = id_of(token)
         taken: dict[int, Lease] = {}
         for rank in ranks:
-            held = self._lease_one(replica, rank, keys)
+            held = self._lease_one(replica, rank, keys, lease_id)
             if held is not None and held.leases:
                 taken[rank] = held.leases[0]
             if held is None or held.num_blocks < len(keys):
-                self._to_release += taken.values()
-                self.retry()
+                self._release(lease_id)
                 return {}
-        self._tokens[token] = self._now(), tuple(taken.values())
         return {
             rank: [self._arena.arena_id, one.lease_id, one.page, one.num_slots]
             for rank, one in taken.items()
         }
 
     def release(self, token: str) -> None:
-        """End what was leased under `token`, or will be. Twice is fine."""
-        self._forget_old()
-        _, leases = self._tokens.pop(token, (0.0, None))
-        self._tokens[token] = self._now(), None
-        self._to_release += leases or ()
-        self.retry()
+        """End what was leased under `token`, or would be. Twice is fine."""
+        self._use(token)
+        self._release(id_of(token))
 
     def retry(self) -> None:
         """Release what the arena was too busy for."""
-        if self._to_release and self._arena.release(*self._to_release):
-            self._to_release = []
+        if self._to_release and self._arena.release_ids(self._to_release):
+            self._to_release = set()
 
-    def _lease_one(self, replica: str, rank: int, keys: Sequence[BlockKey]) -> Held | None:
+    def _release(self, lease_id: int) -> None:
+        self._to_release.add(lease_id)
+        self.retry()
+
+    def _lease_one(
+        self, replica: str, rank: int, keys: Sequence[BlockKey], lease_id: int
+    ) -> Held | None:
         reader = self._replicas.reader(replica, rank)
         if reader is None or reader.member is None or not reader.wanted:
             return None
         if reader.arena_id != self._arena.arena_id:
             return None
-        return self._arena.lease_for(keys, [reader.wanted], member=reader.member)
+        return self._arena.lease_for(keys, [reader.wanted], member=reader.member, lease_id=lease_id)
 
-    def _forget_old(self) -> None:
-        """Forget tokens that nobody comes back for; their leases are their ranks' alone."""
-        before = self._now() - _REMEMBERED_S
-        while self._tokens:
-            at, _ = next(iter(self._tokens.values()))
-            if at > before and len(self._tokens) < _REMEMBERED_MAX:
-                return
-            self._tokens.popitem(last=False)
+    def _use(self, token: str) -> bool:
+        """Remember a token for a while; return whether it is new."""
+        now = self._now()
+        while self._used and (
+            next(iter(self._used.values())) <= now - _REMEMBERED_S
+            or len(self._used) >= _REMEMBERED_MAX
+        ):
+            self._used.popitem(last=False)
+        is_new = token not in self._used
+        self._used[token] = now
+        self._used.move_to_end(token)
+        return is_new

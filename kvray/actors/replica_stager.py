@@ -34,6 +34,7 @@ _WAY_SHARE = 0.2
 """Of what is left of it, what is for the way to another shard and back."""
 _SUMMING_SHARE = 0.3
 """Of the wait, what is kept for checking the blocks that are here then."""
+_RELEASING_S = 60.0
 _CANCEL_S = 1.0
 """How long a call may take to end that was cancelled; what is left ends with the loop."""
 _ORDER = ("store_down", "too_slow", "corrupt", "cheaper_to_recompute", "not_stored", "none")
@@ -340,8 +341,9 @@ class ReplicaStager:
                 await self._release_there(shard, token)
 
     async def _release_there(self, shard: str, token: str) -> None:
-        """Have a shard release what it leased under `token`, or will; tried for some seconds."""
-        for _ in range(8):
+        """Have a shard release what it leased under `token`, or will; it may have to come back."""
+        until = time.monotonic() + _RELEASING_S
+        while time.monotonic() < until:
             try:
                 await self._peers.call(shard, "release_ranks", token)
             except KVRayError:

@@ -9,7 +9,7 @@ can be undone (`undo`), and what may be changed how stands in `slots` and `lease
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -221,6 +221,7 @@ class Arena:
         readers: Sequence[Sequence[Wanted]],
         *,
         member: Membership | None = None,
+        lease_id: int | None = None,
     ) -> Held | None:
         """Lease the longest prefix of `keys` that has, for every reader, the parts it wants.
 
@@ -228,6 +229,8 @@ class Arena:
             keys: keys in prefix order.
             readers: for each reader, such as a rank, the parts that its lease shall name.
             member: the process whose leases they are to be; None: this one's.
+            lease_id: what all of them are to be known by, see `lease.id_of`; None: each by a
+                number of its own.
 
         Returns:
             One lease a reader, which names the slots of its parts one part after the other; no
@@ -251,7 +254,8 @@ class Arena:
             if not run:
                 return Held(num_blocks=0, leases=())
             chosen = [lease.joined(slots, reader) for reader in readers]
-            taken = lease.take(self.tables, chosen, holder=holder, now=time.monotonic())
+            now = time.monotonic()
+            taken = lease.take(self.tables, chosen, holder=holder, now=now, lease_id=lease_id)
             return None if taken is None else Held(num_blocks=run, leases=tuple(taken))
 
     def lease_slots(self, chosen: Array) -> Lease | None:
@@ -295,6 +299,13 @@ class Arena:
         with self.section(self.lock_wait_s if wait_s is None else wait_s) as entered:
             for one in leases if entered else ():
                 lease.release(self.tables, one)
+            return entered
+
+    def release_ids(self, lease_ids: Iterable[int]) -> bool:
+        """End all leases that are known by these, whoever took them; False if busy: retry."""
+        with self.section(self.lock_wait_s) as entered:
+            for one in lease_ids if entered else ():
+                lease.release_id(self.tables, one)
             return entered
 
     def leased_slots(self, held: Lease) -> Array:

@@ -8,10 +8,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from kvray.store import key_index
 from kvray.store.layout import PAGE_SLOTS, QUARANTINED, READY
 from kvray.store.tables import Array, Tables
+
+_NAMED = 1 << 63
+"""Set in the ids that come from a name; what is counted never gets there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +23,7 @@ class Lease:
     """The right to read some slots; small, so that it travels to other ranks."""
 
     lease_id: int
-    """Never given twice in an arena's life."""
+    """Never given twice in an arena's life, but to the leases of one name; see `id_of`."""
     page: int
     """First page of the record."""
     num_slots: int
@@ -40,6 +44,11 @@ class Wanted(NamedTuple):
     part: int
     window: int | None = None
     """Of a prefix, only this many trailing blocks must have it; None: all."""
+
+
+def id_of(name: str) -> int:
+    """Return the lease id that stands for `name`: it is known without the record."""
+    return _NAMED | xxhash.xxh3_64_intdigest(name.encode())
 
 
 def match(tables: Tables, keys: Array, wanted: Iterable[Wanted]) -> tuple[int, dict[Wanted, Array]]:
@@ -78,7 +87,13 @@ def joined(slots: dict[Wanted, Array], parts: Sequence[Wanted]) -> Array:
 
 
 def take(
-    tables: Tables, readers: Sequence[Array], *, holder: int, now: float, is_use: bool = True
+    tables: Tables,
+    readers: Sequence[Array],
+    *,
+    holder: int,
+    now: float,
+    lease_id: int | None = None,
+    is_use: bool = True,
 ) -> list[Lease] | None:
     """Lease slots to `holder` for each of `readers`; None if the records' pages are used up.
 
@@ -90,6 +105,7 @@ def take(
         readers: the slots of each lease, in prefix order.
         holder: row in the holder table.
         now: monotonic seconds.
+        lease_id: what all of them are known by; None: each by a number of its own.
         is_use: whether the blocks become the last to be evicted.
     """
     counts = [max(1, -(-len(slots) // PAGE_SLOTS)) for slots in readers]
@@ -98,7 +114,10 @@ def take(
         return None
     leases, at = [], 0
     for slots, count in zip(readers, counts, strict=True):
-        leases.append(_record(tables, slots, pages[at : at + count], now))
+        if lease_id is None:
+            tables.next_lease += 1
+        known_by = tables.next_lease if lease_id is None else lease_id
+        leases.append(_record(tables, slots, pages[at : at + count], known_by, now))
         at += count
     everything = readers[0] if len(readers) == 1 else np.concatenate(readers)
     if is_use:
@@ -128,6 +147,12 @@ def release(tables: Tables, lease: Lease) -> bool:
         return False
     _end(tables, pages)
     return True
+
+
+def release_id(tables: Tables, lease_id: int) -> int:
+    """End every lease that is known by `lease_id`; return how many slots they named."""
+    pages = np.flatnonzero((tables.page_lease == np.uint64(lease_id)) & (tables.page_holder > 0))
+    return _end(tables, pages) if len(pages) else 0
 
 
 def release_holder(tables: Tables, holder: int) -> int:
@@ -208,10 +233,8 @@ def _ready_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
     return slots[:, : ready.all(axis=0).argmin()]
 
 
-def _record(tables: Tables, slots: Array, pages: list[int], now: float) -> Lease:
+def _record(tables: Tables, slots: Array, pages: list[int], lease_id: int, now: float) -> Lease:
     """Write the record of a lease into free pages; it is none before they get their holder."""
-    lease_id = tables.next_lease + 1
-    tables.next_lease = lease_id
     for place, page in enumerate(pages):
         named = slots[place * PAGE_SLOTS : (place + 1) * PAGE_SLOTS]
         tables.page_slots[page, : len(named)] = named

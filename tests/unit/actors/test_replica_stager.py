@@ -15,7 +15,7 @@ import pytest
 from kvray.actors.replica_stager import ReplicaStager, prefix_for
 from kvray.actors.replicas import Reader
 from kvray.actors.stager import Staged
-from kvray.errors import ConfigError
+from kvray.errors import ConfigError, ShardUnavailable
 from kvray.store import Arena, Lease, Wanted
 from kvray.store.layout import READY
 from tests.unit.actors.nodes import Nodes
@@ -306,6 +306,26 @@ def test_leases_whose_answer_is_lost_are_released(play: Callable[[Scene], None])
             await asyncio.sleep(60)
 
         pair.nodes.others["kvray-shard-b.lease_ranks"] = lose
+        answer = await pair.leader.stage("r", 0, PACKED, 0.2, 0.0)
+        assert answer == {"num_blocks": 0, "reason": "too_slow", "leases": {}}
+        await until(lambda: not pair.leased(1))
+
+    play(scene)
+
+
+def test_leases_of_a_shard_that_died_before_it_answered_are_released_by_the_next_one(
+    play: Callable[[Scene], None],
+) -> None:
+    async def scene(pair: Pair) -> None:
+        store_both(pair)
+
+        def die(*args: Any) -> Any:
+            assert pair.other.lease_here(*args)
+            assert pair.leased(1) == 20
+            pair.nodes.replica_stager("b", {})  # no rank has registered again yet
+            raise ShardUnavailable("The shard died.")
+
+        pair.nodes.others["kvray-shard-b.lease_ranks"] = die
         answer = await pair.leader.stage("r", 0, PACKED, 0.2, 0.0)
         assert answer == {"num_blocks": 0, "reason": "too_slow", "leases": {}}
         await until(lambda: not pair.leased(1))

@@ -69,6 +69,22 @@ def test_leases_that_are_taken_at_once_end_one_by_one(tables: Tables) -> None:
     check_invariants(tables)
 
 
+def test_leases_of_one_name_end_together_and_no_others(tables: Tables) -> None:
+    keys = chain(3)
+    put(tables, keys)
+    chosen = np.array(find(tables, keys))
+    named, other = lease.id_of("token"), lease.id_of("another")
+    for lease_id, holder in ((named, 0), (named, 1), (other, 0), (None, 0)):
+        assert lease.take(tables, [chosen], holder=holder, now=0.0, lease_id=lease_id)
+    assert lease.release_id(tables, named) == 6
+    assert tables.slot_leases[chosen].tolist() == [2, 2, 2]
+    check_invariants(tables)
+    assert lease.release_id(tables, named) == 0
+    assert lease.release_id(tables, other) == 3
+    assert tables.slot_leases[chosen].tolist() == [1, 1, 1]
+    check_invariants(tables)
+
+
 def test_leased_slots_are_those_of_the_keys_in_order(tables: Tables) -> None:
     keys = chain(5)
     put(tables, keys)
