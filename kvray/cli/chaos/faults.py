@@ -10,27 +10,21 @@ from typing import TypeVar
 
 import psutil
 
+from kvray.cli.chaos.campaign import NotNow
 from kvray.cli.chaos.network import Network
 from kvray.cli.chaos.nodes import Machine
 from kvray.cli.chaos.schedule import Fault
 from kvray.cli.chaos.servers import Server
-from kvray.errors import KVRayError
 
 _FLIPS = 24
 _FILE_CHUNK = 4 * 2**20
-_TRANSFER_BYTES = 10 * 2**10
-_TRANSFER_TICK_S = 0.02
-"""Only a transfer brings so much over a cable in so little time: it has begun, and is not over."""
 _TRANSFER_MBIT = 8
-_TRANSFER_WAIT_S = 5.0
+_TRANSFER_BYTES_PER_S = 500_000
+"""Only a transfer brings so much over a cable of that speed: it has begun, and is not over."""
 _VANDAL_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
 Undo = Callable[[], None]
-
-
-class NotNow(KVRayError):
-    """There is nothing that the fault could strike now."""
 
 
 class Faults:
@@ -48,6 +42,8 @@ class Faults:
         self._servers = servers
         self._cluster_name = cluster_name
         self._undo: dict[int, Undo] = {}
+        self._seen: dict[int, tuple[float, int]] = {}
+        """Fault -> when its node's cable was looked at last, and what had come in over it."""
         self._vandals: list[subprocess.Popen[bytes]] = []
 
     def strike(self, fault: Fault) -> None:
@@ -68,6 +64,7 @@ class Faults:
 
     def end(self, fault: Fault) -> None:
         """Take a fault back. Twice is fine."""
+        self._seen.pop(fault.number, None)
         undo = self._undo.pop(fault.number, None)
         if undo is not None:
             undo()
@@ -138,32 +135,25 @@ class Faults:
         return lambda: network.speed_up(number)
 
     def _truncate(self, fault: Fault) -> None:
-        """Kill a mover while bytes come in over its node's cable."""
-        number = self._host(fault)
+        """Kill a mover while bytes come in over its node's cable, which is slow until they do."""
+        number, network = self._host(fault), self._machine.network
         movers = self._machine.nodes[number - 1].actors("Mover")
         if not movers:
             raise NotNow("No mover runs there.")
-        network = self._machine.network
-        if network is None:
-            movers[0].kill()
-            return
-        network.slow(number, mbit=_TRANSFER_MBIT, latency_ms=400)
-        try:
-            self._await_transfer(network, number)
-            movers[0].kill()
-        finally:
-            network.speed_up(number)
+        if network is not None and not self._is_transferring(fault, network, number):
+            raise NotNow("Nothing was transferred.")
+        movers[0].kill()
+        self.end(fault)
 
-    def _await_transfer(self, network: Network, number: int) -> None:
-        deadline = time.monotonic() + _TRANSFER_WAIT_S
-        before = network.bytes_in(number)
-        while time.monotonic() < deadline:
-            time.sleep(_TRANSFER_TICK_S)
-            now = network.bytes_in(number)
-            if now - before >= _TRANSFER_BYTES:
-                return
-            before = now
-        raise NotNow("Nothing was transferred.")
+    def _is_transferring(self, fault: Fault, network: Network, number: int) -> bool:
+        """Whether much came in since the last look; the first one slows the cable."""
+        if fault.number not in self._undo:
+            network.slow(number, mbit=_TRANSFER_MBIT, latency_ms=400)
+            self._undo[fault.number] = lambda: network.speed_up(number)
+        seen = time.monotonic(), network.bytes_in(number)
+        at, before = self._seen.get(fault.number, seen)
+        self._seen[fault.number] = seen
+        return seen[1] - before > _TRANSFER_BYTES_PER_S * (seen[0] - at)
 
     def _host(self, fault: Fault) -> int:
         """Return the number of one of the nodes on the network, where 0 is the head."""

@@ -1,6 +1,5 @@
 """A whole run: nodes, tier, oracle, replicas without faults and under fire; and all of it ended."""
 
-import heapq
 import itertools
 import json
 import time
@@ -11,8 +10,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from kvray.cli.chaos.faults import Faults, NotNow
-from kvray.cli.chaos.judge import IN_FLIGHT_MIN, Run, Strike, report
+from kvray.cli.chaos.campaign import Campaign
+from kvray.cli.chaos.faults import Faults
+from kvray.cli.chaos.judge import Run, Strike, report
 from kvray.cli.chaos.load import (
     MAX_TOKENS,
     Answer,
@@ -45,8 +45,6 @@ _LOCK_WAIT_S = 0.02
 _MOUNT_BYTES = 96 * 2**20
 _DISK_BYTES = 1024 * 2**20
 _CONTROL = "control"
-_PATIENCE_S = 8.0
-"""How long a fault waits until there is something to strike, and enough in flight."""
 _POLL_S = 0.02
 _TEND_S = 0.25
 _STATUS_TIMEOUT_S = 40.0
@@ -171,7 +169,13 @@ class _Scene:
         try:
             for number, server in enumerate(self._servers):
                 server.serve(self._batches(number), self._prompt, self._truth)
-            strikes = self._drive(faults, schedule, run.began + duration_s, reach)
+            campaign = Campaign(
+                schedule,
+                faults,
+                lambda: sum(server.in_flight for server in self._servers[:-1]),
+                ends_s=duration_s - self._options.quiet_s,
+            )
+            self._drive(faults, campaign, run.began + duration_s, reach)
         finally:
             faults.close()
         for server in self._servers:
@@ -182,7 +186,7 @@ class _Scene:
         self._collect(run)
         self.close()
         self._tell("down")
-        return run, strikes
+        return run, campaign.strikes
 
     def close(self) -> None:
         """End the engines. Twice is fine."""
@@ -192,47 +196,18 @@ class _Scene:
     def _drive(
         self,
         faults: Faults,
-        schedule: Sequence[Fault],
+        campaign: Campaign,
         until: float,
         reach: Callable[[float], None],
-    ) -> list[Strike]:
-        """Let faults strike and end at their times; what is late shifts what comes after it."""
-        began, strikes = time.monotonic(), list[Strike]()
-        endings: list[tuple[float, int, Fault]] = []
-        waiting = list(reversed(schedule))
-        tended = 0.0
+    ) -> None:
+        """Let the campaign go on until then, and nodes that it killed start again."""
+        began, tended = time.monotonic(), 0.0
         while (now := time.monotonic()) < until:
-            while endings and endings[0][0] <= now:
-                faults.end(heapq.heappop(endings)[2])
-            if waiting and began + waiting[-1].strikes_s <= now:
-                fault = waiting.pop()
-                strike = self._strike(faults, fault)
-                strikes.append(strike)
-                heapq.heappush(endings, (strike.ended, fault.number, fault))
+            campaign.advance()
             if now - tended > _TEND_S:
                 faults.tend()
                 tended = now
                 reach(now - began)
-            time.sleep(_POLL_S)
-        return strikes
-
-    def _strike(self, faults: Faults, fault: Fault) -> Strike:
-        deadline = time.monotonic() + _PATIENCE_S
-        while True:
-            in_flight = sum(server.in_flight for server in self._servers[:-1])
-            now, reason = time.monotonic(), f"fewer than {IN_FLIGHT_MIN} requests in flight"
-            if in_flight >= IN_FLIGHT_MIN:
-                try:
-                    faults.strike(fault)
-                    ended = time.monotonic() + fault.ends_s - fault.strikes_s
-                    return Strike(kind=fault.kind, began=now, ended=ended, in_flight=in_flight)
-                except NotNow as error:
-                    reason = str(error)
-            if now > deadline:
-                return Strike(
-                    kind=fault.kind, began=now, ended=now, in_flight=in_flight, skipped=reason
-                )
-            faults.tend()
             time.sleep(_POLL_S)
 
     def _start_servers(self, run: int) -> None:
