@@ -270,7 +270,15 @@ class ReplicaStager:
         )
         num_blocks = min(one.num_blocks for one in answers)
         reasons = [one.reason for one in answers if one.num_blocks == num_blocks]
-        return Staged(num_blocks=num_blocks, reason=min(reasons, key=_ORDER.index)), elsewhere
+        shortest = Staged(num_blocks=num_blocks, reason=min(reasons, key=_ORDER.index))
+        is_longer = any(one.num_blocks > num_blocks for one in answers[1:])
+        if not (num_blocks and is_longer and verify_from is not None and _has_windows(here)):
+            return shortest, elsewhere
+        # The last windows of the shorter prefix are other blocks than those that were checked.
+        again, elsewhere = await self._stage_all(
+            replica, ranks, blocks[:num_blocks], tokens_per_s, until, verify_from=verify_from
+        )
+        return (shortest if again.num_blocks == num_blocks else again), elsewhere
 
     async def _stage_there(
         self,
@@ -397,6 +405,10 @@ def prefix_for(
         block_bytes=block_bytes,
         seconds_per_block=tokens_per_block / tokens_per_s if tokens_per_s > 0 else 0.0,
     )
+
+
+def _has_windows(readers: Mapping[int, Reader]) -> bool:
+    return any(one.window is not None for reader in readers.values() for one in reader.wanted)
 
 
 def keys_of(keys: object) -> list[BlockKey]:

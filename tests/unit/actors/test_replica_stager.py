@@ -206,6 +206,27 @@ def test_without_its_whole_window_no_prefix_counts(play: Callable[[Scene], None]
     play(scene)
 
 
+def test_the_windows_of_the_shortest_prefix_are_checked(play: Callable[[Scene], None]) -> None:
+    async def scene(pair: Pair) -> None:
+        for rank, name in enumerate("ab"):
+            wanted = (Wanted(rank), Wanted(2, window=4))
+            reader = replace(_reader(rank, pair.ranks[rank]), wanted=wanted)
+            pair.nodes.replicas[f"kvray-shard-{name}"].register(1, "r", rank, reader)
+        for part in (0, 2):
+            store(pair.nodes["a"].arena, KEYS[:10], part=part)
+        for part in (1, 2):
+            store(pair.nodes["b"].arena, KEYS, part=part)
+        flip_a_byte(pair.ranks[1], depth=8, part=2)  # far before the windows of all 20
+        answer = await pair.leader.stage("r", 0, PACKED, 2.0, verify_from=0)
+        assert (answer["num_blocks"], answer["reason"]) == (0, "corrupt")
+        assert pair.leased(1) == 0
+        sound = await pair.leader.stage("r", 0, PACKED[: 8 * 32], 2.0, verify_from=0)
+        assert sound["num_blocks"] == 8
+        assert sound["leases"][1][3] == 8 + 4
+
+    play(scene)
+
+
 def test_what_was_checked_in_time_counts(
     play: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
