@@ -12,7 +12,7 @@ import time
 from kvray.actors.handovers import Handovers
 from kvray.actors.stager import Prefix, Staged
 from kvray.errors import KVRayError
-from kvray.store import Arena, Held, Wanted
+from kvray.store import Arena, Held, lease
 
 _log = logging.getLogger("kvray.shard")
 
@@ -93,9 +93,9 @@ class Verifier:
     def _sound_run(self, prefix: Prefix, held: Held, start: int, stop: int) -> int:
         """Return where the first block from `start` to `stop` is that is not sound."""
         run = stop
-        for lease, reader in zip(held.leases, prefix.readers, strict=True):
-            for block, places in _places_of(reader, held.num_blocks, start, stop):
-                sound = self._arena.sound(lease, places)
+        for one, reader in zip(held.leases, prefix.readers, strict=True):
+            for block, places in lease.places(reader, held.num_blocks, first=start, stop=stop):
+                sound = self._arena.sound(one, places)
                 if not sound.all():
                     run = min(run, block + int(sound.argmin()))
         return run
@@ -111,22 +111,3 @@ class Verifier:
     def _keep(self, held: Held | None) -> None:
         if held is not None:
             self._handovers.keep(held, until=time.monotonic() + self._handover_s)
-
-
-def _places_of(
-    reader: tuple[Wanted, ...], num_blocks: int, start: int, stop: int
-) -> "list[tuple[int, slice]]":
-    """Return for each part of a reader the blocks of a piece that its lease has.
-
-    Returns:
-        (The first of them, their places in the lease.)
-    """
-    found, before = [], 0
-    for one in reader:
-        length = num_blocks if one.window is None else min(num_blocks, one.window)
-        skipped = num_blocks - length
-        first = max(start, skipped)
-        if first < stop:
-            found.append((first, slice(before + first - skipped, before + stop - skipped)))
-        before += length
-    return found

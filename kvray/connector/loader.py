@@ -8,13 +8,13 @@ import numpy as np
 
 from kvray.connector.cache_layout import Part
 from kvray.connector.engine import Engine, release_leases
-from kvray.connector.matching import places_of
 from kvray.connector.meta import LoadPlan
 from kvray.connector.parking import Parking
 from kvray.connector.pool import Load, Pool
 from kvray.connector.saver import Saver
 from kvray.errors import LeaseExpired
 from kvray.store import Arena, Lease
+from kvray.store.lease import places
 
 
 class Loader:
@@ -68,12 +68,13 @@ class Loader:
     def _loads_of(self, arena: Arena, plan: LoadPlan) -> Iterator[Load]:
         """Yield what to copy of each part; blocks behind a window have no page."""
         slots = arena.leased_slots(self._place(plan)[1])
-        places = places_of(self._wanted, plan.leased_blocks, plan.first)
+        num_blocks = plan.leased_blocks
+        found = places(self._wanted, num_blocks, first=plan.first, stop=num_blocks)
         loads = []
-        for part, (_, block, at) in zip(self._parts, places, strict=True):
+        for part, (block, at) in zip(self._parts, found, strict=True):
             pages = plan.pages[part.group].ids()[block - plan.first :]
             here = pages >= 0
-            loads.append(Load(part, slots[at[: len(pages)]][here], pages[here]))
+            loads.append(Load(part, slots[at][: len(pages)][here], pages[here]))
         is_checked = self._parking.is_checked(plan.request_id)
         if self._engine.verifies_loads and self._engine.loads_later and not is_checked:
             self._check(arena, plan, loads, verify=True)

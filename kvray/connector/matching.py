@@ -3,12 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvray.block import BlockKey
 from kvray.connector.engine import Engine, release_leases
 from kvray.connector.prefix import Prefix
-from kvray.store import Arena, Held, Lease, Wanted
+from kvray.store import Arena, Held, Lease, Wanted, lease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,30 +86,6 @@ def lease_exactly(engine: Engine, arena: Arena, keys: list[BlockKey]) -> Prefix 
     return None if held is None else Prefix(arena=arena, held=held)
 
 
-def places_of(
-    wanted: Sequence[Wanted], num_blocks: int, first: int
-) -> "list[tuple[Wanted, int, np.ndarray[tuple[int], np.dtype[np.int64]]]]":
-    """Return where a lease has the blocks from `first` on, part by part.
-
-    Args:
-        wanted: the parts of one rank, as it leased them.
-        num_blocks: blocks of the prefix that is leased.
-        first: the first block that is asked for.
-
-    Returns:
-        For each part (itself, the block that its first place has, its places in the lease).
-    """
-    found, start = [], 0
-    for one in wanted:
-        length = num_blocks if one.window is None else min(num_blocks, one.window)
-        skipped = max(0, first - (num_blocks - length))
-        found.append(
-            (one, num_blocks - length + skipped, np.arange(start + skipped, start + length))
-        )
-        start += length
-    return found
-
-
 def _sound_run(
     engine: Engine, arena: Arena, held: Held, readers: Sequence[Sequence[Wanted]], first: int
 ) -> int:
@@ -120,10 +94,11 @@ def _sound_run(
     Without its whole window a shorter prefix is of no use, so then it is all or nothing.
     """
     run = held.num_blocks - first
-    for lease, wanted in zip(held.leases, readers, strict=True):
-        for one, block, places in places_of(wanted, held.num_blocks, first):
-            sound = arena.sound(lease, places)
+    for one, wanted in zip(held.leases, readers, strict=True):
+        for block, places in lease.places(
+            wanted, held.num_blocks, first=first, stop=held.num_blocks
+        ):
+            sound = arena.sound(one, places)
             if not sound.all():
-                run = min(run, block - first + int(sound.argmin()) if one.window is None else 0)
-                run = 0 if engine.has_windows else run
+                run = 0 if engine.has_windows else min(run, block - first + int(sound.argmin()))
     return run

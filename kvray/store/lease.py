@@ -86,6 +86,31 @@ def joined(slots: dict[Wanted, Array], parts: Sequence[Wanted]) -> Array:
     return slots[parts[0]] if len(parts) == 1 else np.concatenate([slots[one] for one in parts])
 
 
+def places(
+    parts: Sequence[Wanted], num_blocks: int, *, first: int, stop: int
+) -> list[tuple[int, slice]]:
+    """Return where a lease has blocks of its prefix, part by part.
+
+    Args:
+        parts: what was leased, one after the other.
+        num_blocks: of the prefix.
+        first: the first block that is asked for.
+        stop: the one after the last.
+
+    Returns:
+        For each part, the first of those blocks that is leased, and their places in the lease; a
+        window may have none of them.
+    """
+    found, before = [], 0
+    for one in parts:
+        skipped = 0 if one.window is None else max(0, num_blocks - one.window)
+        begin = max(first, skipped)
+        end = max(begin, stop)
+        found.append((begin, slice(before + begin - skipped, before + end - skipped)))
+        before += num_blocks - skipped
+    return found
+
+
 def take(
     tables: Tables,
     readers: Sequence[Array],

@@ -254,3 +254,26 @@ def test_longest_windowed_prefix_is_what_a_search_finds(
     ]
 
     assert lease._longest(pairs) == max(fits)
+
+
+@given(
+    st.lists(st.none() | st.integers(1, 9), min_size=1, max_size=4),
+    st.tuples(st.integers(1, 12), st.integers(0, 12), st.integers(0, 12)),
+)
+def test_places_name_the_blocks_that_a_lease_has_of_a_stretch(
+    windows: list[int | None], numbers: tuple[int, int, int]
+) -> None:
+    num_blocks, *ends = numbers
+    first, stop = sorted(min(end, num_blocks) for end in ends)
+    parts = [Wanted(part, window) for part, window in enumerate(windows)]
+    leased = [
+        (one.part, block)
+        for one in parts
+        for block in range(num_blocks)
+        if one.window is None or block >= num_blocks - one.window
+    ]
+    found = lease.places(parts, num_blocks, first=first, stop=stop)
+    for one, (block, places) in zip(parts, found, strict=True):
+        wanted = [entry for entry in leased if entry[0] == one.part and first <= entry[1] < stop]
+        assert leased[places] == wanted
+        assert not wanted or wanted[0][1] == block
