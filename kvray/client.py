@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from kvray.actors import connection, tier
+from kvray.actors.arguments import in_pieces
 from kvray.actors.ray_calls import LOOKUP_NAME, call, get_actor
 from kvray.block import KEY_BYTES, BlockKey
 from kvray.config import KVRayConfig, load_config
@@ -68,7 +69,8 @@ class Client:
                     f"A key is {KEY_BYTES} bytes of kvray.chain_keys, not {key!r:.40}."
                 )
         lookup = get_actor(LOOKUP_NAME)
-        match: Match = call(lookup.match, b"".join(keys), num_parts, timeout_s=self._timeout_s)
+        pieces = in_pieces(b"".join(keys))
+        match: Match = call(lookup.match, num_parts, *pieces, timeout_s=self._timeout_s)
         return match
 
     def prefetch(

@@ -12,7 +12,6 @@ from kvray.index import Index, Match, Run
 SILENT_S = 1.5
 """Silence after which a shard is left out of answers; three of its heartbeats."""
 
-_PIECE_BYTES = 2**16
 _NAMESPACES_MAX = 128
 _OPENINGS_MAX = 8192
 _PURGED_SLOTS = 100_000
@@ -58,16 +57,6 @@ class Answer:
     orphans: bytes = b""
     """Keys of blocks of which other shards' parts are gone, so that the shard's own are of no use;
     32 bytes each, end to end."""
-
-
-def in_pieces(keys: bytes) -> list[bytes]:
-    """Return `keys` cut up for a call of the lookup's actor.
-
-    Ray sends an argument of up to 100 KiB with the call, and a larger one by way of its object
-    store, which takes some milliseconds more.
-    """
-    starts = range(0, max(1, len(keys)), _PIECE_BYTES)
-    return [keys[start : start + _PIECE_BYTES] for start in starts]
 
 
 class Lookup:

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 
 from kvray.actors.lookup import SILENT_S, Announcement, Answer, Lookup
-from kvray.actors.ray_calls import HEAD, LOOKUP_NAME, NAMESPACE, log_to_stderr
+from kvray.actors.ray_calls import LOOKUP_NAME, create_actor, log_to_stderr
 from kvray.index import Match, Run
 
 
@@ -34,9 +34,9 @@ class LookupActor:
         """See `Lookup.announce`."""
         return self._lookup.announce(announcement, time.monotonic())
 
-    def match(self, keys: bytes, num_parts: int) -> Match:
-        """Return the longest run of `keys` (end to end, 32 bytes each) that shards hold."""
-        return self._lookup.match(keys, num_parts, time.monotonic())
+    def match(self, num_parts: int, *keys: bytes) -> Match:
+        """Return the longest run of `keys` (end to end, `in_pieces`) that shards hold."""
+        return self._lookup.match(b"".join(keys), num_parts, time.monotonic())
 
     def locate(self, *keys: bytes) -> list[Run]:
         """Return which shards hold which parts of `keys` (end to end, `in_pieces`)."""
@@ -69,17 +69,4 @@ def create_lookup(cluster_name: str, silent_s: float = SILENT_S) -> Any:
         cluster_name: the tier's.
         silent_s: for how long a shard may be silent before it is left out of answers.
     """
-    return (
-        ray.remote(LookupActor)
-        .options(
-            name=LOOKUP_NAME,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=0,
-            num_cpus=0,
-            resources=HEAD,
-        )
-        .remote(cluster_name, silent_s)
-    )
+    return create_actor(LookupActor, LOOKUP_NAME, cluster_name, silent_s)

@@ -10,11 +10,12 @@ from typing import Any
 import ray
 
 from kvray.actors.mover import Mover, MoverSettings
-from kvray.actors.orders import FetchReport, Offer, SendOrder, Want, packed, unpacked
+from kvray.actors.arguments import packed, unpacked
+from kvray.actors.orders import FetchReport, Offer, SendOrder, Want
 from kvray.actors.ray_calls import (
     MOVER_PREFIX,
-    NAMESPACE,
     call,
+    create_actor,
     get_actor,
     log_to_stderr,
     mover_name,
@@ -185,22 +186,9 @@ def create_mover(node_id: str, config: KVRayConfig, *, name: str | None = None) 
         config: of the tier.
         name: of the actor; None: the one that the node's shard looks for.
     """
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
     name = name or mover_name(node_id)
     # Two movers that fetch from each other must never wait for each other.
     groups = {"fetch": config.staging.fetches_max, "serve": _SERVED_MAX}
-    return (
-        ray.remote(concurrency_groups=groups)(MoverActor)  # type: ignore[call-overload]
-        .options(
-            name=name,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=0,
-            max_concurrency=4,
-            num_cpus=0,
-            scheduling_strategy=affinity,
-        )
-        .remote(name, config)
+    return create_actor(
+        MoverActor, name, name, config, node_id=node_id, groups=groups, max_concurrency=4
     )

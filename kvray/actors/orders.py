@@ -1,10 +1,6 @@
 """What movers are asked for and answer: plain values that travel between processes."""
 
-import pickle
 from dataclasses import dataclass, field
-from typing import Any
-
-_PIECE_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,23 +96,3 @@ class SendOrder:
     targets: bytes
     """Offsets, u64."""
     timeout_s: float
-
-
-def packed(asked: FetchOrder | Want) -> list[Any]:
-    """Return the arguments that bring `asked` to an actor: itself, or its pickle in pieces.
-
-    Ray sends an argument of up to 100 KiB with the call, and a larger one by way of its object
-    store, which takes some milliseconds more.
-    """
-    pickled = pickle.dumps(asked)
-    if len(pickled) <= _PIECE_BYTES:
-        return [asked]
-    starts = range(0, len(pickled), _PIECE_BYTES)
-    return [pickled[start : start + _PIECE_BYTES] for start in starts]
-
-
-def unpacked(*arguments: Any) -> Any:
-    """Return what was `packed`."""
-    first = arguments[0]
-    # As any argument of an actor it comes from this tier's own processes.
-    return pickle.loads(b"".join(arguments)) if isinstance(first, bytes) else first  # noqa: S301

@@ -8,8 +8,8 @@ from random import Random
 from typing import Any
 
 from kvray.actors.async_calls import Ask
-from kvray.actors.lookup import in_pieces
-from kvray.actors.orders import FetchOrder, FetchReport, SourceReport, packed
+from kvray.actors.arguments import in_pieces, packed
+from kvray.actors.orders import FetchOrder, FetchReport, SourceReport
 from kvray.actors.rates import Rates
 from kvray.actors.ray_calls import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX
 from kvray.actors.staging import Peer, Run

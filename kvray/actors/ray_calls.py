@@ -2,11 +2,12 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvray.errors import KVRayError, ShardUnavailable
 
@@ -15,7 +16,7 @@ LOOKUP_NAME = "kvray-lookup"
 SUPERVISOR_NAME = "kvray-supervisor"
 SHARD_PREFIX = "kvray-shard-"
 MOVER_PREFIX = "kvray-mover-"
-HEAD = {"node:__internal_head__": 0.001}
+_HEAD = {"node:__internal_head__": 0.001}
 """Resource of Ray's head: what the tier has one of is there, and does not go with another node."""
 
 
@@ -27,6 +28,43 @@ def shard_name(node_id: str) -> str:
 def mover_name(node_id: str) -> str:
     """Return the actor name of the mover on a Ray node."""
     return MOVER_PREFIX + node_id[:12]
+
+
+def create_actor(
+    actor: type,
+    name: str,
+    *args: Any,
+    node_id: str | None = None,
+    groups: Mapping[str, int] | None = None,
+    **options: Any,
+) -> Any:
+    """Return the actor of that name, started if it is not there.
+
+    It outlives who started it, is started again as often as it ends, and gets no call twice.
+
+    Args:
+        actor: its class.
+        name: see there.
+        args: what it is made with.
+        node_id: the node of Ray on which it has to be; None: the head.
+        groups: concurrency groups, and how many calls of each there may be at once.
+        options: of Ray's, besides.
+    """
+    if node_id is None:
+        options["resources"] = _HEAD
+    else:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    made = ray.remote(concurrency_groups=dict(groups or {}))(actor)  # type: ignore[call-overload]
+    return made.options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=0,
+        num_cpus=0,
+        **options,
+    ).remote(*args)
 
 
 def get_actor(name: str) -> Any:

@@ -7,36 +7,29 @@ release or with its rank. Asked so, a shard asks no other shard: no two can wait
 """
 
 import asyncio
-import logging
 import math
 import secrets
 import time
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from kvray.actors.lookup import in_pieces
+from kvray.actors.arguments import in_pieces
 from kvray.actors.peers import Peers
 from kvray.actors.rank_leases import RankLeases
+from kvray.actors.ranks_away import RanksAway
 from kvray.actors.replicas import Reader, Replicas
 from kvray.actors.stager import Prefix, Staged, Stager, StagingSettings
 from kvray.actors.verifier import Verifier
 from kvray.block import KEY_BYTES, BlockKey, split_keys
-from kvray.errors import ConfigError, KVRayError, ShardUnavailable
+from kvray.errors import ConfigError
 from kvray.store import Arena
-
-_log = logging.getLogger("kvray.shard")
 
 _TOKENS_MAX = 64
 _LEASING_SHARE = 0.3
 """Of the wait, what is kept for the second round of calls to other shards."""
-_WAY_SHARE = 0.2
-"""Of what is left of it, what is for the way to another shard and back."""
 _SUMMING_SHARE = 0.3
 """Of the wait, what is kept for checking the blocks that are here then."""
-_RELEASING_S = 60.0
-_CANCEL_S = 1.0
-"""How long a call may take to end that was cancelled; what is left ends with the loop."""
 _ORDER = ("store_down", "too_slow", "corrupt", "cheaper_to_recompute", "not_stored", "none")
 """Reasons, the one that explains a miss best first."""
 
@@ -55,11 +48,10 @@ class ReplicaStager:
         """Stage with `stager` for the ranks in `replicas`."""
         self._stager = stager
         self._replicas = replicas
-        self._peers = peers
         self._settings = settings
+        self._away = RanksAway(peers, call_timeout_s=settings.call_timeout_s)
         self._leases = RankLeases(arena, replicas)
         self._verifier = Verifier(arena, stager.handovers, handover_s=settings.handover_s)
-        self._calls: set[asyncio.Task[Any]] = set()
 
     async def stage(
         self,
@@ -104,7 +96,7 @@ class ReplicaStager:
         ranks = leader.ranks(rank)
         is_alone = len(self._replicas.readers(replica, ranks)) == len(ranks)
         if unread and not is_alone:
-            self._in_background(self._release_unread(replica, _tokens(unread)))
+            self._away.release_unread(replica, _tokens(unread))
         staged_until = until if is_alone else until - (until - began) * _LEASING_SHARE
         staged, elsewhere = await self._stage_all(
             replica, ranks, blocks, tokens_per_s, staged_until, verify_from=verify_from
@@ -117,7 +109,7 @@ class ReplicaStager:
         if elsewhere and staged.num_blocks:
             keys = keys[: staged.num_blocks * KEY_BYTES]
             (token,) = _tokens([token or secrets.token_hex(16)])
-            leases = await self._lease_there(replica, elsewhere, keys, until, token)
+            leases = await self._away.lease(replica, elsewhere, keys, until, token)
             if leases is None:
                 return {"num_blocks": 0, "reason": "too_slow", "leases": {}}
             answer["leases"] = leases
@@ -220,14 +212,9 @@ class ReplicaStager:
 
     async def close(self) -> None:
         """End what is under way. Twice is fine."""
-        if self._calls:
-            for task in self._calls:
-                task.cancel()
-            await asyncio.wait(self._calls, timeout=_CANCEL_S)
+        await self._away.close()
         await self._verifier.close()
         await self._stager.close()
-
-    # -- ranks on several nodes -----------------------------------------------------------------
 
     async def _stage_all(
         self,
@@ -246,25 +233,15 @@ class ReplicaStager:
         """
         here = self._replicas.readers(replica, ranks)
         away = [rank for rank in ranks if rank not in here]
-        elsewhere: dict[str, list[int]] = {}
-        if away:
-            try:
-                homes = await self._within(self._peers.homes(replica), until)
-            except KVRayError:
-                return Staged(num_blocks=0, reason="store_down"), {}
-            if homes is None:
-                return Staged(num_blocks=0, reason="too_slow"), {}
-            for rank in away:
-                elsewhere.setdefault(homes.get(rank, ""), []).append(rank)
-            if "" in elsewhere or self._peers.shard in elsewhere:
-                self._peers.forget_homes(replica)
-                return Staged(num_blocks=0, reason="store_down"), {}
+        elsewhere = await self._away.find(replica, away, until)
+        if isinstance(elsewhere, str):
+            return Staged(num_blocks=0, reason=elsewhere), {}
         wait_s = max(0.0, until - time.monotonic())
         request = tokens_per_s, verify_from, *in_pieces(b"".join(blocks))
         answers = await asyncio.gather(
             self._stager.stage(prefix_for(blocks, here.values(), tokens_per_s), wait_s=wait_s),
             *(
-                self._stage_there(shard, replica, theirs, wait_s, *request)
+                self._away.stage(shard, replica, theirs, wait_s, *request)
                 for shard, theirs in elsewhere.items()
             ),
         )
@@ -279,113 +256,6 @@ class ReplicaStager:
             replica, ranks, blocks[:num_blocks], tokens_per_s, until, verify_from=verify_from
         )
         return (shortest if again.num_blocks == num_blocks else again), elsewhere
-
-    async def _stage_there(
-        self,
-        shard: str,
-        replica: str,
-        ranks: Sequence[int],
-        wait_s: float,
-        *request: Any,
-    ) -> Staged:
-        """Have another shard stage for its ranks; what it does not answer in time is nothing."""
-        work_s = wait_s * (1 - _WAY_SHARE)
-        try:
-            staged = await self._within(
-                self._peers.call(
-                    shard, "stage_ranks", replica, ranks, work_s, *request, work_s=work_s
-                ),
-                time.monotonic() + wait_s,
-            )
-        except KVRayError:
-            self._peers.forget_homes(replica)
-            return Staged(num_blocks=0, reason="store_down")
-        return Staged(num_blocks=0, reason="too_slow") if staged is None else Staged(**staged)
-
-    async def _lease_there(
-        self,
-        replica: str,
-        elsewhere: Mapping[str, list[int]],
-        keys: bytes,
-        until: float,
-        token: str,
-    ) -> dict[int, list[Any]] | None:
-        """Have other shards lease exactly `keys` for their ranks; None unless all did in time.
-
-        What was leased, or may have been, by a call whose answer is lost is released by its token.
-        """
-        request = token, *in_pieces(keys)
-        answers = await asyncio.gather(
-            *(
-                self._within(
-                    self._peers.call(shard, "lease_ranks", replica, theirs, *request), until
-                )
-                for shard, theirs in elsewhere.items()
-            ),
-            return_exceptions=True,
-        )
-        leases: dict[int, list[Any]] = {}
-        for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, KVRayError):
-                raise answer
-            if isinstance(answer, dict):
-                leases.update(answer)
-        wanted = {rank for theirs in elsewhere.values() for rank in theirs}
-        if leases.keys() == wanted and time.monotonic() <= until:
-            return leases
-        for shard in elsewhere:
-            self._in_background(self._release_there(shard, token))
-        return None
-
-    async def _release_unread(self, replica: str, tokens: Sequence[str]) -> None:
-        """Have the other shards of a replica release what its leader was never told of."""
-        try:
-            homes = await self._peers.homes(replica)
-        except KVRayError as error:
-            _log.warning("%s: leases could not be released: %s", self._peers.shard, error)
-            return
-        for shard in set(homes.values()) - {self._peers.shard}:
-            for token in tokens:
-                await self._release_there(shard, token)
-
-    async def _release_there(self, shard: str, token: str) -> None:
-        """Have a shard release what it leased under `token`, or will; it may have to come back."""
-        until = time.monotonic() + _RELEASING_S
-        while time.monotonic() < until:
-            try:
-                await self._peers.call(shard, "release_ranks", token)
-            except KVRayError:
-                await asyncio.sleep(self._settings.call_timeout_s)
-            else:
-                return
-        _log.warning("%s: leases at %s could not be released", self._peers.shard, shard)
-
-    async def _within(self, call: Coroutine[Any, Any, Any], until: float) -> Any:
-        """Return the answer of `call`, which goes on if it is late; None then.
-
-        Raises:
-            KVRayError: what it raised in time.
-        """
-        task = self._in_background(call)
-        await asyncio.wait({task}, timeout=max(0.0, until - time.monotonic()))
-        if not task.done():
-            return None
-        if task.cancelled():
-            raise ShardUnavailable(f"{self._peers.shard} ends.")
-        return task.result()
-
-    def _in_background(self, call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        task = asyncio.get_running_loop().create_task(call)
-        self._calls.add(task)
-        task.add_done_callback(self._end_call)
-        return task
-
-    def _end_call(self, task: "asyncio.Task[Any]") -> None:
-        self._calls.discard(task)
-        if not task.cancelled():
-            error = task.exception()  # one that comes late is nobody's
-            if error is not None and not isinstance(error, KVRayError):
-                _log.error("a call to another shard ended by a defect", exc_info=error)
 
 
 def prefix_for(

@@ -12,10 +12,10 @@ from kvray.actors.async_calls import ActorCalls
 from kvray.actors.lookup import Announcement, Answer
 from kvray.actors.ray_calls import (
     LOOKUP_NAME,
-    NAMESPACE,
     SHARD_PREFIX,
     SUPERVISOR_NAME,
     call,
+    create_actor,
     get_actor,
     log_to_stderr,
     shard_name,
@@ -185,20 +185,7 @@ def shard_settings(config: KVRayConfig, claims: MemoryClaims | None = None) -> S
 
 def create_shard(node_id: str, config: KVRayConfig) -> Any:
     """Return the shard's actor on a node, started if it is not there."""
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
     name = shard_name(node_id)
-    return (
-        ray.remote(concurrency_groups=_GROUPS)(ShardActor)  # type: ignore[call-overload]
-        .options(
-            name=name,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=0,
-            max_concurrency=4,
-            num_cpus=0,
-            scheduling_strategy=affinity,
-        )
-        .remote(name, config)
+    return create_actor(
+        ShardActor, name, name, config, node_id=node_id, groups=_GROUPS, max_concurrency=4
     )

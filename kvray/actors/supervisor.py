@@ -11,11 +11,10 @@ import ray
 from kvray.actors.lookup_actor import create_lookup
 from kvray.actors.mover_actor import create_mover
 from kvray.actors.ray_calls import (
-    HEAD,
     LOOKUP_NAME,
-    NAMESPACE,
     SUPERVISOR_NAME,
     call,
+    create_actor,
     get_actor,
     list_actors,
     log_to_stderr,
@@ -177,17 +176,4 @@ class SupervisorActor:
 
 def create_supervisor(config: KVRayConfig) -> Any:
     """Return the tier's supervisor, started if it is not there."""
-    return (
-        ray.remote(SupervisorActor)
-        .options(
-            name=SUPERVISOR_NAME,
-            namespace=NAMESPACE,
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=0,
-            num_cpus=0,
-            resources=HEAD,
-        )
-        .remote(config)
-    )
+    return create_actor(SupervisorActor, SUPERVISOR_NAME, config)

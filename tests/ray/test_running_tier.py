@@ -95,7 +95,7 @@ def test_a_defect_in_an_actor_is_one_of_kvrays_errors(running: KVRayConfig) -> N
 
 def test_an_error_of_an_actor_arrives_as_it_was_raised(running: KVRayConfig) -> None:
     with pytest.raises(ConfigError) as raised:
-        call(get_actor(LOOKUP_NAME).match, b"x", 1, timeout_s=TIMEOUT_S)
+        call(get_actor(LOOKUP_NAME).match, 1, b"x", timeout_s=TIMEOUT_S)
     assert raised.type is ConfigError
     assert isinstance(raised.value, KVRayError)
 

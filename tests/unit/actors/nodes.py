@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from kvray.actors.orders import FetchOrder, FetchReport, SourceReport, Span, unpacked
+from kvray.actors.arguments import unpacked
+from kvray.actors.orders import FetchOrder, FetchReport, SourceReport, Span
 from kvray.actors.peers import Peers
 from kvray.actors.replica_stager import ReplicaStager
 from kvray.actors.replicas import Reader, Replicas

@@ -1,8 +1,11 @@
-"""Orders that are sent in pieces."""
+"""Arguments of calls that are large: they come in pieces, and are whole again."""
+
+import random
 
 import pytest
 
-from kvray.actors.orders import FetchOrder, Span, Want, packed, unpacked
+from kvray.actors.arguments import in_pieces, packed, unpacked
+from kvray.actors.orders import FetchOrder, Span, Want
 
 
 def order(num_blocks: int) -> FetchOrder:
@@ -26,3 +29,12 @@ def test_so_does_what_a_mover_wants() -> None:
     want = Want(groups=((0, bytes(2**18)),), lease_s=1.0, addresses={"nixl": b"a"})
     assert len(packed(want)) > 1
     assert unpacked(*packed(want)) == want
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 2**16, 2**16 + 1, 200_000])
+def test_pieces_of_bytes_are_all_of_them(num_bytes: int) -> None:
+    data = random.Random(0).randbytes(num_bytes)
+    pieces = in_pieces(data)
+    assert pieces
+    assert b"".join(pieces) == data
+    assert max(map(len, pieces)) < 100 * 2**10, "Ray sends them with the call"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvray.actors.lookup import SILENT_S, Announcement, Answer, Lookup, in_pieces
+from kvray.actors.lookup import SILENT_S, Announcement, Answer, Lookup
 from kvray.actors.openings import Origin
 from kvray.block import BlockKey
 from kvray.errors import ConfigError
@@ -153,15 +153,6 @@ def test_status_tells_who_was_heard_when(lookup: Lookup) -> None:
     assert status["bytes_per_key"] > 0
     assert status["silent"] == []
     assert status["shards"] == {"a": {"entries": 2, "heard_s_ago": 1.5}}
-
-
-def test_pieces_of_keys_are_all_of_them() -> None:
-    keys = b"".join(KEYS) * 1000
-    pieces = in_pieces(keys)
-    assert b"".join(pieces) == keys
-    assert len(pieces) == 3
-    assert max(map(len, pieces)) < 100 * 1024, "Ray sends them with the call"
-    assert in_pieces(b"") == [b""]
 
 
 # -- silence --------------------------------------------------------------------------------------
