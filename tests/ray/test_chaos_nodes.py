@@ -57,7 +57,7 @@ def test_a_killed_node_comes_back_with_another_id_and_adopts_its_arena() -> None
 
         def has_come_back() -> bool:
             shards = nodes.shards()
-            known = before & {shard["node_id"] for shard in shards}
+            known = before & {shard.get("node_id") for shard in shards}
             return [shard["state"] for shard in shards] == ["serving"] * 2 and len(known) == 1
 
         wait_for(has_come_back, "the node's new shard", timeout_s=60)

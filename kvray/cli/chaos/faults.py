@@ -137,11 +137,11 @@ class Faults:
     def _truncate(self, fault: Fault) -> None:
         """Kill a mover while bytes come in over its node's cable, which is slow until they do."""
         number, network = self._host(fault), self._machine.network
+        if network is not None and not self._is_transferring(fault, network, number):
+            raise NotNow("Nothing was transferred.")
         movers = self._machine.nodes[number - 1].actors("Mover")
         if not movers:
             raise NotNow("No mover runs there.")
-        if network is not None and not self._is_transferring(fault, network, number):
-            raise NotNow("Nothing was transferred.")
         movers[0].kill()
         self.end(fault)
 
