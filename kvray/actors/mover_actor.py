@@ -9,8 +9,8 @@ from typing import Any
 
 import ray
 
-from kvray.actors.mover import Mover, MoverSettings
 from kvray.actors.arguments import packed, unpacked
+from kvray.actors.mover import Mover, MoverSettings
 from kvray.actors.orders import FetchReport, Offer, SendOrder, Want
 from kvray.actors.ray_calls import (
     MOVER_PREFIX,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from random import Random
 from typing import Any
 
-from kvray.actors.async_calls import Ask
 from kvray.actors.arguments import in_pieces, packed
+from kvray.actors.async_calls import Ask
 from kvray.actors.orders import FetchOrder, FetchReport, SourceReport
 from kvray.actors.rates import Rates
 from kvray.actors.ray_calls import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX

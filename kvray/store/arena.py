@@ -302,10 +302,17 @@ class Arena:
             return entered
 
     def release_ids(self, lease_ids: Iterable[int]) -> bool:
-        """End all leases that are known by these, whoever took them; False if busy: retry."""
+        """End all leases that are known by these, whoever took them; False if busy: retry.
+
+        Nobody may take one of these ids meanwhile: they are searched for without the lock.
+        """
+        found = [(one, lease.records(self.tables, one)) for one in lease_ids]
+        found = [(one, pages) for one, pages in found if len(pages)]
+        if not found:
+            return True
         with self.section(self.lock_wait_s) as entered:
-            for one in lease_ids if entered else ():
-                lease.release_id(self.tables, one)
+            for one, pages in found if entered else ():
+                lease.release_records(self.tables, one, pages)
             return entered
 
     def leased_slots(self, held: Lease) -> Array:

@@ -174,10 +174,18 @@ def release(tables: Tables, lease: Lease) -> bool:
     return True
 
 
-def release_id(tables: Tables, lease_id: int) -> int:
-    """End every lease that is known by `lease_id`; return how many slots they named."""
-    pages = np.flatnonzero((tables.page_lease == np.uint64(lease_id)) & (tables.page_holder > 0))
-    return _end(tables, pages) if len(pages) else 0
+def records(tables: Tables, lease_id: int) -> Array:
+    """Return the pages of all leases that are known by `lease_id`.
+
+    Needs no lock where nobody takes one of that id meanwhile: all pages are looked at.
+    """
+    return np.flatnonzero((tables.page_lease == np.uint64(lease_id)) & (tables.page_holder > 0))
+
+
+def release_records(tables: Tables, lease_id: int, pages: Array) -> int:
+    """End those leases of which `records` gave `pages`; return how many slots they still named."""
+    still = (tables.page_lease[pages] == np.uint64(lease_id)) & (tables.page_holder[pages] > 0)
+    return _end(tables, pages[still])
 
 
 def release_holder(tables: Tables, holder: int) -> int:

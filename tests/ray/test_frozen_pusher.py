@@ -175,7 +175,8 @@ def test_no_ready_slot_changes_when_a_pusher_wakes_whose_targets_shard_died_mean
     wait_for(lambda: network.bytes_in(wire) - before > BEGUN_BYTES, "a push", timeout_s=10)
     with frozen(machine.head.actors("Supervisor")):  # it would end the mover after some seconds
         with frozen(machine.nodes[SOURCE].actors("Mover")):
-            staging.join()
+            staging.join(timeout=30)
+            assert not staging.is_alive()
             time.sleep(DEADLINE_S)
             machine.nodes[TARGET].actors("Shard")[0].kill()
             wait_for(target.has_shard, "the next shard", timeout_s=60)

@@ -25,7 +25,7 @@ class BareAddress(NamedTuple):
 
 
 class BareNixl:
-    """One end. A thread of NIXL's keeps a core busy until it is closed."""
+    """One end. A thread of NIXL's keeps a core busy until nobody refers to it."""
 
     def __init__(self, memory: Array) -> None:
         """Register `memory`.

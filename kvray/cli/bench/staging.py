@@ -56,7 +56,12 @@ class StagingFound:
                 ratio="nixl_transport",
             ),
             self._row(
-                "    bare socket", "nixl", self.socket, floor="raw_socket", ratio="nixl_socket"
+                "    bare socket",
+                "nixl",
+                self.socket,
+                floor="raw_socket",
+                ratio="nixl_socket",
+                is_judged=False,
             ),
             self._cpu_row(
                 "    CPU time, both sides",
@@ -102,7 +107,14 @@ class StagingFound:
         )
 
     def _row(
-        self, title: str, name: str, pairs: Sequence[Pair], *, floor: str, ratio: str | None = None
+        self,
+        title: str,
+        name: str,
+        pairs: Sequence[Pair],
+        *,
+        floor: str,
+        ratio: str | None = None,
+        is_judged: bool = True,
     ) -> Result:
         num_bytes = self.num_blocks * BLOCK_BYTES
         ours = num_bytes / GB / median_s([pair.ours for pair in pairs])
@@ -114,7 +126,7 @@ class StagingFound:
             ours=ours,
             floor=bare,
             ratio=quotient,
-            target=Target(limit=_LEAST_RATIO, is_least=True) if ratio is None else None,
+            target=Target(limit=_LEAST_RATIO, is_least=True) if is_judged else None,
             judged=quotient,
             figures={
                 f"staging_{ratio or name}_ratio": quotient,

@@ -76,12 +76,16 @@ def test_leases_of_one_name_end_together_and_no_others(tables: Tables) -> None:
     named, other = lease.id_of("token"), lease.id_of("another")
     for lease_id, holder in ((named, 0), (named, 1), (other, 0), (None, 0)):
         assert lease.take(tables, [chosen], holder=holder, now=0.0, lease_id=lease_id)
-    assert lease.release_id(tables, named) == 6
+    pages = lease.records(tables, named)
+    assert lease.release_records(tables, named, pages) == 6
     assert tables.slot_leases[chosen].tolist() == [2, 2, 2]
     check_invariants(tables)
-    assert lease.release_id(tables, named) == 0
-    assert lease.release_id(tables, other) == 3
-    assert tables.slot_leases[chosen].tolist() == [1, 1, 1]
+    assert lease.release_records(tables, named, pages) == 0
+    assert not len(lease.records(tables, named))
+    assert lease.take(tables, [chosen, chosen], holder=0, now=0.0)
+    assert lease.release_records(tables, named, pages) == 0, "others have the pages now"
+    assert lease.release_records(tables, other, lease.records(tables, other)) == 3
+    assert tables.slot_leases[chosen].tolist() == [3, 3, 3]
     check_invariants(tables)
 
 
