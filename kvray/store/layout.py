@@ -212,6 +212,11 @@ class Geometry:
         return offsets
 
     @property
+    def table_bytes(self) -> int:
+        """Size of all that comes before the data."""
+        return self.offsets()["data"]
+
+    @property
     def file_bytes(self) -> int:
         """Size of the whole file."""
-        return self.offsets()["data"] + self.capacity
+        return self.table_bytes + self.capacity

@@ -87,8 +87,15 @@ class Tables:
     corrupt = _word("corrupt")
     repairs = _word("repairs")
 
-    def __init__(self, buffer: Any, geometry: Geometry) -> None:
-        """Lay views over `buffer`, which holds at least the tables of `geometry`."""
+    def __init__(self, buffer: Any, geometry: Geometry, *, has_data: bool = True) -> None:
+        """Lay views over `buffer`.
+
+        Args:
+            buffer: `geometry.file_bytes` bytes, or `geometry.table_bytes` without data.
+            geometry: the figures that all offsets follow from.
+            has_data: whether the slots' bytes follow the tables; if not, they lie elsewhere, as
+                in files, and `data` is empty.
+        """
         self.geometry = geometry
         self.bucket_mask = np.uint64(geometry.num_buckets - 1)
         self.header: Array = np.ndarray((), HEADER, buffer)
@@ -97,7 +104,8 @@ class Tables:
         offsets = geometry.offsets()
         for name, dtype, shape in geometry.tables():
             setattr(self, name, np.ndarray(shape, dtype, buffer, offsets[name]))
-        self.data: Array = np.ndarray((geometry.capacity,), "u1", buffer, offsets["data"])
+        data_bytes, at = (geometry.capacity, offsets["data"]) if has_data else (0, 0)
+        self.data: Array = np.ndarray((data_bytes,), "u1", buffer, at)
         self.columns = {name: getattr(self, name).reshape(-1) for name in _UNDONE}
         self.undo = UndoRecord(self.columns, self._words, self.undo_entry, self.undo_log)
 

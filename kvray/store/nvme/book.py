@@ -1,0 +1,81 @@
+"""The records of all slots, as they are or soon will be on disk, and which pages are to be written.
+
+Whoever uses a book holds the store's lock. A page is copied under it and written without it, so
+that the lock is never held over I/O and no record changes under the device's hands.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvray.store.layout import Array, Geometry, align
+from kvray.store.nvme.memory import aligned
+from kvray.store.nvme.record import RECORD, RECORDS_PER_PAGE
+
+
+class Pages(NamedTuple):
+    """Pages of one segment's table that are to be written."""
+
+    slab: int
+    pages: Array
+    """Their indices, ascending."""
+    records: Array
+    """RECORD, shape [num_pages, RECORDS_PER_PAGE]; a copy, on the boundary of a page."""
+
+
+class RecordBook:
+    """One record a slot; all zero where there is no block."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        """Make the empty book of a tier of that geometry."""
+        self._slots_per_slab = geometry.slots_per_slab
+        rows = align(geometry.slots_per_slab, RECORDS_PER_PAGE)
+        memory = aligned(geometry.num_slabs * rows * RECORD.itemsize)
+        self._tables: Array = memory.view(RECORD).reshape(geometry.num_slabs, rows)
+        self._dirty = np.zeros((geometry.num_slabs, rows // RECORDS_PER_PAGE), dtype=bool)
+
+    def table(self, slab: int) -> Array:
+        """Return a slab's records, whole pages of them, to be filled from its file."""
+        table: Array = self._tables[slab]
+        return table
+
+    def records(self, slots: Array) -> Array:
+        """Return copies of the records of `slots`."""
+        found: Array = self._tables[np.divmod(slots, self._slots_per_slab)]
+        return found
+
+    def put(self, slots: Array, records: Array) -> None:
+        """Have `records` written for `slots`."""
+        slab, row = np.divmod(slots, self._slots_per_slab)
+        self._tables[slab, row] = records
+        self._dirty[slab, row // RECORDS_PER_PAGE] = True
+
+    def bury(self, slots: Array) -> None:
+        """Have the records of `slots` written as empty, where they are not so already."""
+        slab, row = np.divmod(slots, self._slots_per_slab)
+        named = self._tables["sequence"][slab, row] > 0
+        slab, row = slab[named], row[named]
+        self._tables[slab, row] = np.zeros((), dtype=RECORD)
+        self._dirty[slab, row // RECORDS_PER_PAGE] = True
+
+    def forget(self, slab: int) -> None:
+        """A slab has a new file, whose table is empty: nothing of the old one is written."""
+        self._tables[slab] = np.zeros((), dtype=RECORD)
+        self._dirty[slab] = False
+
+    def take_dirty(self) -> list[Pages]:
+        """Return copies of all pages that are to be written; they count as written from now on."""
+        taken = []
+        for slab in np.flatnonzero(self._dirty.any(axis=1)).tolist():
+            pages = np.flatnonzero(self._dirty[slab])
+            records = aligned(pages.size * RECORDS_PER_PAGE * RECORD.itemsize).view(RECORD)
+            records = records.reshape(-1, RECORDS_PER_PAGE)
+            records[:] = self._tables[slab].reshape(-1, RECORDS_PER_PAGE)[pages]
+            taken.append(Pages(slab, pages, records))
+        self._dirty[:] = False
+        return taken
+
+    def give_back(self, taken: list[Pages]) -> None:
+        """Note that pages which were taken are to be written all the same: it has failed."""
+        for one in taken:
+            self._dirty[one.slab, one.pages] = True

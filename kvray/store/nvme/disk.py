@@ -1,0 +1,228 @@
+"""Files past the page cache, directories that survive a power loss, and what goes wrong with both.
+
+The one place of the NVMe tier that calls the operating system: tests put another `Disk` in its
+place, which notes every write and sync, or fails some.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from kvray.errors import CapacityError, TierError
+from kvray.store.layout import Array
+
+_log = logging.getLogger("kvray.nvme")
+
+BUFFERS_MAX = 1024
+"""IOV_MAX of Linux: pieces of memory that one call reads or writes."""
+
+_Call = Callable[[int, list[memoryview], int], int]
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskFile:
+    """One open file; may be read and written by several threads at once."""
+
+    def __init__(self, path: Path, fd: int, *, is_direct: bool, disk: "Disk") -> None:
+        """Own `fd`; use `Disk.open` or `Disk.create` instead."""
+        self.path = path
+        self.is_direct = is_direct
+        self._fd = fd
+        self._disk = disk
+
+    def write(self, buffers: Sequence[Array], offset: int) -> None:
+        """Write `buffers` one behind the other from byte `offset` on.
+
+        Args:
+            buffers: at most BUFFERS_MAX, each of whole pages and on the boundary of one.
+            offset: a multiple of a page.
+
+        Raises:
+            CapacityError: the file system is full.
+            TierError: the device failed.
+        """
+        with _mapped(self.path, "written"):
+            self._transfer(os.pwritev, buffers, offset)
+
+    def read(self, buffers: Sequence[Array], offset: int) -> None:
+        """Fill `buffers` with what the file has from byte `offset` on; arguments as for `write`.
+
+        Raises:
+            TierError: the device failed, or the file ends before.
+        """
+        with _mapped(self.path, "read"):
+            self._transfer(os.preadv, buffers, offset)
+            if not self.is_direct:
+                length = sum(one.nbytes for one in buffers)
+                # What was read lies in the arena: a second copy would only cost memory.
+                os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def sync(self) -> None:
+        """Return when all that was written before survives a power loss.
+
+        Raises:
+            CapacityError, TierError: as `write`.
+        """
+        with _mapped(self.path, "written"):
+            os.fdatasync(self._fd)
+            if not self.is_direct:
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def allocate(self, size: int) -> None:
+        """Give the file `size` bytes of its own, zeros where nothing was; it never shrinks.
+
+        Raises:
+            CapacityError, TierError: as `write`.
+        """
+        with _mapped(self.path, "made"):
+            os.posix_fallocate(self._fd, 0, size)
+
+    def size(self) -> int:
+        """Return the bytes of the file."""
+        return os.fstat(self._fd).st_size
+
+    def close(self) -> None:
+        """Close the file. Twice is fine."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _transfer(self, call: _Call, buffers: Sequence[Array], offset: int) -> None:
+        views = [one.data.cast("B") for one in buffers]
+        while views:
+            try:
+                done = call(self._fd, views, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.is_direct:
+                    raise
+                self._give_up_direct()
+                continue
+            if not done:
+                raise TierError(
+                    f"{self.path} ends at byte {offset}, before the blocks that it should hold;"
+                    " something has cut it short. Restart the tier to go on with what is left."
+                )
+            offset += done
+            views = _after(views, done)
+
+    def _give_up_direct(self) -> None:
+        """Go on through the page cache: some file systems refuse at the first transfer only."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self.is_direct = False
+        self._disk.tell_buffered(self.path)
+
+
+class Disk:
+    """Opens and names files; says once if they have to go through the page cache."""
+
+    def __init__(self) -> None:
+        """Have told nothing yet."""
+        self._has_told = False
+
+    def open(self, path: Path) -> DiskFile:
+        """Open a file that is there, for reading and writing.
+
+        Raises:
+            TierError: it cannot be opened.
+        """
+        return self._open(path, os.O_RDWR)
+
+    def create(self, path: Path, size: int) -> DiskFile:
+        """Make a file of `size` bytes, all zero, that has all of its room from now on.
+
+        Raises:
+            CapacityError: there is no room for it; nothing is left of it.
+            TierError: it cannot be made.
+        """
+        file = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        try:
+            file.allocate(size)
+        except BaseException:
+            file.close()
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+        return file
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file its name, for good once the directory is synced."""
+        with _mapped(source, "renamed"):
+            os.rename(source, target)
+
+    def remove(self, path: Path) -> None:
+        """Take a file's name away; who has it open can still use it."""
+        with _mapped(path, "removed"):
+            os.unlink(path)
+
+    def sync_directory(self, directory: Path) -> None:
+        """Return when the names in `directory` survive a power loss."""
+        with _mapped(directory, "written"):
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def free_bytes(self, directory: Path) -> int:
+        """Return how much the file system of `directory` can still take from this user."""
+        with _mapped(directory, "looked at"):
+            stat = os.statvfs(directory)
+        return stat.f_bavail * stat.f_frsize
+
+    def tell_buffered(self, path: Path) -> None:
+        """Log, once, that transfers go through the page cache."""
+        if not self._has_told:
+            self._has_told = True
+            _log.warning(
+                "%s: its file system takes no direct I/O, so blocks go through the page cache,"
+                " which costs CPU and memory; choose another directory for the NVMe tier",
+                path,
+            )
+
+    def _open(self, path: Path, flags: int) -> DiskFile:
+        flags |= os.O_CLOEXEC
+        with _mapped(path, "opened"):
+            try:
+                return DiskFile(
+                    path, os.open(path, flags | os.O_DIRECT, 0o600), is_direct=True, disk=self
+                )
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            # Some file systems have made the file before they refuse.
+            fd = os.open(path, flags & ~os.O_EXCL, 0o600)
+        self.tell_buffered(path)
+        return DiskFile(path, fd, is_direct=False, disk=self)
+
+
+@contextlib.contextmanager
+def _mapped(path: Path, what: str) -> Iterator[None]:
+    """Map errors of the operating system to ours, in sentences that say what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _NO_ROOM:
+            raise CapacityError(
+                f"{path} cannot be {what} ({reason}); free room on its file system, or lower"
+                " nvme.capacity."
+            ) from None
+        raise TierError(
+            f"{path} cannot be {what} ({reason}); look at the device with `dmesg`, or choose"
+            " another directory for the NVMe tier."
+        ) from None
+
+
+def _after(views: list[memoryview], done: int) -> list[memoryview]:
+    """Return what is left of `views` after their first `done` bytes."""
+    for index, view in enumerate(views):
+        if done < view.nbytes:
+            return [view[done:], *views[index + 1 :]]
+        done -= view.nbytes
+    return []

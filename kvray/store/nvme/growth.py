@@ -1,0 +1,38 @@
+"""Slabs that have no file because the disk is full: taken out of the tables until there is room.
+
+Pure, like `slabs`: the caller holds the store's lock. A closed slab serves a block size of which
+none fits, and its first slot is in LIMBO: so it is neither spare nor chosen to be cleared.
+"""
+
+import numpy as np
+
+from kvray.store.layout import FREE, LIMBO, Array
+from kvray.store.tables import Tables
+
+CLOSED = 2**62
+"""In place of the block size that a closed slab serves."""
+
+
+def close_spare(tables: Tables, has_file: Array) -> Array:
+    """Close the spare slabs without a file, and return them.
+
+    Args:
+        tables: the store's tables.
+        has_file: a mask over all slabs.
+    """
+    closed = np.flatnonzero((tables.slab_block_bytes == 0) & ~has_file)
+    tables.put(closed, slab_block_bytes=CLOSED)
+    tables.put(closed * tables.geometry.slots_per_slab, slot_state=LIMBO)
+    return closed
+
+
+def reopen(tables: Tables) -> None:
+    """Make every closed slab spare again."""
+    closed = np.flatnonzero(tables.slab_block_bytes == CLOSED)
+    tables.put(closed * tables.geometry.slots_per_slab, slot_state=FREE)
+    tables.put(closed, slab_block_bytes=0)
+
+
+def num_closed(tables: Tables) -> int:
+    """Return how many slabs wait for room on the disk."""
+    return int(np.count_nonzero(tables.slab_block_bytes == CLOSED))

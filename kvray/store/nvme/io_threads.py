@@ -1,0 +1,54 @@
+"""Several transfers at a time: as many as there are threads, and none of them waits in a queue."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+Task = Callable[[], None]
+
+
+class IoThreads:
+    """A fixed number of threads that take turns with whoever calls; used by several at once."""
+
+    def __init__(self, num_threads: int) -> None:
+        """Start threads as they are needed, one less than `num_threads`: the caller is one too."""
+        self._num_helpers = max(0, num_threads - 1)
+        self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), "kvray-nvme")
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Do all `tasks`, in no order; return when none of them is under way any more.
+
+        A caller has at most `num_threads` of its tasks under way. After the first that fails none
+        is begun.
+
+        Raises:
+            Exception: what the first that failed has raised.
+        """
+        turns = iter(tasks)
+        helpers = []
+        # What crosses: `turns`, of which each thread takes the next.
+        with contextlib.suppress(RuntimeError):  # closed meanwhile: the caller goes on alone
+            for _ in range(min(self._num_helpers, len(tasks) - 1)):
+                helpers.append(self._helpers.submit(_take_turns, turns))
+        try:
+            _take_turns(turns)
+        finally:
+            # Also after an error: what others have begun still uses the caller's memory.
+            ended = [one for one in helpers if not one.cancel()]
+            errors = [error for one in ended if (error := one.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """End the threads; what is under way is finished. Twice is fine."""
+        self._helpers.shutdown()
+
+
+def _take_turns(turns: Iterator[Task]) -> None:
+    try:
+        for task in turns:
+            task()
+    except BaseException:
+        for _ in turns:
+            pass
+        raise

@@ -1,0 +1,26 @@
+"""Memory of this process alone, on the boundaries of pages, that costs nothing until it is used."""
+
+import mmap
+
+import numpy as np
+
+from kvray.store.layout import Array, Geometry
+from kvray.store.tables import Tables
+
+_NORESERVE = 0x4000
+"""MAP_NORESERVE of Linux, which Python names from 3.11 on only: tables are mostly never touched."""
+
+
+def aligned(size: int) -> Array:
+    """Return `size` zero bytes on the boundary of a page, as direct I/O asks for."""
+    return np.frombuffer(_private(size), dtype="u1", count=size)
+
+
+def private_tables(geometry: Geometry) -> Tables:
+    """Return empty tables whose slots' bytes lie elsewhere."""
+    return Tables(_private(geometry.table_bytes), geometry, has_data=False)
+
+
+def _private(size: int) -> mmap.mmap:
+    # Private: a forked child must not write into its parent's tables.
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)

@@ -1,0 +1,243 @@
+"""What a directory of segment files holds after whatever has happened to it.
+
+Only the headers and the tables are read, each from end to end, and all that is derived from them
+is derived by vectors. Payloads are looked at when they are read as blocks.
+
+A block whose parent did not survive is kept: it takes part in eviction like any other, is found as
+soon as its parent is stored again, and would cost a second writing if it were dropped. A single bit
+that turned in the record of a chain's first block would otherwise take the whole tree with it.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvray.store import key_index
+from kvray.store.layout import READY, Array, Geometry
+from kvray.store.nvme.book import RecordBook
+from kvray.store.nvme.disk import Disk
+from kvray.store.nvme.memory import aligned
+from kvray.store.nvme.record import RECORD, is_empty, is_sound
+from kvray.store.nvme.segment import Segment, number_of, open_segment, unfinished
+from kvray.store.tables import Tables
+
+_log = logging.getLogger("kvray.nvme")
+
+_PART_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryReport:
+    """What was found at the start: blocks that can be served, and why others cannot."""
+
+    blocks: int
+    """Blocks that are in the index."""
+    orphans: int
+    """Those among them whose parent did not survive: no match before it is stored again."""
+    segments: int
+    damaged: int
+    """Records that were torn, flipped or copied from elsewhere."""
+    truncated: int
+    """Records whose bytes lie behind the end of a file that was cut short."""
+    duplicates: int
+    """Records of a block that was stored again later, elsewhere."""
+    crowded: int
+    """Blocks that found no place in the index."""
+    surplus: tuple[str, ...]
+    """Segment files that were removed because the capacity was lowered: those unused longest."""
+    aside: tuple[str, ...]
+    """Files that are not this tier's; they were renamed, with the reason behind their name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """The segment files of a directory."""
+
+    segments: list[Segment]
+    surplus: tuple[str, ...]
+    aside: tuple[str, ...]
+    next_number: int
+
+
+def survey(disk: Disk, directory: Path, *, cluster_name: str, geometry: Geometry) -> Survey:
+    """Open the segment files in `directory` that this tier can use, and put the others in order.
+
+    A file of another tier, version or geometry is renamed, never removed: it may be somebody's. So
+    is one with a damaged header. Files that were never finished are removed.
+
+    Raises:
+        TierError: the device failed.
+    """
+    for path in unfinished(directory):
+        disk.remove(path)
+    segments, aside, last = [], [], -1
+    for path in sorted(directory.iterdir()):
+        number = number_of(path)
+        if number is None:
+            continue
+        last = max(last, number)
+        opened = open_segment(disk, path, cluster_name=cluster_name, geometry=geometry)
+        if isinstance(opened, Segment):
+            segments.append(opened)
+        else:
+            aside.append(_put_aside(disk, path, opened))
+    surplus = _drop_surplus(disk, segments, geometry.num_slabs)
+    if aside or surplus:
+        disk.sync_directory(directory)
+    return Survey(segments=segments, surplus=surplus, aside=tuple(aside), next_number=last + 1)
+
+
+def read_tables(segments: Sequence[Segment], book: RecordBook, tables: Tables) -> RecoveryReport:
+    """Fill empty tables with the blocks that the segments hold, segment i in slab i.
+
+    Raises:
+        CapacityError: a file that was cut short cannot be made whole again.
+        TierError: the device failed.
+    """
+    found: list[Array] = []
+    counts = {"damaged": 0, "truncated": 0}
+    for slab, segment in enumerate(segments):
+        records = book.table(slab)
+        num_rows = segment.read_table(records)
+        records[segment.shape.num_slots :] = np.zeros((), dtype=RECORD)
+        sound = is_sound(records, segment_id=segment.segment_id, first_row=0)
+        sound &= records["length"] == segment.shape.block_bytes
+        counts["damaged"] += int(np.count_nonzero(~sound & ~is_empty(records)))
+        has_payload = segment.offsets(np.arange(len(records)) + 1) <= segment.file.size()
+        counts["truncated"] += int(np.count_nonzero(sound & ~has_payload))
+        counts["truncated"] += segment.shape.num_slots - num_rows
+        rows = np.flatnonzero(sound & has_payload)
+        _clear_others(book, slab * tables.geometry.slots_per_slab, records, rows)
+        segment.file.allocate(segment.shape.file_bytes)
+        if len(rows):
+            tables.slab_block_bytes[slab] = segment.shape.block_bytes
+        found.append(slab * tables.geometry.slots_per_slab + rows)
+    slots = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+    records = book.records(slots)
+    latest = _latest(records)
+    book.bury(slots[~latest])
+    kept, records = slots[latest], records[latest]
+    full = _fill(tables, kept, records)
+    book.bury(kept[full])
+    orphans = _link(tables, kept[~full], records[~full])
+    _free_empty_slabs(tables)
+    tables.undo.settle()
+    return RecoveryReport(
+        blocks=int(np.count_nonzero(~full)),
+        orphans=orphans,
+        segments=len(segments),
+        duplicates=int(np.count_nonzero(~latest)),
+        crowded=int(np.count_nonzero(full)),
+        surplus=(),
+        aside=(),
+        **counts,
+    )
+
+
+def _put_aside(disk: Disk, path: Path, reason: str) -> str:
+    """Rename a file that cannot be used; return its new name."""
+    target = path.with_name(f"{path.name}.{reason}")
+    attempt = 1
+    while target.exists():
+        attempt += 1
+        target = path.with_name(f"{path.name}.{reason}-{attempt}")
+    disk.rename(path, target)
+    _log.warning(
+        "%s is no segment that this tier can use (%s): it is left as %s, which you may delete",
+        path,
+        reason,
+        target.name,
+    )
+    return target.name
+
+
+def _drop_surplus(disk: Disk, segments: list[Segment], num_slabs: int) -> tuple[str, ...]:
+    """Remove the segments that a lowered capacity has no place for; return their names."""
+    if len(segments) <= num_slabs:
+        return ()
+    segments.sort(key=_last_use, reverse=True)
+    surplus = segments[num_slabs:]
+    del segments[num_slabs:]
+    segments.sort(key=lambda one: one.number)
+    for segment in surplus:
+        segment.close()
+        disk.remove(segment.file.path)
+        _log.warning("%s is removed: nvme.capacity was lowered", segment.file.path)
+    return tuple(segment.file.path.name for segment in surplus)
+
+
+def _last_use(segment: Segment) -> int:
+    records = aligned(segment.shape.table_bytes).view(RECORD)
+    segment.read_table(records)
+    sound = is_sound(records, segment_id=segment.segment_id, first_row=0)
+    return int(records["used"][sound].max(initial=0))
+
+
+def _clear_others(book: RecordBook, first_slot: int, records: Array, rows: Array) -> None:
+    """Have every record but those of `rows` written as empty, so that it is told of only once."""
+    others = ~is_empty(records)
+    others[rows] = False
+    lost = np.flatnonzero(others)
+    if len(lost):
+        records["sequence"][lost] = 1  # a torn record may say that there is none
+        book.bury(first_slot + lost)
+
+
+def _latest(records: Array) -> Array:
+    """Return a mask of the records of which none of the same block is younger."""
+    latest = np.ones(len(records), dtype=bool)
+    # Digests: two of one block are among those with one first word, and hardly any others.
+    word = records["key"][:, 0] ^ records["part"].astype("<u8") * _PART_STEP
+    order = np.argsort(word, kind="stable")
+    same = word[order][1:] == word[order][:-1]
+    alike = np.zeros(len(records), dtype=bool)
+    alike[order[1:][same]] = alike[order[:-1][same]] = True
+    rows = np.flatnonzero(alike)
+    rows = rows[np.argsort(records["sequence"][rows])[::-1]]
+    seen: set[tuple[bytes, int]] = set()
+    for row in rows.tolist():
+        block = records["key"][row].tobytes(), int(records["part"][row])
+        latest[row] = block not in seen
+        seen.add(block)
+    return latest
+
+
+def _fill(tables: Tables, slots: Array, records: Array) -> Array:
+    """Enter blocks into tables; return a mask of those that found no place in the index."""
+    tables.slot_key[slots] = records["key"]
+    tables.slot_part[slots] = records["part"]
+    tables.slot_depth[slots] = records["depth"]
+    tables.slot_checksum[slots] = records["payload_checksum"]
+    tables.slot_number[slots] = records["sequence"]
+    tables.slot_tick[slots] = records["used"]
+    tables.slot_parent[slots] = -1
+    full = key_index.insert(tables, slots, records["key"], records["part"])
+    tables.slot_state[slots[~full]] = READY
+    tables.changed(slots[~full])
+    # Numbers and times go on where they were, so that what comes is younger than all that was.
+    tables.tick = int(
+        max(records["sequence"].max(initial=0), records["used"].max(initial=0), tables.tick)
+    )
+    return full
+
+
+def _link(tables: Tables, slots: Array, records: Array) -> int:
+    """Link blocks to their parents; return how many have none here though they are no roots."""
+    below = records["parent"].any(axis=1)
+    slots, records = slots[below], records[below]
+    parents = key_index.find(tables, records["parent"], records["part"])
+    here = parents >= 0
+    here[here] = tables.slot_depth[parents[here]] + 1 == tables.slot_depth[slots[here]]
+    tables.slot_parent[slots[here]] = parents[here]
+    counted = np.bincount(parents[here], minlength=tables.geometry.num_slots)
+    tables.slot_children[:] = counted
+    return int(np.count_nonzero(~here))
+
+
+def _free_empty_slabs(tables: Tables) -> None:
+    """Give slabs all of whose blocks were lost back to all block sizes."""
+    states = tables.slot_state.reshape(tables.geometry.num_slabs, -1)
+    tables.slab_block_bytes[~states.any(axis=1)] = 0

@@ -1,0 +1,167 @@
+"""One segment file: made whole before it has its name, opened only if it is this tier's."""
+
+import contextlib
+import re
+import secrets
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from kvray.errors import TierError
+from kvray.store.layout import Array, Geometry
+from kvray.store.nvme.disk import Disk, DiskFile
+from kvray.store.nvme.memory import aligned
+from kvray.store.nvme.record import (
+    PAGE_BYTES,
+    RECORDS_PER_PAGE,
+    SegmentShape,
+    make_header,
+    read_header,
+    refusal,
+    seal,
+)
+
+_NAME = re.compile(r"segment-(\d{8})")
+_UNFINISHED = ".new"
+
+
+class Segment:
+    """An open segment file of which this process is the owner."""
+
+    def __init__(
+        self, file: DiskFile, *, number: int, segment_id: int, shape: SegmentShape
+    ) -> None:
+        """Own `file`; use `create_segment` or `open_segment` instead."""
+        self.file = file
+        self.number = number
+        self.segment_id = segment_id
+        self.shape = shape
+
+    def offsets(self, rows: Array) -> Array:
+        """Return where the payload of each slot lies in the file."""
+        return self.shape.payload_offset + rows * self.shape.stride
+
+    def read_table(self, target: Array) -> int:
+        """Fill `target` with the records of all slots; return how many the file has.
+
+        Args:
+            target: RECORD, shape [whole pages of records], on the boundary of a page.
+
+        Raises:
+            TierError: the device failed.
+        """
+        end = min(self.file.size(), self.shape.payload_offset)
+        pages = max(0, end - self.shape.table_offset) // PAGE_BYTES
+        memory = target.view("u1")[: pages * PAGE_BYTES]
+        if pages:
+            self.file.read([memory], self.shape.table_offset)
+        return min(self.shape.num_slots, pages * RECORDS_PER_PAGE)
+
+    def write_pages(self, pages: Array, records: Array) -> None:
+        """Seal and write pages of records.
+
+        Args:
+            pages: indices of the pages, ascending.
+            records: RECORD, shape [num_pages, RECORDS_PER_PAGE], the caller's own copy, on the
+                boundary of a page; changed in place.
+
+        Raises:
+            CapacityError, TierError: as `DiskFile.write`.
+        """
+        ends = [*(np.flatnonzero(np.diff(pages) != 1) + 1).tolist(), len(pages)]
+        for start, end in pairwise([0, *ends]):
+            run, page = records[start:end].reshape(-1), int(pages[start])
+            seal(run, segment_id=self.segment_id, first_row=page * RECORDS_PER_PAGE)
+            self.file.write([run.view("u1")], self.shape.table_offset + page * PAGE_BYTES)
+
+    def close(self) -> None:
+        """Close the file. Twice is fine."""
+        self.file.close()
+
+
+def path_of(directory: Path, number: int) -> Path:
+    """Return the file of the segment of that number."""
+    return directory / f"segment-{number:08d}"
+
+
+def number_of(path: Path) -> int | None:
+    """Return the number in the name of a segment file; None if it is none."""
+    named = _NAME.fullmatch(path.name)
+    return None if named is None else int(named[1])
+
+
+def unfinished(directory: Path) -> list[Path]:
+    """Return the files of segments that were never whole, because their maker died."""
+    found = sorted(directory.glob(f"segment-*{_UNFINISHED}"))
+    return [path for path in found if number_of(path.with_suffix("")) is not None]
+
+
+def create_segment(
+    disk: Disk, directory: Path, *, number: int, cluster_name: str, shape: SegmentShape
+) -> Segment:
+    """Make an empty segment file that survives a power loss once this returns.
+
+    Raises:
+        CapacityError: there is no room for it.
+        TierError: the device failed.
+    """
+    path = path_of(directory, number)
+    young = path.with_name(path.name + _UNFINISHED)
+    segment_id = secrets.randbits(64)
+    page = make_header(
+        shape,
+        cluster_name=cluster_name,
+        segment_id=segment_id,
+        number=number,
+        created=time.time(),
+    )
+    with contextlib.ExitStack() as on_failure:
+        file = disk.create(young, shape.file_bytes)
+        on_failure.callback(_discard, disk, file)
+        memory = aligned(PAGE_BYTES)
+        memory[:] = np.frombuffer(page, dtype="u1")
+        file.write([memory], 0)
+        # Whole before it is named, so that a file with a name is never half a segment.
+        file.sync()
+        disk.rename(young, path)
+        file.path = path
+        disk.sync_directory(directory)
+        on_failure.pop_all()
+    return Segment(file, number=number, segment_id=segment_id, shape=shape)
+
+
+def open_segment(
+    disk: Disk, path: Path, *, cluster_name: str, geometry: Geometry
+) -> "Segment | str":
+    """Open a segment file, or return in one word why it is not one of this tier's.
+
+    Raises:
+        TierError: the device failed.
+    """
+    number = number_of(path)
+    assert number is not None
+    file = disk.open(path)
+    try:
+        memory = aligned(PAGE_BYTES)
+        if file.size() >= PAGE_BYTES:
+            file.read([memory], 0)
+        page = memory.tobytes()
+        reason = refusal(page, cluster_name=cluster_name, number=number, geometry=geometry)
+        if reason is None:
+            segment_id, block_bytes = read_header(page)
+            shape = SegmentShape.of(geometry, block_bytes)
+            return Segment(file, number=number, segment_id=segment_id, shape=shape)
+    except BaseException:
+        file.close()
+        raise
+    file.close()
+    return reason
+
+
+def _discard(disk: Disk, file: DiskFile) -> None:
+    """Leave nothing of a file that could not be made whole."""
+    file.close()
+    with contextlib.suppress(TierError):
+        disk.remove(file.path)

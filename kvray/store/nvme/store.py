@@ -1,0 +1,390 @@
+"""A node's NVMe tier: blocks in segment files, and an index that every start rebuilds from them.
+
+What is decided is decided by the code of the arena: the tables here are an arena's (`tables`,
+`slots`, `slabs`, `key_index`, `eviction`) without its data, in this process's own memory. A slab is
+a segment file. Invariants:
+
+- A record is written only when its payload survives a power loss, and a block is READY only when
+  its record is written. What was READY when `flush` began survives a power loss when it returns.
+- A slot that is being read is leased: it is neither evicted nor written meanwhile.
+- A record may outlive its block until its page is written again, at the latest by `flush`. After a
+  death it names a block that was evicted, whose bytes are still there or fail their checksum.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from kvray.errors import CapacityError, ConfigError, ShardUnavailable
+from kvray.store import key_index, lease, slots
+from kvray.store.eviction import keep_evictable
+from kvray.store.layout import READY, Array
+from kvray.store.lock import OWNER_BYTE, SideFile
+from kvray.store.nvme import growth, recovery
+from kvray.store.nvme.book import RecordBook
+from kvray.store.nvme.disk import Disk
+from kvray.store.nvme.io_threads import IoThreads
+from kvray.store.nvme.memory import private_tables
+from kvray.store.nvme.segment_files import SegmentFiles
+from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats, Pending, Promoted
+from kvray.store.nvme.transfers import check_same, moves, read_tasks
+from kvray.store.nvme.writer import Writer
+from kvray.store.tables import Tables
+
+_log = logging.getLogger("kvray.nvme")
+
+OWNER_FILE = "owner"
+_NOBODY = np.empty(0, dtype=np.int64)
+_ROOT = np.zeros((1, 4), dtype="<u8")
+
+
+class NvmeStore:
+    """One process's NVMe tier, of which it is the only owner; all methods from any thread.
+
+    `write`, `read`, `flush` and `close` wait for the device and belong into an executor; the others
+    take the time of a few vector operations over the tables. One write or flush is under way at a
+    time, others wait for their turn; any number of reads is, beside it.
+    """
+
+    def __init__(self, directory: Path, spec: NvmeSpec, *, disk: Disk | None = None) -> None:
+        """Take `directory` over and find what is in it.
+
+        Raises:
+            CapacityError, TierError: the device has no room, or failed.
+            ConfigError: the directory or the sizes cannot be used.
+            ShardUnavailable: another process, or this one, has it open.
+        """
+        self.directory = directory
+        self.geometry = spec.geometry()
+        self._disk = disk or Disk()
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        """The writer's; it guards no state but the order of what is written."""
+        self._nobody_reads = threading.Condition(self._lock)
+        self._num_reading = 0
+        self._is_closed = False
+        self._unreadable = self._read_bytes = 0
+        self.tables = private_tables(self.geometry)
+        """Changed under the store's lock only; others may read them, and choose victims."""
+        self._book = RecordBook(self.geometry)
+        self._hits = np.zeros(self.geometry.num_slots, dtype="<u4")
+        self._owner_file = _own(directory)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._owner_file.unlock, OWNER_BYTE)
+            found = recovery.survey(
+                self._disk, directory, cluster_name=spec.cluster_name, geometry=self.geometry
+            )
+            self._files = SegmentFiles(
+                self._disk,
+                directory,
+                cluster_name=spec.cluster_name,
+                geometry=self.geometry,
+                free_reserve=spec.free_reserve,
+                found=found.segments,
+                next_number=found.next_number,
+            )
+            on_failure.callback(self._files.close)
+            report = recovery.read_tables(found.segments, self._book, self.tables)
+            on_failure.pop_all()
+        self.report = replace(report, surplus=found.surplus, aside=found.aside)
+        self._threads = IoThreads(spec.io_threads)
+        self._writer = Writer(
+            self.tables, self._book, self._files, threads=self._threads, section=self._section
+        )
+
+    def close(self) -> None:
+        """Close the files and give the directory up; what `flush` was not called for may be lost.
+
+        Waits for what is under way. Twice is fine.
+        """
+        with self._turn:
+            with self._nobody_reads:
+                if self._is_closed:
+                    return
+                self._is_closed = True
+                self._nobody_reads.wait_for(lambda: not self._num_reading)
+            self._threads.close()
+            self._files.close()
+            self._owner_file.unlock(OWNER_BYTE)
+
+    # -- tables only --------------------------------------------------------------------------
+
+    def present(self, keys: Array, part: int) -> Array:
+        """Return a mask of the `keys` (u64 [num_keys, 4]) that are here now; takes no lock."""
+        return lease.present(self.tables, keys, part)
+
+    def reserve(
+        self,
+        keys: Array,
+        *,
+        parent: Array | None,
+        depth: int,
+        part: int,
+        block_bytes: int,
+        namespace: int = 0,
+        priority: int = 0,
+    ) -> Pending:
+        """Reserve a slot for each key of a chain that is not here, evicting others if need be.
+
+        Args:
+            keys: in prefix order, u64 [num_keys, 4].
+            parent: key before the first one, shape [1, 4], which must be here or under way; None if
+                the chain starts here.
+            depth: place of the first key in its chain.
+            part: whose bytes.
+            block_bytes: bytes of one block.
+            namespace: whose blocks, kept for a policy.
+            priority: 0 to 255, likewise.
+
+        Returns:
+            The slots, to be given to `write` or `abort`; those of leading missing keys only.
+
+        Raises:
+            CapacityError: a segment holds no block of that size.
+        """
+        if self.geometry.stride(block_bytes) > self.geometry.slab_bytes:
+            raise CapacityError(
+                f"A block of {block_bytes} bytes does not fit into a segment of"
+                f" {self.geometry.slab_bytes}; raise nvme.segment."
+            )
+        candidates = slots.find_candidates(
+            self.tables, keys, parent=parent, part=part, block_bytes=block_bytes
+        )
+        with self._section():
+            made = slots.reserve(
+                self.tables,
+                keys,
+                parent=parent,
+                depth=depth,
+                part=part,
+                block_bytes=block_bytes,
+                holder=0,
+                candidates=candidates,
+            )
+            assert made is not None, "the last try always has an answer"
+            self._bury_gone(np.concatenate((candidates.own, candidates.others)))
+        above = np.vstack((_ROOT if parent is None else parent, keys[:-1]))
+        return Pending(
+            reservation=made, parents=above[made.rows], namespace=namespace, priority=priority
+        )
+
+    def abort(self, pending: Pending) -> None:
+        """Give back reserved slots that will not be written."""
+        with self._section():
+            slots.abort(self.tables, pending.reservation)
+
+    def evict(self, victims: Array) -> int:
+        """Evict those of `victims` that can go without any other; return how many went."""
+        with self._section():
+            victims = keep_evictable(self.tables, victims, protect=_NOBODY)
+            slots.evict(self.tables, victims)
+            self._book.bury(victims)
+        return len(victims)
+
+    def records(self, chosen: Array) -> Array:
+        """Return what is recorded of slots, as `record.RECORD`; for policies, after a start."""
+        with self._section():
+            return self._book.records(chosen)
+
+    def stats(self) -> NvmeStats:
+        """Return the counts."""
+        with self._section():
+            tables, files = self.tables, list(self._files.by_slab.values())
+            ready = tables.slot_state.reshape(self.geometry.num_slabs, -1) == READY
+            strides = [
+                self.geometry.stride(size) if 0 < size < growth.CLOSED else 0
+                for size in tables.slab_block_bytes.tolist()
+            ]
+            return NvmeStats(
+                blocks=int(np.count_nonzero(ready)),
+                block_bytes=int(ready.sum(axis=1) @ np.array(strides, dtype=np.int64)),
+                segments=len(files),
+                file_bytes=self._files.file_bytes,
+                segments_without_room=growth.num_closed(tables),
+                stored=tables.stored,
+                evicted=tables.evicted,
+                dropped=tables.dropped,
+                corrupt=tables.corrupt,
+                unreadable=self._unreadable,
+                written_bytes=self._writer.written_bytes,
+                read_bytes=self._read_bytes,
+                is_direct=all(one.file.is_direct for one in files),
+            )
+
+    # -- with the device ----------------------------------------------------------------------
+
+    def write(self, demotions: Sequence[Demotion], arena: Tables) -> list[Array]:
+        """Write blocks of an arena to the slots that were reserved for them.
+
+        They are found from the return of this call on, and survive the death of the process;
+        a power loss only after `flush`. In one call many chains share what a sync costs.
+
+        Args:
+            demotions: chains; their reservations are settled when this returns or raises.
+            arena: the tables of the arena, with its data.
+
+        Returns:
+            One mask a demotion: the blocks that are stored. The others had no room on the disk, or
+            fail their checksum in the arena, where the caller should have them quarantined.
+
+        Raises:
+            ConfigError: a slot of the arena holds another block than the one it goes to.
+            LayoutMismatch: or one of another size.
+            CapacityError, TierError: the device failed; nothing is stored.
+        """
+        with self._turn:
+            self._check_open()
+            return self._writer.write(demotions, arena)
+
+    def flush(self, *, note_use: bool = False) -> None:
+        """Return when all blocks that are READY now survive a power loss, and evicted ones do not.
+
+        Args:
+            note_use: write down too when and how often blocks were used: at an orderly end, so that
+                the next start evicts in the right order.
+
+        Raises:
+            CapacityError, TierError: the device failed; what is not durable is tried again by the
+                next flush.
+        """
+        with self._turn:
+            self._check_open()
+            if note_use:
+                self._note_use()
+            self._writer.flush()
+
+    def read(self, keys: Array, part: int, arena: Tables, arena_slots: Array) -> Promoted:
+        """Read blocks into reserved slots of an arena, and check them there.
+
+        A block whose bytes are wrong is taken out of service, for as long as the store is open.
+        One that the device refuses to read is a miss, and stays: it may be a passing fault.
+
+        Args:
+            keys: u64 [num_keys, 4].
+            part: whose bytes.
+            arena: the tables of the arena, with its data.
+            arena_slots: slots that the caller has reserved there, one for each of these keys.
+
+        Raises:
+            ConfigError: a slot of the arena is reserved for another block.
+            LayoutMismatch: or for one of another size.
+        """
+        sound = np.zeros(len(keys), dtype=bool)
+        sums = np.zeros(len(keys), dtype="<u8")
+        with self._leased(keys, part) as found:
+            rows = np.flatnonzero(found >= 0)
+            held, into = found[rows], arena_slots[rows]
+            check_same(self.tables, held, arena, into)
+            unreadable = np.zeros(len(rows), dtype=bool)
+            some = np.zeros(len(rows), dtype="<u8")
+            each = moves(self._files.by_slab, held, self.geometry.slots_per_slab, arena, into)
+            self._threads.run(
+                [task for one in each for task in read_tasks(one, sums=some, unreadable=unreadable)]
+            )
+            same = (some == self.tables.slot_checksum[held]) & ~unreadable
+            self._note_read(held, same, unreadable)
+        sums[rows], sound[rows] = some, same
+        return Promoted(sound=sound, checksums=sums)
+
+    # -- private ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _section(self) -> Iterator[None]:
+        """Have the tables to oneself, for a moment: what fails in here has changed nothing."""
+        with self._lock:
+            self._check_open()
+            try:
+                yield
+            except BaseException:
+                self.tables.undo.roll_back()
+                raise
+            self.tables.undo.settle()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ShardUnavailable(f"This process has closed the NVMe tier in {self.directory}.")
+
+    def _bury_gone(self, candidates: Array) -> None:
+        """Have the records of those candidates written as empty that a reservation has evicted."""
+        self._book.bury(candidates[self.tables.slot_state[candidates] != READY])
+
+    @contextlib.contextmanager
+    def _leased(self, keys: Array, part: int) -> Iterator[Array]:
+        """Hold the blocks that are here; gives the slot of each key, -1 where there is none."""
+        with self._section():
+            found = key_index.find(self.tables, keys, part)
+            found[self.tables.slot_state[found] != READY] = -1
+            held = found[found >= 0]
+            self.tables.add(held, slot_leases=1)
+            self._num_reading += 1
+        try:
+            yield found
+        finally:
+            with self._nobody_reads:
+                self.tables.add(held, slot_leases=-1)
+                self.tables.undo.settle()
+                self._num_reading -= 1
+                self._nobody_reads.notify_all()
+
+    def _note_read(self, held: Array, same: Array, unreadable: Array) -> None:
+        bad = held[~same & ~unreadable]
+        with self._lock:
+            tables = self.tables
+            slots.quarantine(tables, bad)
+            tables.undo.settle()
+            # What its record promises is not there, and will not be after a restart.
+            self._book.bury(bad)
+            tables.slot_tick[held[same]] = tables.next_tick()
+            self._hits[held[same]] += 1
+            self._unreadable += int(np.count_nonzero(unreadable))
+            sizes = tables.slab_block_bytes[held[same] // self.geometry.slots_per_slab]
+            self._read_bytes += int(sizes.sum())
+        if len(bad):
+            key = tables.slot_key[bad[0]].tobytes().hex()[:8]
+            _log.error(
+                "%s: %d blocks do not have their checksum, the first of key %s; they are out of"
+                " service",
+                self.directory,
+                len(bad),
+                key,
+            )
+        if unreadable.any():
+            _log.error(
+                "%s: the device refused to read %d blocks; look at it with `dmesg`",
+                self.directory,
+                np.count_nonzero(unreadable),
+            )
+
+    def _note_use(self) -> None:
+        with self._section():
+            ready = np.flatnonzero(self.tables.slot_state == READY)
+            records = self._book.records(ready)
+            hits = np.minimum(records["hits"] + self._hits[ready].astype("<u8"), 2**32 - 1)
+            self._hits[ready] = 0
+            used = self.tables.slot_tick[ready]
+            changed = (records["used"] != used) | (records["hits"] != hits)
+            records["used"], records["hits"] = used, hits
+            self._book.put(ready[changed], records[changed])
+
+
+def _own(directory: Path) -> SideFile:
+    """Take the owner's lock of a directory, which ends with this process."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = SideFile.at(directory / OWNER_FILE)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be used for the NVMe tier ({error.strerror}); make it a directory"
+            " that this user may write to."
+        ) from None
+    if not file.try_lock(OWNER_BYTE):
+        raise ShardUnavailable(
+            f"Process {file.holder_of(OWNER_BYTE)} owns {directory}; end its tier with `kvray"
+            " down`, or choose another directory for the NVMe tier."
+        )
+    return file

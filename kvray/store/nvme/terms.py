@@ -1,0 +1,107 @@
+"""What an owner asks of its NVMe tier, what it is told of it, and what goes in and out. Pure."""
+
+from dataclasses import dataclass
+
+from kvray.errors import ConfigError
+from kvray.store.layout import Array, Geometry
+from kvray.store.nvme.record import CLUSTER_NAME_BYTES, SegmentShape
+from kvray.store.slots import Reservation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmeSpec:
+    """What an owner asks of its NVMe tier; sizes in bytes."""
+
+    cluster_name: str
+    capacity: int
+    """Of all segment files together, at most."""
+    segment: int = 2**30
+    """Payload of one segment file. Another value than before puts what is there aside."""
+    slot_min: int = 64 * 2**10
+    """Smallest slot; likewise."""
+    free_reserve: int = 0
+    """Of the file system, for others."""
+    io_threads: int = 4
+    """Transfers that one call has under way."""
+
+    def geometry(self) -> Geometry:
+        """Return the figures of the tables of such a tier.
+
+        Raises:
+            ConfigError: not even one segment fits, sizes are no multiples, or the name is too long.
+        """
+        if len(self.cluster_name.encode()) > CLUSTER_NAME_BYTES:
+            raise ConfigError(
+                f"cluster_name {self.cluster_name!r} is longer than {CLUSTER_NAME_BYTES} bytes;"
+                " choose a shorter one."
+            )
+        one = SegmentShape.of(self._geometry(1), self.slot_min).file_bytes
+        geometry = self._geometry(self.capacity // one)
+        if not geometry.is_sound:
+            raise ConfigError(
+                f"nvme.capacity of {self.capacity} bytes holds no segment of {self.segment}, or"
+                f" that is no multiple of nvme.slot_min ({self.slot_min}), or this none of 4096;"
+                " change one of them."
+            )
+        return geometry
+
+    def _geometry(self, num_segments: int) -> Geometry:
+        return Geometry(
+            capacity=num_segments * self.segment,
+            slab_bytes=self.segment,
+            slot_min=self.slot_min,
+            holders_max=1,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pending:
+    """Slots of the store that one chain of blocks may be written to."""
+
+    reservation: Reservation
+    parents: Array
+    """Key before each block, u64 [num_slots, 4]; zero at a root."""
+    namespace: int
+    priority: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demotion:
+    """Blocks of an arena, and the slots of the store that they go to."""
+
+    pending: Pending
+    arena_slots: Array
+    """One a slot of `pending.reservation`; READY and leased by the caller until the call ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promoted:
+    """What `read` has brought into an arena's slots, one row a key."""
+
+    sound: Array
+    """A mask of those that are there and are what their key says."""
+    checksums: Array
+    """u64; what to commit the sound ones with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmeStats:
+    """Counts of a store since it was opened; sizes in bytes."""
+
+    blocks: int
+    block_bytes: int
+    """Of the blocks that are here, what fills their last page included."""
+    segments: int
+    file_bytes: int
+    segments_without_room: int
+    """Segments that the capacity allows and the disk has no room for."""
+    stored: int
+    evicted: int
+    dropped: int
+    corrupt: int
+    unreadable: int
+    """Blocks that the device refused to read: a miss each time."""
+    written_bytes: int
+    read_bytes: int
+    is_direct: bool
+    """Whether transfers go past the page cache."""

@@ -1,0 +1,151 @@
+"""Blocks between slots of an arena and one segment file, summed in the turn that moves them.
+
+What crosses between threads: views of the arena's slots, which the caller has leased or reserved,
+and arrays over all blocks that were asked for, of which each turn writes its own rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from kvray.errors import ConfigError, TierError
+from kvray.store import payload
+from kvray.store.layout import Array, align
+from kvray.store.nvme.chunks import Chunk, cut
+from kvray.store.nvme.io_threads import Task
+from kvray.store.nvme.segment import Segment
+from kvray.store.tables import Tables
+
+CHUNK_BYTES = 2 * 2**20
+"""What one transfer moves: enough for a device's full speed with a few of them under way, and
+little enough that the sums of one are made while others are under way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """Blocks of one segment, and the slots of an arena that they go to or come from."""
+
+    segment: Segment
+    disk_rows: Array
+    """Slots of the segment, counted from its first."""
+    arena: Tables
+    arena_slots: Array
+    rows: Array
+    """Places of the blocks among all that were asked for."""
+
+
+def write_tasks(move: Move, *, sums: Array) -> list[Task]:
+    """Return what writes blocks to their segment.
+
+    Args:
+        move: the blocks.
+        sums: u64, one for each block that was asked for: gets the checksum that its bytes have in
+            the arena, which the caller compares before it records the block.
+    """
+
+    def write(chunk: Chunk) -> None:
+        slots = move.arena_slots[chunk.rows]
+        sums[move.rows[chunk.rows]] = payload.sum_slots(move.arena, slots)
+        move.segment.file.write(chunk.buffers, chunk.offset)
+
+    return _each(write, _chunks(move, CHUNK_BYTES))
+
+
+def read_tasks(move: Move, *, sums: Array, unreadable: Array) -> list[Task]:
+    """Return what reads blocks from their segment; one that the device refuses is told of.
+
+    Args:
+        move: the blocks.
+        sums: as for `write_tasks`, once they are there.
+        unreadable: a mask like it of the blocks that the device refused.
+    """
+
+    def read(chunk: Chunk) -> None:
+        try:
+            move.segment.file.read(chunk.buffers, chunk.offset)
+        except TierError:
+            if len(chunk.rows) == 1:
+                unreadable[move.rows[chunk.rows]] = True
+                return
+            # One bad sector must not cost its neighbours.
+            for one in _chunks(_only(move, chunk.rows), chunk_bytes=1):
+                read_one(one, chunk.rows)
+            return
+        slots = move.arena_slots[chunk.rows]
+        sums[move.rows[chunk.rows]] = payload.sum_slots(move.arena, slots)
+
+    def read_one(one: Chunk, among: Array) -> None:
+        read(Chunk(rows=among[one.rows], offset=one.offset, buffers=one.buffers))
+
+    return _each(read, _chunks(move, CHUNK_BYTES))
+
+
+def moves(
+    segments: dict[int, Segment], slots: Array, slots_per_slab: int, arena: Tables, into: Array
+) -> list[Move]:
+    """Return one move for each segment that has some of `slots`.
+
+    Args:
+        segments: by slab.
+        slots: of the store, one a block.
+        slots_per_slab: rows of the store's slot table that a slab owns.
+        arena: where the blocks come from or go to.
+        into: its slots, one a block.
+    """
+    slab, row = np.divmod(slots, slots_per_slab)
+    made = []
+    for one in np.unique(slab).tolist():
+        rows = np.flatnonzero(slab == one)
+        made.append(
+            Move(
+                segment=segments[one],
+                disk_rows=row[rows],
+                arena=arena,
+                arena_slots=into[rows],
+                rows=rows,
+            )
+        )
+    return made
+
+
+def check_same(tables: Tables, slots: Array, arena: Tables, arena_slots: Array) -> None:
+    """Refuse to move blocks between slots that are not of the same keys and parts.
+
+    Raises:
+        ConfigError: some are not, or there are not as many.
+    """
+    same = len(slots) == len(arena_slots) and np.array_equal(
+        tables.slot_key[slots], arena.slot_key[arena_slots]
+    )
+    if not same or np.any(tables.slot_part[slots] != arena.slot_part[arena_slots]):
+        raise ConfigError(
+            f"The {len(arena_slots)} slots of the arena are not of the same blocks as the"
+            f" {len(slots)} of the NVMe tier; give one for each, in the same order."
+        )
+
+
+def _each(do: Callable[[Chunk], None], chunks: list[Chunk]) -> list[Task]:
+    return [partial(do, chunk) for chunk in chunks]
+
+
+def _chunks(move: Move, chunk_bytes: int) -> list[Chunk]:
+    block_bytes = move.segment.shape.block_bytes
+    return cut(
+        move.arena.data,
+        payload.offsets(move.arena, move.arena_slots, block_bytes),
+        move.segment.offsets(move.disk_rows),
+        io_bytes=align(block_bytes),
+        chunk_bytes=chunk_bytes,
+    )
+
+
+def _only(move: Move, rows: Array) -> Move:
+    return Move(
+        segment=move.segment,
+        disk_rows=move.disk_rows[rows],
+        arena=move.arena,
+        arena_slots=move.arena_slots[rows],
+        rows=move.rows[rows],
+    )

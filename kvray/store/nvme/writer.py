@@ -1,0 +1,224 @@
+"""The one hand that writes to a store's files: payloads, a sync, records; and a sync for `flush`.
+
+Whoever calls has the writer's turn. The store's lock is taken for moments, never over I/O.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from kvray.errors import CapacityError, TierError
+from kvray.store import slots
+from kvray.store.layout import RESERVED, Array, align
+from kvray.store.nvme import growth
+from kvray.store.nvme.book import Pages, RecordBook
+from kvray.store.nvme.io_threads import IoThreads
+from kvray.store.nvme.record import RECORD
+from kvray.store.nvme.segment_files import SegmentFiles
+from kvray.store.nvme.terms import Demotion
+from kvray.store.nvme.transfers import check_same, moves, write_tasks
+from kvray.store.tables import Tables
+
+_log = logging.getLogger("kvray.nvme")
+
+_RETRY_S = 10.0
+"""How often a full disk is looked at again."""
+
+_NONE = np.empty(0, dtype=np.int64)
+
+
+class Writer:
+    """Writes blocks and records; see `NvmeStore.write` and `NvmeStore.flush`."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        book: RecordBook,
+        files: SegmentFiles,
+        *,
+        threads: IoThreads,
+        section: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Write to `files` what `tables` and `book` say; `section` is the store's lock."""
+        self.written_bytes = 0
+        self._tables = tables
+        self._book = book
+        self._files = files
+        self._threads = threads
+        self._section = section
+        self._per_slab = tables.geometry.slots_per_slab
+        self._num_slabs = tables.geometry.num_slabs
+        self._unsynced: set[int] = set()
+        """Slabs with records that a power loss could take."""
+        self._look_at = 0.0
+        self._failure = ""
+
+    def write(self, demotions: Sequence[Demotion], arena: Tables) -> list[Array]:
+        """Write and record blocks; see `NvmeStore.write`."""
+        targets = _joined([one.pending.reservation.slots for one in demotions])
+        sources = _joined([one.arena_slots for one in demotions])
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._abandon, demotions, targets)
+            self._check_trusted()
+            check_same(self._tables, targets, arena, sources)
+            stored = self._make_files(targets)
+            rows = np.flatnonzero(stored)
+            stored[rows] = self._write_payloads(targets[rows], arena, sources[rows])
+            checksums = arena.slot_checksum[sources]
+            self._record(demotions, targets, stored, checksums)
+            self._write_records()
+            on_failure.pop_all()
+        masks = _split(stored, demotions)
+        self._settle(demotions, masks, _split(checksums, demotions))
+        return masks
+
+    def flush(self) -> None:
+        """Return when all that is recorded survives a power loss."""
+        self._check_trusted()
+        self._write_records()
+        self._sync(self._unsynced)
+        self._unsynced.clear()
+
+    # -- files --------------------------------------------------------------------------------
+
+    def _make_files(self, targets: Array) -> Array:
+        """Give the slabs of `targets` their files; return a mask of the slots that have one."""
+        self._look_for_room()
+        slabs = targets // self._per_slab
+        has_file = np.ones(len(targets), dtype=bool)
+        for slab in np.unique(slabs).tolist():
+            block_bytes = int(self._tables.slab_block_bytes[slab])
+            if self._files.serves(slab, block_bytes):
+                continue
+            with self._section():
+                self._book.forget(slab)
+            self._unsynced.discard(slab)
+            try:
+                self._files.replace(slab, block_bytes)
+            except CapacityError as error:
+                has_file[slabs == slab] = False
+                self._stop_growing(targets[slabs == slab], error)
+        return has_file
+
+    def _stop_growing(self, homeless: Array, error: CapacityError) -> None:
+        """Go on with the files that there are until the disk has room for one more."""
+        with self._section():
+            mine = homeless[self._tables.slot_state[homeless] == RESERVED]
+            slots.free(self._tables, mine)
+            self._tables.dropped += len(mine)
+            closed = growth.close_spare(self._tables, self._files.mask(self._num_slabs))
+        if len(closed):
+            _log.warning("%s The NVMe tier goes on with the segments that it has.", error)
+        self._look_at = time.monotonic() + _RETRY_S
+
+    def _look_for_room(self) -> None:
+        if not growth.num_closed(self._tables) or time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _RETRY_S
+        if self._files.has_room_for_one():
+            with self._section():
+                growth.reopen(self._tables)
+
+    # -- blocks -------------------------------------------------------------------------------
+
+    def _write_payloads(self, targets: Array, arena: Tables, sources: Array) -> Array:
+        """Write blocks for good; return a mask of those that had their checksum in the arena."""
+        sums = np.zeros(len(targets), dtype="<u8")
+        each = moves(self._files.by_slab, targets, self._per_slab, arena, sources)
+        self._threads.run([task for one in each for task in write_tasks(one, sums=sums)])
+        self._sync(np.unique(targets // self._per_slab).tolist())
+        self.written_bytes += sum(
+            len(one.rows) * align(one.segment.shape.block_bytes) for one in each
+        )
+        sound: Array = sums == arena.slot_checksum[sources]
+        return sound
+
+    def _record(
+        self, demotions: Sequence[Demotion], targets: Array, stored: Array, checksums: Array
+    ) -> None:
+        """Enter what is written into the book."""
+        pending = [one.pending for one in demotions]
+        counts = [len(one.reservation.slots) for one in pending]
+        records = np.zeros(len(targets), dtype=RECORD)
+        tables = self._tables
+        records["key"] = tables.slot_key[targets]
+        if pending:
+            records["parent"] = np.vstack([one.parents for one in pending])
+        records["part"] = tables.slot_part[targets]
+        records["depth"] = tables.slot_depth[targets]
+        records["length"] = tables.slab_block_bytes[targets // self._per_slab]
+        records["payload_checksum"] = checksums
+        records["sequence"] = tables.slot_number[targets]
+        records["used"] = tables.slot_tick[targets]
+        records["namespace"] = np.repeat([one.namespace for one in pending], counts)
+        records["priority"] = np.repeat([one.priority for one in pending], counts)
+        with self._section():
+            self._book.put(targets[stored], records[stored])
+
+    def _settle(
+        self, demotions: Sequence[Demotion], masks: list[Array], checksums: list[Array]
+    ) -> None:
+        """Make what is recorded READY, and give back the rest."""
+        with self._section():
+            for demotion, mask, sums in zip(demotions, masks, checksums, strict=True):
+                whole = demotion.pending.reservation
+                slots.commit(self._tables, replace(whole, slots=whole.slots[mask]), sums[mask])
+                slots.abort(self._tables, replace(whole, slots=whole.slots[~mask]))
+
+    def _abandon(self, demotions: Sequence[Demotion], targets: Array) -> None:
+        """Nothing of a call that failed is stored."""
+        with self._section():
+            self._book.bury(targets)
+            for one in demotions:
+                slots.abort(self._tables, one.pending.reservation)
+
+    # -- records ------------------------------------------------------------------------------
+
+    def _write_records(self) -> None:
+        """Write the pages of the book that have changed."""
+        with self._section():
+            taken = self._book.take_dirty()
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self._take_back, taken)
+            self._unsynced.update(one.slab for one in taken)
+            by_slab = self._files.by_slab
+            self._threads.run(
+                [partial(by_slab[one.slab].write_pages, one.pages, one.records) for one in taken]
+            )
+            on_failure.pop_all()
+
+    def _take_back(self, taken: list[Pages]) -> None:
+        with self._section():
+            self._book.give_back(taken)
+
+    def _sync(self, slabs: Iterable[int]) -> None:
+        """Return when what was written to the files of `slabs` survives a power loss."""
+        try:
+            self._threads.run([self._files.by_slab[slab].file.sync for slab in slabs])
+        except (CapacityError, TierError) as error:
+            self._failure = str(error)
+            raise
+
+    def _check_trusted(self) -> None:
+        # After a sync that failed the kernel holds for written what is not: the next would succeed.
+        if self._failure:
+            raise TierError(
+                f"{self._failure} Since then nothing is written to the NVMe tier; restart it when"
+                " the device is well."
+            )
+
+
+def _joined(arrays: list[Array]) -> Array:
+    return np.concatenate([_NONE, *arrays])
+
+
+def _split(values: Array, demotions: Sequence[Demotion]) -> list[Array]:
+    """Return the rows of `values` that belong to each demotion."""
+    ends = np.cumsum([len(one.arena_slots) for one in demotions])
+    return np.split(values, ends[:-1]) if len(ends) else []

@@ -1,0 +1,122 @@
+"""What the tests of the NVMe tier build: small stores, and an arena to demote from and promote to."""
+
+from pathlib import Path
+
+import numpy as np
+
+from kvray.block import BlockKey
+from kvray.store import key_index, payload, slots
+from kvray.store.layout import Geometry
+from kvray.store.nvme import Demotion, NvmeSpec, NvmeStore, Promoted
+from kvray.store.nvme.disk import Disk
+from kvray.store.nvme.memory import aligned
+from kvray.store.tables import Array, Tables
+from tests.unit.store.small_arena import SLOT, content, reserve
+
+SEGMENT = 16 * SLOT
+
+
+def spec(
+    *, num_segments: int = 4, segment: int = SEGMENT, name: str = "test", free_reserve: int = 0
+) -> NvmeSpec:
+    slots_per_segment = segment // SLOT
+    table_bytes = -(-slots_per_segment * 128 // 4096) * 4096
+    return NvmeSpec(
+        cluster_name=name,
+        capacity=num_segments * (4096 + table_bytes + segment),
+        segment=segment,
+        slot_min=SLOT,
+        free_reserve=free_reserve,
+        io_threads=3,
+    )
+
+
+def open_store(
+    directory: Path, asked: NvmeSpec | None = None, *, disk: Disk | None = None
+) -> NvmeStore:
+    return NvmeStore(directory, asked or spec(), disk=disk)
+
+
+def arena_tables(*, slab: int = 64 * SLOT, num_slabs: int = 8) -> Tables:
+    """Return an arena in this process's own memory, where direct I/O can reach it."""
+    geometry = Geometry(capacity=num_slabs * slab, slab_bytes=slab, slot_min=SLOT, holders_max=1)
+    return Tables(aligned(geometry.file_bytes), geometry)
+
+
+def put_in_arena(
+    arena: Tables,
+    keys: list[BlockKey],
+    *,
+    parent: BlockKey | None = None,
+    depth: int = 0,
+    part: int = 0,
+    block_bytes: int = SLOT,
+) -> Array:
+    """Store `keys`, each with its own content; return their slots."""
+    made = reserve(arena, keys, parent=parent, depth=depth, part=part, block_bytes=block_bytes)
+    for row, slot in zip(made.rows.tolist(), made.slots.tolist(), strict=True):
+        wanted = content(keys[row], part, block_bytes=block_bytes)
+        payload.slot_bytes(arena, slot)[:block_bytes] = wanted
+    slots.commit(arena, made, payload.sum_slots(arena, made.slots))
+    return key_index.find(arena, key_index.pack_keys(keys), part)
+
+
+def chain_for(
+    store: NvmeStore,
+    arena: Tables,
+    keys: list[BlockKey],
+    *,
+    parent: BlockKey | None = None,
+    depth: int = 0,
+    part: int = 0,
+    block_bytes: int = SLOT,
+) -> Demotion:
+    """Put `keys` into an arena, and reserve slots of the store for those that it lacks."""
+    here = put_in_arena(arena, keys, parent=None, depth=depth, part=part, block_bytes=block_bytes)
+    pending = store.reserve(
+        key_index.pack_keys(keys),
+        parent=None if parent is None else key_index.pack_keys([parent]),
+        depth=depth,
+        part=part,
+        block_bytes=block_bytes,
+    )
+    return Demotion(pending=pending, arena_slots=here[pending.reservation.rows])
+
+
+def demote(
+    store: NvmeStore,
+    keys: list[BlockKey],
+    *,
+    parent: BlockKey | None = None,
+    depth: int = 0,
+    part: int = 0,
+    block_bytes: int = SLOT,
+) -> Array:
+    """Store `keys` with their content; return a mask of those that were written."""
+    arena = arena_tables()
+    one = chain_for(
+        store, arena, keys, parent=parent, depth=depth, part=part, block_bytes=block_bytes
+    )
+    return store.write([one], arena)[0]
+
+
+def present(store: NvmeStore, keys: list[BlockKey], part: int = 0) -> int:
+    """Return how many of `keys` are here."""
+    return int(np.count_nonzero(store.present(key_index.pack_keys(keys), part)))
+
+
+def promote(
+    store: NvmeStore, keys: list[BlockKey], *, part: int = 0, block_bytes: int = SLOT
+) -> Promoted:
+    """Read `keys`; fail if a block that is called sound has other bytes than its key's."""
+    arena = arena_tables()
+    made = reserve(arena, keys, part=part, block_bytes=block_bytes)
+    assert len(made.slots) == len(keys)
+    got = store.read(key_index.pack_keys(keys), part, arena, made.slots)
+    for key, slot, sound in zip(keys, made.slots.tolist(), got.sound.tolist(), strict=True):
+        if sound:
+            found = payload.slot_bytes(arena, slot)[:block_bytes]
+            assert (found == content(key, part, block_bytes=block_bytes)).all(), "wrong bytes"
+    sums = payload.sum_slots(arena, made.slots)
+    assert (sums == got.checksums)[got.sound].all()
+    return got

@@ -1,0 +1,285 @@
+"""Demote, promote, evict, and start again."""
+
+import os
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvray.errors import CapacityError, ConfigError, LayoutMismatch, ShardUnavailable
+from kvray.store import key_index, payload
+from kvray.store.eviction import choose_victims
+from kvray.store.nvme import Demotion, NvmeStore
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.nvme.small_store import (
+    arena_tables,
+    chain_for,
+    demote,
+    open_store,
+    present,
+    promote,
+    put_in_arena,
+    spec,
+)
+from tests.unit.store.small_arena import SLOT, chain, reserve
+
+NOBODY = np.empty(0, dtype=np.int64)
+
+
+def evict(store: NvmeStore, count: int) -> int:
+    everything = np.arange(store.geometry.num_slots)
+    victims = choose_victims(store.tables, count, within=everything, protect=NOBODY)
+    return store.evict(victims)
+
+
+def test_block_that_was_demoted_comes_back_byte_for_byte(store: NvmeStore) -> None:
+    keys = chain(20)
+    assert demote(store, keys).all()
+    assert present(store, keys) == 20
+    assert promote(store, keys).sound.all()
+    check_invariants(store.tables)
+
+
+@pytest.mark.parametrize(
+    "block_bytes", [1, 511, 4095, 4096, 4097, 3 * 4096 + 17, 16 * SLOT - 1, 16 * SLOT]
+)
+def test_blocks_of_any_size_come_back(store: NvmeStore, block_bytes: int) -> None:
+    keys = chain(3)
+    assert demote(store, keys, block_bytes=block_bytes).all()
+    assert promote(store, keys, block_bytes=block_bytes).sound.all()
+
+
+def test_blocks_of_several_sizes_and_parts_share_the_store(store: NvmeStore) -> None:
+    keys = chain(4)
+    for part, size in enumerate((SLOT, 2 * SLOT + 5, 100)):
+        assert demote(store, keys, part=part, block_bytes=size).all()
+    for part, size in enumerate((SLOT, 2 * SLOT + 5, 100)):
+        assert promote(store, keys, part=part, block_bytes=size).sound.all()
+    check_invariants(store.tables)
+
+
+def test_blocks_outlive_the_store(directory: Path) -> None:
+    keys, tail = chain(20), chain(5, seed="tail")
+    first = open_store(directory)
+    demote(first, keys)
+    demote(first, tail, parent=keys[-1], depth=20, part=0)
+    first.close()
+    again = open_store(directory)
+    assert (again.report.blocks, again.report.segments, again.report.orphans) == (25, 2, 0)
+    assert promote(again, keys).sound.all()
+    assert promote(again, tail).sound.all()
+    check_invariants(again.tables)
+    again.close()
+
+
+def test_block_that_is_larger_than_a_segment_is_refused(store: NvmeStore) -> None:
+    with pytest.raises(CapacityError, match="raise nvme"):
+        demote(store, chain(1), block_bytes=17 * SLOT)
+
+
+def test_chain_whose_parent_is_not_here_gets_no_slot(store: NvmeStore) -> None:
+    keys = chain(4)
+    assert not len(demote(store, keys[2:], parent=keys[1], depth=2))
+    assert present(store, keys) == 0
+
+
+def test_aborted_slots_are_free_again(store: NvmeStore) -> None:
+    one = chain_for(store, arena_tables(), chain(5))
+    store.abort(one.pending)
+    assert not store.tables.slot_state.any()
+    check_invariants(store.tables)
+
+
+def test_full_store_evicts_tails_before_their_parents(directory: Path) -> None:
+    store = open_store(directory, spec(num_segments=2))
+    old, new = chain(20, seed="old"), chain(20, seed="new")
+    demote(store, old)
+    assert demote(store, new).all()
+    assert present(store, new) == 20
+    assert 0 < present(store, old) == store.stats().blocks - 20
+    left = present(store, old)
+    assert present(store, old[:left]) == left, "a parent went before its child"
+    assert promote(store, old[:left]).sound.all()
+    check_invariants(store.tables)
+    store.close()
+    again = open_store(directory, spec(num_segments=2))
+    assert promote(again, new).sound.all()
+    again.close()
+
+
+def test_what_was_evicted_does_not_come_back_after_a_flush(directory: Path) -> None:
+    keys = chain(20)
+    store = open_store(directory)
+    demote(store, keys)
+    assert evict(store, 7) == 7
+    store.flush()
+    store.close()
+    again = open_store(directory)
+    assert (again.report.blocks, present(again, keys[:13]), present(again, keys)) == (13, 13, 13)
+    again.close()
+
+
+def test_segment_that_is_empty_serves_another_block_size(directory: Path) -> None:
+    store = open_store(directory, spec(num_segments=1))
+    demote(store, chain(16))
+    other = chain(4, seed="other")
+    assert demote(store, other, block_bytes=3 * SLOT).all()
+    assert promote(store, other, block_bytes=3 * SLOT).sound.all()
+    assert (store.stats().segments, store.stats().blocks) == (1, 4)
+    store.close()
+    again = open_store(directory, spec(num_segments=1))
+    assert promote(again, other, block_bytes=3 * SLOT).sound.all()
+    assert len(list(directory.glob("segment-*"))) == 1
+    again.close()
+
+
+def test_files_stay_within_the_capacity(directory: Path) -> None:
+    asked = spec(num_segments=3)
+    store = open_store(directory, asked)
+    for number in range(10):
+        demote(store, chain(14, seed=str(number)), block_bytes=SLOT * (1 + number % 2))
+    store.close()
+    used = sum(path.stat().st_blocks * 512 for path in directory.glob("segment-*"))
+    assert 0 < used <= asked.capacity
+
+
+def test_store_without_room_for_a_segment_is_refused(directory: Path) -> None:
+    asked = spec(num_segments=1)
+    with pytest.raises(ConfigError, match="holds no segment"):
+        type(asked)(
+            cluster_name="x", capacity=asked.capacity - 1, segment=asked.segment, slot_min=SLOT
+        ).geometry()
+
+
+def test_promotion_into_slots_of_another_size_is_refused(store: NvmeStore) -> None:
+    keys = chain(2)
+    demote(store, keys)
+    with pytest.raises(LayoutMismatch):
+        promote(store, keys, block_bytes=2 * SLOT)
+    assert not store.tables.slot_leases.any()
+
+
+def test_slots_of_other_blocks_are_refused(store: NvmeStore) -> None:
+    keys, others = chain(2), chain(2, seed="other")
+    arena = arena_tables()
+    here = put_in_arena(arena, others)
+    one = chain_for(store, arena, keys)
+    with pytest.raises(ConfigError, match="same blocks"):
+        store.write([Demotion(pending=one.pending, arena_slots=here)], arena)
+    assert not store.tables.slot_state.any(), "its reservation is settled all the same"
+    demote(store, keys)
+    with pytest.raises(ConfigError, match="same blocks"):
+        store.read(key_index.pack_keys(keys), 0, arena, here)
+
+
+def test_block_that_is_wrong_in_the_arena_is_not_stored(store: NvmeStore) -> None:
+    keys = chain(4)
+    arena = arena_tables()
+    one = chain_for(store, arena, keys)
+    payload.slot_bytes(arena, int(one.arena_slots[2]))[7] ^= 1
+    assert store.write([one], arena)[0].tolist() == [True, True, False, True]
+    assert present(store, keys) == 3
+    check_invariants(store.tables)
+
+
+def test_key_that_is_not_here_is_a_miss(store: NvmeStore) -> None:
+    keys = chain(5)
+    demote(store, keys[:3])
+    assert promote(store, keys).sound.tolist() == [True] * 3 + [False] * 2
+
+
+def test_many_chains_share_one_write(store: NvmeStore) -> None:
+    arena = arena_tables()
+    chains = [chain(7, seed=str(number)) for number in range(6)]
+    demotions = [chain_for(store, arena, keys) for keys in chains]
+    assert all(mask.all() for mask in store.write(demotions, arena))
+    for keys in chains:
+        assert promote(store, keys).sound.all()
+
+
+def test_use_is_known_after_a_restart_if_it_was_noted(directory: Path) -> None:
+    old, new = chain(3, seed="old"), chain(3, seed="new")
+    store = open_store(directory)
+    demote(store, old)
+    demote(store, new)
+    promote(store, old)
+    store.flush(note_use=True)
+    store.close()
+    again = open_store(directory)
+    assert evict(again, 3) == 3
+    assert (present(again, old), present(again, new)) == (3, 0)
+    slots = key_index.find(again.tables, key_index.pack_keys(old), 0)
+    assert again.records(slots)["hits"].tolist() == [1, 1, 1]
+    again.close()
+
+
+def test_directory_has_one_owner(directory: Path) -> None:
+    first = open_store(directory)
+    with pytest.raises(ShardUnavailable, match=f"Process {os.getpid()} owns"):
+        open_store(directory)
+    first.close()
+    open_store(directory).close()
+
+
+def test_closed_store_says_so(store: NvmeStore) -> None:
+    store.close()
+    store.close()
+    for call in (store.flush, store.stats, lambda: promote(store, chain(1))):
+        with pytest.raises(ShardUnavailable, match="has closed"):
+            call()
+
+
+def test_lowered_capacity_removes_the_segments_unused_longest(directory: Path) -> None:
+    store = open_store(directory, spec(num_segments=4))
+    chains = [chain(16, seed=str(number)) for number in range(4)]
+    for keys in chains:
+        demote(store, keys)
+    promote(store, chains[0])
+    store.flush(note_use=True)
+    store.close()
+    again = open_store(directory, spec(num_segments=2))
+    assert len(again.report.surplus) == 2
+    assert [present(again, keys) for keys in chains] == [16, 0, 0, 16]
+    again.close()
+
+
+def test_reads_and_writes_go_on_at_once(directory: Path) -> None:
+    store = open_store(directory, spec(num_segments=8))
+    kept = chain(20, seed="kept")
+    demote(store, kept)
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(15):
+                if number % 2:
+                    promote(store, kept)
+                else:
+                    keys = chain(10, seed=f"{number} {turn}")
+                    demote(store, keys)
+                    promote(store, keys)
+        except BaseException as error:  # noqa: BLE001 - the test's own thread must hear of it
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert not failures
+    assert not store.tables.slot_leases.any()
+    check_invariants(store.tables)
+    store.close()
+
+
+def test_slot_that_is_read_is_not_evicted(store: NvmeStore) -> None:
+    keys = chain(4)
+    demote(store, keys)
+    arena = arena_tables()
+    made = reserve(arena, keys)
+    with store._leased(key_index.pack_keys(keys), 0) as found:
+        assert evict(store, 4) == 0
+        assert (found >= 0).all()
+    assert evict(store, 4) == 4
+    assert len(made.slots) == 4
