@@ -134,7 +134,7 @@ def test_a_shard_that_was_ended_for_good_is_made_anew(running: KVRayConfig, one:
     (name,) = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
     ray.kill(get_actor(name))
     wait_for(lambda: serves_as(epoch=2), "a new shard")
-    assert matched(running) == 5
+    wait_for(lambda: matched(running) == 5, "its announcement")
 
 
 def test_down_removes_everything_when_every_part_is_dead(
