@@ -173,9 +173,9 @@ def is_sound(records: Array, *, segment_id: int, first_row: int) -> Array:
     Arguments as for `seal`. An empty record is not sound.
     """
     rows = np.flatnonzero(~is_empty(records))
-    sound = np.zeros(len(records), dtype=bool)
+    sound: Array = np.zeros(len(records), dtype=bool)
     sums = _checksums(records, rows, segment_id, first_row)
-    sound[rows] = np.equal(records["checksum"][rows], sums)
+    np.put(sound, rows, records["checksum"][rows] == sums)
     return sound
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the NVMe tier build: small stores, and an arena to demote from and promote to."""
+"""Small NVMe stores, and an arena to demote from and promote to."""
 
 from pathlib import Path
 
@@ -109,7 +109,7 @@ def promote(
     store: NvmeStore, keys: list[BlockKey], *, part: int = 0, block_bytes: int = SLOT
 ) -> Promoted:
     """Read `keys`; fail if a block that is called sound has other bytes than its key's."""
-    arena = arena_tables()
+    arena = arena_tables(num_slabs=max(8, 2 + len(keys) * block_bytes // (32 * SLOT)))
     made = reserve(arena, keys, part=part, block_bytes=block_bytes)
     assert len(made.slots) == len(keys)
     got = store.read(key_index.pack_keys(keys), part, arena, made.slots)

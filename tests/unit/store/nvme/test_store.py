@@ -102,8 +102,10 @@ def test_full_store_evicts_tails_before_their_parents(directory: Path) -> None:
     assert present(store, old[:left]) == left, "a parent went before its child"
     assert promote(store, old[:left]).sound.all()
     check_invariants(store.tables)
+    store.flush()
     store.close()
     again = open_store(directory, spec(num_segments=2))
+    assert (present(again, old), present(again, new)) == (left, 20)
     assert promote(again, new).sound.all()
     again.close()
 

@@ -1,0 +1,320 @@
+"""Devices that fail, file systems that are full or take no direct I/O, and short transfers."""
+
+import errno
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvray.errors import CapacityError, TierError
+from kvray.store.layout import Array
+from kvray.store.nvme import NvmeSpec, growth
+from kvray.store.nvme import disk as disk_module
+from kvray.store.nvme import writer as writer_module
+from kvray.store.nvme.disk import Disk, DiskFile
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.mounted import run_mounted
+from tests.unit.store.nvme.small_store import (
+    SEGMENT,
+    demote,
+    open_store,
+    present,
+    promote,
+    spec,
+)
+from tests.unit.store.small_arena import SLOT, chain
+
+PAYLOAD = 4096 * 2
+
+
+class FaultyDisk(Disk):
+    """Fails what it is told to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad_reads: set[int] = set()
+        """Bytes of a file; a transfer that has one of them fails."""
+        self.fails_writes = self.fails_syncs = self.fails_records = False
+        self.free: int | None = None
+
+    def free_bytes(self, directory: Path) -> int:
+        return super().free_bytes(directory) if self.free is None else self.free
+
+    def _open(self, path: Path, flags: int) -> DiskFile:
+        plain = super()._open(path, flags)
+        return _FaultyFile(path, plain._fd, is_direct=plain.is_direct, disk=self)
+
+
+class _FaultyFile(DiskFile):
+    _disk: FaultyDisk
+
+    def read(self, buffers: Sequence[Array], offset: int) -> None:
+        end = offset + sum(one.nbytes for one in buffers)
+        if any(offset <= bad < end for bad in self._disk.bad_reads):
+            raise TierError("read error")
+        super().read(buffers, offset)
+
+    def write(self, buffers: Sequence[Array], offset: int) -> None:
+        is_record = 4096 <= offset < PAYLOAD
+        if self._disk.fails_writes or (self._disk.fails_records and is_record):
+            raise TierError("write error")
+        super().write(buffers, offset)
+
+    def sync(self) -> None:
+        if self._disk.fails_syncs:
+            raise TierError("sync error.")
+        super().sync()
+
+
+def test_block_that_the_device_refuses_is_a_miss_and_its_neighbours_are_not(
+    directory: Path,
+) -> None:
+    disk = FaultyDisk()
+    store = open_store(directory, disk=disk)
+    keys = chain(8)
+    demote(store, keys)
+    disk.bad_reads.add(PAYLOAD + 3 * SLOT + 77)
+    assert promote(store, keys).sound.tolist() == [True] * 3 + [False] + [True] * 4
+    assert (store.stats().unreadable, store.stats().corrupt) == (1, 0)
+    disk.bad_reads.clear()
+    assert promote(store, keys).sound.all()
+    store.close()
+
+
+@pytest.mark.parametrize("fault", ["fails_writes", "fails_records", "fails_syncs"])
+def test_write_that_fails_stores_nothing(directory: Path, fault: str) -> None:
+    disk = FaultyDisk()
+    store = open_store(directory, disk=disk)
+    kept, lost = chain(5, seed="kept"), chain(5, seed="lost")
+    demote(store, kept)
+    setattr(disk, fault, True)
+    with pytest.raises(TierError, match="error"):
+        demote(store, lost)
+    assert (present(store, kept), present(store, lost)) == (5, 0)
+    assert promote(store, kept).sound.all()
+    check_invariants(store.tables)
+    setattr(disk, fault, False)
+    store.close()
+    again = open_store(directory)
+    assert promote(again, kept).sound.all()
+    assert present(again, lost) == 0
+    again.close()
+
+
+def test_store_goes_on_after_a_write_that_failed(directory: Path) -> None:
+    disk = FaultyDisk()
+    store = open_store(directory, disk=disk)
+    keys = chain(5)
+    demote(store, chain(1, seed="first"))
+    disk.fails_records = True
+    with pytest.raises(TierError):
+        demote(store, keys)
+    disk.fails_records = False
+    assert demote(store, keys).all()
+    store.flush()
+    store.close()
+    again = open_store(directory)
+    assert promote(again, keys).sound.all()
+    again.close()
+
+
+def test_nothing_is_acknowledged_after_a_sync_that_failed(directory: Path) -> None:
+    """The kernel tells of a failed sync once, and then holds what it lost for written."""
+    disk = FaultyDisk()
+    store = open_store(directory, disk=disk)
+    keys = chain(5)
+    demote(store, keys)
+    disk.fails_syncs = True
+    with pytest.raises(TierError, match="sync error"):
+        store.flush()
+    disk.fails_syncs = False
+    for call in (store.flush, lambda: demote(store, chain(1, seed="x"))):
+        with pytest.raises(TierError, match="restart it when"):
+            call()
+    assert promote(store, keys).sound.all()
+    store.close()
+
+
+def test_full_disk_ends_growth_but_not_service(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FaultyDisk()
+    store = open_store(directory, spec(num_segments=8, free_reserve=10**6), disk=disk)
+    old = chain(16, seed="old")
+    demote(store, old)
+    disk.free = 10**6 + SEGMENT
+    caplog.clear()
+    assert not demote(store, chain(5, seed="none")).any()
+    assert "to stay free" in caplog.text
+    assert store.stats().segments_without_room == 7
+    assert promote(store, old).sound.all()
+    new = chain(5, seed="new")
+    assert demote(store, new).all(), "from now on others are evicted"
+    assert (present(store, old), store.stats().segments) == (11, 1)
+    check_closed(store.tables)
+    store.close()
+
+
+def check_closed(tables) -> None:  # type: ignore[no-untyped-def]
+    assert growth.num_closed(tables)
+    growth.reopen(tables)
+    tables.undo.settle()
+    check_invariants(tables)
+
+
+def test_growth_goes_on_when_there_is_room_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "_RETRY_S", 0.0)
+    disk = FaultyDisk()
+    store = open_store(directory, disk=disk)
+    demote(store, chain(16))
+    disk.free = 0
+    assert not demote(store, chain(5, seed="none")).any()
+    disk.free = None
+    demote(store, chain(1, seed="one"))
+    assert store.stats().segments_without_room == 0
+    assert demote(store, chain(20, seed="two")).all()
+    assert store.stats().segments == 3
+    check_invariants(store.tables)
+    store.close()
+
+
+def test_file_that_cannot_be_made_whole_leaves_nothing(directory: Path) -> None:
+    disk = FaultyDisk()
+    store = open_store(directory, disk=disk)
+    disk.fails_writes = True
+    with pytest.raises(TierError, match="write error"):
+        demote(store, chain(3))
+    assert not list(directory.glob("segment-*"))
+    disk.fails_writes = False
+    assert demote(store, chain(3)).all()
+    store.close()
+
+
+_ON_A_MOUNT = """
+import numpy as np
+from tests.unit.store.nvme.small_store import *
+from tests.unit.store.small_arena import chain
+store = open_store(mounted / "tier", spec(num_segments=64))
+stored = [chain(10, seed=str(number)) for number in range(30)]
+masks = [demote(store, keys) for keys in stored]
+assert masks[0].all() and masks[-1].all() and not all(mask.all() for mask in masks)
+for keys in stored:
+    promote(store, keys)
+assert store.stats().segments_without_room > 0
+print(store.stats().is_direct, promote(store, stored[-1]).sound.all())
+store.flush()
+store.close()
+again = open_store(mounted / "tier", spec(num_segments=64))
+print(promote(again, stored[-1]).sound.all())
+again.close()
+"""
+
+
+def test_file_system_that_fills_up_ends_growth(tmp_path: Path) -> None:
+    printed = run_mounted(_ON_A_MOUNT, kind="tmpfs", options="size=1m")
+    assert printed.split()[1:] == ["True", "True"]
+
+
+def test_file_size_limit_is_no_room(directory: Path) -> None:
+    import resource
+
+    store = open_store(directory)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, before[1]))
+    try:
+        assert not demote(store, chain(3)).any()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(directory.glob("segment-*"))
+    store.close()
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch, *, at_open: bool) -> None:
+    """Have the kernel refuse O_DIRECT, as some file systems do at open and others later."""
+    real_open, real_write, real_read = os.open, os.pwritev, os.preadv
+    import fcntl
+
+    def opened(path, flags, mode=0o777):  # type: ignore[no-untyped-def]
+        if at_open and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real_open(path, flags, mode)
+
+    def refusing(call):  # type: ignore[no-untyped-def]
+        def refuse(fd, buffers, offset):  # type: ignore[no-untyped-def]
+            if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return call(fd, buffers, offset)
+
+        return refuse
+
+    monkeypatch.setattr(disk_module.os, "open", opened)
+    monkeypatch.setattr(disk_module.os, "pwritev", refusing(real_write))
+    monkeypatch.setattr(disk_module.os, "preadv", refusing(real_read))
+
+
+@pytest.mark.parametrize("at_open", [True, False])
+def test_refused_direct_io_goes_through_the_page_cache_and_is_told_once(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    at_open: bool,
+) -> None:
+    refuse_direct(monkeypatch, at_open=at_open)
+    caplog.set_level(logging.WARNING)
+    store = open_store(directory)
+    keys = chain(30)
+    assert demote(store, keys).all()
+    assert promote(store, keys).sound.all()
+    store.flush()
+    assert not store.stats().is_direct
+    assert caplog.text.count("no direct I/O") == 1
+    store.close()
+
+
+def test_short_transfers_are_carried_on(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(call):  # type: ignore[no-untyped-def]
+        return lambda fd, buffers, offset: call(fd, [buffers[0][:4096]], offset)
+
+    monkeypatch.setattr(disk_module.os, "pwritev", short(os.pwritev))
+    monkeypatch.setattr(disk_module.os, "preadv", short(os.preadv))
+    store = open_store(directory)
+    keys = chain(12)
+    assert demote(store, keys).all()
+    assert promote(store, keys).sound.all()
+    store.close()
+
+
+def test_errors_say_what_to_do(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(code: int):  # type: ignore[no-untyped-def]
+        def fail(*args: object) -> None:
+            raise OSError(code, os.strerror(code))
+
+        return fail
+
+    file = Disk().create(directory / "file", 8192)
+    buffer = np.zeros(4096, dtype="u1")
+    monkeypatch.setattr(disk_module.os, "pwritev", failing(errno.ENOSPC))
+    with pytest.raises(CapacityError, match=r"file cannot be written .* free room"):
+        file.write([buffer], 0)
+    monkeypatch.setattr(disk_module.os, "pwritev", failing(errno.EIO))
+    with pytest.raises(TierError, match=r"file cannot be written .*dmesg"):
+        file.write([buffer], 0)
+    monkeypatch.setattr(disk_module.os, "preadv", failing(errno.EIO))
+    with pytest.raises(TierError, match=r"file cannot be read .*dmesg"):
+        file.read([buffer], 0)
+    file.close()
+
+
+def test_capacity_of_no_segment_and_a_name_that_is_too_long_are_refused() -> None:
+    for asked in (
+        NvmeSpec(cluster_name="x" * 65, capacity=2**32),
+        NvmeSpec(cluster_name="x", capacity=2**20),
+        NvmeSpec(cluster_name="x", capacity=2**32, slot_min=100),
+    ):
+        with pytest.raises(ValueError, match=r"cluster_name|nvme\.capacity"):
+            asked.geometry()
