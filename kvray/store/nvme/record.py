@@ -173,15 +173,16 @@ def is_sound(records: Array, *, segment_id: int, first_row: int) -> Array:
     Arguments as for `seal`. An empty record is not sound.
     """
     rows = np.flatnonzero(~is_empty(records))
-    sound: Array = np.zeros(len(records), dtype=bool)
-    sums = _checksums(records, rows, segment_id, first_row)
-    np.put(sound, rows, records["checksum"][rows] == sums)
+    sound = np.zeros(len(records), dtype=bool)
+    sums: Array = _checksums(records, rows, segment_id, first_row)
+    sound[rows] = sums == records["checksum"][rows]
     return sound
 
 
 def is_empty(records: Array) -> Array:
     """Return a mask of the records that are all zero: no block was ever there, or it went."""
-    empty: Array = ~records.view("<u8").reshape(len(records), -1).any(axis=1)
+    words = records.view("<u8").reshape(len(records), -1)
+    empty: Array = np.logical_not(words.any(axis=1))
     return empty
 
 

@@ -12,7 +12,6 @@ a segment file. Invariants:
 """
 
 import contextlib
-import logging
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
-from kvray.store import key_index, lease, slots
+from kvray.store import lease, slots
 from kvray.store.eviction import keep_evictable
 from kvray.store.layout import READY, Array
 from kvray.store.lock import OWNER_BYTE, SideFile
@@ -30,13 +29,11 @@ from kvray.store.nvme.book import RecordBook
 from kvray.store.nvme.disk import Disk
 from kvray.store.nvme.io_threads import IoThreads
 from kvray.store.nvme.memory import private_tables
+from kvray.store.nvme.reader import Reader
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats, Pending, Promoted
-from kvray.store.nvme.transfers import check_same, moves, read_tasks
 from kvray.store.nvme.writer import Writer
 from kvray.store.tables import Tables
-
-_log = logging.getLogger("kvray.nvme")
 
 OWNER_FILE = "owner"
 _NOBODY = np.empty(0, dtype=np.int64)
@@ -65,14 +62,10 @@ class NvmeStore:
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         """The writer's; it guards no state but the order of what is written."""
-        self._nobody_reads = threading.Condition(self._lock)
-        self._num_reading = 0
         self._is_closed = False
-        self._unreadable = self._read_bytes = 0
         self.tables = private_tables(self.geometry)
         """Changed under the store's lock only; others may read them, and choose victims."""
         self._book = RecordBook(self.geometry)
-        self._hits = np.zeros(self.geometry.num_slots, dtype="<u4")
         self._owner_file = _own(directory)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._owner_file.unlock, OWNER_BYTE)
@@ -96,6 +89,9 @@ class NvmeStore:
         self._writer = Writer(
             self.tables, self._book, self._files, threads=self._threads, section=self._section
         )
+        self._reader = Reader(
+            self.tables, self._book, self._files, threads=self._threads, section=self._section
+        )
 
     def close(self) -> None:
         """Close the files and give the directory up; what `flush` was not called for may be lost.
@@ -103,11 +99,11 @@ class NvmeStore:
         Waits for what is under way. Twice is fine.
         """
         with self._turn:
-            with self._nobody_reads:
-                if self._is_closed:
-                    return
+            if self._is_closed:
+                return
+            self._reader.close()
+            with self._lock:
                 self._is_closed = True
-                self._nobody_reads.wait_for(lambda: not self._num_reading)
             self._threads.close()
             self._files.close()
             self._owner_file.unlock(OWNER_BYTE)
@@ -210,9 +206,9 @@ class NvmeStore:
                 evicted=tables.evicted,
                 dropped=tables.dropped,
                 corrupt=tables.corrupt,
-                unreadable=self._unreadable,
+                unreadable=self._reader.num_unreadable,
                 written_bytes=self._writer.written_bytes,
-                read_bytes=self._read_bytes,
+                read_bytes=self._reader.read_bytes,
                 is_direct=all(one.file.is_direct for one in files),
             )
 
@@ -255,7 +251,7 @@ class NvmeStore:
         with self._turn:
             self._check_open()
             if note_use:
-                self._note_use()
+                self._reader.note_use()
             self._writer.flush()
 
     def read(self, keys: Array, part: int, arena: Tables, arena_slots: Array) -> Promoted:
@@ -274,22 +270,7 @@ class NvmeStore:
             ConfigError: a slot of the arena is reserved for another block.
             LayoutMismatch: or for one of another size.
         """
-        sound = np.zeros(len(keys), dtype=bool)
-        sums = np.zeros(len(keys), dtype="<u8")
-        with self._leased(keys, part) as found:
-            rows = np.flatnonzero(found >= 0)
-            held, into = found[rows], arena_slots[rows]
-            check_same(self.tables, held, arena, into)
-            unreadable = np.zeros(len(rows), dtype=bool)
-            some = np.zeros(len(rows), dtype="<u8")
-            each = moves(self._files.by_slab, held, self.geometry.slots_per_slab, arena, into)
-            self._threads.run(
-                [task for one in each for task in read_tasks(one, sums=some, unreadable=unreadable)]
-            )
-            same = (some == self.tables.slot_checksum[held]) & ~unreadable
-            self._note_read(held, same, unreadable)
-        sums[rows], sound[rows] = some, same
-        return Promoted(sound=sound, checksums=sums)
+        return self._reader.read(keys, part, arena, arena_slots)
 
     # -- private ------------------------------------------------------------------------------
 
@@ -312,64 +293,6 @@ class NvmeStore:
     def _bury_gone(self, candidates: Array) -> None:
         """Have the records of those candidates written as empty that a reservation has evicted."""
         self._book.bury(candidates[self.tables.slot_state[candidates] != READY])
-
-    @contextlib.contextmanager
-    def _leased(self, keys: Array, part: int) -> Iterator[Array]:
-        """Hold the blocks that are here; gives the slot of each key, -1 where there is none."""
-        with self._section():
-            found = key_index.find(self.tables, keys, part)
-            found[self.tables.slot_state[found] != READY] = -1
-            held = found[found >= 0]
-            self.tables.add(held, slot_leases=1)
-            self._num_reading += 1
-        try:
-            yield found
-        finally:
-            with self._nobody_reads:
-                self.tables.add(held, slot_leases=-1)
-                self.tables.undo.settle()
-                self._num_reading -= 1
-                self._nobody_reads.notify_all()
-
-    def _note_read(self, held: Array, same: Array, unreadable: Array) -> None:
-        bad = held[~same & ~unreadable]
-        with self._lock:
-            tables = self.tables
-            slots.quarantine(tables, bad)
-            tables.undo.settle()
-            # What its record promises is not there, and will not be after a restart.
-            self._book.bury(bad)
-            tables.slot_tick[held[same]] = tables.next_tick()
-            self._hits[held[same]] += 1
-            self._unreadable += int(np.count_nonzero(unreadable))
-            sizes = tables.slab_block_bytes[held[same] // self.geometry.slots_per_slab]
-            self._read_bytes += int(sizes.sum())
-        if len(bad):
-            key = tables.slot_key[bad[0]].tobytes().hex()[:8]
-            _log.error(
-                "%s: %d blocks do not have their checksum, the first of key %s; they are out of"
-                " service",
-                self.directory,
-                len(bad),
-                key,
-            )
-        if unreadable.any():
-            _log.error(
-                "%s: the device refused to read %d blocks; look at it with `dmesg`",
-                self.directory,
-                np.count_nonzero(unreadable),
-            )
-
-    def _note_use(self) -> None:
-        with self._section():
-            ready = np.flatnonzero(self.tables.slot_state == READY)
-            records = self._book.records(ready)
-            hits = np.minimum(records["hits"] + self._hits[ready].astype("<u8"), 2**32 - 1)
-            self._hits[ready] = 0
-            used = self.tables.slot_tick[ready]
-            changed = (records["used"] != used) | (records["hits"] != hits)
-            records["used"], records["hits"] = used, hits
-            self._book.put(ready[changed], records[changed])
 
 
 def _own(directory: Path) -> SideFile:

@@ -216,6 +216,19 @@ def test_use_is_known_after_a_restart_if_it_was_noted(directory: Path) -> None:
     again.close()
 
 
+def test_block_does_not_inherit_the_hits_of_the_one_before(store: NvmeStore) -> None:
+    old, new = chain(3, seed="old"), chain(3, seed="new")
+    demote(store, old)
+    promote(store, old)
+    evict(store, 3)
+    demote(store, new)
+    promote(store, new[:1])
+    store.flush(note_use=True)
+    slots = key_index.find(store.tables, key_index.pack_keys(new), 0)
+    assert slots.tolist() == [0, 1, 2], "they are in the same slots"
+    assert store.records(slots)["hits"].tolist() == [1, 0, 0]
+
+
 def test_directory_has_one_owner(directory: Path) -> None:
     first = open_store(directory)
     with pytest.raises(ShardUnavailable, match=f"Process {os.getpid()} owns"):
@@ -280,7 +293,7 @@ def test_slot_that_is_read_is_not_evicted(store: NvmeStore) -> None:
     demote(store, keys)
     arena = arena_tables()
     made = reserve(arena, keys)
-    with store._leased(key_index.pack_keys(keys), 0) as found:
+    with store._reader.leased(key_index.pack_keys(keys), 0) as found:
         assert evict(store, 4) == 0
         assert (found >= 0).all()
     assert evict(store, 4) == 4

@@ -1,0 +1,150 @@
+"""Reads blocks of a store into an arena and says which of them are what they should be.
+
+Any number of reads may be under way; each leases what it reads, so that nobody writes there. The
+store's lock is taken for moments, never over I/O.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from kvray.errors import ShardUnavailable
+from kvray.store import key_index, slots
+from kvray.store.layout import READY, Array
+from kvray.store.nvme.book import RecordBook
+from kvray.store.nvme.io_threads import IoThreads
+from kvray.store.nvme.segment_files import SegmentFiles
+from kvray.store.nvme.terms import Promoted
+from kvray.store.nvme.transfers import check_same, moves, read_tasks
+from kvray.store.tables import Tables
+
+_log = logging.getLogger("kvray.nvme")
+
+_HITS_MAX = 2**32 - 1
+
+
+class Reader:
+    """Reads blocks, and notes when and how often; see `NvmeStore.read`."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        book: RecordBook,
+        files: SegmentFiles,
+        *,
+        threads: IoThreads,
+        section: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Read from `files` what `tables` have; `section` is the store's lock."""
+        self.num_unreadable = self.read_bytes = 0
+        self._tables = tables
+        self._book = book
+        self._files = files
+        self._threads = threads
+        self._section = section
+        self._hits = np.zeros(tables.geometry.num_slots, dtype="<u4")
+        """Reads since they were last noted in the book, whose pages would change with them."""
+        self._hits_of = np.zeros(tables.geometry.num_slots, dtype="<u8")
+        """Number of the block that they are of: a slot may have got another since."""
+        self._idle = threading.Condition()
+        self._num_reading = 0
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Begin no more reads; return when none is under way. Twice is fine."""
+        with self._idle:
+            self._is_closed = True
+            self._idle.wait_for(lambda: not self._num_reading)
+
+    def read(self, keys: Array, part: int, arena: Tables, arena_slots: Array) -> Promoted:
+        """Read blocks and check them; see `NvmeStore.read`."""
+        sound = np.zeros(len(keys), dtype=bool)
+        checksums = np.zeros(len(keys), dtype="<u8")
+        with self._under_way(), self.leased(keys, part) as found:
+            rows = np.flatnonzero(found >= 0)
+            held, into = found[rows], arena_slots[rows]
+            check_same(self._tables, held, arena, into)
+            sums = np.zeros(len(rows), dtype="<u8")
+            unreadable = np.zeros(len(rows), dtype=bool)
+            each = moves(
+                self._files.by_slab, held, self._tables.geometry.slots_per_slab, arena, into
+            )
+            tasks = [read_tasks(one, sums=sums, unreadable=unreadable) for one in each]
+            self._threads.run([task for some in tasks for task in some])
+            same = (sums == self._tables.slot_checksum[held]) & ~unreadable
+            self._note(held, same, unreadable)
+        checksums[rows], sound[rows] = sums, same
+        return Promoted(sound=sound, checksums=checksums)
+
+    @contextlib.contextmanager
+    def leased(self, keys: Array, part: int) -> Iterator[Array]:
+        """Hold the blocks that are here; gives the slot of each key, -1 where there is none."""
+        with self._section():
+            found = key_index.find(self._tables, keys, part)
+            found[self._tables.slot_state[found] != READY] = -1
+            held = found[found >= 0]
+            self._tables.add(held, slot_leases=1)
+        try:
+            yield found
+        finally:
+            with self._section():
+                self._tables.add(held, slot_leases=-1)
+
+    def note_use(self) -> None:
+        """Enter into the book when and how often blocks were used."""
+        with self._section():
+            ready = np.flatnonzero(self._tables.slot_state == READY)
+            records = self._book.records(ready)
+            is_of_it = self._hits_of[ready] == self._tables.slot_number[ready]
+            new = np.where(is_of_it, self._hits[ready], 0).astype("<u8")
+            hits = np.minimum(records["hits"] + new, _HITS_MAX)
+            self._hits[:] = 0
+            used = self._tables.slot_tick[ready]
+            changed = (records["used"] != used) | (records["hits"] != hits)
+            records["used"], records["hits"] = used, hits
+            self._book.put(ready[changed], records[changed])
+
+    @contextlib.contextmanager
+    def _under_way(self) -> Iterator[None]:
+        """Keep the files open meanwhile."""
+        with self._idle:
+            if self._is_closed:
+                raise ShardUnavailable("This process has closed its NVMe tier.")
+            self._num_reading += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._num_reading -= 1
+                self._idle.notify_all()
+
+    def _note(self, held: Array, same: Array, unreadable: Array) -> None:
+        tables = self._tables
+        bad, good = held[~same & ~unreadable], held[same]
+        with self._section():
+            slots.quarantine(tables, bad)
+            # What its record promises is not there, and will not be after a restart.
+            self._book.bury(bad)
+            tables.slot_tick[good] = tables.next_tick()
+            numbers = tables.slot_number[good]
+            self._hits[good] = np.where(self._hits_of[good] == numbers, self._hits[good], 0) + 1
+            self._hits_of[good] = numbers
+            self.num_unreadable += int(np.count_nonzero(unreadable))
+            sizes = tables.slab_block_bytes[good // tables.geometry.slots_per_slab]
+            self.read_bytes += int(sizes.sum())
+        if len(bad):
+            _log.error(
+                "%d blocks of the NVMe tier do not have their checksum, the first of key %s; they"
+                " are out of service",
+                len(bad),
+                tables.slot_key[bad[0]].tobytes().hex()[:8],
+            )
+        if unreadable.any():
+            _log.error(
+                "The device of the NVMe tier refused to read %d blocks; look at it with `dmesg`",
+                np.count_nonzero(unreadable),
+            )
