@@ -1,75 +1,92 @@
-"""Which blocks to evict: least recently used first, a prefix from its tail."""
+"""Which blocks to evict: by their rank, or least recently used first; a prefix from its tail."""
+
+from collections.abc import Callable
 
 import numpy as np
 
 from kvray.store.layout import READY
 from kvray.store.tables import Array, Tables
 
-_STAYS = np.uint64(2**64 - 1)
-"""In place of the time of use of a block that cannot go."""
+Rank = Callable[[Array], Array]
+"""Slots -> a number for each, f8: the lowest is to go first."""
 
 
-def choose_victims(tables: Tables, count: int, *, within: Array, protect: Array) -> Array:
+def choose_victims(
+    tables: Tables, count: int, *, within: Array, protect: Array, rank: Rank | None = None
+) -> Array:
     """Return up to `count` slots to evict, children before their parents.
 
     Nothing is changed, and no lock is needed: what it returns is looked at again, under the lock,
     by `keep_evictable`. A slot qualifies if it is READY, nobody leases it, and every child that it
-    has in the arena goes before it. Of those that qualify the least recently used goes, where a
-    parent counts as used when the last of its children was: fewer than `count` are returned only
-    when nothing else qualifies.
+    has in the arena goes before it. Of those that qualify the lowest in rank goes, where a parent
+    ranks no lower than any of its children: fewer than `count` are returned only when nothing else
+    qualifies.
 
     Args:
         tables: the arena's tables.
         count: slots wanted.
         within: the slots to choose from.
         protect: slots that must stay (the chain that the caller is about to extend).
+        rank: of slots; None: the order in which they were used last.
     """
+    fit = within[_is_fit(tables, within)]
+    ranks = _ranks(tables, fit, rank)
     wanted = count
     while True:
-        # A block cannot have been used last before itself: those that go are among the oldest,
-        # unless their children are younger than they are.
-        oldest = _choose_oldest(tables, wanted, within=within)
-        victims = keep_evictable(tables, oldest, protect=protect)
-        if len(victims) >= count or len(oldest) < wanted:
+        # Those that go are among the lowest, unless their children rank above them.
+        rows = slice(None)
+        if wanted < len(fit):
+            rows = np.argpartition(ranks, wanted - 1)[:wanted]
+        victims = _keep_evictable(tables, fit[rows], ranks[rows], protect)
+        if len(victims) >= count or wanted >= len(fit):
             return victims[:count]
         wanted *= 4
 
 
-def keep_evictable(tables: Tables, chosen: Array, *, protect: Array) -> Array:
+def keep_evictable(
+    tables: Tables, chosen: Array, *, protect: Array, rank: Rank | None = None
+) -> Array:
     """Return those of `chosen` that can go without any other, in the order in which they should.
 
     A block can go if it is fit itself and all its children are here and can go.
     """
-    fit = np.sort(chosen[_is_fit(tables, chosen) & ~np.isin(chosen, protect)])
+    return _keep_evictable(tables, chosen, _ranks(tables, chosen, rank), protect)
+
+
+def _keep_evictable(tables: Tables, chosen: Array, ranks: Array, protect: Array) -> Array:
+    is_fit = _is_fit(tables, chosen)
+    if len(protect):
+        is_fit &= ~np.isin(chosen, protect)
+    order = np.argsort(chosen)
+    order = order[is_fit[order]]
+    fit, ranks = chosen[order], ranks[order]
     nowhere = len(fit)
     parent = tables.slot_parent[fit]
     at = np.searchsorted(fit, parent)
     here = np.append(fit, -2)[at] == parent
     above = np.append(np.where(here, at, nowhere), nowhere)
     children = np.bincount(above, minlength=nowhere + 1)[:nowhere]
-    used = np.append(tables.slot_tick[fit], np.uint64(0))
-    used[:nowhere][children != tables.slot_children[fit]] = _STAYS
-    # Each round hands every block's time to the ancestor twice as far away as in the last one. The
+    ranks = np.append(ranks, -np.inf)
+    ranks[:nowhere][children != tables.slot_children[fit]] = np.inf
+    # Each round hands every block's rank to the ancestor twice as far away as in the last one. The
     # rounds are counted, because without the lock parents may be seen to go in a circle.
     for _ in range(nowhere.bit_length()):
         if not (above < nowhere).any():
             break
-        np.maximum.at(used, above, used)
-        used[nowhere] = 0
+        np.maximum.at(ranks, above, ranks)
+        ranks[nowhere] = -np.inf
         above = above[above]
-    used = used[:nowhere]
-    # Equal times are common, because a request touches its whole prefix at once: deeper first.
-    order = np.lexsort((-tables.slot_depth[fit].astype(np.int64), used))
-    ordered: Array = fit[order[: np.count_nonzero(used != _STAYS)]]
+    ranks = ranks[:nowhere]
+    # Equal ranks are common, because a request uses its whole prefix at once: deeper first.
+    order = np.lexsort((-tables.slot_depth[fit].astype(np.int64), ranks))
+    ordered: Array = fit[order[: np.count_nonzero(ranks != np.inf)]]
     return ordered
 
 
-def _choose_oldest(tables: Tables, count: int, *, within: Array) -> Array:
-    """Return the `count` unleased READY slots of `within` that were used longest ago."""
-    fit = within[_is_fit(tables, within)]
-    if len(fit) <= count:
-        return fit
-    return fit[np.argpartition(tables.slot_tick[fit], count - 1)[:count]]
+def _ranks(tables: Tables, slots: Array, rank: Rank | None) -> Array:
+    """Return the rank of each of `slots`, f8."""
+    ranks: Array = (tables.slot_tick[slots] if rank is None else rank(slots)).astype(np.float64)
+    return ranks
 
 
 def _is_fit(tables: Tables, slots: Array) -> Array:

@@ -1,0 +1,186 @@
+"""The prompts that used blocks, and what became of a sample of their blocks.
+
+Of every prompt a few blocks are watched, whether they stay in a tier or not. When a later prompt
+uses one, it has returned, at an age that is the time since. From that `hazard` learns what blocks
+are worth, by the turn of their conversation, the length of their prompt, how much of it was new,
+and their own kind. The classes are cut where the prompts seen so far part in equal shares, so
+that no length or time is written down here.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from kvray.store.policy import hazard
+from kvray.store.policy.policy import Array
+
+TRUNK, OWN, LAST = range(3)
+"""Kinds of blocks: shared by several conversations, of one, and the end of its prompt."""
+
+WATCHED_MAX = 4
+"""Blocks of one prompt that are watched at a time."""
+
+_NONE = -1
+_KINDS = 3
+_PROMPTS = 2**16
+"""Prompts that are remembered."""
+_TURNS = np.array([0, 1, 2, 3, 3, 4])
+"""Turn -> its class; the last one for all later turns."""
+_LENGTHS = np.array([0.25, 0.5, 0.75])
+_NEWS = np.array([1 / 3, 2 / 3])
+"""Shares of the prompts at which the classes of length and of new blocks are cut."""
+_FACTORS = (int(_TURNS[-1]) + 1, len(_LENGTHS) + 1, len(_NEWS) + 1, _KINDS)
+_LEARN_FIRST = 64
+_LEARN_MOST = 512
+_LEARN_SHARE = 0.05
+"""Prompts from one lesson to the next: a share of those seen, within the bounds above."""
+
+
+class Prompts:
+    """Prompts by number, which grows for ever; single-threaded, no clock."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._count = 0
+        self._time = np.zeros(_PROMPTS)
+        self._turn, self._length, self._num_stored, self._num_new, self._class = np.zeros(
+            (5, _PROMPTS), dtype=np.int64
+        )
+        # Of the blocks of each prompt that are watched: hits (_NONE: none is), depth, and after
+        # how long it returned.
+        self._hits = np.full((_PROMPTS, WATCHED_MAX), _NONE, dtype=np.int64)
+        self._depth = np.zeros((_PROMPTS, WATCHED_MAX), dtype=np.int64)
+        self._returned = np.full((_PROMPTS, WATCHED_MAX), np.inf)
+        # Name -> the prompt that watches it, and in which place; name -> the prompt near whose end
+        # it stands. And what a prompt has in these two.
+        self._watchers: dict[int, tuple[int, int]] = {}
+        self._ends: dict[int, int] = {}
+        self._names: dict[int, list[int]] = {}
+        self._cuts = np.zeros(len(_LENGTHS)), np.zeros(len(_NEWS))
+        self._worth: Array | None = None
+        self._learn_at = _LEARN_FIRST
+
+    def begin(self, *, now: float) -> int:
+        """Enter a prompt; return its number."""
+        if self._count >= self._learn_at:
+            self._learn(now)
+        number, row = self._count, self._count % _PROMPTS
+        self._count += 1
+        self._forget(number - _PROMPTS)
+        self._time[row] = now
+        for column in (self._turn, self._length, self._num_stored, self._num_new, self._class):
+            column[row] = 0
+        self._hits[row] = _NONE
+        return number
+
+    def num_stored(self, number: int) -> int:
+        """Return how many leading blocks of a prompt have been found or stored."""
+        return int(self._num_stored[number % _PROMPTS])
+
+    def use(self, number: int, names: list[int], *, now: float) -> int:
+        """Note that a prompt uses blocks: those that were watched have returned.
+
+        Returns:
+            How many leading ones of `names` were used before, as far as is known.
+        """
+        num_known = 0
+        for name in self._watchers.keys() & names:
+            watcher, place = self._watchers.pop(name)
+            row = watcher % _PROMPTS
+            self._returned[row, place] = now - self._time[row]
+            num_known = max(num_known, names.index(name) + 1)
+        for name in self._ends.keys() & names:
+            row, before = number % _PROMPTS, self._ends[name] % _PROMPTS
+            self._turn[row] = max(self._turn[row], self._turn[before] + 1)
+            num_known = max(num_known, names.index(name) + 1)
+        return num_known
+
+    def measure(self, number: int, *, length: int, num_stored: int, num_new: int) -> None:
+        """Note how many blocks a prompt has, how many are in the tier, how many nobody knew."""
+        row = number % _PROMPTS
+        self._length[row] = max(length, self._length[row])
+        self._num_stored[row], self._num_new[row] = num_stored, num_new
+        self._class[row] = self._prompt_classes(row)
+
+    def watch(self, number: int, place: int, name: int, *, hits: int, depth: int) -> None:
+        """Watch a block that a prompt has used, instead of what it had in that place.
+
+        Args:
+            number: of the prompt.
+            place: 0 to WATCHED_MAX - 1.
+            name: of the block.
+            hits: how often it was found before.
+            depth: its place in the prompt.
+        """
+        row = number % _PROMPTS
+        for before in self._names.get(number, ()):
+            if self._watchers.get(before) == (number, place):
+                del self._watchers[before]
+        self._watchers[name] = number, place
+        self._names.setdefault(number, []).append(name)
+        self._hits[row, place], self._depth[row, place] = hits, depth
+        self._returned[row, place] = np.inf
+
+    def end(self, number: int, name: int) -> None:
+        """Note the block whose use tells that a prompt goes on with this one."""
+        for before in self._names.get(number, ()):
+            if self._ends.get(before) == number:
+                del self._ends[before]
+        self._ends[name] = number
+        self._names.setdefault(number, []).append(name)
+
+    def worth(self, numbers: Array, depths: Array, hits: Array, *, now: float) -> Array:
+        """Return what blocks are worth: hits a second, f8; before the first lesson, their age.
+
+        Args:
+            numbers: of the prompts that used them last.
+            depths: their places in it.
+            hits: how often each was found since it was stored.
+            now: seconds.
+        """
+        rows = numbers % _PROMPTS
+        seconds = now - self._time.take(rows)
+        if self._worth is None:
+            return -seconds
+        worth = hazard.worth_at(self._worth, self._classes(rows, depths, hits), seconds)
+        worth[numbers <= self._count - _PROMPTS] = 0.0
+        return worth
+
+    def _learn(self, now: float) -> None:
+        step = min(int(_LEARN_SHARE * self._count), _LEARN_MOST)
+        self._learn_at = self._count + max(_LEARN_FIRST, step)
+        rows = np.arange(min(self._count, _PROMPTS))
+        self._cuts = (
+            np.quantile(self._length[rows], _LENGTHS),
+            np.quantile(self._num_new[rows], _NEWS),
+        )
+        self._class[rows] = self._prompt_classes(rows)
+        row, place = np.nonzero(self._hits[rows] != _NONE)
+        returned = self._returned[row, place]
+        self._worth = hazard.worth(
+            self._classes(row, self._depth[row, place], self._hits[row, place]),
+            np.minimum(returned, now - self._time[row]),
+            np.isfinite(returned),
+            factors=_FACTORS,
+        )
+
+    def _prompt_classes(self, rows: Any) -> Any:
+        lengths, news = self._cuts
+        turn = _TURNS[np.minimum(self._turn[rows], len(_TURNS) - 1)]
+        length = np.searchsorted(lengths, self._length[rows])
+        new = np.searchsorted(news, self._num_new[rows])
+        return (turn * _FACTORS[1] + length) * _FACTORS[2] + new
+
+    def _classes(self, rows: Array, depths: Array, hits: Array) -> Array:
+        # Whoever goes on with a conversation finds its blocks once more; others make it oftener.
+        kinds = np.where(hits > self._turn.take(rows), TRUNK, OWN)
+        kinds[depths == self._length.take(rows) - 1] = LAST
+        classes: Array = self._class.take(rows) * _KINDS + kinds
+        return classes
+
+    def _forget(self, number: int) -> None:
+        for name in self._names.pop(number, ()):
+            if self._watchers.get(name, (_NONE, 0))[0] == number:
+                del self._watchers[name]
+            if self._ends.get(name) == number:
+                del self._ends[name]

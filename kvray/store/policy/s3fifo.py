@@ -1,0 +1,88 @@
+"""S3-FIFO: newcomers on probation in a small queue, a main one for what was used there.
+
+Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. The queues are
+kept as numbers of their blocks, and turned when blocks have left them.
+"""
+
+import numpy as np
+
+from kvray.store.policy.policy import Array, Use
+
+_SMALL_SHARE = 0.1
+_USES_MAX = 3
+_AFTER = 2.0**60
+"""Added to the rank of what goes only when nothing else is left."""
+
+
+class S3FIFO:
+    """See `Policy`."""
+
+    def __init__(self, num_slots: int) -> None:
+        """Rank blocks in slots 0 to `num_slots` - 1."""
+        self._ghosts_max = num_slots
+        self._ghosts: dict[int, None] = {}
+        self._next = 1
+        # Place in its queue; 0: in none.
+        self._place = np.zeros(num_slots, dtype=np.int64)
+        self._uses = np.zeros(num_slots, dtype=np.int64)
+        self._is_main = np.zeros(num_slots, dtype=bool)
+        self._name = np.zeros(num_slots, dtype=np.int64)
+
+    def used(self, use: Use) -> None:
+        """See `Policy.used`."""
+        self._uses[use.slots] = np.minimum(self._uses[use.slots] + 1, _USES_MAX)
+
+    def stored(self, use: Use) -> None:
+        """See `Policy.stored`."""
+        slots = use.slots
+        self._uses[slots] = 0
+        self._name[slots] = use.names
+        self._is_main[slots] = [name in self._ghosts for name in use.names.tolist()]
+        # Of one prompt the last block is the first to go.
+        self._enqueue(slots[::-1])
+
+    def freed(self, slots: Array) -> None:
+        """See `Policy.freed`."""
+        main, small = slots[self._is_main[slots]], slots[~self._is_main[slots]]
+        for name in self._name[small].tolist():
+            self._ghosts.pop(name, None)
+            self._ghosts[name] = None
+        while len(self._ghosts) > self._ghosts_max:
+            del self._ghosts[next(iter(self._ghosts))]
+        behind_small = self._place[small].max(initial=0)
+        behind_main = self._place[main].max(initial=0)
+        self._place[slots] = 0
+        self._turn(behind_small, behind_main)
+
+    def rank(self, slots: Array, *, now: float) -> Array:
+        """See `Policy.rank`."""
+        place = self._place[slots].astype(np.float64)
+        is_main = self._is_main[slots]
+        small = np.flatnonzero(~is_main)
+        num_due = len(small) - int(_SMALL_SHARE * len(slots))
+        ranks = place + self._next * np.where(is_main, 1 + self._uses[slots], 0)
+        if num_due <= 0:
+            ranks[small] += _AFTER
+        elif num_due < len(small):
+            order = np.argpartition(place[small], num_due)
+            ranks[small[order[num_due:]]] += _AFTER
+        # Used on probation: it would only change over into the main queue.
+        ranks[small[self._uses[slots[small]] > 1]] += 2 * self._next
+        return ranks
+
+    def _turn(self, small: int, main: int) -> None:
+        """Have what stood before these places in their queues, and stays, enter the main one."""
+        passed = np.flatnonzero(
+            (self._place > 0)
+            & (self._place < np.where(self._is_main, main, small))
+            & (self._uses > np.where(self._is_main, 0, 1))
+        )
+        if not len(passed):
+            return
+        self._uses[passed] = np.where(self._is_main[passed], self._uses[passed] - 1, 0)
+        self._is_main[passed] = True
+        self._enqueue(passed[np.argsort(self._place[passed])])
+
+    def _enqueue(self, slots: Array) -> None:
+        self._place[slots] = np.arange(self._next, self._next + len(slots))
+        self._next += len(slots)
