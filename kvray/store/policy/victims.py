@@ -1,0 +1,58 @@
+"""The next blocks of a tier to go, ranked many at a time."""
+
+import numpy as np
+
+from kvray.store.eviction import choose_victims, keep_evictable
+from kvray.store.policy.policy import Array, Policy
+from kvray.store.tables import Tables
+
+_NOTHING = np.empty(0, dtype=np.int64)
+
+
+class Victims:
+    """Blocks in the order in which they are to go; those used since they were ranked stay.
+
+    All blocks of a tier are ranked at once, which costs the same for one victim as for thousands.
+    """
+
+    def __init__(self, tables: Tables, policy: Policy, *, ranked: int) -> None:
+        """Rank the blocks of `tables` by `policy`, and keep the first `ranked` of them in mind."""
+        self._tables = tables
+        self._policy = policy
+        self._ranked = ranked
+        self._slots = _NOTHING
+        self._ticks = _NOTHING
+
+    def take(self, count: int, *, protect: Array, now: float) -> Array:
+        """Return up to `count` slots to evict, in order: each can go if all before it do.
+
+        Nothing is changed, and no lock is needed; but `keep_evictable` has the last word under it.
+
+        Args:
+            count: slots wanted.
+            protect: slots that must stay.
+            now: seconds, on the policy's clock.
+        """
+        found = self._next(count, protect)
+        if len(found) < count:
+            self._rank(count, now)
+            found = self._next(count, protect)
+        return found
+
+    def _next(self, count: int, protect: Array) -> Array:
+        taken, self._slots = self._slots[:count], self._slots[count:]
+        ticks, self._ticks = self._ticks[:count], self._ticks[count:]
+        same = taken[self._tables.slot_tick.take(taken) == ticks]
+        order = np.arange(len(same), dtype=np.float64)
+        return keep_evictable(self._tables, same, protect=protect, rank=lambda _: order)
+
+    def _rank(self, count: int, now: float) -> None:
+        tables = self._tables
+        self._slots = choose_victims(
+            tables,
+            max(count, self._ranked),
+            within=np.arange(tables.geometry.num_slots),
+            protect=_NOTHING,
+            rank=lambda slots: self._policy.rank(slots, now=now),
+        )
+        self._ticks = tables.slot_tick[self._slots]
