@@ -1,7 +1,6 @@
 """`kvray bench`: the commands."""
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from rich.console import Console
 from kvray.cli.boundary import boundary
 from kvray.cli.interrupts import Interrupts
 from kvray.cli.options import ConfigOption, VerboseOption
+from kvray.cli.plot_path import check_plot
 from kvray.config import KVRayConfig, load_config, parse_size
 from kvray.errors import ConfigError
 
@@ -52,7 +52,7 @@ def local(
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config)
         if plot is not None:
-            _check_plot(plot)
+            check_plot(plot)
         _run(
             settings,
             capacity=_parse(capacity, "--capacity"),
@@ -245,13 +245,3 @@ def _parse(text: str, option: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}.") from None
-
-
-def _check_plot(path: Path) -> None:
-    """Refuse what would fail only when everything has been measured."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; run `pip install 'kvray[bench]'`.")
-    if path.suffix.lower() != ".png":
-        raise ConfigError(f"--plot writes a PNG, not {path.name}; give a name that ends in .png.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"There is no directory {path.parent} for --plot; make it first.")
