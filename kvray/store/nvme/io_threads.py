@@ -12,6 +12,7 @@ class IoThreads:
 
     def __init__(self, num_threads: int) -> None:
         """Start threads as they are needed, one less than `num_threads`: the caller is one too."""
+        self.num_threads = num_threads
         self._num_helpers = max(0, num_threads - 1)
         self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), "kvray-nvme")
 

@@ -19,7 +19,7 @@ from kvray.store.nvme.book import RecordBook
 from kvray.store.nvme.io_threads import IoThreads
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Promoted
-from kvray.store.nvme.transfers import check_same, moves, read_tasks
+from kvray.store.nvme.transfers import check_same, chunk_bytes, moves, read_tasks
 from kvray.store.tables import Tables
 
 _log = logging.getLogger("kvray.nvme")
@@ -73,8 +73,14 @@ class Reader:
             each = moves(
                 self._files.by_slab, held, self._tables.geometry.slots_per_slab, arena, into
             )
-            tasks = [read_tasks(one, sums=sums, unreadable=unreadable) for one in each]
-            self._threads.run([task for some in tasks for task in some])
+            size = chunk_bytes(each, self._threads.num_threads)
+            self._threads.run(
+                [
+                    task
+                    for one in each
+                    for task in read_tasks(one, chunk_bytes=size, sums=sums, unreadable=unreadable)
+                ]
+            )
             same = (sums == self._tables.slot_checksum[held]) & ~unreadable
             self._note(held, same, unreadable)
         checksums[rows], sound[rows] = sums, same

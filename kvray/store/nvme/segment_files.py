@@ -69,6 +69,9 @@ class SegmentFiles:
         if old is not None:
             old.close()
             self._disk.remove(old.file.path)
+            # Gone for good before there is another: with one file too many the next start would
+            # have to choose, and the old one's records still name blocks.
+            self._disk.sync_directory(self._directory)
         shape = SegmentShape.of(self._geometry, block_bytes)
         if not self._has_room(shape.file_bytes):
             raise CapacityError(

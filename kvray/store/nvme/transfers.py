@@ -4,7 +4,7 @@ What crosses between threads: views of the arena's slots, which the caller has l
 and arrays over all blocks that were asked for, of which each turn writes its own rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,9 +18,9 @@ from kvray.store.nvme.io_threads import Task
 from kvray.store.nvme.segment import Segment
 from kvray.store.tables import Tables
 
-CHUNK_BYTES = 2 * 2**20
-"""What one transfer moves: enough for a device's full speed with a few of them under way, and
-little enough that the sums of one are made while others are under way."""
+_CHUNK_BYTES_MIN, _CHUNK_BYTES_MAX = 2**20, 8 * 2**20
+"""What one transfer moves. From the smaller size on a device is at full speed; a larger one costs
+less CPU, and is still small enough that it is summed while others are under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,11 +36,18 @@ class Move:
     """Places of the blocks among all that were asked for."""
 
 
-def write_tasks(move: Move, *, sums: Array) -> list[Task]:
+def chunk_bytes(moves: Sequence[Move], num_threads: int) -> int:
+    """Return how large transfers should be so that each of the threads has one."""
+    total = sum(len(one.rows) * align(one.segment.shape.block_bytes) for one in moves)
+    return min(max(-(-total // num_threads), _CHUNK_BYTES_MIN), _CHUNK_BYTES_MAX)
+
+
+def write_tasks(move: Move, *, chunk_bytes: int, sums: Array) -> list[Task]:
     """Return what writes blocks to their segment.
 
     Args:
         move: the blocks.
+        chunk_bytes: bytes of one transfer.
         sums: u64, one for each block that was asked for: gets the checksum that its bytes have in
             the arena, which the caller compares before it records the block.
     """
@@ -50,14 +57,15 @@ def write_tasks(move: Move, *, sums: Array) -> list[Task]:
         sums[move.rows[chunk.rows]] = payload.sum_slots(move.arena, slots)
         move.segment.file.write(chunk.buffers, chunk.offset)
 
-    return _each(write, _chunks(move, CHUNK_BYTES))
+    return _each(write, _chunks(move, chunk_bytes))
 
 
-def read_tasks(move: Move, *, sums: Array, unreadable: Array) -> list[Task]:
+def read_tasks(move: Move, *, chunk_bytes: int, sums: Array, unreadable: Array) -> list[Task]:
     """Return what reads blocks from their segment; one that the device refuses is told of.
 
     Args:
         move: the blocks.
+        chunk_bytes: bytes of one transfer.
         sums: as for `write_tasks`, once they are there.
         unreadable: a mask like it of the blocks that the device refused.
     """
@@ -79,7 +87,7 @@ def read_tasks(move: Move, *, sums: Array, unreadable: Array) -> list[Task]:
     def read_one(one: Chunk, among: Array) -> None:
         read(Chunk(rows=among[one.rows], offset=one.offset, buffers=one.buffers))
 
-    return _each(read, _chunks(move, CHUNK_BYTES))
+    return _each(read, _chunks(move, chunk_bytes))
 
 
 def moves(

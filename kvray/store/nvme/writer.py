@@ -22,7 +22,7 @@ from kvray.store.nvme.io_threads import IoThreads
 from kvray.store.nvme.record import RECORD
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion
-from kvray.store.nvme.transfers import check_same, moves, write_tasks
+from kvray.store.nvme.transfers import check_same, chunk_bytes, moves, write_tasks
 from kvray.store.tables import Tables
 
 _log = logging.getLogger("kvray.nvme")
@@ -131,7 +131,10 @@ class Writer:
         """Write blocks for good; return a mask of those that had their checksum in the arena."""
         sums = np.zeros(len(targets), dtype="<u8")
         each = moves(self._files.by_slab, targets, self._per_slab, arena, sources)
-        self._threads.run([task for one in each for task in write_tasks(one, sums=sums)])
+        size = chunk_bytes(each, self._threads.num_threads)
+        self._threads.run(
+            [task for one in each for task in write_tasks(one, chunk_bytes=size, sums=sums)]
+        )
         self._sync(np.unique(targets // self._per_slab).tolist())
         self.written_bytes += sum(
             len(one.rows) * align(one.segment.shape.block_bytes) for one in each

@@ -53,6 +53,7 @@ class Life:
             demotions.append(
                 chain_for(self.store, arena, keys[:until], part=name, block_bytes=size)
             )
+            self._note()  # it may have evicted what the next one stores again
         self.store.write(demotions, arena)
 
     def _evict(self) -> None:
@@ -152,3 +153,15 @@ def test_record_is_never_written_before_its_payload_is_durable(directory: Path) 
                 pending[inode] = True
         elif kind == "sync":
             pending[args[0]] = False
+
+
+def test_file_that_gives_way_is_gone_for_good_before_another_has_its_name(directory: Path) -> None:
+    disk = RecordingDisk()
+    store = open_store(directory, spec(num_segments=1), disk=disk)
+    for turn in range(4):
+        arena, size = arena_tables(), SIZES[turn % 2]
+        store.write([chain_for(store, arena, CHAINS[0, size][:3], block_bytes=size)], arena)
+    store.close()
+    changes = [event[0] for event in disk.log if event[0] in ("remove", "rename", "sync_directory")]
+    named = ["rename", "sync_directory"]
+    assert changes == named + 3 * ["remove", "sync_directory", *named]
