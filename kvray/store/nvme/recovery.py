@@ -8,6 +8,7 @@ soon as its parent is stored again, and would cost a second writing if it were d
 that turned in the record of a chain's first block would otherwise take the whole tree with it.
 """
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,22 +72,26 @@ def survey(disk: Disk, directory: Path, *, cluster_name: str, geometry: Geometry
     Raises:
         TierError: the device failed.
     """
-    for path in unfinished(directory):
-        disk.remove(path)
-    segments, aside, last = [], [], -1
-    for path in sorted(directory.iterdir()):
-        number = number_of(path)
-        if number is None:
-            continue
-        last = max(last, number)
-        opened = open_segment(disk, path, cluster_name=cluster_name, geometry=geometry)
-        if isinstance(opened, Segment):
-            segments.append(opened)
-        else:
-            aside.append(_put_aside(disk, path, opened))
-    surplus = _drop_surplus(disk, segments, geometry.num_slabs)
-    if aside or surplus:
-        disk.sync_directory(directory)
+    with contextlib.ExitStack() as on_failure:
+        for path in unfinished(directory):
+            disk.remove(path)
+        segments: list[Segment] = []
+        aside, last = [], -1
+        for path in sorted(directory.iterdir()):
+            number = number_of(path)
+            if number is None:
+                continue
+            last = max(last, number)
+            opened = open_segment(disk, path, cluster_name=cluster_name, geometry=geometry)
+            if isinstance(opened, Segment):
+                segments.append(opened)
+                on_failure.callback(opened.close)
+            else:
+                aside.append(_put_aside(disk, path, opened))
+        surplus = _drop_surplus(disk, segments, geometry.num_slabs)
+        if aside or surplus:
+            disk.sync_directory(directory)
+        on_failure.pop_all()
     return Survey(segments=segments, surplus=surplus, aside=tuple(aside), next_number=last + 1)
 
 

@@ -183,6 +183,23 @@ def test_growth_goes_on_when_there_is_room_again(
     store.close()
 
 
+@pytest.mark.parametrize("at", [0, 4096])
+def test_start_that_fails_leaves_nothing_open_and_can_be_tried_again(
+    directory: Path, at: int
+) -> None:
+    store = open_store(directory)
+    keys = chain(20)
+    demote(store, keys)
+    store.close()
+    disk = FaultyDisk()
+    disk.bad_reads.add(at)
+    with pytest.raises(TierError, match="read error"):
+        open_store(directory, disk=disk)
+    again = open_store(directory)
+    assert promote(again, keys).sound.all()
+    again.close()
+
+
 def test_file_that_cannot_be_made_whole_leaves_nothing(directory: Path) -> None:
     disk = FaultyDisk()
     store = open_store(directory, disk=disk)
