@@ -12,6 +12,7 @@ from kvray.cli.demo import demo
 from kvray.cli.doctor import doctor
 from kvray.cli.down import down
 from kvray.cli.prefetch import prefetch
+from kvray.cli.replay import replay
 from kvray.cli.status import status
 from kvray.cli.sweep import sweep
 from kvray.cli.up import up
@@ -33,6 +34,7 @@ app.command()(verify)
 app.command()(down)
 app.command()(sweep)
 app.command()(connector_config)
+app.command()(replay)
 app.command()(demo)
 app.command()(chaos)
 app.add_typer(bench)

@@ -7,10 +7,12 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvray.errors import ConfigError
 from kvray.replay.fields import Record, as_object, parse
 from kvray.replay.mooncake import check_blocks
-from kvray.replay.trace import Trace, TraceBuilder
+from kvray.replay.trace import Ints, Trace, TraceBuilder
 
 CONCURRENT = 16
 """Sessions that run at the same time unless something else is asked for."""
@@ -26,7 +28,8 @@ class Request:
     time_s: float
     """Since the session's start."""
     num_tokens: int
-    ids: Sequence[int]
+    ids: Ints
+    """An array: as Python's integers the ids of many sessions would not fit into memory."""
     model: str
     """Another model's blocks are other blocks, whatever their ids are."""
 
@@ -117,7 +120,7 @@ def _requests(holder: Record, start_s: float, block_tokens: int) -> Iterator[Req
         yield Request(
             time_s=time_s,
             num_tokens=num_tokens,
-            ids=ids,
+            ids=np.array(ids, dtype=np.int64),
             model=str(record.values.get("model", "")),
         )
 

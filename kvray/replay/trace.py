@@ -81,7 +81,9 @@ class TraceBuilder:
         self._ids: list[Ints] = []
         self._spaces: dict[Any, list[int]] = {}
 
-    def add(self, *, time_s: float, num_tokens: int, ids: Sequence[int], space: Any = None) -> None:
+    def add(
+        self, *, time_s: float, num_tokens: int, ids: Sequence[int] | Ints, space: Any = None
+    ) -> None:
         """Take a request.
 
         Args:
@@ -91,9 +93,9 @@ class TraceBuilder:
             space: what ids are compared in; those of different spaces are different blocks.
 
         Raises:
-            TypeError, ValueError, OverflowError: an id is no integer of 64 bits.
+            OverflowError: an id has more than 64 bits.
         """
-        self._ids.append(np.fromiter(ids, dtype=np.int64, count=len(ids)))
+        self._ids.append(np.asarray(ids, dtype=np.int64))
         self._spaces.setdefault(space, []).append(len(self._times))
         self._times.append(time_s)
         self._num_tokens.append(num_tokens)

@@ -12,7 +12,7 @@ import kvray
 from tests.unit.cli.conftest import RunKvray
 
 COMMANDS = (
-    *("up", "down", "status", "verify", "sweep", "connector-config", "demo"),
+    *("up", "down", "status", "verify", "sweep", "connector-config", "demo", "replay"),
     *("bench local", "bench connector", "bench gpu"),
 )
 

@@ -15,7 +15,9 @@ def session(
     block_tokens: int = 64,
     is_local: bool = True,
 ) -> Session:
-    requests = [Request(time_s=one, num_tokens=128, ids=ids, model=model) for one in times]
+    requests = [
+        Request(time_s=one, num_tokens=128, ids=np.array(ids), model=model) for one in times
+    ]
     return Session(name=name, block_tokens=block_tokens, is_local=is_local, requests=requests)
 
 
