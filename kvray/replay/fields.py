@@ -34,7 +34,7 @@ class Record:
     def ids(self) -> list[int]:
         """Return the ids of the blocks."""
         value = self.values.get("hash_ids")
-        if not isinstance(value, list) or not all(type(one) is int for one in value):
+        if not isinstance(value, list) or not set(map(type, value)) <= {int}:
             raise self._wrong("hash_ids", "a list of whole numbers")
         if value and not -(2**63) <= min(value) <= max(value) < 2**63:
             raise self._wrong("hash_ids", "a list of whole numbers of 64 bits")
@@ -69,8 +69,10 @@ def parse(text: bytes, where: str) -> Any:
     except json.JSONDecodeError as error:
         inside = f", line {error.lineno}" if error.lineno > 1 else ""
         reason = f"{error.msg} at character {error.colno}"
-    except (UnicodeDecodeError, RecursionError) as error:
-        inside, reason = "", type(error).__name__
+    except UnicodeDecodeError:
+        inside, reason = "", "it is no UTF-8"
+    except (ValueError, RecursionError) as error:  # a number or a nesting without bounds
+        inside, reason = "", str(error)
     raise ConfigError(f"{where}{inside} is no JSON ({reason}); get the file again, or take it out.")
 
 

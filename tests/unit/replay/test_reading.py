@@ -72,7 +72,9 @@ def test_blocks_of_another_size_are_read_when_it_is_given(tmp_path: Path) -> Non
         (json.dumps({**LINE, "input_length": -1}), "input_length must be a whole number"),
         (json.dumps({"timestamp": 0, "hash_ids": []}), "input_length must be .* is missing"),
         (json.dumps(LINE | {"hash_ids": []}), "600 tokens are not 0 blocks"),
-        ("\udcff", "is no JSON"),
+        ("\udcff", "is no JSON .*UTF-8"),
+        ("9" * 5000, "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, message: str) -> None:
