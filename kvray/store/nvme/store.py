@@ -43,10 +43,10 @@ _ROOT = np.zeros((1, 4), dtype="<u8")
 class NvmeStore:
     """One process's NVMe tier, of which it is the only owner; all methods from any thread.
 
-    `write`, `read`, `flush` and `close` wait for the device and belong into an executor, and so does
+    `write`, `read`, `flush` and `close` wait for the device and belong into an executor. So does
     `reserve`, which looks through all blocks for those that may go when the store is full. The
-    others take the time of a few vector operations over what they are given. One write or flush is under way at a
-    time, others wait for their turn; any number of reads is, beside it.
+    others take the time of a few vector operations over what they are given. One write or flush is
+    under way at a time, others wait for their turn; any number of reads is, beside it.
     """
 
     def __init__(self, directory: Path, spec: NvmeSpec, *, disk: Disk | None = None) -> None:
