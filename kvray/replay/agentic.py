@@ -30,6 +30,7 @@ class Request:
     num_tokens: int
     ids: Ints
     """An array: as Python's integers the ids of many sessions would not fit into memory."""
+    num_answer_tokens: int
     model: str
     """Another model's blocks are other blocks, whatever their ids are."""
 
@@ -103,6 +104,7 @@ def lay_out(
                 time_s=start_s + request.time_s,
                 num_tokens=request.num_tokens,
                 ids=request.ids,
+                num_answer_tokens=request.num_answer_tokens,
                 space=(scope, request.model),
             )
     return builder.build()
@@ -121,6 +123,7 @@ def _requests(holder: Record, start_s: float, block_tokens: int) -> Iterator[Req
             time_s=time_s,
             num_tokens=num_tokens,
             ids=np.array(ids, dtype=np.int64),
+            num_answer_tokens=record.count("out", 0),
             model=str(record.values.get("model", "")),
         )
 

@@ -24,9 +24,9 @@ class Record:
             return float(value)
         raise self._wrong(name, "a number from 0 on")
 
-    def count(self, name: str) -> int:
-        """Return a whole number that is not negative."""
-        value = self.values.get(name)
+    def count(self, name: str, default: int | None = None) -> int:
+        """Return a whole number that is not negative; `default`, if there is one, for none."""
+        value = self.values.get(name, default)
         if type(value) is not int or not 0 <= value < 2**63:
             raise self._wrong(name, "a whole number from 0 on")
         return value

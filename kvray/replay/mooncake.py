@@ -38,7 +38,12 @@ def read_lines(lines: Iterable[bytes], *, name: str, where: str, block_tokens: i
         record = Record(as_object(parse(line, line_where), line_where), line_where)
         ids, num_tokens = record.ids(), record.count("input_length")
         check_blocks(len(ids), num_tokens, block_tokens, line_where)
-        builder.add(time_s=record.number("timestamp") / 1000, num_tokens=num_tokens, ids=ids)
+        builder.add(
+            time_s=record.number("timestamp") / 1000,
+            num_tokens=num_tokens,
+            ids=ids,
+            num_answer_tokens=record.count("output_length", 0),
+        )
     return builder.build()
 
 

@@ -34,6 +34,8 @@ class Trace:
     num_tokens: Ints
     """Tokens of each prompt, of which the last block may hold fewer than its size, or which may
     go on after the last block; [num_requests]."""
+    num_answer_tokens: Ints
+    """Tokens that each request generated; 0 where the trace does not say; [num_requests]."""
 
     @property
     def num_requests(self) -> int:
@@ -78,11 +80,18 @@ class TraceBuilder:
         self._block_tokens = block_tokens
         self._times: list[float] = []
         self._num_tokens: list[int] = []
+        self._num_answer_tokens: list[int] = []
         self._ids: list[Ints] = []
         self._spaces: dict[Any, list[int]] = {}
 
     def add(
-        self, *, time_s: float, num_tokens: int, ids: Sequence[int] | Ints, space: Any = None
+        self,
+        *,
+        time_s: float,
+        num_tokens: int,
+        ids: Sequence[int] | Ints,
+        num_answer_tokens: int = 0,
+        space: Any = None,
     ) -> None:
         """Take a request.
 
@@ -90,6 +99,7 @@ class TraceBuilder:
             time_s: when it was made.
             num_tokens: of its prompt.
             ids: one for each of its blocks.
+            num_answer_tokens: that it generated; 0: not known.
             space: what ids are compared in; those of different spaces are different blocks.
 
         Raises:
@@ -99,6 +109,7 @@ class TraceBuilder:
         self._spaces.setdefault(space, []).append(len(self._times))
         self._times.append(time_s)
         self._num_tokens.append(num_tokens)
+        self._num_answer_tokens.append(num_answer_tokens)
 
     def build(self) -> Trace:
         """Return the trace of all requests that were taken; this ends the builder's use."""
@@ -116,6 +127,7 @@ class TraceBuilder:
             starts=starts,
             ids=chained(_in_order_of_use(ids), starts),
             num_tokens=np.array(self._num_tokens, dtype=np.int64)[order],
+            num_answer_tokens=np.array(self._num_answer_tokens, dtype=np.int64)[order],
         )
 
     def _tell_spaces_apart(self) -> None:

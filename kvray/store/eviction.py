@@ -34,10 +34,10 @@ def choose_victims(
     wanted = count
     while True:
         # Those that go are among the lowest, unless their children rank above them.
-        rows = slice(None)
+        low = np.arange(len(fit))
         if wanted < len(fit):
-            rows = np.argpartition(ranks, wanted - 1)[:wanted]
-        victims = _keep_evictable(tables, fit[rows], ranks[rows], protect)
+            low = np.argpartition(ranks, wanted - 1)[:wanted]
+        victims = _keep_evictable(tables, fit[low], ranks[low], protect)
         if len(victims) >= count or wanted >= len(fit):
             return victims[:count]
         wanted *= 4

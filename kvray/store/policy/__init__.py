@@ -1,11 +1,33 @@
-"""Policies: which blocks of a tier go first."""
+"""Policies: which blocks of a tier go first, and which are worth a place in the next one."""
 
+from collections.abc import Callable
+
+from kvray.store.policy.admission import Admission, Everything, Likely, Twice
 from kvray.store.policy.gittins import Gittins
 from kvray.store.policy.lru import LRU
 from kvray.store.policy.policy import Policy, Use
 from kvray.store.policy.s3fifo import S3FIFO
 
-__all__ = ["LRU", "POLICIES", "S3FIFO", "Gittins", "Policy", "Use"]
+__all__ = [
+    "ADMISSIONS",
+    "LRU",
+    "POLICIES",
+    "S3FIFO",
+    "Admission",
+    "Everything",
+    "Gittins",
+    "Likely",
+    "Policy",
+    "Twice",
+    "Use",
+]
 
-POLICIES = {"gittins": Gittins, "lru": LRU, "s3fifo": S3FIFO}
+POLICIES: dict[str, Callable[[int], Policy]] = {"lru": LRU, "s3fifo": S3FIFO, "gittins": Gittins}
 """By name; each is made of a number of slots."""
+
+ADMISSIONS: dict[str, Callable[[int, Policy], Admission]] = {
+    "all": Everything,
+    "twice": Twice,
+    "likely": Likely,
+}
+"""By name; each is made of the host tier's number of slots, and its policy."""

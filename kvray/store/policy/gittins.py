@@ -1,8 +1,8 @@
 """What promises the fewest hits for the time it takes up goes first: see `prompts` and `hazard`.
 
-Source: Aalto, Ayesta and Righter, "On the Gittins index in the M/G/1 queue", 2009, for the index;
-Beckmann, Chen and Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018, for
-learning such a thing by age and class of what is cached.
+Source: Gittins, "Bandit processes and dynamic allocation indices", 1979, for the index; Beckmann,
+Chen and Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018, for learning
+such a thing by age and class of what is cached.
 """
 
 import numpy as np
@@ -17,26 +17,31 @@ was, one that was stored, and its last."""
 _END = 4
 """A prompt that uses all blocks of another but for the last three goes on with it."""
 
+_OPEN_MAX = 4096
+"""Requests whose answers are waited for."""
+
 
 class Gittins:
     """See `Policy`."""
 
-    def __init__(self, num_slots: int) -> None:
-        """Rank blocks in slots 0 to `num_slots` - 1."""
-        self._prompts = Prompts()
+    def __init__(self, num_slots: int, prompts: Prompts | None = None) -> None:
+        """Rank blocks in slots 0 to `num_slots` - 1, by what `prompts` teach."""
+        self._prompts = Prompts() if prompts is None else prompts
         self._prompt, self._hits, self._depth = np.zeros((3, num_slots), dtype=np.int64)
+        # Request -> the number of its prompt, the oldest first.
+        self._open: dict[int, int] = {}
 
     def used(self, use: Use) -> None:
         """See `Policy.used`."""
         prompts, slots, names = self._prompts, use.slots, use.names.tolist()
-        number = prompts.begin(now=use.now)
+        number = self._begin(use)
         prompts.use(number, names, now=use.now)
         self._hits[slots] += 1
         self._prompt[slots] = number
+        self._depth[slots] = np.arange(use.depth, use.depth + len(slots))
         num_stored = use.depth + len(slots)
-        prompts.measure(
-            number, length=use.length, num_stored=num_stored, num_new=use.length - num_stored
-        )
+        num_new = use.length - num_stored
+        prompts.measure(number, length=use.length, num_stored=num_stored, num_new=num_new)
         self._watch(number, _ROOT, use, names, 0)
         if len(slots) > 1:
             self._watch(number, _FOUND, use, names, 1 + _any(number, len(slots) - 1))
@@ -46,10 +51,7 @@ class Gittins:
     def stored(self, use: Use) -> None:
         """See `Policy.stored`."""
         prompts, slots, names = self._prompts, use.slots, use.names.tolist()
-        number = int(self._prompt[use.parent]) if use.parent >= 0 else -1
-        # Another prompt may have used the parent since. Whose blocks end there, goes on.
-        if number < 0 or prompts.num_stored(number) != use.depth:
-            number = prompts.begin(now=use.now)
+        number = self._number_of(use)
         num_known = prompts.use(number, names, now=use.now)
         length = use.depth + len(slots)
         prompts.measure(number, length=length, num_stored=length, num_new=len(slots) - num_known)
@@ -63,11 +65,50 @@ class Gittins:
     def freed(self, slots: Array) -> None:
         """See `Policy.freed`."""
 
+    def answered(self, request: int, num_tokens: int) -> None:
+        """See `Policy.answered`."""
+        number = self._open.pop(request, None)
+        if number is not None:
+            self._prompts.answer(number, num_tokens)
+
+    def copied(self, slots: Array, source: "Gittins", theirs: Array) -> None:
+        """See `Policy.copied`."""
+        self._prompt[slots] = source._prompt[theirs]
+        self._hits[slots] = source._hits[theirs]
+        self._depth[slots] = source._depth[theirs]
+
+    def beside(self, num_slots: int) -> "Gittins":
+        """See `Policy.beside`."""
+        return Gittins(num_slots, self._prompts)
+
     def rank(self, slots: Array, *, now: float) -> Array:
         """See `Policy.rank`."""
-        return self._prompts.worth(
-            self._prompt.take(slots), self._depth.take(slots), self._hits.take(slots), now=now
-        )
+        return self._prompts.worth(*self._facts(slots), now=now)
+
+    def chance(self, slots: Array, *, now: float) -> Array:
+        """Return how likely the blocks in `slots` are to be used again, 0 to 1."""
+        return self._prompts.chance(*self._facts(slots), now=now)
+
+    def _facts(self, slots: Array) -> tuple[Array, Array, Array]:
+        return self._prompt.take(slots), self._depth.take(slots), self._hits.take(slots)
+
+    def _begin(self, use: Use) -> int:
+        number = self._prompts.begin(now=use.now)
+        if use.request is not None:
+            self._open[use.request] = number
+            if len(self._open) > _OPEN_MAX:
+                del self._open[next(iter(self._open))]
+        return number
+
+    def _number_of(self, use: Use) -> int:
+        """Return the prompt whose leading blocks were found or stored before these, or begin it."""
+        number = None if use.request is None else self._open.get(use.request)
+        if number is None and use.parent >= 0:
+            number = int(self._prompt[use.parent])
+        # Another prompt may have used the parent since. Whose blocks end there, goes on.
+        if number is None or self._prompts.num_stored(number) != use.depth:
+            number = self._begin(use)
+        return number
 
     def _end(self, number: int, use: Use, names: list[int]) -> None:
         self._watch(number, _LAST, use, names, len(names) - 1)

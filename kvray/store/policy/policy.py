@@ -22,6 +22,8 @@ class Use(NamedTuple):
     """Seconds, on any clock that goes on."""
     parent: int = -1
     """Slot of the block before the first one; -1: it is the prompt's first."""
+    request: int | None = None
+    """What the same request's other blocks are known by, if that is known."""
 
 
 class Policy(Protocol):
@@ -39,6 +41,21 @@ class Policy(Protocol):
 
     def freed(self, slots: Array) -> None:
         """Note that the blocks in these slots have left the tier."""
+
+    def answered(self, request: int, num_tokens: int) -> None:
+        """Note that a request, which was named in a `Use`, has ended with so many tokens."""
+
+    def copied(self, slots: Array, source: Any, theirs: Array) -> None:
+        """Take over what the policy of another tier knows of blocks that are in this one as well.
+
+        Args:
+            slots: where they are here.
+            source: the policy that `beside` made this one, or the other way round.
+            theirs: where they are there.
+        """
+
+    def beside(self, num_slots: int) -> "Policy":
+        """Return a policy for another tier of the same prompts."""
 
     def rank(self, slots: Array, *, now: float) -> Array:
         """Return a number for each of `slots`, f8: the lowest is to go first.

@@ -3,8 +3,8 @@
 Of every prompt a few blocks are watched, whether they stay in a tier or not. When a later prompt
 uses one, it has returned, at an age that is the time since. From that `hazard` learns what blocks
 are worth, by the turn of their conversation, the length of their prompt, how much of it was new,
-and their own kind. The classes are cut where the prompts seen so far part in equal shares, so
-that no length or time is written down here.
+the length of the answer, and their own kind. Lengths are classed by where the prompts seen so far
+part in equal shares, so that none is written down here.
 """
 
 from typing import Any
@@ -21,15 +21,14 @@ WATCHED_MAX = 4
 """Blocks of one prompt that are watched at a time."""
 
 _NONE = -1
-_KINDS = 3
 _PROMPTS = 2**16
 """Prompts that are remembered."""
 _TURNS = np.array([0, 1, 2, 3, 3, 4])
 """Turn -> its class; the last one for all later turns."""
-_LENGTHS = np.array([0.25, 0.5, 0.75])
-_NEWS = np.array([1 / 3, 2 / 3])
-"""Shares of the prompts at which the classes of length and of new blocks are cut."""
-_FACTORS = (int(_TURNS[-1]) + 1, len(_LENGTHS) + 1, len(_NEWS) + 1, _KINDS)
+_LENGTHS, _NEWS, _ANSWERS = 3, 2, 3
+"""Classes of length, of new blocks, and of the answer, of which 0 comes first: not known yet."""
+_FACTORS = (int(_TURNS[-1]) + 1, _LENGTHS, _NEWS, 1 + _ANSWERS, 3)
+_ANSWER_FACTOR = 3
 _LEARN_FIRST = 64
 _LEARN_MOST = 512
 _LEARN_SHARE = 0.05
@@ -43,8 +42,8 @@ class Prompts:
         """Start with none."""
         self._count = 0
         self._time = np.zeros(_PROMPTS)
-        self._turn, self._length, self._num_stored, self._num_new, self._class = np.zeros(
-            (5, _PROMPTS), dtype=np.int64
+        self._turn, self._length, self._num_stored, self._num_new, self._answer, self._class = (
+            np.zeros((6, _PROMPTS), dtype=np.int64)
         )
         # Of the blocks of each prompt that are watched: hits (_NONE: none is), depth, and after
         # how long it returned.
@@ -56,8 +55,9 @@ class Prompts:
         self._watchers: dict[int, tuple[int, int]] = {}
         self._ends: dict[int, int] = {}
         self._names: dict[int, list[int]] = {}
-        self._cuts = np.zeros(len(_LENGTHS)), np.zeros(len(_NEWS))
+        self._cuts = tuple(np.zeros(classes - 1) for classes in (_LENGTHS, _NEWS, _ANSWERS))
         self._worth: Array | None = None
+        self._chance: Array | None = None
         self._learn_at = _LEARN_FIRST
 
     def begin(self, *, now: float) -> int:
@@ -68,8 +68,9 @@ class Prompts:
         self._count += 1
         self._forget(number - _PROMPTS)
         self._time[row] = now
-        for column in (self._turn, self._length, self._num_stored, self._num_new, self._class):
+        for column in (self._turn, self._length, self._num_stored, self._num_new, self._answer):
             column[row] = 0
+        self._class[row] = 0
         self._hits[row] = _NONE
         return number
 
@@ -102,6 +103,13 @@ class Prompts:
         self._num_stored[row], self._num_new[row] = num_stored, num_new
         self._class[row] = self._prompt_classes(row)
 
+    def answer(self, number: int, num_tokens: int) -> None:
+        """Note how long the answer to a prompt was."""
+        if number > self._count - _PROMPTS:
+            row = number % _PROMPTS
+            self._answer[row] = max(1, num_tokens)
+            self._class[row] = self._prompt_classes(row)
+
     def watch(self, number: int, place: int, name: int, *, hits: int, depth: int) -> None:
         """Watch a block that a prompt has used, instead of what it had in that place.
 
@@ -130,7 +138,7 @@ class Prompts:
         self._names.setdefault(number, []).append(name)
 
     def worth(self, numbers: Array, depths: Array, hits: Array, *, now: float) -> Array:
-        """Return what blocks are worth: hits a second, f8; before the first lesson, their age.
+        """Return what blocks are worth: hits a second, f8; before the first lesson, their youth.
 
         Args:
             numbers: of the prompts that used them last.
@@ -142,40 +150,61 @@ class Prompts:
         seconds = now - self._time.take(rows)
         if self._worth is None:
             return -seconds
-        worth = hazard.worth_at(self._worth, self._classes(rows, depths, hits), seconds)
+        worth = hazard.at(self._worth, self._classes(rows, depths, hits), seconds)
         worth[numbers <= self._count - _PROMPTS] = 0.0
         return worth
+
+    def chance(self, numbers: Array, depths: Array, hits: Array, *, now: float) -> Array:
+        """Return how likely blocks are to be used again; 1 before the first lesson. As `worth`."""
+        rows = numbers % _PROMPTS
+        if self._chance is None:
+            return np.ones(len(rows))
+        seconds = now - self._time.take(rows)
+        chance = hazard.at(self._chance, self._classes(rows, depths, hits), seconds)
+        chance[numbers <= self._count - _PROMPTS] = 0.0
+        return chance
 
     def _learn(self, now: float) -> None:
         step = min(int(_LEARN_SHARE * self._count), _LEARN_MOST)
         self._learn_at = self._count + max(_LEARN_FIRST, step)
         rows = np.arange(min(self._count, _PROMPTS))
+        answers = self._answer[rows]
         self._cuts = (
-            np.quantile(self._length[rows], _LENGTHS),
-            np.quantile(self._num_new[rows], _NEWS),
+            _cuts(self._length[rows], _LENGTHS),
+            _cuts(self._num_new[rows], _NEWS),
+            _cuts(answers[answers > 0], _ANSWERS),
         )
         self._class[rows] = self._prompt_classes(rows)
         row, place = np.nonzero(self._hits[rows] != _NONE)
         returned = self._returned[row, place]
-        self._worth = hazard.worth(
+        rates = hazard.rates_of(
             self._classes(row, self._depth[row, place], self._hits[row, place]),
             np.minimum(returned, now - self._time[row]),
             np.isfinite(returned),
             factors=_FACTORS,
+            unknown=_ANSWER_FACTOR,
         )
+        self._worth, self._chance = hazard.worth_of(rates), hazard.chance_of(rates)
 
     def _prompt_classes(self, rows: Any) -> Any:
-        lengths, news = self._cuts
-        turn = _TURNS[np.minimum(self._turn[rows], len(_TURNS) - 1)]
-        length = np.searchsorted(lengths, self._length[rows])
-        new = np.searchsorted(news, self._num_new[rows])
-        return (turn * _FACTORS[1] + length) * _FACTORS[2] + new
+        lengths, news, answers = self._cuts
+        answer = self._answer[rows]
+        levels = (
+            _TURNS[np.minimum(self._turn[rows], len(_TURNS) - 1)],
+            np.searchsorted(lengths, self._length[rows]),
+            np.searchsorted(news, self._num_new[rows]),
+            np.where(answer > 0, 1 + np.searchsorted(answers, answer), 0),
+        )
+        classes: Any = 0
+        for level, factor in zip(levels, _FACTORS, strict=False):
+            classes = classes * factor + level
+        return classes
 
     def _classes(self, rows: Array, depths: Array, hits: Array) -> Array:
         # Whoever goes on with a conversation finds its blocks once more; others make it oftener.
         kinds = np.where(hits > self._turn.take(rows), TRUNK, OWN)
         kinds[depths == self._length.take(rows) - 1] = LAST
-        classes: Array = self._class.take(rows) * _KINDS + kinds
+        classes: Array = self._class.take(rows) * _FACTORS[-1] + kinds
         return classes
 
     def _forget(self, number: int) -> None:
@@ -184,3 +213,10 @@ class Prompts:
                 del self._watchers[name]
             if self._ends.get(name) == number:
                 del self._ends[name]
+
+
+def _cuts(values: Array, classes: int) -> Array:
+    """Return where `values` part into so many equal shares."""
+    shares = np.arange(1, classes) / classes
+    cuts: Array = np.quantile(values, shares) if len(values) else np.zeros(classes - 1)
+    return cuts

@@ -20,6 +20,7 @@ class S3FIFO:
     def __init__(self, num_slots: int) -> None:
         """Rank blocks in slots 0 to `num_slots` - 1."""
         self._ghosts_max = num_slots
+        # Names of blocks that left the small queue, the oldest first.
         self._ghosts: dict[int, None] = {}
         self._next = 1
         # Place in its queue; 0: in none.
@@ -54,13 +55,31 @@ class S3FIFO:
         self._place[slots] = 0
         self._turn(behind_small, behind_main)
 
+    def answered(self, request: int, num_tokens: int) -> None:
+        """See `Policy.answered`."""
+
+    def copied(self, slots: Array, source: "S3FIFO", theirs: Array) -> None:
+        """See `Policy.copied`; a block that was here before counts as used."""
+        is_new = self._place[slots] == 0
+        self._uses[slots[~is_new]] = np.maximum(
+            self._uses[slots[~is_new]], source._uses[theirs[~is_new]]
+        )
+        new = slots[is_new]
+        self._uses[new], self._name[new] = 0, source._name[theirs[is_new]]
+        self._is_main[new] = [name in self._ghosts for name in self._name[new].tolist()]
+        self._enqueue(new[::-1])
+
+    def beside(self, num_slots: int) -> "S3FIFO":
+        """See `Policy.beside`."""
+        return S3FIFO(num_slots)
+
     def rank(self, slots: Array, *, now: float) -> Array:
         """See `Policy.rank`."""
-        place = self._place[slots].astype(np.float64)
         is_main = self._is_main[slots]
+        place: Array = self._place[slots].astype(np.float64)
+        ranks: Array = place + self._next * np.where(is_main, 1 + self._uses[slots], 0)
         small = np.flatnonzero(~is_main)
         num_due = len(small) - int(_SMALL_SHARE * len(slots))
-        ranks = place + self._next * np.where(is_main, 1 + self._uses[slots], 0)
         if num_due <= 0:
             ranks[small] += _AFTER
         elif num_due < len(small):

@@ -16,7 +16,8 @@ def session(
     is_local: bool = True,
 ) -> Session:
     requests = [
-        Request(time_s=one, num_tokens=128, ids=np.array(ids), model=model) for one in times
+        Request(time_s=one, num_tokens=128, ids=np.array(ids), num_answer_tokens=5, model=model)
+        for one in times
     ]
     return Session(name=name, block_tokens=block_tokens, is_local=is_local, requests=requests)
 

@@ -1,0 +1,39 @@
+"""In which order blocks are written to the tier below, so that what is there can be used alone."""
+
+import numpy as np
+
+from kvray.store.tables import Array, Tables
+
+
+def paths_to(tables: Tables, slots: Array, is_below: Array) -> list[Array]:
+    """Return what has to be written so that `slots` and all their ancestors are below.
+
+    Nothing is changed. No lock is needed, but then what it returns may be out of date.
+
+    Args:
+        tables: of the tier that they leave.
+        slots: the blocks to write, of any prompts.
+        is_below: mask of all slots of that tier: those that are in the tier below as well.
+
+    Returns:
+        Paths of slots, each from a block to one of its descendants; the block before a path is
+        below, or in an earlier path, or there is none.
+    """
+    parent = tables.slot_parent
+    wanted = np.zeros(len(parent), dtype=bool)
+    level = slots
+    while len(level):
+        level = level[~(wanted[level] | is_below[level])]
+        wanted[level] = True
+        level = parent[level].astype(np.int64)
+        level = np.unique(level[level >= 0])
+    found = np.flatnonzero(wanted)
+    found = found[np.argsort(tables.slot_depth[found], kind="stable")]
+    # A block goes on with its parent's path, unless another child of it does already.
+    paths: dict[int, list[int]] = {}
+    by_end: dict[int, int] = {}
+    for slot, before in zip(found.tolist(), parent[found].tolist(), strict=True):
+        start = by_end.pop(before, slot)
+        paths.setdefault(start, []).append(slot)
+        by_end[slot] = start
+    return [np.array(path, dtype=np.int64) for path in paths.values()]

@@ -1,0 +1,108 @@
+"""Which blocks are written to disk when they leave the host tier: most are never used again."""
+
+from typing import Protocol
+
+import numpy as np
+
+from kvray.store.policy.gittins import Gittins
+from kvray.store.policy.policy import Array, Policy, Use
+
+_LIKELY = 0.1
+"""The least chance of another use for which a block is worth its write."""
+
+
+class Admission(Protocol):
+    """Decides on blocks of the host tier. Single-threaded, no clock, no I/O."""
+
+    def used(self, use: Use) -> None:
+        """See `Policy.used`."""
+
+    def stored(self, use: Use) -> None:
+        """See `Policy.stored`."""
+
+    def answered(self, request: int, num_tokens: int) -> None:
+        """See `Policy.answered`."""
+
+    def admits(self, slots: Array, names: Array, *, now: float) -> Array:
+        """Return a mask of the blocks in `slots`, which are to leave the tier: those to write."""
+
+
+class Everything:
+    """Admits every block."""
+
+    def __init__(self, num_slots: int, policy: Policy) -> None:
+        """Need nothing."""
+
+    def used(self, use: Use) -> None:
+        """See `Policy.used`."""
+
+    def stored(self, use: Use) -> None:
+        """See `Policy.stored`."""
+
+    def answered(self, request: int, num_tokens: int) -> None:
+        """See `Policy.answered`."""
+
+    def admits(self, slots: Array, names: Array, *, now: float) -> Array:
+        """See `Admission.admits`."""
+        return np.ones(len(slots), dtype=bool)
+
+
+class Twice:
+    """Admits a block that was found since it was stored, or that leaves for the second time."""
+
+    def __init__(self, num_slots: int, policy: Policy) -> None:
+        """Remember as many blocks that left as the tier has slots."""
+        self._ghosts_max = num_slots
+        self._ghosts: dict[int, None] = {}
+        self._was_found = np.zeros(num_slots, dtype=bool)
+
+    def used(self, use: Use) -> None:
+        """See `Policy.used`."""
+        self._was_found[use.slots] = True
+
+    def stored(self, use: Use) -> None:
+        """See `Policy.stored`."""
+        self._was_found[use.slots] = False
+
+    def answered(self, request: int, num_tokens: int) -> None:
+        """See `Policy.answered`."""
+
+    def admits(self, slots: Array, names: Array, *, now: float) -> Array:
+        """See `Admission.admits`."""
+        admitted: Array = self._was_found[slots]
+        admitted |= [name in self._ghosts for name in names.tolist()]
+        for name in names[~admitted].tolist():
+            self._ghosts.pop(name, None)
+            self._ghosts[name] = None
+        while len(self._ghosts) > self._ghosts_max:
+            del self._ghosts[next(iter(self._ghosts))]
+        return admitted
+
+
+class Likely:
+    """Admits a block that is likely enough to be used again, as `Gittins` has learned."""
+
+    def __init__(self, num_slots: int, policy: Policy) -> None:
+        """Learn from `policy`, or beside it if it is another."""
+        self._is_own = not isinstance(policy, Gittins)
+        self._learner = policy if isinstance(policy, Gittins) else Gittins(num_slots)
+
+    def used(self, use: Use) -> None:
+        """See `Policy.used`."""
+        if self._is_own:
+            self._learner.used(use)
+
+    def stored(self, use: Use) -> None:
+        """See `Policy.stored`."""
+        if self._is_own:
+            self._learner.stored(use)
+
+    def answered(self, request: int, num_tokens: int) -> None:
+        """See `Policy.answered`."""
+        if self._is_own:
+            self._learner.answered(request, num_tokens)
+
+    def admits(self, slots: Array, names: Array, *, now: float) -> Array:
+        """See `Admission.admits`."""
+        admitted: Array = self._learner.chance(slots, now=now) >= _LIKELY
+        return admitted
