@@ -70,7 +70,7 @@ class Twice:
     def admits(self, slots: Array, names: Array, *, now: float) -> Array:
         """See `Admission.admits`."""
         admitted: Array = self._was_found[slots]
-        admitted |= [name in self._ghosts for name in names.tolist()]
+        admitted |= np.array([name in self._ghosts for name in names.tolist()], dtype=bool)
         for name in names[~admitted].tolist():
             self._ghosts.pop(name, None)
             self._ghosts[name] = None
