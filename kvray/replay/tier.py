@@ -31,7 +31,8 @@ class Tier:
         geometry = Geometry(
             capacity=capacity, slab_bytes=capacity, slot_min=BLOCK_BYTES, holders_max=1
         )
-        self.tables = Tables(bytearray(geometry.table_bytes), geometry, has_data=False)
+        memory = bytearray(geometry.table_bytes)
+        self.tables = Tables(memory, geometry, has_data=False, has_undo=False)
         self.policy = policy
         self.num_blocks = num_blocks
         self._num_free = num_blocks
@@ -78,6 +79,5 @@ class Tier:
         )
         assert made is not None, "it makes do with what there is"
         slots.commit(self.tables, made, np.zeros(len(made.slots), dtype="<u8"))
-        self.tables.undo.settle()
         self._num_free -= len(made.slots)
         return made

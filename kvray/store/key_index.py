@@ -180,6 +180,9 @@ def _candidates(tables: Tables, keys: Array, part: "int | Array") -> tuple[Array
 
 def _is_first(values: Array) -> Array:
     """Return a mask of the values that have no equal before them."""
+    ascending = np.sort(values)
+    if not (ascending[1:] == ascending[:-1]).any():  # as mostly
+        return np.ones(len(values), dtype=bool)
     order = np.argsort(values, kind="stable")
     ascending = values[order]
     is_first = np.ones(len(values), dtype=bool)

@@ -8,6 +8,7 @@ import numpy as np
 from kvray.store.layout import FREE, READY
 from kvray.store.tables import Array, Tables
 
+_FIRST = np.zeros(1, dtype=np.int64)
 _BUSY = np.uint64(2**64 - 1)
 """In place of the time of use of what cannot go."""
 
@@ -28,8 +29,10 @@ def slots_of(tables: Tables, block_bytes: int) -> Array:
 def free_slots(tables: Tables, block_bytes: int) -> Array:
     """Return the FREE slots in slabs that serve `block_bytes`, ascending."""
     slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
-    row, column = np.nonzero(_states(tables, slabs, block_bytes) == FREE)
-    free: Array = slabs[row] * tables.geometry.slots_per_slab + column
+    free: Array = np.flatnonzero(_states(tables, slabs, block_bytes).ravel() == FREE)
+    if len(slabs) > 1 or (len(slabs) and slabs[0]):
+        at, column = np.divmod(free, usable(tables, block_bytes))
+        free = slabs[at] * tables.geometry.slots_per_slab + column
     return free
 
 
@@ -95,8 +98,9 @@ def longest_runs_first(slots: Array, count: int) -> Array:
     """Return `count` of the ascending `slots` in as few contiguous runs as possible."""
     if len(slots) <= count or slots[-1] - slots[0] == len(slots) - 1:
         return slots[:count]
-    starts = np.flatnonzero(np.diff(slots, prepend=slots[0] - 2) != 1)
-    lengths = np.diff(starts, append=len(slots))
+    breaks = np.flatnonzero(slots[1:] != slots[:-1] + 1) + 1
+    starts = np.concatenate((_FIRST, breaks))
+    lengths = np.concatenate((breaks, [len(slots)])) - starts
     enough = np.flatnonzero(lengths >= count)
     if len(enough):
         start = starts[enough[lengths[enough].argmin()]]

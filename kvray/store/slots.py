@@ -58,8 +58,10 @@ def find_candidates(
     short = len(keys) - slabs.num_available(tables, block_bytes)
     if short <= 0:
         return Candidates()
-    chain = key_index.find(tables, keys if parent is None else np.vstack((parent, keys)), part)
+    before, chain = _find(tables, keys, parent, part)
     protect = chain[chain >= 0]
+    if before >= 0:
+        protect = np.append(protect, before)
     within = slabs.slots_of(tables, block_bytes)
     own = choose_victims(tables, _HINT * short, within=within, protect=protect)
     others, missing = _NONE, short - len(own)
@@ -100,16 +102,15 @@ def reserve(
         The slots; None if there are too few and it is not the last try. Reserved keys are always
         a prefix of the missing ones: a block whose parent is not here could never be matched.
     """
-    before = -1 if parent is None else int(key_index.find(tables, parent, part)[0])
+    before, chain = _find(tables, keys, parent, part)
     if parent is not None and before < 0 and needs_parent:
         tables.dropped += len(keys)
         return _nothing(dropped=len(keys))
     if before >= 0:
         depth = int(tables.slot_depth[before]) + 1
     number = tables.next_tick()
-    chain = key_index.find(tables, keys, part)
     here = chain >= 0
-    protect = chain[here] if before < 0 else np.append(chain[here], before)
+    protect = chain[here] if before < 0 else np.concatenate((chain[here], [before]))
     tables.slot_tick[protect] = number
     wanted = np.flatnonzero(~here)
     taken = _allocate(tables, len(wanted), block_bytes, protect=protect, candidates=candidates)
@@ -138,6 +139,14 @@ def reserve(
     )
 
 
+def _find(tables: Tables, keys: Array, parent: Array | None, part: int) -> tuple[int, Array]:
+    """Return the slot of `parent` and of each of `keys`, -1 where there is none."""
+    if parent is None:
+        return -1, key_index.find(tables, keys, part)
+    found = key_index.find(tables, np.concatenate((parent, keys)), part)
+    return int(found[0]), found[1:]
+
+
 def _nothing(*, dropped: int) -> Reservation:
     return Reservation(rows=_NONE, slots=_NONE, existing=0, dropped=dropped)
 
@@ -159,7 +168,7 @@ def _link(tables: Tables, chain: Array, before: int) -> None:
 
     Besides the new ones these are blocks that outlived their parent, which is back now.
     """
-    parents = np.append(before, chain[:-1])
+    parents = np.concatenate(([before], chain[:-1]))
     alone = (chain >= 0) & (parents >= 0) & (tables.slot_parent[chain] < 0)
     blocks, parents = chain[alone], parents[alone]
     # The depth must agree, so that no order of keys can make a block its own ancestor.

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from kvray.store.layout import HEADER, Array, Geometry, header_offset
-from kvray.store.undo import UndoRecord
+from kvray.store.undo import NoUndo, UndoRecord
 
 __all__ = ["Array", "Tables"]
 
@@ -87,7 +87,14 @@ class Tables:
     corrupt = _word("corrupt")
     repairs = _word("repairs")
 
-    def __init__(self, buffer: Any, geometry: Geometry, *, has_data: bool = True) -> None:
+    def __init__(
+        self,
+        buffer: Any,
+        geometry: Geometry,
+        *,
+        has_data: bool = True,
+        has_undo: bool = True,
+    ) -> None:
         """Lay views over `buffer`.
 
         Args:
@@ -95,6 +102,7 @@ class Tables:
             geometry: the figures that all offsets follow from.
             has_data: whether the slots' bytes follow the tables; if not, they lie elsewhere, as
                 in files, and `data` is empty.
+            has_undo: whether what is overwritten is noted, so that a step can be undone.
         """
         self.geometry = geometry
         self.bucket_mask = np.uint64(geometry.num_buckets - 1)
@@ -107,7 +115,9 @@ class Tables:
         data_bytes, at = (geometry.capacity, offsets["data"]) if has_data else (0, 0)
         self.data: Array = np.ndarray((data_bytes,), "u1", buffer, at)
         self.columns = {name: getattr(self, name).reshape(-1) for name in _UNDONE}
-        self.undo = UndoRecord(self.columns, self._words, self.undo_entry, self.undo_log)
+        self.undo: UndoRecord | NoUndo = NoUndo()
+        if has_undo:
+            self.undo = UndoRecord(self.columns, self._words, self.undo_entry, self.undo_log)
 
     @property
     def state(self) -> int:

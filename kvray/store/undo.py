@@ -116,3 +116,25 @@ class UndoRecord:
         if code >= len(self._columns) or start + rows > at or at + 2 * rows > len(self._log):
             return False
         return bool((self._log[start : start + rows] < len(self._columns[code])).all())
+
+
+class NoUndo:
+    """In place of an undo record, for tables of which nothing is left when their process dies.
+
+    A step that is given up halfway cannot be undone.
+    """
+
+    is_open = False
+
+    def note(self, index: Array, names: Collection[str]) -> None:
+        """See `UndoRecord.note`; nothing is noted."""
+
+    def settle(self) -> None:
+        """See `UndoRecord.settle`."""
+
+    def tear(self) -> None:
+        """See `UndoRecord.tear`."""
+
+    def roll_back(self) -> bool:
+        """See `UndoRecord.roll_back`: it cannot."""
+        return False

@@ -7,8 +7,6 @@ the length of the answer, and their own kind. Lengths are classed by where the p
 part in equal shares, so that none is written down here.
 """
 
-from typing import Any
-
 import numpy as np
 
 from kvray.store.policy import hazard
@@ -55,6 +53,8 @@ class Prompts:
         self._watchers: dict[int, tuple[int, int]] = {}
         self._ends: dict[int, int] = {}
         self._names: dict[int, list[int]] = {}
+        # Prompts whose class is to be worked out anew.
+        self._changed: list[int] = []
         self._cuts = tuple(np.zeros(classes - 1) for classes in (_LENGTHS, _NEWS, _ANSWERS))
         self._worth: Array | None = None
         self._chance: Array | None = None
@@ -101,14 +101,14 @@ class Prompts:
         row = number % _PROMPTS
         self._length[row] = max(length, self._length[row])
         self._num_stored[row], self._num_new[row] = num_stored, num_new
-        self._class[row] = self._prompt_classes(row)
+        self._changed.append(row)
 
     def answer(self, number: int, num_tokens: int) -> None:
         """Note how long the answer to a prompt was."""
         if number > self._count - _PROMPTS:
             row = number % _PROMPTS
             self._answer[row] = max(1, num_tokens)
-            self._class[row] = self._prompt_classes(row)
+            self._changed.append(row)
 
     def watch(self, number: int, place: int, name: int, *, hits: int, depth: int) -> None:
         """Watch a block that a prompt has used, instead of what it had in that place.
@@ -174,7 +174,8 @@ class Prompts:
             _cuts(self._num_new[rows], _NEWS),
             _cuts(answers[answers > 0], _ANSWERS),
         )
-        self._class[rows] = self._prompt_classes(rows)
+        self._classify(rows)
+        self._changed.clear()
         row, place = np.nonzero(self._hits[rows] != _NONE)
         returned = self._returned[row, place]
         rates = hazard.rates_of(
@@ -186,7 +187,7 @@ class Prompts:
         )
         self._worth, self._chance = hazard.worth_of(rates), hazard.chance_of(rates)
 
-    def _prompt_classes(self, rows: Any) -> Any:
+    def _classify(self, rows: Array) -> None:
         lengths, news, answers = self._cuts
         answer = self._answer[rows]
         levels = (
@@ -195,12 +196,15 @@ class Prompts:
             np.searchsorted(news, self._num_new[rows]),
             np.where(answer > 0, 1 + np.searchsorted(answers, answer), 0),
         )
-        classes: Any = 0
+        classes = np.zeros(len(rows), dtype=np.int64)
         for level, factor in zip(levels, _FACTORS, strict=False):
             classes = classes * factor + level
-        return classes
+        self._class[rows] = classes
 
     def _classes(self, rows: Array, depths: Array, hits: Array) -> Array:
+        if self._changed:
+            self._classify(np.array(self._changed))
+            self._changed.clear()
         # Whoever goes on with a conversation finds its blocks once more; others make it oftener.
         kinds = np.where(hits > self._turn.take(rows), TRUNK, OWN)
         kinds[depths == self._length.take(rows) - 1] = LAST
