@@ -7,7 +7,7 @@ import numpy as np
 from kvray.store.policy.gittins import Gittins
 from kvray.store.policy.policy import Array, Policy, Use
 
-_LIKELY = 0.1
+_LIKELY = 0.05
 """The least chance of another use for which a block is worth its write."""
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from kvray.store.eviction import choose_victims, keep_evictable
+from kvray.store.layout import READY
 from kvray.store.policy.policy import Array, Policy
 from kvray.store.tables import Tables
 
@@ -22,6 +23,7 @@ class Victims:
         self._ranked = ranked
         self._slots = _NOTHING
         self._ticks = _NOTHING
+        self._is_protected = np.zeros(tables.geometry.num_slots, dtype=bool)
 
     def take(self, count: int, *, protect: Array, now: float) -> Array:
         """Return up to `count` slots to evict, in order: each can go if all before it do.
@@ -40,11 +42,22 @@ class Victims:
         return found
 
     def _next(self, count: int, protect: Array) -> Array:
-        taken, self._slots = self._slots[:count], self._slots[count:]
+        tables = self._tables
+        taken: Array = self._slots[:count]
+        self._slots = self._slots[count:]
         ticks, self._ticks = self._ticks[:count], self._ticks[count:]
-        same = taken[self._tables.slot_tick.take(taken) == ticks]
-        order = np.arange(len(same), dtype=np.float64)
-        return keep_evictable(self._tables, same, protect=protect, rank=lambda _: order)
+        taken = taken[tables.slot_tick.take(taken) == ticks]
+        self._is_protected[protect] = True
+        is_fit = ~self._is_protected.take(taken)
+        self._is_protected[protect] = False
+        is_fit &= (tables.slot_state.take(taken) == READY) & (tables.slot_leases.take(taken) == 0)
+        if is_fit.all():
+            parents = tables.slot_parent.take(taken)
+            going = np.bincount(parents[parents >= 0], minlength=tables.geometry.num_slots)
+            if (going.take(taken) == tables.slot_children.take(taken)).all():
+                return taken
+        order = np.arange(len(taken), dtype=np.float64)
+        return keep_evictable(tables, taken, protect=protect, rank=lambda _: order)
 
     def _rank(self, count: int, now: float) -> None:
         tables = self._tables
