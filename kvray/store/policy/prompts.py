@@ -75,7 +75,9 @@ class Prompts:
         return number
 
     def num_stored(self, number: int) -> int:
-        """Return how many leading blocks of a prompt have been found or stored."""
+        """Return how many leading blocks of a prompt have been found or stored; -1: forgotten."""
+        if number < self._count - _PROMPTS:
+            return -1
         return int(self._num_stored[number % _PROMPTS])
 
     def use(self, number: int, names: list[int], *, now: float) -> int:
@@ -113,6 +115,8 @@ class Prompts:
     def watch(self, number: int, place: int, name: int, *, hits: int, depth: int) -> None:
         """Watch a block that a prompt has used, instead of what it had in that place.
 
+        A block that it watches in another place already is watched in this one from now on.
+
         Args:
             number: of the prompt.
             place: 0 to WATCHED_MAX - 1.
@@ -124,6 +128,9 @@ class Prompts:
         for before in self._names.get(number, ()):
             if self._watchers.get(before) == (number, place):
                 del self._watchers[before]
+        watcher, other = self._watchers.get(name, (_NONE, 0))
+        if watcher == number:  # of two, one would never be seen to return
+            self._hits[row, other] = _NONE
         self._watchers[name] = number, place
         self._names.setdefault(number, []).append(name)
         self._hits[row, place], self._depth[row, place] = hits, depth

@@ -38,7 +38,7 @@ class S3FIFO:
         slots = use.slots
         self._uses[slots] = 0
         self._name[slots] = use.names
-        self._is_main[slots] = [name in self._ghosts for name in use.names.tolist()]
+        self._is_main[slots] = self._come_back(use.names)
         # Of one prompt the last block is the first to go.
         self._enqueue(slots[::-1])
 
@@ -66,7 +66,7 @@ class S3FIFO:
         )
         new = slots[is_new]
         self._uses[new], self._name[new] = 0, source._name[theirs[is_new]]
-        self._is_main[new] = [name in self._ghosts for name in self._name[new].tolist()]
+        self._is_main[new] = self._come_back(self._name[new])
         self._enqueue(new[::-1])
 
     def beside(self, num_slots: int) -> "S3FIFO":
@@ -88,6 +88,13 @@ class S3FIFO:
         # Used on probation: it would only change over into the main queue.
         ranks[small[self._uses[slots[small]] > 1]] += 2 * self._next
         return ranks
+
+    def _come_back(self, names: Array) -> list[bool]:
+        """Return which of `names` are ghosts' no longer."""
+        known = [name in self._ghosts for name in names.tolist()]
+        for name in names[known].tolist():
+            self._ghosts.pop(name, None)
+        return known
 
     def _turn(self, small: int, main: int) -> None:
         """Have what stood before these places in their queues, and stays, enter the main one."""
