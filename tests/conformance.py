@@ -11,8 +11,13 @@ import numpy as np
 import pytest
 
 from kvray.errors import KVRayError, TransferError, TransportUnavailable
+from kvray.store.layout import READY
+from kvray.store.policy import Policy, Use
+from kvray.store.policy.victims import Victims
+from kvray.store.tables import Tables
 from kvray.transport import Transport
 from kvray.transport.transport import Array
+from tests.policy_life import Life
 
 MEMORY_BYTES = 8 * 2**20
 PATIENT_S = 20.0
@@ -194,3 +199,187 @@ def check_transport(behaviour: Callable[[Couple], None], couple: Couple) -> None
     """Assert one of `TRANSPORT_BEHAVIOURS` of a new couple."""
     assert behaviour in TRANSPORT_BEHAVIOURS
     behaviour(couple)
+
+
+# -- policies -----------------------------------------------------------------------------------
+
+MakePolicy = Callable[[int], Policy]
+SEEDS = range(4)
+
+
+def has_one_finite_rank_for_each_slot(make: MakePolicy) -> None:
+    for seed in SEEDS:
+        life = Life(make(64), seed=seed)
+        for _ in life.steps(100):
+            for slots in (life.ready(), life.ready()[::-2], life.ready()[:0]):
+                ranks = life.policy.rank(slots, now=life.now)
+                assert (ranks.dtype, ranks.shape) == (np.float64, slots.shape)
+                assert np.isfinite(ranks).all()
+
+
+def ranking_changes_nothing(make: MakePolicy) -> None:
+    life, other = Life(make(64)), Life(make(64))
+    for _ in life.steps(150):
+        life.policy.rank(life.ready(), now=life.now)
+    other.run(150)
+    assert life.victims == other.victims
+
+
+def spares_what_must_stay(make: MakePolicy) -> None:
+    num_protected = num_leased = num_unready = 0
+    for seed in SEEDS:
+        life = Life(make(64), seed=seed)
+        tables = life.tier.tables
+        for victims in life.steps(150):
+            assert len(np.unique(victims)) == len(victims)
+            assert (tables.slot_state[victims] == READY).all()
+            assert not tables.slot_leases[victims].any()
+            assert not np.isin(life.protected, victims).any()
+            num_protected += len(life.protected)
+            num_leased += np.count_nonzero(tables.slot_leases)
+            num_unready += np.count_nonzero(tables.slot_state) - len(life.ready())
+    assert min(num_protected, num_leased, num_unready) > 100, "there was little to spare"
+
+
+def lets_children_go_before_their_parents(make: MakePolicy) -> None:
+    num_families = 0
+    for seed in SEEDS:
+        life = Life(make(64), seed=seed)
+        for victims in life.steps(150):
+            num_families += assert_leaves_first(life.tier.tables, victims)
+    assert num_families > 50, "hardly a parent went"
+
+
+def assert_leaves_first(tables: Tables, victims: Array) -> int:
+    """Return how many parents were among them."""
+    gone: set[int] = set()
+    num_parents = 0
+    for slot in victims.tolist():
+        children = np.flatnonzero((tables.slot_parent == slot) & (tables.slot_state > 0))
+        assert gone.issuperset(children.tolist())
+        num_parents += len(children) > 0
+        gone.add(slot)
+    return num_parents
+
+
+def spares_what_was_used_since_it_was_ranked(make: MakePolicy) -> None:
+    life = Life(make(64))
+    life.run(100, with_others=False)
+    policy, tables, rng = life.policy, life.tier.tables, np.random.default_rng(0)
+    rankings = 0
+
+    def rank(slots: Array, *, now: float) -> Array:
+        nonlocal rankings
+        rankings += 1
+        return policy.rank(slots, now=now)
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return rank if name == "rank" else getattr(policy, name)
+
+    num_checked = 0
+    for _ in range(40):
+        counting: Any = Counting()
+        victims = Victims(tables, counting, ranked=48)
+        nobody = np.empty(0, dtype=np.int64)
+        life.tier.evict(victims.take(2, protect=nobody, now=life.now))
+        used = rng.choice(life.ready(), 4, replace=False)
+        life.tier.touch(used)
+        for _ in range(6):
+            before = rankings
+            taken = victims.take(2, protect=nobody, now=life.now)
+            if rankings > before:
+                break
+            assert not np.isin(taken, used).any()
+            life.tier.evict(taken)
+            num_checked += 1
+        life.run(10, with_others=False)
+    assert num_checked > 50
+
+
+def keeps_what_is_used_again_and_again(make: MakePolicy) -> None:
+    policy = make(40)
+    hot, names = np.arange(10), np.arange(40)
+    for slot in range(40):
+        policy.stored(Use(names[slot : slot + 1], names[slot : slot + 1], 0, 1, float(slot)))
+    next_name, now = 40, 40.0
+    for turn in range(60):
+        for slot in hot.tolist():
+            now += 1.0
+            policy.used(Use(hot[slot : slot + 1], names[slot : slot + 1], 0, 1, now))
+        for _ in range(10 if turn > 1 else 0):
+            now += 1.0
+            ranks = policy.rank(np.arange(40), now=now)
+            gone = np.array([ranks.argmin()])
+            assert gone[0] not in hot
+            policy.freed(gone)
+            policy.stored(Use(gone, np.array([next_name]), 0, 1, now))
+            next_name += 1
+
+
+def takes_the_order_over_into_another_tier_and_back(make: MakePolicy) -> None:
+    for seed in SEEDS:
+        life = Life(make(128), num_blocks=64, seed=seed)
+        life.run(150)
+        host = life.policy
+        going = life.ready()[np.argsort(host.rank(life.ready(), now=life.now), kind="stable")]
+        below = host.beside(200)
+        copies = np.random.default_rng(seed).permutation(200)[: len(going)]
+        for copy, slot in zip(copies, going, strict=True):
+            below.copied(np.array([copy]), host, np.array([slot]))
+        ranks = below.rank(copies, now=life.now)
+        assert (np.diff(ranks) >= 0).all()
+        assert ranks[0] < ranks[-1]
+        back = np.arange(64, 64 + len(going))
+        for copy, slot in zip(copies, back, strict=True):
+            host.copied(np.array([slot]), below, np.array([copy]))
+        assert (np.diff(host.rank(back, now=life.now)) >= 0).all()
+
+
+def is_the_same_for_equal_lives(make: MakePolicy) -> None:
+    lives = [Life(make(64), seed=7) for _ in range(2)]
+    for life in lives:
+        life.run(300)
+    assert lives[0].victims == lives[1].victims
+    assert len(lives[0].victims) > 100
+    one, two = (life.policy.rank(life.ready(), now=life.now) for life in lives)
+    assert (one == two).all()
+
+
+def does_not_grow(make: MakePolicy) -> None:
+    """Whoever calls this has seen to it that it remembers hundreds of prompts, not thousands."""
+    life = Life(make(64))
+    life.run(1500)
+    before = num_held(life.policy)
+    life.run(1500)
+    assert num_held(life.policy) < 1.1 * before
+
+
+def num_held(thing: Any) -> int:
+    """Return how many things something holds in its attributes and what hangs from them."""
+    if isinstance(thing, np.ndarray):
+        return int(thing.size)
+    if isinstance(thing, dict):
+        return len(thing) + sum(map(num_held, thing.values()))
+    if isinstance(thing, list | tuple | set):
+        return len(thing) + sum(map(num_held, thing))
+    return sum(map(num_held, vars(thing).values())) if hasattr(thing, "__dict__") else 1
+
+
+POLICY_BEHAVIOURS = (
+    has_one_finite_rank_for_each_slot,
+    ranking_changes_nothing,
+    spares_what_must_stay,
+    lets_children_go_before_their_parents,
+    spares_what_was_used_since_it_was_ranked,
+    keeps_what_is_used_again_and_again,
+    takes_the_order_over_into_another_tier_and_back,
+    is_the_same_for_equal_lives,
+    does_not_grow,
+)
+
+
+def check_policy(behaviour: Callable[[MakePolicy], None], make: MakePolicy) -> None:
+    """Assert one of `POLICY_BEHAVIOURS` of policies that `make` makes of a number of slots."""
+    assert behaviour in POLICY_BEHAVIOURS
+    behaviour(make)

@@ -1,0 +1,142 @@
+"""A random life of a tier under a policy: prompts of a forest come, grow, and come again."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from kvray.replay.tier import BLOCK_BYTES, Tier
+from kvray.store import lease, slots
+from kvray.store.layout import READY
+from kvray.store.policy import Policy, Use
+from kvray.store.tables import Array
+
+_PART, _HOLDER = 0, 0
+_PROMPT_MAX = 12
+_FORKS = 3
+
+
+class Life:
+    """A tier, and what has happened to it. Equal seeds are equal lives."""
+
+    def __init__(self, policy: Policy, *, num_blocks: int = 64, seed: int = 0) -> None:
+        self.tier = Tier(num_blocks, policy)
+        self.policy = policy
+        self.now = 0.0
+        self.victims: list[int] = []
+        """All that ever went, in order."""
+        self.protected = np.empty(0, dtype=np.int64)
+        """What the last victims had to spare."""
+        self._rng = random.Random(seed)
+        self._keys: dict[tuple[int, ...], Array] = {}
+        self._paths: list[tuple[int, ...]] = []
+        self._leases: list[lease.Lease] = []
+        self._writing: list[slots.Reservation] = []
+        self._num_requests = 0
+
+    def ready(self) -> Array:
+        """Return the slots that have blocks."""
+        return np.flatnonzero(self.tier.tables.slot_state == READY)
+
+    def steps(self, count: int, *, with_others: bool = True) -> Iterator[Array]:
+        """Make requests; yield the victims of each before they go.
+
+        Args:
+            count: of requests.
+            with_others: whether somebody leases blocks and has some under way meanwhile.
+        """
+        for _ in range(count):
+            self.now += self._rng.expovariate(0.2)
+            if with_others:
+                self._disturb()
+            yield from self._request(self._next_path())
+
+    def run(self, count: int, *, with_others: bool = True) -> None:
+        """Make requests."""
+        for _ in self.steps(count, with_others=with_others):
+            pass
+
+    def _request(self, path: tuple[int, ...]) -> Iterator[Array]:
+        keys = self._keys_of(path)
+        names = np.ascontiguousarray(keys[:, 0]).view(np.int64)
+        request, self._num_requests = self._num_requests, self._num_requests + 1
+        found = self.tier.find(keys)
+        first, length = len(found), len(keys)
+        self.tier.touch(found)
+        if first:
+            self.policy.used(Use(found, names[:first], 0, length, self.now, request=request))
+        if first < length:
+            self.protected = found
+            victims = self.tier.victims(length - first, protect=found, now=self.now)
+            yield victims
+            self.victims += victims.tolist()
+            self.tier.evict(victims)
+            parent = keys[first - 1 : first] if first else None
+            made = self.tier.store(keys[first:], parent=parent, depth=first)
+            if len(made.slots):
+                rows = first + made.rows
+                before = int(found[-1]) if first else -1
+                self.policy.stored(
+                    Use(made.slots, names[rows], int(rows[0]), length, self.now, before, request)
+                )
+        if self._rng.random() < 0.7:
+            answered = self._rng.randrange(self._num_requests + 2)  # late, twice, or nobody's
+            self.policy.answered(answered, self._rng.randrange(2000))
+
+    def _next_path(self) -> tuple[int, ...]:
+        """Return a prompt that goes on with another one, or shares its head, or is new."""
+        rng = self._rng
+        kind = rng.random()
+        if not self._paths or kind < 0.3:
+            path: tuple[int, ...] = (rng.randrange(10**9),)
+        else:
+            before = self._paths[-1 - min(int(rng.expovariate(0.1)), len(self._paths) - 1)]
+            path = before if kind < 0.8 else before[: rng.randrange(len(before)) + 1]
+        while len(path) < _PROMPT_MAX and rng.random() < 0.7:
+            path += (rng.randrange(_FORKS),)
+        self._paths = [*self._paths[-100:], path]
+        return path
+
+    def _keys_of(self, path: tuple[int, ...]) -> Array:
+        """Return a key for each head of `path`, the same ones at any time."""
+        if len(self._keys) > 5000:
+            self._keys.clear()
+        heads = [path[: end + 1] for end in range(len(path))]
+        for head in heads:
+            if head not in self._keys:
+                words = random.Random(repr(head))
+                made = [words.getrandbits(64) for _ in range(4)]
+                self._keys[head] = np.array(made, dtype="<u8")
+        return np.stack([self._keys[head] for head in heads])
+
+    def _disturb(self) -> None:
+        """Have somebody lease a prompt's head, or write a prompt that is not ready yet."""
+        tables, rng = self.tier.tables, self._rng
+        if len(self._leases) > 2:
+            lease.release(tables, self._leases.pop(0))
+        if len(self._writing) > 1:
+            slots.abort(tables, self._writing.pop(0))
+        if self._paths and rng.random() < 0.4:
+            found = self.tier.find(self._keys_of(rng.choice(self._paths)))
+            taken = lease.take(tables, [found], holder=_HOLDER, now=0.0) if len(found) else None
+            self._leases += taken or []
+        if self._paths and rng.random() < 0.2:
+            self._reserve((*rng.choice(self._paths)[:4], -1 - rng.randrange(10**6)))
+        tables.undo.settle()
+
+    def _reserve(self, path: tuple[int, ...]) -> None:
+        keys = self._keys_of(path)
+        found = self.tier.find(keys[:-1])
+        if len(found) == len(path) - 1:
+            made: Any = slots.reserve(
+                self.tier.tables,
+                keys[-1:],
+                parent=keys[-2:-1] if len(found) else None,
+                depth=len(found),
+                part=_PART,
+                block_bytes=BLOCK_BYTES,
+                holder=_HOLDER,
+                candidates=slots.Candidates(),
+            )
+            self._writing.append(made)

@@ -1,0 +1,70 @@
+"""A cache of single blocks under a policy, and what its tests tell policies."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvray.store.policy import Policy, Use
+
+
+def use(
+    slots: Sequence[int],
+    names: Sequence[int],
+    *,
+    depth: int = 0,
+    length: int | None = None,
+    now: float = 0.0,
+    parent: int = -1,
+    request: int | None = None,
+) -> Use:
+    """Return a `Use` of all blocks of a prompt, or of those from `depth` on."""
+    return Use(
+        np.array(slots, dtype=np.int64),
+        np.array(names, dtype=np.int64),
+        depth,
+        depth + len(slots) if length is None else length,
+        now,
+        parent,
+        request,
+    )
+
+
+class SmallCache:
+    """Slots for single blocks, each of which is a prompt of its own; it is always kept full."""
+
+    def __init__(self, policy: Policy, num_blocks: int) -> None:
+        self.policy = policy
+        self._num_blocks = num_blocks
+        self._slots: dict[int, int] = {}
+
+    def ask(self, name: int, *, now: float) -> bool:
+        """Return whether a block is there, and store it if not."""
+        slot = self._slots.get(name)
+        if slot is not None:
+            self.policy.used(use([slot], [name], now=now))
+            return True
+        if len(self._slots) == self._num_blocks:
+            names = list(self._slots)
+            slots = np.array([self._slots[one] for one in names])
+            gone = int(self.policy.rank(slots, now=now).argmin())
+            slot = self._slots.pop(names[gone])
+            self.policy.freed(np.array([slot]))
+        else:
+            slot = len(self._slots)
+        self._slots[name] = slot
+        self.policy.stored(use([slot], [name], now=now))
+        return False
+
+    def hits(self, names: Sequence[int]) -> list[bool]:
+        """Ask for blocks, one a second."""
+        return [self.ask(name, now=float(at)) for at, name in enumerate(names)]
+
+
+def zipf(seed: int, count: int, *, num_names: int = 1000, skew: float = 0.9) -> list[int]:
+    """Return names of which few are frequent and many are rare."""
+    rng: Any = random.Random(seed)
+    weights = [(rank + 1) ** -skew for rank in range(num_names)]
+    names: list[int] = rng.choices(range(num_names), weights, k=count)
+    return names
