@@ -57,6 +57,10 @@ class SmallCache:
         self.policy.stored(use([slot], [name], now=now))
         return False
 
+    def slot_of(self, name: int) -> int:
+        """Return where a block is."""
+        return self._slots[name]
+
     def hits(self, names: Sequence[int]) -> list[bool]:
         """Ask for blocks, one a second."""
         return [self.ask(name, now=float(at)) for at, name in enumerate(names)]
