@@ -37,7 +37,7 @@ class Victims:
         """
         found = self._next(count, protect)
         if len(found) < count:
-            self._rank(count, now)
+            self._rank(count, protect, now)
             found = self._next(count, protect)
         return found
 
@@ -59,13 +59,13 @@ class Victims:
         order = np.arange(len(taken), dtype=np.float64)
         return keep_evictable(tables, taken, protect=protect, rank=lambda _: order)
 
-    def _rank(self, count: int, now: float) -> None:
+    def _rank(self, count: int, protect: Array, now: float) -> None:
         tables = self._tables
         self._slots = choose_victims(
             tables,
             max(count, self._ranked),
             within=np.arange(tables.geometry.num_slots),
-            protect=_NOTHING,
+            protect=protect,
             rank=lambda slots: self._policy.rank(slots, now=now),
         )
         self._ticks = tables.slot_tick[self._slots]
