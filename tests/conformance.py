@@ -349,9 +349,9 @@ def is_the_same_for_equal_lives(make: MakePolicy) -> None:
 def does_not_grow(make: MakePolicy) -> None:
     """Whoever calls this has seen to it that it remembers hundreds of prompts, not thousands."""
     life = Life(make(64))
-    life.run(1500)
+    life.run(1000)
     before = num_held(life.policy)
-    life.run(1500)
+    life.run(1000)
     assert num_held(life.policy) < 1.1 * before
 
 
