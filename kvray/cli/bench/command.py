@@ -210,6 +210,64 @@ def staging(
             found.print_all(Console(highlight=False, width=width))
 
 
+@bench.command()
+def nvme(
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="Where the segment files go, on a disk; else in TMPDIR."
+        ),
+    ] = None,
+    arena_directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--arena-dir", metavar="DIR", help="A tmpfs with huge pages; else root mounts one."
+        ),
+    ] = None,
+    block: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZE", help="Bytes of a block; may be repeated. [4MiB and 128KiB]"),
+    ] = None,
+    repeat: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Pairs of each measurement; else 11.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer bytes and pairs: a look, no measurement.")
+    ] = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure stores to and cold retrieves from a disk, beside bare direct I/O.
+
+    It needs neither Ray nor a running tier: it makes an arena of its own under arena.dir, and one
+    with huge pages where that can be had, a store and a bare file on the disk, 1 GiB at most, and
+    removes them all again.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        settings = load_config(config)
+        sizes = [_parse(one, "--block") for one in block or ()]
+        with interrupts.masked():
+            from kvray.cli.bench import nvme as measured
+        found = measured.measure_nvme(
+            measured.NvmeBench(
+                num_bytes=measured.QUICK_BYTES if quick else measured.NUM_BYTES,
+                block_sizes=sizes or measured.BLOCK_SIZES,
+                repeat=repeat or (measured.QUICK_REPEAT if quick else measured.REPEAT),
+                disk=directory,
+                arena=settings.arena.dir,
+                huge=arena_directory,
+            ),
+            console=Console(stderr=True, highlight=False),
+            interrupts=interrupts,
+        )
+        if as_json:
+            print(found.to_json())
+        else:
+            width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+            found.print_all(Console(highlight=False, width=width))
+
+
 def _run(
     settings: KVRayConfig,
     *,

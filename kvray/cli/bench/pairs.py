@@ -23,20 +23,20 @@ class Pair:
 
 
 def measure(
-    count: int, *, ours: Callable[[int], Timing], floor: Callable[[int], Timing]
+    count: int, *, ours: Callable[[int], Timing], floor: Callable[[int], Timing], first: int = 0
 ) -> list[Pair]:
-    """Return `count` pairs; both are told which pair it is.
+    """Return `count` pairs; both are told which pair it is, counted from `first`.
 
     Who goes first takes turns, so that neither finds the warmer caches.
     """
     pairs = []
-    for index in range(count):
+    for index in range(first, first + count):
         if index % 2:
-            first = ours(index)
-            pairs.append(Pair(ours=first, floor=floor(index)))
+            earlier = ours(index)
+            pairs.append(Pair(ours=earlier, floor=floor(index)))
         else:
-            first = floor(index)
-            pairs.append(Pair(ours=ours(index), floor=first))
+            earlier = floor(index)
+            pairs.append(Pair(ours=ours(index), floor=earlier))
     return pairs
 
 

@@ -88,7 +88,12 @@ class NvmeStore:
         self.report = replace(report, surplus=found.surplus, aside=found.aside)
         self._threads = IoThreads(spec.io_threads)
         self._writer = Writer(
-            self.tables, self._book, self._files, threads=self._threads, section=self._section
+            self.tables,
+            self._book,
+            self._files,
+            threads=self._threads,
+            section=self._section,
+            verifies=spec.verify_writes,
         )
         self._reader = Reader(
             self.tables, self._book, self._files, threads=self._threads, section=self._section
@@ -227,7 +232,8 @@ class NvmeStore:
 
         Returns:
             One mask a demotion: the blocks that are stored. The others had no room on the disk, or
-            fail their checksum in the arena, where the caller should have them quarantined.
+            (with `NvmeSpec.verify_writes`) fail their checksum in the arena, where the caller
+            should have them quarantined.
 
         Raises:
             ConfigError: a slot of the arena holds another block than the one it goes to.

@@ -17,7 +17,12 @@ SEGMENT = 16 * SLOT
 
 
 def spec(
-    *, num_segments: int = 4, segment: int = SEGMENT, name: str = "test", free_reserve: int = 0
+    *,
+    num_segments: int = 4,
+    segment: int = SEGMENT,
+    name: str = "test",
+    free_reserve: int = 0,
+    verify_writes: bool = False,
 ) -> NvmeSpec:
     slots_per_segment = segment // SLOT
     table_bytes = -(-slots_per_segment * 128 // 4096) * 4096
@@ -28,6 +33,7 @@ def spec(
         slot_min=SLOT,
         free_reserve=free_reserve,
         io_threads=3,
+        verify_writes=verify_writes,
     )
 
 

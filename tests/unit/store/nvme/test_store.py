@@ -175,12 +175,27 @@ def test_slots_of_other_blocks_are_refused(store: NvmeStore) -> None:
         store.read(key_index.pack_keys(keys), 0, arena, here)
 
 
-def test_block_that_is_wrong_in_the_arena_is_not_stored(store: NvmeStore) -> None:
-    keys = chain(4)
+def test_block_that_is_wrong_in_the_arena_is_not_stored_if_writes_are_verified(
+    directory: Path,
+) -> None:
+    store, keys = open_store(directory, spec(verify_writes=True)), chain(4)
     arena = arena_tables()
     one = chain_for(store, arena, keys)
     payload.slot_bytes(arena, int(one.arena_slots[2]))[7] ^= 1
     assert store.write([one], arena)[0].tolist() == [True, True, False, True]
+    assert present(store, keys) == 3
+    check_invariants(store.tables)
+    store.close()
+
+
+def test_block_that_is_wrong_in_the_arena_is_found_when_it_is_read(store: NvmeStore) -> None:
+    keys = chain(4)
+    arena = arena_tables()
+    one = chain_for(store, arena, keys)
+    payload.slot_bytes(arena, int(one.arena_slots[2]))[7] ^= 1
+    assert store.write([one], arena)[0].all()
+    assert promote(store, keys).sound.tolist() == [True, True, False, True]
+    assert store.stats().corrupt == 1
     assert present(store, keys) == 3
     check_invariants(store.tables)
 

@@ -33,7 +33,7 @@ class NvmeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(prefix="kvray-nvme-"))
-        self.store = open_store(self.directory, spec(num_segments=3))
+        self.store = open_store(self.directory, spec(num_segments=3, verify_writes=True))
         self.model: set[Block] = set()
         self.pending: list[Demotion] = []
 
@@ -94,7 +94,7 @@ class NvmeMachine(RuleBasedStateMachine):
         if flush:
             self.store.flush(note_use=note_use)
         self.store.close()
-        self.store = open_store(self.directory, spec(num_segments=3))
+        self.store = open_store(self.directory, spec(num_segments=3, verify_writes=True))
         found = self.ready()
         assert found == self.model if flush else found >= self.model
         for number, keys in enumerate(CHAINS):
