@@ -105,12 +105,13 @@ class _Replay:
         self._host.touch(found)
         if self.disk is not None:
             found = self._promote(request, keys, found, now)
-            self.disk.used(found)
         stop = len(found)
         if stop:
             use = Use(found, names[:stop], 0, len(ids), now, request=request)
             for one in self._observers():
                 one.used(use)
+            if self.disk is not None:
+                self.disk.used(found)
         if stop < len(ids):
             self._store(request, keys, names, found, now)
         self._answers.expect(request, now)
