@@ -26,8 +26,8 @@ class NvmeSpec:
     verify_writes: bool = False
     """Whether the arena's bytes are compared with their checksum before they are recorded. Reads
     compare it in any case, and nothing is served before; what this adds is that a block that was
-    damaged in memory is found at its demotion, and takes no room on the disk. It would more than
-    double the CPU of a write."""
+    damaged in memory is found at its demotion, and takes no room on the disk. It at least
+    doubles the CPU of a write."""
 
     def geometry(self) -> Geometry:
         """Return the figures of the tables of such a tier.

@@ -18,10 +18,12 @@ from kvray.store.nvme.io_threads import Task
 from kvray.store.nvme.segment import Segment
 from kvray.store.tables import Tables
 
-_CHUNK_BYTES_MIN, _CHUNK_BYTES_MAX = 2**20, 16 * 2**20
-"""What one transfer moves. From the smaller size on a device is at full speed; a larger one costs
-less CPU (in reads half of that of 4 MiB), and is still small enough that it is summed while others
-are under way."""
+_CHUNK_BYTES_MIN = 2**20
+"""What one transfer moves at least: from here on a device is at full speed."""
+
+_CHUNK_BYTES_MAX, _SUMMED_BYTES_MAX = 64 * 2**20, 32 * 2**20
+"""What one moves at most: the larger, the less CPU it costs, and blocks that are summed are so
+while other transfers are under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +39,11 @@ class Move:
     """Places of the blocks among all that were asked for."""
 
 
-def chunk_bytes(moves: Sequence[Move], num_threads: int) -> int:
+def chunk_bytes(moves: Sequence[Move], num_threads: int, *, is_summed: bool) -> int:
     """Return how large transfers should be so that each of the threads has one."""
     total = sum(len(one.rows) * align(one.segment.shape.block_bytes) for one in moves)
-    return min(max(-(-total // num_threads), _CHUNK_BYTES_MIN), _CHUNK_BYTES_MAX)
+    most = _SUMMED_BYTES_MAX if is_summed else _CHUNK_BYTES_MAX
+    return min(max(-(-total // num_threads), _CHUNK_BYTES_MIN), most)
 
 
 def write_tasks(move: Move, *, chunk_bytes: int, sums: Array | None) -> list[Task]:

@@ -139,7 +139,7 @@ class Writer:
         # a block that memory has damaged meanwhile is found then, as one is that the disk damages.
         sums = np.zeros(len(targets), dtype="<u8") if self._verifies else None
         each = moves(self._files.by_slab, targets, self._per_slab, arena, sources)
-        size = chunk_bytes(each, self._threads.num_threads)
+        size = chunk_bytes(each, self._threads.num_threads, is_summed=self._verifies)
         self._threads.run(
             [task for one in each for task in write_tasks(one, chunk_bytes=size, sums=sums)]
         )
