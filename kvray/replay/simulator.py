@@ -103,16 +103,17 @@ class _Replay:
         found = self._host.find(keys)
         self.host_hits[request] = len(found)
         self._host.touch(found)
-        if self.disk is not None:
-            found = self._promote(request, keys, found, now)
         stop = len(found)
+        if self.disk is not None:
+            found, stop = self._promote(request, keys, found, now)
         if stop:
-            use = Use(found, names[:stop], 0, len(ids), now, request=request)
+            use = Use(found[:stop], names[:stop], 0, len(ids), now, request=request)
             for one in self._observers():
                 one.used(use)
             if self.disk is not None:
-                self.disk.used(found)
-        if stop < len(ids):
+                self.disk.used(found[:stop])
+        self._stored(request, names, found[stop:], np.arange(stop, len(found)), now)
+        if len(found) < len(ids):
             self._store(request, keys, names, found, now)
         self._answers.expect(request, now)
 
@@ -120,29 +121,36 @@ class _Replay:
         one = self._host.policy
         return (one,) if self._admission is None else (one, self._admission)
 
-    def _promote(self, request: int, keys: Array, found: Array, now: float) -> Array:
-        """Bring what is on disk after the blocks found; return the slots of all."""
+    def _promote(self, request: int, keys: Array, found: Array, now: float) -> tuple[Array, int]:
+        """Bring what is on disk after the blocks found.
+
+        Returns:
+            The slots of all, and how many of them come with what was known of them.
+        """
         assert self.disk is not None, "it is asked"
         first = len(found)
         on_disk = self.disk.find(keys[first:])
         if not len(on_disk):
-            return found
+            return found, first
         self.disk_hits[request] = len(on_disk)
         self.disk.tier.touch(on_disk)
         made = self._fill(keys[first : first + len(on_disk)], keys, found, now)
-        # Making room may have had some of them leave the disk.
+        # Making room may have had the last of them leave the disk.
         slots = self.disk.tier.find_any(keys[first:][made.rows])
         here = slots >= 0
         self.disk.promoted(slots[here], made.slots[here])
-        return self._host.find(keys[: first + len(on_disk)])
+        return self._host.find(keys[: first + len(on_disk)]), first + int(here.sum())
 
     def _store(self, request: int, keys: Array, names: Array, found: Array, now: float) -> None:
         first = len(found)
         made = self._fill(keys[first:], keys, found, now)
-        if len(made.slots):
-            parent = int(found[-1]) if first else -1
-            rows = first + made.rows
-            use = Use(made.slots, names[rows], int(rows[0]), len(keys), now, parent, request)
+        self._stored(request, names, made.slots, first + made.rows, now)
+
+    def _stored(self, request: int, names: Array, slots: Array, rows: Array, now: float) -> None:
+        """Tell of blocks that are new to the host tier: these rows of a request's."""
+        if len(slots):
+            parent = int(self._host.tables.slot_parent[slots[0]])
+            use = Use(slots, names[rows], int(rows[0]), len(names), now, parent, request)
             for one in self._observers():
                 one.stored(use)
 

@@ -121,7 +121,7 @@ class Watched:
 
     def __init__(self, trace: Trace, policy: str, admission: str) -> None:
         self.trace = trace
-        self.replay = _Replay(trace, policy, 48, 90, admission)
+        self.replay = _Replay(trace, policy, 48, 60, admission)
         assert self.replay.disk is not None
         self.host, self.disk = self.replay._host, self.replay.disk
         self._ids = {key.tobytes(): at for at, key in enumerate(self.replay._keys)}
@@ -158,6 +158,11 @@ class Watched:
         if isinstance(self.host.policy, policies.LRU):
             used, last = np.flatnonzero(below >= 0), self.host.policy._last
             assert (self.disk.tier.policy._last[below[used]] == last[used]).all()
+        for tier in (self.host, self.disk.tier):
+            if isinstance(tier.policy, policies.S3FIFO):
+                slots, key = np.flatnonzero(tier.tables.slot_state == READY), tier.tables.slot_key
+                assert (tier.policy._place[slots] > 0).all(), "each is in a queue"
+                assert (tier.policy._name[slots] == key[slots, 0].view(np.int64)).all()
         for one, other, tier, other_tier in (
             (below, above, self.host, self.disk.tier),
             (above, below, self.disk.tier, self.host),
