@@ -85,7 +85,15 @@ class Shell:
             if path.suffix != ".yaml" and not path.name.startswith("torchinductor_")  # torch's own
         ]
         found += [str(path) for path in SHM.glob("kvray-*") if path == self.node_dir]
-        return found + [str(process.cmdline()) for process in self.processes()]
+        return found + [str(command) for command in self.commands()]
+
+    def commands(self) -> list[list[str]]:
+        """Return the command line of every such process, but for those that end meanwhile."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                found.append(process.cmdline())
+        return found
 
     def processes(self) -> list[psutil.Process]:
         """Return every living process that was started under this temporary directory."""
@@ -107,6 +115,7 @@ def open_shell(name: str) -> Iterator[Shell]:
         yield shell
     finally:
         for process in shell.processes():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         shutil.rmtree(directory, ignore_errors=True)
         shutil.rmtree(shell.node_dir, ignore_errors=True)

@@ -31,6 +31,9 @@ RESOURCE = "kvray_shard"
 _KEEPER = "kvray.cli.chaos.keeper"
 _OBJECT_STORE_BYTES = 80 * 2**20
 _START_TIMEOUT_S = 90.0
+_STARTS_MAX = 3
+"""How often a node is started that ends by itself: Ray gives some of its own waits few seconds."""
+_START_PAUSE_S = 1.0
 _CLOSE_TIMEOUT_S = 30.0
 _STOP_TIMEOUT_S = 20.0
 _KILL_TIMEOUT_S = 5.0
@@ -73,6 +76,11 @@ class Node:
         """Whether it said that it has joined the cluster since it was started last."""
         return self.is_running and _HAS_STARTED in self._log.read_text(errors="replace")
 
+    @property
+    def _has_given_up(self) -> bool:
+        """Whether its main process ended by itself, with an error."""
+        return self._process is not None and (self._process.poll() or 0) > 0
+
     def begin_start(self) -> None:
         """Start it, and do not wait for it; it gets another node id each time."""
         with self._log.open("wb") as output:
@@ -91,17 +99,21 @@ class Node:
         timeout_s: float = _START_TIMEOUT_S,
         waiting: Callable[[float], None] = lambda elapsed_s: None,
     ) -> None:
-        """Return when it has joined.
+        """Return when it has joined; one that gives up is started again.
 
         Raises:
-            ConfigError: it ended, or did not join in time.
+            ConfigError: it was killed, gave up too often, or did not join in time.
         """
-        began = time.monotonic()
+        began, starts = time.monotonic(), 1
         while not self.has_started:
             elapsed_s = time.monotonic() - began
             waiting(elapsed_s)
-            if elapsed_s > timeout_s or not self.is_running:
-                said = " ".join(self._log.read_text(errors="replace").split()[-40:])
+            if elapsed_s < timeout_s and self._has_given_up and starts < _STARTS_MAX:
+                time.sleep(_START_PAUSE_S)
+                self.begin_start()
+                starts += 1
+            elif elapsed_s > timeout_s or not self.is_running:
+                said = " ".join(self._log.read_text(errors="replace").split()[-100:])
                 raise ConfigError(f"The Ray node {self.name} did not start; it said: {said}")
             time.sleep(0.05)
 
