@@ -13,7 +13,7 @@ from kvray.errors import ShardUnavailable
 from kvray.store import Arena
 from tests.unit.store.small_arena import PATIENT_S, spec
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 """How long a test waits for what takes milliseconds on a machine that does nothing else."""
 
 NAMESPACE = Namespace(
