@@ -13,6 +13,7 @@ from kvray.actors.local_ray import LocalRay
 from kvray.actors.ray_calls import NAMESPACE
 from kvray.errors import ConfigError, ShardUnavailable
 from tests.ray.conftest import TIMEOUT_S
+from tests.unit.actors.small_shard import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -39,11 +40,22 @@ def create() -> Any:
     return made
 
 
+def end(actor: Any) -> None:
+    """Kill an actor, and wait until its name is free."""
+    ray.kill(actor)
+    wait_for(lambda: NAME not in list_named_actors_of(NAMESPACE), "its end")
+
+
+def list_named_actors_of(namespace: str) -> list[str]:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [actor["name"] for actor in actors if actor["namespace"] == namespace]
+
+
 @pytest.fixture
 def other(local: LocalRay) -> Iterator[Any]:
     made = create()
     yield made
-    ray.kill(made)
+    end(made)
 
 
 def test_answers_and_errors_come_back(other: Any) -> None:
@@ -77,12 +89,12 @@ def test_one_that_was_made_anew_is_found_under_its_name(local: LocalRay) -> None
             await call(NAME, "echo", 1, timeout_s=TIMEOUT_S)
         first = create()
         assert await call(NAME, "echo", 1, timeout_s=TIMEOUT_S) == 1
-        ray.kill(first)
+        end(first)
         with pytest.raises(ShardUnavailable):
             await call(NAME, "echo", 1, timeout_s=TIMEOUT_S)
         second = create()
         assert await call(NAME, "echo", 2, timeout_s=TIMEOUT_S) == 2
-        ray.kill(second)
+        end(second)
 
     asyncio.run(scene())
 
