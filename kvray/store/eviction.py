@@ -29,7 +29,7 @@ def choose_victims(
         protect: slots that must stay (the chain that the caller is about to extend).
         rank: of slots; None: the order in which they were used last.
     """
-    fit = within[_is_fit(tables, within)]
+    fit = within[is_fit(tables, within)]
     ranks = _ranks(tables, fit, rank)
     wanted = count
     while True:
@@ -53,12 +53,18 @@ def keep_evictable(
     return _keep_evictable(tables, chosen, _ranks(tables, chosen, rank), protect)
 
 
+def is_fit(tables: Tables, slots: Array) -> Array:
+    """Return a mask of the `slots` with READY blocks that nobody leases."""
+    fit: Array = (tables.slot_state.take(slots) == READY) & (tables.slot_leases.take(slots) == 0)
+    return fit
+
+
 def _keep_evictable(tables: Tables, chosen: Array, ranks: Array, protect: Array) -> Array:
-    is_fit = _is_fit(tables, chosen)
+    fits = is_fit(tables, chosen)
     if len(protect):
-        is_fit &= ~np.isin(chosen, protect)
+        fits &= ~np.isin(chosen, protect)
     order = np.argsort(chosen)
-    order = order[is_fit[order]]
+    order = order[fits[order]]
     fit, ranks = chosen[order], ranks[order]
     nowhere = len(fit)
     parent = tables.slot_parent[fit]
@@ -87,8 +93,3 @@ def _ranks(tables: Tables, slots: Array, rank: Rank | None) -> Array:
     """Return the rank of each of `slots`, f8."""
     ranks: Array = (tables.slot_tick[slots] if rank is None else rank(slots)).astype(np.float64)
     return ranks
-
-
-def _is_fit(tables: Tables, slots: Array) -> Array:
-    fit: Array = (tables.slot_state[slots] == READY) & (tables.slot_leases[slots] == 0)
-    return fit

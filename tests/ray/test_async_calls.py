@@ -10,7 +10,7 @@ import ray
 
 from kvray.actors.async_calls import ActorCalls
 from kvray.actors.local_ray import LocalRay
-from kvray.actors.ray_calls import NAMESPACE
+from kvray.actors.ray_calls import NAMESPACE, list_actors
 from kvray.errors import ConfigError, ShardUnavailable
 from tests.ray.conftest import TIMEOUT_S
 from tests.unit.actors.small_shard import wait_for
@@ -43,12 +43,7 @@ def create() -> Any:
 def end(actor: Any) -> None:
     """Kill an actor, and wait until its name is free."""
     ray.kill(actor)
-    wait_for(lambda: NAME not in list_named_actors_of(NAMESPACE), "its end")
-
-
-def list_named_actors_of(namespace: str) -> list[str]:
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return [actor["name"] for actor in actors if actor["namespace"] == namespace]
+    wait_for(lambda: NAME not in list_actors(), "its end")
 
 
 @pytest.fixture

@@ -153,23 +153,23 @@ class Prompts:
             hits: how often each was found since it was stored.
             now: seconds.
         """
-        rows = numbers % _PROMPTS
-        seconds = now - self._time.take(rows)
         if self._worth is None:
-            return -seconds
-        worth = hazard.at(self._worth, self._classes(rows, depths, hits), seconds)
-        worth[numbers <= self._count - _PROMPTS] = 0.0
-        return worth
+            return self._time.take(numbers % _PROMPTS) - now
+        return self._at(self._worth, numbers, depths, hits, now)
 
     def chance(self, numbers: Array, depths: Array, hits: Array, *, now: float) -> Array:
         """Return how likely blocks are to be used again; 1 before the first lesson. As `worth`."""
-        rows = numbers % _PROMPTS
         if self._chance is None:
-            return np.ones(len(rows))
+            return np.ones(len(numbers))
+        return self._at(self._chance, numbers, depths, hits, now)
+
+    def _at(self, table: Array, numbers: Array, depths: Array, hits: Array, now: float) -> Array:
+        """Return what a table says of blocks; 0 of those whose prompts are forgotten."""
+        rows = numbers % _PROMPTS
         seconds = now - self._time.take(rows)
-        chance = hazard.at(self._chance, self._classes(rows, depths, hits), seconds)
-        chance[numbers <= self._count - _PROMPTS] = 0.0
-        return chance
+        found = hazard.at(table, self._classes(rows, depths, hits), seconds)
+        found[numbers <= self._count - _PROMPTS] = 0.0
+        return found
 
     def _learn(self, now: float) -> None:
         step = min(int(_LEARN_SHARE * self._count), _LEARN_MOST)

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from kvray.store.eviction import choose_victims, keep_evictable
-from kvray.store.layout import READY
+from kvray.store.eviction import choose_victims, is_fit, keep_evictable
 from kvray.store.policy.policy import Array, Policy
 from kvray.store.tables import Tables
 
@@ -48,10 +47,9 @@ class Victims:
         ticks, self._ticks = self._ticks[:count], self._ticks[count:]
         taken = taken[tables.slot_tick.take(taken) == ticks]
         self._is_protected[protect] = True
-        is_fit = ~self._is_protected.take(taken)
+        is_free = ~self._is_protected.take(taken)
         self._is_protected[protect] = False
-        is_fit &= (tables.slot_state.take(taken) == READY) & (tables.slot_leases.take(taken) == 0)
-        if is_fit.all():
+        if (is_free & is_fit(tables, taken)).all():
             parents = tables.slot_parent.take(taken)
             going = np.bincount(parents[parents >= 0], minlength=tables.geometry.num_slots)
             if (going.take(taken) == tables.slot_children.take(taken)).all():
