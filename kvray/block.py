@@ -21,6 +21,14 @@ def split_keys(keys: bytes) -> list[BlockKey]:
     return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
 
+def namespace_id(digest: bytes) -> int:
+    """Return what an arena knows a namespace by: the first 4 bytes of its digest, little-endian.
+
+    0 stands for one that is not known.
+    """
+    return int.from_bytes(digest[:4], "little")
+
+
 def frame(*items: bytes) -> bytes:
     """Join `items` so that no two different lists give equal bytes (each behind its u64 length)."""
     return b"".join(struct.pack("<Q", len(item)) + item for item in items)

@@ -31,7 +31,7 @@ from kvray.store.arena_file import ARENA_FILE, ArenaSpec, Progress, lock_path
 from kvray.store.copier import Copier
 from kvray.store.figures import figures
 from kvray.store.holders import Membership
-from kvray.store.layout import LIVE, READY
+from kvray.store.layout import DEFAULT_PRIORITY, LIVE, PRIORITY_MAX, READY
 from kvray.store.lease import Held, Lease, Wanted
 from kvray.store.lock import HOLDER_BYTES, ArenaLock, SideFile
 from kvray.store.slots import Reservation
@@ -403,6 +403,8 @@ class Arena:
         depth: int,
         part: int,
         block_bytes: int,
+        namespace: int = 0,
+        priority: int | Array = DEFAULT_PRIORITY,
         needs_parent: bool = True,
         wait_s: float | None = None,
     ) -> Reservation | None:
@@ -414,6 +416,9 @@ class Arena:
             depth: place of the first key in its chain.
             part: part that will be written.
             block_bytes: bytes of the part.
+            namespace: whose the blocks are, see `block.namespace_id`; 0: not known.
+            priority: retention priority, 0 to 100: what is lower goes first. One, or one a key;
+                of a block that is here the higher one holds.
             needs_parent: whether nothing is reserved if `parent` is not here.
             wait_s: longest try for the lock; None: `lock_wait_s`.
 
@@ -424,6 +429,7 @@ class Arena:
         """
         packed, holder = key_index.pack_keys(keys), self.holder
         _check_place(packed, depth=depth, part=part, block_bytes=block_bytes)
+        priority = _checked_priority(priority, len(packed))
         geometry = self.tables.geometry
         if geometry.stride(block_bytes) > geometry.slab_bytes:
             raise CapacityError(
@@ -446,6 +452,8 @@ class Arena:
                     block_bytes=block_bytes,
                     holder=holder,
                     candidates=candidates,
+                    namespace=namespace,
+                    priority=priority,
                     needs_parent=needs_parent,
                     is_last=is_last,
                 )
@@ -596,6 +604,19 @@ def _check_place(keys: Array, *, depth: int, part: int, block_bytes: int) -> Non
         raise ConfigError(f"A block cannot be part {part} at depth {depth}; both count from 0.")
     if block_bytes < 1:
         raise ConfigError(f"A block must have at least 1 byte, not {block_bytes}.")
+
+
+def _checked_priority(priority: int | Array, count: int) -> int | Array:
+    """Return one priority, or one for each of `count` keys as u8; refuse what is none."""
+    if isinstance(priority, int) and 0 <= priority <= PRIORITY_MAX:
+        return priority
+    asked = np.asarray(priority)
+    if asked.shape not in ((), (count,)) or ((asked < 0) | (asked > PRIORITY_MAX)).any():
+        raise ConfigError(
+            f"A retention priority is a number from 0 to {PRIORITY_MAX}, one for all blocks or one"
+            f" for each of the {count}."
+        )
+    return asked.astype(np.uint8) if asked.shape else int(asked)
 
 
 def _name(tables: Tables, chosen: Array) -> str:

@@ -14,7 +14,7 @@ from kvray.errors import CapacityError
 Array = npt.NDArray[Any]
 
 MAGIC = b"KVRAYARN"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 ALIGNMENT = 4096
 """Slots start and end on this boundary, so that files can be read into them directly."""
 
@@ -24,6 +24,11 @@ LIVE, RETIRED = 1, 2
 FREE, RESERVED, READY, LIMBO, QUARANTINED = range(5)
 """States of a slot. Only READY slots are ever read as blocks. LIMBO: its writer died, and a late
 copy may still land. QUARANTINED: its bytes did not have their checksum."""
+
+PRIORITY_MAX = 100
+DEFAULT_PRIORITY = 35
+"""Retention priority of blocks of which nothing is said: TensorRT-LLM's own,
+`KvCacheRetentionConfig::kDefaultRetentionPriority`."""
 
 BUCKET_WAYS = 16
 PAGE_SLOTS = 256
@@ -185,6 +190,8 @@ class Geometry:
             ("slot_tick", "<u8", slots),
             ("slot_checksum", "<u8", slots),
             ("slot_since", "<f8", slots),
+            ("slot_namespace", "<u4", slots),
+            ("slot_priority", "u1", slots),
             ("index_slot", "<u4", buckets),
             ("index_tag", "<u4", buckets),
             ("holder_live", "<u4", holders),

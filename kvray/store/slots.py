@@ -10,7 +10,7 @@ import numpy as np
 
 from kvray.store import key_index, slabs
 from kvray.store.eviction import choose_victims, keep_evictable
-from kvray.store.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
+from kvray.store.layout import DEFAULT_PRIORITY, FREE, LIMBO, QUARANTINED, READY, RESERVED
 from kvray.store.tables import Array, Tables
 
 _NONE = np.empty(0, dtype=np.int64)
@@ -81,6 +81,8 @@ def reserve(
     block_bytes: int,
     holder: int,
     candidates: Candidates,
+    namespace: int = 0,
+    priority: int | Array = DEFAULT_PRIORITY,
     needs_parent: bool = True,
     is_last: bool = True,
 ) -> Reservation | None:
@@ -95,6 +97,9 @@ def reserve(
         block_bytes: bytes of the part.
         holder: index of the writer.
         candidates: what `find_candidates` found.
+        namespace: whose the blocks are, see `block.namespace_id`; 0: not known.
+        priority: retention priority from 0 to 100, one or one a key, u8. Of a block that is here
+            the higher one holds.
         needs_parent: whether a chain is of no use without its parent.
         is_last: whether to make do with fewer slots if the candidates do not suffice.
 
@@ -112,6 +117,7 @@ def reserve(
     here = chain >= 0
     protect = chain[here] if before < 0 else np.concatenate((chain[here], [before]))
     tables.slot_tick[protect] = number
+    _raise_priority(tables, chain, here, priority)
     wanted = np.flatnonzero(~here)
     taken = _allocate(tables, len(wanted), block_bytes, protect=protect, candidates=candidates)
     if len(taken) < len(wanted) and not is_last:
@@ -121,6 +127,8 @@ def reserve(
     chain[rows] = taken
     keys = keys[rows]
     _fill(tables, taken, keys, depth=depth + rows, part=part, holder=holder)
+    tables.slot_namespace[taken] = namespace
+    tables.slot_priority[taken] = priority if isinstance(priority, int) else priority[rows]
     tables.put(taken, slot_state=RESERVED)
     _link(tables, chain, before)
     full = key_index.insert(tables, taken, keys, part)
@@ -161,6 +169,17 @@ def _fill(
     tables.slot_parent[slots] = -1
     tables.slot_holder[slots] = holder + 1
     tables.slot_tick[slots] = tables.slot_number[slots] = tables.tick
+
+
+def _raise_priority(tables: Tables, chain: Array, here: Array, priority: int | Array) -> None:
+    """Have the blocks of `chain` that are `here` go no sooner than is asked now.
+
+    Not undone: whoever writes it again comes to the same.
+    """
+    slots = chain[here]
+    if len(slots):
+        asked = np.uint8(priority) if isinstance(priority, int) else priority[here]
+        tables.slot_priority[slots] = np.maximum(tables.slot_priority[slots], asked)
 
 
 def _link(tables: Tables, chain: Array, before: int) -> None:

@@ -60,6 +60,8 @@ class Tables:
     slot_tick: Array
     slot_checksum: Array
     slot_since: Array
+    slot_namespace: Array
+    slot_priority: Array
     index_slot: Array
     index_tag: Array
     holder_live: Array

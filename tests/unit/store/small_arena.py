@@ -8,7 +8,7 @@ import numpy as np
 from kvray.block import BlockKey
 from kvray.store import Arena, ArenaSpec, Lease, Reservation, key_index, lease, slots
 from kvray.store.eviction import choose_victims
-from kvray.store.layout import Geometry
+from kvray.store.layout import DEFAULT_PRIORITY, Geometry
 from kvray.store.tables import Array, Tables
 
 SLOT = 4096
@@ -68,6 +68,8 @@ def reserve(
     part: int = 0,
     block_bytes: int = SLOT,
     holder: int = 0,
+    namespace: int = 0,
+    priority: int | Array = DEFAULT_PRIORITY,
 ) -> Reservation:
     packed = key_index.pack_keys(keys)
     before = None if parent is None else key_index.pack_keys([parent])
@@ -83,6 +85,8 @@ def reserve(
         block_bytes=block_bytes,
         holder=holder,
         candidates=candidates,
+        namespace=namespace,
+        priority=priority,
     )
     assert made is not None
     return made
@@ -102,9 +106,20 @@ def put(
     depth: int = 0,
     part: int = 0,
     block_bytes: int = SLOT,
+    namespace: int = 0,
+    priority: int | Array = DEFAULT_PRIORITY,
 ) -> Reservation:
     """Reserve and commit `keys`."""
-    made = reserve(tables, keys, parent=parent, depth=depth, part=part, block_bytes=block_bytes)
+    made = reserve(
+        tables,
+        keys,
+        parent=parent,
+        depth=depth,
+        part=part,
+        block_bytes=block_bytes,
+        namespace=namespace,
+        priority=priority,
+    )
     commit(tables, made)
     return made
 
@@ -150,9 +165,19 @@ def store(
     depth: int = 0,
     part: int = 0,
     block_bytes: int = SLOT,
+    namespace: int = 0,
+    priority: int | Array = DEFAULT_PRIORITY,
 ) -> Reservation:
     """Reserve, write and commit `keys`, each with its own content."""
-    made = arena.reserve(keys, parent=parent, depth=depth, part=part, block_bytes=block_bytes)
+    made = arena.reserve(
+        keys,
+        parent=parent,
+        depth=depth,
+        part=part,
+        block_bytes=block_bytes,
+        namespace=namespace,
+        priority=priority,
+    )
     assert made is not None
     wanted = [keys[row] for row in made.rows]
     pool = pool_of(wanted, part, block_bytes=block_bytes)
