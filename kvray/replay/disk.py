@@ -51,7 +51,7 @@ class Disk:
         new = victims[self._below[victims] == _NOWHERE]
         names = tables.slot_key[new, 0].view(np.int64)
         admitted = new[self._admission.admits(new, names, now=now)]
-        for path in paths_to(tables, admitted, self._below != _NOWHERE):
+        for path in paths_to(tables, admitted, lambda some: self._below[some] != _NOWHERE):
             self._write(path, now)
         left = victims[self._below[victims] != _NOWHERE]
         self._above[self._below[left]] = _NOWHERE

@@ -1,11 +1,13 @@
 """In which order blocks are written to the tier below, so that what is there can be used alone."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from kvray.store.tables import Array, Tables
 
 
-def paths_to(tables: Tables, slots: Array, is_below: Array) -> list[Array]:
+def paths_to(tables: Tables, slots: Array, is_below: Callable[[Array], Array]) -> list[Array]:
     """Return what has to be written so that `slots` and all their ancestors are below.
 
     Nothing is changed. No lock is needed, but then what it returns may be out of date.
@@ -13,7 +15,7 @@ def paths_to(tables: Tables, slots: Array, is_below: Array) -> list[Array]:
     Args:
         tables: of the tier that they leave.
         slots: the blocks to write, of any prompts.
-        is_below: mask of all slots of that tier: those that are in the tier below as well.
+        is_below: tells of slots of that tier which are in the tier below as well, as a mask.
 
     Returns:
         Paths of slots, each from a block to one of its descendants; the block before a path is
@@ -23,7 +25,8 @@ def paths_to(tables: Tables, slots: Array, is_below: Array) -> list[Array]:
     wanted = np.zeros(len(parent), dtype=bool)
     level = slots
     while len(level):
-        level = level[~(wanted[level] | is_below[level])]
+        level = level[~wanted[level]]
+        level = level[~is_below(level)]
         wanted[level] = True
         level = parent[level].astype(np.int64)
         level = np.unique(level[level >= 0])

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
-from kvray.store import lease, slots
+from kvray.store import key_index, lease, slots
 from kvray.store.eviction import keep_evictable
 from kvray.store.layout import READY, Array
 from kvray.store.lock import OWNER_BYTE, SideFile
@@ -119,6 +119,13 @@ class NvmeStore:
     def present(self, keys: Array, part: int) -> Array:
         """Return a mask of the `keys` (u64 [num_keys, 4]) that are here now; takes no lock."""
         return lease.present(self.tables, keys, part)
+
+    def sizes(self, keys: Array, part: int) -> Array:
+        """Return the bytes of each of the `keys` that is here now, 0 for others; takes no lock."""
+        tables = self.tables
+        found = key_index.find(tables, keys, part)
+        sizes = tables.slab_block_bytes[found // tables.geometry.slots_per_slab]
+        return np.where((found >= 0) & (tables.slot_state[found] == READY), sizes, 0)
 
     def reserve(
         self,

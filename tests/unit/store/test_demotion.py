@@ -16,7 +16,7 @@ from tests.unit.store.small_arena import chain, make_tables, put
 def paths(tables: Tables, wanted: Array | list[int], below: Array | list[int]) -> list[list[int]]:
     is_below = np.zeros(tables.geometry.num_slots, dtype=bool)
     is_below[np.array(below, dtype=np.int64)] = True
-    found = paths_to(tables, np.array(wanted, dtype=np.int64), is_below)
+    found = paths_to(tables, np.array(wanted, dtype=np.int64), is_below.__getitem__)
     return [path.tolist() for path in found]
 
 

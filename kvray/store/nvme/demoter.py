@@ -1,0 +1,288 @@
+"""Writes blocks of an arena to a store: those that are to go next, or all of them at the end.
+
+A block is written while it is still in the arena, so that eviction needs to wait for nothing and
+nobody waits for a device. It goes with all its ancestors, because without them it is never found.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvray.errors import CapacityError
+from kvray.store import slabs
+from kvray.store.arena import Arena
+from kvray.store.demotion import paths_to
+from kvray.store.eviction import choose_victims
+from kvray.store.layout import READY
+from kvray.store.lease import Lease
+from kvray.store.nvme.budget import WriteBudget
+from kvray.store.nvme.store import NvmeStore
+from kvray.store.nvme.terms import Demotion
+from kvray.store.tables import Array, Tables
+
+_log = logging.getLogger("kvray.nvme")
+
+_BATCH_BYTES = 64 * 2**20
+"""What is leased and written at once: worth a sync, and let go soon."""
+_LOCK_WAIT_S = 0.5
+_NOTHING = np.empty(0, dtype=np.int64)
+
+Admits = Callable[[Array], Array]
+"""Slots of the arena -> a mask of the blocks that are worth their write."""
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+
+@dataclass(slots=True)
+class DemotionCounts:
+    """What a demoter has done so far; from any thread."""
+
+    demoted_blocks: int = 0
+    demoted_bytes: int = 0
+    refused_blocks: int = 0
+    """Not admitted: not likely to be used again."""
+    postponed_rounds: int = 0
+    """In which the write budget was used up."""
+
+
+class Demoter:
+    """Demotes from `arena` to `store`; for one thread at a time, which waits for the device."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        store: NvmeStore,
+        *,
+        high_watermark: float,
+        budget: WriteBudget,
+        admits: Admits,
+    ) -> None:
+        """Demote what lies above `high_watermark`, a share of the arena's slots.
+
+        This process has joined the arena.
+        """
+        self.counts = DemotionCounts()
+        self._arena = arena
+        self._store = store
+        self._high_watermark = high_watermark
+        self._budget = budget
+        self._admits = admits
+        self._unreleased: list[Lease] = []
+        self._is_full_for: set[int] = set()
+        # Number and time of use of the block in each slot, when it was written or refused: until
+        # it is used again there is nothing more to do about it.
+        num_slots = arena.tables.geometry.num_slots
+        self._settled_number, self._settled_tick = np.zeros((2, num_slots), dtype="<u8")
+
+    def demote_ahead(self) -> int:
+        """Write some of what is to go next; return how many blocks, 0 if all is done for now.
+
+        Raises:
+            CapacityError, TierError: the device failed.
+            ShardUnavailable: arena or store were closed.
+        """
+        self._release()
+        tables = self._arena.tables
+        sizes = np.unique(tables.slab_block_bytes)
+        for size in sizes[sizes > 0].tolist():
+            above = self._num_above(size)
+            if above > 0 and size not in self._is_full_for:
+                within = slabs.slots_of(tables, size)
+                going = choose_victims(tables, above, within=within, protect=_NOTHING)
+                if written := self._demote(going, size):
+                    return written
+        return 0
+
+    def flush(self, *, until: float, progress: Progress = lambda done, total: None) -> int:
+        """Write all that the store does not have, the last used first; return how many blocks.
+
+        What is written when this returns survives a power loss.
+
+        Args:
+            until: `time.monotonic` after which no other batch is begun.
+            progress: told of bytes.
+
+        Raises:
+            CapacityError, TierError, ShardUnavailable: as for `demote_ahead`.
+        """
+        tables = self._arena.tables
+        ready = np.flatnonzero(tables.slot_state == READY)
+        ready = ready[~self._is_below(ready)]
+        ready = ready[np.argsort(tables.slot_tick[ready], kind="stable")[::-1]]
+        sizes = _sizes(tables, ready)
+        ends, written = np.cumsum(sizes), 0
+        # More than the store takes would drive out what was written first.
+        ready = ready[: np.searchsorted(ends, self._store.geometry.capacity, side="right")]
+        total = int(ends[len(ready) - 1]) if len(ready) else 0
+        progress(0, total)
+        for batch, done in _batches(ready, sizes):
+            affordable = self._affordable(batch)
+            if time.monotonic() > until or not len(affordable):
+                break
+            for paths in self._by_batch(paths_to(tables, affordable, self._is_below)):
+                written += self._write(paths)
+            progress(done, total)
+        self._store.flush(note_use=True)
+        self._budget.save(self._store.directory)
+        return written
+
+    def close(self) -> None:
+        """Let go of what is still leased, and leave word of what was spent. Twice is fine."""
+        self._release()
+        self._budget.save(self._store.directory)
+
+    # -- choosing -----------------------------------------------------------------------------
+
+    def _num_above(self, block_bytes: int) -> int:
+        """Return how many blocks of a size are above the watermark of all that it could have."""
+        tables = self._arena.tables
+        num_slabs = int(np.count_nonzero(np.isin(tables.slab_block_bytes, (0, block_bytes))))
+        most = num_slabs * slabs.usable(tables, block_bytes)
+        used = most - slabs.num_available(tables, block_bytes)
+        return used - int(self._high_watermark * most)
+
+    def _demote(self, going: Array, block_bytes: int) -> int:
+        """Write the first of those that go next; blocks of one size."""
+        tables = self._arena.tables
+        new = going[~self._is_settled(going)]
+        below = self._is_below(new)
+        self._settle(new[below])
+        new = new[~below]
+        admitted = self._admits(new)
+        self.counts.refused_blocks += int(np.count_nonzero(~admitted))
+        self._settle(new[~admitted])
+        new = new[admitted][: max(1, _BATCH_BYTES // block_bytes)]
+        affordable = self._affordable(new)
+        if len(affordable) < len(new):
+            self.counts.postponed_rounds += 1
+        new, written = affordable, 0
+        try:
+            for paths in self._by_batch(paths_to(tables, new, self._is_below)):
+                written += self._write(paths)
+        except CapacityError as error:
+            if self._store.geometry.stride(block_bytes) <= self._store.geometry.slab_bytes:
+                raise
+            _log.warning(
+                "Blocks of %d bytes stay out of the NVMe tier: %s", block_bytes, str(error)
+            )
+            self._is_full_for.add(block_bytes)
+        self._settle(new)
+        return written
+
+    def _affordable(self, chosen: Array) -> Array:
+        """Return the first of `chosen` that the budget has room for; ancestors come on top."""
+        room = self._budget.available(time.time())
+        if room is None:
+            return chosen
+        ends = np.cumsum(_sizes(self._arena.tables, chosen))
+        return chosen[: np.searchsorted(ends, room, side="right")]
+
+    def _is_below(self, chosen: Array) -> Array:
+        """Return a mask of the slots whose blocks the store has."""
+        tables = self._arena.tables
+        found = np.zeros(len(chosen), dtype=bool)
+        parts = tables.slot_part[chosen]
+        for part in np.unique(parts).tolist():
+            rows = np.flatnonzero(parts == part)
+            found[rows] = self._store.present(tables.slot_key[chosen[rows]], part)
+        return found
+
+    def _is_settled(self, chosen: Array) -> Array:
+        tables = self._arena.tables
+        same: Array = self._settled_number[chosen] == tables.slot_number[chosen]
+        same &= self._settled_tick[chosen] == tables.slot_tick[chosen]
+        return same
+
+    def _settle(self, chosen: Array) -> None:
+        self._settled_number[chosen] = self._arena.tables.slot_number[chosen]
+        self._settled_tick[chosen] = self._arena.tables.slot_tick[chosen]
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def _by_batch(self, paths: Sequence[Array]) -> Iterator[list[Array]]:
+        """Yield pieces of the paths, so many at a time as are written at once."""
+        batch: list[Array] = []
+        left = _BATCH_BYTES
+        for path in paths:
+            size = int(_sizes(self._arena.tables, path[:1])[0])
+            step = max(1, _BATCH_BYTES // size)
+            for start in range(0, len(path), step):
+                batch.append(path[start : start + step])
+                left -= len(batch[-1]) * size
+                if left <= 0:
+                    yield batch
+                    batch, left = [], _BATCH_BYTES
+        if batch:
+            yield batch
+
+    def _write(self, paths: Sequence[Array]) -> int:
+        """Write blocks that are still what they were; return how many are in the store now."""
+        tables = self._arena.tables
+        numbers = [tables.slot_number[path] for path in paths]
+        held = self._arena.lease_slots(np.concatenate(paths))
+        if held is None:
+            return 0
+        try:
+            # From here on what is leased stays; what is not, or was another block, ends its path.
+            leased = self._arena.leased_slots(held)
+            demotions: list[Demotion] = []
+            try:
+                for path, number in zip(paths, numbers, strict=True):
+                    kept = np.isin(path, leased) & (tables.slot_number[path] == number)
+                    num_kept = len(path) if kept.all() else int(kept.argmin())
+                    if num_kept:
+                        demotions.append(self._reserve(path[:num_kept]))
+            except BaseException:
+                for one in demotions:
+                    self._store.abort(one.pending)
+                raise
+            masks = self._store.write(demotions, tables)
+        finally:
+            self._unreleased.append(held)
+            self._release()
+        written = [one.arena_slots[mask] for one, mask in zip(demotions, masks, strict=True)]
+        return self._count(np.concatenate([_NOTHING, *written]))
+
+    def _reserve(self, path: Array) -> Demotion:
+        """Reserve slots of the store for a path of leased blocks."""
+        tables = self._arena.tables
+        before = int(tables.slot_parent[path[0]])
+        pending = self._store.reserve(
+            tables.slot_key[path],
+            parent=None if before < 0 else tables.slot_key[before : before + 1],
+            depth=int(tables.slot_depth[path[0]]),
+            part=int(tables.slot_part[path[0]]),
+            block_bytes=int(_sizes(tables, path[:1])[0]),
+        )
+        return Demotion(pending=pending, arena_slots=path[pending.reservation.rows])
+
+    def _count(self, written: Array) -> int:
+        num_bytes = int(_sizes(self._arena.tables, written).sum())
+        self._budget.spend(num_bytes, time.time())
+        self.counts.demoted_blocks += len(written)
+        self.counts.demoted_bytes += num_bytes
+        return len(written)
+
+    def _release(self) -> None:
+        if self._unreleased and self._arena.release(*self._unreleased, wait_s=_LOCK_WAIT_S):
+            self._unreleased.clear()
+
+
+def _sizes(tables: Tables, chosen: Array) -> Array:
+    """Return the bytes of each block."""
+    sizes: Array = tables.slab_block_bytes[chosen // tables.geometry.slots_per_slab]
+    return sizes
+
+
+def _batches(slots: Array, sizes: Array) -> Iterator[tuple[Array, int]]:
+    """Yield slots that are written at once, and the bytes of all up to the last of them."""
+    ends = np.cumsum(sizes[: len(slots)])
+    start = 0
+    while start < len(slots):
+        before = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + _BATCH_BYTES, side="right")))
+        yield slots[start:stop], int(ends[stop - 1])
+        start = stop

@@ -1,0 +1,115 @@
+"""Brings blocks from a store's files into free slots of its node's arena, along a prefix.
+
+The whole rest of a prefix is read ahead, piece by piece from its front: who waits for it finds
+more of it READY the longer it waits, and never a gap.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from kvray.block import BlockKey
+from kvray.errors import ShardUnavailable
+from kvray.store import key_index
+from kvray.store.arena import Arena
+from kvray.store.nvme.store import NvmeStore
+from kvray.store.slots import Reservation
+from kvray.store.tables import Array
+
+_PIECE_BYTES = 32 * 2**20
+"""What is read before it is made READY: enough to keep a device busy."""
+_LOCK_WAIT_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brought:
+    """What a promotion has made READY."""
+
+    num_blocks: int
+    num_bytes: int
+
+
+class Promoter:
+    """Promotes blocks of `store` into `arena`. Thread-safe; waits for the device."""
+
+    def __init__(self, arena: Arena, store: NvmeStore) -> None:
+        """Promote into `arena`, which this process has joined."""
+        self._arena = arena
+        self._store = store
+
+    def promote(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        parent: BlockKey | None,
+        depth: int,
+        part: int,
+        needs_parent: bool,
+        deadline: float,
+    ) -> Brought:
+        """Bring leading blocks of a chain here, for as long as there is time and room.
+
+        Args:
+            keys: in prefix order; what of them is here already is passed over.
+            parent: key before the first one; None at the root.
+            depth: place of the first one in its chain.
+            part: whose bytes.
+            needs_parent: whether the blocks are of no use without their parent.
+            deadline: `time.monotonic` after which no other piece is begun.
+
+        Raises:
+            CapacityError: a block fits into no slab of the arena.
+            ShardUnavailable: arena or store is busy, retired or closed.
+        """
+        packed = key_index.pack_keys(keys)
+        sizes = self._store.sizes(packed, part)
+        num_blocks = num_bytes = 0
+        for start, stop in _pieces(sizes):
+            if time.monotonic() > deadline:
+                break
+            size = int(sizes[start])
+            made = self._arena.reserve(
+                keys[start:stop],
+                parent=keys[start - 1] if start else parent,
+                depth=depth + start,
+                part=part,
+                block_bytes=size,
+                needs_parent=needs_parent or start > 0,
+                wait_s=_LOCK_WAIT_S,
+            )
+            if made is None:
+                raise ShardUnavailable("The arena of this node is busy or retired.")
+            num_good = self._fill(made, packed[start:stop], part)
+            num_blocks += num_good
+            num_bytes += num_good * size
+            if made.dropped or num_good < len(made.slots):
+                break
+        return Brought(num_blocks=num_blocks, num_bytes=num_bytes)
+
+    def _fill(self, made: Reservation, keys: Array, part: int) -> int:
+        """Read blocks into reserved slots; return how many of them are READY now."""
+        try:
+            read = self._store.read(keys[made.rows], part, self._arena.tables, made.slots)
+            good = replace(made, slots=made.slots[read.sound])
+            if not self._arena.commit(good, read.checksums[read.sound]):
+                raise ShardUnavailable("The arena of this node stays locked; blocks are given up.")
+        finally:
+            # What is READY by now is not the reservation's any more.
+            self._arena.abort(made)
+        return len(good.slots)
+
+
+def _pieces(sizes: Array) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of leading blocks that are there, of one size and not too many bytes."""
+    missing = np.flatnonzero(sizes == 0)
+    sizes = sizes[: missing[0]] if len(missing) else sizes
+    if not len(sizes):
+        return
+    edges = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
+    for first, last in pairwise(edges):
+        step = max(1, _PIECE_BYTES // int(sizes[first]))
+        for start in range(first, last, step):
+            yield start, min(start + step, last)

@@ -1,0 +1,222 @@
+"""An arena above a store: what is to go is written before, and comes back as it was."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvray.block import BlockKey
+from kvray.store import Arena, ArenaOwner, key_index
+from kvray.store.nvme import NvmeStore
+from kvray.store.nvme.budget import WriteBudget
+from kvray.store.nvme.demoter import Demoter
+from kvray.store.nvme.promoter import Promoter
+from kvray.store.tables import Array
+from tests.unit.store.nvme.small_store import open_store, present, spec
+from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, make_arena, pool_of, store
+
+FOREVER = float("inf")
+
+
+@pytest.fixture
+def arena(directory: Path) -> Iterator[Arena]:
+    """An arena of 64 slots, on a real disk like the store."""
+    (directory / "arena").mkdir()
+    made = make_arena(directory / "arena")
+    made.join("shard")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def below(directory: Path) -> Iterator[NvmeStore]:
+    made = open_store(directory / "nvme", spec(num_segments=8))
+    yield made
+    made.close()
+
+
+def demoter_of(
+    arena: Arena,
+    below: NvmeStore,
+    *,
+    high_watermark: float = 0.5,
+    bytes_per_day: float | None = None,
+    refused: frozenset[BlockKey] = frozenset(),
+) -> Demoter:
+    def admits(slots: Array) -> Array:
+        keys = arena.tables.slot_key[slots]
+        return np.array([BlockKey(key.tobytes()) not in refused for key in keys], dtype=bool)
+
+    return Demoter(
+        arena,
+        below,
+        high_watermark=high_watermark,
+        budget=WriteBudget(bytes_per_day, now=time.time()),
+        admits=admits,
+    )
+
+
+def promote(arena: Arena, below: NvmeStore, keys: list[BlockKey], *, first: int = 0) -> int:
+    brought = Promoter(arena, below).promote(
+        keys[first:],
+        parent=keys[first - 1] if first else None,
+        depth=first,
+        part=0,
+        needs_parent=first > 0,
+        deadline=FOREVER,
+    )
+    assert brought.num_bytes == brought.num_blocks * SLOT
+    return brought.num_blocks
+
+
+def check_served(arena: Arena, keys: list[BlockKey]) -> int:
+    """Return how many leading keys the arena has; fail if one has other bytes than its own."""
+    (held,) = arena.lease(keys) or [None]
+    if held is None:
+        return 0
+    pool = np.zeros((held.num_slots, SLOT), dtype=np.uint8)
+    arena.read(held, pool, np.arange(held.num_slots), verify=True)
+    assert (pool == pool_of(keys[: held.num_slots])).all()
+    arena.release(held, wait_s=PATIENT_S)
+    return held.num_slots
+
+
+def test_nothing_is_written_below_the_high_watermark(arena: Arena, below: NvmeStore) -> None:
+    store(arena, chain(20))
+    assert demoter_of(arena, below).demote_ahead() == 0
+    assert below.stats().written_bytes == 0
+
+
+def test_what_goes_next_is_written_with_its_ancestors_and_stays(
+    arena: Arena, below: NvmeStore
+) -> None:
+    old, new = chain(30, seed="old"), chain(30, seed="new")
+    store(arena, old)
+    store(arena, new)
+    demoter = demoter_of(arena, below)
+    while demoter.demote_ahead():
+        pass
+    assert present(below, old) == 30, "28 blocks are above the watermark, with their trunk"
+    assert present(below, new) == 0
+    assert demoter.counts.demoted_blocks == 30
+    assert check_served(arena, old) == check_served(arena, new) == 30
+    assert arena.stats()["leased_blocks"] == 0
+
+
+def test_evicted_blocks_come_back_as_they_were(arena: Arena, below: NvmeStore) -> None:
+    keys = chain(40)
+    store(arena, keys)
+    demoter = demoter_of(arena, below, high_watermark=0.1)
+    while demoter.demote_ahead():
+        pass
+    ArenaOwner(arena).clear()
+    store(arena, keys[:7])
+    assert promote(arena, below, keys) == 33, "7 of them are here"
+    assert check_served(arena, keys) == 40
+
+
+def test_a_prefix_is_promoted_up_to_its_first_gap(arena: Arena, below: NvmeStore) -> None:
+    keys = chain(30)
+    store(arena, keys)
+    demoter_of(arena, below).flush(until=FOREVER)
+    ArenaOwner(arena).clear()
+    leaf = key_index.find(below.tables, key_index.pack_keys(keys), 0)[20:]
+    assert below.evict(leaf) == 10
+    assert promote(arena, below, keys) == 20
+    assert check_served(arena, keys) == 20
+
+
+def test_a_damaged_block_ends_what_is_promoted(arena: Arena, below: NvmeStore) -> None:
+    keys = chain(12)
+    store(arena, keys)
+    demoter_of(arena, below).flush(until=FOREVER)
+    ArenaOwner(arena).clear()
+    slot = int(key_index.find(below.tables, key_index.pack_keys(keys), 0)[5])
+    below.tables.slot_checksum[slot] ^= np.uint64(1)
+    promote(arena, below, keys)
+    assert check_served(arena, keys) == 5
+    assert arena.stats()["blocks"] <= 11
+    assert not (arena.tables.slot_state == 1).any(), "no slot stays reserved"
+
+
+def test_a_refused_block_is_not_asked_about_again_until_it_is_used(
+    arena: Arena, below: NvmeStore
+) -> None:
+    keys = chain(40)
+    store(arena, keys)
+    demoter = demoter_of(arena, below, refused=frozenset(keys))
+    for _ in range(3):
+        assert demoter.demote_ahead() == 0
+    refused = demoter.counts.refused_blocks
+    assert 0 < refused <= 40
+    check_served(arena, keys)
+    demoter.demote_ahead()
+    assert demoter.counts.refused_blocks == 2 * refused
+
+
+def test_a_block_that_is_used_after_its_write_is_not_written_again(
+    arena: Arena, below: NvmeStore
+) -> None:
+    keys = chain(40)
+    store(arena, keys)
+    demoter = demoter_of(arena, below)
+    assert demoter.demote_ahead() == 40
+    check_served(arena, keys)
+    assert demoter.demote_ahead() == 0
+    assert below.stats().written_bytes == 40 * SLOT
+
+
+def test_no_more_is_written_than_the_budget_has(arena: Arena, below: NvmeStore) -> None:
+    store(arena, chain(30, seed="a"))
+    store(arena, chain(30, seed="b"))
+    per_day = 24 * 10 * SLOT  # ten blocks can be saved up
+    demoter = demoter_of(arena, below, high_watermark=0.1, bytes_per_day=per_day)
+    for _ in range(5):
+        demoter.demote_ahead()
+    assert below.stats().written_bytes <= 30 * SLOT, "ancestors may go beyond, once"
+    assert demoter.counts.postponed_rounds > 0
+
+
+def test_flush_begins_with_what_was_used_last_and_ends_in_time(
+    arena: Arena, below: NvmeStore
+) -> None:
+    old, new = chain(25, seed="old"), chain(25, seed="new")
+    store(arena, old)
+    store(arena, new)
+    check_served(arena, old[:10])
+    told: list[tuple[int, int]] = []
+    late = demoter_of(arena, below)
+    assert late.flush(until=0.0, progress=lambda done, total: told.append((done, total))) == 0
+    assert told == [(0, 50 * SLOT)]
+    few = demoter_of(arena, below, bytes_per_day=24 * 10 * SLOT)
+    assert few.flush(until=FOREVER) == 10
+    assert present(below, old) == 10
+    assert present(below, new) == 0
+
+
+def test_flushed_blocks_are_there_when_the_store_is_opened_again(
+    arena: Arena, directory: Path
+) -> None:
+    keys = chain(50)
+    store(arena, keys)
+    first = open_store(directory / "again", spec(num_segments=8))
+    assert demoter_of(arena, first).flush(until=FOREVER) == 50
+    first.close()
+    ArenaOwner(arena).clear()
+    second = open_store(directory / "again", spec(num_segments=8))
+    assert promote(arena, second, keys) == 50
+    assert check_served(arena, keys) == 50
+    second.close()
+
+
+def test_a_block_that_is_too_large_for_a_segment_stays_above(arena: Arena, directory: Path) -> None:
+    small = open_store(directory / "small", spec(segment=4 * SLOT))
+    keys = chain(6)
+    store(arena, keys, block_bytes=8 * SLOT)
+    demoter = demoter_of(arena, small, high_watermark=0.1)
+    assert demoter.demote_ahead() == 0
+    assert demoter.demote_ahead() == 0
+    assert arena.stats()["leased_blocks"] == 0
+    small.close()
