@@ -4,8 +4,6 @@ import gc
 import time
 from typing import Any
 
-import ray
-
 from kvray.actors.lookup import SILENT_S, Announcement, Answer, Lookup
 from kvray.actors.ray_calls import LOOKUP_NAME, create_actor, log_to_stderr
 from kvray.index import Match, Run
