@@ -95,6 +95,32 @@ class ArenaConfig(_Section):
     lease_warn_s: float = Field(default=60.0, gt=0, description="leases older than this are named")
 
 
+class NvmeConfig(_Section):
+    """The blocks that a node keeps on a local disk; they outlive every process."""
+
+    dir: Path | None = Field(
+        default=None, description="directory on a local disk for the blocks; none: no NVMe tier"
+    )
+    capacity: Size = Field(default=64 * 2**30, description="bytes of files per node, at most")
+    segment: Size = Field(default=2**30, description="bytes of blocks in one file")
+    free_reserve: Size = Field(
+        default=8 * 2**30, description="bytes of the file system that are left to others"
+    )
+    high_watermark: float = Field(
+        default=0.8,
+        gt=0,
+        le=1,
+        description="share of the arena in use above which what goes next is written to disk",
+    )
+    write_gib_per_day: float | None = Field(
+        default=None, gt=0, description="most that is written in any 24 hours; none: any number"
+    )
+    flush_s: float = Field(
+        default=60.0, ge=0, description="longest time that the end of a tier writes to disk"
+    )
+    io_threads: int = Field(default=4, ge=1, le=64, description="transfers that one call has")
+
+
 class ShardConfig(_Section):
     """The actor that owns a node's arena."""
 
@@ -184,6 +210,7 @@ class KVRayConfig(_Section):
         default="kvray", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,31}$", description="names the tier"
     )
     arena: ArenaConfig = ArenaConfig()
+    nvme: NvmeConfig = NvmeConfig()
     shard: ShardConfig = ShardConfig()
     staging: StagingConfig = StagingConfig()
     connector: ConnectorConfig = ConnectorConfig()
@@ -193,6 +220,11 @@ class KVRayConfig(_Section):
     def node_dir(self) -> Path:
         """Directory of this node's arena, lock and socket files."""
         return self.arena.dir / f"kvray-{self.cluster_name}"
+
+    @property
+    def nvme_dir(self) -> Path | None:
+        """Directory of this node's blocks on disk, if it is to have any there."""
+        return None if self.nvme.dir is None else self.nvme.dir / f"kvray-{self.cluster_name}"
 
 
 def load_config(
@@ -230,17 +262,17 @@ def load_config(
 
 
 def config_on_node(config: KVRayConfig, environ: Mapping[str, str] = os.environ) -> KVRayConfig:
-    """Return the tier's configuration with what a node's own environment says of its arena.
+    """Return the tier's configuration with what a node's own environment says of arena and NVMe.
 
-    Nodes differ in memory and mounts. The variables are those of the node's Ray, which the actors
-    that it starts inherit; engines there need the same ones.
+    Nodes differ in memory, disks and mounts. The variables are those of the node's Ray, which the
+    actors that it starts inherit; engines there need the same ones.
 
     Raises:
         ConfigError: a variable cannot be used.
     """
     values = config.model_dump()
     for dotted, value in _environment_overrides(environ).items():
-        if dotted.startswith("arena."):
+        if dotted.startswith(("arena.", "nvme.")):
             _set_dotted(values, dotted, value)
     try:
         return KVRayConfig.model_validate(values)

@@ -19,7 +19,7 @@ class EngineRequests:
         desk: OpeningDesk,
         identity: Callable[[], dict[str, Any]],
         stager: Callable[[], ReplicaStager],
-        has_others: Callable[[], bool],
+        has_more: Callable[[], bool],
     ) -> None:
         """Answer for a shard.
 
@@ -28,13 +28,13 @@ class EngineRequests:
             desk: takes what they note of their prompts' openings.
             identity: returns what `hello` answers; raises while the shard does not serve.
             stager: returns what brings blocks of other nodes; raises likewise.
-            has_others: tells whether there is a shard on another node.
+            has_more: tells whether blocks can be staged that are not in the arena.
         """
         self._replicas = replicas
         self._desk = desk
         self._identity = identity
         self._stager = stager
-        self._has_others = has_others
+        self._has_more = has_more
 
     def handlers(self) -> dict[str, Handler]:
         """Return the function for each request."""
@@ -85,7 +85,7 @@ class EngineRequests:
         return {
             "known": True,
             "incompatible": self._desk.answers(replica, rank),
-            "peers": self._has_others() or self._stager().has_ranks_elsewhere(replica, rank),
+            "peers": self._has_more() or self._stager().has_ranks_elsewhere(replica, rank),
         }
 
     async def _stage(

@@ -23,13 +23,14 @@ from kvray.actors.engine_requests import EngineRequests
 from kvray.actors.engine_server import EngineServer, check_path
 from kvray.actors.introductions import Introductions
 from kvray.actors.long_leases import LongLeases
+from kvray.actors.nvme_tier import NvmeSettings, NvmeTier
 from kvray.actors.ownership import remove_files, sweep
 from kvray.actors.peers import Peers
 from kvray.actors.prompt_keys import prompt_keys
 from kvray.actors.replica_stager import ReplicaStager
 from kvray.actors.replicas import Replicas
 from kvray.actors.stager import Stager, StagingSettings
-from kvray.errors import ConfigError, KVRayError, ShardUnavailable
+from kvray.errors import ConfigError, KVRayError, ShardUnavailable, TierError
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 from kvray.store.arena import ARENA_FILE
 from kvray.store.prefault import Populator
@@ -41,6 +42,8 @@ T = TypeVar("T")
 
 _RETRY_S = 0.1
 _LAST_SEND_S = 3.0
+_NVME_WAIT_S = 20.0
+"""How long another process may take to let go of the NVMe tier's directory."""
 _ANSWER_S = 2.0
 """How long the event loop may take to get to a call."""
 
@@ -57,6 +60,8 @@ class ShardSettings:
     announce_s: float
     heartbeat_s: float
     staging: StagingSettings = field(default_factory=StagingSettings)
+    nvme: NvmeSettings | None = None
+    """None: the node keeps nothing on disk."""
 
 
 class Shard:
@@ -88,11 +93,12 @@ class Shard:
         self._peers = Peers(name, ask, call_timeout_s=settings.staging.call_timeout_s)
         self._owner: ArenaOwner | None = None
         self._stager: ReplicaStager | None = None
+        self._nvme: NvmeTier | None = None
         self._epoch = 0
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
-        self._retire = False
+        self._retire = self._flushes = False
         self._long_leases = LongLeases(after_s=settings.lease_warn_s)
         self._thread = threading.Thread(target=self._run, name="kvray-shard", daemon=True)
 
@@ -101,14 +107,22 @@ class Shard:
         self._loop = asyncio.new_event_loop()
         self._thread.start()
 
-    def stop(self, *, retire: bool, timeout_s: float) -> None:
-        """End the shard; with `retire` its arena and files go too. Twice is fine.
+    def stop(self, *, retire: bool, timeout_s: float, flush: bool = False) -> None:
+        """End the shard. Twice is fine.
+
+        Args:
+            retire: whether its arena and files go too.
+            timeout_s: how long it may take, beside the flush.
+            flush: whether what is not on disk is written there before, for as long as the
+                settings of the NVMe tier say; `status` tells how far that is.
 
         Raises:
-            ShardUnavailable: it has not ended within `timeout_s`.
+            ShardUnavailable: it has not ended in time.
         """
+        if flush and self._settings.nvme is not None:
+            timeout_s += self._settings.nvme.flush_s
         if self._thread.is_alive():
-            self._retire = retire
+            self._retire, self._flushes = retire, flush
             with contextlib.suppress(RuntimeError):  # it has just ended by itself
                 self._require_loop().call_soon_threadsafe(self._stopping.set)
             self._thread.join(timeout_s)
@@ -126,16 +140,22 @@ class Shard:
             status["namespaces"] = self._replicas.namespaces()
             if self._stager is not None:
                 status["staging"] = self._stager.status()
+            if self._nvme is not None:
+                status["nvme"] = self._nvme.status()
         return status
 
     def clear(self, timeout_s: float) -> int:
-        """Evict every block that nobody leases; return how many.
+        """Let go of every block that nobody leases, on disk too; return how many.
+
+        A block that is in both tiers counts twice.
 
         Raises:
             ShardUnavailable: the shard is not serving, or does not answer within `timeout_s`.
+            TierError: the disk failed.
         """
         self._serving()
-        return self._on_loop(lambda: self._serving().clear(), timeout_s)
+        cleared = self._on_loop(lambda: self._serving().clear(), timeout_s)
+        return cleared + (self._nvme.clear() if self._nvme is not None else 0)
 
     def prefetch(
         self,
@@ -299,7 +319,7 @@ class Shard:
             self._announcer.desk,
             self._identity,
             self._staging,
-            self._has_others,
+            self._has_more,
         )
         server = EngineServer(
             directory / SOCKET_FILE, requests.handlers(), self._replicas.disconnect
@@ -309,14 +329,18 @@ class Shard:
             arena = await self._require_loop().run_in_executor(None, self._open_arena)
             owner, populator = ArenaOwner(arena), Populator(arena.tables)
             if await self._adopt(owner):
+                self._nvme = await self._open_nvme(arena)
                 self._stager = self._make_stager(arena)
                 await server.start()
                 self._owner, self._state = owner, {"state": "serving"}
                 await self._serve(owner)
+                await self._flush()
         finally:
             await server.close()
             if self._stager is not None:
                 await self._stager.close()
+            if self._nvme is not None:
+                await self._require_loop().run_in_executor(None, self._nvme.close)
             if populator is not None:
                 populator.stop()
             if arena is not None:
@@ -327,11 +351,45 @@ class Shard:
 
     def _make_stager(self, arena: Arena) -> ReplicaStager:
         settings = self._settings.staging
-        stager = Stager(arena, self._peers, settings, num_shards=lambda: self._announcer.num_shards)
+        stager = Stager(
+            arena,
+            self._peers,
+            settings,
+            num_shards=lambda: self._announcer.num_shards,
+            nvme=self._nvme,
+        )
         return ReplicaStager(arena, stager, self._replicas, self._peers, settings)
 
-    def _has_others(self) -> bool:
-        return self._announcer.num_shards > 1
+    def _has_more(self) -> bool:
+        """Whether there may be blocks that are not in the arena but can be staged."""
+        return self._announcer.num_shards > 1 or bool(self._nvme)
+
+    async def _open_nvme(self, arena: Arena) -> NvmeTier | None:
+        """Open the NVMe tier, if there is to be one, once an earlier self has let go of it.
+
+        Raises:
+            ShardUnavailable: another process goes on owning its directory.
+            CapacityError, ConfigError: it cannot be made as it is to be.
+        """
+        settings, until = self._settings.nvme, time.monotonic() + _NVME_WAIT_S
+        while settings is not None:
+            try:
+                return await self._require_loop().run_in_executor(None, NvmeTier, arena, settings)
+            except TierError as error:
+                _log.error("%s goes on without its NVMe tier: %s", self.name, error)
+                return None
+            except ShardUnavailable:
+                if time.monotonic() > until or self._stopping.is_set():
+                    raise
+            await self._pause(_RETRY_S)
+        return None
+
+    async def _flush(self) -> None:
+        if self._nvme is not None and self._flushes:
+            await self._nvme.flush(self._flushing)
+
+    def _flushing(self, done: int, total: int) -> None:
+        self._state = {"state": "flushing", "done": done, "total": total}
 
     async def _become_owner(self, claim: Claim) -> bool:
         """Wait until the directory is ours; False if the shard is to stop before."""
@@ -387,6 +445,8 @@ class Shard:
                 heartbeat_at, is_due = now + settings.heartbeat_s, True
                 self._bury_and_warn(owner)
             owner.evict_ahead(settings.free_target)
+            if self._nvme is not None:
+                self._nvme.tick(now)
             self._staging().expire()
             introductions.tick(now, num_shards=self._announcer.num_shards)
             self._announcer.name_ranks(self._replicas.connected())

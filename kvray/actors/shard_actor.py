@@ -1,6 +1,9 @@
 """The Ray actor around a shard."""
 
+import contextlib
 import os
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +13,7 @@ from ray._private.state import available_resources_per_node
 
 from kvray.actors.async_calls import ActorCalls
 from kvray.actors.lookup import Announcement, Answer
+from kvray.actors.nvme_tier import NvmeSettings
 from kvray.actors.ray_calls import (
     LOOKUP_NAME,
     SHARD_PREFIX,
@@ -28,6 +32,7 @@ from kvray.errors import KVRayError
 from kvray.store import ArenaSpec
 from kvray.store.arena_file import ARENA_FILE
 from kvray.store.capacity import MemoryClaims
+from kvray.store.nvme import NvmeSpec
 from kvray.store.pages import ArenaPages
 
 _ANNOUNCE_TIMEOUT_S = 2.0
@@ -59,6 +64,7 @@ class ShardActor:
             crashed=lambda: os._exit(1),
             ask=ActorCalls(),
         )
+        signal.signal(signal.SIGTERM, self._terminate)
         self._shard.start()
 
     def status(self) -> dict[str, Any]:
@@ -120,9 +126,20 @@ class ShardActor:
         """See `Shard.release_ranks`."""
         self._shard.release_ranks(token)
 
-    def stop(self, retire: bool) -> None:
+    def stop(self, retire: bool, flush: bool = False) -> None:
         """See `Shard.stop`."""
-        self._shard.stop(retire=retire, timeout_s=_STOP_TIMEOUT_S)
+        self._shard.stop(retire=retire, timeout_s=_STOP_TIMEOUT_S, flush=flush)
+
+    def _terminate(self, number: int, frame: Any) -> None:
+        """Answer SIGTERM: what is not on disk is written there before this process ends."""
+
+        def end() -> None:
+            with contextlib.suppress(KVRayError):
+                self._shard.stop(retire=False, timeout_s=_STOP_TIMEOUT_S, flush=True)
+            os._exit(1)  # to Ray this was no orderly end: it starts the shard anew if it goes on
+
+        # Ray's own thread, in which signals are handled, must not be kept.
+        threading.Thread(target=end, name="kvray-end", daemon=True).start()
 
     def _announce(self, announcement: Announcement) -> Answer:
         self._nudge.give(time.monotonic())
@@ -180,6 +197,33 @@ def shard_settings(config: KVRayConfig, claims: MemoryClaims | None = None) -> S
             handover_s=staging.handover_s,
             fetches_max=staging.fetches_max,
         ),
+        nvme=nvme_settings(config),
+    )
+
+
+def nvme_settings(config: KVRayConfig) -> NvmeSettings | None:
+    """Return the plain values that an NVMe tier takes from the configuration; None: there is none.
+
+    Its smallest slot is the arena's.
+    """
+    nvme = config.nvme
+    if config.nvme_dir is None:
+        return None
+    per_day = nvme.write_gib_per_day
+    return NvmeSettings(
+        directory=config.nvme_dir,
+        spec=NvmeSpec(
+            cluster_name=config.cluster_name,
+            capacity=nvme.capacity,
+            segment=nvme.segment,
+            slot_min=config.arena.slot_min,
+            free_reserve=nvme.free_reserve,
+            io_threads=nvme.io_threads,
+        ),
+        high_watermark=nvme.high_watermark,
+        bytes_per_day=None if per_day is None else per_day * 2**30,
+        flush_s=nvme.flush_s,
+        reads_max=config.staging.fetches_max,
     )
 
 

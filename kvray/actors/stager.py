@@ -1,23 +1,27 @@
-"""Brings blocks of other nodes into this node's arena before anybody is promised them.
+"""Brings blocks of other nodes and of this node's disk into its arena before they are promised.
 
 All state belongs to the shard's event loop. What a decision rests on is read and acted upon
 without an `await` in between; so no two fetches bring the same block. Nothing here waits for
-another shard's stage, only for movers, which wait for nobody: two shards that stage from each
-other cannot stop each other. Every wait ends with a deadline.
+another shard's stage, only for movers and the disk, which wait for nobody: two shards that stage
+from each other cannot stop each other. Every wait ends with a deadline.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from kvray.actors.flights import Flight, Flights, head, spans_of
 from kvray.actors.handovers import Handovers
+from kvray.actors.nvme_tier import NVME, NvmeTier
 from kvray.actors.orders import FetchOrder
 from kvray.actors.peers import Peers, mover_of
+from kvray.actors.runs import merged
 from kvray.actors.staging import (
     Mask,
     Reason,
@@ -95,6 +99,7 @@ class Stager:
         settings: StagingSettings,
         *,
         num_shards: Callable[[], int],
+        nvme: NvmeTier | None = None,
     ) -> None:
         """Stage into `arena`.
 
@@ -104,12 +109,14 @@ class Stager:
             settings: see there.
             num_shards: tells how many live shards there are, this one included; 0: the lookup
                 does not say.
+            nvme: the node's own blocks on disk, if it has any.
         """
         self.handovers = Handovers(arena)
         self._arena = arena
         self._peers = peers
         self._settings = settings
         self._num_shards = num_shards
+        self._nvme = nvme
         self._flights = Flights()
         self._room = asyncio.Semaphore(settings.fetches_max)
         self._stages: set[asyncio.Task[Reason]] = set()
@@ -206,6 +213,7 @@ class Stager:
     async def _bring_in_turns(self, prefix: Prefix) -> Reason:
         wish = prefix.wish
         runs: list[Run] | None = None
+        obstacle: Reason = "not_stored"
         others: set[str] = set()
         failed: frozenset[str] = frozenset()
         fruitless = joins = 0
@@ -216,20 +224,20 @@ class Stager:
             here = self._present(prefix)
             if longest_prefix(wish, here) == wish.num_blocks:
                 return "none"
-            if self._num_shards() <= 1:
-                return "not_stored" if self._num_shards() else "store_down"
-            if not self._peers.can_fetch:
-                return "store_down"
             if runs is None:
-                runs = await self._peers.locate(b"".join(prefix.keys))
+                runs, obstacle = await self._locate(prefix)
                 others = _others(runs, self._peers.shard)
                 continue
             peers = self._peers.may_ask(others, without=failed)
+            is_late = len(peers) < len(others)
+            if self._nvme is not None and mover_of(NVME) not in failed:
+                peers = {NVME: self._nvme.peer(), **peers}
             plan = plan_staging(wish, here, runs, peers)
             if not plan.pieces:
+                if plan.reason != "not_stored":
+                    return plan.reason
                 # Some have more, but cannot be had now.
-                is_late = plan.reason == "not_stored" and len(peers) < len(others)
-                return "too_slow" if is_late else plan.reason
+                return "too_slow" if is_late else obstacle
             before = self._flights.bringing(prefix.keys, plan.pieces)
             if before:
                 self._counts["joined"] += not joins
@@ -247,6 +255,19 @@ class Stager:
                 runs = None
         return "too_slow"
 
+    async def _locate(self, prefix: Prefix) -> tuple[list[Run], Reason]:
+        """Return who has what of `prefix`, and why others may have more."""
+        parts = list(prefix.block_bytes)
+        own = [] if self._nvme is None else self._nvme.runs(prefix.keys, parts)
+        if self._num_shards() <= 1:
+            return own, "not_stored" if self._num_shards() else "store_down"
+        if not self._peers.can_fetch:
+            return own, "store_down"
+        try:
+            return merged(own, await self._peers.locate(b"".join(prefix.keys))), "not_stored"
+        except ShardUnavailable:
+            return own, "store_down"
+
     def _present(self, prefix: Prefix) -> dict[int, Mask]:
         parts = list(prefix.block_bytes)
         return dict(zip(parts, self._arena.present(prefix.keys, parts), strict=True))
@@ -260,7 +281,12 @@ class Stager:
 
     def _depart(self, prefix: Prefix, plan: StagingPlan) -> Flight:
         """Begin to bring the pieces of a plan; it goes on whatever becomes of its stage."""
-        flight = Flight(prefix.keys, head(plan.pieces))
+        is_own = plan.pieces[0].shard == NVME
+        # Those of disk and those of others one after the other: a child needs its parent.
+        flight = Flight(
+            prefix.keys,
+            head([*takewhile(lambda piece: (piece.shard == NVME) == is_own, plan.pieces)]),
+        )
         windowed = frozenset(part for part, window in prefix.wish.wanted if window is not None)
         spans = tuple(spans_of(prefix.keys, flight.pieces, windowed))
         self._flights.depart(flight)
@@ -278,12 +304,15 @@ class Stager:
 
     async def _fly(self, flight: Flight, spans: tuple[Any, ...]) -> None:
         until = time.monotonic() + self._settings.deadline_s
+        nvme = self._nvme if flight.pieces[0].shard == NVME else None
+        fetch = self._peers.fetch if nvme is None else nvme.promote
         try:
-            async with self._room:
+            # The disk has its own threads, and must not wait for a node that does not answer.
+            async with self._room if nvme is None else contextlib.nullcontext():
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     return
-                flight.report = await self._peers.fetch(FetchOrder(spans=spans, deadline_s=left_s))
+                flight.report = await fetch(FetchOrder(spans=spans, deadline_s=left_s))
                 self._count(flight)
         except KVRayError as error:
             _log.warning("%s: blocks could not be fetched: %s", self._peers.shard, error)
@@ -305,7 +334,7 @@ def _others(runs: Sequence[Run], own: str) -> set[str]:
     """Return the shards in `runs` but the own one."""
     # There are few different sets of holders, however many runs.
     different = {id(holders): holders for _, holders in runs}
-    return {shard for holders in different.values() for shard in holders} - {own}
+    return {shard for holders in different.values() for shard in holders} - {own, NVME}
 
 
 def _lacking(flight: Flight) -> frozenset[str]:

@@ -148,7 +148,7 @@ def _check_settings(config: KVRayConfig, running: KVRayConfig) -> None:
     """Refuse other settings of what the tier is made of; each engine and client has its own."""
     different = [
         f"{section}.{name} is {theirs!s} there, {mine!s} here"
-        for section in ("arena", "shard", "staging")
+        for section in ("arena", "nvme", "shard", "staging")
         for name, mine, theirs in _pairs(getattr(config, section), getattr(running, section))
         if mine != theirs
     ]

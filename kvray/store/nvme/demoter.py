@@ -256,6 +256,8 @@ class Demoter:
             depth=int(tables.slot_depth[path[0]]),
             part=int(tables.slot_part[path[0]]),
             block_bytes=int(_sizes(tables, path[:1])[0]),
+            namespace=int(tables.slot_namespace[path[0]]),
+            priority=tables.slot_priority[path],
         )
         return Demotion(pending=pending, arena_slots=path[pending.reservation.rows])
 

@@ -65,7 +65,8 @@ class Promoter:
             ShardUnavailable: arena or store is busy, retired or closed.
         """
         packed = key_index.pack_keys(keys)
-        sizes = self._store.sizes(packed, part)
+        found, sizes = self._store.find(packed, part)
+        tables = self._store.tables
         num_blocks = num_bytes = 0
         for start, stop in _pieces(sizes):
             if time.monotonic() > deadline:
@@ -79,6 +80,8 @@ class Promoter:
                 block_bytes=size,
                 needs_parent=needs_parent or start > 0,
                 wait_s=_LOCK_WAIT_S,
+                namespace=int(tables.slot_namespace[found[start]]),
+                priority=tables.slot_priority[found[start:stop]],
             )
             if made is None:
                 raise ShardUnavailable("The arena of this node is busy or retired.")

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from kvray.store import key_index
-from kvray.store.layout import READY, Array, Geometry
+from kvray.store.layout import PRIORITY_MAX, READY, Array, Geometry
 from kvray.store.nvme.book import RecordBook
 from kvray.store.nvme.disk import Disk
 from kvray.store.nvme.memory import aligned
@@ -218,6 +218,8 @@ def _fill(tables: Tables, slots: Array, records: Array) -> Array:
     tables.slot_checksum[slots] = records["payload_checksum"]
     tables.slot_number[slots] = records["sequence"]
     tables.slot_tick[slots] = records["used"]
+    tables.slot_namespace[slots] = records["namespace"]
+    tables.slot_priority[slots] = np.minimum(records["priority"], PRIORITY_MAX)
     tables.slot_parent[slots] = -1
     full = key_index.insert(tables, slots, records["key"], records["part"])
     tables.slot_state[slots[~full]] = READY

@@ -22,7 +22,7 @@ import numpy as np
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from kvray.store import key_index, lease, slots
 from kvray.store.eviction import keep_evictable
-from kvray.store.layout import READY, Array
+from kvray.store.layout import DEFAULT_PRIORITY, READY, Array
 from kvray.store.lock import OWNER_BYTE, SideFile
 from kvray.store.nvme import growth, recovery
 from kvray.store.nvme.book import RecordBook
@@ -120,12 +120,15 @@ class NvmeStore:
         """Return a mask of the `keys` (u64 [num_keys, 4]) that are here now; takes no lock."""
         return lease.present(self.tables, keys, part)
 
-    def sizes(self, keys: Array, part: int) -> Array:
-        """Return the bytes of each of the `keys` that is here now, 0 for others; takes no lock."""
+    def find(self, keys: Array, part: int) -> tuple[Array, Array]:
+        """Return the slot of each of `keys`, and its bytes, 0 where it is not here; takes no lock.
+
+        What a slot holds may change at any time.
+        """
         tables = self.tables
         found = key_index.find(tables, keys, part)
         sizes = tables.slab_block_bytes[found // tables.geometry.slots_per_slab]
-        return np.where((found >= 0) & (tables.slot_state[found] == READY), sizes, 0)
+        return found, np.where((found >= 0) & (tables.slot_state[found] == READY), sizes, 0)
 
     def reserve(
         self,
@@ -136,7 +139,7 @@ class NvmeStore:
         part: int,
         block_bytes: int,
         namespace: int = 0,
-        priority: int = 0,
+        priority: int | Array = DEFAULT_PRIORITY,
     ) -> Pending:
         """Reserve a slot for each key of a chain that is not here, evicting others if need be.
 
@@ -147,8 +150,8 @@ class NvmeStore:
             depth: place of the first key in its chain.
             part: whose bytes.
             block_bytes: bytes of one block.
-            namespace: whose blocks, kept for a policy.
-            priority: 0 to 255, likewise.
+            namespace: whose the blocks are, see `block.namespace_id`; 0: not known.
+            priority: retention priority, 0 to 100: what is lower goes first. One, or one a key, u8.
 
         Returns:
             The slots, to be given to `write` or `abort`; those of leading missing keys only.
@@ -174,13 +177,13 @@ class NvmeStore:
                 block_bytes=block_bytes,
                 holder=0,
                 candidates=candidates,
+                namespace=namespace,
+                priority=priority,
             )
             assert made is not None, "the last try always has an answer"
             self._bury_gone(np.concatenate((candidates.own, candidates.others)))
         above = np.vstack((_ROOT if parent is None else parent, keys[:-1]))
-        return Pending(
-            reservation=made, parents=above[made.rows], namespace=namespace, priority=priority
-        )
+        return Pending(reservation=made, parents=above[made.rows])
 
     def abort(self, pending: Pending) -> None:
         """Give back reserved slots that will not be written."""

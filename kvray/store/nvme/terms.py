@@ -66,8 +66,6 @@ class Pending:
     reservation: Reservation
     parents: Array
     """Key before each block, u64 [num_slots, 4]; zero at a root."""
-    namespace: int
-    priority: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,21 +156,19 @@ class Writer:
         self, demotions: Sequence[Demotion], targets: Array, stored: Array, checksums: Array
     ) -> None:
         """Enter what is written into the book."""
-        pending = [one.pending for one in demotions]
-        counts = [len(one.reservation.slots) for one in pending]
         records = np.zeros(len(targets), dtype=RECORD)
         tables = self._tables
         records["key"] = tables.slot_key[targets]
-        if pending:
-            records["parent"] = np.vstack([one.parents for one in pending])
+        if demotions:
+            records["parent"] = np.vstack([one.pending.parents for one in demotions])
         records["part"] = tables.slot_part[targets]
         records["depth"] = tables.slot_depth[targets]
         records["length"] = tables.slab_block_bytes[targets // self._per_slab]
         records["payload_checksum"] = checksums
         records["sequence"] = tables.slot_number[targets]
         records["used"] = tables.slot_tick[targets]
-        records["namespace"] = np.repeat([one.namespace for one in pending], counts)
-        records["priority"] = np.repeat([one.priority for one in pending], counts)
+        records["namespace"] = tables.slot_namespace[targets]
+        records["priority"] = tables.slot_priority[targets]
         with self._section():
             self._book.put(targets[stored], records[stored])
 

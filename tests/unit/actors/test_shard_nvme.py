@@ -1,0 +1,199 @@
+"""A shard without Ray, with blocks on disk: demoted, promoted, flushed, found again."""
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvray.actors.nvme_tier import NvmeSettings
+from kvray.actors.ownership import sweep
+from kvray.actors.shard import Shard
+from kvray.block import BlockKey
+from kvray.node.shard_socket import ShardSocket
+from kvray.store.arena_file import ARENA_FILE
+from tests.unit.actors.small_shard import (
+    NAMESPACE,
+    Line,
+    failed_with,
+    open_arena,
+    settings_for,
+    wait_for,
+    wait_until_serving,
+)
+from tests.unit.store.nvme.small_store import spec
+from tests.unit.store.small_arena import SLOT, chain, fetch, store
+
+MINE = replace(NAMESPACE, part_bytes=SLOT)
+
+
+@dataclass
+class Node:
+    """A shard that can be ended and started again, and an engine beside it."""
+
+    parent: Path
+    changes: dict[str, Any]
+    shard: Shard | None = None
+
+    def nvme(self, **changes: Any) -> NvmeSettings:
+        settings = NvmeSettings(
+            directory=self.parent / "nvme",
+            spec=spec(num_segments=16),
+            high_watermark=0.5,
+            bytes_per_day=None,
+            flush_s=10.0,
+            reads_max=2,
+        )
+        return replace(settings, **changes)
+
+    def start(self, **changes: Any) -> Shard:
+        directory = self.parent / "shm"
+        settings = settings_for(directory, nvme=self.nvme(**changes), free_target=0.1)
+        self.shard = Shard("kvray-shard-n", settings, Line().announce)
+        self.shard.start()
+        return self.shard
+
+    def stop(self, *, flush: bool) -> None:
+        if self.shard is not None:
+            self.shard.stop(retire=True, timeout_s=20, flush=flush)
+            self.shard = None
+
+    def status(self) -> dict[str, Any]:
+        assert self.shard is not None
+        found: dict[str, Any] = self.shard.status()["nvme"]
+        return found
+
+    def store(self, keys: list[BlockKey]) -> None:
+        with contextlib.closing(open_arena(self.parent / "shm")) as arena:
+            store(arena, keys)
+
+    def stage(self, keys: list[BlockKey]) -> dict[str, Any]:
+        engine = ShardSocket(self.parent / "shm")
+        try:
+            engine.call(
+                "register",
+                timeout_s=5,
+                replica="r",
+                rank=0,
+                namespace=MINE.to_wire(),
+                wanted=[[0, None]],
+            )
+            joined = b"".join(keys)
+            return engine.call(
+                "stage",
+                timeout_s=5,
+                replica="r",
+                rank=0,
+                keys=joined,
+                wait_s=5.0,
+                tokens_per_s=0,
+            )
+        finally:
+            engine.close()
+
+    def num_right(self, keys: list[BlockKey]) -> int:
+        """Return how many leading keys are in the arena, all of their bytes right."""
+        with contextlib.closing(open_arena(self.parent / "shm")) as arena:
+            held = arena.lease(keys)
+            if not held:
+                return 0
+            assert fetch(arena, keys, held[0])
+            arena.release(held[0], wait_s=5)
+            return held[0].num_slots
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    parent = Path(tempfile.mkdtemp(prefix="kvray-test-"))
+    (parent / "shm").mkdir()
+    node = Node(parent, {})
+    yield node
+    with contextlib.suppress(Exception):
+        node.stop(flush=False)
+    sweep(parent / "shm")
+    shutil.rmtree(parent)
+
+
+def test_what_leaves_a_full_arena_is_a_hit_from_disk(node: Node) -> None:
+    wait_until_serving(node.start())
+    old = chain(30, seed="old")
+    node.store(old)
+    node.store(chain(20, seed="new"))
+    wait_for(lambda: node.status()["demoted_blocks"] >= 30)
+    node.store(chain(60, seed="more"))
+    wait_for(lambda: node.num_right(old) < 30)
+    answer = node.stage(old)
+    assert answer["num_blocks"] == 30
+    assert answer["reason"] == "none"
+    assert node.num_right(old) == 30
+    assert node.shard is not None
+    staging = node.shard.status()["staging"]
+    assert staging["transports"]["nvme"]["blocks"] > 0
+    assert node.status()["promoted_blocks"] == staging["transports"]["nvme"]["blocks"]
+
+
+def test_what_nobody_has_is_not_stored(node: Node) -> None:
+    wait_until_serving(node.start())
+    node.store(chain(40))
+    wait_for(lambda: node.status()["demoted_blocks"])
+    assert node.stage(chain(5, seed="other"))["reason"] == "not_stored"
+
+
+def test_a_flushed_tier_has_everything_after_a_new_start(node: Node) -> None:
+    wait_until_serving(node.start())
+    keys = chain(20)
+    node.store(keys)
+    node.stop(flush=True)
+    assert not (node.parent / "shm" / ARENA_FILE).exists()
+    wait_until_serving(node.start())
+    assert node.status()["recovered_blocks"] == 20
+    assert node.num_right(keys) == 0
+    assert node.stage(keys)["num_blocks"] == 20
+    assert node.num_right(keys) == 20
+
+
+def test_without_a_flush_what_was_not_demoted_is_gone(node: Node) -> None:
+    wait_until_serving(node.start())
+    node.store(chain(20))
+    node.stop(flush=False)
+    wait_until_serving(node.start())
+    assert node.status()["recovered_blocks"] == 0
+
+
+def test_what_was_cleared_does_not_come_back(node: Node) -> None:
+    shard = node.start()
+    wait_until_serving(shard)
+    keys = chain(40)
+    node.store(keys)
+    wait_for(lambda: node.status()["demoted_blocks"] == 40)
+    assert shard.clear(5.0) == 80
+    assert node.stage(keys)["num_blocks"] == 0
+    node.stop(flush=True)
+    wait_until_serving(node.start())
+    assert node.status()["recovered_blocks"] == 0
+
+
+def test_a_damaged_file_costs_blocks_and_serves_no_wrong_one(node: Node) -> None:
+    wait_until_serving(node.start())
+    keys = chain(30)
+    node.store(keys)
+    node.stop(flush=True)
+    for path in (node.parent / "nvme").iterdir():
+        content = np.fromfile(path, dtype=np.uint8)
+        content[len(content) // 2 :: 3 * SLOT] ^= 1
+        content.tofile(path)
+    wait_until_serving(node.start())
+    answer = node.stage(keys)
+    assert answer["num_blocks"] < 30
+    assert node.num_right(keys) == answer["num_blocks"]
+
+
+def test_a_directory_that_cannot_be_used_is_said(node: Node) -> None:
+    (node.parent / "file").touch()
+    message = failed_with(node.start(directory=node.parent / "file" / "nvme"))
+    assert "cannot be used for the NVMe tier" in message
