@@ -1,14 +1,24 @@
-"""Which blocks to evict: by their rank, or least recently used first; a prefix from its tail."""
+"""Which blocks to evict, and in which order; a prefix from its tail.
+
+What was given up goes first, then what a namespace has beyond its quota, then what has the lower
+retention priority. Among equals it is the lowest rank: a policy's, or the time of the last use.
+"""
 
 from collections.abc import Callable
 
 import numpy as np
 
-from kvray.store.layout import READY
+from kvray.store import quotas
+from kvray.store.layout import PRIORITY_MAX, READY
 from kvray.store.tables import Array, Tables
 
 Rank = Callable[[Array], Array]
 """Slots -> a number for each, f8: the lowest is to go first."""
+
+_GIVEN_UP = 0
+_BEYOND_QUOTA = 1
+_WITHIN_QUOTA = _BEYOND_QUOTA + PRIORITY_MAX + 1
+"""Classes: who is in a lower one goes first, whatever its rank. Priorities are added to them."""
 
 
 def choose_victims(
@@ -18,9 +28,9 @@ def choose_victims(
 
     Nothing is changed, and no lock is needed: what it returns is looked at again, under the lock,
     by `keep_evictable`. A slot qualifies if it is READY, nobody leases it, and every child that it
-    has in the arena goes before it. Of those that qualify the lowest in rank goes, where a parent
-    ranks no lower than any of its children: fewer than `count` are returned only when nothing else
-    qualifies.
+    has in the arena goes before it. Of those that qualify the lowest in the order of the module
+    goes, where a parent comes no sooner than any of its children: fewer than `count` are returned
+    only when nothing else qualifies.
 
     Args:
         tables: the arena's tables.
@@ -31,16 +41,8 @@ def choose_victims(
     """
     fit = within[is_fit(tables, within)]
     ranks = _ranks(tables, fit, rank)
-    wanted = count
-    while True:
-        # Those that go are among the lowest, unless their children rank above them.
-        low = np.arange(len(fit))
-        if wanted < len(fit):
-            low = np.argpartition(ranks, wanted - 1)[:wanted]
-        victims = _keep_evictable(tables, fit[low], ranks[low], protect)
-        if len(victims) >= count or wanted >= len(fit):
-            return victims[:count]
-        wanted *= 4
+    classes = _classify(tables, fit, ranks, protect, by_use=rank is None)
+    return _first(tables, fit, (ranks, classes), count, protect)
 
 
 def keep_evictable(
@@ -48,15 +50,117 @@ def keep_evictable(
 ) -> Array:
     """Return those of `chosen` that can go without any other, in the order in which they should.
 
-    A block can go if it is fit itself and all its children are here and can go.
+    A block can go if it is fit itself and all its children are here and can go. With a `rank` that
+    alone is the order; without, it is the module's, but for quotas, which take a look at all.
     """
-    return _keep_evictable(tables, chosen, _ranks(tables, chosen, rank), protect)
+    ranks = _ranks(tables, chosen, rank)
+    if rank is None:
+        ranks = _joined(ranks, _by_priority(tables, chosen, by_use=True))
+    return _keep_evictable(tables, chosen, ranks, protect)
 
 
 def is_fit(tables: Tables, slots: Array) -> Array:
     """Return a mask of the `slots` with READY blocks that nobody leases."""
     fit: Array = (tables.slot_state.take(slots) == READY) & (tables.slot_leases.take(slots) == 0)
     return fit
+
+
+def classify(tables: Tables, fit: Array, *, protect: Array) -> Array | None:
+    """Return the class of each of the slots `fit`, i8: the lower goes first. None: all are in one.
+
+    Args:
+        tables: the arena's tables.
+        fit: slots of blocks that may go, as far as they themselves are concerned.
+        protect: slots that must stay.
+    """
+    return _classify(tables, fit, _ranks(tables, fit, None), protect, by_use=True)
+
+
+def _classify(
+    tables: Tables, fit: Array, ranks: Array, protect: Array, *, by_use: bool
+) -> Array | None:
+    """Return what `classify` does, for blocks of these ranks; by_use: that they were used last."""
+    over = quotas.excess(tables)
+    if not over:
+        return _by_priority(tables, fit, by_use=by_use)
+    classes = _all_by_priority(tables, fit)
+    beyond = np.zeros(tables.geometry.num_slots, dtype=bool)
+    for namespace, num_bytes in over.items():
+        mine = np.flatnonzero(tables.slot_namespace.take(fit) == namespace)
+        order = ranks[mine], classes[mine]
+        beyond[_first_bytes(tables, fit[mine], order, num_bytes, protect)] = True
+    classes[beyond[fit] & (classes >= _WITHIN_QUOTA)] -= _WITHIN_QUOTA - _BEYOND_QUOTA
+    return classes
+
+
+def _by_priority(tables: Tables, slots: Array, *, by_use: bool) -> Array | None:
+    """Return the class of each of `slots` if there were no quotas; None if rank alone decides."""
+    priority = tables.slot_priority.take(slots)
+    is_one = not len(slots) or priority.min() == priority.max()
+    # What was given up was, as it were, never used.
+    if is_one and (by_use or tables.slot_tick.take(slots).all()):
+        return None
+    return _all_by_priority(tables, slots)
+
+
+def _all_by_priority(tables: Tables, slots: Array) -> Array:
+    classes: Array = tables.slot_priority.take(slots).astype(np.int64) + _WITHIN_QUOTA
+    classes[tables.slot_tick.take(slots) == 0] = _GIVEN_UP
+    return classes
+
+
+def _first_bytes(
+    tables: Tables, fit: Array, order: tuple[Array, Array], num_bytes: int, protect: Array
+) -> Array:
+    """Return the first of `fit` to go that have `num_bytes` together, or all if they have less."""
+    if not len(fit):
+        return fit
+    sizes = quotas.block_bytes(tables, fit)
+    count = -(-num_bytes // int(sizes.min()))
+    victims = _first(tables, fit, order, count, protect)
+    sums = np.cumsum(quotas.block_bytes(tables, victims))
+    return victims[: np.searchsorted(sums, num_bytes) + 1]
+
+
+def _first(
+    tables: Tables, fit: Array, order: tuple[Array, Array | None], count: int, protect: Array
+) -> Array:
+    """Return up to `count` of the slots `fit`, by their (ranks, classes); see `choose_victims`."""
+    ranks, classes = order
+    wanted = count
+    while True:
+        # Those that go are among the lowest, unless their children come after them.
+        low = np.arange(len(fit))
+        if wanted < len(fit):
+            low = _lowest(ranks, classes, wanted)
+        joined = _joined(ranks[low], None if classes is None else classes[low])
+        victims = _keep_evictable(tables, fit[low], joined, protect)
+        if len(victims) >= count or wanted >= len(fit):
+            return victims[:count]
+        wanted *= 4
+
+
+def _lowest(ranks: Array, classes: Array | None, count: int) -> Array:
+    """Return the rows of the `count` lowest, in no order; there are more than that."""
+    if classes is None:
+        return np.argpartition(ranks, count - 1)[:count]
+    last = np.searchsorted(np.cumsum(np.bincount(classes)), count)
+    below, at = np.flatnonzero(classes < last), np.flatnonzero(classes == last)
+    missing = count - len(below)
+    if missing < len(at):
+        at = at[np.argpartition(ranks[at], missing - 1)[:missing]]
+    return np.concatenate((below, at))
+
+
+def _joined(ranks: Array, classes: Array | None) -> Array:
+    """Return one rank in place of two, f8: that of the class, and in it that of the block."""
+    if classes is None:
+        return ranks
+    order = np.lexsort((ranks, classes))
+    is_next = (np.diff(ranks[order]) != 0) | (np.diff(classes[order]) != 0)
+    joined = np.empty(len(ranks))
+    joined[order] = np.concatenate(([0], np.cumsum(is_next)))[: len(ranks)]
+    return joined
 
 
 def _keep_evictable(tables: Tables, chosen: Array, ranks: Array, protect: Array) -> Array:

@@ -33,6 +33,7 @@ DEFAULT_PRIORITY = 35
 BUCKET_WAYS = 16
 PAGE_SLOTS = 256
 LABEL_BYTES = 64
+QUOTAS_MAX = 64
 UNDO_ENTRIES = 1024
 UNDO_WORDS_PER_SLOT = 16
 
@@ -205,6 +206,9 @@ class Geometry:
             ("page_count", "<u4", pages),
             ("page_since", "<f8", pages),
             ("page_slots", "<u4", (self.num_pages, PAGE_SLOTS)),
+            ("quota_namespace", "<u4", (QUOTAS_MAX,)),
+            ("quota_mask", "<u4", (QUOTAS_MAX,)),
+            ("quota_bytes", "<u8", (QUOTAS_MAX,)),
             ("undo_entry", "<u4", (UNDO_ENTRIES, 4)),
             ("undo_log", "<u4", (UNDO_WORDS_PER_SLOT * self.num_slots + 4096,)),
         ]

@@ -5,12 +5,15 @@ Pure, like `slots`: the caller holds the arena's lock.
 
 import numpy as np
 
+from kvray.store.eviction import classify, is_fit
 from kvray.store.layout import FREE, READY
 from kvray.store.tables import Array, Tables
 
 _FIRST = np.zeros(1, dtype=np.int64)
 _BUSY = np.uint64(2**64 - 1)
 """In place of the time of use of what cannot go."""
+_CLASS_SHIFT = np.uint64(48)
+"""Times of use are below that: one a microsecond, for nine years."""
 
 
 def usable(tables: Tables, block_bytes: int) -> int:
@@ -74,14 +77,14 @@ def give_back(tables: Tables, slots: Array) -> None:
 def choose_to_clear(tables: Tables, count: int, block_bytes: int, *, protect: Array) -> Array:
     """Return the blocks that go so that up to `count` slabs of other block sizes become spare.
 
-    The slabs are those that were used longest ago, among those that can be emptied: nothing in
-    them, and no block that hangs from one in them, is leased, being written or in `protect`. Needs
-    no lock: `eviction.keep_evictable` has the last word.
+    The slabs are those whose last block to go is the first to go, of those that can be emptied:
+    nothing in them, and no block that hangs from one in them, is leased, being written or in
+    `protect`. Needs no lock: `eviction.keep_evictable` has the last word.
     """
     busy = (tables.slot_state != FREE) & (tables.slot_state != READY) | (tables.slot_leases > 0)
     busy[protect] = True
     above = _parents(tables)
-    used = np.append(np.where(busy, _BUSY, tables.slot_tick), np.uint64(0))
+    used = np.append(np.where(busy, _BUSY, _order(tables, protect)), np.uint64(0))
     used[:-1][tables.slot_state == FREE] = 0
     for _ in range(_rounds(tables)):
         np.maximum.at(used, above, used)
@@ -110,6 +113,16 @@ def longest_runs_first(slots: Array, count: int) -> Array:
     picked = np.concatenate([np.arange(starts[i], starts[i] + lengths[i]) for i in order])
     chosen: Array = slots[picked[:count]]
     return chosen
+
+
+def _order(tables: Tables, protect: Array) -> Array:
+    """Return a number for each slot, u8: of READY blocks the lowest is to go first."""
+    order: Array = tables.slot_tick.copy()
+    fit = np.flatnonzero(is_fit(tables, np.arange(tables.geometry.num_slots)))
+    classes = classify(tables, fit, protect=protect)
+    if classes is not None:
+        order[fit] += classes.astype("<u8") << _CLASS_SHIFT
+    return order
 
 
 def _with_descendants(tables: Tables, slabs: Array) -> Array:

@@ -43,6 +43,8 @@ class Candidates:
     """Of the block size that is wanted, the first to go first."""
     others: Array = field(default_factory=lambda: _NONE)
     """Of other block sizes, so many that slabs become spare."""
+    tick: int = 0
+    """The arena's time when they were looked for."""
 
     def __bool__(self) -> bool:
         return bool(len(self.own) or len(self.others))
@@ -58,6 +60,7 @@ def find_candidates(
     short = len(keys) - slabs.num_available(tables, block_bytes)
     if short <= 0:
         return Candidates()
+    tick = tables.tick
     before, chain = _find(tables, keys, parent, part)
     protect = chain[chain >= 0]
     if before >= 0:
@@ -68,7 +71,7 @@ def find_candidates(
     if missing > 0:
         num_slabs = -(-missing // slabs.usable(tables, block_bytes))
         others = slabs.choose_to_clear(tables, num_slabs, block_bytes, protect=protect)
-    return Candidates(own=own, others=others)
+    return Candidates(own=own, others=others, tick=tick)
 
 
 def reserve(
@@ -115,9 +118,11 @@ def reserve(
         depth = int(tables.slot_depth[before]) + 1
     number = tables.next_tick()
     here = chain >= 0
-    protect = chain[here] if before < 0 else np.concatenate((chain[here], [before]))
+    found = chain[here]
+    protect = found if before < 0 else np.concatenate((found, [before]))
     tables.slot_tick[protect] = number
-    _raise_priority(tables, chain, here, priority)
+    if len(found):
+        _raise_priority(tables, found, priority if isinstance(priority, int) else priority[here])
     wanted = np.flatnonzero(~here)
     taken = _allocate(tables, len(wanted), block_bytes, protect=protect, candidates=candidates)
     if len(taken) < len(wanted) and not is_last:
@@ -171,15 +176,14 @@ def _fill(
     tables.slot_tick[slots] = tables.slot_number[slots] = tables.tick
 
 
-def _raise_priority(tables: Tables, chain: Array, here: Array, priority: int | Array) -> None:
-    """Have the blocks of `chain` that are `here` go no sooner than is asked now.
+def _raise_priority(tables: Tables, slots: Array, asked: int | Array) -> None:
+    """Have blocks that are here go no sooner than is asked now.
 
-    Not undone: whoever writes it again comes to the same.
+    Not undone: whoever asks again comes to the same.
     """
-    slots = chain[here]
-    if len(slots):
-        asked = np.uint8(priority) if isinstance(priority, int) else priority[here]
-        tables.slot_priority[slots] = np.maximum(tables.slot_priority[slots], asked)
+    held = tables.slot_priority.take(slots)
+    if (held < asked).any():
+        tables.slot_priority[slots] = np.maximum(held, asked)
 
 
 def _link(tables: Tables, chain: Array, before: int) -> None:
@@ -308,6 +312,12 @@ def _make_room(
     """Evict candidates until `count` slots can be had, in steps of their own."""
     short = count - slabs.num_available(tables, block_bytes)
     if short > 0:
-        evict(tables, keep_evictable(tables, candidates.own, protect=protect)[:short])
+
+        def rank(own: Array) -> Array:
+            """Keep the order; but what was used since goes last."""
+            return np.arange(len(own)) + len(own) * (tables.slot_tick[own] > candidates.tick)
+
+        own = keep_evictable(tables, candidates.own, protect=protect, rank=rank)
+        evict(tables, own[:short])
         if slabs.num_available(tables, block_bytes) < count:
             evict(tables, keep_evictable(tables, candidates.others, protect=protect))

@@ -75,6 +75,9 @@ class Tables:
     page_count: Array
     page_since: Array
     page_slots: Array
+    quota_namespace: Array
+    quota_mask: Array
+    quota_bytes: Array
     undo_entry: Array
     undo_log: Array
 

@@ -1,0 +1,300 @@
+"""Who goes first where blocks differ in retention priority, or namespaces have quotas."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvray.block import BlockKey
+from kvray.store import key_index, lease, quotas, slots
+from kvray.store.eviction import choose_victims, keep_evictable
+from kvray.store.layout import READY
+from kvray.store.tables import Array, Tables
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.small_arena import (
+    NOBODY,
+    SLOT,
+    chain,
+    find,
+    make_tables,
+    matched,
+    put,
+    take,
+)
+
+MINE, THEIRS, OTHERS = 0x11111111, 0x22222222, 0x33333333
+
+
+def victims(tables: Tables, count: int, **options: Any) -> list[int]:
+    within = np.arange(tables.geometry.num_slots)
+    options.setdefault("protect", NOBODY)
+    return list(choose_victims(tables, count, within=within, **options).tolist())
+
+
+def allow(tables: Tables, **num_blocks: int) -> None:
+    """Set quotas of namespaces, named by what their numbers begin with, in blocks."""
+    names = {"mine": "11", "theirs": "22", "all": ""}
+    quotas.set_quotas(tables, {names[name]: count * SLOT for name, count in num_blocks.items()})
+
+
+def test_lower_priority_goes_first_however_young(tables: Tables) -> None:
+    high = put(tables, chain(3, seed="high"), priority=80)
+    low = put(tables, chain(3, seed="low"), priority=20)
+    assert victims(tables, 99) == [*low.slots[::-1], *high.slots[::-1]]
+
+
+def test_of_one_priority_the_least_recently_used_goes_first(tables: Tables) -> None:
+    old = put(tables, chain(2, seed="old"), priority=50)
+    put(tables, chain(2, seed="keep"), priority=51)
+    young = put(tables, chain(2, seed="young"), priority=50)
+    assert victims(tables, 4) == [*old.slots[::-1], *young.slots[::-1]]
+
+
+def test_a_block_keeps_those_before_it_whatever_their_priority(tables: Tables) -> None:
+    tail_first = np.array([0, 0, 90], dtype=np.uint8)
+    made = put(tables, chain(3), priority=tail_first)
+    other = put(tables, chain(2, seed="other"), priority=50)
+    assert victims(tables, 99) == [*other.slots[::-1], *made.slots[::-1]]
+
+
+def test_priority_goes_before_the_rank_of_a_policy(tables: Tables) -> None:
+    high = put(tables, chain(2, seed="high"), priority=80)
+    low = put(tables, chain(2, seed="low"), priority=20)
+    ranks = np.zeros(tables.geometry.num_slots)
+    ranks[low.slots] = 1e300
+    assert victims(tables, 2, rank=ranks.take) == low.slots[::-1].tolist()
+    assert victims(tables, 99, rank=ranks.take)[2:] == high.slots[::-1].tolist()
+
+
+def test_what_is_given_up_goes_before_everything_else(tables: Tables) -> None:
+    put(tables, chain(4, seed="over"), priority=0, namespace=MINE)
+    useless = put(tables, chain(1, seed="useless"), priority=100, namespace=THEIRS)
+    tables.slot_tick[useless.slots] = 0
+    ranks = np.zeros(tables.geometry.num_slots)
+    ranks[useless.slots] = 9.0
+    assert victims(tables, 1) == victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
+    allow(tables, mine=1)
+    assert victims(tables, 1) == victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
+
+
+def test_what_is_given_up_goes_before_a_policys_first(tables: Tables) -> None:
+    put(tables, chain(2))
+    useless = put(tables, chain(1, seed="useless"))
+    tables.slot_tick[useless.slots] = 0
+    ranks = np.zeros(tables.geometry.num_slots)
+    ranks[useless.slots] = 9.0
+    assert victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
+
+
+def test_a_namespace_over_its_quota_goes_first_as_far_as_it_is_over_it(tables: Tables) -> None:
+    old = put(tables, chain(4, seed="old"), namespace=THEIRS, priority=0)
+    made = put(tables, chain(6), namespace=MINE, priority=100)
+    allow(tables, mine=4)
+    assert victims(tables, 2) == made.slots[:3:-1].tolist()
+    assert victims(tables, 6)[2:] == old.slots[::-1].tolist()
+    assert victims(tables, 99)[6:] == made.slots[3::-1].tolist()
+
+
+def test_a_namespace_within_its_quota_is_as_good_as_any_other(tables: Tables) -> None:
+    old = put(tables, chain(4, seed="old"), namespace=THEIRS)
+    put(tables, chain(6), namespace=MINE)
+    allow(tables, mine=6)
+    assert victims(tables, 4) == old.slots[::-1].tolist()
+
+
+def test_priority_decides_what_of_a_namespace_is_beyond_its_quota(tables: Tables) -> None:
+    low = put(tables, chain(2, seed="low"), namespace=MINE, priority=10)
+    put(tables, chain(2, seed="first"), namespace=THEIRS, priority=0)
+    put(tables, chain(3, seed="high"), namespace=MINE, priority=90)
+    allow(tables, mine=3)
+    assert victims(tables, 2) == low.slots[::-1].tolist()
+
+
+def test_blocks_of_no_known_namespace_have_no_quota(tables: Tables) -> None:
+    old = put(tables, chain(2, seed="old"), namespace=MINE)
+    put(tables, chain(9))
+    allow(tables, all=4)
+    assert quotas.excess(tables) == {}
+    assert victims(tables, 2) == old.slots[::-1].tolist()
+
+
+def test_leased_blocks_count_though_they_stay(tables: Tables) -> None:
+    keys = chain(4)
+    put(tables, keys, namespace=MINE)
+    take(tables, keys)
+    young = put(tables, chain(3, seed="young"), namespace=MINE)
+    other = put(tables, chain(1, seed="other"), namespace=THEIRS, priority=0)
+    allow(tables, mine=5)
+    assert victims(tables, 3) == [*young.slots[:0:-1], *other.slots]
+
+
+def test_a_writer_takes_room_from_low_priority_and_from_beyond_quotas() -> None:
+    tables = make_tables(num_slabs=2)
+    keep, low = chain(6, seed="keep"), chain(4, seed="low")
+    over = chain(6, seed="over")
+    put(tables, low, priority=1)
+    put(tables, keep, priority=60)
+    put(tables, over, priority=100, namespace=MINE)
+    allow(tables, mine=5)
+    put(tables, chain(4, seed="new"))
+    assert (matched(tables, over), matched(tables, low), matched(tables, keep)) == (5, 1, 6)
+    put(tables, chain(4, seed="newer"), priority=0)
+    assert (matched(tables, over), matched(tables, keep)) == (5, 6)
+    check_invariants(tables)
+
+
+def test_a_writer_spares_what_was_used_since_it_looked() -> None:
+    tables = make_tables(num_slabs=1)
+    used, old = chain(2, seed="used"), chain(2, seed="old")
+    for keys in (used, old, chain(4, seed="young")):
+        put(tables, keys)
+    new = key_index.pack_keys(chain(2, seed="new"))
+    place: dict[str, Any] = {"parent": None, "part": 0, "block_bytes": SLOT}
+    candidates = slots.find_candidates(tables, new, **place)
+    lease.release(tables, take(tables, used))
+    slots.reserve(tables, new, **place, depth=0, holder=0, candidates=candidates)
+    assert (matched(tables, used), matched(tables, old)) == (2, 0)
+
+
+def test_the_slab_with_the_lowest_priority_is_cleared_for_another_block_size() -> None:
+    tables = make_tables(num_slabs=2)
+    high, low = chain(8, seed="high"), chain(8, seed="low")
+    put(tables, high, priority=90)
+    put(tables, low, priority=10)
+    put(tables, chain(1, seed="large"), block_bytes=2 * SLOT)
+    assert (matched(tables, high), matched(tables, low)) == (8, 0)
+
+
+def test_under_the_lock_priorities_hold_as_well(tables: Tables) -> None:
+    high = put(tables, chain(2, seed="high"), priority=80)
+    low = put(tables, chain(2, seed="low"), priority=20)
+    chosen = np.concatenate((high.slots, low.slots))
+    kept = keep_evictable(tables, chosen, protect=NOBODY).tolist()
+    assert kept == [*low.slots[::-1], *high.slots[::-1]]
+
+
+pieces = st.lists(
+    st.tuples(
+        st.integers(0, 1000),  # which of the blocks that are there to hang it from
+        st.integers(1, 6),  # its length
+        st.sampled_from([MINE, MINE, THEIRS, OTHERS, 0]),
+        st.lists(st.sampled_from([0, 35, 35, 100]), min_size=6, max_size=6),
+    ),
+    min_size=1,
+    max_size=14,
+)
+bounds = st.dictionaries(st.sampled_from(["11", "22222222", ""]), st.integers(1, 20))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    pieces,
+    bounds,
+    st.lists(st.integers(0, 1000), max_size=6),
+    st.integers(0, 64),
+    st.integers(0, 3),
+    st.booleans(),
+)
+def test_order_is_that_of_a_plain_search(
+    asked: list[tuple[int, int, int, list[int]]],
+    quota: dict[str, int],
+    touched: list[int],
+    count: int,
+    num_special: int,
+    has_policy: bool,
+) -> None:
+    tables = make_tables()
+    known = grow(tables, asked)
+    for which in touched:
+        lease.release(tables, take(tables, [known[which % len(known)]]))
+    for which in touched[:num_special]:
+        take(tables, [known[which % len(known)]])
+    for which in touched[num_special:][:num_special]:
+        tables.slot_tick[find(tables, [known[which % len(known)]])] = 0
+    quotas.set_quotas(tables, {name: size * SLOT for name, size in quota.items()})
+    protect = np.array(find(tables, known[:num_special]), dtype=np.int64)
+    words = tables.slot_key[:, 1] % np.uint64(5)
+    rank = words.astype(np.float64).take if has_policy else None
+    plain = Plain(tables, protect, words if has_policy else tables.slot_tick)
+    expected = plain.victims(count)
+    chosen = victims(tables, count, protect=protect, rank=rank)
+    assert [plain.place(one) for one in chosen] == [plain.place(one) for one in expected]
+    gone: set[int] = set()
+    for one in chosen:
+        assert gone.issuperset(plain.children(one))
+        gone.add(one)
+    slots.evict(tables, np.array(chosen, dtype=np.int64))
+    check_invariants(tables)
+
+
+def grow(tables: Tables, asked: list[tuple[int, int, int, list[int]]]) -> list[BlockKey]:
+    """Store pieces of prompts, each in the namespace of what it hangs from."""
+    known: list[tuple[BlockKey, int, int]] = []
+    for number, (where, length, wanted, priorities) in enumerate(asked):
+        parent, depth, namespace = None, -1, wanted
+        if known and where % 4:
+            parent, depth, namespace = known[where % len(known)]
+        keys = chain(length, seed=f"piece {number}")
+        made = put(
+            tables,
+            keys,
+            parent=parent,
+            depth=depth + 1,
+            namespace=namespace,
+            priority=np.array(priorities[:length], dtype=np.uint8),
+        )
+        known += [(keys[row], depth + 1 + int(row), namespace) for row in made.rows]
+        known = [one for one in known if find(tables, [one[0]])[0] >= 0]
+    return [key for key, _, _ in known]
+
+
+class Plain:
+    """The order of eviction by plain search: the first leaf goes, again and again."""
+
+    def __init__(self, tables: Tables, protect: Array, ranks: Array) -> None:
+        self.tables = tables
+        self.stays = set(protect.tolist())
+        self.ranks = ranks
+        self.beyond: set[int] = set()
+        ready = np.flatnonzero(tables.slot_state == READY).tolist()
+        beyond: list[int] = []
+        for namespace in {int(tables.slot_namespace[one]) for one in ready}:
+            mine = [one for one in ready if tables.slot_namespace[one] == namespace]
+            bound = quotas.quota_of(tables, namespace)
+            over = len(mine) - (bound // SLOT if bound is not None else len(mine))
+            beyond += self.first(set(mine), over)
+        self.beyond = set(beyond)
+
+    def victims(self, count: int) -> list[int]:
+        return self.first(set(np.flatnonzero(self.tables.slot_state == READY).tolist()), count)
+
+    def first(self, left: set[int], count: int) -> list[int]:
+        chosen: list[int] = []
+        while len(chosen) < count:
+            leaves = [one for one in left if self.can_go(one, set(chosen))]
+            if not leaves:
+                break
+            chosen.append(min(leaves, key=lambda one: (self.place(one), self.depth(one))))
+            left.remove(chosen[-1])
+        return chosen
+
+    def can_go(self, slot: int, gone: set[int]) -> bool:
+        is_free = not self.tables.slot_leases[slot] and slot not in self.stays
+        return is_free and gone.issuperset(self.children(slot))
+
+    def children(self, slot: int) -> list[int]:
+        tables = self.tables
+        below = (tables.slot_parent == slot) & (tables.slot_state == READY)
+        return list(np.flatnonzero(below).tolist())
+
+    def depth(self, slot: int) -> int:
+        return -int(self.tables.slot_depth[slot])
+
+    def place(self, slot: int) -> tuple[int, int, float]:
+        """Return the place of a block in the order, which is that of the last of its family."""
+        tables, rank = self.tables, float(self.ranks[slot])
+        own = 0 if slot in self.beyond else 1, int(tables.slot_priority[slot]), rank
+        if not tables.slot_tick[slot]:
+            own = (-1, 0, rank)
+        return max([own, *(self.place(child) for child in self.children(slot))])
