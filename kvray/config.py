@@ -58,6 +58,22 @@ def format_size(size: float) -> str:
 Size = Annotated[int, BeforeValidator(parse_size)]
 
 
+def parse_namespace(value: object) -> str:
+    """Return what names a namespace: the hex digits that its digest begins with.
+
+    Raises:
+        ValueError: it is something else, as a name of digits only is that YAML takes for a number.
+    """
+    if isinstance(value, str) and re.fullmatch(r"[0-9A-Fa-f]{1,64}", value):
+        return value.lower()
+    raise ValueError(
+        f"{value!r} names no namespace; write the hex digits that `kvray status` shows, in quotes"
+    )
+
+
+NamespaceName = Annotated[str, BeforeValidator(parse_namespace)]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
@@ -93,6 +109,14 @@ class ArenaConfig(_Section):
         default=30.0, ge=0, description="how long a dead writer's slots wait before reuse"
     )
     lease_warn_s: float = Field(default=60.0, gt=0, description="leases older than this are named")
+    namespace_quota: Size | None = Field(
+        default=None, description="bytes that the blocks of one namespace may take; none: no bound"
+    )
+    quotas: dict[NamespaceName, Size] = Field(
+        default_factory=dict,
+        max_length=63,
+        description="the same for namespaces named by the start of their digest, in quotes",
+    )
 
 
 class NvmeConfig(_Section):

@@ -172,7 +172,7 @@ def test_a_value_in_the_place_of_a_section_is_refused_with_overrides_too(
         ("arean", "did you mean arena[?]"),
         ("arena.capcity", "did you mean arena.capacity[?]"),
         ("connector.verify", "did you mean connector.verify_on_load[?]"),
-        ("zzz", "remove it. Known here: arena, cluster_name, connector, ray, shard"),
+        ("zzz", "remove it. Known here: arena, cluster_name, connector, nvme, ray, shard"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(dotted: str, hint: str) -> None:
@@ -328,3 +328,35 @@ def test_a_nodes_environment_has_the_last_word_on_its_own_arena_only() -> None:
 def test_a_wrong_variable_of_a_node_is_named() -> None:
     with pytest.raises(ConfigError, match=r"environment of this node: .*arena\.capacity"):
         config_on_node(load_config(environ={}), {"KVRAY_ARENA__CAPACITY": "-1"})
+
+
+# Quotas of namespaces.
+
+
+def test_namespaces_have_no_quota_by_default() -> None:
+    arena = load().arena
+    assert (arena.namespace_quota, arena.quotas) == (None, {})
+
+
+def test_a_quota_is_for_every_namespace_or_for_one(write_yaml: WriteYaml) -> None:
+    path = write_yaml("arena: {namespace_quota: 1GiB, quotas: {'12ab34CD': 2GiB, '0123': 5MiB}}")
+    arena = load(path).arena
+    assert arena.namespace_quota == GiB
+    assert arena.quotas == {"12ab34cd": 2 * GiB, "0123": 5 * 2**20}
+
+
+def test_a_quota_can_be_set_by_the_environment(write_yaml: WriteYaml) -> None:
+    path = write_yaml("arena: {quotas: {'12': 2GiB}}")
+    arena = load(path, environ={"KVRAY_ARENA__QUOTAS__12AB": "1GiB"}).arena
+    assert arena.quotas == {"12": 2 * GiB, "12ab": GiB}
+
+
+@pytest.mark.parametrize("name", ["12345678", "'model'", "''", "'" + 65 * "1" + "'"])
+def test_a_quota_without_a_namespaces_digits_is_refused(write_yaml: WriteYaml, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"arena\.quotas.*in quotes"):
+        load(write_yaml(f"arena: {{quotas: {{{name}: 1GiB}}}}"))
+
+
+def test_a_quota_that_is_no_size_is_refused_by_its_name(write_yaml: WriteYaml) -> None:
+    with pytest.raises(ConfigError, match=r"arena\.quotas\.12ab = 'much'"):
+        load(write_yaml("arena: {quotas: {12ab: much}}"))
