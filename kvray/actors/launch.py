@@ -80,10 +80,17 @@ def bring_up(
     return Launch(shards=shards, started_ray=started_ray, started_tier=started_tier, local=local)
 
 
-def take_down(config: KVRayConfig) -> bool:
+def take_down(
+    config: KVRayConfig, *, flush: bool = True, report: tier.Report = lambda shards: None
+) -> bool:
     """End the tier with its arenas and, if it is local, its Ray; False if there was nothing.
 
     A local Ray that no longer answers, or has died, is ended and cleared away as well.
+
+    Args:
+        config: of the tier.
+        flush: see `tier.down`.
+        report: likewise.
 
     Raises:
         ShardUnavailable: the Ray cluster at `config.ray.address` does not answer.
@@ -98,7 +105,9 @@ def take_down(config: KVRayConfig) -> bool:
             undo.enter_context(contextlib.suppress(ShardUnavailable))
         undo.callback(connection.disconnect)
         connection.connect_configured(config)
-        found = tier.down(timeout_s=config.ray.timeout_s, config=config) or is_local
+        timeout_s = config.ray.timeout_s
+        found = tier.down(timeout_s=timeout_s, config=config, flush=flush, report=report)
+        found = found or is_local
     return found
 
 

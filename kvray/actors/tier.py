@@ -33,6 +33,8 @@ Report = Callable[[list[dict[str, Any]]], None]
 
 _POLL_S = 0.1
 _SUPERVISOR_TIMEOUT_S = 6.0
+_REPORT_TIMEOUT_S = 1.0
+"""How long a shard that ends is waited for to say how far it is."""
 _SWEEP_WAIT_S = 10.0
 """How long a killed shard's process may take to be gone."""
 
@@ -103,15 +105,24 @@ def clear(*, timeout_s: float) -> int:
     return sum(answers.values())
 
 
-def down(*, timeout_s: float, config: KVRayConfig | None = None) -> bool:
+def down(
+    *,
+    timeout_s: float,
+    config: KVRayConfig | None = None,
+    flush: bool = False,
+    report: Report = lambda shards: None,
+) -> bool:
     """End the tier and remove its arenas; False if there was none. Again is fine.
 
     Works on whatever is left of a tier: parts that are dead or hang are killed, and what dead
-    shards left is removed on every node that Ray reaches.
+    shards left is removed on every node that Ray reaches. Files on disk stay.
 
     Args:
         timeout_s: how long each step may take.
         config: names the shards' directory where no supervisor does.
+        flush: whether shards with an NVMe tier write there what is not there yet, for as long as
+            its settings say.
+        report: told of the shards meanwhile.
     """
     with mapped_errors():
         found = bool(list_actors())
@@ -127,7 +138,8 @@ def down(*, timeout_s: float, config: KVRayConfig | None = None) -> bool:
         if name.startswith(MOVER_PREFIX):
             _kill(name)  # before the shards: it would look for their arenas anew
     names = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
-    stopped = _stop_shards(names, timeout_s)
+    flush_s = max((one.nvme.flush_s for one in configs), default=0.0) if flush else 0.0
+    stopped = _stop_shards(names, timeout_s + flush_s, flush, report)
     for name in (*names, LOOKUP_NAME):
         _kill(name)
     for one in {one.node_dir: one for one in configs}.values():
@@ -202,8 +214,16 @@ def _statuses(kind: str, actors: Mapping[str, Any], timeout_s: float) -> list[di
     ]
 
 
-def ask_all(methods: Mapping[str, Any], timeout_s: float, *args: Any) -> dict[str, Any]:
-    """Call all `methods` at once; return what each answered, or the error that it raised."""
+def ask_all(
+    methods: Mapping[str, Any],
+    timeout_s: float,
+    *args: Any,
+    meanwhile: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Call all `methods` at once; return what each answered, or the error that it raised.
+
+    `meanwhile` is called every now and then until all have answered.
+    """
     answers: dict[str, Any] = {}
     calls = {}
     for name, method in methods.items():
@@ -213,6 +233,14 @@ def ask_all(methods: Mapping[str, Any], timeout_s: float, *args: Any) -> dict[st
         except KVRayError as error:
             answers[name] = error
     deadline = time.monotonic() + timeout_s
+    waiting = list(calls.values())
+    while meanwhile is not None and waiting and time.monotonic() < deadline:
+        meanwhile()
+        try:
+            with mapped_errors():
+                _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
+        except KVRayError:
+            break  # below it is said of each what became of it
     for name, answer in calls.items():
         try:
             with mapped_errors():
@@ -222,13 +250,18 @@ def ask_all(methods: Mapping[str, Any], timeout_s: float, *args: Any) -> dict[st
     return answers
 
 
-def _stop_shards(names: list[str], timeout_s: float) -> set[str]:
+def _stop_shards(names: list[str], timeout_s: float, flush: bool, report: Report) -> set[str]:
     """Have shards end and remove their files; return those that said they did."""
-    methods = {}
+    shards = {}
     for name in names:
         with contextlib.suppress(ShardUnavailable):
-            methods[name] = get_actor(name).stop
-    answers = ask_all(methods, timeout_s, True)
+            shards[name] = get_actor(name)
+
+    def tell() -> None:
+        report(_statuses("shard", shards, _REPORT_TIMEOUT_S))
+
+    methods = {name: shard.stop for name, shard in shards.items()}
+    answers = ask_all(methods, timeout_s, True, flush, meanwhile=tell if flush else None)
     return {name for name, answer in answers.items() if not isinstance(answer, KVRayError)}
 
 

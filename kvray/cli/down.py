@@ -1,18 +1,32 @@
 """`kvray down`: end the tier, and its Ray if `kvray up` started one."""
 
+from typing import Annotated
+
+import typer
 from rich.console import Console
 
 from kvray.cli.boundary import boundary
 from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
+from kvray.cli.progress import LaunchProgress
 from kvray.config import load_config
 
 
 def down(
-    config: ConfigOption = None, address: AddressOption = None, verbose: VerboseOption = False
+    config: ConfigOption = None,
+    address: AddressOption = None,
+    flush: Annotated[
+        bool,
+        typer.Option(
+            "--flush/--no-flush",
+            help="Whether blocks that are in memory only are written to the NVMe tier before,"
+            " the last used first, for nvme.flush_s at most.",
+        ),
+    ] = True,
+    verbose: VerboseOption = False,
 ) -> None:
     """End the tier, free its memory, and end its Ray if `kvray up` started it; again is fine.
 
-    Engines go on without a tier.
+    Engines go on without a tier. What is on disk stays, for the next `kvray up`.
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
@@ -20,8 +34,9 @@ def down(
             from kvray.actors.claim import owner_of
             from kvray.actors.launch import take_down
 
-        with interrupts.held():
-            found = take_down(settings)
+        progress = LaunchProgress(Console(stderr=True, highlight=False), interrupts)
+        with progress, interrupts.held():
+            found = take_down(settings, flush=flush, report=progress.flushing)
         name, console = settings.cluster_name, Console(highlight=False, soft_wrap=True)
         console.print(
             f"The tier [bold]{name}[/] is down." if found else f"No tier {name} was running."

@@ -34,7 +34,8 @@ def counting_progress(console: Console) -> Progress:
 class LaunchProgress:
     """A spinner while Ray starts, then a bar with the bytes of the arenas that are made.
 
-    Its two callbacks let a signal through that was held back.
+    At the end of a tier, a bar with the bytes that go to disk. Its callbacks let a signal through
+    that was held back.
     """
 
     def __init__(self, console: Console, interrupts: Interrupts) -> None:
@@ -79,15 +80,25 @@ class LaunchProgress:
 
     def report(self, shards: list[dict[str, Any]]) -> None:
         """The shards are getting ready."""
+        if not self._counts("Preparing the arena", shards):
+            self._show(self._ray, "Starting the tier", None)
+
+    def flushing(self, shards: list[dict[str, Any]]) -> None:
+        """The shards end, and write to disk what is not there yet."""
+        ending = [shard for shard in shards if shard["state"] == "flushing"]
+        if not self._counts("Flushing to disk", ending):
+            self._show(self._ray, "Ending the tier", None)
+
+    def _counts(self, description: str, shards: list[dict[str, Any]]) -> bool:
+        """Show how many bytes are done, if there are any to do."""
         self._interrupts.check()
         total = sum(shard.get("total", 0) for shard in shards)
         done = sum(shard.get("done", 0) for shard in shards)
         if total:
-            self._show(self._bytes, "Preparing the arena", total)
+            self._show(self._bytes, description, total)
             assert self._task is not None
             self._bytes.update(self._task, completed=done, total=total)
-        else:
-            self._show(self._ray, "Starting the tier", None)
+        return bool(total)
 
     def _show(self, progress: Progress | None, description: str, total: float | None) -> None:
         if self._shown is not progress:

@@ -20,6 +20,14 @@ from kvray.config import format_size, load_config
 
 _ARENA_COLUMNS = ("blocks", "leased_blocks", "evicted", "dropped", "corrupt")
 _SLAB_COLUMNS = ("block", "slabs", "blocks", "free", "longest\nrun", "frag-\nmented", "wasted")
+_NVME_COLUMNS = {
+    "blocks": "blocks",
+    "demoted_blocks": "demoted",
+    "refused_blocks": "refused",
+    "promoted_blocks": "promoted",
+    "evicted": "evicted",
+    "corrupt": "corrupt",
+}
 _TOKEN_COLUMNS = {
     "requests": "requests",
     "prompt_tokens": "prompt\ntokens",
@@ -59,6 +67,8 @@ def _print(found: dict[str, Any]) -> None:
     console.print(shards_table(found["shards"]))
     if any(_slabs_of(shard) for shard in found["shards"]):
         console.print(memory_table(found["shards"]))
+    if any("nvme" in shard for shard in found["shards"]):
+        console.print(nvme_table(found["shards"]))
     for shard in found["shards"]:
         if shard.get("message"):
             console.print(f"{shard['shard']}: {shard['message']}")
@@ -104,6 +114,27 @@ def memory_table(shards: list[dict[str, Any]]) -> Table:
     return table
 
 
+def nvme_table(shards: list[dict[str, Any]]) -> Table:
+    """Return one row for each shard that keeps blocks on disk."""
+    table = Table(title="On disk", title_justify="left", box=box.SIMPLE, collapse_padding=True)
+    table.add_column("node", no_wrap=True)
+    table.add_column("files", no_wrap=True)
+    for name in (*_NVME_COLUMNS.values(), "written", "read"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for shard in shards:
+        if (nvme := shard.get("nvme")) is not None:
+            table.add_row(
+                _node(shard),
+                f"{format_size(nvme['file_bytes'])}/{format_size(nvme['capacity_bytes'])}",
+                *(str(nvme[name]) for name in _NVME_COLUMNS),
+                format_size(nvme["written_bytes"]),
+                format_size(nvme["read_bytes"]),
+                escape(_nvme_remark(nvme)),
+            )
+    return table
+
+
 def replicas_table(replicas: list[dict[str, Any]]) -> Table:
     """Return one row for each rank; figures that are zero or unknown here take no column."""
     table = Table(title="Replicas", title_justify="left", box=box.SIMPLE, collapse_padding=True)
@@ -142,8 +173,8 @@ def _shard_cells(shard: dict[str, Any]) -> list[str]:
     node = _node(shard)
     state = shard["state"]
     arena = shard.get("arena")
-    if state == "preparing":
-        state = f"preparing {100 * shard['done'] // max(1, shard['total'])} %"
+    if state in ("preparing", "flushing"):
+        state = f"{state} {100 * shard['done'] // max(1, shard['total'])} %"
     if arena is None:
         return [node, state]
     memory = f"{format_size(arena['resident_bytes'])}/{format_size(arena['capacity_bytes'])}"
@@ -166,6 +197,17 @@ def _slab_cells(use: dict[str, Any]) -> list[str]:
         f"{use['fragmented_share']:.0%}",
         format_size(wasted) if wasted else "0",
     ]
+
+
+def _nvme_remark(nvme: dict[str, Any]) -> str:
+    """Return what is not as it should be."""
+    if nvme["message"]:
+        return str(nvme["message"])
+    if nvme["segments_without_room"]:
+        return "the disk is full"
+    if nvme["write_budget_bytes"] == 0:
+        return "the day's writes are used up"
+    return "" if nvme["is_direct"] else "through the page cache: no direct I/O here"
 
 
 def _count(items: list[Any], noun: str) -> str:

@@ -27,6 +27,8 @@ _log = logging.getLogger("kvray.nvme")
 
 _BATCH_BYTES = 64 * 2**20
 """What is leased and written at once: worth a sync, and let go soon."""
+_BATCH_SHARE = 1 / 16
+"""Of the arena, what one batch takes at most: it cannot be evicted meanwhile."""
 _LOCK_WAIT_S = 0.5
 _NOTHING = np.empty(0, dtype=np.int64)
 
@@ -68,6 +70,8 @@ class Demoter:
         self._arena = arena
         self._store = store
         self._high_watermark = high_watermark
+        capacity = arena.tables.geometry.capacity
+        self._batch_bytes = min(_BATCH_BYTES, int(_BATCH_SHARE * capacity))
         self._budget = budget
         self._admits = admits
         self._unreleased: list[Lease] = []
@@ -118,7 +122,7 @@ class Demoter:
         ready = ready[: np.searchsorted(ends, self._store.geometry.capacity, side="right")]
         total = int(ends[len(ready) - 1]) if len(ready) else 0
         progress(0, total)
-        for batch, done in _batches(ready, sizes):
+        for batch, done in _batches(ready, sizes, self._batch_bytes):
             affordable = self._affordable(batch)
             if time.monotonic() > until or not len(affordable):
                 break
@@ -154,7 +158,7 @@ class Demoter:
         admitted = self._admits(new)
         self.counts.refused_blocks += int(np.count_nonzero(~admitted))
         self._settle(new[~admitted])
-        new = new[admitted][: max(1, _BATCH_BYTES // block_bytes)]
+        new = new[admitted][: max(1, self._batch_bytes // block_bytes)]
         affordable = self._affordable(new)
         if len(affordable) < len(new):
             self.counts.postponed_rounds += 1
@@ -205,16 +209,16 @@ class Demoter:
     def _by_batch(self, paths: Sequence[Array]) -> Iterator[list[Array]]:
         """Yield pieces of the paths, so many at a time as are written at once."""
         batch: list[Array] = []
-        left = _BATCH_BYTES
+        left = self._batch_bytes
         for path in paths:
             size = int(_sizes(self._arena.tables, path[:1])[0])
-            step = max(1, _BATCH_BYTES // size)
+            step = max(1, self._batch_bytes // size)
             for start in range(0, len(path), step):
                 batch.append(path[start : start + step])
                 left -= len(batch[-1]) * size
                 if left <= 0:
                     yield batch
-                    batch, left = [], _BATCH_BYTES
+                    batch, left = [], self._batch_bytes
         if batch:
             yield batch
 
@@ -279,12 +283,12 @@ def _sizes(tables: Tables, chosen: Array) -> Array:
     return sizes
 
 
-def _batches(slots: Array, sizes: Array) -> Iterator[tuple[Array, int]]:
-    """Yield slots that are written at once, and the bytes of all up to the last of them."""
+def _batches(slots: Array, sizes: Array, most: int) -> Iterator[tuple[Array, int]]:
+    """Yield slots of up to `most` bytes, and the bytes of all up to the last of them."""
     ends = np.cumsum(sizes[: len(slots)])
     start = 0
     while start < len(slots):
         before = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, before + _BATCH_BYTES, side="right")))
+        stop = max(start + 1, int(np.searchsorted(ends, before + most, side="right")))
         yield slots[start:stop], int(ends[stop - 1])
         start = stop
