@@ -4,7 +4,7 @@ What was given up goes first, then what a namespace has beyond its quota, then w
 retention priority. Among equals it is the lowest rank: a policy's, or the time of the last use.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from kvray.store.tables import Array, Tables
 Rank = Callable[[Array], Array]
 """Slots -> a number for each, f8: the lowest is to go first."""
 
+_NOTHING = np.empty(0, dtype=np.int64)
 _GIVEN_UP = 0
 _BEYOND_QUOTA = 1
 _WITHIN_QUOTA = _BEYOND_QUOTA + PRIORITY_MAX + 1
@@ -43,6 +44,19 @@ def choose_victims(
     ranks = _ranks(tables, fit, rank)
     classes = _classify(tables, fit, ranks, protect, by_use=rank is None)
     return _first(tables, fit, (ranks, classes), count, protect)
+
+
+def choose_beyond_quotas(tables: Tables, most: int) -> Array:
+    """Return up to `most` slots with what namespaces have beyond their quotas.
+
+    As `choose_victims`, among the blocks of each such namespace.
+    """
+    over = quotas.excess(tables)
+    if not over:
+        return _NOTHING
+    fit = np.flatnonzero(is_fit(tables, np.arange(tables.geometry.num_slots)))
+    order = _ranks(tables, fit, None), _all_by_priority(tables, fit)
+    return _beyond(tables, over, (fit, *order), _NOTHING, most)[:most]
 
 
 def keep_evictable(
@@ -85,10 +99,7 @@ def _classify(
         return _by_priority(tables, fit, by_use=by_use)
     classes = _all_by_priority(tables, fit)
     beyond = np.zeros(tables.geometry.num_slots, dtype=bool)
-    for namespace, num_bytes in over.items():
-        mine = np.flatnonzero(tables.slot_namespace.take(fit) == namespace)
-        order = ranks[mine], classes[mine]
-        beyond[_first_bytes(tables, fit[mine], order, num_bytes, protect)] = True
+    beyond[_beyond(tables, over, (fit, ranks, classes), protect)] = True
     classes[beyond[fit] & (classes >= _WITHIN_QUOTA)] -= _WITHIN_QUOTA - _BEYOND_QUOTA
     return classes
 
@@ -109,17 +120,34 @@ def _all_by_priority(tables: Tables, slots: Array) -> Array:
     return classes
 
 
-def _first_bytes(
-    tables: Tables, fit: Array, order: tuple[Array, Array], num_bytes: int, protect: Array
+def _beyond(
+    tables: Tables,
+    over: Mapping[int, int],
+    blocks: tuple[Array, Array, Array],
+    protect: Array,
+    most: int | None = None,
 ) -> Array:
-    """Return the first of `fit` to go that have `num_bytes` together, or all if they have less."""
-    if not len(fit):
-        return fit
-    sizes = quotas.block_bytes(tables, fit)
-    count = -(-num_bytes // int(sizes.min()))
-    victims = _first(tables, fit, order, count, protect)
-    sums = np.cumsum(quotas.block_bytes(tables, victims))
-    return victims[: np.searchsorted(sums, num_bytes) + 1]
+    """Return what goes so that namespaces have so many bytes less; each one's first to go first.
+
+    Args:
+        tables: the arena's tables.
+        over: by namespace the bytes that it is to lose.
+        blocks: (slots, ranks, classes) of those that may go.
+        protect: as for `choose_victims`.
+        most: blocks of one namespace that are looked for; None: any number.
+    """
+    fit, ranks, classes = blocks
+    found = [_NOTHING]
+    for namespace, num_bytes in over.items():
+        mine = np.flatnonzero(tables.slot_namespace.take(fit) == namespace)
+        if not len(mine):
+            continue
+        smallest = int(quotas.block_bytes(tables, fit[mine]).min())
+        count = min(-(-num_bytes // smallest), len(mine) if most is None else most)
+        victims = _first(tables, fit[mine], (ranks[mine], classes[mine]), count, protect)
+        sums = np.cumsum(quotas.block_bytes(tables, victims))
+        found.append(victims[: np.searchsorted(sums, num_bytes) + 1])
+    return np.concatenate(found)
 
 
 def _first(

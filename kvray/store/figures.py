@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from kvray.store import quotas
 from kvray.store.fragmentation import slab_use, spare_slabs
 from kvray.store.layout import QUARANTINED, READY
 from kvray.store.tables import Tables
 
-_COUNTED = ("stored", "evicted", "dropped", "corrupt", "repairs")
+_NAMESPACES_MAX = 256
+_COUNTED = ("stored", "evicted", "dropped", "corrupt", "repairs", "over_quota")
 
 
 def figures(tables: Tables) -> dict[str, Any]:
@@ -24,5 +26,20 @@ def figures(tables: Tables) -> dict[str, Any]:
         "holders": int(tables.holder_live.sum()),
         "slabs": slab_use(tables),
         "spare_slabs": spare_slabs(tables),
+        "namespaces": _namespaces(tables),
         **{name: int(header[name]) for name in _COUNTED},
     }
+
+
+def _namespaces(tables: Tables) -> list[dict[str, Any]]:
+    """Return what the largest namespaces have, in order; "" is where the name is not known."""
+    found = sorted(quotas.used(tables).items(), key=lambda one: -one[1][1])
+    return [
+        {
+            "namespace": quotas.name_of(namespace) if namespace else "",
+            "blocks": num_blocks,
+            "bytes": num_bytes,
+            "quota_bytes": quotas.quota_of(tables, namespace),
+        }
+        for namespace, (num_blocks, num_bytes) in found[:_NAMESPACES_MAX]
+    ]

@@ -64,6 +64,7 @@ HEADER = np.dtype(
         ("dropped", "<u8"),
         ("corrupt", "<u8"),
         ("repairs", "<u8"),
+        ("over_quota", "<u8"),
     ]
 )
 

@@ -1,7 +1,7 @@
 """What only the owner of an arena does: adopt it, keep it in order, tell what changed, end it."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -10,6 +10,7 @@ from kvray.errors import ShardUnavailable
 from kvray.store import arena_file, eviction, holders, key_index, repair, slabs, slots
 from kvray.store.arena import ARENA_FILE, Arena
 from kvray.store.layout import LIMBO, READY, RETIRED
+from kvray.store.quotas import excess, set_quotas
 from kvray.store.tables import Array, Tables
 
 _PATIENT_S = 5.0
@@ -17,6 +18,9 @@ _PATIENT_S = 5.0
 
 _EVICT_BATCH = 256
 """Blocks that one section evicts: the lock is kept for a moment only."""
+
+_QUOTA_STEP = 4096
+"""Blocks that go at a time because their namespace is over its quota: a new quota may mean many."""
 
 _NOTHING = np.empty(0, dtype=np.int64)
 
@@ -28,22 +32,32 @@ class ArenaOwner:
     otherwise.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        """Own `arena`; `adopt` it first if it may have had another owner."""
+    def __init__(self, arena: Arena, quotas: Mapping[str, int] | None = None) -> None:
+        """Own `arena`; `adopt` it first if it may have had another owner.
+
+        Args:
+            arena: to be owned.
+            quotas: bytes that the blocks of namespaces may take, see `quotas.set_quotas`.
+        """
         self.arena = arena
+        self._quotas = quotas or {}
+        self._within_at = -1
+        """Count of changes when no namespace was over its quota."""
 
     def adopt(self) -> int:
-        """Take over: fence off the owner before, derive the tables anew.
+        """Take over: fence off the owner before, derive the tables anew, set the quotas.
 
         Returns:
             The new shard_epoch.
 
         Raises:
+            ConfigError: the quotas cannot be kept.
             ShardUnavailable: the lock could not be had.
         """
         with self._section(self.arena.lock_wait_s) as entered:
             if entered:
                 repair.rebuild(self._tables, now=time.monotonic())
+                set_quotas(self._tables, self._quotas)
                 self._tables.shard_epoch += 1
                 return int(self._tables.shard_epoch)
         raise ShardUnavailable(self.arena.no_entry())
@@ -66,10 +80,15 @@ class ArenaOwner:
         return labels
 
     def evict_ahead(self, free_target: float) -> int:
-        """Evict until a `free_target` share is free for each block size; return how many went."""
+        """Evict what is beyond quotas, and until a `free_target` share is free of each block size.
+
+        Returns:
+            How many blocks went. Of what is beyond quotas some may be left for the next time.
+        """
+        evicted = self._evict_beyond_quotas()
         sizes = np.unique(self._tables.slab_block_bytes)
         sizes = sizes[sizes > 0]
-        return sum(self._evict_ahead(size, free_target) for size in sizes.tolist())
+        return evicted + sum(self._evict_ahead(size, free_target) for size in sizes.tolist())
 
     def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:
         """Return what became or ceased to be READY since `seen`, and bring `seen` up to date.
@@ -154,6 +173,23 @@ class ArenaOwner:
     def _section(self, wait_s: float) -> AbstractContextManager[bool]:
         return self.arena.section(wait_s, may_rebuild=True)
 
+    def _evict_beyond_quotas(self) -> int:
+        tables, evicted = self._tables, 0
+        changes = tables.changes
+        if changes == self._within_at:
+            return 0
+        if not excess(tables):
+            self._within_at = changes
+            return 0
+        found = eviction.choose_beyond_quotas(tables, _QUOTA_STEP)
+        for start in range(0, len(found), _EVICT_BATCH):
+            batch = found[start : start + _EVICT_BATCH]
+            went = self._evict_found(batch, wait_s=self.arena.lock_wait_s, is_quota=True)
+            if went is None:
+                break
+            evicted += went
+        return evicted
+
     def _evict_ahead(self, block_bytes: int, free_target: float) -> int:
         evicted = 0
         while (short := slabs.shortfall(self._tables, block_bytes, free_target)) > 0:
@@ -169,9 +205,15 @@ class ArenaOwner:
         """Evict up to `count` blocks in one section; None if the arena was busy."""
         # The search among all slots is done outside: the lock is kept for a moment only.
         found = eviction.choose_victims(self._tables, count, within=within, protect=_NOTHING)
+        return self._evict_found(found, wait_s=wait_s)
+
+    def _evict_found(self, found: Array, *, wait_s: float, is_quota: bool = False) -> int | None:
+        """Evict what of `found` still can go; None if the arena was busy."""
+        tables = self._tables
         with self._section(wait_s) as entered:
             if not entered:
                 return None
-            victims = eviction.keep_evictable(self._tables, found, protect=_NOTHING)
-            slots.evict(self._tables, victims)
+            victims = eviction.keep_evictable(tables, found, protect=_NOTHING)
+            slots.evict(tables, victims)
+            tables.over_quota += len(victims) if is_quota else 0
             return len(victims)

@@ -91,6 +91,7 @@ class Tables:
     dropped = _word("dropped")
     corrupt = _word("corrupt")
     repairs = _word("repairs")
+    over_quota = _word("over_quota")
 
     def __init__(
         self,
