@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -60,6 +60,8 @@ class ShardSettings:
     announce_s: float
     heartbeat_s: float
     staging: StagingSettings = field(default_factory=StagingSettings)
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the blocks of namespaces may take of the arena, see `quotas.set_quotas`."""
     nvme: NvmeSettings | None = None
     """None: the node keeps nothing on disk."""
 
@@ -327,7 +329,8 @@ class Shard:
         arena = populator = None
         try:
             arena = await self._require_loop().run_in_executor(None, self._open_arena)
-            owner, populator = ArenaOwner(arena), Populator(arena.tables)
+            owner = ArenaOwner(arena, self._settings.quotas)
+            populator = Populator(arena.tables)
             if await self._adopt(owner):
                 self._nvme = await self._open_nvme(arena)
                 self._stager = self._make_stager(arena)

@@ -197,6 +197,10 @@ def shard_settings(config: KVRayConfig, claims: MemoryClaims | None = None) -> S
             handover_s=staging.handover_s,
             fetches_max=staging.fetches_max,
         ),
+        quotas={
+            **({} if arena.namespace_quota is None else {"": arena.namespace_quota}),
+            **arena.quotas,
+        },
         nvme=nvme_settings(config),
     )
 

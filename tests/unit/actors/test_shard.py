@@ -224,6 +224,17 @@ def test_a_share_of_the_slots_is_kept_free_under_a_writer(
         assert shard.status()["arena"]["dropped"] == 0
 
 
+def test_a_namespace_is_kept_within_its_quota(
+    make_shard: StartShard, directory: Path, line: Line
+) -> None:
+    shard = make_shard(quotas={"11111111": 3 * 4096})
+    wait_until_serving(shard)
+    with contextlib.closing(open_arena(directory)) as arena:
+        store(arena, chain(5), namespace=0x11111111)
+        wait_for(lambda: shard.status()["arena"]["over_quota"] == 2)
+        wait_for(lambda: line.matched(chain(5)) == 3)
+
+
 def test_a_long_lease_is_named_once(
     make_shard: StartShard, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
