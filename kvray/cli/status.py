@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.boundary import boundary, stdout_kept
-from kvray.cli.memory import memory_sentences
+from kvray.cli.memory import memory_sentences, node_name, shares_report
 from kvray.cli.namespaces import namespaces_report
 from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
 from kvray.cli.transports import ways, ways_table
@@ -67,6 +67,8 @@ def _print(found: dict[str, Any]) -> None:
     console.print(shards_table(found["shards"]))
     if any(_slabs_of(shard) for shard in found["shards"]):
         console.print(memory_table(found["shards"]))
+    for line in shares_report(found["shards"]):
+        console.print(line)
     if any("nvme" in shard for shard in found["shards"]):
         console.print(nvme_table(found["shards"]))
     for shard in found["shards"]:
@@ -108,9 +110,9 @@ def memory_table(shards: list[dict[str, Any]]) -> Table:
         table.add_column(name, justify="right")
     for shard in shards:
         for use in _slabs_of(shard):
-            table.add_row(_node(shard), *_slab_cells(use))
+            table.add_row(node_name(shard), *_slab_cells(use))
         if _slabs_of(shard):
-            table.add_row(_node(shard), "spare", str(shard["arena"]["spare_slabs"]))
+            table.add_row(node_name(shard), "spare", str(shard["arena"]["spare_slabs"]))
     return table
 
 
@@ -125,7 +127,7 @@ def nvme_table(shards: list[dict[str, Any]]) -> Table:
     for shard in shards:
         if (nvme := shard.get("nvme")) is not None:
             table.add_row(
-                _node(shard),
+                node_name(shard),
                 f"{format_size(nvme['file_bytes'])}/{format_size(nvme['capacity_bytes'])}",
                 *(str(nvme[name]) for name in _NVME_COLUMNS),
                 format_size(nvme["written_bytes"]),
@@ -170,7 +172,7 @@ def _named(counters: dict[str, int], is_wanted: Callable[[str], bool]) -> list[s
 
 
 def _shard_cells(shard: dict[str, Any]) -> list[str]:
-    node = _node(shard)
+    node = node_name(shard)
     state = shard["state"]
     arena = shard.get("arena")
     if state in ("preparing", "flushing"):
@@ -179,10 +181,6 @@ def _shard_cells(shard: dict[str, Any]) -> list[str]:
         return [node, state]
     memory = f"{format_size(arena['resident_bytes'])}/{format_size(arena['capacity_bytes'])}"
     return [node, state, memory, *(str(arena[name]) for name in _ARENA_COLUMNS)]
-
-
-def _node(shard: dict[str, Any]) -> str:
-    return str(shard.get("node_id", shard["shard"]).removeprefix("kvray-shard-"))[:12]
 
 
 def _slabs_of(shard: dict[str, Any]) -> list[dict[str, Any]]:
