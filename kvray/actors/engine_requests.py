@@ -67,7 +67,7 @@ class EngineRequests:
             adapters=adapters,
         )
         self._replicas.register(connection, replica, rank, reader)
-        return {}
+        return {"peers": self._can_stage(replica, rank)}
 
     def _report(
         self,
@@ -85,8 +85,11 @@ class EngineRequests:
         return {
             "known": True,
             "incompatible": self._desk.answers(replica, rank),
-            "peers": self._has_more() or self._stager().has_ranks_elsewhere(replica, rank),
+            "peers": self._can_stage(replica, rank),
         }
+
+    def _can_stage(self, replica: str, rank: int) -> bool:
+        return self._has_more() or self._stager().has_ranks_elsewhere(replica, rank)
 
     async def _stage(
         self,

@@ -38,7 +38,7 @@ class Registration:
     refusal: str | None = None
     """The shard's sentence, if it refuses."""
     has_peers: bool = False
-    """Whether the shard has said that blocks may come from other nodes."""
+    """Whether the shard has said that it may bring blocks here, from other nodes or from disk."""
     former: str | None = None
     """What the replica was called when the shard was told last, if it has another name now."""
 
@@ -161,7 +161,7 @@ class Registrations:
 
     def _register(self, registration: Registration) -> None:
         membership = self._membership()
-        self._socket.call(
+        reply = self._socket.call(
             "register",
             timeout_s=_CALL_TIMEOUT_S,
             replica=registration.replica,
@@ -174,6 +174,7 @@ class Registrations:
         )
         # Else it has been told of a place in an arena that was left meanwhile.
         registration.accepted = membership == self._membership()
+        registration.has_peers = reply.get("peers") is True
         registration.refusal = None
         if registration.openings is not None:
             registration.openings.tell_again()
