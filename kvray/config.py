@@ -101,6 +101,9 @@ class ArenaConfig(_Section):
     free_target: float = Field(
         default=0.05, ge=0, le=0.9, description="share of the slots kept free by evicting ahead"
     )
+    policy: Literal["gittins", "s3fifo", "lru"] = Field(
+        default="gittins", description="what decides which blocks go first; see kvray replay"
+    )
     holders_max: int = Field(default=256, ge=4, le=4096, description="processes attached at once")
     lock_wait_s: float = Field(
         default=0.002, gt=0, le=1, description="longest try for the arena's lock; then a miss"
@@ -135,6 +138,9 @@ class NvmeConfig(_Section):
         gt=0,
         le=1,
         description="share of the arena in use above which what goes next is written to disk",
+    )
+    admission: Literal["likely", "twice", "all"] = Field(
+        default="likely", description="which of the blocks that leave the arena are written"
     )
     write_gib_per_day: float | None = Field(
         default=None, gt=0, description="most that is written in any 24 hours; none: any number"

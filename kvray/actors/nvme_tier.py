@@ -29,6 +29,7 @@ from kvray.store.nvme import NvmeSpec, NvmeStore
 from kvray.store.nvme.budget import WriteBudget
 from kvray.store.nvme.demoter import Demoter, Progress
 from kvray.store.nvme.promoter import Promoter
+from kvray.store.retention import Retention
 
 _log = logging.getLogger("kvray.shard")
 
@@ -56,8 +57,13 @@ class NvmeSettings:
 class NvmeTier:
     """Between an arena and a store; used by the shard's event loop, but for what says otherwise."""
 
-    def __init__(self, arena: Arena, settings: NvmeSettings) -> None:
+    def __init__(self, arena: Arena, retention: Retention, settings: NvmeSettings) -> None:
         """Open the store and find what is in it: from a thread, for it waits for the device.
+
+        Args:
+            arena: whose blocks are kept.
+            retention: says which of them leave it next, and are worth it.
+            settings: see there.
 
         Raises:
             CapacityError, TierError: the device has no room, or failed.
@@ -77,7 +83,8 @@ class NvmeTier:
             self._store,
             high_watermark=settings.high_watermark,
             budget=self._budget,
-            admits=lambda slots: np.ones(len(slots), dtype=bool),
+            admits=retention.admits,
+            rank=retention.rank,
         )
         self._promoter = Promoter(arena, self._store)
         self._rates = Rates()

@@ -34,6 +34,7 @@ from kvray.errors import ConfigError, KVRayError, ShardUnavailable, TierError
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 from kvray.store.arena import ARENA_FILE
 from kvray.store.prefault import Populator
+from kvray.store.retention import Retention
 from kvray.wire import SOCKET_FILE
 
 _log = logging.getLogger("kvray.shard")
@@ -62,6 +63,10 @@ class ShardSettings:
     staging: StagingSettings = field(default_factory=StagingSettings)
     quotas: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the blocks of namespaces may take of the arena, see `quotas.set_quotas`."""
+    policy: str = "gittins"
+    """What decides which blocks go first: see `kvray.store.policy`."""
+    admission: str = "likely"
+    """What decides which blocks that leave the arena are kept on disk."""
     nvme: NvmeSettings | None = None
     """None: the node keeps nothing on disk."""
 
@@ -96,6 +101,7 @@ class Shard:
         self._owner: ArenaOwner | None = None
         self._stager: ReplicaStager | None = None
         self._nvme: NvmeTier | None = None
+        self._retention: Retention | None = None
         self._epoch = 0
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -332,7 +338,9 @@ class Shard:
             owner = ArenaOwner(arena, self._settings.quotas)
             populator = Populator(arena.tables)
             if await self._adopt(owner):
-                self._nvme = await self._open_nvme(arena)
+                policy, admission = self._settings.policy, self._settings.admission
+                self._retention = Retention(arena, policy, admission)
+                self._nvme = await self._open_nvme(arena, self._retention)
                 self._stager = self._make_stager(arena)
                 await server.start()
                 self._owner, self._state = owner, {"state": "serving"}
@@ -344,6 +352,7 @@ class Shard:
                 await self._stager.close()
             if self._nvme is not None:
                 await self._require_loop().run_in_executor(None, self._nvme.close)
+            self._nvme = self._retention = None  # they keep the arena mapped
             if populator is not None:
                 populator.stop()
             if arena is not None:
@@ -367,7 +376,7 @@ class Shard:
         """Whether there may be blocks that are not in the arena but can be staged."""
         return self._announcer.num_shards > 1 or bool(self._nvme)
 
-    async def _open_nvme(self, arena: Arena) -> NvmeTier | None:
+    async def _open_nvme(self, arena: Arena, retention: Retention) -> NvmeTier | None:
         """Open the NVMe tier, if there is to be one, once an earlier self has let go of it.
 
         Raises:
@@ -377,7 +386,9 @@ class Shard:
         settings, until = self._settings.nvme, time.monotonic() + _NVME_WAIT_S
         while settings is not None:
             try:
-                return await self._require_loop().run_in_executor(None, NvmeTier, arena, settings)
+                return await self._require_loop().run_in_executor(
+                    None, NvmeTier, arena, retention, settings
+                )
             except TierError as error:
                 _log.error("%s goes on without its NVMe tier: %s", self.name, error)
                 return None
@@ -441,13 +452,17 @@ class Shard:
         heartbeat_at = 0.0
         is_due = False
         sending: asyncio.Future[None] | None = None
+        keeping: asyncio.Future[None] | None = None
         introductions = Introductions(self._peers)
         while not self._stopping.is_set():
             now = time.monotonic()
             if now >= heartbeat_at:
                 heartbeat_at, is_due = now + settings.heartbeat_s, True
                 self._bury_and_warn(owner)
-            owner.evict_ahead(settings.free_target)
+            if keeping is None or keeping.done():
+                if keeping is not None:
+                    keeping.result()
+                keeping = loop.run_in_executor(None, self._keep, owner)
             if self._nvme is not None:
                 self._nvme.tick(now)
             self._staging().expire()
@@ -463,8 +478,16 @@ class Shard:
                     is_due = False
             await self._pause(settings.announce_s)
         introductions.close()
+        if keeping is not None:
+            await keeping
         if sending is not None:
             await asyncio.wait([sending], timeout=_LAST_SEND_S)
+
+    def _keep(self, owner: ArenaOwner) -> None:
+        """Have free what is to be free; in a thread, because all blocks are ranked for it."""
+        assert self._retention is not None, "whoever serves has one"
+        self._retention.observe()
+        owner.evict_ahead(self._settings.free_target, self._retention.rank)
 
     def _bury_and_warn(self, owner: ArenaOwner) -> None:
         for label in owner.bury_dead(limbo_s=self._settings.limbo_s):

@@ -201,6 +201,8 @@ def shard_settings(config: KVRayConfig, claims: MemoryClaims | None = None) -> S
             **({} if arena.namespace_quota is None else {"": arena.namespace_quota}),
             **arena.quotas,
         },
+        policy=arena.policy,
+        admission=config.nvme.admission,
         nvme=nvme_settings(config),
     )
 

@@ -9,6 +9,7 @@ import numpy as np
 from kvray.errors import ShardUnavailable
 from kvray.store import arena_file, eviction, holders, key_index, repair, slabs, slots
 from kvray.store.arena import ARENA_FILE, Arena
+from kvray.store.eviction import Rank
 from kvray.store.layout import LIMBO, READY, RETIRED
 from kvray.store.quotas import excess, set_quotas
 from kvray.store.tables import Array, Tables
@@ -79,16 +80,20 @@ class ArenaOwner:
             slots.reclaim(tables, before=now - limbo_s)
         return labels
 
-    def evict_ahead(self, free_target: float) -> int:
+    def evict_ahead(self, free_target: float, rank: Rank | None = None) -> int:
         """Evict what is beyond quotas, and until a `free_target` share is free of each block size.
 
+        Args:
+            free_target: share of the slots.
+            rank: of slots, the lowest goes first; None: the order in which they were used last.
+
         Returns:
-            How many blocks went. Of what is beyond quotas some may be left for the next time.
+            How many blocks went; some may be left for the next time.
         """
         evicted = self._evict_beyond_quotas()
         sizes = np.unique(self._tables.slab_block_bytes)
         sizes = sizes[sizes > 0]
-        return evicted + sum(self._evict_ahead(size, free_target) for size in sizes.tolist())
+        return evicted + sum(self._evict_ahead(size, free_target, rank) for size in sizes.tolist())
 
     def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:
         """Return what became or ceased to be READY since `seen`, and bring `seen` up to date.
@@ -190,13 +195,20 @@ class ArenaOwner:
             evicted += went
         return evicted
 
-    def _evict_ahead(self, block_bytes: int, free_target: float) -> int:
+    def _evict_ahead(self, block_bytes: int, free_target: float, rank: Rank | None) -> int:
+        short = slabs.shortfall(self._tables, block_bytes, free_target)
+        if short <= 0:
+            return 0
+        within = slabs.slots_of(self._tables, block_bytes)
+        found = eviction.choose_victims(
+            self._tables, short, within=within, protect=_NOTHING, rank=rank
+        )
         evicted = 0
-        while (short := slabs.shortfall(self._tables, block_bytes, free_target)) > 0:
-            within = slabs.slots_of(self._tables, block_bytes)
-            count = min(short, _EVICT_BATCH)
-            went = self._evict(count, within=within, wait_s=self.arena.lock_wait_s)
-            if not went:
+        # Each can go if all before it have: so many at a time as the lock may be kept for.
+        for start in range(0, len(found), _EVICT_BATCH):
+            batch = found[start : start + _EVICT_BATCH]
+            went = self._evict_found(batch, wait_s=self.arena.lock_wait_s)
+            if went is None:
                 break
             evicted += went
         return evicted

@@ -15,7 +15,7 @@ from kvray.errors import CapacityError
 from kvray.store import slabs
 from kvray.store.arena import Arena
 from kvray.store.demotion import paths_to
-from kvray.store.eviction import choose_victims
+from kvray.store.eviction import Rank, choose_victims
 from kvray.store.layout import READY
 from kvray.store.lease import Lease
 from kvray.store.nvme.budget import WriteBudget
@@ -61,10 +61,17 @@ class Demoter:
         high_watermark: float,
         budget: WriteBudget,
         admits: Admits,
+        rank: Rank | None = None,
     ) -> None:
         """Demote what lies above `high_watermark`, a share of the arena's slots.
 
-        This process has joined the arena.
+        Args:
+            arena: this process has joined it.
+            store: the tier below.
+            high_watermark: see above.
+            budget: what may be written.
+            admits: tells what is worth its write.
+            rank: of slots, the lowest goes first; None: the order in which they were used last.
         """
         self.counts = DemotionCounts()
         self._arena = arena
@@ -74,6 +81,7 @@ class Demoter:
         self._batch_bytes = min(_BATCH_BYTES, int(_BATCH_SHARE * capacity))
         self._budget = budget
         self._admits = admits
+        self._rank = rank
         self._unreleased: list[Lease] = []
         self._is_full_for: set[int] = set()
         # Number and time of use of the block in each slot, when it was written or refused: until
@@ -95,13 +103,15 @@ class Demoter:
             above = self._num_above(size)
             if above > 0 and size not in self._is_full_for:
                 within = slabs.slots_of(tables, size)
-                going = choose_victims(tables, above, within=within, protect=_NOTHING)
+                going = choose_victims(
+                    tables, above, within=within, protect=_NOTHING, rank=self._rank
+                )
                 if written := self._demote(going, size):
                     return written
         return 0
 
     def flush(self, *, until: float, progress: Progress = lambda done, total: None) -> int:
-        """Write all that the store does not have, the last used first; return how many blocks.
+        """Write all that the store does not have, what would go last first; return how many blocks.
 
         What is written when this returns survives a power loss.
 
@@ -115,7 +125,8 @@ class Demoter:
         tables = self._arena.tables
         ready = np.flatnonzero(tables.slot_state == READY)
         ready = ready[~self._is_below(ready)]
-        ready = ready[np.argsort(tables.slot_tick[ready], kind="stable")[::-1]]
+        ranks = tables.slot_tick[ready] if self._rank is None else self._rank(ready)
+        ready = ready[np.argsort(ranks, kind="stable")[::-1]]
         sizes = _sizes(tables, ready)
         ends, written = np.cumsum(sizes), 0
         # More than the store takes would drive out what was written first.

@@ -1,83 +1,72 @@
-"""What a block is worth to who stored it, and whose it is: kept as long as it is here."""
+"""What decides which blocks of a node stay follows what happens in its arena."""
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvray.block import namespace_id
-from kvray.errors import ConfigError
-from kvray.store import Arena, ArenaOwner, repair, slots
-from kvray.store.layout import DEFAULT_PRIORITY
-from kvray.store.tables import Array, Tables
-from tests.unit.store.small_arena import SLOT, chain, find, put, reserve, store
+from kvray.block import BlockKey
+from kvray.store import Arena, ArenaOwner, key_index
+from kvray.store.policy import POLICIES
+from kvray.store.retention import Retention
+from kvray.store.tables import Array
+from tests.unit.store.small_arena import PATIENT_S, chain, make_arena, store
 
 
-def priorities(tables: Tables, found: Array) -> list[int]:
-    return list(tables.slot_priority[found].tolist())
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[Arena]:
+    made = make_arena(tmp_path)
+    made.join("shard")
+    yield made
+    made.close()
 
 
-def test_blocks_of_which_nothing_is_said_have_the_engines_default(tables: Tables) -> None:
-    made = put(tables, chain(2))
-    assert priorities(tables, made.slots) == [DEFAULT_PRIORITY] * 2 == [35] * 2
-    assert not tables.slot_namespace[made.slots].any()
+def slots_of(arena: Arena, keys: list[BlockKey]) -> Array:
+    return key_index.find(arena.tables, key_index.pack_keys(keys), 0)
 
 
-def test_every_block_has_its_own_priority(tables: Tables) -> None:
-    put(tables, chain(1), priority=7)
-    made = put(tables, chain(4), priority=np.array([7, 90, 0, 100], dtype=np.uint8), namespace=9)
-    assert priorities(tables, made.slots) == [90, 0, 100]
-    assert tables.slot_namespace[made.slots].tolist() == [9, 9, 9]
+def use(arena: Arena, keys: list[BlockKey]) -> None:
+    (held,) = arena.lease(keys) or [None]
+    assert held is not None
+    arena.release(held, wait_s=PATIENT_S)
 
 
-def test_the_higher_priority_holds_of_a_block_that_is_stored_again(tables: Tables) -> None:
-    keys = chain(3)
-    made = put(tables, keys, priority=np.array([10, 50, 90], dtype=np.uint8))
-    put(tables, keys, priority=50)
-    assert priorities(tables, made.slots) == [50, 50, 90]
-    put(tables, keys, priority=np.array([60, 20, 100], dtype=np.uint8))
-    assert priorities(tables, made.slots) == [60, 50, 100]
+def test_blocks_rank_by_their_last_use_and_what_was_given_up_goes_first(arena: Arena) -> None:
+    retention = Retention(arena, "lru", "all")
+    old, new = chain(4, seed="old"), chain(4, seed="new")
+    store(arena, old)
+    store(arena, new)
+    retention.observe()
+    assert (retention.rank(slots_of(arena, old)) < retention.rank(slots_of(arena, new))).all()
+    use(arena, old)
+    retention.observe()
+    assert (retention.rank(slots_of(arena, old)) > retention.rank(slots_of(arena, new))).all()
+    ArenaOwner(arena).give_up(b"".join(old[3:]), [0])
+    assert retention.rank(slots_of(arena, old)).argmin() == 3
+    assert retention.rank(slots_of(arena, old))[3] == -np.inf
 
 
-def test_the_higher_priority_holds_of_a_block_that_another_is_writing(tables: Tables) -> None:
-    keys = chain(2)
-    made = reserve(tables, keys, priority=10)
-    reserve(tables, keys, priority=20)
-    assert priorities(tables, made.slots) == [20, 20]
+def test_what_was_found_once_is_worth_its_write(arena: Arena) -> None:
+    retention = Retention(arena, "lru", "twice")
+    once, twice = chain(4, seed="once"), chain(4, seed="twice")
+    store(arena, once)
+    store(arena, twice)
+    retention.observe()
+    use(arena, twice)
+    retention.observe()
+    assert retention.admits(slots_of(arena, twice)).all()
+    assert not retention.admits(slots_of(arena, once)).any()
 
 
-def test_a_slots_next_block_takes_nothing_over_from_the_last(tables: Tables) -> None:
-    made = put(tables, chain(2), priority=100, namespace=5)
-    slots.free(tables, made.slots)
-    tables.undo.settle()
-    again = put(tables, chain(2, seed="other"), priority=1)
-    assert sorted(again.slots.tolist()) == sorted(made.slots.tolist())
-    assert priorities(tables, again.slots) == [1, 1]
-    assert not tables.slot_namespace[again.slots].any()
-
-
-def test_a_rebuild_keeps_priorities_and_namespaces(tables: Tables) -> None:
-    keys, asked = chain(5), np.array([1, 2, 3, 4, 5], dtype=np.uint8)
-    put(tables, keys, priority=asked, namespace=77)
-    reserve(tables, chain(2, seed="under way"), priority=80, namespace=78)
-    repair.rebuild(tables, now=0.0)
-    assert priorities(tables, np.array(find(tables, keys))) == asked.tolist()
-    assert tables.slot_namespace[find(tables, keys)].tolist() == [77] * 5
-    pending = find(tables, chain(2, seed="under way"))
-    assert priorities(tables, np.array(pending)) == [80, 80]
-
-
-def test_the_next_owner_finds_priorities_and_namespaces_as_they_were(arena: Arena) -> None:
-    made = store(arena, chain(3), priority=60, namespace=2**32 - 1)
-    ArenaOwner(arena).adopt()
-    assert priorities(arena.tables, made.slots) == [60] * 3
-    assert arena.tables.slot_namespace[made.slots].tolist() == [2**32 - 1] * 3
-
-
-@pytest.mark.parametrize("priority", [-1, 101, np.array([1, 2]), np.array([0, 50, 101])])
-def test_what_is_no_priority_is_refused(arena: Arena, priority: int | Array) -> None:
-    with pytest.raises(ConfigError, match="0 to 100"):
-        arena.reserve(chain(3), parent=None, depth=0, part=0, block_bytes=SLOT, priority=priority)
-    assert find(arena.tables, chain(3)) == [-1, -1, -1]
-
-
-def test_a_namespace_is_known_by_the_start_of_its_digest() -> None:
-    assert namespace_id(bytes.fromhex("01020304") + bytes(28)) == 0x04030201
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_arena_is_kept_with_room_by_every_policy(arena: Arena, policy: str) -> None:
+    retention, owner = Retention(arena, policy, "likely"), ArenaOwner(arena)
+    for number in range(30):
+        store(arena, chain(7, seed=str(number)))
+        use(arena, chain(7, seed=str(number)))
+        retention.observe()
+        owner.evict_ahead(0.25, retention.rank)
+        num_blocks = arena.stats()["blocks"]
+        assert num_blocks <= 48
+    assert num_blocks >= 40, "no more goes than has to"

@@ -1,0 +1,166 @@
+"""Tells policies what happens in an arena, as far as its tables show it.
+
+Whoever leases a prefix gives all its blocks one tick, and whoever stores one gives its blocks one
+number: blocks that came to the same one since the last look belong to one prompt. So writers and
+readers tell nobody anything, and pay nothing. Of two uses between two looks the later is seen.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import numpy as np
+
+from kvray.store import key_index
+from kvray.store.layout import READY
+from kvray.store.policy.admission import Admission
+from kvray.store.policy.policy import Array, Policy, Use
+from kvray.store.tables import Tables
+
+Section = Callable[[], AbstractContextManager[bool]]
+"""Has the tables stand still; False: not now."""
+
+
+_NAMESPACES_MAX = 4096
+"""Whose parts are remembered; beyond that they are learned anew."""
+
+
+class _Rows(NamedTuple):
+    """What the tables say of the slots that have changed."""
+
+    slots: Array
+    tick: Array
+    number: Array
+    version: Array
+    is_ready: Array
+    name: Array
+    part: Array
+    depth: Array
+    parent: Array
+    namespace: Array
+
+
+class Observer:
+    """Looks at the tables of one tier; single-threaded.
+
+    A block that has several parts is one block to a policy: it is told of the lowest part, and the
+    slots of the others have whatever that one has.
+    """
+
+    def __init__(self, tables: Tables, section: Section) -> None:
+        """Have seen nothing yet: what is there counts as stored at the first look."""
+        self._tables = tables
+        self._section = section
+        num_slots = tables.geometry.num_slots
+        self._tick, self._number = np.zeros((2, num_slots), dtype="<u8")
+        self._version = np.zeros(num_slots, dtype="<u4")
+        self._is_held = np.zeros(num_slots, dtype=bool)
+        # Namespace -> its parts, ascending.
+        self._parts: dict[int, list[int]] = {}
+
+    def observe(self, policy: Policy, *others: Policy | Admission, now: float) -> None:
+        """Tell of what has happened since the last look; nothing if the tables are busy.
+
+        Args:
+            policy: of the tier.
+            others: who is told of uses as well, but not of what leaves.
+            now: seconds, on the policy's clock.
+        """
+        rows = self._changed()
+        if rows is None:
+            return
+        slots = rows.slots
+        same = self._is_held[slots] & (rows.number == self._number[slots])
+        freed = slots[self._is_held[slots] & ~(rows.is_ready & same)]
+        is_new = rows.is_ready & ~same
+        is_used = rows.is_ready & (rows.tick != self._tick[slots]) & (rows.tick != rows.number)
+        # Who stores a block gives its tick to those before it: no use. 0: it was given up.
+        is_used &= (rows.tick != 0) & ~np.isin(rows.tick, rows.number)
+        self._tick[slots], self._number[slots] = rows.tick, rows.number
+        self._version[slots], self._is_held[slots] = rows.version, rows.is_ready
+        is_first = self._are_first(rows)
+        policy.freed(freed)
+        stored = _runs(rows, rows.number, is_new & is_first)
+        used = _runs(rows, rows.tick, is_used & is_first)
+        events = [(when, True, run) for when, run in stored]
+        events += [(when, False, run) for when, run in used]
+        for _, is_stored, run in sorted(events, key=lambda event: event[0]):
+            depth, parent = int(rows.depth[run[0]]), int(rows.parent[run[0]])
+            use = Use(slots[run], rows.name[run], depth, depth + len(run), now, parent)
+            for one in (policy, *others):
+                (one.stored if is_stored else one.used)(use)
+        self._copy_to_twins(policy, slots[is_new | is_used])
+
+    def known(self, slots: Array) -> None:
+        """Have seen what is in these slots now: the policy was told of it otherwise."""
+        tables = self._tables
+        self._tick[slots], self._number[slots] = tables.slot_tick[slots], tables.slot_number[slots]
+        self._version[slots], self._is_held[slots] = tables.slot_version[slots], True
+
+    def _changed(self) -> _Rows | None:
+        tables = self._tables
+        # Without the lock: what is missed by a moment is seen the next time.
+        is_changed = tables.slot_tick != self._tick
+        is_changed |= tables.slot_version != self._version
+        slots = np.flatnonzero(is_changed)
+        if not len(slots):
+            return None
+        with self._section() as entered:
+            if not entered:
+                return None
+            return _Rows(
+                slots=slots,
+                tick=tables.slot_tick[slots],
+                number=tables.slot_number[slots],
+                version=tables.slot_version[slots],
+                is_ready=tables.slot_state[slots] == READY,
+                name=tables.slot_key[slots, 0].view(np.int64),
+                part=tables.slot_part[slots],
+                depth=tables.slot_depth[slots].astype(np.int64),
+                parent=tables.slot_parent[slots],
+                namespace=tables.slot_namespace[slots],
+            )
+
+    def _are_first(self, rows: _Rows) -> Array:
+        """Return a mask of the blocks whose part is the lowest that its namespace has here."""
+        is_first = np.zeros(len(rows.slots), dtype=bool)
+        for namespace in np.unique(rows.namespace).tolist():
+            mine = rows.namespace == namespace
+            parts = {*self._parts.get(namespace, ()), *rows.part[mine & rows.is_ready].tolist()}
+            if parts:
+                if len(self._parts) > _NAMESPACES_MAX:
+                    self._parts.clear()
+                self._parts[namespace] = sorted(parts)
+                is_first |= mine & (rows.part == min(parts))
+        return is_first
+
+    def _copy_to_twins(self, policy: Policy, slots: Array) -> None:
+        """Have the other parts of blocks be known by what is known of their first."""
+        tables = self._tables
+        namespaces = tables.slot_namespace[slots]
+        for namespace, (first, *others) in list(self._parts.items()):
+            if not others:
+                continue
+            mine = slots[namespaces == namespace]
+            keys = np.unique(tables.slot_key[mine], axis=0)
+            theirs = key_index.find(tables, keys, first)
+            for part in others:
+                twins = key_index.find(tables, keys, part)
+                both = (theirs >= 0) & (twins >= 0)
+                policy.copied(twins[both], policy, theirs[both])
+
+
+def _runs(rows: _Rows, by: Array, mask: Array) -> Iterator[tuple[int, Array]]:
+    """Yield the rows in `mask` that are one after the other in a prompt, in prefix order.
+
+    `by` tells prompts apart, and says when each was; it comes first.
+    """
+    chosen = np.flatnonzero(mask)
+    if not len(chosen):
+        return
+    chosen = chosen[np.lexsort((rows.depth[chosen], rows.part[chosen], by[chosen]))]
+    breaks = np.diff(by[chosen]) != 0
+    breaks |= np.diff(rows.part[chosen].astype(np.int64)) != 0
+    breaks |= np.diff(rows.depth[chosen]) != 1
+    for run in np.split(chosen, np.flatnonzero(breaks) + 1):
+        yield int(by[run[0]]), run
