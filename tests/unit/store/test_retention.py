@@ -68,5 +68,5 @@ def test_an_arena_is_kept_with_room_by_every_policy(arena: Arena, policy: str) -
         retention.observe()
         owner.evict_ahead(0.25, retention.rank)
         num_blocks = arena.stats()["blocks"]
-        assert num_blocks <= 48
+        assert num_blocks <= 52
     assert num_blocks >= 40, "no more goes than has to"
