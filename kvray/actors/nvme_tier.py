@@ -75,6 +75,7 @@ class NvmeTier:
         self._arena = arena
         self._settings = settings
         self._store = NvmeStore(settings.directory, settings.spec)
+        retention.put_below(self._store)
         self._recovery_s = time.monotonic() - began_s
         self._budget = WriteBudget(settings.bytes_per_day, now=time.time())
         self._budget.load(settings.directory)
@@ -83,10 +84,9 @@ class NvmeTier:
             self._store,
             high_watermark=settings.high_watermark,
             budget=self._budget,
-            admits=retention.admits,
-            rank=retention.rank,
+            retention=retention,
         )
-        self._promoter = Promoter(arena, self._store)
+        self._promoter = Promoter(arena, self._store, retention.promoted)
         self._rates = Rates()
         self._writer = ThreadPoolExecutor(1, "kvray-demote")
         self._readers = ThreadPoolExecutor(settings.reads_max, "kvray-promote")

@@ -1,20 +1,26 @@
-"""Which blocks of a node stay: a policy that follows what happens in its arena. Thread-safe."""
+"""Which blocks of a node stay: policies that follow what happens in its tiers. Thread-safe."""
 
 import threading
 import time
 
 import numpy as np
 
+from kvray.store import key_index
 from kvray.store.arena import Arena
-from kvray.store.policy import ADMISSIONS, POLICIES
+from kvray.store.layout import READY
+from kvray.store.nvme.store import NvmeStore
+from kvray.store.policy import ADMISSIONS, POLICIES, Policy
 from kvray.store.policy.observer import Observer
-from kvray.store.tables import Array
+from kvray.store.tables import Array, Tables
+
+_UNKNOWN = -1e30
+"""Rank of blocks of which nothing is known but when they were used: below all others."""
 
 
 class Retention:
-    """The policy of an arena, and what it admits to the tier below.
+    """The policies of an arena and of the store below it, and what is admitted there.
 
-    The lock guards the policy, which many ask; it is kept for a look at the tables or a ranking,
+    The lock guards the policies, which many ask; it is kept for a look at tables or a ranking,
     never for I/O.
     """
 
@@ -26,14 +32,27 @@ class Retention:
         self._policy = POLICIES[policy](num_slots)
         self._admission = ADMISSIONS[admission](num_slots, self._policy)
         self._observer = Observer(arena.tables, lambda: arena.section(arena.lock_wait_s))
+        self._below: _Below | None = None
+
+    def put_below(self, store: NvmeStore) -> None:
+        """Decide on the blocks of `store` too; those that are there are told by when they came."""
+        with self._lock:
+            num_slots = store.geometry.num_slots
+            self._below = _Below(store, self._policy.beside(num_slots), np.zeros(num_slots, bool))
 
     def observe(self) -> None:
         """Learn from what has happened in the arena since the last time."""
         with self._lock:
-            self._observer.observe(self._policy, self._admission, now=time.monotonic())
+            used = self._observer.observe(self._policy, self._admission, now=time.monotonic())
+            if self._below is not None and len(used):
+                # What is used above is as good below.
+                slots = find_alike(self._tables, used, self._below.store.tables)
+                both = slots >= 0
+                self._below.take_over(slots[both], self._policy, used[both])
+                self._below.store.touch(slots[both])
 
     def rank(self, slots: Array) -> Array:
-        """Return a number for each of `slots`, f8: the lowest is to go first."""
+        """Return a number for each of `slots` of the arena, f8: the lowest is to go first."""
         with self._lock:
             ranks = self._policy.rank(slots, now=time.monotonic())
         # What was given up goes before all others.
@@ -41,7 +60,61 @@ class Retention:
         return ranks
 
     def admits(self, slots: Array) -> Array:
-        """Return a mask of the blocks that are worth their write to the tier below."""
+        """Return a mask of the arena's blocks that are worth their write to the tier below."""
         names = self._tables.slot_key[slots, 0].view(np.int64)
         with self._lock:
             return self._admission.admits(slots, names, now=time.monotonic())
+
+    def rank_below(self, slots: Array) -> Array:
+        """Return a number for each of `slots` of the store, f8: the lowest is to go first."""
+        with self._lock:
+            assert self._below is not None, "there is a store to rank"
+            return self._below.rank(slots)
+
+    def demoted(self, slots: Array, copies: Array) -> None:
+        """Note that `slots` of the store have what is in the arena's slots `copies`."""
+        with self._lock:
+            if self._below is not None:
+                self._below.take_over(slots, self._policy, copies)
+
+    def promoted(self, copies: Array, slots: Array) -> None:
+        """Note that the arena's slots `copies` have what is in `slots` of the store."""
+        with self._lock:
+            if self._below is not None:
+                known = self._below.is_known[slots]
+                self._policy.copied(copies[known], self._below.policy, slots[known])
+                self._observer.known(copies[known])
+
+
+class _Below:
+    """A store, and what is known of its blocks."""
+
+    def __init__(self, store: NvmeStore, policy: Policy, is_known: Array) -> None:
+        self.store = store
+        self.policy = policy
+        self.is_known = is_known
+        """Whether the policy has heard of the block in each slot."""
+
+    def take_over(self, slots: Array, source: Policy, theirs: Array) -> None:
+        self.policy.copied(slots, source, theirs)
+        self.is_known[slots] = True
+
+    def rank(self, slots: Array) -> Array:
+        ranks = self.policy.rank(slots, now=time.monotonic())
+        unknown = ~self.is_known[slots]
+        ranks[unknown] = _UNKNOWN
+        ticks = self.store.tables.slot_tick[slots[unknown]]
+        # In their own order, which is lost beside numbers that large.
+        ranks[unknown] *= 1.0 - ticks / (2.0 * max(1, int(self.store.tables.tick)))
+        return ranks
+
+
+def find_alike(tables: Tables, slots: Array, others: Tables) -> Array:
+    """Return where other tables have the blocks that are in `slots`, -1 where they do not."""
+    found = np.full(len(slots), -1, dtype=np.int64)
+    parts = tables.slot_part[slots]
+    for part in np.unique(parts).tolist():
+        rows = np.flatnonzero(parts == part)
+        at = key_index.find(others, tables.slot_key[slots[rows]], part)
+        found[rows] = np.where(others.slot_state[at] == READY, at, -1)
+    return found

@@ -15,12 +15,13 @@ from kvray.errors import CapacityError
 from kvray.store import slabs
 from kvray.store.arena import Arena
 from kvray.store.demotion import paths_to
-from kvray.store.eviction import Rank, choose_victims
+from kvray.store.eviction import choose_victims
 from kvray.store.layout import READY
 from kvray.store.lease import Lease
 from kvray.store.nvme.budget import WriteBudget
 from kvray.store.nvme.store import NvmeStore
 from kvray.store.nvme.terms import Demotion
+from kvray.store.retention import Retention, find_alike
 from kvray.store.tables import Array, Tables
 
 _log = logging.getLogger("kvray.nvme")
@@ -29,11 +30,11 @@ _BATCH_BYTES = 64 * 2**20
 """What is leased and written at once: worth a sync, and let go soon."""
 _BATCH_SHARE = 1 / 16
 """Of the arena, what one batch takes at most: it cannot be evicted meanwhile."""
+_ROOM_SHARE = 0.01
+"""Of the store's blocks of a size, what goes at once when it is full."""
 _LOCK_WAIT_S = 0.5
 _NOTHING = np.empty(0, dtype=np.int64)
 
-Admits = Callable[[Array], Array]
-"""Slots of the arena -> a mask of the blocks that are worth their write."""
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
@@ -60,8 +61,7 @@ class Demoter:
         *,
         high_watermark: float,
         budget: WriteBudget,
-        admits: Admits,
-        rank: Rank | None = None,
+        retention: Retention,
     ) -> None:
         """Demote what lies above `high_watermark`, a share of the arena's slots.
 
@@ -70,8 +70,7 @@ class Demoter:
             store: the tier below.
             high_watermark: see above.
             budget: what may be written.
-            admits: tells what is worth its write.
-            rank: of slots, the lowest goes first; None: the order in which they were used last.
+            retention: says what goes next from either tier, and what is worth its write.
         """
         self.counts = DemotionCounts()
         self._arena = arena
@@ -80,8 +79,7 @@ class Demoter:
         capacity = arena.tables.geometry.capacity
         self._batch_bytes = min(_BATCH_BYTES, int(_BATCH_SHARE * capacity))
         self._budget = budget
-        self._admits = admits
-        self._rank = rank
+        self._retention = retention
         self._unreleased: list[Lease] = []
         self._is_full_for: set[int] = set()
         # Number and time of use of the block in each slot, when it was written or refused: until
@@ -104,7 +102,7 @@ class Demoter:
             if above > 0 and size not in self._is_full_for:
                 within = slabs.slots_of(tables, size)
                 going = choose_victims(
-                    tables, above, within=within, protect=_NOTHING, rank=self._rank
+                    tables, above, within=within, protect=_NOTHING, rank=self._retention.rank
                 )
                 if written := self._demote(going, size):
                     return written
@@ -125,8 +123,7 @@ class Demoter:
         tables = self._arena.tables
         ready = np.flatnonzero(tables.slot_state == READY)
         ready = ready[~self._is_below(ready)]
-        ranks = tables.slot_tick[ready] if self._rank is None else self._rank(ready)
-        ready = ready[np.argsort(ranks, kind="stable")[::-1]]
+        ready = ready[np.argsort(self._retention.rank(ready), kind="stable")[::-1]]
         sizes = _sizes(tables, ready)
         ends, written = np.cumsum(sizes), 0
         # More than the store takes would drive out what was written first.
@@ -166,7 +163,7 @@ class Demoter:
         below = self._is_below(new)
         self._settle(new[below])
         new = new[~below]
-        admitted = self._admits(new)
+        admitted = self._retention.admits(new)
         self.counts.refused_blocks += int(np.count_nonzero(~admitted))
         self._settle(new[~admitted])
         new = new[admitted][: max(1, self._batch_bytes // block_bytes)]
@@ -197,13 +194,8 @@ class Demoter:
 
     def _is_below(self, chosen: Array) -> Array:
         """Return a mask of the slots whose blocks the store has."""
-        tables = self._arena.tables
-        found = np.zeros(len(chosen), dtype=bool)
-        parts = tables.slot_part[chosen]
-        for part in np.unique(parts).tolist():
-            rows = np.flatnonzero(parts == part)
-            found[rows] = self._store.present(tables.slot_key[chosen[rows]], part)
-        return found
+        is_below: Array = find_alike(self._arena.tables, chosen, self._store.tables) >= 0
+        return is_below
 
     def _is_settled(self, chosen: Array) -> Array:
         tables = self._arena.tables
@@ -258,13 +250,17 @@ class Demoter:
         finally:
             self._unreleased.append(held)
             self._release()
-        written = [one.arena_slots[mask] for one, mask in zip(demotions, masks, strict=True)]
-        return self._count(np.concatenate([_NOTHING, *written]))
+        pairs = list(zip(demotions, masks, strict=True))
+        targets = [one.pending.reservation.slots[mask] for one, mask in pairs]
+        written = np.concatenate([_NOTHING, *(one.arena_slots[mask] for one, mask in pairs)])
+        self._retention.demoted(np.concatenate([_NOTHING, *targets]), written)
+        return self._count(written)
 
     def _reserve(self, path: Array) -> Demotion:
         """Reserve slots of the store for a path of leased blocks."""
         tables = self._arena.tables
         before = int(tables.slot_parent[path[0]])
+        self._make_room(path if before < 0 else np.append(path, before))
         pending = self._store.reserve(
             tables.slot_key[path],
             parent=None if before < 0 else tables.slot_key[before : before + 1],
@@ -275,6 +271,27 @@ class Demoter:
             priority=tables.slot_priority[path],
         )
         return Demotion(pending=pending, arena_slots=path[pending.reservation.rows])
+
+    def _make_room(self, wanted: Array) -> None:
+        """Have the store let go of what its policy likes least, so that these blocks fit."""
+        size = int(_sizes(self._arena.tables, wanted[:1])[0])
+        below = self._store.tables
+        short = len(wanted) - slabs.num_available(below, size)
+        if short <= 0:
+            return
+        within = slabs.slots_of(below, size)
+        protect = find_alike(self._arena.tables, wanted, below)
+        # All are ranked for it: rather more than needed go at once.
+        count = max(short, int(_ROOM_SHARE * len(within)))
+        self._store.evict(
+            choose_victims(
+                below,
+                count,
+                within=within,
+                protect=protect[protect >= 0],
+                rank=self._retention.rank_below,
+            )
+        )
 
     def _count(self, written: Array) -> int:
         num_bytes = int(_sizes(self._arena.tables, written).sum())

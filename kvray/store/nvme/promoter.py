@@ -5,7 +5,7 @@ more of it READY the longer it waits, and never a gap.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -24,6 +24,10 @@ _PIECE_BYTES = 32 * 2**20
 _LOCK_WAIT_S = 0.5
 
 
+Promoted = Callable[[Array, Array], None]
+"""Called with slots of the arena, and the slots of the store whose blocks are there now."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Brought:
     """What a promotion has made READY."""
@@ -35,10 +39,11 @@ class Brought:
 class Promoter:
     """Promotes blocks of `store` into `arena`. Thread-safe; waits for the device."""
 
-    def __init__(self, arena: Arena, store: NvmeStore) -> None:
-        """Promote into `arena`, which this process has joined."""
+    def __init__(self, arena: Arena, store: NvmeStore, promoted: Promoted) -> None:
+        """Promote into `arena`, which this process has joined, and tell `promoted` of it."""
         self._arena = arena
         self._store = store
+        self._promoted = promoted
 
     def promote(
         self,
@@ -85,15 +90,15 @@ class Promoter:
             )
             if made is None:
                 raise ShardUnavailable("The arena of this node is busy or retired.")
-            num_good = self._fill(made, packed[start:stop], part)
+            num_good = self._fill(made, packed[start:stop], found[start:stop], part)
             num_blocks += num_good
             num_bytes += num_good * size
             if made.dropped or num_good < len(made.slots):
                 break
         return Brought(num_blocks=num_blocks, num_bytes=num_bytes)
 
-    def _fill(self, made: Reservation, keys: Array, part: int) -> int:
-        """Read blocks into reserved slots; return how many of them are READY now."""
+    def _fill(self, made: Reservation, keys: Array, found: Array, part: int) -> int:
+        """Read blocks, which the store has in `found`; return how many are READY now."""
         try:
             read = self._store.read(keys[made.rows], part, self._arena.tables, made.slots)
             good = replace(made, slots=made.slots[read.sound])
@@ -102,6 +107,7 @@ class Promoter:
         finally:
             # What is READY by now is not the reservation's any more.
             self._arena.abort(made)
+        self._promoted(good.slots, found[made.rows][read.sound])
         return len(good.slots)
 
 

@@ -190,6 +190,11 @@ class NvmeStore:
         with self._section():
             slots.abort(self.tables, pending.reservation)
 
+    def touch(self, used: Array) -> None:
+        """Note that blocks were used, in this tier or above: they do not go soon."""
+        with self._section():
+            self.tables.slot_tick[used] = self.tables.next_tick()
+
     def evict(self, victims: Array) -> int:
         """Evict those of `victims` that can go without any other; return how many went."""
         with self._section():

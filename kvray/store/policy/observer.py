@@ -21,6 +21,7 @@ Section = Callable[[], AbstractContextManager[bool]]
 """Has the tables stand still; False: not now."""
 
 
+_NOTHING = np.empty(0, dtype=np.int64)
 _NAMESPACES_MAX = 4096
 """Whose parts are remembered; beyond that they are learned anew."""
 
@@ -58,17 +59,20 @@ class Observer:
         # Namespace -> its parts, ascending.
         self._parts: dict[int, list[int]] = {}
 
-    def observe(self, policy: Policy, *others: Policy | Admission, now: float) -> None:
+    def observe(self, policy: Policy, *others: Policy | Admission, now: float) -> Array:
         """Tell of what has happened since the last look; nothing if the tables are busy.
 
         Args:
             policy: of the tier.
             others: who is told of uses as well, but not of what leaves.
             now: seconds, on the policy's clock.
+
+        Returns:
+            The slots whose blocks were used.
         """
         rows = self._changed()
         if rows is None:
-            return
+            return _NOTHING
         slots = rows.slots
         same = self._is_held[slots] & (rows.number == self._number[slots])
         freed = slots[self._is_held[slots] & ~(rows.is_ready & same)]
@@ -90,6 +94,8 @@ class Observer:
             for one in (policy, *others):
                 (one.stored if is_stored else one.used)(use)
         self._copy_to_twins(policy, slots[is_new | is_used])
+        used_slots: Array = slots[is_used]
+        return used_slots
 
     def known(self, slots: Array) -> None:
         """Have seen what is in these slots now: the policy was told of it otherwise."""

@@ -13,6 +13,7 @@ from kvray.store.nvme import NvmeStore
 from kvray.store.nvme.budget import WriteBudget
 from kvray.store.nvme.demoter import Demoter
 from kvray.store.nvme.promoter import Promoter
+from kvray.store.retention import Retention
 from kvray.store.tables import Array
 from tests.unit.store.nvme.small_store import open_store, present, spec
 from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, make_arena, pool_of, store
@@ -37,6 +38,23 @@ def below(directory: Path) -> Iterator[NvmeStore]:
     made.close()
 
 
+class Refusing(Retention):
+    """Ranks by the last use, and does not admit some blocks."""
+
+    def __init__(self, arena: Arena, refused: frozenset[BlockKey]) -> None:
+        super().__init__(arena, "lru", "all")
+        self._arena = arena
+        self._refused = refused
+
+    def rank(self, slots: Array) -> Array:
+        self.observe()
+        return super().rank(slots)
+
+    def admits(self, slots: Array) -> Array:
+        keys = self._arena.tables.slot_key[slots]
+        return np.array([BlockKey(key.tobytes()) not in self._refused for key in keys], dtype=bool)
+
+
 def demoter_of(
     arena: Arena,
     below: NvmeStore,
@@ -45,21 +63,19 @@ def demoter_of(
     bytes_per_day: float | None = None,
     refused: frozenset[BlockKey] = frozenset(),
 ) -> Demoter:
-    def admits(slots: Array) -> Array:
-        keys = arena.tables.slot_key[slots]
-        return np.array([BlockKey(key.tobytes()) not in refused for key in keys], dtype=bool)
-
+    retention = Refusing(arena, refused)
+    retention.put_below(below)
     return Demoter(
         arena,
         below,
         high_watermark=high_watermark,
         budget=WriteBudget(bytes_per_day, now=time.time()),
-        admits=admits,
+        retention=retention,
     )
 
 
 def promote(arena: Arena, below: NvmeStore, keys: list[BlockKey], *, first: int = 0) -> int:
-    brought = Promoter(arena, below).promote(
+    brought = Promoter(arena, below, lambda copies, slots: None).promote(
         keys[first:],
         parent=keys[first - 1] if first else None,
         depth=first,
@@ -219,4 +235,24 @@ def test_a_block_that_is_too_large_for_a_segment_stays_above(arena: Arena, direc
     assert demoter.demote_ahead() == 0
     assert demoter.demote_ahead() == 0
     assert arena.stats()["leased_blocks"] == 0
+    small.close()
+
+
+def test_a_full_store_lets_go_of_what_was_used_longest_ago_in_either_tier(
+    arena: Arena, directory: Path
+) -> None:
+    small = open_store(directory / "small", spec(num_segments=4))
+    demoter = demoter_of(arena, small)
+    one, two, three = (chain(20, seed=name) for name in "abc")
+    for keys in (one, two, three):
+        store(arena, keys)
+    assert demoter.flush(until=FOREVER) == 60
+    check_served(arena, one)
+    assert demoter.demote_ahead() == 0, "all is there; but it looks"
+    ArenaOwner(arena).clear()
+    store(arena, chain(20, seed="d"))
+    assert demoter.flush(until=FOREVER) == 20
+    assert present(small, one) == 20, "it was used last, though only above"
+    assert present(small, chain(20, seed="d")) == 20
+    assert present(small, two) < 20, "it was used longest ago"
     small.close()
