@@ -114,3 +114,10 @@ class ConnectorMeta(NamedTuple):
     """Whether pages that are being saved may be given to others from this pass on."""
     replica: str = ""
     """What the leader calls the replica."""
+    priorities: tuple[bytes, ...] = ()
+    """For each save the retention priorities of its blocks, one byte each, or none if they have the
+    default; empty if all have."""
+
+    def __reduce__(self) -> tuple[type["ConnectorMeta"], tuple[object, ...]]:
+        """Pickle to no more than is needed: hardly a request has priorities."""
+        return type(self), tuple(self) if self.priorities else tuple(self)[:-1]

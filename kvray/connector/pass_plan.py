@@ -9,6 +9,7 @@ from kvray.connector.key_board import InlineKeys, KeyBoard, open_board
 from kvray.connector.meta import ConnectorMeta, LoadPlan, Pages, ParkPlan, SavePlan
 from kvray.connector.promise import Promise
 from kvray.connector.request_state import RequestState
+from kvray.connector.retention import read_priorities
 from kvray.connector.staging import Staging
 from kvray.errors import LeaseExpired
 
@@ -23,6 +24,7 @@ class PassPlanner:
         self._staging = staging
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
+        self._priorities: list[bytes] = []
         self._parks: list[ParkPlan] = []
         self._board: KeyBoard | None = None
         self._inline = InlineKeys()
@@ -34,7 +36,7 @@ class PassPlanner:
     def begin(self, engine: Engine) -> "PassPlanner":
         """Begin the plan of the coming pass."""
         self._engine = engine
-        self._loads, self._saves = [], []
+        self._loads, self._saves, self._priorities = [], [], []
         self._scheduled.clear()
         for board in (self._board, self._inline):
             if board is not None:
@@ -109,6 +111,7 @@ class PassPlanner:
             board=self._board.place if self._saves and self._board is not None else None,
             is_fenced=is_fenced,
             replica=self._engine.replica,
+            priorities=tuple(self._priorities) if any(self._priorities) else (),
         )
 
     def close(self) -> None:
@@ -120,7 +123,8 @@ class PassPlanner:
     def _extend(self, state: RequestState, report: Any, *, is_new: bool) -> None:
         if not is_new:
             self._scheduled.add(state.request_id)  # a replay has lost the pages it had
-        state.extend(report.new_tokens, _pages(report, len(state.windowed)), new=is_new)
+        pages = _pages(report, len(state.windowed))
+        state.extend(report.new_tokens, pages, new=is_new, priorities=read_priorities(report))
 
     def _narrowed(self, state: RequestState, promise: Promise, taken: int) -> Promise:
         """Return a promise whose leases have what the first `taken` blocks of the offer need."""
@@ -159,6 +163,7 @@ class PassPlanner:
                 pages=tuple(Pages.of(group[first:end]) for group in state.pages),
             )
         )
+        self._priorities.append(state.priorities.of(first, end))
         if not first and state.opening:
             self._engine.openings.note_stored(state.opening)
 

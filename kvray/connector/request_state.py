@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from kvray.block import BlockKey
 from kvray.connector.promise import Promise
+from kvray.connector.retention import Priorities
 from kvray.errors import LayoutMismatch
 from kvray.keys import MediaItem, chain_keys
 
@@ -27,6 +28,7 @@ class RequestState:
     keys: list[BlockKey] = field(default_factory=list)
     pages: tuple[list[int], ...] = ()
     """For each layer group the page of each block, in prompt order."""
+    priorities: Priorities = field(default_factory=Priorities)
     num_saved: int = 0
     """Leading blocks that are in the tier, or were handed to the workers to save."""
     num_found: int = 0
@@ -45,14 +47,32 @@ class RequestState:
         self._extend_keys()
         return self.keys
 
-    def extend(self, tokens: Sequence[int], pages: Sequence[Sequence[int]], *, new: bool) -> None:
-        """Take an engine's report: deltas over the request's life, the first with all so far."""
+    def extend(
+        self,
+        tokens: Sequence[int],
+        pages: Sequence[Sequence[int]],
+        *,
+        new: bool,
+        priorities: bytes = b"",
+    ) -> None:
+        """Take an engine's report: deltas over the request's life, the first with all so far.
+
+        Args:
+            tokens: new ones.
+            pages: for each layer group those of new blocks.
+            new: whether it is the first report.
+            priorities: of the first group's new blocks, see `retention`.
+        """
+        at = 0 if new or not self.pages else len(self.pages[0])
+        self.priorities.extend(priorities, at=at, count=len(pages[0]))
         if new:
             # Mostly what the query was given; a replay may have grown.
             if tokens != self._prompt:
                 self.prompt_keys(list(tokens))
             self.pages = tuple(list(group) for group in pages)
             self._prompt = None
+            if self.priorities.are_raised(self.num_found):
+                self.num_saved = 0  # what is in the tier is to be kept longer from now on
             return
         if tokens:
             self.num_tokens += len(tokens)

@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from kvray.block import BlockKey
 from kvray.connector.cache_layout import Part
 from kvray.connector.pool import Pool, Ticket
@@ -33,6 +35,7 @@ from kvray.connector.reads import Reads
 from kvray.errors import KVRayError
 from kvray.node import NodeLink
 from kvray.store import Arena, Reservation
+from kvray.store.layout import DEFAULT_PRIORITY
 from kvray.store.tables import Array
 
 _log = logging.getLogger("kvray.connector")
@@ -66,6 +69,8 @@ class Job:
     """Place of the first block in its prompt."""
     pages: Array
     """One a key."""
+    priorities: bytes = b""
+    """Retention priority of each, one byte; empty if all have the default."""
     mark: Any = None
     """When they can be read, as `Pool.mark` returned it."""
 
@@ -74,10 +79,17 @@ class Saver:
     """Saves of one rank; `submit`, `fence`, `finish` and `close` are the engine's threads'."""
 
     def __init__(
-        self, link: NodeLink, *, saves_max: int, totals: Counter[str], reads: Reads
+        self,
+        link: NodeLink,
+        *,
+        saves_max: int,
+        totals: Counter[str],
+        reads: Reads,
+        namespace: int = 0,
     ) -> None:
-        """Save through `link`; at most `saves_max` jobs may wait."""
+        """Save blocks of `namespace` through `link`; at most `saves_max` jobs may wait."""
         self._link = link
+        self._namespace = namespace
         self._saves_max = saves_max
         self._totals = totals
         self._reads = reads
@@ -229,12 +241,15 @@ class Saver:
     def _reserve(
         self, arena: Arena, job: Job, keys: Sequence[BlockKey], start: int
     ) -> Reservation | None:
+        priorities = job.priorities[start : start + len(keys)]
         return arena.reserve(
             keys,
             parent=job.keys[start - 1] if start else job.parent,
             depth=job.depth + start,
             part=job.part.index,
             block_bytes=job.part.block_bytes,
+            namespace=self._namespace,
+            priority=np.frombuffer(priorities, np.uint8) if priorities else DEFAULT_PRIORITY,
             # Blocks behind a window are gone, and nobody asks for them.
             needs_parent=job.part.window_blocks is None,
             wait_s=_RESERVE_WAIT_S,

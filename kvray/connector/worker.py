@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvray.block import BlockKey
+from kvray.block import BlockKey, namespace_id
 from kvray.connector.base import KvCacheConnectorWorker
 from kvray.connector.cache_layout import CacheLayout, Part
 from kvray.connector.engine import engine_for, shut_down_at_exit
 from kvray.connector.key_board import read_keys, unpack_keys
 from kvray.connector.loader import Loader, release_at, release_plans
-from kvray.connector.meta import Board, ConnectorMeta, KeyRun, SavePlan
+from kvray.connector.meta import Board, ConnectorMeta, KeyRun
 from kvray.connector.parking import Parking
 from kvray.connector.pool import Pool, open_pool
 from kvray.connector.read_layout import layout_of_tensor, read_layout
@@ -118,7 +118,7 @@ class KvRayWorker(KvCacheConnectorWorker):
         loader.load(meta.loads, stream)
         if meta.saves:
             with self._engine.boundary.around("a save"):
-                self._jobs = list(self._jobs_of(pool, meta.saves, meta.board))
+                self._jobs = list(self._jobs_of(pool, meta))
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Have what follows on `stream` wait for the layer's loaded bytes."""
@@ -204,6 +204,7 @@ class KvRayWorker(KvCacheConnectorWorker):
             saves_max=engine.config.connector.saves_max,
             totals=engine.totals,
             reads=engine.reads,
+            namespace=namespace_id(self._namespace),
         )
         self._loader = Loader(engine, self._parts, self._pool, self._saver, self._parking)
         self._attended = None
@@ -226,13 +227,12 @@ class KvRayWorker(KvCacheConnectorWorker):
                 " rank the same engine arguments."
             )
 
-    def _jobs_of(
-        self, pool: Pool, saves: tuple[SavePlan, ...], board: Board | None
-    ) -> Iterator[Job]:
+    def _jobs_of(self, pool: Pool, meta: ConnectorMeta) -> Iterator[Job]:
         """Yield a job for each run of blocks of each part that this rank stores."""
         stored = [part for part in self._parts if part.is_stored_here]
-        for plan in saves if stored else ():
-            keys = self._keys_of(plan.keys, board)
+        priorities = meta.priorities or (b"",) * len(meta.saves)
+        for plan, packed in zip(meta.saves if stored else (), priorities, strict=False):
+            keys = self._keys_of(plan.keys, meta.board)
             if keys is None:
                 self._engine.totals["dropped_blocks"] += len(plan.pages[0].packed) // 4
                 continue
@@ -249,6 +249,7 @@ class KvRayWorker(KvCacheConnectorWorker):
                         parent=keys[at - 1] if at else None,
                         depth=plan.depth + start,
                         pages=pages[start:stop],
+                        priorities=packed[start:stop],
                     )
 
     def _keys_of(self, keys: KeyRun | bytes, board: Board | None) -> list[BlockKey] | None:
