@@ -20,7 +20,7 @@ from kvray.actors.acquaintances import Acquaintances, is_of_the_way
 from kvray.actors.doubts import Doubts
 from kvray.actors.orders import FetchOrder, FetchReport, SendOrder, Span, Want
 from kvray.actors.pace import FIRST_BYTES, Pace
-from kvray.actors.source import Piece, Source
+from kvray.actors.source import Offered, Piece, Source
 from kvray.block import KEY_BYTES, BlockKey, split_keys
 from kvray.errors import KVRayError, ShardUnavailable, TransferTimeout
 from kvray.store import Arena, Wanted, lease, payload
@@ -138,23 +138,22 @@ class Fetches:
             if source is None or source.offer is None or index not in source.spans:
                 continue
             group = source.offer.groups[source.spans.index(index)]
-            sizes = np.frombuffer(group.sizes, dtype="<u8").astype(np.int64)
-            checksums = np.frombuffer(group.checksums, dtype="<u8")
+            offered = Offered.read(group)
             try:
-                source.pieces += self._pieces(span, sizes, checksums, starts[span.source])
+                source.pieces += self._pieces(span, offered, starts[span.source])
             except KVRayError as error:
                 source.fail(error)
-            starts[span.source] += len(sizes)
+            starts[span.source] += len(offered.sizes)
 
-    def _pieces(self, span: Span, sizes: Array, checksums: Array, start: int) -> list[Piece]:
+    def _pieces(self, span: Span, offered: Offered, start: int) -> list[Piece]:
         """Reserve slots for the offered head of a span; return what fills them, by size.
 
         Args:
             span: see there.
-            sizes: of its leading blocks, as offered.
-            checksums: of the same.
+            offered: its leading blocks.
             start: place of its first block in the offer.
         """
+        sizes, checksums = offered.sizes, offered.checksums
         keys = split_keys(span.keys[: len(sizes) * KEY_BYTES])
         before = BlockKey(span.parent) if span.parent else None
         pieces: list[Piece] = []
@@ -166,6 +165,8 @@ class Fetches:
                 depth=span.depth + first,
                 part=span.part,
                 block_bytes=size,
+                namespace=int(offered.namespaces[first]),
+                priority=offered.priorities[first:stop],
                 needs_parent=span.needs_parent or first > 0,
                 wait_s=_LOCK_WAIT_S,
             )

@@ -196,6 +196,8 @@ class Offers:
             OfferedGroup(
                 sizes=_places(tables, slots)[1].astype("<u8").tobytes(),
                 checksums=tables.slot_checksum[slots].tobytes(),
+                namespaces=tables.slot_namespace[slots].tobytes(),
+                priorities=tables.slot_priority[slots].tobytes(),
             )
             for slots in groups
         )

@@ -74,6 +74,10 @@ class OfferedGroup:
     """Bytes of each block, u64."""
     checksums: bytes
     """As recorded when they were stored, u64."""
+    namespaces: bytes = b""
+    """Whose they are, u32, see `block.namespace_id`; empty: not known."""
+    priorities: bytes = b""
+    """Retention priorities, u8; empty: the default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

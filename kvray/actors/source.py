@@ -4,11 +4,41 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from kvray.actors.orders import Offer, SourceReport
+import numpy as np
+
+from kvray.actors.orders import Offer, OfferedGroup, SourceReport
 from kvray.actors.pace import FIRST_BYTES, Pace
 from kvray.errors import KVRayError
 from kvray.store import Reservation
+from kvray.store.layout import DEFAULT_PRIORITY, PRIORITY_MAX
 from kvray.store.tables import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """The leading blocks of a span that its source has, one row each."""
+
+    sizes: Array
+    checksums: Array
+    namespaces: Array
+    priorities: Array
+
+    @classmethod
+    def read(cls, group: OfferedGroup) -> "Offered":
+        """Return what another mover has said; where it has not said it all, it is the default."""
+        sizes = np.frombuffer(group.sizes, dtype="<u8").astype(np.int64)
+        count = len(sizes)
+        namespaces, priorities = group.namespaces, group.priorities
+        if len(namespaces) != 4 * count:
+            namespaces = bytes(4 * count)
+        if len(priorities) != count:
+            priorities = bytes([DEFAULT_PRIORITY]) * count
+        return cls(
+            sizes,
+            np.frombuffer(group.checksums, dtype="<u8"),
+            np.frombuffer(namespaces, dtype="<u4"),
+            np.frombuffer(priorities, dtype=np.uint8).clip(max=PRIORITY_MAX),
+        )
 
 
 @dataclass(frozen=True, slots=True)

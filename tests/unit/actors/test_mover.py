@@ -8,10 +8,11 @@ import pytest
 import ray
 
 from kvray.actors.mover import OFFERS_MAX, Mover
-from kvray.actors.orders import FetchOrder, SendOrder, Want
+from kvray.actors.orders import FetchOrder, OfferedGroup, SendOrder, Want
+from kvray.actors.source import Offered
 from kvray.errors import CapacityError, LeaseExpired, TransportUnavailable
-from kvray.store import ArenaOwner
-from kvray.store.layout import READY
+from kvray.store import ArenaOwner, key_index
+from kvray.store.layout import DEFAULT_PRIORITY, READY
 from tests.unit.actors.small_mover import (
     LEASE_S,
     MakeNode,
@@ -44,6 +45,36 @@ def test_blocks_of_another_node_are_ready_here(source: Node, target: Node) -> No
     assert (got.num_blocks, got.num_bytes, got.transport) == (20, 20 * SLOT, "nixl")
     assert got.error is None
     assert got.seconds > 0
+
+
+def test_copies_have_the_priorities_and_the_namespace_of_what_they_are_of(
+    source: Node, target: Node
+) -> None:
+    keys, priorities = chain(6), [90, 90, 35, 0, 100, 7]
+    asked = np.array(priorities, dtype=np.uint8)
+    store(source.arena, keys, namespace=0x1234ABCD, priority=asked)
+    store(target.arena, keys[:1], priority=5)
+    assert target.fetch(span("a", keys)).here == (6,)
+    tables = target.arena.tables
+    found = key_index.find(tables, key_index.pack_keys(keys), 0)
+    assert tables.slot_priority[found].tolist() == priorities
+    assert set(tables.slot_namespace[found[1:]].tolist()) == {0x1234ABCD}
+
+
+def test_an_offer_that_says_nothing_of_priorities_means_the_default() -> None:
+    sizes = np.full(2, SLOT, dtype="<u8").tobytes()
+    bare = Offered.read(OfferedGroup(sizes=sizes, checksums=bytes(16)))
+    assert bare.priorities.tolist() == [DEFAULT_PRIORITY] * 2
+    assert bare.namespaces.tolist() == [0, 0]
+
+
+def test_an_offer_with_nonsense_for_priorities_is_taken_all_the_same() -> None:
+    sizes = np.full(2, SLOT, dtype="<u8").tobytes()
+    group = OfferedGroup(
+        sizes=sizes, checksums=bytes(16), namespaces=b"odd", priorities=b"\xff\x01"
+    )
+    assert Offered.read(group).priorities.tolist() == [100, 1]
+    assert Offered.read(group).namespaces.tolist() == [0, 0]
 
 
 def test_chain_is_fetched_from_several_nodes_at_once(make_node: MakeNode) -> None:
