@@ -85,9 +85,21 @@ class LeasedRun:
 class ArenaBlocks:
     """Blocks of one size in the arena that `link` is attached to; one part each."""
 
-    def __init__(self, link: NodeLink, *, block_bytes: int, blocks_per_step: int, verify: bool):
-        """Convert and copy `blocks_per_step` at a time; with `verify`, check what is read."""
+    def __init__(
+        self,
+        link: NodeLink,
+        *,
+        block_bytes: int,
+        blocks_per_step: int,
+        verify: bool,
+        namespace: int = 0,
+    ):
+        """Convert and copy `blocks_per_step` at a time; with `verify`, check what is read.
+
+        `namespace` is whose the blocks are, see `block.namespace_id`.
+        """
         self._link = link
+        self._namespace = namespace
         self._block_bytes = block_bytes
         self._blocks_per_step = blocks_per_step
         self._verify = verify
@@ -174,6 +186,7 @@ class ArenaBlocks:
             depth=start,
             part=0,
             block_bytes=self._block_bytes,
+            namespace=self._namespace,
             wait_s=_BUSY_S,
         )
         if reservation is None and not arena.retired:

@@ -14,6 +14,7 @@ from types import TracebackType
 import numpy as np
 import torch
 
+from kvray.block import namespace_id
 from kvray.config import KVRayConfig, cache_dir, load_config
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.fingerprint import fingerprint_model
@@ -98,6 +99,7 @@ class TensorCache:
             block_bytes=metadata.block_bytes,
             blocks_per_step=self._step,
             verify=connector.verify_on_load != "never",
+            namespace=namespace_id(self.namespace.digest()),
         )
         self._registration = Registration(
             replica=self._name,

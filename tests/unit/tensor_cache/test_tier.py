@@ -202,6 +202,17 @@ def test_a_full_arena_keeps_storing(make_cache: MakeCache, shard: Shard) -> None
     assert cache.lookup(prompt(0)) == 0
 
 
+def test_blocks_are_counted_for_the_namespace_of_their_cache(
+    make_cache: MakeCache, shard: Shard
+) -> None:
+    mine, other = make_cache(), make_cache(model="another")
+    mine.store(TOKENS, BLOB)
+    other.store(TOKENS[: 2 * BLOCK], cut(BLOB, 0, 2 * BLOCK, METADATA))
+    held = {one["namespace"]: one["blocks"] for one in shard.status()["arena"]["namespaces"]}
+    names = [cache.namespace.digest().hex()[:8] for cache in (mine, other)]
+    assert held == {names[0]: 6, names[1]: 2}
+
+
 def test_of_a_prompt_that_does_not_fit_the_beginning_is_kept(
     make_cache: MakeCache, shard: Shard
 ) -> None:
