@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from kvray.errors import KVRayError, TransferError, TransportUnavailable
+from kvray.replay.tier import BLOCK_BYTES
+from kvray.store import quotas
 from kvray.store.layout import READY
 from kvray.store.policy import Policy, Use
 from kvray.store.policy.victims import Victims
@@ -262,6 +264,47 @@ def assert_leaves_first(tables: Tables, victims: Array) -> int:
     return num_parents
 
 
+def lets_go_beyond_quotas_and_of_low_priority_first(make: MakePolicy) -> None:
+    num_beyond = num_priorities = 0
+    for seed in SEEDS:
+        life = Life(make(64), seed=seed)
+        life.run(120, with_others=False)
+        tables, everything = life.tier.tables, life.ready()
+        tables.slot_priority[everything] = tables.slot_key[everything, 1] % np.uint64(3) * 50
+        roots = np.array([root_of(tables, slot) for slot in everything.tolist()])
+        tables.slot_namespace[everything] = 1 + tables.slot_key[roots, 1] % np.uint64(2)
+        mine = np.count_nonzero(tables.slot_namespace[everything] == 1)
+        quotas.set_quotas(tables, {"01": mine // 2 * BLOCK_BYTES})
+        victims = Victims(tables, life.policy, ranked=48).take(
+            48, protect=everything[:0], now=life.now
+        )
+        beyond = mine - mine // 2 if mine > 1 else 0
+        assert (tables.slot_namespace[victims[:beyond]] == 1).all()
+        first = victims[:beyond].tolist()
+        priorities = [priority_of(tables, slot, []) for slot in first]
+        priorities += [priority_of(tables, slot, first) for slot in victims[beyond:].tolist()]
+        assert priorities[:beyond] == sorted(priorities[:beyond])
+        assert priorities[beyond:] == sorted(priorities[beyond:])
+        assert_leaves_first(tables, victims)
+        num_beyond += beyond
+        num_priorities += len(set(priorities[beyond:]))
+    assert num_beyond > 20, "hardly anything was beyond its quota"
+    assert num_priorities > len(SEEDS), "what went had one priority"
+
+
+def root_of(tables: Tables, slot: int) -> int:
+    while (parent := int(tables.slot_parent[slot])) >= 0:
+        slot = parent
+    return slot
+
+
+def priority_of(tables: Tables, slot: int, gone: list[int]) -> int:
+    """Return the highest priority of a block and those that hang from it, which it keeps."""
+    below = np.flatnonzero((tables.slot_parent == slot) & (tables.slot_state == READY)).tolist()
+    kept = [priority_of(tables, child, gone) for child in below if child not in gone]
+    return max(int(tables.slot_priority[slot]), *kept, 0)
+
+
 def spares_what_was_used_since_it_was_ranked(make: MakePolicy) -> None:
     life = Life(make(64))
     life.run(100, with_others=False)
@@ -371,6 +414,7 @@ POLICY_BEHAVIOURS = (
     ranking_changes_nothing,
     spares_what_must_stay,
     lets_children_go_before_their_parents,
+    lets_go_beyond_quotas_and_of_low_priority_first,
     spares_what_was_used_since_it_was_ranked,
     keeps_what_is_used_again_and_again,
     takes_the_order_over_into_another_tier_and_back,

@@ -1,4 +1,9 @@
-"""Turns changes of an arena into announcements that the lookup takes in unbroken order."""
+"""Turns changes of a node's tiers into announcements that the lookup takes in unbroken order.
+
+To the lookup a node has a block or has it not, in memory or on disk. What leaves one tier is
+announced as gone only if the other has not got it; what one tier is found to have is announced
+again even if the other has it. So of two changes that cross, the later look sets it right.
+"""
 
 import logging
 from collections import deque
@@ -9,9 +14,10 @@ import numpy as np
 
 from kvray.actors.lookup import Announcement, Answer
 from kvray.actors.opening_desk import OpeningDesk
+from kvray.actors.shelf import Entries, Shelf
 from kvray.errors import KVRayError
-from kvray.index import PARTS_MAX
-from kvray.store import Arena, ArenaOwner
+from kvray.store import ArenaOwner
+from kvray.store.nvme import NvmeStore
 
 _log = logging.getLogger("kvray.shard")
 
@@ -32,12 +38,8 @@ class Announcer:
         self._shard = shard
         self._announce = announce
         self._arena_id = ""
-        self._seen: Any = None
-        self._held_keys: Any = None
-        self._held_parts: Any = None
-        self._held: Any = None
-        # How many blocks are held of each part.
-        self._num_held = np.zeros(PARTS_MAX, dtype=np.int64)
+        # The arena's, and the disk's if there is one.
+        self._shelves: list[Shelf] = []
         # (keys, parts, whether they were added); the lookup has all that came before.
         self._pending: deque[tuple[Any, Any, bool]] = deque()
         self._sequence = 0
@@ -56,29 +58,32 @@ class Announcer:
         """Have it announced that these (replica, rank), and no others, are registered here."""
         self._ranks = sorted(ranks)
 
-    def collect(self, owner: ArenaOwner) -> bool:
-        """Note what changed in the arena of `owner`; True if something is to be announced at once.
+    def collect(self, owner: ArenaOwner, store: NvmeStore | None = None) -> bool:
+        """Note what changed in the arena of `owner` and in the `store` below it.
 
-        While the lookup does not answer, the next heartbeat is early enough.
+        Returns:
+            Whether something is to be announced at once. While the lookup does not answer, the
+            next heartbeat is early enough.
         """
-        if self._seen is None:
-            self._start(owner.arena)
+        if not self._shelves:
+            self._arena_id = owner.arena.arena_id
+            self._shelves.append(Shelf(lambda: owner.arena.tables, owner.changes_since))
+            if store is not None:
+                self._shelves.append(Shelf(lambda: store.tables, store.changes_since))
         if self._answer is not None:
             self.desk.settle(self._answer.findings)
-            owner.give_up(self._answer.orphans, np.flatnonzero(self._num_held).tolist())
+            parts = np.flatnonzero(self._shelves[0].num_held).tolist()
+            owner.give_up(self._answer.orphans, parts)
             self._answer = None
-        slots, ready, keys = owner.changes_since(self._seen)
-        if len(slots):
-            parts = owner.arena.tables.slot_part[slots]
-            # One engine's absurd part must not have everything refused that the shard announces.
-            ready &= parts < PARTS_MAX
-            gone = slots[self._held[slots]]
-            self._note(self._held_keys[gone], self._held_parts[gone], False)
-            self._note(keys[ready], parts[ready], True)
-            self._num_held += np.bincount(parts[ready], minlength=PARTS_MAX)
-            self._num_held -= np.bincount(self._held_parts[gone], minlength=PARTS_MAX)
-            self._held[slots] = ready
-            self._held_keys[slots], self._held_parts[slots] = keys, parts
+        for shelf in self._shelves:
+            changed = shelf.collect()
+            if changed is not None:
+                gone, come = changed
+                for other in self._shelves:
+                    if other is not shelf and len(gone):
+                        gone = gone.chosen(~other.has(gone))
+                self._note(gone, False)
+                self._note(come, True)
         is_new = bool(self._pending) or self._ranks != self._ranks_said
         return self._is_heard and (is_new or self._lookup_epoch is None)
 
@@ -87,8 +92,8 @@ class Announcer:
         full = self._lookup_epoch is None
         if full:
             self._pending.clear()
-            held = np.flatnonzero(self._held)
-            self._note(self._held_keys[held], self._held_parts[held], True)
+            for shelf in self._shelves:
+                self._note(shelf.held(), True)
         # Never a number twice: one that seems lost may still arrive.
         self._sequence += 1
         ranks = self._ranks
@@ -111,19 +116,10 @@ class Announcer:
             self._answer, self._ranks_said = answer, ranks
             self._num_shards = answer.num_shards
 
-    def _start(self, arena: Arena) -> None:
-        versions, rows = arena.tables.slot_version, arena.tables.geometry.num_slots
-        self._arena_id = arena.arena_id
-        # A version no slot has, so that what an adopted arena holds counts as a change.
-        self._seen = np.where(versions == 0, versions, versions - np.uint32(1))
-        self._held = np.zeros(rows, dtype=bool)
-        self._held_keys = np.zeros((rows, 4), dtype="<u8")
-        self._held_parts = np.zeros(rows, dtype=np.uint32)
-
-    def _note(self, keys: Any, parts: Any, added: bool) -> None:
-        for start in range(0, len(keys), ANNOUNCED_MAX):
+    def _note(self, entries: Entries, added: bool) -> None:
+        for start in range(0, len(entries), ANNOUNCED_MAX):
             part = slice(start, start + ANNOUNCED_MAX)
-            self._pending.append((keys[part], parts[part], added))
+            self._pending.append((entries.keys[part], entries.parts[part], added))
 
     def _next(self, shard_epoch: int, *, full: bool, ranks: list[tuple[str, int]]) -> Announcement:
         added_keys, removed_keys = bytearray(), bytearray()

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from kvray.actors.orders import FetchReport, Span
 from kvray.actors.peers import mover_of
 from kvray.actors.staging import Piece
-from kvray.block import BlockKey
+from kvray.block import KEY_BYTES, BlockKey
 
 FLIGHT_BLOCKS_MAX = 4096
 """Blocks of one flight; what is longer comes in several, one after the other."""
@@ -101,3 +102,18 @@ def spans_of(
             depth=piece.start,
             needs_parent=piece.start > 0 and piece.part not in windowed,
         )
+
+
+def behind(span: Span, num_blocks: int) -> Span:
+    """Return what of a span comes after its first blocks, for a node that may not have those.
+
+    Its blocks are of use without their parents: who asks for them has these.
+    """
+    at = num_blocks * KEY_BYTES
+    return replace(
+        span,
+        keys=span.keys[at:],
+        parent=span.keys[at - KEY_BYTES : at] if num_blocks else span.parent,
+        depth=span.depth + num_blocks,
+        needs_parent=False,
+    )

@@ -74,19 +74,20 @@ class NvmeTier:
         arena.join("shard")
         self._arena = arena
         self._settings = settings
-        self._store = NvmeStore(settings.directory, settings.spec)
-        retention.put_below(self._store)
+        self.store = NvmeStore(settings.directory, settings.spec)
+        """Open until `close`."""
+        retention.put_below(self.store)
         self._recovery_s = time.monotonic() - began_s
         self._budget = WriteBudget(settings.bytes_per_day, now=time.time())
         self._budget.load(settings.directory)
         self._demoter = Demoter(
             arena,
-            self._store,
+            self.store,
             high_watermark=settings.high_watermark,
             budget=self._budget,
             retention=retention,
         )
-        self._promoter = Promoter(arena, self._store, retention.promoted)
+        self._promoter = Promoter(arena, self.store, retention.promoted)
         self._rates = Rates()
         self._writer = ThreadPoolExecutor(1, "kvray-demote")
         self._readers = ThreadPoolExecutor(settings.reads_max, "kvray-promote")
@@ -101,12 +102,12 @@ class NvmeTier:
 
     def __len__(self) -> int:
         """Return how many blocks are there."""
-        return int(np.count_nonzero(self._store.tables.slot_state == READY))
+        return int(np.count_nonzero(self.store.tables.slot_state == READY))
 
     def runs(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> list[Run]:
         """Return what is there of `keys`, as held by `NVME`."""
         packed = key_index.pack_keys(keys)
-        return runs_of(NVME, {part: self._store.present(packed, part) for part in parts})
+        return runs_of(NVME, {part: self.store.present(packed, part) for part in parts})
 
     def peer(self) -> Peer:
         """Return how fast blocks came from there lately."""
@@ -117,7 +118,7 @@ class NvmeTier:
 
     def status(self) -> dict[str, Any]:
         """Return figures for people; from any thread."""
-        stats = asdict(self._store.stats())
+        stats = asdict(self.store.stats())
         stats["is_direct"] = bool(stats["is_direct"])
         return {
             "directory": str(self._settings.directory),
@@ -127,7 +128,7 @@ class NvmeTier:
             "promoted_blocks": self._promoted_blocks,
             "promoted_bytes": self._promoted_bytes,
             "write_budget_bytes": self._budget.available(time.time()),
-            "recovered_blocks": self._store.report.blocks,
+            "recovered_blocks": self.store.report.blocks,
             "recovery_s": self._recovery_s,
             "message": self._failure,
         }
@@ -219,8 +220,8 @@ class NvmeTier:
         Raises:
             TierError: the device failed.
         """
-        cleared = self._store.evict(np.flatnonzero(self._store.tables.slot_state == READY))
-        self._store.flush()
+        cleared = self.store.evict(np.flatnonzero(self.store.tables.slot_state == READY))
+        self.store.flush()
         return cleared
 
     def _take(self, writing: "Future[int]") -> int:
@@ -240,5 +241,5 @@ class NvmeTier:
         self._writer.shutdown(cancel_futures=True)
         with contextlib.suppress(KVRayError):
             self._demoter.close()
-        self._store.close()  # reads that are under way end with their piece
+        self.store.close()  # reads that are under way end with their piece
         self._readers.shutdown(cancel_futures=True)

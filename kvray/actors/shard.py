@@ -24,6 +24,7 @@ from kvray.actors.engine_server import EngineServer, check_path
 from kvray.actors.introductions import Introductions
 from kvray.actors.long_leases import LongLeases
 from kvray.actors.nvme_tier import NvmeSettings, NvmeTier
+from kvray.actors.orders import FetchOrder
 from kvray.actors.ownership import remove_files, sweep
 from kvray.actors.peers import Peers
 from kvray.actors.prompt_keys import prompt_keys
@@ -33,6 +34,7 @@ from kvray.actors.stager import Stager, StagingSettings
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable, TierError
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 from kvray.store.arena import ARENA_FILE
+from kvray.store.nvme import NvmeStore
 from kvray.store.prefault import Populator
 from kvray.store.retention import Retention
 from kvray.wire import SOCKET_FILE
@@ -212,6 +214,23 @@ class Shard:
             "reason": found["reason"],
         }
 
+    def promote(self, order: FetchOrder) -> int:
+        """Bring blocks from this node's disk into its memory, for a shard that is to have them.
+
+        Nothing is waited for but the disk.
+
+        Returns:
+            How many blocks came.
+
+        Raises:
+            ShardUnavailable: the shard is not serving, or does not answer in time.
+        """
+        self._serving()
+        if self._nvme is None:
+            return 0
+        report = self._await_on_loop(self._nvme.promote(order), order.deadline_s)
+        return sum(source.num_blocks for source in report.sources.values())
+
     def stage(self, replica: str, rank: int, keys: bytes, wait_s: float) -> dict[str, Any]:
         """See `ReplicaStager.stage_here`, for one rank."""
         return self.stage_ranks(replica, [rank], wait_s, 0.0, None, keys)
@@ -352,7 +371,6 @@ class Shard:
                 await self._stager.close()
             if self._nvme is not None:
                 await self._require_loop().run_in_executor(None, self._nvme.close)
-            self._nvme = self._retention = None  # they keep the arena mapped
             if populator is not None:
                 populator.stop()
             if arena is not None:
@@ -473,7 +491,7 @@ class Shard:
                 if sending is not None:
                     sending.result()
                     sending = None
-                if self._announcer.collect(owner) or is_due:
+                if self._announcer.collect(owner, self._store_below()) or is_due:
                     sending = loop.run_in_executor(None, self._announcer.send, self._epoch)
                     is_due = False
             await self._pause(settings.announce_s)
@@ -482,6 +500,9 @@ class Shard:
             await keeping
         if sending is not None:
             await asyncio.wait([sending], timeout=_LAST_SEND_S)
+
+    def _store_below(self) -> NvmeStore | None:
+        return None if self._nvme is None else self._nvme.store
 
     def _keep(self, owner: ArenaOwner) -> None:
         """Have free what is to be free; in a thread, because all blocks are ranked for it."""

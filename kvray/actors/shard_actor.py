@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node
 
+from kvray.actors.arguments import unpacked
 from kvray.actors.async_calls import ActorCalls
 from kvray.actors.lookup import Announcement, Answer
 from kvray.actors.nvme_tier import NvmeSettings
@@ -40,7 +41,7 @@ _STOP_TIMEOUT_S = 20.0
 _NUDGE_S = 5.0
 """How often the supervisor is called, which nobody else calls for long."""
 
-_GROUPS = {"health": 1, "prefetch": 8, "ranks": 8, "leases": 4}
+_GROUPS = {"health": 1, "prefetch": 8, "ranks": 8, "leases": 4, "disk": 8}
 """Threads for calls that may take long, apart: what another shard waits for must not queue behind
 what waits for other shards, or two could wait for each other."""
 
@@ -113,6 +114,11 @@ class ShardActor:
     ) -> dict[str, Any]:
         """See `Shard.stage_ranks`; the keys are end to end, `in_pieces`."""
         return self._shard.stage_ranks(replica, ranks, wait_s, tokens_per_s, verify_from, *keys)
+
+    @ray.method(concurrency_group="disk")
+    def promote(self, *order: Any) -> int:
+        """See `Shard.promote`; an order that is `packed`, or itself."""
+        return self._shard.promote(unpacked(*order))
 
     @ray.method(concurrency_group="leases")
     def lease_ranks(

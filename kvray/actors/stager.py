@@ -7,19 +7,19 @@ from each other cannot stop each other. Every wait ends with a deadline.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from kvray.actors.flights import Flight, Flights, head, spans_of
+from kvray.actors.arguments import packed
+from kvray.actors.flights import Flight, Flights, behind, head, spans_of
 from kvray.actors.handovers import Handovers
 from kvray.actors.nvme_tier import NVME, NvmeTier
-from kvray.actors.orders import FetchOrder
+from kvray.actors.orders import FetchOrder, FetchReport, Span
 from kvray.actors.peers import Peers, mover_of
 from kvray.actors.runs import merged
 from kvray.actors.staging import (
@@ -37,10 +37,15 @@ from kvray.store import Arena, Held, Wanted
 
 _log = logging.getLogger("kvray.shard")
 
+Spans = tuple[Span, ...]
+Fetch = Callable[[FetchOrder], Awaitable[FetchReport]]
+
 _STAGES_MAX = 128
 """Stages at once, those included that nobody waits for any more."""
 _FRUITLESS_MAX = 3
 """Flights of one stage that may bring nothing before it is given up."""
+_ROUSE_S = 3.0
+"""How long another shard may take to bring blocks from its disk."""
 _BUSY_S = 0.001
 _CANCEL_S = 0.1
 _JOINED_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
@@ -189,7 +194,14 @@ class Stager:
         return {
             **{
                 name: self._counts[name]
-                for name in ("stages", "joined", "late", "refused", "staged_blocks")
+                for name in (
+                    "stages",
+                    "joined",
+                    "late",
+                    "refused",
+                    "staged_blocks",
+                    "roused_blocks",
+                )
             },
             "staged_bytes": self._counts["staged_bytes"],
             "corrupt_blocks": self._counts["corrupt_blocks"],
@@ -302,20 +314,54 @@ class Stager:
         if not task.cancelled() and (defect := task.exception()) is not None:
             _log.error("a fetch ended by a defect", exc_info=defect)
 
-    async def _fly(self, flight: Flight, spans: tuple[Any, ...]) -> None:
+    async def _fly(self, flight: Flight, spans: Spans) -> None:
         until = time.monotonic() + self._settings.deadline_s
-        nvme = self._nvme if flight.pieces[0].shard == NVME else None
-        fetch = self._peers.fetch if nvme is None else nvme.promote
         try:
-            # The disk has its own threads, and must not wait for a node that does not answer.
-            async with self._room if nvme is None else contextlib.nullcontext():
-                left_s = until - time.monotonic()
-                if left_s <= 0:
-                    return
-                flight.report = await fetch(FetchOrder(spans=spans, deadline_s=left_s))
-                self._count(flight)
+            if self._nvme is not None and flight.pieces[0].shard == NVME:
+                # The disk has its own threads, and must not wait for a node that does not answer.
+                await self._carry(flight, self._nvme.promote, spans, until)
+                return
+            async with self._room:
+                await self._carry(flight, self._peers.fetch, spans, until)
+                if await self._rouse(flight, spans, until):
+                    await self._carry(flight, self._peers.fetch, spans, until)
         except KVRayError as error:
             _log.warning("%s: blocks could not be fetched: %s", self._peers.shard, error)
+
+    async def _carry(self, flight: Flight, fetch: Fetch, spans: Spans, until: float) -> None:
+        """Have one order carried out, if there is still time."""
+        left_s = until - time.monotonic()
+        if left_s > 0:
+            flight.report = await fetch(FetchOrder(spans=spans, deadline_s=left_s))
+            self._count(flight)
+
+    async def _rouse(self, flight: Flight, spans: Spans, until: float) -> bool:
+        """Have shards whose movers had not all bring what they have on disk into their memory.
+
+        Returns:
+            Whether it is worth asking their movers again.
+        """
+        if flight.report is None or flight.is_whole:
+            return False
+        missing: dict[str, list[Span]] = {}
+        for piece, span, here in zip(flight.pieces, spans, flight.report.here, strict=False):
+            source = flight.report.sources.get(mover_of(piece.shard))
+            if here < piece.stop - piece.start and source is not None and source.error is None:
+                missing.setdefault(piece.shard, []).append(behind(span, here))
+        left_s = min(_ROUSE_S, max(0.0, until - time.monotonic()))
+        calls = [
+            self._peers.call(
+                shard,
+                "promote",
+                *packed(FetchOrder(spans=tuple(theirs), deadline_s=left_s)),
+                work_s=left_s,
+            )
+            for shard, theirs in missing.items()
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        roused = sum(answer for answer in answers if isinstance(answer, int))
+        self._counts["roused_blocks"] += roused
+        return roused > 0
 
     def _count(self, flight: Flight) -> None:
         assert flight.report is not None, "it has just come"

@@ -46,7 +46,7 @@ def choose_victims(
     return _first(tables, fit, (ranks, classes), count, protect)
 
 
-def choose_beyond_quotas(tables: Tables, most: int) -> Array:
+def choose_beyond_quotas(tables: Tables, most: int, rank: Rank | None = None) -> Array:
     """Return up to `most` slots with what namespaces have beyond their quotas.
 
     As `choose_victims`, among the blocks of each such namespace.
@@ -55,7 +55,7 @@ def choose_beyond_quotas(tables: Tables, most: int) -> Array:
     if not over:
         return _NOTHING
     fit = np.flatnonzero(is_fit(tables, np.arange(tables.geometry.num_slots)))
-    order = _ranks(tables, fit, None), _all_by_priority(tables, fit)
+    order = _ranks(tables, fit, rank), _all_by_priority(tables, fit)
     return _beyond(tables, over, (fit, *order), _NOTHING, most)[:most]
 
 
@@ -185,7 +185,8 @@ def _joined(ranks: Array, classes: Array | None) -> Array:
     if classes is None:
         return ranks
     order = np.lexsort((ranks, classes))
-    is_next = (np.diff(ranks[order]) != 0) | (np.diff(classes[order]) != 0)
+    ranks, classes = ranks[order], classes[order]
+    is_next = (ranks[1:] != ranks[:-1]) | (classes[1:] != classes[:-1])
     joined = np.empty(len(ranks))
     joined[order] = np.concatenate(([0], np.cumsum(is_next)))[: len(ranks)]
     return joined

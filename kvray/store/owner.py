@@ -90,7 +90,7 @@ class ArenaOwner:
         Returns:
             How many blocks went; some may be left for the next time.
         """
-        evicted = self._evict_beyond_quotas()
+        evicted = self._evict_beyond_quotas(rank)
         sizes = np.unique(self._tables.slab_block_bytes)
         sizes = sizes[sizes > 0]
         return evicted + sum(self._evict_ahead(size, free_target, rank) for size in sizes.tolist())
@@ -178,7 +178,7 @@ class ArenaOwner:
     def _section(self, wait_s: float) -> AbstractContextManager[bool]:
         return self.arena.section(wait_s, may_rebuild=True)
 
-    def _evict_beyond_quotas(self) -> int:
+    def _evict_beyond_quotas(self, rank: Rank | None) -> int:
         tables, evicted = self._tables, 0
         changes = tables.changes
         if changes == self._within_at:
@@ -186,7 +186,7 @@ class ArenaOwner:
         if not excess(tables):
             self._within_at = changes
             return 0
-        found = eviction.choose_beyond_quotas(tables, _QUOTA_STEP)
+        found = eviction.choose_beyond_quotas(tables, _QUOTA_STEP, rank)
         for start in range(0, len(found), _EVICT_BATCH):
             batch = found[start : start + _EVICT_BATCH]
             went = self._evict_found(batch, wait_s=self.arena.lock_wait_s, is_quota=True)

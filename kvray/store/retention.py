@@ -27,11 +27,11 @@ class Retention:
     def __init__(self, arena: Arena, policy: str, admission: str) -> None:
         """Decide by the names in `POLICIES` and `ADMISSIONS`."""
         num_slots = arena.tables.geometry.num_slots
-        self._tables = arena.tables
+        self._arena = arena
         self._lock = threading.Lock()
         self._policy = POLICIES[policy](num_slots)
         self._admission = ADMISSIONS[admission](num_slots, self._policy)
-        self._observer = Observer(arena.tables, lambda: arena.section(arena.lock_wait_s))
+        self._observer = Observer(lambda: arena.tables, lambda: arena.section(arena.lock_wait_s))
         self._below: _Below | None = None
 
     def put_below(self, store: NvmeStore) -> None:
@@ -46,7 +46,7 @@ class Retention:
             used = self._observer.observe(self._policy, self._admission, now=time.monotonic())
             if self._below is not None and len(used):
                 # What is used above is as good below.
-                slots = find_alike(self._tables, used, self._below.store.tables)
+                slots = find_alike(self._arena.tables, used, self._below.store.tables)
                 both = slots >= 0
                 self._below.take_over(slots[both], self._policy, used[both])
                 self._below.store.touch(slots[both])
@@ -56,12 +56,12 @@ class Retention:
         with self._lock:
             ranks = self._policy.rank(slots, now=time.monotonic())
         # What was given up goes before all others.
-        ranks[self._tables.slot_tick[slots] == 0] = -np.inf
+        ranks[self._arena.tables.slot_tick[slots] == 0] = -np.inf
         return ranks
 
     def admits(self, slots: Array) -> Array:
         """Return a mask of the arena's blocks that are worth their write to the tier below."""
-        names = self._tables.slot_key[slots, 0].view(np.int64)
+        names = self._arena.tables.slot_key[slots, 0].view(np.int64)
         with self._lock:
             return self._admission.admits(slots, names, now=time.monotonic())
 

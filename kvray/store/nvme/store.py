@@ -190,6 +190,17 @@ class NvmeStore:
         with self._section():
             slots.abort(self.tables, pending.reservation)
 
+    def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:
+        """See `ArenaOwner.changes_since`."""
+        # Without the lock: what is missed by a moment is seen the next time.
+        changed = np.flatnonzero(self.tables.slot_version != seen)
+        if not len(changed):
+            return changed, changed.astype(bool), self.tables.slot_key[changed]
+        with self._section():
+            seen[changed] = self.tables.slot_version[changed]
+            ready = self.tables.slot_state[changed] == READY
+            return changed, ready, self.tables.slot_key[changed]
+
     def touch(self, used: Array) -> None:
         """Note that blocks were used, in this tier or above: they do not go soon."""
         with self._section():

@@ -48,11 +48,16 @@ class Observer:
     slots of the others have whatever that one has.
     """
 
-    def __init__(self, tables: Tables, section: Section) -> None:
-        """Have seen nothing yet: what is there counts as stored at the first look."""
+    def __init__(self, tables: Callable[[], Tables], section: Section) -> None:
+        """Have seen nothing yet: what is there counts as stored at the first look.
+
+        Args:
+            tables: returns the tier's; they are not kept, for they may be mapped memory.
+            section: see there.
+        """
         self._tables = tables
         self._section = section
-        num_slots = tables.geometry.num_slots
+        num_slots = tables().geometry.num_slots
         self._tick, self._number = np.zeros((2, num_slots), dtype="<u8")
         self._version = np.zeros(num_slots, dtype="<u4")
         self._is_held = np.zeros(num_slots, dtype=bool)
@@ -99,12 +104,12 @@ class Observer:
 
     def known(self, slots: Array) -> None:
         """Have seen what is in these slots now: the policy was told of it otherwise."""
-        tables = self._tables
+        tables = self._tables()
         self._tick[slots], self._number[slots] = tables.slot_tick[slots], tables.slot_number[slots]
         self._version[slots], self._is_held[slots] = tables.slot_version[slots], True
 
     def _changed(self) -> _Rows | None:
-        tables = self._tables
+        tables = self._tables()
         # Without the lock: what is missed by a moment is seen the next time.
         is_changed = tables.slot_tick != self._tick
         is_changed |= tables.slot_version != self._version
@@ -142,7 +147,7 @@ class Observer:
 
     def _copy_to_twins(self, policy: Policy, slots: Array) -> None:
         """Have the other parts of blocks be known by what is known of their first."""
-        tables = self._tables
+        tables = self._tables()
         namespaces = tables.slot_namespace[slots]
         for namespace, (first, *others) in list(self._parts.items()):
             if not others:

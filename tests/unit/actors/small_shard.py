@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from kvray.actors.lookup import Announcement, Answer, Lookup
+from kvray.actors.nvme_tier import NvmeSettings
 from kvray.actors.shard import Shard, ShardSettings
 from kvray.block import BlockKey, Namespace
 from kvray.errors import ShardUnavailable
 from kvray.store import Arena
+from tests.unit.store.nvme.small_store import spec as nvme_spec
 from tests.unit.store.small_arena import PATIENT_S, spec
 
 WAIT_S = 60.0
@@ -63,6 +65,19 @@ def settings_for(directory: Path, **changes: Any) -> ShardSettings:
         lease_warn_s=60.0,
         announce_s=0.02,
         heartbeat_s=0.1,
+    )
+    return replace(settings, **changes)
+
+
+def nvme_for(parent: Path, **changes: Any) -> NvmeSettings:
+    """Return the settings of 256 blocks on disk; from a half full arena on they are written."""
+    settings = NvmeSettings(
+        directory=parent / "nvme",
+        spec=nvme_spec(num_segments=16),
+        high_watermark=0.5,
+        bytes_per_day=None,
+        flush_s=10.0,
+        reads_max=2,
     )
     return replace(settings, **changes)
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.actors.nvme_tier import NvmeSettings
 from kvray.actors.ownership import sweep
 from kvray.actors.shard import Shard
 from kvray.block import BlockKey
@@ -21,12 +20,12 @@ from tests.unit.actors.small_shard import (
     NAMESPACE,
     Line,
     failed_with,
+    nvme_for,
     open_arena,
     settings_for,
     wait_for,
     wait_until_serving,
 )
-from tests.unit.store.nvme.small_store import spec
 from tests.unit.store.small_arena import SLOT, chain, fetch, store
 
 MINE = replace(NAMESPACE, part_bytes=SLOT)
@@ -40,20 +39,9 @@ class Node:
     changes: dict[str, Any]
     shard: Shard | None = None
 
-    def nvme(self, **changes: Any) -> NvmeSettings:
-        settings = NvmeSettings(
-            directory=self.parent / "nvme",
-            spec=spec(num_segments=16),
-            high_watermark=0.5,
-            bytes_per_day=None,
-            flush_s=10.0,
-            reads_max=2,
-        )
-        return replace(settings, **changes)
-
     def start(self, **changes: Any) -> Shard:
         directory = self.parent / "shm"
-        settings = settings_for(directory, nvme=self.nvme(**changes), free_target=0.1)
+        settings = settings_for(directory, nvme=nvme_for(self.parent, **changes), free_target=0.1)
         self.shard = Shard("kvray-shard-n", settings, Line().announce)
         self.shard.start()
         return self.shard

@@ -20,10 +20,12 @@ from kvray.block import BlockKey
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.keys import chain_keys, request_seed
 from kvray.node.shard_socket import ShardSocket
+from kvray.store import ArenaOwner
 from tests.unit.actors.nodes import SETTINGS, Nodes
 from tests.unit.actors.small_shard import (
     NAMESPACE,
     Line,
+    nvme_for,
     open_arena,
     settings_for,
     wait_for,
@@ -49,9 +51,10 @@ class Calls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """Shards `a` and `b`, and an engine at `a`."""
+    """Shards `a` and `b`, which has a disk, and an engine at `a`."""
 
     a: Shard
+    b: Shard
     nodes: Nodes
     engine: ShardSocket
 
@@ -68,15 +71,22 @@ class Tier:
 @pytest.fixture
 def tier() -> Iterator[Tier]:
     parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+    disk = Path(tempfile.mkdtemp(prefix="kvray-test-"))
     line = Line()
     calls = Calls(line)
     shards = {}
     for name in "ab":
-        settings = settings_for(parent / name, staging=replace(SETTINGS, handover_s=0.5))
+        settings = settings_for(
+            parent / name,
+            staging=replace(SETTINGS, handover_s=0.5),
+            nvme=nvme_for(disk) if name == "b" else None,
+            admission="all",
+        )
         shards[name] = Shard(f"kvray-shard-{name}", settings, line.announce, ask=calls)
         shards[name].start()
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, parent)
+        stack.callback(shutil.rmtree, disk)
         for name, shard in shards.items():
             stack.callback(sweep, parent / name)
             stack.callback(shard.stop, retire=False, timeout_s=10)
@@ -88,7 +98,8 @@ def tier() -> Iterator[Tier]:
             keys, time.monotonic()
         )
         engine = stack.enter_context(contextlib.closing(ShardSocket(parent / "a")))
-        made = Tier(a=shards["a"], nodes=nodes, engine=engine)
+        nodes.others["kvray-shard-b.promote"] = shards["b"].promote
+        made = Tier(a=shards["a"], b=shards["b"], nodes=nodes, engine=engine)
         made.register()
         wait_for(lambda: made.ask("report", counters={})["peers"], "hearing of the other")
         yield made
@@ -110,6 +121,33 @@ def test_an_engine_gets_by_its_socket_what_the_other_node_has(tier: Tier) -> Non
     assert fetch(tier.nodes["a"].arena, KEYS, leases[0])
     staging = tier.a.status()["staging"]
     assert (staging["stages"], staging["staged_blocks"]) == (1, 12)
+
+
+def test_what_the_other_node_has_on_disk_only_is_known_and_comes_too(tier: Tier) -> None:
+    keys = chain(40)
+    store(tier.nodes["b"].arena, keys)
+    wait_for(lambda: tier.b.status()["nvme"]["demoted_blocks"] == 40)
+    assert ArenaOwner(tier.nodes["b"].arena).clear() == 40
+    time.sleep(0.1)  # so that what has gone would be announced
+    assert known(tier, keys)
+    # Its memory has another prompt's blocks, and the beginning is here already.
+    store(tier.nodes["a"].arena, keys[:7])
+    answer = tier.stage(keys)
+    assert answer == {"ok": True, "num_blocks": 40, "reason": "none", "leases": {}}
+    leases = tier.nodes["a"].arena.lease(keys)
+    assert leases
+    assert fetch(tier.nodes["a"].arena, keys, leases[0])
+    assert tier.a.status()["staging"]["roused_blocks"] == 33
+    assert tier.b.status()["nvme"]["promoted_blocks"] == 33
+
+
+def test_what_is_neither_in_memory_nor_on_disk_any_more_is_announced_as_gone(tier: Tier) -> None:
+    keys = chain(40)
+    store(tier.nodes["b"].arena, keys)
+    wait_for(lambda: tier.b.status()["nvme"]["demoted_blocks"] == 40)
+    wait_for(lambda: known(tier, keys))
+    tier.b.clear(5.0)
+    wait_for(lambda: not known(tier, keys[:1]))
 
 
 def test_a_staged_copy_is_announced_as_a_further_holder(tier: Tier) -> None:

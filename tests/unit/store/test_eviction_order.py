@@ -87,6 +87,14 @@ def test_what_is_given_up_goes_before_a_policys_first(tables: Tables) -> None:
     assert victims(tables, 1, rank=ranks.take) == useless.slots.tolist()
 
 
+def test_a_rank_may_be_without_a_bound(tables: Tables) -> None:
+    keep = put(tables, chain(2, seed="keep"), priority=90)
+    low = put(tables, chain(2, seed="low"), priority=10)
+    ranks = np.full(tables.geometry.num_slots, -np.inf)
+    ranks[low.slots] = [-np.inf, 1.0]
+    assert victims(tables, 99, rank=ranks.take) == [*low.slots[::-1], *keep.slots[::-1]]
+
+
 def test_a_namespace_over_its_quota_goes_first_as_far_as_it_is_over_it(tables: Tables) -> None:
     old = put(tables, chain(4, seed="old"), namespace=THEIRS, priority=0)
     made = put(tables, chain(6), namespace=MINE, priority=100)

@@ -58,6 +58,15 @@ def test_of_a_namespace_the_lower_priorities_go(arena: Arena) -> None:
     assert arena.match(chain(2, seed="low0")) == 0
 
 
+def test_of_one_priority_the_policy_decides(arena: Arena) -> None:
+    put(arena, "old", 2, MINE)
+    put(arena, "young", 2, MINE)
+    keeper = own(arena, mine=2)
+    ticks = arena.tables.slot_tick.astype(float)
+    assert keeper.evict_ahead(0.0, lambda slots: -ticks[slots]) == 2
+    assert (arena.match(chain(2, seed="old0")), arena.match(chain(2, seed="young0"))) == (2, 0)
+
+
 def test_what_comes_later_is_kept_within_the_quota_as_well(arena: Arena) -> None:
     keeper = own(arena, mine=4)
     assert keeper.evict_ahead(0.0) == 0

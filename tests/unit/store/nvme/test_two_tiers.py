@@ -43,7 +43,6 @@ class Refusing(Retention):
 
     def __init__(self, arena: Arena, refused: frozenset[BlockKey]) -> None:
         super().__init__(arena, "lru", "all")
-        self._arena = arena
         self._refused = refused
 
     def rank(self, slots: Array) -> Array:

@@ -49,7 +49,7 @@ class Watched:
     def __init__(self) -> None:
         self.tables = make_tables()
         self.is_busy = False
-        self._observer = Observer(self.tables, self._section)
+        self._observer = Observer(lambda: self.tables, self._section)
 
     @contextlib.contextmanager
     def _section(self) -> Iterator[bool]:

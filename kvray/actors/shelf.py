@@ -1,0 +1,79 @@
+"""What one tier of a node holds, as it was told last."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvray.index import PARTS_MAX
+from kvray.store import lease
+from kvray.store.tables import Array, Tables
+
+ChangesSince = Callable[[Array], tuple[Array, Array, Array]]
+"""See `ArenaOwner.changes_since`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """Blocks: keys, u64 of shape [num_blocks, 4], and the part of each."""
+
+    keys: Array
+    parts: Array
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def chosen(self, mask: Array) -> "Entries":
+        """Return those in `mask`."""
+        return Entries(keys=self.keys[mask], parts=self.parts[mask])
+
+
+class Shelf:
+    """The blocks of one tier, from its tables; single-threaded."""
+
+    def __init__(self, tables: Callable[[], Tables], changes_since: ChangesSince) -> None:
+        """Have told nothing yet: what is there counts as a change.
+
+        Args:
+            tables: returns the tier's; they are not kept, for they may be mapped memory.
+            changes_since: of the same tier.
+        """
+        self._tables = tables
+        self._changes_since = changes_since
+        versions, rows = tables().slot_version, tables().geometry.num_slots
+        # A version no slot has, so that what an adopted tier holds counts as a change.
+        self._seen = np.where(versions == 0, versions, versions - np.uint32(1))
+        self._held = np.zeros(rows, dtype=bool)
+        self._keys = np.zeros((rows, 4), dtype="<u8")
+        self._parts = np.zeros(rows, dtype=np.uint32)
+        self.num_held = np.zeros(PARTS_MAX, dtype=np.int64)
+        """Blocks that are held of each part."""
+
+    def collect(self) -> tuple[Entries, Entries] | None:
+        """Return (what has gone, what has come) since the last call; None if nothing has."""
+        slots, ready, keys = self._changes_since(self._seen)
+        if not len(slots):
+            return None
+        parts = self._tables().slot_part[slots]
+        # One engine's absurd part must not have everything refused that the shard announces.
+        ready &= parts < PARTS_MAX
+        was_held = slots[self._held[slots]]
+        gone = Entries(keys=self._keys[was_held], parts=self._parts[was_held])
+        come = Entries(keys=keys[ready], parts=parts[ready])
+        self.num_held += np.bincount(come.parts, minlength=PARTS_MAX)
+        self.num_held -= np.bincount(gone.parts, minlength=PARTS_MAX)
+        self._held[slots] = ready
+        self._keys[slots], self._parts[slots] = keys, parts
+        return gone, come
+
+    def held(self) -> Entries:
+        """Return everything that was told of and has not gone since."""
+        return Entries(keys=self._keys[self._held], parts=self._parts[self._held])
+
+    def has(self, entries: Entries) -> Array:
+        """Return a mask of the `entries` that are here now; read without the lock."""
+        here = np.zeros(len(entries), dtype=bool)
+        for part in np.unique(entries.parts).tolist():
+            rows = np.flatnonzero(entries.parts == part)
+            here[rows] = lease.present(self._tables(), entries.keys[rows], part)
+        return here
