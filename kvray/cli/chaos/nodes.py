@@ -180,6 +180,7 @@ class Machine:
         has_network: bool = False,
         mount_bytes: int | None = None,
         disk_bytes: int | None = None,
+        has_nvme: bool = False,
         environ: Mapping[str, str] | None = None,
         waiting: Callable[[float], None] = lambda elapsed_s: None,
     ) -> None:
@@ -191,6 +192,7 @@ class Machine:
             mount_bytes: give each a tmpfs of that size for its arena; needs root. None: a
                 directory in /dev/shm.
             disk_bytes: put everything that Ray writes on a tmpfs of that size; needs root.
+            has_nvme: give each a directory of its own for blocks on disk.
             environ: variables of every node besides those of this process, whose settings of
                 kvray are left out.
             waiting: called a few times a second while Ray starts.
@@ -203,6 +205,7 @@ class Machine:
         self._keeper = _start_keeper(self.directory, self.scratch)
         self.scratch.mkdir(mode=0o700)
         self.token = secrets.token_hex(16)
+        self._has_nvme = has_nvme
         self.network: Network | None = None
         self.nodes: list[Node] = []
         self._holders: list[subprocess.Popen[bytes]] = []
@@ -338,10 +341,13 @@ class Machine:
         if number == 0:
             command.append("--include-dashboard=false")
         arena_dir = arena_dir or self.scratch / name
+        environ = {**self._own, "KVRAY_ARENA__DIR": str(arena_dir)}
+        if self._has_nvme:
+            environ["KVRAY_NVME__DIR"] = str(self.directory / f"{name}-nvme")
         node = Node(
             name,
             command=command,
-            environ={**self._own, "KVRAY_ARENA__DIR": str(arena_dir)},
+            environ=environ,
             directory=self.directory,
             arena_dir=arena_dir,
         )

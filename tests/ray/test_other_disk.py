@@ -1,0 +1,88 @@
+"""Two nodes with disks: what one has flushed is a hit on the other, after a new start."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from kvray.reference.llm_args import KvConnectorConfig
+from kvray.reference.replica import Replica
+from tests.ray.cluster import SETTINGS, TwoNodes, open_two_nodes, wait_for
+
+pytestmark = pytest.mark.ray
+
+TOKENS_PER_BLOCK = 32
+PROMPT = [random.Random("disk").randrange(3, 250) for _ in range(640)]
+WHOLE_TOKENS = 608
+"""That an engine loads of a prompt of 640 tokens: it computes at least one itself."""
+CONNECTOR = KvConnectorConfig(
+    connector_module="kvray.connector",
+    connector_scheduler_class="KvRayScheduler",
+    connector_worker_class="KvRayWorker",
+)
+WITH_DISK = {
+    **SETTINGS,
+    "connector": {**SETTINGS["connector"], "stage_wait_s": 5.0},
+    "nvme": {"capacity": "256MiB", "segment": "16MiB", "free_reserve": "1MiB"},
+}
+
+
+def run(nodes: TwoNodes, command: str, *args: str) -> str:
+    done = nodes.machine.run(command, *args, "-c", str(nodes.config_path))
+    assert done.returncode == 0, done.stderr
+    return str(done.stdout)
+
+
+def shards(nodes: TwoNodes) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(run(nodes, "status", "--json"))["shards"]
+    return found
+
+
+def start(nodes: TwoNodes, number: int) -> Replica:
+    return Replica.start(
+        f"on-node-{number}",
+        env=nodes.engine_environ(nodes.nodes[number]),
+        model="tiny:11",
+        tokens_per_block=TOKENS_PER_BLOCK,
+        num_blocks=128,
+        connector=CONNECTOR,
+        num_threads=1,
+    )
+
+
+def num_on_disk(nodes: TwoNodes) -> list[int]:
+    return sorted(shard["nvme"]["blocks"] for shard in shards(nodes))
+
+
+def test_a_prompt_that_one_node_has_flushed_is_a_hit_on_the_other() -> None:
+    with open_two_nodes(WITH_DISK, has_nvme=True) as nodes:
+        first = start(nodes, 0)
+        try:
+            (expected,) = first.generate([PROMPT], max_tokens=4)
+            wait_for(
+                lambda: sum(shard["arena"]["blocks"] for shard in shards(nodes)) >= 20,
+                "saving",
+                timeout_s=20,
+            )
+        finally:
+            first.kill()
+        run(nodes, "down")
+        run(nodes, "up")
+        assert num_on_disk(nodes) == [0, 20]
+        second = start(nodes, 1)
+        try:
+            wait_for(lambda: _knows(nodes), "the announcement", timeout_s=20)
+            (output,) = second.generate([PROMPT], max_tokens=4)
+        finally:
+            second.kill()
+        assert output.token_ids == expected.token_ids
+        assert output.hit_tokens == WHOLE_TOKENS
+        assert sorted(shard["nvme"]["promoted_blocks"] for shard in shards(nodes)) == [0, 19]
+
+
+def _knows(nodes: TwoNodes) -> bool:
+    """Whether the lookup knows the blocks, and the movers can fetch."""
+    status = json.loads(run(nodes, "status", "--json"))
+    movers = [mover["state"] for mover in status["movers"]]
+    return bool(status["lookup"]["keys"] >= 20 and movers == ["serving"] * 2)
