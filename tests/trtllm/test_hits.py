@@ -1,10 +1,12 @@
 """What one engine has computed a new one loads, byte for byte, however its requests come."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from kvray.store.layout import READY
 from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.shapes import BLOCK, FLAT, MLA, Shape, with_dtype
 from tests.trtllm.version import Version
@@ -186,9 +188,26 @@ def test_an_offer_that_the_engine_ignores_is_neither_loaded_nor_kept(
     assert warm.totals["loaded_blocks"] == 0
 
 
-def test_retention_priorities_change_nothing(make_engine: MakeEngine, version: Version) -> None:
+def test_retention_priorities_arrive_with_the_blocks(
+    make_engine: MakeEngine, version: Version
+) -> None:
     is_known = "kv_cache_retention_config" in version.stand_in.REQUEST_FIELDS
-    retained = {"kv_cache_retention_config": object()} if is_known else {}
+    retained = {"kv_cache_retention_config": SimpleNamespace(priority=80)} if is_known else {}
+    cold = make_engine(is_flat=True)
+    cold.serve(PROMPT, **retained)
+    cold.close()
+    warm = make_engine(is_flat=True)
+    assert warm.serve(PROMPT, **retained).num_hit == 36
+    tables = warm.arena.tables
+    mine = (tables.slot_state == READY) & (tables.slot_namespace != 0)
+    assert set(tables.slot_priority[mine].tolist()) == {80 if is_known else 35}
+
+
+def test_without_priorities_in_reports_a_retained_request_is_like_any_other(
+    make_engine: MakeEngine, version: Version
+) -> None:
+    is_known = "kv_cache_retention_config" in version.stand_in.REQUEST_FIELDS
+    retained = {"kv_cache_retention_config": SimpleNamespace(priority=35)} if is_known else {}
     cold = make_engine()
     cold.serve(PROMPT, **retained)
     cold.close()

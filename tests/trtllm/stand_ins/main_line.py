@@ -180,7 +180,12 @@ class Manager(v1_3rc.Manager):
         if self.is_flat:
             deltas = self.deltas(request, cache)
             hashes = [hash(request.digest(at * 4 + 3)) for at in range(len(request.tokens) // 4)]
-            return RequestData(*deltas, block_hashes=hashes, cache_salt=request.cache_salt)
+            return RequestData(
+                *deltas,
+                block_hashes=hashes,
+                priorities=v1_3rc.priorities_of(request, len(deltas[2])),
+                cache_salt=request.cache_salt,
+            )
         tokens, groups = request.get_tokens(0), cache.pages_of(request)
         num_tokens, counts = self.seen.get(request.request_id, (0, [0] * len(groups)))
         self.seen[request.request_id] = (len(tokens), [len(pages) for pages in groups])

@@ -41,6 +41,12 @@ class KvCacheConnectorScheduler(v1_2.KvCacheConnectorScheduler):
         return
 
 
+def priorities_of(request: Any, num_pages: int) -> list[int] | None:
+    """Return those of new pages, which the cache manager has from the retention config."""
+    retention = request.kv_cache_retention_config
+    return None if retention is None else [retention.priority] * num_pages
+
+
 def llm_args(*, cache: dict[str, Any], **changes: Any) -> Any:
     return v1_2.llm_args(cache={"use_kv_cache_manager_v2": False, **cache}, **changes)
 
@@ -52,10 +58,9 @@ class Manager(v1_2.Manager):
 
     def report(self, request: Any, cache: Any) -> Any:
         deltas = self.deltas(request, cache)
-        is_retained = request.kv_cache_retention_config is not None
         return RequestData(
             *deltas,
-            priorities=[35] * len(deltas[2]) if is_retained else None,
+            priorities=priorities_of(request, len(deltas[2])),
             cache_salt_id=request.cache_salt_id,
         )
 
