@@ -39,6 +39,8 @@ from kvray.errors import KVRayError
 
 _NAME = "chaos"
 _ARENA = "32MiB"
+_NVME = "64MiB"
+"""More than the arena, and on the disk that is filled up."""
 _SLOT = "16KiB"
 _LOCK_WAIT_S = 0.02
 """All nodes share the cores of this machine: wait for a neighbour to be scheduled."""
@@ -105,6 +107,7 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
                 has_network=is_root,
                 mount_bytes=_MOUNT_BYTES if is_root else None,
                 disk_bytes=_DISK_BYTES if is_root else None,
+                has_nvme=True,
                 waiting=lambda elapsed_s: interrupts.check(),
             )
             stack.callback(machine.close)
@@ -153,6 +156,7 @@ class _Scene:
                     "limbo_s": 10,
                     "lock_wait_s": _LOCK_WAIT_S,
                 },
+                "nvme": {"capacity": _NVME, "segment": "2MiB", "free_reserve": "1MiB"},
                 "connector": {"model_key": "tiny", "verify_on_load": "always"},
             },
             cluster_name=_NAME,
