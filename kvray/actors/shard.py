@@ -22,6 +22,7 @@ from kvray.actors.claim import Claim
 from kvray.actors.engine_requests import EngineRequests
 from kvray.actors.engine_server import EngineServer, check_path
 from kvray.actors.introductions import Introductions
+from kvray.actors.keeper import Keeper
 from kvray.actors.long_leases import LongLeases
 from kvray.actors.nvme_tier import NvmeSettings, NvmeTier
 from kvray.actors.orders import FetchOrder
@@ -31,12 +32,10 @@ from kvray.actors.prompt_keys import prompt_keys
 from kvray.actors.replica_stager import ReplicaStager
 from kvray.actors.replicas import Replicas
 from kvray.actors.stager import Stager, StagingSettings
-from kvray.errors import ConfigError, KVRayError, ShardUnavailable, TierError
+from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 from kvray.store.arena import ARENA_FILE
-from kvray.store.nvme import NvmeStore
 from kvray.store.prefault import Populator
-from kvray.store.retention import Retention
 from kvray.wire import SOCKET_FILE
 
 _log = logging.getLogger("kvray.shard")
@@ -45,8 +44,6 @@ T = TypeVar("T")
 
 _RETRY_S = 0.1
 _LAST_SEND_S = 3.0
-_NVME_WAIT_S = 20.0
-"""How long another process may take to let go of the NVMe tier's directory."""
 _ANSWER_S = 2.0
 """How long the event loop may take to get to a call."""
 
@@ -102,8 +99,7 @@ class Shard:
         self._peers = Peers(name, ask, call_timeout_s=settings.staging.call_timeout_s)
         self._owner: ArenaOwner | None = None
         self._stager: ReplicaStager | None = None
-        self._nvme: NvmeTier | None = None
-        self._retention: Retention | None = None
+        self._keeper: Keeper | None = None
         self._epoch = 0
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -150,8 +146,8 @@ class Shard:
             status["namespaces"] = self._replicas.namespaces()
             if self._stager is not None:
                 status["staging"] = self._stager.status()
-            if self._nvme is not None:
-                status["nvme"] = self._nvme.status()
+            if (nvme := self._nvme()) is not None:
+                status["nvme"] = nvme.status()
         return status
 
     def clear(self, timeout_s: float) -> int:
@@ -165,7 +161,8 @@ class Shard:
         """
         self._serving()
         cleared = self._on_loop(lambda: self._serving().clear(), timeout_s)
-        return cleared + (self._nvme.clear() if self._nvme is not None else 0)
+        nvme = self._nvme()
+        return cleared + (nvme.clear() if nvme is not None else 0)
 
     def prefetch(
         self,
@@ -226,9 +223,10 @@ class Shard:
             ShardUnavailable: the shard is not serving, or does not answer in time.
         """
         self._serving()
-        if self._nvme is None:
+        nvme = self._nvme()
+        if nvme is None:
             return 0
-        report = self._await_on_loop(self._nvme.promote(order), order.deadline_s)
+        report = self._await_on_loop(nvme.promote(order), order.deadline_s)
         return sum(source.num_blocks for source in report.sources.values())
 
     def stage(self, replica: str, rank: int, keys: bytes, wait_s: float) -> dict[str, Any]:
@@ -357,20 +355,19 @@ class Shard:
             owner = ArenaOwner(arena, self._settings.quotas)
             populator = Populator(arena.tables)
             if await self._adopt(owner):
-                policy, admission = self._settings.policy, self._settings.admission
-                self._retention = Retention(arena, policy, admission)
-                self._nvme = await self._open_nvme(arena, self._retention)
+                self._keeper = await self._make_keeper(owner)
                 self._stager = self._make_stager(arena)
                 await server.start()
                 self._owner, self._state = owner, {"state": "serving"}
                 await self._serve(owner)
-                await self._flush()
+                if self._flushes:
+                    await self._keeper.flush(self._flushing)
         finally:
             await server.close()
             if self._stager is not None:
                 await self._stager.close()
-            if self._nvme is not None:
-                await self._require_loop().run_in_executor(None, self._nvme.close)
+            if self._keeper is not None:
+                await self._keeper.close()
             if populator is not None:
                 populator.stop()
             if arena is not None:
@@ -379,6 +376,21 @@ class Shard:
                 remove_files(directory)
             claim.release()
 
+    async def _make_keeper(self, owner: ArenaOwner) -> Keeper:
+        settings = self._settings
+        keeper = Keeper(
+            owner,
+            free_target=settings.free_target,
+            policy=settings.policy,
+            admission=settings.admission,
+        )
+        if settings.nvme is not None:
+            await keeper.open_nvme(settings.nvme, self._stopping)
+        return keeper
+
+    def _nvme(self) -> NvmeTier | None:
+        return None if self._keeper is None else self._keeper.nvme
+
     def _make_stager(self, arena: Arena) -> ReplicaStager:
         settings = self._settings.staging
         stager = Stager(
@@ -386,39 +398,13 @@ class Shard:
             self._peers,
             settings,
             num_shards=lambda: self._announcer.num_shards,
-            nvme=self._nvme,
+            nvme=self._nvme(),
         )
         return ReplicaStager(arena, stager, self._replicas, self._peers, settings)
 
     def _has_more(self) -> bool:
         """Whether there may be blocks that are not in the arena but can be staged."""
-        return self._announcer.num_shards > 1 or bool(self._nvme)
-
-    async def _open_nvme(self, arena: Arena, retention: Retention) -> NvmeTier | None:
-        """Open the NVMe tier, if there is to be one, once an earlier self has let go of it.
-
-        Raises:
-            ShardUnavailable: another process goes on owning its directory.
-            CapacityError, ConfigError: it cannot be made as it is to be.
-        """
-        settings, until = self._settings.nvme, time.monotonic() + _NVME_WAIT_S
-        while settings is not None:
-            try:
-                return await self._require_loop().run_in_executor(
-                    None, NvmeTier, arena, retention, settings
-                )
-            except TierError as error:
-                _log.error("%s goes on without its NVMe tier: %s", self.name, error)
-                return None
-            except ShardUnavailable:
-                if time.monotonic() > until or self._stopping.is_set():
-                    raise
-            await self._pause(_RETRY_S)
-        return None
-
-    async def _flush(self) -> None:
-        if self._nvme is not None and self._flushes:
-            await self._nvme.flush(self._flushing)
+        return self._announcer.num_shards > 1 or bool(self._nvme())
 
     def _flushing(self, done: int, total: int) -> None:
         self._state = {"state": "flushing", "done": done, "total": total}
@@ -467,22 +453,17 @@ class Shard:
     async def _serve(self, owner: ArenaOwner) -> None:
         """Do the shard's regular work until told to stop."""
         settings, loop = self._settings, self._require_loop()
+        assert self._keeper is not None, "whoever serves has one"
         heartbeat_at = 0.0
         is_due = False
         sending: asyncio.Future[None] | None = None
-        keeping: asyncio.Future[None] | None = None
         introductions = Introductions(self._peers)
         while not self._stopping.is_set():
             now = time.monotonic()
             if now >= heartbeat_at:
                 heartbeat_at, is_due = now + settings.heartbeat_s, True
                 self._bury_and_warn(owner)
-            if keeping is None or keeping.done():
-                if keeping is not None:
-                    keeping.result()
-                keeping = loop.run_in_executor(None, self._keep, owner)
-            if self._nvme is not None:
-                self._nvme.tick(now)
+            self._keeper.tick(now)
             self._staging().expire()
             introductions.tick(now, num_shards=self._announcer.num_shards)
             self._announcer.name_ranks(self._replicas.connected())
@@ -491,24 +472,13 @@ class Shard:
                 if sending is not None:
                     sending.result()
                     sending = None
-                if self._announcer.collect(owner, self._store_below()) or is_due:
+                if self._announcer.collect(owner, self._keeper.store) or is_due:
                     sending = loop.run_in_executor(None, self._announcer.send, self._epoch)
                     is_due = False
             await self._pause(settings.announce_s)
         introductions.close()
-        if keeping is not None:
-            await keeping
         if sending is not None:
             await asyncio.wait([sending], timeout=_LAST_SEND_S)
-
-    def _store_below(self) -> NvmeStore | None:
-        return None if self._nvme is None else self._nvme.store
-
-    def _keep(self, owner: ArenaOwner) -> None:
-        """Have free what is to be free; in a thread, because all blocks are ranked for it."""
-        assert self._retention is not None, "whoever serves has one"
-        self._retention.observe()
-        owner.evict_ahead(self._settings.free_target, self._retention.rank)
 
     def _bury_and_warn(self, owner: ArenaOwner) -> None:
         for label in owner.bury_dead(limbo_s=self._settings.limbo_s):
