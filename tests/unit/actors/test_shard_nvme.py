@@ -41,7 +41,13 @@ class Node:
 
     def start(self, **changes: Any) -> Shard:
         directory = self.parent / "shm"
-        settings = settings_for(directory, nvme=nvme_for(self.parent, **changes), free_target=0.1)
+        settings = settings_for(
+            directory,
+            nvme=nvme_for(self.parent, **changes),
+            free_target=0.1,
+            policy="lru",
+            admission="all",
+        )
         self.shard = Shard("kvray-shard-n", settings, Line().announce)
         self.shard.start()
         return self.shard
