@@ -4,6 +4,8 @@ Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 202
 kept as numbers of their blocks, and turned when blocks have left them.
 """
 
+from collections import OrderedDict
+
 import numpy as np
 
 from kvray.store.policy.policy import Array, Use
@@ -20,8 +22,9 @@ class S3FIFO:
     def __init__(self, num_slots: int) -> None:
         """Rank blocks in slots 0 to `num_slots` - 1."""
         self._ghosts_max = num_slots
-        # Names of blocks that left the small queue, the oldest first.
-        self._ghosts: dict[int, None] = {}
+        # Names of blocks that left the small queue, the oldest first. In a plain dict the first one
+        # is the harder to find, the more were deleted before it.
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
         self._next = 1
         # Place in its queue; 0: in none.
         self._place = np.zeros(num_slots, dtype=np.int64)
@@ -49,7 +52,7 @@ class S3FIFO:
             self._ghosts.pop(name, None)
             self._ghosts[name] = None
         while len(self._ghosts) > self._ghosts_max:
-            del self._ghosts[next(iter(self._ghosts))]
+            self._ghosts.popitem(last=False)
         behind_small = self._place[small].max(initial=0)
         behind_main = self._place[main].max(initial=0)
         self._place[slots] = 0
