@@ -37,7 +37,8 @@ class Victims:
         found = self._next(count, protect)
         if len(found) < count:
             self._rank(count, protect, now)
-            found = self._next(count, protect)
+            found, self._slots = self._slots[:count], self._slots[count:]
+            self._ticks = self._ticks[count:]
         return found
 
     def _next(self, count: int, protect: Array) -> Array:
