@@ -16,7 +16,7 @@ BLOCK_BYTES = 4096
 _PART = 0
 _WANTED = lease.Wanted(_PART)
 _NO_CANDIDATES = slots.Candidates()
-_RANKED_SHARE, _RANKED_MIN = 0.05, 64
+_RANKED_SHARE, _RANKED_MIN = 0.05, 96
 """Blocks that are ranked at a time."""
 _STEP_SHARE, _STEP_MIN = 0.01, 16
 """Blocks that go at a time, as a tier is kept a little below full."""
@@ -36,8 +36,8 @@ class Tier:
         self.policy = policy
         self.num_blocks = num_blocks
         self._num_free = num_blocks
-        ranked = max(_RANKED_MIN, int(_RANKED_SHARE * num_blocks))
-        self._victims = Victims(self.tables, policy, ranked=ranked)
+        self._ranked = max(_RANKED_MIN, int(_RANKED_SHARE * num_blocks))
+        self._victims = Victims(self.tables, policy, ranked=self._ranked)
         self._step = max(_STEP_MIN, int(_STEP_SHARE * num_blocks))
 
     def find(self, keys: Array) -> Array:
@@ -65,8 +65,18 @@ class Tier:
         self.policy.freed(victims)
         self._num_free += len(victims)
 
+    def next_to_go(self, count: int, *, protect: Array, now: float) -> Array:
+        """Return up to `count` slots to evict, or more if more are ranked at a time anyway."""
+        return self._victims.take(max(count, self._ranked), protect=protect, now=now)
+
     def store(self, keys: Array, *, parent: Array | None, depth: int) -> slots.Reservation:
         """Store what is missing of `keys`, for which room was made; see `slots.reserve`."""
+        made = self.reserve(keys, parent=parent, depth=depth)
+        self.commit(made)
+        return made
+
+    def reserve(self, keys: Array, *, parent: Array | None, depth: int) -> slots.Reservation:
+        """Reserve slots for what is missing of `keys`, for which room was made."""
         made = slots.reserve(
             self.tables,
             keys,
@@ -78,6 +88,9 @@ class Tier:
             candidates=_NO_CANDIDATES,
         )
         assert made is not None, "it makes do with what there is"
-        slots.commit(self.tables, made, np.zeros(len(made.slots), dtype="<u8"))
         self._num_free -= len(made.slots)
         return made
+
+    def commit(self, made: slots.Reservation) -> None:
+        """Have blocks found from now on for which slots were reserved."""
+        slots.commit(self.tables, made, np.zeros(len(made.slots), dtype="<u8"))

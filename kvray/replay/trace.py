@@ -66,6 +66,11 @@ class Trace:
         """Return the block before each block, `NO_PARENT` for roots; shape [num_unique]."""
         return _first_values(_before(self.ids, self.starts), self.ids, self.num_unique)
 
+    def depths(self) -> Ints:
+        """Return the place of each block in every prompt that has it; shape [num_unique]."""
+        place = np.arange(self.num_refs) - np.repeat(self.starts[:-1], np.diff(self.starts))
+        return _first_values(place, self.ids, self.num_unique)
+
     def hit_tokens(self, hit_blocks: Ints) -> int:
         """Return the tokens in the first `hit_blocks[r]` blocks of every request `r`."""
         return int(np.minimum(hit_blocks * self.block_tokens, self.num_tokens).sum())
