@@ -116,7 +116,7 @@ def replay(
             console=Console(stderr=True, highlight=False),
         )
         if as_json:
-            print(replay_report.to_json(found))
+            print(replay_report.to_json(found, concurrent=concurrent, seed=seed))
         else:
             width = None if sys.stdout.isatty() else _PLAIN_WIDTH
             replay_report.print_all(Console(highlight=False, width=width), found)

@@ -68,8 +68,14 @@ def print_all(console: Console, found: Comparison) -> None:
             console.print(f"Mean gain of {name} over all sizes: {gain:+.3f}", markup=False)
 
 
-def to_json(found: Comparison) -> str:
-    """Return everything as one JSON object."""
+def to_json(found: Comparison, *, concurrent: int, seed: int) -> str:
+    """Return everything as one JSON object.
+
+    Args:
+        found: what all runs found.
+        concurrent: how many sessions were laid out at a time, if the trace has sessions.
+        seed: of their order.
+    """
     trace = found.trace
     return json.dumps(
         {
@@ -80,6 +86,8 @@ def to_json(found: Comparison) -> str:
             "unique_blocks": trace.num_unique,
             "prompt_tokens": trace.prompt_tokens,
             "trace_seconds": trace.seconds,
+            "concurrent": concurrent,
+            "seed": seed,
             "nvme_blocks": found.plan.nvme_blocks,
             "infinite": _bound_figures(found.infinite),
             "belady": [

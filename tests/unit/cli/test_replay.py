@@ -127,6 +127,13 @@ def test_the_order_of_sessions_hangs_on_the_options(replay: Replay) -> None:
     assert hits() != hits("--concurrent", "1")
 
 
+def test_json_says_how_sessions_were_laid_out_and_how_fast_it_was(replay: Replay) -> None:
+    options = ("--capacity", "1k", "--concurrent", "3", "--seed", "7", "--json")
+    found = json.loads(replay(SESSIONS, *options).stdout)
+    assert (found["concurrent"], found["seed"]) == (3, 7)
+    assert {one["refs_per_s"] for one in found["results"]} == {2 * found["refs"]}
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
