@@ -118,12 +118,10 @@ class NvmeTier:
 
     def status(self) -> dict[str, Any]:
         """Return figures for people; from any thread."""
-        stats = asdict(self.store.stats())
-        stats["is_direct"] = bool(stats["is_direct"])
         return {
             "directory": str(self._settings.directory),
             "capacity_bytes": self._settings.spec.capacity,
-            **stats,
+            **asdict(self.store.stats()),
             **asdict(self._demoter.counts),
             "promoted_blocks": self._promoted_blocks,
             "promoted_bytes": self._promoted_bytes,
