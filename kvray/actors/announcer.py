@@ -24,6 +24,8 @@ _log = logging.getLogger("kvray.shard")
 Announce = Callable[[Announcement], Answer]
 """Brings an announcement to the lookup; raises ShardUnavailable within its deadline."""
 
+_DISK_S = 0.5
+"""How often a disk is looked at, which may have tens of millions of slots."""
 ANNOUNCED_MAX = 20_000
 """Keys in one announcement; the rest follows in the next."""
 
@@ -69,7 +71,9 @@ class Announcer:
             self._arena_id = owner.arena.arena_id
             self._shelves.append(Shelf(lambda: owner.arena.tables, owner.changes_since))
             if store is not None:
-                self._shelves.append(Shelf(lambda: store.tables, store.changes_since))
+                self._shelves.append(
+                    Shelf(lambda: store.tables, store.changes_since, every_s=_DISK_S)
+                )
         if self._answer is not None:
             self.desk.settle(self._answer.findings)
             parts = np.flatnonzero(self._shelves[0].num_held).tolist()

@@ -100,9 +100,10 @@ class NvmeTier:
 
     # -- what is there ------------------------------------------------------------------------
 
-    def __len__(self) -> int:
-        """Return how many blocks are there."""
-        return int(np.count_nonzero(self.store.tables.slot_state == READY))
+    @property
+    def may_have_blocks(self) -> bool:
+        """Whether there is, or was, anything to be had."""
+        return bool(self.store.report.blocks or self._demoter.counts.demoted_blocks)
 
     def runs(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> list[Run]:
         """Return what is there of `keys`, as held by `NVME`."""

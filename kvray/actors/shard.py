@@ -404,7 +404,8 @@ class Shard:
 
     def _has_more(self) -> bool:
         """Whether there may be blocks that are not in the arena but can be staged."""
-        return self._announcer.num_shards > 1 or bool(self._nvme())
+        nvme = self._nvme()
+        return self._announcer.num_shards > 1 or (nvme is not None and nvme.may_have_blocks)
 
     def _flushing(self, done: int, total: int) -> None:
         self._state = {"state": "flushing", "done": done, "total": total}

@@ -1,5 +1,6 @@
 """What one tier of a node holds, as it was told last."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,14 +32,19 @@ class Entries:
 class Shelf:
     """The blocks of one tier, from its tables; single-threaded."""
 
-    def __init__(self, tables: Callable[[], Tables], changes_since: ChangesSince) -> None:
+    def __init__(
+        self, tables: Callable[[], Tables], changes_since: ChangesSince, *, every_s: float = 0.0
+    ) -> None:
         """Have told nothing yet: what is there counts as a change.
 
         Args:
             tables: returns the tier's; they are not kept, for they may be mapped memory.
             changes_since: of the same tier.
+            every_s: how often all slots are looked at, however often it is called.
         """
         self._tables = tables
+        self._every_s = every_s
+        self._look_at = 0.0
         self._changes_since = changes_since
         versions, rows = tables().slot_version, tables().geometry.num_slots
         # A version no slot has, so that what an adopted tier holds counts as a change.
@@ -50,7 +56,11 @@ class Shelf:
         """Blocks that are held of each part."""
 
     def collect(self) -> tuple[Entries, Entries] | None:
-        """Return (what has gone, what has come) since the last call; None if nothing has."""
+        """Return (what has gone, what has come) since the last look; None if nothing has."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return None
+        self._look_at = now + self._every_s
         slots, ready, keys = self._changes_since(self._seen)
         if not len(slots):
             return None
