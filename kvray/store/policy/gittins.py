@@ -17,6 +17,9 @@ was, one that was stored, and its last."""
 _END = 4
 """A prompt that uses all blocks of another but for the last three goes on with it."""
 
+_COPY = 0.5
+"""What a block with a copy in the tier below is worth, beside one that is here only."""
+
 _OPEN_MAX = 4096
 """Requests whose answers are waited for."""
 
@@ -28,6 +31,9 @@ class Gittins:
         """Rank blocks in slots 0 to `num_slots` - 1, by what `prompts` teach."""
         self._prompts = Prompts() if prompts is None else prompts
         self._prompt, self._hits, self._depth = np.zeros((3, num_slots), dtype=np.int64)
+        self._has_copy = np.zeros(num_slots, dtype=bool)
+        """Whether the block in each slot is in the tier below as well, as far as is known."""
+        self._above: Gittins | None = None
         # Request -> the number of its prompt, the oldest first.
         self._open: dict[int, int] = {}
 
@@ -56,6 +62,7 @@ class Gittins:
         length = use.depth + len(slots)
         prompts.measure(number, length=length, num_stored=length, num_new=len(slots) - num_known)
         self._hits[slots] = 0
+        self._has_copy[slots] = False
         self._prompt[slots] = number
         self._depth[slots] = np.arange(use.depth, length)
         if len(slots) > 1:
@@ -76,14 +83,25 @@ class Gittins:
         self._prompt[slots] = source._prompt[theirs]
         self._hits[slots] = source._hits[theirs]
         self._depth[slots] = source._depth[theirs]
+        if source is self:
+            self._has_copy[slots] = self._has_copy[theirs]
+        elif source is self._above:
+            source._has_copy[theirs] = True
+        else:
+            self._has_copy[slots] = True
 
     def beside(self, num_slots: int) -> "Gittins":
         """See `Policy.beside`."""
-        return Gittins(num_slots, self._prompts)
+        below = Gittins(num_slots, self._prompts)
+        below._above = self
+        return below
 
     def rank(self, slots: Array, *, now: float) -> Array:
-        """See `Policy.rank`."""
-        return self._prompts.worth(*self._facts(slots), now=now)
+        """See `Policy.rank`; what has a copy below is worth less here: it is not lost."""
+        worth = self._prompts.worth(*self._facts(slots), now=now)
+        has_copy = self._has_copy.take(slots) & (worth > 0)
+        worth[has_copy] *= _COPY
+        return worth
 
     def chance(self, slots: Array, *, now: float) -> Array:
         """Return how likely the blocks in `slots` are to be used again, 0 to 1."""

@@ -70,9 +70,26 @@ def test_a_tier_beside_it_knows_what_it_has_learned() -> None:
     host = Gittins(200)
     now = taught(host)
     below = host.beside(50)
-    below.copied(np.array([7, 9]), host, np.array([HOT[0], COLD[0]]))
     expected = rank(host, np.array([HOT[0], COLD[0]]), now)
+    below.copied(np.array([7, 9]), host, np.array([HOT[0], COLD[0]]))
     assert (rank(below, np.array([7, 9]), now) == expected).all()
+
+
+def test_what_the_tier_below_has_too_goes_before_its_like_until_it_is_stored_anew() -> None:
+    host = Gittins(200)
+    now = taught(host)
+    below = host.beside(50)
+    slots = np.array([HOT[0], COLD[0]])
+    alone = rank(host, slots, now)
+    assert (alone > 0).all()
+    below.copied(np.array([7, 9]), host, slots)
+    assert (rank(host, slots, now) < alone).all()
+    host.copied(np.array([150]), below, np.array([7]))
+    assert rank(host, np.array([150]), now) == rank(host, slots[:1], now)
+    host.stored(use([150], [10_000], now=now))
+    before = rank(host, np.array([150]), now)
+    below.copied(np.array([8]), host, np.array([150]))
+    assert rank(host, np.array([150]), now) < before
 
 
 def test_what_is_stored_after_a_parent_belongs_to_its_prompt() -> None:
