@@ -38,8 +38,6 @@ NVME = "nvme"
 
 _IDLE_S = 0.25
 """How long after nothing was to be written it is looked again."""
-_SAVE_S = 60.0
-"""How often the write budget's ledger is saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +91,7 @@ class NvmeTier:
         self._readers = ThreadPoolExecutor(settings.reads_max, "kvray-promote")
         self._writing: Future[int] | None = None
         self._look_at = 0.0
-        self._save_at = 0.0
-        self._failure = ""
+        self._failure = self._said = ""
         self._promoted_blocks = 0
         self._promoted_bytes = 0
 
@@ -194,9 +191,6 @@ class NvmeTier:
             self._writing = None
         if now >= self._look_at and not self._failure:
             self._writing = self._writer.submit(self._demoter.demote_ahead)
-        if now >= self._save_at:
-            self._save_at = now + _SAVE_S
-            self._budget.save(self._settings.directory)
 
     async def flush(self, progress: Progress) -> None:
         """Write what is not there yet, the last used first, for `flush_s` at most."""
@@ -232,7 +226,9 @@ class NvmeTier:
             raise error
         if isinstance(error, TierError):
             self._failure = str(error)
-        _log.error("Blocks could not be written to the NVMe tier: %s", error)
+        if str(error) != self._said:  # once, however often it is tried
+            self._said = str(error)
+            _log.error("Blocks could not be written to the NVMe tier: %s", error)
         return 0
 
     def close(self) -> None:

@@ -14,6 +14,14 @@ from typing import Any
 
 from kvray.cli.chaos.nodes import Machine, Node
 from kvray.config import environ_for
+from kvray.reference.llm_args import KvConnectorConfig
+
+CONNECTOR = KvConnectorConfig(
+    connector_module="kvray.connector",
+    connector_scheduler_class="KvRayScheduler",
+    connector_worker_class="KvRayWorker",
+)
+"""What a replica is started with, so that it uses the tier."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "arena": {"capacity": "64MiB", "slab": "16MiB", "lock_wait_s": 0.05},

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvray.reference.llm_args import KvConnectorConfig
 from kvray.reference.replica import Replica
-from tests.ray.cluster import wait_for
+from tests.ray.cluster import CONNECTOR, wait_for
 from tests.ray.command_line import Shell, open_shell
 
 pytestmark = pytest.mark.ray
@@ -20,11 +19,6 @@ TOKENS_PER_BLOCK = 32
 PROMPT = [number * 7 % 250 + 1 for number in range(640)]
 WHOLE_TOKENS = 608
 """That an engine loads of a prompt of 640 tokens: it computes at least one itself."""
-CONNECTOR = KvConnectorConfig(
-    connector_module="kvray.connector",
-    connector_scheduler_class="KvRayScheduler",
-    connector_worker_class="KvRayWorker",
-)
 CONFIG = """\
 arena: {capacity: 16MiB, slab: 4MiB}
 nvme: {dir: DIR, capacity: 1GiB, segment: 16MiB, free_reserve: 1MiB}

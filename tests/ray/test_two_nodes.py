@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvray.reference.llm_args import KvConnectorConfig
 from kvray.reference.replica import Replica
-from tests.ray.cluster import SETTINGS, TwoNodes, open_two_nodes, wait_for
+from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_two_nodes, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -18,11 +17,6 @@ TOKENS_PER_BLOCK = 32
 PROMPT_TOKENS = 640
 WHOLE_BLOCKS = 19
 """That an engine loads of a prompt of 640 tokens: it computes at least one itself."""
-CONNECTOR = KvConnectorConfig(
-    connector_module="kvray.connector",
-    connector_scheduler_class="KvRayScheduler",
-    connector_worker_class="KvRayWorker",
-)
 PATIENT = {**SETTINGS, "connector": {**SETTINGS["connector"], "stage_wait_s": 5.0}}
 
 

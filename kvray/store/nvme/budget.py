@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 from pathlib import Path
 
@@ -16,7 +17,7 @@ class WriteBudget:
     """A day's bytes, given out evenly: in any 24 hours no more than these are spent.
 
     Times are seconds since 1970, because a restart must not give the same bytes twice. A clock that
-    is put back costs the time until it has caught up.
+    is put back costs the time until it has caught up. One thread spends and saves; any may ask.
     """
 
     def __init__(self, bytes_per_day: float | None, *, now: float) -> None:
@@ -25,30 +26,28 @@ class WriteBudget:
         # What is saved up counts towards the day: the rest of it comes evenly.
         self._saved_max = (bytes_per_day or 0.0) * _SAVED
         self._per_s = (bytes_per_day or 0.0) * (1 - _SAVED) / _DAY_S
-        self._saved = self._saved_max
-        self._at = now
+        # What is saved up, and since when: replaced together, for whoever asks meanwhile.
+        self._state = (self._saved_max, now)
 
     def available(self, now: float) -> int | None:
         """Return how many bytes may be written now; None: any number."""
-        if self.bytes_per_day is None:
-            return None
-        self._advance(now)
-        return max(0, int(self._saved))
+        return None if self.bytes_per_day is None else max(0, int(self._at(now)[0]))
 
     def spend(self, num_bytes: int, now: float) -> None:
         """Note what was written, be it more than was there: it is made up for before the next."""
         if self.bytes_per_day is not None:
-            self._advance(now)
-            self._saved -= num_bytes
+            saved, at = self._at(now)
+            self._state = saved - num_bytes, at
 
     def load(self, directory: Path) -> None:
         """Go on where a process before has stopped; without a ledger that can be read, as new."""
+        now = self._state[1]
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             noted = json.loads((directory / LEDGER_FILE).read_text())
-            self._saved, at = min(self._saved_max, float(noted["saved"])), float(noted["at"])
-            if at <= self._at:
-                before, self._at = self._at, at
-                self._advance(before)
+            saved, at = float(noted["saved"]), float(noted["at"])
+            if math.isfinite(saved) and math.isfinite(at):
+                self._state = min(self._saved_max, saved), min(at, now)
+                self._state = self._at(now)
 
     def save(self, directory: Path) -> None:
         """Leave a ledger for the next process; without room for it, it begins as new."""
@@ -56,10 +55,12 @@ class WriteBudget:
             return
         with contextlib.suppress(OSError):
             draft = directory / f"{LEDGER_FILE}.new"
-            draft.write_text(json.dumps({"saved": self._saved, "at": self._at}))
+            saved, at = self._state
+            draft.write_text(json.dumps({"saved": saved, "at": at}))
             os.replace(draft, directory / LEDGER_FILE)
 
-    def _advance(self, now: float) -> None:
-        passed_s = max(0.0, now - self._at)
-        self._at = max(self._at, now)
-        self._saved = min(self._saved_max, self._saved + passed_s * self._per_s)
+    def _at(self, now: float) -> tuple[float, float]:
+        """Return what is saved up by `now`, and since when that counts."""
+        saved, at = self._state
+        passed_s = max(0.0, now - at)
+        return min(self._saved_max, saved + passed_s * self._per_s), max(at, now)

@@ -33,6 +33,9 @@ _BATCH_SHARE = 1 / 16
 _ROOM_SHARE = 0.01
 """Of the store's blocks of a size, what goes at once when it is full."""
 _LOCK_WAIT_S = 0.5
+_BUSY_S = 0.001
+_SAVE_S = 60.0
+"""How often the write budget's ledger is saved."""
 _NOTHING = np.empty(0, dtype=np.int64)
 
 Progress = Callable[[int, int], None]
@@ -82,6 +85,7 @@ class Demoter:
         self._retention = retention
         self._unreleased: list[Lease] = []
         self._is_full_for: set[int] = set()
+        self._save_at = 0.0
         # Number and time of use of the block in each slot, when it was written or refused: until
         # it is used again there is nothing more to do about it.
         num_slots = arena.tables.geometry.num_slots
@@ -135,7 +139,10 @@ class Demoter:
             if time.monotonic() > until or not len(affordable):
                 break
             for paths in self._by_batch(paths_to(tables, affordable, self._is_below)):
-                written += self._write(paths)
+                # Nobody comes back for what is left out here.
+                while (now_there := self._write(paths)) is None and time.monotonic() <= until:
+                    time.sleep(_BUSY_S)
+                written += now_there or 0
             progress(done, total)
         self._store.flush(note_use=True)
         self._budget.save(self._store.directory)
@@ -173,7 +180,10 @@ class Demoter:
         new, written = affordable, 0
         try:
             for paths in self._by_batch(paths_to(tables, new, self._is_below)):
-                written += self._write(paths)
+                now_there = self._write(paths)
+                if now_there is None:
+                    return written  # the rest is for the next round
+                written += now_there
         except CapacityError as error:
             if self._store.geometry.stride(block_bytes) <= self._store.geometry.slab_bytes:
                 raise
@@ -225,13 +235,17 @@ class Demoter:
         if batch:
             yield batch
 
-    def _write(self, paths: Sequence[Array]) -> int:
-        """Write blocks that are still what they were; return how many are in the store now."""
+    def _write(self, paths: Sequence[Array]) -> int | None:
+        """Write blocks that are still what they were.
+
+        Returns:
+            How many are in the store now; None if the arena was busy: try again.
+        """
         tables = self._arena.tables
         numbers = [tables.slot_number[path] for path in paths]
         held = self._arena.lease_slots(np.concatenate(paths))
         if held is None:
-            return 0
+            return None
         try:
             # From here on what is leased stays; what is not, or was another block, ends its path.
             leased = self._arena.leased_slots(held)
@@ -296,6 +310,9 @@ class Demoter:
     def _count(self, written: Array) -> int:
         num_bytes = int(_sizes(self._arena.tables, written).sum())
         self._budget.spend(num_bytes, time.time())
+        if time.monotonic() >= self._save_at:
+            self._save_at = time.monotonic() + _SAVE_S
+            self._budget.save(self._store.directory)
         self.counts.demoted_blocks += len(written)
         self.counts.demoted_bytes += num_bytes
         return len(written)

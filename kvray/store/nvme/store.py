@@ -214,11 +214,6 @@ class NvmeStore:
             self._book.bury(victims)
         return len(victims)
 
-    def records(self, chosen: Array) -> Array:
-        """Return what is recorded of slots, as `record.RECORD`; for policies, after a start."""
-        with self._section():
-            return self._book.records(chosen)
-
     def stats(self) -> NvmeStats:
         """Return the counts."""
         with self._section():

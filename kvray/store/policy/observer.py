@@ -149,9 +149,11 @@ class Observer:
         """Have the other parts of blocks be known by what is known of their first."""
         tables = self._tables()
         namespaces = tables.slot_namespace[slots]
-        for namespace, (first, *others) in list(self._parts.items()):
-            if not others:
+        for namespace in np.unique(namespaces).tolist():
+            parts = self._parts.get(namespace, [])
+            if len(parts) < 2:
                 continue
+            first, *others = parts
             mine = slots[namespaces == namespace]
             keys = np.unique(tables.slot_key[mine], axis=0)
             theirs = key_index.find(tables, keys, first)

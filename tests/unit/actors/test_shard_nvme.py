@@ -36,7 +36,6 @@ class Node:
     """A shard that can be ended and started again, and an engine beside it."""
 
     parent: Path
-    changes: dict[str, Any]
     shard: Shard | None = None
 
     def start(self, **changes: Any) -> Shard:
@@ -105,7 +104,7 @@ class Node:
 def node() -> Iterator[Node]:
     parent = Path(tempfile.mkdtemp(prefix="kvray-test-"))
     (parent / "shm").mkdir()
-    node = Node(parent, {})
+    node = Node(parent)
     yield node
     with contextlib.suppress(Exception):
         node.stop(flush=False)

@@ -61,7 +61,7 @@ def test_a_ledger_from_the_future_or_a_broken_one_stops_nothing(tmp_path: Path) 
     after = WriteBudget(PER_DAY, now=0.0)
     after.load(tmp_path)
     assert after.available(DAY_S) == 1000
-    for text in ("", "[]", '{"saved": "x", "at": 1}', '{"saved": 1}'):
+    for text in ("", "[]", '{"saved": "x", "at": 1}', '{"saved": 1}', '{"saved": NaN, "at": 0}'):
         (tmp_path / LEDGER_FILE).write_text(text)
         broken = WriteBudget(PER_DAY, now=0.0)
         broken.load(tmp_path)

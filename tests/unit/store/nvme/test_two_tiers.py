@@ -255,3 +255,28 @@ def test_a_full_store_lets_go_of_what_was_used_longest_ago_in_either_tier(
     assert present(small, chain(20, seed="d")) == 20
     assert present(small, two) < 20, "it was used longest ago"
     small.close()
+
+
+def test_what_a_busy_arena_held_up_is_written_the_next_time(
+    arena: Arena, below: NvmeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(arena, chain(40))
+    demoter = demoter_of(arena, below)
+    with monkeypatch.context() as busy:
+        busy.setattr(arena, "lease_slots", lambda slots: None)
+        assert demoter.demote_ahead() == 0
+    assert demoter.demote_ahead() > 0
+
+
+def test_flush_tries_again_what_a_busy_arena_held_up(
+    arena: Arena, below: NvmeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(arena, chain(20))
+    lease_slots, refusals = arena.lease_slots, iter(range(3))
+    monkeypatch.setattr(
+        arena,
+        "lease_slots",
+        lambda slots: None if next(refusals, None) is not None else lease_slots(slots),
+    )
+    assert demoter_of(arena, below).flush(until=time.monotonic() + 30.0) == 20
+    assert present(below, chain(20)) == 20
