@@ -28,13 +28,14 @@ from kvray.errors import KVRayError
 
 _log = logging.getLogger("kvray.supervisor")
 
+START_S = 60.0
+"""How long a part may take to answer for the first time."""
+
 _POLL_S = 1.0
 _CALL_TIMEOUT_S = 5.0
 _PING_TIMEOUT_S = 1.0
 _FROZEN_S = 5.0
 """A part that answers nothing for so long is ended: longer than it ever works without pause."""
-_START_S = 60.0
-"""How long a part may take to answer for the first time."""
 
 
 def plan_nodes(
@@ -76,7 +77,7 @@ class SupervisorActor:
         self._config = config
         self._shards: dict[str, Any] = {}
         self._movers: dict[str, Any] = {}
-        self._silences = Silences(frozen_s=_FROZEN_S, start_s=_START_S)
+        self._silences = Silences(frozen_s=_FROZEN_S, start_s=START_S)
         self._looked = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvray-supervisor", daemon=True)

@@ -22,12 +22,13 @@ from kvray.actors.ray_calls import (
     get_actor,
     list_actors,
 )
+from kvray.actors.supervisor import START_S
 from kvray.client import Client
 from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable
 from kvray.index import Run
 from tests.ray.conftest import TIMEOUT_S, Engine, actor_process, config_with
-from tests.unit.actors.small_shard import wait_for
+from tests.unit.actors.small_shard import WAIT_S, wait_for
 from tests.unit.store.small_arena import chain
 
 pytestmark = pytest.mark.ray
@@ -185,7 +186,9 @@ def test_a_frozen_part_is_ended_and_started_anew(
 ) -> None:
     frozen = actor_process(local, kind)
     frozen.send_signal(signal.SIGSTOP)
-    wait_for(lambda: not frozen.is_running(), f"the end of a frozen {kind}")
+    # One that froze before it answered the supervisor for the first time is given long to start.
+    end = f"the end of a frozen {kind}"
+    wait_for(lambda: not frozen.is_running(), end, within_s=START_S + WAIT_S)
     wait_for(lambda: matched(running) == 5, "another in its place")
 
 

@@ -82,9 +82,11 @@ def nvme_for(parent: Path, **changes: Any) -> NvmeSettings:
     return replace(settings, **changes)
 
 
-def wait_for(condition: Callable[[], object], what: str = "it") -> None:
+def wait_for(
+    condition: Callable[[], object], what: str = "it", *, within_s: float = WAIT_S
+) -> None:
     """Return once `condition` holds; fail if it takes too long."""
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} took too long"
         time.sleep(0.005)

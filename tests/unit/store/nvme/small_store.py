@@ -10,6 +10,7 @@ from kvray.store.layout import Geometry
 from kvray.store.nvme import Demotion, NvmeSpec, NvmeStore, Promoted
 from kvray.store.nvme.disk import Disk
 from kvray.store.nvme.memory import aligned
+from kvray.store.nvme.record import PAGE_BYTES, RECORD, SegmentShape
 from kvray.store.tables import Array, Tables
 from tests.unit.store.small_arena import SLOT, content, reserve
 
@@ -35,6 +36,14 @@ def spec(
         io_threads=3,
         verify_writes=verify_writes,
     )
+
+
+SHAPE = SegmentShape.of(spec().geometry(), SLOT)
+
+
+def table_of(path: Path) -> "np.memmap[tuple[int], np.dtype[np.void]]":
+    """Return the records of a segment file, a row for each of its slots."""
+    return np.memmap(path, RECORD, "r+", PAGE_BYTES, (SHAPE.num_slots,))
 
 
 def open_store(
