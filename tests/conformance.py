@@ -15,7 +15,6 @@ from kvray.replay.tier import BLOCK_BYTES
 from kvray.store import quotas
 from kvray.store.layout import READY
 from kvray.store.policy import Policy, Use
-from kvray.store.policy.victims import Victims
 from kvray.store.tables import Tables
 from kvray.transport import Transport
 from kvray.transport.transport import Array
@@ -275,9 +274,7 @@ def lets_go_beyond_quotas_and_of_low_priority_first(make: MakePolicy) -> None:
         tables.slot_namespace[everything] = 1 + tables.slot_key[roots, 1] % np.uint64(2)
         mine = np.count_nonzero(tables.slot_namespace[everything] == 1)
         quotas.set_quotas(tables, {"01": mine // 2 * BLOCK_BYTES})
-        victims = Victims(tables, life.policy, ranked=48).take(
-            48, protect=everything[:0], now=life.now
-        )
+        victims = life.tier.next_to_go(48, protect=everything[:0], now=life.now)[:48]
         beyond = mine - mine // 2 if mine > 1 else 0
         assert (tables.slot_namespace[victims[:beyond]] == 1).all()
         first = victims[:beyond].tolist()
@@ -305,39 +302,20 @@ def priority_of(tables: Tables, slot: int, gone: list[int]) -> int:
     return max(int(tables.slot_priority[slot]), *kept, 0)
 
 
-def spares_what_was_used_since_it_was_ranked(make: MakePolicy) -> None:
-    life = Life(make(64))
-    life.run(100, with_others=False)
-    policy, tables, rng = life.policy, life.tier.tables, np.random.default_rng(0)
-    rankings = 0
-
-    def rank(slots: Array, *, now: float) -> Array:
-        nonlocal rankings
-        rankings += 1
-        return policy.rank(slots, now=now)
-
-    class Counting:
-        def __getattr__(self, name: str) -> Any:
-            return rank if name == "rank" else getattr(policy, name)
-
-    num_checked = 0
-    for _ in range(40):
-        counting: Any = Counting()
-        victims = Victims(tables, counting, ranked=48)
-        nobody = np.empty(0, dtype=np.int64)
-        life.tier.evict(victims.take(2, protect=nobody, now=life.now))
-        used = rng.choice(life.ready(), 4, replace=False)
-        life.tier.touch(used)
-        for _ in range(6):
-            before = rankings
-            taken = victims.take(2, protect=nobody, now=life.now)
-            if rankings > before:
-                break
-            assert not np.isin(taken, used).any()
-            life.tier.evict(taken)
-            num_checked += 1
-        life.run(10, with_others=False)
-    assert num_checked > 50
+def keeps_its_order_if_it_says_so(make: MakePolicy) -> None:
+    for seed in SEEDS:
+        life = Life(make(64), seed=seed)
+        life.run(100, with_others=False)
+        tables, policy = life.tier.tables, life.policy
+        before = life.ready()[np.argsort(policy.rank(life.ready(), now=life.now), kind="stable")]
+        numbers, ticks = tables.slot_number[before], tables.slot_tick[before]
+        life.run(5, with_others=False)
+        unused = (tables.slot_number[before] == numbers) & (tables.slot_tick[before] == ticks)
+        ranks = policy.rank(before[unused], now=life.now + 1000.0)
+        newest = policy.rank(life.ready(), now=life.now + 1000.0).max()
+        if policy.keeps_order:
+            assert (np.diff(ranks) >= 0).all()
+            assert newest > ranks.max(initial=-np.inf), "what was used goes last"
 
 
 def keeps_what_is_used_again_and_again(make: MakePolicy) -> None:
@@ -415,7 +393,7 @@ POLICY_BEHAVIOURS = (
     spares_what_must_stay,
     lets_children_go_before_their_parents,
     lets_go_beyond_quotas_and_of_low_priority_first,
-    spares_what_was_used_since_it_was_ranked,
+    keeps_its_order_if_it_says_so,
     keeps_what_is_used_again_and_again,
     takes_the_order_over_into_another_tier_and_back,
     is_the_same_for_equal_lives,

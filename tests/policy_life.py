@@ -8,11 +8,12 @@ import numpy as np
 
 from kvray.replay.tier import BLOCK_BYTES, Tier
 from kvray.store import lease, slots
-from kvray.store.layout import READY
+from kvray.store.layout import FREE, READY
 from kvray.store.policy import Policy, Use
 from kvray.store.tables import Array
 
 _PART, _HOLDER = 0, 0
+_WANTED = lease.Wanted(_PART)
 _PROMPT_MAX = 12
 _FORKS = 3
 
@@ -61,19 +62,24 @@ class Life:
         keys = self._keys_of(path)
         names = np.ascontiguousarray(keys[:, 0]).view(np.int64)
         request, self._num_requests = self._num_requests, self._num_requests + 1
-        found = self.tier.find(keys)
+        found = self._find(keys)
         first, length = len(found), len(keys)
-        self.tier.touch(found)
+        tables = self.tier.tables
+        tables.slot_tick[found] = tables.next_tick()
         if first:
             self.policy.used(Use(found, names[:first], 0, length, self.now, request=request))
         if first < length:
             self.protected = found
-            victims = self.tier.victims(length - first, protect=found, now=self.now)
+            short = length - first - np.count_nonzero(tables.slot_state == FREE)
+            victims = found[:0]
+            if short > 0:
+                victims = self.tier.next_to_go(short, protect=found, now=self.now)[:short]
             yield victims
             self.victims += victims.tolist()
             self.tier.evict(victims)
             parent = keys[first - 1 : first] if first else None
-            made = self.tier.store(keys[first:], parent=parent, depth=first)
+            made = self.tier.reserve(keys[first:], parent=parent, depth=first)
+            self.tier.commit(made)
             if len(made.slots):
                 rows = first + made.rows
                 before = int(found[-1]) if first else -1
@@ -83,6 +89,10 @@ class Life:
         if self._rng.random() < 0.7:
             answered = self._rng.randrange(self._num_requests + 2)  # late, twice, or nobody's
             self.policy.answered(answered, self._rng.randrange(2000))
+
+    def _find(self, keys: Array) -> Array:
+        """Return the slots of the longest run of leading `keys`."""
+        return lease.match(self.tier.tables, keys, [_WANTED])[1][_WANTED]
 
     def _next_path(self) -> tuple[int, ...]:
         """Return a prompt that goes on with another one, or shares its head, or is new."""
@@ -118,7 +128,7 @@ class Life:
         if len(self._writing) > 1:
             slots.abort(tables, self._writing.pop(0))
         if self._paths and rng.random() < 0.4:
-            found = self.tier.find(self._keys_of(rng.choice(self._paths)))
+            found = self._find(self._keys_of(rng.choice(self._paths)))
             taken = lease.take(tables, [found], holder=_HOLDER, now=0.0) if len(found) else None
             self._leases += taken or []
         if self._paths and rng.random() < 0.2:
@@ -127,7 +137,7 @@ class Life:
 
     def _reserve(self, path: tuple[int, ...]) -> None:
         keys = self._keys_of(path)
-        found = self.tier.find(keys[:-1])
+        found = self._find(keys[:-1])
         if len(found) == len(path) - 1:
             made: Any = slots.reserve(
                 self.tier.tables,

@@ -1,6 +1,8 @@
-"""What a tier has, as a lookup's index knows it: it is announced, whole batches at a time."""
+"""What tiers have, as a lookup's index knows it: it is announced, whole batches at a time."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -8,22 +10,17 @@ from kvray.index import Index
 from kvray.store.layout import READY
 from kvray.store.tables import Array, Tables
 
-_SHARD = "replay"
-
 
 class Announced:
-    """The index of a lookup to which one shard announces, as `Announcer` does, what it has.
+    """The index of a lookup to which each tier announces what it has, as a shard would.
 
     What came and went again in between is not announced at all.
     """
 
-    def __init__(self, tables: Tables) -> None:
-        """Announce what is in `tables`, which are empty."""
-        self._tables = tables
+    def __init__(self, tiers: Sequence[Tables]) -> None:
+        """Announce what is in the tables of `tiers`, which are empty."""
         self._index = Index()
-        self._seen = tables.slot_version.copy()
-        self._is_held = np.zeros(len(self._seen), dtype=bool)
-        self._held_keys = np.zeros_like(tables.slot_key)
+        self._tiers = {f"tier{at}": _Announcer(tables) for at, tables in enumerate(tiers)}
 
     def __len__(self) -> int:
         """Return how many blocks the index knows."""
@@ -31,21 +28,37 @@ class Announced:
 
     def announce(self) -> None:
         """Have the index know what changed since the last time."""
+        for name, tier in self._tiers.items():
+            removed, added = tier.changes()
+            self._index.remove(name, removed.tobytes(), [0] * len(removed))
+            self._index.add(name, added.tobytes(), [0] * len(added))
+
+    def locate(self, keys: Array) -> Array:
+        """Return which tiers have which of `keys`: a mask of shape [num_tiers, num_keys]."""
+        found = np.zeros((len(self._tiers), len(keys)), dtype=bool)
+        start = 0
+        for run in self._index.locate(keys.tobytes()):
+            for at, name in enumerate(self._tiers):
+                found[at, start : run.stop] = name in run.holders
+            start = run.stop
+        return found
+
+
+class _Announcer:
+    """The blocks of one tier, as far as they were announced."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._seen = tables.slot_version.copy()
+        self._is_held = np.zeros(len(self._seen), dtype=bool)
+        self._held_keys = np.zeros_like(tables.slot_key)
+
+    def changes(self) -> tuple[Array, Array]:
+        """Return the keys of what has gone, and of what has come, since the last time."""
         tables = self._tables
         slots = np.flatnonzero(tables.slot_version != self._seen)
         self._seen[slots] = tables.slot_version[slots]
         removed = self._held_keys[slots[self._is_held[slots]]]
         is_ready, keys = tables.slot_state[slots] == READY, tables.slot_key[slots]
         self._is_held[slots], self._held_keys[slots] = is_ready, keys
-        added = keys[is_ready]
-        self._index.remove(_SHARD, removed.tobytes(), [0] * len(removed))
-        self._index.add(_SHARD, added.tobytes(), [0] * len(added))
-
-    def locate(self, keys: Array) -> Array:
-        """Return a mask of `keys`: those that the index has a holder of."""
-        found = np.zeros(len(keys), dtype=bool)
-        start = 0
-        for run in self._index.locate(keys.tobytes()):
-            found[start : run.stop] = bool(run.holders)
-            start = run.stop
-        return found
+        return removed, keys[is_ready]

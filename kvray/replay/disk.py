@@ -1,82 +1,97 @@
-"""The NVMe tier of a replay, below a host tier: what it takes, gives back, and lets go."""
+"""The NVMe tier of a replay, below a host tier: what it takes, and what is known of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from kvray.replay.tier import Tier
-from kvray.store.demotion import paths_to
+from kvray.replay.forest import NOWHERE
+from kvray.replay.level import Level
+from kvray.replay.trace import Trace
 from kvray.store.policy import Admission
 from kvray.store.tables import Array
 
-_NOWHERE = -1
+_NOTHING = np.empty(0, dtype=np.int64)
 
 
 class Disk:
     """What is demoted to it stays when it is promoted; so it is not written twice."""
 
-    def __init__(self, num_blocks: int, host: Tier, admission: Admission) -> None:
-        """Lie below `host`, and take what `admission` admits."""
+    def __init__(
+        self,
+        trace: Trace,
+        host: Level,
+        num_blocks: int,
+        admission: Admission,
+        keys: Array,
+        *,
+        settle: Callable[[float], None],
+    ) -> None:
+        """Lie below `host`, and take what `admission` admits of what leaves it."""
+        policy = host.tier.policy.beside(num_blocks)
+        self.level = Level(trace, policy, num_blocks, keys, settle=settle, is_below=True)
         self.num_written = 0
-        self.tier = Tier(num_blocks, host.policy.beside(num_blocks))
+        self.needed: Array = _NOTHING
+        """Blocks that stay, whatever comes: those that are to be promoted."""
         self._host = host
         self._admission = admission
-        # Slot of either tier -> the other tier's slot of the same block.
-        self._below = np.full(host.num_blocks, _NOWHERE, dtype=np.int64)
-        self._above = np.full(num_blocks, _NOWHERE, dtype=np.int64)
+        self._names = np.ascontiguousarray(keys[:, 0]).view(np.int64)
+        self._ids = trace.ids
+        self._depths = trace.depths()
+        self._first_places = trace.first_places()
+        # Blocks that were written since the tables followed.
+        self._written: list[Array] = []
+        host.leaving = self._demote
 
-    def find(self, keys: Array) -> Array:
-        """Return the slots of the longest run of leading `keys`."""
-        return self.tier.find(keys) if len(keys) else np.empty(0, dtype=np.int64)
+    def follow(self) -> None:
+        """Have the tables follow; the host's tables still have what has left it since."""
+        self.level.follow()
+        if self._written:
+            blocks = np.concatenate(self._written)
+            self._written.clear()
+            self.level.store(blocks)
+            self.used(blocks)
 
-    def promoted(self, slots: Array, copies: Array) -> None:
-        """Note that the blocks in `slots` are in the host tier's slots `copies` from now on."""
-        self._host.policy.copied(copies, self.tier.policy, slots)
-        self._below[copies], self._above[slots] = slots, copies
+    def promoted(self, blocks: Array) -> None:
+        """Note that blocks are in the host's tables from now on, and what is known of them here."""
+        here, there = self._slots(blocks)
+        self._host.tier.policy.copied(there, self.level.tier.policy, here)
 
-    def used(self, copies: Array) -> None:
+    def used(self, blocks: Array) -> None:
         """Note that blocks of the host tier were used: those that are here are as good."""
-        copies = copies[self._below[copies] != _NOWHERE]
-        slots = self._below[copies]
-        self.tier.policy.copied(slots, self._host.policy, copies)
-        self.tier.touch(slots)
+        here, there = self._slots(blocks)
+        self.level.tier.policy.copied(here, self._host.tier.policy, there)
 
-    def stored(self, copies: Array) -> None:
-        """Note that the host tier's slots `copies` have blocks that are not known to be here."""
-        self._below[copies] = _NOWHERE
+    def _slots(self, blocks: Array) -> tuple[Array, Array]:
+        """Return where those of `blocks` are that are in both tiers: here, and in the host."""
+        here, there = self.level.forest.slots.take(blocks), self._host.forest.slots.take(blocks)
+        both = (here != NOWHERE) & (there != NOWHERE)
+        return here[both], there[both]
 
-    def demote(self, victims: Array, *, now: float) -> None:
-        """Take what is admitted of blocks that are to leave the host tier."""
-        tables = self._host.tables
-        new = victims[self._below[victims] == _NOWHERE]
-        names = tables.slot_key[new, 0].view(np.int64)
-        admitted = new[self._admission.admits(new, names, now=now)]
-        for path in paths_to(tables, admitted, lambda some: self._below[some] != _NOWHERE):
-            self._write(path, now)
-        left = victims[self._below[victims] != _NOWHERE]
-        self._above[self._below[left]] = _NOWHERE
-        self._below[victims] = _NOWHERE
+    def _demote(self, going: Array, now: float) -> None:
+        """Take what is admitted of blocks that leave the host tier, with all their ancestors."""
+        new = going[~self.level.is_here.take(going)]
+        if not len(new):
+            return
+        slots = self._host.forest.slots.take(new)
+        admitted = new[self._admission.admits(slots, self._names.take(new), now=now)]
+        # Children leave before their parents: mostly the first of a prompt brings all of it.
+        for block in admitted.tolist():
+            if not self.level.is_here[block]:
+                first = self._first_places[block]
+                self._write(self._ids[first - self._depths[block] : first + 1], now)
 
     def _write(self, path: Array, now: float) -> None:
-        """Write a path of the host tier's blocks, if the block before it is still here."""
-        tables = self._host.tables
-        before, keys = int(tables.slot_parent[path[0]]), tables.slot_key[path]
-        protect = self.tier.find_any(keys)
-        protect = protect[protect >= 0]
-        parent = None
-        if before >= 0:
-            if self._below[before] == _NOWHERE:
-                return
-            parent = tables.slot_key[before : before + 1]
-            protect = np.append(protect, self._below[before])
-        victims = self.tier.victims(len(keys), protect=protect, now=now)
-        above = self._above[victims]
-        self._below[above[above != _NOWHERE]] = _NOWHERE
-        self._above[victims] = _NOWHERE
-        self.tier.evict(victims)
-        made = self.tier.store(keys, parent=parent, depth=int(tables.slot_depth[path[0]]))
-        self.num_written += len(made.slots)
-        slots = self.tier.find_any(keys)
-        path, slots = path[slots >= 0], slots[slots >= 0]
-        self.tier.policy.copied(slots, self._host.policy, path)
-        self._below[path], self._above[slots] = slots, path
+        """Write what is not here of a path from the root."""
+        level = self.level
+        num_here = int(level.is_here.take(path).argmin())
+        before, missing = path[:num_here], path[num_here:]
+        level.use(path)
+        short = len(missing) - level.num_free
+        if short > 0:
+            level.make_room(short, protect=np.concatenate((before, self.needed)), now=now)
+        missing = missing[: level.num_free]
+        level.enter(missing)
+        self._written.append(missing)
+        self.num_written += len(missing)

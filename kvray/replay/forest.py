@@ -43,12 +43,12 @@ class Forest:
         return blocks[len(stored) :]
 
     def evict(self, blocks: Array) -> None:
-        """Have blocks leave that `next_to_go` has returned."""
+        """Have blocks leave that `next_to_go` has returned: children no later than parents."""
         self._tier.evict(self.slots[blocks])
         self.slots[blocks] = NOWHERE
 
     def next_to_go(self, count: int, *, protect: Array, now: float) -> Array:
-        """Return up to `count` blocks in the order in which they are to go; see `Victims.take`."""
+        """Return up to `count` blocks in the order in which they go; see `Tier.next_to_go`."""
         slots = self._tier.next_to_go(count, protect=self.slots[protect], now=now)
         found: Array = self._blocks[slots]
         return found

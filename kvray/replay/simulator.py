@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvray.replay.one_tier import OneTier
 from kvray.replay.results import Outcome
+from kvray.replay.tiers import Tiers
 from kvray.replay.trace import Trace
-from kvray.replay.two_tiers import TwoTiers
 from kvray.store import policy as policies
 from kvray.store.tables import Array
 
@@ -42,12 +41,14 @@ def simulate(
     """
     began_s = time.process_time()
     keys = keys_of(trace.num_unique)
-    replay: OneTier | TwoTiers
-    if nvme_blocks:
-        sizes, admitting = (host_blocks, nvme_blocks), admission or ADMISSIONS[0]
-        replay = TwoTiers(trace, policy, sizes, admitting, keys)
-    else:
-        replay = OneTier(trace, policy, host_blocks, keys)
+    replay = Tiers(
+        trace,
+        policy,
+        host_blocks,
+        keys,
+        nvme_blocks=nvme_blocks,
+        admission=admission or ADMISSIONS[0],
+    )
     for request in replay.run():
         if request % _REPORT == 0:
             progress(request, trace.num_requests)

@@ -71,6 +71,10 @@ class Trace:
         place = np.arange(self.num_refs) - np.repeat(self.starts[:-1], np.diff(self.starts))
         return _first_values(place, self.ids, self.num_unique)
 
+    def first_places(self) -> Ints:
+        """Return where each block comes first in `ids`; shape [num_unique]."""
+        return _first_values(np.arange(self.num_refs), self.ids, self.num_unique)
+
     def hit_tokens(self, hit_blocks: Ints) -> int:
         """Return the tokens in the first `hit_blocks[r]` blocks of every request `r`."""
         return int(np.minimum(hit_blocks * self.block_tokens, self.num_tokens).sum())

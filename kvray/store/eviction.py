@@ -158,7 +158,7 @@ def _first(
 ) -> Array:
     """Return up to `count` of the slots `fit`, by their (ranks, classes); see `choose_victims`."""
     ranks, classes = order
-    wanted = count
+    wanted = 4 * count
     while True:
         # Those that go are among the lowest, unless their children come after them.
         low = np.arange(len(fit))

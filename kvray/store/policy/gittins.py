@@ -27,6 +27,8 @@ _OPEN_MAX = 4096
 class Gittins:
     """See `Policy`."""
 
+    keeps_order = False
+
     def __init__(self, num_slots: int, prompts: Prompts | None = None) -> None:
         """Rank blocks in slots 0 to `num_slots` - 1, by what `prompts` teach."""
         self._prompts = Prompts() if prompts is None else prompts

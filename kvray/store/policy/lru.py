@@ -11,6 +11,8 @@ from kvray.store.policy.policy import Array, Use
 class LRU:
     """Least recently used; see `Policy`."""
 
+    keeps_order = True
+
     def __init__(self, num_slots: int, clock: Iterator[int] | None = None) -> None:
         """Rank blocks in slots 0 to `num_slots` - 1, by uses that `clock` counts."""
         self._clock = count(1) if clock is None else clock

@@ -33,6 +33,9 @@ class Policy(Protocol):
     children is for the caller to see to.
     """
 
+    keeps_order: bool
+    """Whether blocks stay in their order until they are used, however late it is."""
+
     def used(self, use: Use) -> None:
         """Note that a prompt found these blocks in the tier: its leading ones."""
 

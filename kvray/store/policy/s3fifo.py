@@ -19,6 +19,8 @@ _AFTER = 2.0**60
 class S3FIFO:
     """See `Policy`."""
 
+    keeps_order = False
+
     def __init__(self, num_slots: int) -> None:
         """Rank blocks in slots 0 to `num_slots` - 1."""
         self._ghosts_max = num_slots
