@@ -4,8 +4,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 
+import numpy as np
+
+from kvray.actors.async_calls import Ask
 from kvray.actors.nvme_tier import NvmeSettings, NvmeTier
+from kvray.actors.spares import Spares
 from kvray.errors import ShardUnavailable, TierError
 from kvray.store import ArenaOwner
 from kvray.store.nvme import NvmeStore
@@ -17,12 +22,24 @@ _log = logging.getLogger("kvray.shard")
 _WAIT_S = 20.0
 """How long another process may take to let go of the NVMe tier's directory."""
 _RETRY_S = 0.1
+_AHEAD_SHARE = 1 / 8
+"""Of an arena, beyond what is kept free: once less than that is left it is asked what is spare."""
 
 
 class Keeper:
     """A shard's hand on what is in its tiers; used by its event loop."""
 
-    def __init__(self, owner: ArenaOwner, *, free_target: float, policy: str, admission: str):
+    def __init__(
+        self,
+        owner: ArenaOwner,
+        *,
+        free_target: float,
+        policy: str,
+        admission: str,
+        shard: str,
+        ask: Ask,
+        num_shards: Callable[[], int],
+    ) -> None:
         """Keep the arena of `owner`.
 
         Args:
@@ -30,6 +47,9 @@ class Keeper:
             free_target: share of the slots that is kept free.
             policy: what decides which blocks go first, see `kvray.store.policy`.
             admission: what decides which of them are worth a write, likewise.
+            shard: the shard's name.
+            ask: calls the lookup, which knows what other shards have.
+            num_shards: live shards of the tier, as far as is known.
         """
         self.nvme: NvmeTier | None = None
         """None: there is none, or its device failed."""
@@ -37,6 +57,9 @@ class Keeper:
         self._free_target = free_target
         self._retention = Retention(owner.arena, policy, admission)
         self._round: asyncio.Future[None] | None = None
+        self._spares = Spares(self._retention, shard=shard, ask=ask, num_shards=num_shards)
+        self._free_share = free_target + _AHEAD_SHARE
+        """While no more than that is free, blocks may have to go soon, or to be written."""
 
     async def open_nvme(self, settings: NvmeSettings, stopping: asyncio.Event) -> None:
         """Open the NVMe tier, once an earlier self has let go of it; without its device go on so.
@@ -51,6 +74,7 @@ class Keeper:
                 self.nvme = await loop.run_in_executor(
                     None, NvmeTier, self._owner.arena, self._retention, settings
                 )
+                self._free_share = max(self._free_share, 1.0 - settings.high_watermark)
             except TierError as error:
                 _log.error("The shard goes on without its NVMe tier: %s", error)
                 return
@@ -65,6 +89,12 @@ class Keeper:
         """The blocks on disk, if there is an NVMe tier."""
         return None if self.nvme is None else self.nvme.store
 
+    @property
+    def num_spare(self) -> int:
+        """Blocks of the arena that another shard is known to keep at the moment; any thread."""
+        num_slots = self._owner.arena.tables.geometry.num_slots
+        return int(np.count_nonzero(self._retention.are_spare(np.arange(num_slots))))
+
     def tick(self, now: float) -> None:
         """Go on with what is to be done; called often.
 
@@ -76,6 +106,7 @@ class Keeper:
                 self._round.result()
             # In a thread, because all blocks are ranked for it.
             self._round = asyncio.get_running_loop().run_in_executor(None, self._keep)
+        self._spares.tick(now, free_share=self._free_share)
         if self.nvme is not None:
             self.nvme.tick(now)
 
@@ -86,6 +117,7 @@ class Keeper:
 
     async def close(self) -> None:
         """End what is under way. Twice is fine."""
+        await self._spares.close()
         if self._round is not None:
             await asyncio.wait([self._round])
         if self.nvme is not None:

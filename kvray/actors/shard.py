@@ -96,6 +96,7 @@ class Shard:
         self._settings = settings
         self._announcer = Announcer(name, announce)
         self._replicas = Replicas()
+        self._ask = ask
         self._peers = Peers(name, ask, call_timeout_s=settings.staging.call_timeout_s)
         self._owner: ArenaOwner | None = None
         self._stager: ReplicaStager | None = None
@@ -142,6 +143,8 @@ class Shard:
         status = {"shard": self.name, "directory": str(self._settings.directory), **self._state}
         if self._owner is not None and self._state["state"] == "serving":
             status["arena"] = self._owner.arena.stats()
+            if self._keeper is not None:
+                status["spare_blocks"] = self._keeper.num_spare
             status["replicas"] = self._replicas.status()
             status["namespaces"] = self._replicas.namespaces()
             if self._stager is not None:
@@ -383,6 +386,9 @@ class Shard:
             free_target=settings.free_target,
             policy=settings.policy,
             admission=settings.admission,
+            shard=self.name,
+            ask=self._ask,
+            num_shards=lambda: self._announcer.num_shards,
         )
         if settings.nvme is not None:
             await keeper.open_nvme(settings.nvme, self._stopping)

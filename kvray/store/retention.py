@@ -5,16 +5,24 @@ import time
 
 import numpy as np
 
-from kvray.store import key_index
+from kvray.store import key_index, slabs
 from kvray.store.arena import Arena
+from kvray.store.eviction import choose_victims
 from kvray.store.layout import READY
 from kvray.store.nvme.store import NvmeStore
 from kvray.store.policy import ADMISSIONS, POLICIES, Policy
 from kvray.store.policy.observer import Observer
+from kvray.store.spare_blocks import Question, SpareBlocks
 from kvray.store.tables import Array, Tables
 
 _UNKNOWN = -1e30
 """Rank of blocks of which nothing is known but when they were used: below all others."""
+_SPARE = -1e30
+"""Rank of blocks that another node keeps, likewise."""
+_GOING_SHARE = 1 / 8
+"""Of a size's blocks, those that count as going next: what is used much is not among them."""
+_GOING_MAX = 4096
+_NOTHING = np.empty(0, dtype=np.int64)
 
 
 class Retention:
@@ -33,6 +41,7 @@ class Retention:
         self._admission = ADMISSIONS[admission](num_slots, self._policy)
         self._observer = Observer(lambda: arena.tables, lambda: arena.section(arena.lock_wait_s))
         self._below: _Below | None = None
+        self._spares = SpareBlocks(num_slots)
 
     def put_below(self, store: NvmeStore) -> None:
         """Decide on the blocks of `store` too; those that are there are told by when they came."""
@@ -53,17 +62,68 @@ class Retention:
 
     def rank(self, slots: Array) -> Array:
         """Return a number for each of `slots` of the arena, f8: the lowest is to go first."""
-        with self._lock:
-            ranks = self._policy.rank(slots, now=time.monotonic())
+        ranks = self._rank_alone(slots)
+        spare = self.are_spare(slots)
+        if spare.any():
+            # Below all others, and among themselves as they were.
+            different, order = np.unique(ranks[spare], return_inverse=True)
+            ranks[spare] = _SPARE * (2.0 - order / len(different))
         # What was given up goes before all others.
         ranks[self._arena.tables.slot_tick[slots] == 0] = -np.inf
         return ranks
 
     def admits(self, slots: Array) -> Array:
-        """Return a mask of the arena's blocks that are worth their write to the tier below."""
-        names = self._arena.tables.slot_key[slots, 0].view(np.int64)
+        """Return a mask of the arena's blocks that are worth their write to the tier below.
+
+        What another node keeps is not: that node will write it.
+        """
+        admitted = ~self.are_spare(slots)
+        names = self._arena.tables.slot_key[slots[admitted], 0].view(np.int64)
         with self._lock:
-            return self._admission.admits(slots, names, now=time.monotonic())
+            admitted[admitted] = self._admission.admits(
+                slots[admitted], names, now=time.monotonic()
+            )
+        return admitted
+
+    # -- what other nodes keep ----------------------------------------------------------------
+
+    def ask(self, free_share: float) -> Question:
+        """Return blocks that go next, and of which it was not asked of late whether they are spare.
+
+        For one thread at a time.
+
+        Args:
+            free_share: of a size's blocks, as long as more than that has room nothing goes soon.
+        """
+        tables = self._arena.tables
+        sizes = np.unique(tables.slab_block_bytes)
+        going = [_NOTHING]
+        for size in sizes[sizes > 0].tolist():
+            if _has_less(tables, size, free_share):
+                within = slabs.slots_of(tables, size)
+                count = min(int(_GOING_SHARE * len(within)), _GOING_MAX)
+                going.append(
+                    choose_victims(
+                        tables, count, within=within, protect=_NOTHING, rank=self._rank_alone
+                    )
+                )
+        # If there are several sizes, some of each.
+        most = _GOING_MAX // max(1, len(going) - 1)
+        slots = np.concatenate([some[:most] for some in going])
+        # Without our lock: what is noted of questions is for who asks only.
+        return self._spares.ask(tables, slots, now=time.monotonic())
+
+    def answer(self, question: Question, spare: Array) -> None:
+        """Note which of the blocks in question are spare, as a mask: another node keeps them."""
+        with self._lock:
+            self._spares.note(question, spare, now=time.monotonic())
+
+    def are_spare(self, slots: Array) -> Array:
+        """Return a mask of the arena's blocks that are known to be spare at the moment."""
+        with self._lock:
+            return self._spares.among(self._arena.tables, slots, now=time.monotonic())
+
+    # -- the tier below -----------------------------------------------------------------------
 
     def rank_below(self, slots: Array) -> Array:
         """Return a number for each of `slots` of the store, f8: the lowest is to go first."""
@@ -84,6 +144,11 @@ class Retention:
                 known = self._below.is_known[slots]
                 self._policy.copied(copies[known], self._below.policy, slots[known])
                 self._observer.known(copies[known])
+
+    def _rank_alone(self, slots: Array) -> Array:
+        """Return the policy's ranks."""
+        with self._lock:
+            return self._policy.rank(slots, now=time.monotonic())
 
 
 class _Below:
@@ -118,3 +183,10 @@ def find_alike(tables: Tables, slots: Array, others: Tables) -> Array:
         at = key_index.find(others, tables.slot_key[slots[rows]], part)
         found[rows] = np.where(others.slot_state[at] == READY, at, -1)
     return found
+
+
+def _has_less(tables: Tables, block_bytes: int, free_share: float) -> bool:
+    """Return whether less than a share of all blocks of a size that there can be has room."""
+    usable = slabs.usable(tables, block_bytes)
+    num_slabs = int(np.count_nonzero(np.isin(tables.slab_block_bytes, (0, block_bytes))))
+    return slabs.num_available(tables, block_bytes) < free_share * num_slabs * usable

@@ -171,8 +171,11 @@ class Demoter:
         self._settle(new[below])
         new = new[~below]
         admitted = self._retention.admits(new)
-        self.counts.refused_blocks += int(np.count_nonzero(~admitted))
-        self._settle(new[~admitted])
+        # Not settled: what another node keeps now may be the last copy by the next look.
+        refused = new[~admitted]
+        refused = refused[~self._retention.are_spare(refused)]
+        self.counts.refused_blocks += len(refused)
+        self._settle(refused)
         new = new[admitted][: max(1, self._batch_bytes // block_bytes)]
         affordable = self._affordable(new)
         if len(affordable) < len(new):
