@@ -19,6 +19,8 @@ _UNKNOWN = -1e30
 """Rank of blocks of which nothing is known but when they were used: below all others."""
 _SPARE = -1e30
 """Rank of blocks that another node keeps, likewise."""
+_NEW = 1e30
+"""Rank of blocks that have come since the last look: above all others."""
 _GOING_SHARE = 1 / 8
 """Of a size's blocks, those that count as going next: what is used much is not among them."""
 _GOING_MAX = 4096
@@ -148,7 +150,10 @@ class Retention:
     def _rank_alone(self, slots: Array) -> Array:
         """Return the policy's ranks."""
         with self._lock:
-            return self._policy.rank(slots, now=time.monotonic())
+            ranks = self._policy.rank(slots, now=time.monotonic())
+            # The policy would take them for what was in their slots before.
+            ranks[~self._observer.has_seen(slots)] = _NEW
+        return ranks
 
 
 class _Below:

@@ -102,6 +102,12 @@ class Observer:
         used_slots: Array = slots[is_used]
         return used_slots
 
+    def has_seen(self, slots: Array) -> Array:
+        """Return a mask of the `slots` whose blocks the policy was told of."""
+        seen: Array = self._is_held[slots]
+        seen &= self._number[slots] == self._tables().slot_number[slots]
+        return seen
+
     def known(self, slots: Array) -> None:
         """Have seen what is in these slots now: the policy was told of it otherwise."""
         tables = self._tables()

@@ -48,6 +48,21 @@ def test_blocks_rank_by_their_last_use_and_what_was_given_up_goes_first(arena: A
     assert retention.rank(slots_of(arena, old))[3] == -np.inf
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_came_since_the_last_look_goes_last(arena: Arena, policy: str) -> None:
+    retention, owner = Retention(arena, policy, "all"), ArenaOwner(arena)
+    for number in range(8):
+        store(arena, chain(7, seed=str(number)))
+        retention.observe()
+    owner.evict_ahead(0.5, retention.rank)
+    new, left = chain(7, seed="new"), arena.stats()["blocks"]
+    store(arena, new)
+    owner.evict_ahead(0.8, retention.rank)
+    assert arena.stats()["blocks"] < left, "others went"
+    (here,) = arena.present(new, [0])
+    assert here.all()
+
+
 def test_what_was_found_once_is_worth_its_write(arena: Arena) -> None:
     retention = Retention(arena, "lru", "twice")
     once, twice = chain(4, seed="once"), chain(4, seed="twice")
