@@ -72,6 +72,7 @@ class NvmeTier:
         arena.join("shard")
         self._arena = arena
         self._settings = settings
+        self._retention = retention
         self.store = NvmeStore(settings.directory, settings.spec)
         """Open until `close`."""
         retention.put_below(self.store)
@@ -214,8 +215,9 @@ class NvmeTier:
             TierError: the device failed.
         """
         cleared = self.store.evict(np.flatnonzero(self.store.tables.slot_state == READY))
+        self._retention.evicted_below(cleared)
         self.store.flush()
-        return cleared
+        return len(cleared)
 
     def _take(self, writing: "Future[int]") -> int:
         """Return how many blocks a round has written; note why there will be none after it."""

@@ -139,6 +139,13 @@ class Retention:
             if self._below is not None:
                 self._below.take_over(slots, self._policy, copies)
 
+    def evicted_below(self, slots: Array) -> None:
+        """Note that what was in `slots` of the store is there no longer."""
+        with self._lock:
+            if self._below is not None:
+                self._below.policy.freed(slots)
+                self._below.is_known[slots] = False
+
     def promoted(self, copies: Array, slots: Array) -> None:
         """Note that the arena's slots `copies` have what is in `slots` of the store."""
         with self._lock:

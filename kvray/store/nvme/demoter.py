@@ -300,15 +300,14 @@ class Demoter:
         protect = find_alike(self._arena.tables, wanted, below)
         # All are ranked for it: rather more than needed go at once.
         count = max(short, int(_ROOM_SHARE * len(within)))
-        self._store.evict(
-            choose_victims(
-                below,
-                count,
-                within=within,
-                protect=protect[protect >= 0],
-                rank=self._retention.rank_below,
-            )
+        victims = choose_victims(
+            below,
+            count,
+            within=within,
+            protect=protect[protect >= 0],
+            rank=self._retention.rank_below,
         )
+        self._retention.evicted_below(self._store.evict(victims))
 
     def _count(self, written: Array) -> int:
         num_bytes = int(_sizes(self._arena.tables, written).sum())

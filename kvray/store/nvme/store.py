@@ -206,13 +206,13 @@ class NvmeStore:
         with self._section():
             self.tables.slot_tick[used] = self.tables.next_tick()
 
-    def evict(self, victims: Array) -> int:
-        """Evict those of `victims` that can go without any other; return how many went."""
+    def evict(self, victims: Array) -> Array:
+        """Evict those of `victims` that can go without any other; return those that went."""
         with self._section():
             victims = keep_evictable(self.tables, victims, protect=_NOBODY)
             slots.evict(self.tables, victims)
             self._book.bury(victims)
-        return len(victims)
+        return victims
 
     def stats(self) -> NvmeStats:
         """Return the counts."""

@@ -20,6 +20,8 @@ _END = 4
 _COPY = 0.5
 """What a block with a copy in the tier below is worth, beside one that is here only."""
 
+_NOWHERE = -1
+
 _OPEN_MAX = 4096
 """Requests whose answers are waited for."""
 
@@ -33,8 +35,8 @@ class Gittins:
         """Rank blocks in slots 0 to `num_slots` - 1, by what `prompts` teach."""
         self._prompts = Prompts() if prompts is None else prompts
         self._prompt, self._hits, self._depth = np.zeros((3, num_slots), dtype=np.int64)
-        self._has_copy = np.zeros(num_slots, dtype=bool)
-        """Whether the block in each slot is in the tier below as well, as far as is known."""
+        self._copy = np.full(num_slots, _NOWHERE, dtype=np.int64)
+        """Where the block in each slot is in the other tier as well, as far as is known."""
         self._above: Gittins | None = None
         # Request -> the number of its prompt, the oldest first.
         self._open: dict[int, int] = {}
@@ -64,7 +66,7 @@ class Gittins:
         length = use.depth + len(slots)
         prompts.measure(number, length=length, num_stored=length, num_new=len(slots) - num_known)
         self._hits[slots] = 0
-        self._has_copy[slots] = False
+        self._copy[slots] = _NOWHERE
         self._prompt[slots] = number
         self._depth[slots] = np.arange(use.depth, length)
         if len(slots) > 1:
@@ -72,7 +74,12 @@ class Gittins:
         self._end(number, use, names)
 
     def freed(self, slots: Array) -> None:
-        """See `Policy.freed`."""
+        """See `Policy.freed`; what has left the tier below is the more worth in this one."""
+        above, copies = self._above, self._copy[slots]
+        if above is not None:
+            known = copies != _NOWHERE
+            copies, slots = copies[known], slots[known]
+            above._copy[copies[above._copy[copies] == slots]] = _NOWHERE
 
     def answered(self, request: int, num_tokens: int) -> None:
         """See `Policy.answered`."""
@@ -86,11 +93,9 @@ class Gittins:
         self._hits[slots] = source._hits[theirs]
         self._depth[slots] = source._depth[theirs]
         if source is self:
-            self._has_copy[slots] = self._has_copy[theirs]
-        elif source is self._above:
-            source._has_copy[theirs] = True
+            self._copy[slots] = self._copy[theirs]
         else:
-            self._has_copy[slots] = True
+            self._copy[slots], source._copy[theirs] = theirs, slots
 
     def beside(self, num_slots: int) -> "Gittins":
         """See `Policy.beside`."""
@@ -101,8 +106,9 @@ class Gittins:
     def rank(self, slots: Array, *, now: float) -> Array:
         """See `Policy.rank`; what has a copy below is worth less here: it is not lost."""
         worth = self._prompts.worth(*self._facts(slots), now=now)
-        has_copy = self._has_copy.take(slots) & (worth > 0)
-        worth[has_copy] *= _COPY
+        if self._above is None:
+            has_copy = (self._copy.take(slots) != _NOWHERE) & (worth > 0)
+            worth[has_copy] *= _COPY
         return worth
 
     def chance(self, slots: Array, *, now: float) -> Array:

@@ -32,7 +32,7 @@ NOBODY = np.empty(0, dtype=np.int64)
 def evict(store: NvmeStore, count: int) -> int:
     everything = np.arange(store.geometry.num_slots)
     victims = choose_victims(store.tables, count, within=everything, protect=NOBODY)
-    return store.evict(victims)
+    return len(store.evict(victims))
 
 
 def hits_of(directory: Path, slots: Array) -> list[int]:

@@ -79,7 +79,7 @@ class NvmeMachine(RuleBasedStateMachine):
         everything = np.arange(self.store.geometry.num_slots)
         victims = choose_victims(self.store.tables, count, within=everything, protect=victims_none)
         went = self.store.evict(victims)
-        assert len(self.model) - len(self.ready()) == went
+        assert len(self.model) - len(self.ready()) == len(went)
         assert self.ready() <= self.model
         self.model = self.ready()
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvray.block import BlockKey
 from kvray.store import Arena, ArenaOwner, key_index
+from kvray.store.layout import READY
 from kvray.store.nvme import NvmeStore
 from kvray.store.nvme.budget import WriteBudget
 from kvray.store.nvme.demoter import Demoter
@@ -19,6 +20,8 @@ from tests.unit.store.nvme.small_store import open_store, present, spec
 from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, make_arena, pool_of, store
 
 FOREVER = float("inf")
+UNKNOWN = -1e29
+"""What is ranked lower is not known to the policy."""
 
 
 @pytest.fixture
@@ -163,7 +166,7 @@ def test_a_prefix_is_promoted_up_to_its_first_gap(arena: Arena, below: NvmeStore
     demoter_of(arena, below).flush(until=FOREVER)
     ArenaOwner(arena).clear()
     leaf = key_index.find(below.tables, key_index.pack_keys(keys), 0)[20:]
-    assert below.evict(leaf) == 10
+    assert len(below.evict(leaf)) == 10
     assert promote(arena, below, keys) == 20
     assert check_served(arena, keys) == 20
 
@@ -305,3 +308,28 @@ def test_flush_tries_again_what_a_busy_arena_held_up(
     )
     assert demoter_of(arena, below).flush(until=time.monotonic() + 30.0) == 20
     assert present(below, chain(20)) == 20
+
+
+def test_a_full_store_forgets_what_it_knew_of_the_blocks_that_leave_it(
+    arena: Arena, directory: Path
+) -> None:
+    below = open_store(directory / "small", spec(num_segments=1))
+    retention = Retention(arena, "lru", "all")
+    retention.put_below(below)
+    budget = WriteBudget(None, now=time.time())
+    demoter = Demoter(arena, below, high_watermark=0.0, budget=budget, retention=retention)
+    old, new = chain(16, seed="old"), chain(4, seed="new")
+    store(arena, old)
+    retention.observe()
+    demoter.flush(until=FOREVER)
+    slots = key_index.find(below.tables, key_index.pack_keys(old), 0)
+    assert (retention.rank_below(slots) > UNKNOWN).all()
+    numbers = below.tables.slot_number[slots]
+    store(arena, new)
+    retention.observe()
+    demoter.flush(until=FOREVER)
+    gone = below.tables.slot_state[slots] != READY
+    taken = ~gone & (below.tables.slot_number[slots] != numbers)
+    assert (present(below, new), np.count_nonzero(taken)) == (4, 4)
+    assert ((retention.rank_below(slots) > UNKNOWN) == ~gone).all()
+    below.close()
