@@ -56,7 +56,8 @@ class Level:
         # How often blocks were ranked, and how often before the last use of each.
         self._ranking = 0
         self._used_after = np.full(trace.num_unique, -1, dtype=np.int64)
-        self._next: Array = _NOTHING
+        # What was ranked, and up to where it was looked at.
+        self._next, self._next_at = _NOTHING, 0
         # Blocks that have gone since the tables followed.
         self._gone: list[Array] = []
 
@@ -81,6 +82,7 @@ class Level:
         if count > 0:
             self._settle(now)
             self._next = self.forest.next_to_go(count, protect=protect, now=now)
+            self._next_at = 0
             self._ranking += 1
             self._used_after[protect] = self._ranking
             self._let_go(count, now)
@@ -100,8 +102,14 @@ class Level:
 
     def _let_go(self, count: int, now: float) -> int:
         """Have the next `count` blocks go, or as many as are ranked; return how many."""
-        unused = self._next[self._used_after.take(self._next) != self._ranking]
-        going, self._next = unused[:count], unused[count:]
+        found, missing = [_NOTHING], count
+        while missing > 0 and self._next_at < len(self._next):
+            some = self._next[self._next_at : self._next_at + missing]
+            self._next_at += len(some)
+            unused = some[self._used_after.take(some) != self._ranking]
+            found.append(unused)
+            missing -= len(unused)
+        going = np.concatenate(found)
         if len(going):
             self.leaving(going, now)
             self.is_here[going] = False
