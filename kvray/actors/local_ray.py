@@ -156,6 +156,17 @@ def stop(cluster_name: str) -> bool:
     return ended
 
 
+def read_address(temp_dir: Path) -> str:
+    """Return the address that a head with this `--temp-dir` has written down; "": not yet.
+
+    It does so a moment after it says that it runs, and makes the file before it writes to it.
+    """
+    try:
+        return (temp_dir / "ray_current_cluster").read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
 def _sockets_fit(directory: Path) -> bool:
     return len(os.fsencode(directory / _SOCKET_PATH)) <= 107
 
@@ -254,9 +265,8 @@ def _await_address(
         if process.poll() is not None:
             break
         started = started or "Ray runtime started" in log.read_text(errors="replace")
-        address = directory / "ray" / "ray_current_cluster"
-        if started and address.exists():
-            return address.read_text().strip()
+        if started and (address := read_address(directory / "ray")):
+            return address
         time.sleep(0.1)
     tail = " ".join(log.read_text(errors="replace").split()[-40:])
     if process.poll() is not None:

@@ -102,6 +102,15 @@ def test_a_damaged_state_file_is_no_cluster(name: str, text: str) -> None:
     assert local_ray.find(name) is None
 
 
+def test_an_address_counts_once_it_is_written(tmp_path: Path) -> None:
+    assert local_ray.read_address(tmp_path) == ""
+    file = tmp_path / "ray_current_cluster"
+    file.touch()  # as Ray makes it, before it writes
+    assert local_ray.read_address(tmp_path) == ""
+    file.write_text("10.0.0.5:6379")
+    assert local_ray.read_address(tmp_path) == "10.0.0.5:6379"
+
+
 def test_a_long_name_gets_a_short_directory() -> None:
     names = ["x" * 32, "x" * 31 + "y"]
     directories = [local_ray.local_dir(name) for name in names]

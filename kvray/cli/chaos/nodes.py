@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import yaml
 
+from kvray.actors.local_ray import read_address
 from kvray.cli.chaos.keeper import MARK
 from kvray.cli.chaos.network import Network
 from kvray.config import without_settings
@@ -31,6 +32,7 @@ RESOURCE = "kvray_shard"
 _KEEPER = "kvray.cli.chaos.keeper"
 _OBJECT_STORE_BYTES = 80 * 2**20
 _START_TIMEOUT_S = 90.0
+_ADDRESS_TIMEOUT_S = 10.0
 _STARTS_MAX = 3
 """How often a node is started that ends by itself: Ray gives some of its own waits few seconds."""
 _START_PAUSE_S = 1.0
@@ -316,7 +318,7 @@ class Machine:
         self.head = self._describe(0, ["--head", f"--port={_PORT if has_network else 0}"])
         self.head.begin_start()
         self.head.wait_started(waiting=waiting)
-        self.address = (self.directory / "head" / "ray_current_cluster").read_text().strip()
+        self.address = self._await_address()
         for number in range(1, num_nodes + 1):
             arena_dir = self._make_arena_dir(number, mount_bytes)
             resources = json.dumps({RESOURCE: 1})
@@ -325,6 +327,15 @@ class Machine:
             self.nodes[-1].begin_start()
         for node in self.nodes:
             node.wait_started(waiting=waiting)
+
+    def _await_address(self) -> str:
+        """Return the head's address, which it writes down a moment after its start."""
+        deadline = time.monotonic() + _ADDRESS_TIMEOUT_S
+        while not (address := read_address(self.directory / "head")):
+            if time.monotonic() > deadline:
+                raise ConfigError(f"Ray's head wrote no address within {_ADDRESS_TIMEOUT_S:.0f} s.")
+            time.sleep(0.05)
+        return address
 
     def _describe(self, number: int, options: list[str], arena_dir: Path | None = None) -> Node:
         name = f"node{number}" if number else "head"
