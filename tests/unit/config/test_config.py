@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from kvray import config
 from kvray.config import (
     KVRayConfig,
     cache_dir,
@@ -13,6 +12,7 @@ from kvray.config import (
     load_config,
     parse_size,
     ray_memory_threshold,
+    sources,
 )
 from kvray.errors import ConfigError
 
@@ -22,7 +22,7 @@ WriteYaml = Callable[[str], Path]
 
 @pytest.fixture(autouse=True)
 def _no_system_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(config, "WELL_KNOWN_PATH", tmp_path / "etc" / "kvray.yaml")
+    monkeypatch.setattr(sources, "WELL_KNOWN_PATH", tmp_path / "etc" / "kvray.yaml")
 
 
 @pytest.fixture
@@ -80,14 +80,14 @@ def test_a_file_named_by_the_caller_wins_over_the_environment_s(write_yaml: Writ
 def test_the_well_known_file_is_read_when_nothing_names_one(
     write_yaml: WriteYaml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(config, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
+    monkeypatch.setattr(sources, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
     assert load().cluster_name == "known"
 
 
 def test_a_named_file_wins_over_the_well_known_one(
     write_yaml: WriteYaml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(config, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
+    monkeypatch.setattr(sources, "WELL_KNOWN_PATH", write_yaml("cluster_name: known"))
     other = tmp_path / "other.yaml"
     other.write_text("cluster_name: other")
     assert load(environ={"KVRAY_CONFIG": str(other)}).cluster_name == "other"
