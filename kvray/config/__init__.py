@@ -7,12 +7,13 @@ from kvray.config.environment import (
     ray_memory_threshold,
     without_settings,
 )
-from kvray.config.sections import KVRayConfig, ShardConfig
+from kvray.config.sections import TENANT_NAME, KVRayConfig, ShardConfig
 from kvray.config.sizes import format_size, parse_size
 from kvray.config.sources import WELL_KNOWN_PATH, config_on_node, load_config
 
 __all__ = [
     "CONFIG_ENV",
+    "TENANT_NAME",
     "WELL_KNOWN_PATH",
     "KVRayConfig",
     "ShardConfig",

@@ -11,6 +11,9 @@ from kvray.config.sections import KVRayConfig
 def explain(error: ValidationError) -> str:
     """Return the first problem of `error` as one sentence with the fix."""
     problem = error.errors()[0]
+    message = problem["msg"].removeprefix("Value error, ")
+    if not problem["loc"]:
+        return f"These settings do not go together: {message}."
     *sections, key = (str(part) for part in problem["loc"])
     dotted = ".".join([*sections, key])
     if problem["type"] == "extra_forbidden":
@@ -21,7 +24,6 @@ def explain(error: ValidationError) -> str:
     if problem["type"] == "model_type":
         known = _keys_of([*sections, key])
         return f"{dotted} must be a section with keys, not {problem['input']!r}. {_listed(known)}"
-    message = problem["msg"].removeprefix("Value error, ")
     return f"Setting {dotted} = {problem['input']!r} cannot be used: {message}."
 
 

@@ -24,6 +24,11 @@ def parse_namespace(value: object) -> str:
 
 NamespaceName = Annotated[str, BeforeValidator(parse_namespace)]
 
+TENANT_NAME = r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}"
+"""What a tenant may be called."""
+
+TenantName = Annotated[str, Field(pattern=rf"^{TENANT_NAME}$")]
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(
@@ -46,6 +51,12 @@ class ArenaConfig(_Section):
     capacity: Size = Field(default=4 * 2**30, description="bytes of blocks per node")
     slab: Size = Field(default=64 * 2**20, description="unit in which block sizes share it")
     slot_min: Size = Field(default=64 * 2**10, description="smallest slot; bounds the tables")
+    group: str | None = Field(
+        default=None,
+        coerce_numbers_to_str=True,
+        description="Unix group, by name or number, whose members' engines may open arena and"
+        " socket too; none: those of the same user only",
+    )
     numa: Literal["interleave", "local"] = Field(
         default="interleave", description="over the NUMA nodes, or on the one that makes it"
     )
@@ -177,6 +188,25 @@ class ConnectorConfig(_Section):
     )
 
 
+class SecurityConfig(_Section):
+    """Who may do what; see docs/security.md."""
+
+    auth_token_file: Path | None = Field(
+        default=None,
+        description="file with the token that clearing and ending the tier ask for; none: no token",
+    )
+    tenant_secret_file: Path | None = Field(
+        default=None,
+        description="file with the secret that keeps tenants apart, on every node; none: no tenants",
+    )
+    tenant_quota: Size | None = Field(
+        default=None, description="bytes of a node's arena that one tenant may take; none: no bound"
+    )
+    tenant_quotas: dict[TenantName, Size] = Field(
+        default_factory=dict, max_length=63, description="the same for tenants by their names"
+    )
+
+
 class RayConfig(_Section):
     """How the Ray cluster is reached or started."""
 
@@ -195,7 +225,25 @@ class KVRayConfig(_Section):
     shard: ShardConfig = ShardConfig()
     staging: StagingConfig = StagingConfig()
     connector: ConnectorConfig = ConnectorConfig()
+    security: SecurityConfig = SecurityConfig()
     ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _have_quotas_of_one_kind(self) -> "KVRayConfig":
+        """Blocks count for their tenant or, without tenants, for their namespace."""
+        arena, security = self.arena, self.security
+        if security.tenant_secret_file is None:
+            if security.tenant_quota or security.tenant_quotas:
+                raise ValueError(
+                    "security.tenant_quota and security.tenant_quotas need"
+                    " security.tenant_secret_file; set it too"
+                )
+        elif arena.namespace_quota or arena.quotas:
+            raise ValueError(
+                "with security.tenant_secret_file blocks count for tenants, not for namespaces;"
+                " set security.tenant_quota in place of arena.namespace_quota and arena.quotas"
+            )
+        return self
 
     @property
     def node_dir(self) -> Path:
