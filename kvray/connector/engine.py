@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import socket
+import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from kvray.connector.engine_args import EngineArgs, read_engine_args
 from kvray.connector.meta import Release
 from kvray.connector.prefix import Prefix
 from kvray.connector.reads import Reads
+from kvray.connector.timings import Timings
 from kvray.errors import ConfigError
 from kvray.fingerprint import fingerprint_model
 from kvray.node import NodeLink, Openings, Registration
@@ -56,6 +58,8 @@ class Engine:
         self.config = config
         self.link = link
         self.totals: Counter[str] = Counter()
+        self.timings = Timings()
+        self._began_at = time.monotonic()
         self.boundary = Boundary(self.totals)
         self.openings = Openings()
         self.adapters = Adapters(settings=args.adapters, cache_dir=fingerprints_dir())
@@ -168,7 +172,7 @@ class Engine:
             replica=self.replica,
             rank=args.rank,
             namespace=namespace,
-            counters=lambda: self.openings.counted(dict(self.totals), "miss_tokens_not_stored"),
+            counters=self._counters,
             openings=self.openings,
             wanted=tuple(wanted[self.part_rank]),
             num_ranks=ranks,
@@ -182,6 +186,14 @@ class Engine:
         self.part_bytes = parts[0].block_bytes
         self.namespace_digest = namespace.digest()
         return namespace
+
+    def _counters(self) -> dict[str, int]:
+        """Return what the shard is told: totals, how long things took, and since when."""
+        return {
+            **self.openings.counted(dict(self.totals), "miss_tokens_not_stored"),
+            **self.timings.counters(),
+            "uptime_s": int(time.monotonic() - self._began_at),
+        }
 
     def follow(self, replica: str) -> None:
         """Call the replica as its leader does: the shard has to know which ranks are of one."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter_ns
 
 from kvray.block import BlockKey
 from kvray.connector.engine import Engine, release_leases
@@ -58,7 +59,9 @@ def match(
         return None, "store_down"
     away = away or {}
     readers = [wanted for rank, wanted in enumerate(engine.wanted) if rank not in away]
+    began_ns = perf_counter_ns()
     held = arena.lease_for(keys, readers)
+    engine.timings.lease.observe(perf_counter_ns() - began_ns)
     if held is None:
         return None, "arena_busy"
     if not held.num_blocks:

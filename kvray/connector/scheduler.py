@@ -76,10 +76,12 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             (tokens after `num_computed_tokens` that will be loaded, whether the request is to wait
             for them instead of taking part in the coming pass).
         """
+        began_ns = time.perf_counter_ns()
         self.request_reset(request)
         with self._engine.boundary.around("a request"):
             self._engine = registered_engine(self._engine)
             hit = self._match(self._engine, request, num_computed_tokens)
+            self._engine.timings.match.observe(time.perf_counter_ns() - began_ns)
             return hit, hit > 0 and self._engine.loads_later
         self._forget(request.request_id)  # what was not answered is not promised either
         return 0, False
@@ -99,6 +101,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             LayoutMismatch, LeaseExpired: what was promised has no place to go, or is held no
                 longer. The engine counts on it and cannot be told, so it must not go on.
         """
+        began_ns = time.perf_counter_ns()
         engine = self._engine
         plan = self._planner.begin(engine)
         reports = list(_reports(scheduler_output))
@@ -120,7 +123,9 @@ class KvRayScheduler(KvCacheConnectorScheduler):
                 continue
             self._forget(report.request_id)
         self._promises.settle(engine)
-        return plan.finish()
+        meta = plan.finish()
+        engine.timings.plan.observe(time.perf_counter_ns() - began_ns)
+        return meta
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """Return whether a save still reads the blocks of the finished request; twice is fine."""
