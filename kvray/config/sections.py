@@ -1,28 +1,21 @@
 """Everything that can be set, with its default, its bounds and what it is."""
 
-import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetPydanticSchema,
+    PlainSerializer,
+    SerializationInfo,
+    model_validator,
+)
 
 from kvray.config.sizes import Size
-
-
-def parse_namespace(value: object) -> str:
-    """Return what names a namespace: the hex digits that its digest begins with.
-
-    Raises:
-        ValueError: it is something else, as a name of digits only is that YAML takes for a number.
-    """
-    if isinstance(value, str) and re.fullmatch(r"[0-9A-Fa-f]{1,64}", value):
-        return value.lower()
-    raise ValueError(
-        f"{value!r} names no namespace; write the hex digits that `kvray status` shows, in quotes"
-    )
-
-
-NamespaceName = Annotated[str, BeforeValidator(parse_namespace)]
+from kvray.config.values import AbsolutePath, Label, Listed, NamespaceName, Seconds
 
 TENANT_NAME = r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}"
 """What a tenant may be called."""
@@ -45,7 +38,7 @@ class _Section(BaseModel):
 class ArenaConfig(_Section):
     """The shared memory of one node."""
 
-    dir: Path = Field(
+    dir: AbsolutePath = Field(
         default=Path("/dev/shm"), description="tmpfs or hugetlbfs mount that holds the arena"
     )
     capacity: Size = Field(default=4 * 2**30, description="bytes of blocks per node")
@@ -67,13 +60,15 @@ class ArenaConfig(_Section):
         default="gittins", description="what decides which blocks go first; see kvray replay"
     )
     holders_max: int = Field(default=256, ge=4, le=4096, description="processes attached at once")
-    lock_wait_s: float = Field(
+    lock_wait_s: Seconds = Field(
         default=0.002, gt=0, le=1, description="longest try for the arena's lock; then a miss"
     )
-    limbo_s: float = Field(
+    limbo_s: Seconds = Field(
         default=30.0, ge=0, description="how long a dead writer's slots wait before reuse"
     )
-    lease_warn_s: float = Field(default=60.0, gt=0, description="leases older than this are named")
+    lease_warn_s: Seconds = Field(
+        default=60.0, gt=0, description="leases older than this are named"
+    )
     namespace_quota: Size | None = Field(
         default=None, description="bytes that the blocks of one namespace may take; none: no bound"
     )
@@ -87,7 +82,7 @@ class ArenaConfig(_Section):
 class NvmeConfig(_Section):
     """The blocks that a node keeps on a local disk; they outlive every process."""
 
-    dir: Path | None = Field(
+    dir: AbsolutePath | None = Field(
         default=None, description="directory on a local disk for the blocks; none: no NVMe tier"
     )
     capacity: Size = Field(default=64 * 2**30, description="bytes of files per node, at most")
@@ -107,7 +102,7 @@ class NvmeConfig(_Section):
     write_gib_per_day: float | None = Field(
         default=None, gt=0, description="most that is written in any 24 hours; none: any number"
     )
-    flush_s: float = Field(
+    flush_s: Seconds = Field(
         default=60.0, ge=0, description="longest time that the end of a tier writes to disk"
     )
     io_threads: int = Field(default=4, ge=1, le=64, description="transfers that one call has")
@@ -116,17 +111,18 @@ class NvmeConfig(_Section):
 class ShardConfig(_Section):
     """The actor that owns a node's arena."""
 
-    announce_s: float = Field(default=0.05, gt=0, le=5, description="lag of announcements")
-    heartbeat_s: float = Field(default=0.5, gt=0, le=30, description="heartbeat to the lookup")
-    silent_s: float = Field(
+    announce_s: Seconds = Field(default=0.05, gt=0, le=5, description="lag of announcements")
+    heartbeat_s: Seconds = Field(default=0.5, gt=0, le=30, description="heartbeat to the lookup")
+    silent_s: Seconds = Field(
         default=1.5, gt=0, description="a shard unheard of for longer is not asked for blocks"
     )
     resource: str | None = Field(
-        default=None, description="Ray resource a node must have to get a shard; none: every node"
-    )
-    label: str | None = Field(
         default=None,
-        pattern=r"^[^=\s]+=[^=\s]+$",
+        min_length=1,
+        description="Ray resource a node must have to get a shard; none: every node",
+    )
+    label: Label | None = Field(
+        default=None,
         description="Ray label key=value a node must have to get a shard; none: every node",
     )
 
@@ -134,19 +130,19 @@ class ShardConfig(_Section):
 class StagingConfig(_Section):
     """How blocks of other nodes come here."""
 
-    transports: tuple[Literal["nixl", "object_ref"], ...] = Field(
+    transports: Annotated[tuple[Literal["nixl", "object_ref"], ...], Listed] = Field(
         default=("nixl", "object_ref"),
         min_length=1,
         description="ways between nodes, the best first; the first that both ends have is taken",
     )
-    deadline_s: float = Field(default=10.0, gt=0, description="longest time a fetch may take")
-    call_timeout_s: float = Field(
+    deadline_s: Seconds = Field(default=10.0, gt=0, description="longest time a fetch may take")
+    call_timeout_s: Seconds = Field(
         default=1.0, gt=0, description="deadline of a call to another node that moves no blocks"
     )
-    handover_s: float = Field(
+    handover_s: Seconds = Field(
         default=2.0, gt=0, description="how long staged blocks are kept for whoever asked"
     )
-    lease_s: float = Field(
+    lease_s: Seconds = Field(
         default=5.0, gt=0, description="lease at the holder; renewed while blocks are on their way"
     )
     fetches_max: int = Field(default=4, ge=1, description="fetches of a node at once")
@@ -160,7 +156,9 @@ class ConnectorConfig(_Section):
 
     replica: str | None = Field(default=None, description="name of the replica; else host-pid")
     model_key: str | None = Field(
-        default=None, description="names model and revision when no checkpoint can be read"
+        default=None,
+        min_length=1,
+        description="names model and revision when no checkpoint can be read",
     )
     verify_on_load: Literal["auto", "always", "never"] = Field(
         default="auto", description="check checksums of loaded blocks; auto: when loading to CPU"
@@ -169,15 +167,15 @@ class ConnectorConfig(_Section):
         default="sync",
         description="async: requests wait while their blocks are made ready, others go on",
     )
-    park_lease_s: float = Field(
+    park_lease_s: Seconds = Field(
         default=30.0,
         gt=0,
         description="how long a request that may go on keeps its blocks; later it stops the engine",
     )
-    attach_retry_s: float = Field(
+    attach_retry_s: Seconds = Field(
         default=1.0, gt=0, le=60, description="how often an engine without an arena looks again"
     )
-    stage_wait_s: float = Field(
+    stage_wait_s: Seconds = Field(
         default=0.05,
         ge=0,
         le=5,
@@ -197,7 +195,8 @@ class SecurityConfig(_Section):
     )
     tenant_secret_file: Path | None = Field(
         default=None,
-        description="file with the secret that keeps tenants apart, on every node; none: no tenants",
+        description="file, on every node, with the secret that keeps tenants apart; none: no"
+        " tenants",
     )
     tenant_quota: Size | None = Field(
         default=None, description="bytes of a node's arena that one tenant may take; none: no bound"
@@ -211,7 +210,35 @@ class RayConfig(_Section):
     """How the Ray cluster is reached or started."""
 
     address: str | None = Field(default=None, description="GCS address; none: a local cluster")
-    timeout_s: float = Field(default=30.0, gt=0, description="deadline of each Ray call")
+    timeout_s: Seconds = Field(default=30.0, gt=0, description="deadline of each Ray call")
+
+
+def _given(section: BaseModel) -> dict[str, Any]:
+    """Return what a section sets, without its defaults."""
+    return {name: getattr(section, name) for name in sorted(section.model_fields_set)}
+
+
+def _part_of(section: type[BaseModel]) -> GetPydanticSchema:
+    """Take any part of a section: it is checked as the section is, and holds what it sets only."""
+
+    def dump(given: dict[str, Any], info: SerializationInfo) -> dict[str, Any]:
+        whole = section.model_construct(**given)
+        return whole.model_dump(mode=info.mode, include=set(given))
+
+    part = Annotated[section, AfterValidator(_given), PlainSerializer(dump)]  # type: ignore[valid-type]
+    return GetPydanticSchema(lambda source, handler: handler(part))
+
+
+class NodeConfig(_Section):
+    """What differs on the nodes that have one label."""
+
+    label: Label = Field(description="Ray label key=value of the nodes that are meant")
+    arena: Annotated[dict[str, Any], _part_of(ArenaConfig)] = Field(
+        default_factory=dict, description="settings of arena there; dir and lock_wait_s cannot be"
+    )
+    nvme: Annotated[dict[str, Any], _part_of(NvmeConfig)] = Field(
+        default_factory=dict, description="settings of nvme there"
+    )
 
 
 class KVRayConfig(_Section):
@@ -227,6 +254,9 @@ class KVRayConfig(_Section):
     connector: ConnectorConfig = ConnectorConfig()
     security: SecurityConfig = SecurityConfig()
     ray: RayConfig = RayConfig()
+    nodes: tuple[NodeConfig, ...] = Field(
+        default=(), max_length=64, description="what differs on some nodes; a later entry wins"
+    )
 
     @model_validator(mode="after")
     def _have_quotas_of_one_kind(self) -> "KVRayConfig":

@@ -4,9 +4,19 @@ import re
 from decimal import Decimal
 from typing import Annotated
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_FORM = r"\s*(\d+(?:\.\d+)?)\s*({units})?\s*"
+_MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB"}
+"""What is meant by units that begin with these letters."""
+_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "string", "pattern": f"^{_FORM.format(units='|'.join(filter(None, _UNITS)))}$"},
+    ],
+    "examples": ["64GiB", "1.5TiB", "512MiB", 1073741824],
+}
 
 
 def parse_size(value: object) -> int:
@@ -20,10 +30,10 @@ def parse_size(value: object) -> int:
     else:
         found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
         if not found or found[2] not in _UNITS:
-            raise ValueError(f"{value!r} is no size; write a number with a unit such as 64GiB")
+            raise ValueError(f"{value!r:.80} is no size; {_remedy(value)}")
         size = int(Decimal(found[1]) * _UNITS[found[2]])
     if size <= 0:
-        raise ValueError(f"{value!r} is not a positive size; write for example 64GiB")
+        raise ValueError(f"{value!r:.80} is not a positive size; write for example 64GiB")
     return size
 
 
@@ -35,4 +45,26 @@ def format_size(size: float) -> str:
     return f"{size:.0f}B"
 
 
-Size = Annotated[int, BeforeValidator(parse_size)]
+def exact_size(size: int) -> str:
+    """Return `size` bytes, which may be 0, in the largest unit of which it is a whole number."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size and size % _UNITS[unit] == 0:
+            return f"{size // _UNITS[unit]}{unit}"
+    return f"{size}B"
+
+
+def _remedy(value: object) -> str:
+    """Return what to write in place of what has no unit of ours."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt])i?b?\s*", str(value), re.IGNORECASE)
+    if found:
+        return f"units are binary here: write {found[1]}{_MEANT[found[2].lower()]}"
+    return "write a number with a unit such as 64GiB"
+
+
+Size = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    PlainSerializer(exact_size, return_type=str, when_used="json"),
+    WithJsonSchema(_SCHEMA),
+]
+"""Bytes; in files and in what is shown also text such as `64GiB`."""

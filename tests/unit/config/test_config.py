@@ -172,7 +172,10 @@ def test_a_value_in_the_place_of_a_section_is_refused_with_overrides_too(
         ("arean", "did you mean arena[?]"),
         ("arena.capcity", "did you mean arena.capacity[?]"),
         ("connector.verify", "did you mean connector.verify_on_load[?]"),
-        ("zzz", "remove it. Known here: arena, cluster_name, connector, nvme, ray, shard"),
+        (
+            "zzz",
+            "remove it. Known here: arena, cluster_name, connector, nodes, nvme, ray, security",
+        ),
     ],
 )
 def test_an_unknown_key_names_the_nearest(dotted: str, hint: str) -> None:
@@ -248,10 +251,16 @@ def test_a_size_is_read_in_binary_units(text: object, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["64GB", "64gib", "64G", "GiB", "", "1,5GiB", "1e9", "0x10", None, True, [1], 1e400]
+    "value", ["64 gigs", "GiB", "", "1,5GiB", "1e9", "0x10", None, True, [1], 1e400]
 )
 def test_what_is_no_size_is_refused_with_an_example(value: object) -> None:
     with pytest.raises(ValueError, match="is no size; write a number with a unit such as 64GiB"):
+        parse_size(value)
+
+
+@pytest.mark.parametrize("value", ["64GB", "64gib", "64G", "64 Gi"])
+def test_another_unit_is_answered_with_the_binary_one(value: str) -> None:
+    with pytest.raises(ValueError, match="is no size; units are binary here: write 64GiB"):
         parse_size(value)
 
 

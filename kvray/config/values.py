@@ -1,0 +1,69 @@
+"""What a setting's value may be, where a plain type would let too much pass."""
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+
+LABEL_PATTERN = r"^[^=\s]+=[^=\s]+$"
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|sec|m|min|h)\s*")
+_SECONDS = {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
+
+
+def parse_namespace(value: object) -> str:
+    """Return what names a namespace: the hex digits that its digest begins with.
+
+    Raises:
+        ValueError: it is something else, as a name of digits only is that YAML takes for a number.
+    """
+    if isinstance(value, str) and re.fullmatch(r"[0-9A-Fa-f]{1,64}", value):
+        return value.lower()
+    raise ValueError(
+        f"{value!r:.80} names no namespace; write the hex digits that `kvray status` shows, in"
+        " quotes"
+    )
+
+
+def _plain_seconds(value: object) -> object:
+    """Refuse what YAML or a person means otherwise; the rest is for the type to judge."""
+    if isinstance(value, bool):
+        raise ValueError(f"{value!r} is no number of seconds; write one such as 30")
+    if isinstance(value, str) and (found := _DURATION.fullmatch(value)):
+        seconds = float(found[1]) * _SECONDS[found[2]]
+        raise ValueError(f"{value!r} has a unit; write the number of seconds, {seconds:g}")
+    return value
+
+
+def _absolute(path: Path) -> Path:
+    if not path.is_absolute():
+        raise ValueError(
+            f"{str(path)!r:.80} depends on where a process runs; write the whole path, from / on"
+        )
+    return path
+
+
+def _listed(value: object) -> object:
+    """Take text with commas for a list, as a variable of the environment has it."""
+    return [one.strip() for one in value.split(",")] if isinstance(value, str) else value
+
+
+Seconds = Annotated[float, BeforeValidator(_plain_seconds)]
+"""A duration: a number without a unit."""
+
+AbsolutePath = Annotated[
+    Path,
+    AfterValidator(_absolute),
+    WithJsonSchema({"type": "string", "pattern": "^/", "examples": ["/dev/shm"]}),
+]
+
+NamespaceName = Annotated[
+    str,
+    BeforeValidator(parse_namespace),
+    WithJsonSchema({"type": "string", "pattern": "^[0-9A-Fa-f]{1,64}$"}),
+]
+
+Label = Annotated[str, Field(pattern=LABEL_PATTERN, examples=["kvray.io/pool=big"])]
+"""A label of a Ray node, key=value."""
+
+Listed = BeforeValidator(_listed)
