@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvray import __version__
 from kvray.actors.adoption import open_arena
 from kvray.actors.announcer import Announce, Announcer
 from kvray.actors.async_calls import Ask, ask_nobody
@@ -36,6 +37,7 @@ from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 from kvray.store.arena import ARENA_FILE
 from kvray.store.prefault import Populator
+from kvray.tenant import TenantSalts
 from kvray.wire import SOCKET_FILE
 
 _log = logging.getLogger("kvray.shard")
@@ -68,6 +70,8 @@ class ShardSettings:
     """What decides which blocks that leave the arena are kept on disk."""
     nvme: NvmeSettings | None = None
     """None: the node keeps nothing on disk."""
+    tenant_secret_file: Path | None = None
+    """Has what the salts of prompts that are prefetched are derived with; None: no tenants."""
 
 
 class Shard:
@@ -101,6 +105,7 @@ class Shard:
         self._owner: ArenaOwner | None = None
         self._stager: ReplicaStager | None = None
         self._keeper: Keeper | None = None
+        self._tenants: TenantSalts | None = None
         self._epoch = 0
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -200,7 +205,7 @@ class Shard:
                 " where it runs."
             )
         rank, reader = first
-        keys = prompt_keys(reader, tokens, salt=salt, lora=lora, media=media)
+        keys = prompt_keys(reader, tokens, salt=salt, lora=lora, media=media, tenants=self._tenants)
         if not keys:
             return {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0, "reason": "none"}
         found = self._await_on_loop(
@@ -339,6 +344,8 @@ class Shard:
     async def _main(self) -> None:
         directory = self._settings.directory
         check_path(directory / SOCKET_FILE)  # before minutes are spent on the arena
+        if self._settings.tenant_secret_file is not None:
+            self._tenants = TenantSalts.read(self._settings.tenant_secret_file)
         claim = Claim(directory, self.name)
         if not await self._become_owner(claim):
             return
@@ -455,7 +462,13 @@ class Shard:
 
     def _identity(self) -> dict[str, Any]:
         arena = self._serving().arena
-        return {"shard": self.name, "arena_id": arena.arena_id, "shard_epoch": self._epoch}
+        return {
+            "shard": self.name,
+            "arena_id": arena.arena_id,
+            "shard_epoch": self._epoch,
+            "version": __version__,
+            "monotonic_s": time.monotonic(),
+        }
 
     async def _serve(self, owner: ArenaOwner) -> None:
         """Do the shard's regular work until told to stop."""

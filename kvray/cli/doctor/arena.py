@@ -1,0 +1,282 @@
+"""Can a process here use its node's arena? Mount, user, file, lock, socket, clock, in that order.
+
+It is the order in which an engine attaches; what the first fault explains is not reported again.
+"""
+
+import os
+import pwd
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvray import __version__
+from kvray.cli.doctor.finding import Finding, fault, hint, ok, skipped
+from kvray.config import KVRayConfig, format_size
+from kvray.errors import CapacityError, KVRayError, ShardUnavailable
+from kvray.node.shard_socket import ShardSocket
+from kvray.store import Arena
+from kvray.store.arena_file import ARENA_FILE
+from kvray.store.mounts import mount_of
+
+_MEMORY = ("tmpfs", "hugetlbfs", "ramfs")
+_ANSWER_S = 2.0
+_LOCK_WAIT_S = 0.5
+_CLOCKS_APART_S = 1.0
+_COPY_BYTES = 256 * 2**20
+_ROUNDS = 3
+
+
+def arena_findings(config: KVRayConfig) -> Iterator[Finding]:
+    """Yield what stands between a process of this user and container and its node's shard.
+
+    Joins the arena for a moment, as an engine does, and reads some of its memory.
+    """
+    yield (mount := _mount(config))
+    if mount.verdict == "fault":
+        return
+    yield (directory := _directory(config))
+    if directory.verdict == "fault":
+        return
+    try:
+        arena = Arena(config.node_dir, lock_wait_s=_LOCK_WAIT_S)
+    except ShardUnavailable as error:
+        yield _no_arena(config.node_dir, error)
+        return
+    with closing(arena):
+        yield ok("arena", _describe(arena))
+        yield _joined(arena)
+        yield from _socket(config.node_dir, arena.arena_id)
+        yield _copies(arena)
+
+
+def why_not_here(
+    shards: Sequence[Mapping[str, Any]], node_id: str, directory: Path
+) -> Finding | None:
+    """Return why no arena is to be looked for in `directory`; None if one is.
+
+    Args:
+        shards: of the tier, as `Client.status` has them.
+        node_id: Ray's, of this node.
+        directory: where the configuration of this process says that it is.
+    """
+    own = [shard for shard in shards if str(shard["shard"]).endswith(node_id[:12])]
+    if not own:
+        return skipped("arena", "this node has no shard; see shard.resource and shard.label")
+    theirs = own[0].get("directory")
+    if theirs is None or theirs == str(directory):
+        return None
+    return hint(
+        "arena",
+        f"this node's shard has its arena in {theirs}, and the configuration here says {directory}",
+        "give engines of this node the settings of arena.dir and cluster_name that its Ray has",
+    )
+
+
+def _mount(config: KVRayConfig) -> Finding:
+    where = config.arena.dir
+    if not where.is_dir():
+        return fault(
+            "mount",
+            f"arena.dir {where} is no directory here",
+            "mount the memory volume of the node's shard at this path into this container, or"
+            " correct arena.dir",
+        )
+    found = mount_of(where)
+    kind = "unknown" if found is None else found.kind
+    if kind not in _MEMORY:
+        return hint(
+            "mount",
+            f"arena.dir {where} is on {kind}, which is a disk and no memory",
+            "set arena.dir to a tmpfs, such as /dev/shm, or to a hugetlbfs mount",
+        )
+    size = os.statvfs(where)
+    total, free = size.f_blocks * size.f_frsize, size.f_bavail * size.f_frsize
+    if total and total < config.arena.capacity and not (config.node_dir / ARENA_FILE).exists():
+        return fault(
+            "mount",
+            f"arena.dir {where} has {format_size(total)} and arena.capacity is"
+            f" {format_size(config.arena.capacity)}",
+            f"lower arena.capacity, or `mount -o remount,size="
+            f"{-(-config.arena.capacity * 11 // 10 >> 20)}m {where}` (in a container: a larger"
+            " --shm-size or emptyDir)",
+        )
+    return ok("mount", f"{where} is {kind} of {format_size(total)}, {format_size(free)} free")
+
+
+def _directory(config: KVRayConfig) -> Finding:
+    directory = config.node_dir
+    try:
+        found = directory.stat()
+    except FileNotFoundError:
+        return _no_directory(config)
+    except PermissionError:
+        return fault(
+            "user",
+            f"{config.arena.dir} cannot be searched by {_user(os.geteuid())}",
+            "let this user search arena.dir, or run it as the user of the tier",
+        )
+    if not stat.S_ISDIR(found.st_mode):
+        return fault("arena", f"{directory} is no directory", "remove it, then run `kvray up`")
+    if not os.access(directory, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
+        return fault(
+            "user",
+            f"{directory} belongs to {_user(found.st_uid)} with mode"
+            f" {stat.S_IMODE(found.st_mode):04o}, and this is {_user(os.geteuid())}",
+            "run engine and Ray as the same user (in Kubernetes the same runAsUser)",
+        )
+    return ok("user", f"{_user(os.geteuid())} may use {directory}")
+
+
+def _no_directory(config: KVRayConfig) -> Finding:
+    others = sorted(
+        path.name.removeprefix("kvray-")
+        for path in config.arena.dir.glob("kvray-*")
+        if path.is_dir() and (path / ARENA_FILE).exists()
+    )
+    says = f"arena.dir {config.arena.dir} has no tier named {config.cluster_name!r}"
+    if others:
+        return fault(
+            "arena",
+            f"{says}, but {', '.join(map(repr, others[:5]))}",
+            f"set cluster_name, or KVRAY_CLUSTER_NAME, to {others[0]!r}, or start the missing"
+            " tier with `kvray up`",
+        )
+    return fault(
+        "arena",
+        says,
+        "start it with `kvray up`; if its shard serves on this node (`kvray status`), this"
+        " container does not see the shard's memory: mount the same volume at arena.dir",
+    )
+
+
+def _no_arena(directory: Path, error: ShardUnavailable) -> Finding:
+    path = directory / ARENA_FILE
+    if not os.path.lexists(path):
+        return fault(
+            "arena",
+            f"{directory} has no arena: its shard is still preparing it, or has died",
+            "wait for `kvray status` to say serving; if it does not, run `kvray up`",
+        )
+    if not os.access(path, os.R_OK | os.W_OK, effective_ids=True):
+        owner = _user(path.lstat().st_uid)
+        return fault(
+            "user",
+            f"{path} belongs to {owner} and cannot be opened by {_user(os.geteuid())}",
+            "run engine and Ray as the same user, and mount the volume read-write",
+        )
+    return fault(
+        "arena",
+        str(error).rstrip("."),
+        f"install the same version of kvray here and in Ray (this is {__version__}); if they are"
+        " equal, run `kvray down`, then `kvray up`",
+    )
+
+
+def _describe(arena: Arena) -> str:
+    capacity = int(arena.tables.header["capacity"])
+    age_s = max(0.0, time.time() - float(arena.tables.header["created"]))
+    return f"{arena.arena_id}, {format_size(capacity)} of blocks, made {age_s / 3600:.1f} h ago"
+
+
+def _joined(arena: Arena) -> Finding:
+    try:
+        arena.join("kvray doctor")
+    except CapacityError:
+        return fault(
+            "holders",
+            f"all {len(arena.tables.holder_generation)} places of the arena are taken by living"
+            " processes",
+            "raise arena.holders_max, then `kvray down` and `kvray up`; `kvray sweep --dry-run`"
+            " names the processes",
+        )
+    except ShardUnavailable as error:
+        return fault(
+            "lock",
+            str(error).rstrip("."),
+            "find who holds it with `kvray sweep --dry-run` and `lslocks`: a process that is"
+            " stopped in the middle of a change, or one in a container without a common /proc",
+        )
+    return ok("lock", "taken and given back as an engine does")
+
+
+def _socket(directory: Path, arena_id: str) -> Iterator[Finding]:
+    shard = ShardSocket(directory)
+    try:
+        began = time.monotonic()
+        answer = shard.call("hello", timeout_s=_ANSWER_S)
+        ended = time.monotonic()
+    except KVRayError as error:
+        yield fault(
+            "socket",
+            str(error).split(";")[0].rstrip("."),
+            "look at the shard with `kvray status`; engines go on with what is in the arena, but"
+            " are brought nothing and are not counted",
+        )
+        return
+    finally:
+        shard.close()
+    yield _same_arena(answer, arena_id, ended - began)
+    yield _same_version(answer)
+    yield _same_clock(answer, began, ended)
+
+
+def _same_arena(answer: dict[str, Any], arena_id: str, took_s: float) -> Finding:
+    if answer.get("arena_id") != arena_id:
+        return fault(
+            "socket",
+            f"the shard behind the socket owns arena {answer.get('arena_id')}, and the file that"
+            f" is mapped here is {arena_id}",
+            "mount one directory, not socket and file from two; if the tier was just restarted,"
+            " look again",
+        )
+    return ok("socket", f"{answer.get('shard')} answered in {1e3 * took_s:.1f} ms")
+
+
+def _same_version(answer: dict[str, Any]) -> Finding:
+    theirs = answer.get("version")
+    if theirs != __version__:
+        return hint(
+            "versions",
+            f"kvray is {__version__} here and {theirs or 'older'} in the shard",
+            "install the same version in the engine's image and in Ray's",
+        )
+    return ok("versions", f"kvray {__version__}, as the shard")
+
+
+def _same_clock(answer: dict[str, Any], began: float, ended: float) -> Finding:
+    """Leases and holders carry monotonic times, which a time namespace may shift."""
+    theirs = answer.get("monotonic_s")
+    if not isinstance(theirs, float):
+        return skipped("clock", "the shard does not say what its clock shows")
+    apart = max(began - theirs, theirs - ended, 0.0)
+    if apart > _CLOCKS_APART_S:
+        return fault(
+            "clock",
+            f"the monotonic clock here and the shard's are {apart:.0f} s apart",
+            "run engine and Ray in the same time namespace of the same machine",
+        )
+    return ok("clock", "the shard's clock and this one are the same")
+
+
+def _copies(arena: Arena) -> Finding:
+    """Copy a piece of the arena into private memory, as a load to a pool on the host does."""
+    source = arena.tables.data[:_COPY_BYTES]
+    target = np.zeros_like(source)
+    rates = []
+    for _ in range(_ROUNDS):
+        began = time.perf_counter()
+        np.copyto(target, source)
+        rates.append(len(source) / max(1e-9, time.perf_counter() - began))
+    return ok("copy rate", f"{format_size(max(rates))}/s from the arena to this process's memory")
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return f"user {uid}"

@@ -1,0 +1,118 @@
+"""`kvray doctor`: what between engine, node and tier is wrong or could be better, with the fix."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvray.cli.boundary import EXIT_ERROR, boundary, stdout_kept
+from kvray.cli.doctor.arena import arena_findings, why_not_here
+from kvray.cli.doctor.finding import Finding, fault, ok
+from kvray.cli.doctor.hits import hit_findings
+from kvray.cli.doctor.machine import machine_findings
+from kvray.cli.doctor.tier import tier_findings
+from kvray.cli.interrupts import Interrupts
+from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
+from kvray.cli.transports import ways, ways_table
+from kvray.config import KVRayConfig, load_config
+from kvray.errors import KVRayError
+
+_COLOURS = {"ok": "green", "hint": "yellow", "fault": "red", "skipped": "dim"}
+
+
+def doctor(
+    config: ConfigOption = None,
+    address: AddressOption = None,
+    here: Annotated[
+        bool,
+        typer.Option(
+            "--here", help="This machine and container only: what an engine needs. Asks no Ray."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Look for what is wrong with the tier and say how to mend it.
+
+    Run it where Ray runs, and with --here in an engine's container. It joins the arena for a
+    moment, as an engine does, and changes nothing. Ends with status 2 if something does not work.
+
+    For example: docker exec ENGINE kvray doctor --here -c /etc/kvray/kvray.yaml
+    """
+    with boundary(verbose=verbose) as interrupts:
+        settings = load_config(config, overrides={"ray.address": address})
+        console = Console(highlight=False)
+        with console.status("Looking at this machine") if not as_json else stdout_kept():
+            findings = list(machine_findings(settings))
+        found: dict[str, Any] | None = None
+        elsewhere: Finding | None = None
+        if not here:
+            found, node_id, asked = _ask_tier(settings, interrupts)
+            findings += asked
+            if found is not None:
+                elsewhere = why_not_here(found["shards"], node_id, settings.node_dir)
+        findings += arena_findings(settings) if elsewhere is None else [elsewhere]
+        if as_json:
+            print(json.dumps(_as_json(findings, found), indent=2))
+        else:
+            _print(console, findings, found)
+        if any(finding.verdict == "fault" for finding in findings):
+            raise typer.Exit(EXIT_ERROR)
+
+
+def _ask_tier(
+    settings: KVRayConfig, interrupts: Interrupts
+) -> tuple[dict[str, Any] | None, str, list[Finding]]:
+    """Return the tier's status, None if it cannot be had, this node's id, and what it tells."""
+    with interrupts.masked():
+        import ray
+
+        from kvray.client import Client
+    try:
+        with stdout_kept(), Client(settings) as client:
+            node_id = ray.get_runtime_context().get_node_id()
+            found = client.status()
+    except KVRayError as error:
+        what, _, fix = str(error).rstrip(".").partition("; ")
+        return None, "", [fault("Ray", what, fix or "start the tier with `kvray up`")]
+    return found, node_id, [ok("Ray", "answers"), *tier_findings(found), *hit_findings(found)]
+
+
+def _as_json(findings: list[Finding], found: dict[str, Any] | None) -> dict[str, Any]:
+    made = [] if found is None else ways(found)
+    return {
+        "findings": [asdict(finding) for finding in findings],
+        "transports": [asdict(way) for way in made],
+    }
+
+
+def _print(console: Console, findings: list[Finding], found: dict[str, Any] | None) -> None:
+    table = Table(box=box.SIMPLE, collapse_padding=True, show_header=False)
+    for _ in range(2):
+        table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for finding in findings:
+        colour = _COLOURS[finding.verdict]
+        verdict = f"[{colour}]{finding.verdict}[/]"
+        table.add_row(verdict, escape(finding.check), escape(finding.says))
+    console.print(table)
+    if found is not None and (made := ways(found)):
+        console.print(ways_table(made))
+    for line in _to_do(findings):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _to_do(findings: list[Finding]) -> Iterator[str]:
+    """Yield one sentence for each finding that has a fix, the faults first."""
+    wanting = [one for one in findings if one.verdict == "fault"]
+    wanting += [one for one in findings if one.verdict == "hint"]
+    for one in wanting:
+        yield f"{one.verdict} ({one.check}): {one.says}; {one.fix}."
+    if not wanting:
+        yield "Nothing is wrong."

@@ -1,0 +1,249 @@
+"""Environments in which an engine cannot use its node's arena, made with real shards and files."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvray.actors.ownership import sweep
+from kvray.cli.doctor.arena import arena_findings, why_not_here
+from kvray.cli.doctor.finding import Finding
+from kvray.config import KVRayConfig, load_config
+from kvray.store import Arena
+from kvray.store.arena_file import ARENA_FILE, lock_path
+from kvray.wire import SOCKET_FILE
+from tests.unit.actors.shard_process import ShardProcess, shard_process
+from tests.unit.store.conftest import Child
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def parent() -> Iterator[Path]:
+    """A directory in memory, for `arena.dir`."""
+    made = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture
+def config(parent: Path) -> KVRayConfig:
+    return config_of(parent)
+
+
+@pytest.fixture
+def shard(config: KVRayConfig) -> Iterator[ShardProcess]:
+    """The process of a shard that serves in the configuration's directory."""
+    with shard_process(config.node_dir, "a") as process:
+        yield process
+    sweep(config.node_dir, 5.0)
+
+
+def config_of(parent: Path, **overrides: str) -> KVRayConfig:
+    values = {"arena.dir": str(parent), "cluster_name": "test"}
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return load_config(overrides=values | dotted, environ={})
+
+
+def faults(config: KVRayConfig) -> list[Finding]:
+    return [one for one in arena_findings(config) if one.verdict == "fault"]
+
+
+def only_fault(config: KVRayConfig) -> Finding:
+    (found,) = faults(config)
+    assert found.fix
+    assert not found.says.endswith(".")
+    return found
+
+
+def test_environment_in_which_everything_works_has_no_fault(
+    shard: ShardProcess, config: KVRayConfig
+) -> None:
+    found = {one.check: one for one in arena_findings(config)}
+    assert {one.verdict for one in found.values()} == {"ok"}
+    assert set(found) == {
+        *("mount", "user", "arena", "lock", "socket", "versions", "clock", "copy rate")
+    }
+
+
+def test_arena_is_left_as_it_was(shard: ShardProcess, config: KVRayConfig) -> None:
+    before = Arena(config.node_dir, lock_wait_s=1)
+    states = before.tables.slot_state.tobytes(), before.tables.holder_generation.astype(bool).sum()
+    assert not faults(config)
+    assert before.tables.slot_state.tobytes() == states[0]
+    before.close()
+
+
+def test_missing_mount_is_named(parent: Path) -> None:
+    found = only_fault(config_of(parent / "missing"))
+    assert found.check == "mount"
+    assert "mount the memory volume" in found.fix
+
+
+def test_directory_on_a_disk_is_a_hint(tmp_path: Path) -> None:
+    (mount, *_) = arena_findings(config_of(tmp_path))
+    assert (mount.check, mount.verdict) == ("mount", "hint")
+    assert "no memory" in mount.says
+
+
+def test_mount_that_is_too_small_for_the_arena_is_told_how_large_it_must_be(parent: Path) -> None:
+    found = only_fault(config_of(parent, arena__capacity="1024TiB"))
+    assert "remount,size=" in found.fix
+
+
+def test_tier_of_another_name_is_named(shard: ShardProcess, parent: Path) -> None:
+    found = only_fault(config_of(parent, cluster_name="tset"))
+    assert "'test'" in found.says
+    assert "cluster_name" in found.fix
+
+
+def test_node_without_a_tier_is_told_to_start_one(config: KVRayConfig) -> None:
+    assert "kvray up" in only_fault(config).fix
+
+
+def test_tier_of_another_user_is_a_matter_of_users(
+    shard: ShardProcess, config: KVRayConfig
+) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root, to be another user")
+    config.arena.dir.chmod(0o755)
+    with another_user():
+        found = only_fault(config)
+    assert found.check == "user"
+    assert f"({NOBODY})" in found.says
+
+
+@contextlib.contextmanager
+def another_user() -> Iterator[None]:
+    """Have what this process may do be what a user may who owns nothing."""
+    groups = os.getgroups()
+    os.setgroups([])
+    os.setegid(NOBODY)
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        os.setgroups(groups)
+
+
+def test_arena_that_is_cut_short_is_found_out(shard: ShardProcess, config: KVRayConfig) -> None:
+    shard.kill()
+    shard.wait()
+    os.truncate(config.node_dir / ARENA_FILE, 8192)
+    assert "bytes instead of" in only_fault(config).says
+
+
+def test_arena_of_another_format_is_a_matter_of_versions(
+    shard: ShardProcess, config: KVRayConfig
+) -> None:
+    with (config.node_dir / ARENA_FILE).open("r+b") as file:
+        file.seek(8)  # format_version
+        file.write((999).to_bytes(4, "little"))
+    assert "same version of kvray" in only_fault(config).fix
+
+
+def test_arena_without_its_lock_file_cannot_be_used(
+    shard: ShardProcess, config: KVRayConfig
+) -> None:
+    arena = Arena(config.node_dir, lock_wait_s=1)
+    arena_id = arena.arena_id
+    arena.close()
+    lock_path(config.node_dir, arena_id).unlink()
+    assert "lock file" in only_fault(config).says
+
+
+def test_shard_that_is_still_preparing_is_waited_for(config: KVRayConfig) -> None:
+    config.node_dir.mkdir(mode=0o700)
+    assert "preparing" in only_fault(config).says
+
+
+def test_arena_that_stays_locked_names_what_to_look_for(
+    shard: ShardProcess, config: KVRayConfig
+) -> None:
+    child = Child(config.node_dir)
+    try:
+        assert child.say("ArenaLock(arena.side_file).acquire(1)") == "True"
+        found = only_fault(config)
+    finally:
+        child.kill()
+    assert found.check == "lock"
+    assert "lslocks" in found.fix
+
+
+def test_arena_whose_places_are_all_taken_names_the_setting(
+    shard: ShardProcess, config: KVRayConfig
+) -> None:
+    with contextlib.ExitStack() as children:
+        for _ in range(7):  # of 8; the shard process has one
+            child = Child(config.node_dir)
+            children.callback(child.kill)
+            child.say("arena.join('engine')")
+        found = only_fault(config)
+    assert found.check == "holders"
+    assert "arena.holders_max" in found.fix
+
+
+def test_dead_shard_is_a_matter_of_the_socket(shard: ShardProcess, config: KVRayConfig) -> None:
+    shard.kill()
+    shard.wait()
+    assert only_fault(config).check == "socket"
+
+
+def test_frozen_shard_is_a_matter_of_the_socket(shard: ShardProcess, config: KVRayConfig) -> None:
+    os.kill(shard.pid, signal.SIGSTOP)
+    try:
+        found = only_fault(config)
+    finally:
+        os.kill(shard.pid, signal.SIGCONT)
+    assert found.check == "socket"
+    assert "did not answer" in found.says
+
+
+def test_stranger_behind_the_socket_does_not_pass_for_a_shard(
+    shard: ShardProcess, config: KVRayConfig
+) -> None:
+    path = config.node_dir / SOCKET_FILE
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(str(path))
+        stranger.listen()
+        assert only_fault(config).check == "socket"
+
+
+def test_socket_and_file_of_two_arenas_are_told_apart(
+    shard: ShardProcess, config: KVRayConfig, parent: Path
+) -> None:
+    other = config_of(parent, cluster_name="other")
+    with shard_process(other.node_dir, "b"):
+        shutil.copytree(
+            config.node_dir, parent / "kvray-mixed", ignore=shutil.ignore_patterns(SOCKET_FILE)
+        )
+        (parent / "kvray-mixed" / SOCKET_FILE).symlink_to(other.node_dir / SOCKET_FILE)
+        found = only_fault(config_of(parent, cluster_name="mixed"))
+    sweep(other.node_dir, 5.0)
+    assert "owns arena" in found.says
+    assert "not socket and file from two" in found.fix
+
+
+def test_node_without_a_shard_is_not_looked_at() -> None:
+    found = why_not_here([{"shard": "kvray-shard-aa"}], "bb" * 28, Path("/dev/shm/kvray-test"))
+    assert found is not None
+    assert found.verdict == "skipped"
+
+
+def test_shard_with_another_directory_is_a_hint() -> None:
+    node_id = "0123456789abcdef"
+    shards = [{"shard": "kvray-shard-0123456789ab", "directory": "/mnt/kvray-test"}]
+    found = why_not_here(shards, node_id, Path("/dev/shm/kvray-test"))
+    assert found is not None
+    assert found.verdict == "hint"
+    assert "arena.dir" in found.fix
+    assert why_not_here(shards, node_id, Path("/mnt/kvray-test")) is None

@@ -1,0 +1,83 @@
+"""What the tier's parts say of themselves, as findings."""
+
+from typing import Any
+
+import pytest
+
+from kvray.cli.doctor.finding import Finding
+from kvray.cli.doctor.tier import tier_findings
+
+ARENA = {"capacity_bytes": 2**30, "blocks": 12, "leased_blocks": 2, "corrupt": 0}
+NVME = {
+    "file_bytes": 2**30,
+    "message": "",
+    "segments_without_room": 0,
+    "write_budget_bytes": None,
+    "is_direct": True,
+    "corrupt": 0,
+}
+SERVING = {"shard": "kvray-shard-aa", "state": "serving", "arena": ARENA}
+
+
+def found(*shards: dict[str, Any], movers: tuple[dict[str, Any], ...] = ()) -> dict[str, Finding]:
+    status = {"lookup": {"keys": 7}, "shards": [*shards], "movers": [*movers]}
+    return {one.check: one for one in tier_findings(status)}
+
+
+def test_whole_tier_has_nothing_to_mend() -> None:
+    shown = found({**SERVING, "nvme": NVME})
+    assert {one.verdict for one in shown.values()} == {"ok"}
+    assert set(shown) == {"lookup", "shard aa", "disk aa"}
+
+
+def test_tier_without_shards_is_a_fault() -> None:
+    assert "shard.resource" in found()["shards"].fix
+
+
+@pytest.mark.parametrize(
+    ("state", "verdict"),
+    [("preparing", "hint"), ("starting", "hint"), ("failed", "fault"), ("unreachable", "fault")],
+)
+def test_shard_that_does_not_serve_is_reported(state: str, verdict: str) -> None:
+    one = found({"shard": "kvray-shard-aa", "state": state, "message": "Why."})["shard aa"]
+    assert one.verdict == verdict
+    assert "Why" in one.says
+    assert one.fix
+
+
+def test_corrupt_blocks_are_reported() -> None:
+    shown = found({**SERVING, "arena": {**ARENA, "corrupt": 2}})
+    assert "kvray verify" in shown["shard aa"].fix
+
+
+@pytest.mark.parametrize(
+    ("changed", "verdict", "word"),
+    [
+        ({"message": "The disk failed."}, "fault", "mend"),
+        ({"segments_without_room": 1}, "hint", "free room"),
+        ({"write_budget_bytes": 0}, "hint", "nvme.write_gib_per_day"),
+        ({"is_direct": False}, "hint", "ext4"),
+    ],
+)
+def test_disk_that_does_not_do_its_work_is_reported(
+    changed: dict[str, Any], verdict: str, word: str
+) -> None:
+    one = found({**SERVING, "nvme": {**NVME, **changed}})["disk aa"]
+    assert one.verdict == verdict
+    assert word in one.fix
+
+
+def mover(node: str, *, available: bool = True) -> dict[str, Any]:
+    transport = {"available": available, "reason": "no library", "rdma": False}
+    return {"mover": f"kvray-mover-{node}", "state": "serving", "transports": {"nixl": transport}}
+
+
+def test_nodes_between_which_nothing_can_be_moved_are_a_fault() -> None:
+    shown = found(SERVING, movers=(mover("aa"), mover("bb", available=False)))
+    assert shown["way aa > bb"].verdict == "fault"
+    assert "no library" in shown["way aa > bb"].says
+
+
+def test_transport_between_two_nodes_is_named() -> None:
+    shown = found(SERVING, movers=(mover("aa"), mover("bb")))
+    assert shown["way aa > bb"].says == "nixl (both have it; TCP: no RDMA device)"
