@@ -1,12 +1,14 @@
 """Fetches that are under way: no block is brought twice at once."""
 
 import asyncio
+import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from kvray.actors.orders import FetchReport, Span
 from kvray.actors.peers import mover_of
 from kvray.actors.staging import Piece
+from kvray.arrival import NVME
 from kvray.block import KEY_BYTES, BlockKey
 
 FLIGHT_BLOCKS_MAX = 4096
@@ -18,6 +20,7 @@ class Flight:
 
     def __init__(self, keys: Sequence[BlockKey], pieces: Sequence[Piece]) -> None:
         """Bring `pieces` of `keys`."""
+        self.keys = keys
         self.pieces = tuple(pieces)
         self.blocks = [
             (keys[block], piece.part)
@@ -35,6 +38,29 @@ class Flight:
             here >= piece.stop - piece.start
             for here, piece in zip(self.report.here, self.pieces, strict=False)
         )
+
+    def landed(self, keys: Sequence[BlockKey]) -> Iterator[tuple[Piece, str]]:
+        """Yield what has come of `keys`, a prefix, and the transport that brought it.
+
+        Of a flight under way, of which only its disk can be told what brings it, all may come.
+        """
+        shared = min(len(keys), len(self.keys))
+        # Keys are chained: who has one key in common has all before it.
+        shared = bisect.bisect_left(
+            range(shared), True, key=lambda block: keys[block] != self.keys[block]
+        )
+        for place, piece in enumerate(self.pieces):
+            stop, transport = piece.start, ""
+            if self.report is not None:
+                name = NVME if piece.shard == NVME else mover_of(piece.shard)
+                source = self.report.sources.get(name)
+                transport = source.transport if source is not None else ""
+                stop += self.report.here[place] if place < len(self.report.here) else 0
+            elif piece.shard == NVME:
+                stop, transport = piece.stop, NVME
+            stop = min(stop, piece.stop, shared)
+            if stop > piece.start and transport:
+                yield replace(piece, stop=stop), transport
 
 
 class Flights:

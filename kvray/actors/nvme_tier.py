@@ -21,6 +21,7 @@ from kvray.actors.orders import FetchOrder, FetchReport, SourceReport, Span
 from kvray.actors.rates import Rates
 from kvray.actors.runs import runs_of
 from kvray.actors.staging import Peer, Run
+from kvray.arrival import NVME
 from kvray.block import BlockKey, split_keys
 from kvray.errors import KVRayError, TierError
 from kvray.store import Arena, key_index
@@ -32,9 +33,6 @@ from kvray.store.nvme.promoter import Promoter
 from kvray.store.retention import Retention
 
 _log = logging.getLogger("kvray.shard")
-
-NVME = "nvme"
-"""Stands for this tier among the shards that a stage takes blocks from."""
 
 _IDLE_S = 0.25
 """How long after nothing was to be written it is looked again."""

@@ -11,7 +11,6 @@ import math
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from kvray.actors.arguments import in_pieces
@@ -80,7 +79,8 @@ class ReplicaStager:
 
         Returns:
             num_blocks, reason, and for ranks on other nodes their leases: rank -> [arena_id,
-            lease_id, page, num_slots].
+            lease_id, page, num_slots]; and, unless all were here, how the blocks came: [stop, way,
+            source] each, see `Arrival`.
 
         Raises:
             ConfigError: a field is not what it should be, or no such rank is registered.
@@ -106,6 +106,8 @@ class ReplicaStager:
             "reason": staged.reason,
             "leases": {},
         }
+        if staged.num_blocks and staged.arrivals:
+            answer["arrivals"] = staged.arrivals
         if elsewhere and staged.num_blocks:
             keys = keys[: staged.num_blocks * KEY_BYTES]
             (token,) = _tokens([token or secrets.token_hex(16)])
@@ -171,7 +173,7 @@ class ReplicaStager:
             keys: end to end, in as many pieces as it takes.
 
         Returns:
-            The fields of `Staged`.
+            num_blocks and reason, as in `Staged`.
 
         Raises:
             ConfigError: one is not, or a field is not what it should be.
@@ -189,7 +191,7 @@ class ReplicaStager:
         staged = await self._stager.stage(prefix, wait_s=wait_s)
         if first is not None:
             staged = await self._verifier.sound(prefix, staged, first, until=until)
-        return asdict(staged)
+        return {"num_blocks": staged.num_blocks, "reason": staged.reason}
 
     def lease_here(
         self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
@@ -247,7 +249,11 @@ class ReplicaStager:
         )
         num_blocks = min(one.num_blocks for one in answers)
         reasons = [one.reason for one in answers if one.num_blocks == num_blocks]
-        shortest = Staged(num_blocks=num_blocks, reason=min(reasons, key=_ORDER.index))
+        shortest = Staged(
+            num_blocks=num_blocks,
+            reason=min(reasons, key=_ORDER.index),
+            arrivals=answers[0].arrivals,
+        )
         is_longer = any(one.num_blocks > num_blocks for one in answers[1:])
         if not (num_blocks and is_longer and verify_from is not None and _has_windows(here)):
             return shortest, elsewhere

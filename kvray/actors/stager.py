@@ -11,14 +11,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
 from kvray.actors.arguments import packed
 from kvray.actors.flights import Flight, Flights, behind, head, spans_of
 from kvray.actors.handovers import Handovers
-from kvray.actors.nvme_tier import NVME, NvmeTier
+from kvray.actors.nvme_tier import NvmeTier
 from kvray.actors.orders import FetchOrder, FetchReport, Span
 from kvray.actors.peers import Peers, mover_of
 from kvray.actors.runs import merged
@@ -31,6 +31,7 @@ from kvray.actors.staging import (
     longest_prefix,
     plan_staging,
 )
+from kvray.arrival import NVME, Arrivals, arrivals_of
 from kvray.block import BlockKey
 from kvray.errors import KVRayError, ShardUnavailable
 from kvray.store import Arena, Held, Wanted
@@ -92,6 +93,8 @@ class Staged:
     num_blocks: int
     reason: Reason
     """Why it is not more."""
+    arrivals: Arrivals = field(default=(), compare=False)
+    """How the blocks came, for people; nothing is decided by it."""
 
 
 class Stager:
@@ -143,7 +146,8 @@ class Stager:
         if len(self._stages) >= _STAGES_MAX:
             self._counts["refused"] += 1
             return Staged(num_blocks=0, reason="too_slow")
-        task = asyncio.get_running_loop().create_task(self._bring(prefix))
+        flights: list[Flight] = []
+        task = asyncio.get_running_loop().create_task(self._bring(prefix, flights))
         self._stages.add(task)
         task.add_done_callback(self._end_stage)
         # Not `wait_for`, which would cancel what is late.
@@ -158,7 +162,9 @@ class Stager:
         held = await self.lease(prefix, until=until)
         num_blocks = held.num_blocks if held is not None else 0
         return Staged(
-            num_blocks=num_blocks, reason="none" if num_blocks == len(prefix.keys) else reason
+            num_blocks=num_blocks,
+            reason="none" if num_blocks == len(prefix.keys) else reason,
+            arrivals=_arrivals(prefix.keys[:num_blocks], flights),
         )
 
     def num_here(self, prefix: Prefix) -> int:
@@ -213,16 +219,22 @@ class Stager:
 
     # -- one stage ----------------------------------------------------------------------------
 
-    async def _bring(self, prefix: Prefix) -> Reason:
-        """Bring what is missing of `prefix`; return why not all of it is here."""
+    async def _bring(self, prefix: Prefix, flights: list[Flight]) -> Reason:
+        """Bring what is missing of `prefix`; return why not all of it is here.
+
+        Args:
+            prefix: what is to be here.
+            flights: those that bring it are put in there.
+        """
         try:
-            return await asyncio.wait_for(self._bring_in_turns(prefix), self._settings.deadline_s)
+            bringing = self._bring_in_turns(prefix, flights)
+            return await asyncio.wait_for(bringing, self._settings.deadline_s)
         except asyncio.TimeoutError:
             return "too_slow"
         except ShardUnavailable:
             return "store_down"
 
-    async def _bring_in_turns(self, prefix: Prefix) -> Reason:
+    async def _bring_in_turns(self, prefix: Prefix, flights: list[Flight]) -> Reason:
         wish = prefix.wish
         runs: list[Run] | None = None
         obstacle: Reason = "not_stored"
@@ -253,10 +265,12 @@ class Stager:
             before = self._flights.bringing(prefix.keys, plan.pieces)
             if before:
                 self._counts["joined"] += not joins
+                flights += [one for one in before if one not in flights]
                 await _any_ended(before, _JOINED_S[min(joins, len(_JOINED_S) - 1)])
                 joins += 1
                 continue
             flight = self._depart(prefix, plan)
+            flights.append(flight)
             await flight.ended.wait()
             if flight.report is None:
                 return "store_down"  # its own mover, who would answer for the others
@@ -374,6 +388,18 @@ class Stager:
             counts["bytes"] += source.num_bytes
             self._counts["staged_blocks"] += source.num_blocks
             self._counts["staged_bytes"] += source.num_bytes
+
+
+def _arrivals(keys: Sequence[BlockKey], flights: Sequence[Flight]) -> Arrivals:
+    """Return how the blocks of a prefix came; those that no flight brought were here."""
+    if not flights:
+        return ()
+    ways: list[tuple[str, str] | None] = [None] * len(keys)
+    for flight in flights:
+        for piece, transport in flight.landed(keys):
+            source = "" if piece.shard == NVME else piece.shard
+            ways[piece.start : piece.stop] = [(transport, source)] * (piece.stop - piece.start)
+    return arrivals_of(ways)
 
 
 def _others(runs: Sequence[Run], own: str) -> set[str]:

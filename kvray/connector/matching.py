@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 
+from kvray.arrival import Arrivals
 from kvray.block import BlockKey
 from kvray.connector.engine import Engine, release_leases
 from kvray.connector.prefix import Prefix
@@ -17,6 +18,8 @@ class Matched:
     prefix: Prefix
     end: int
     """Where its sound blocks end."""
+    arrivals: Arrivals = ()
+    """How its blocks came to this node, as far as they were not here."""
 
 
 def refuse(engine: Engine, keys: list[BlockKey], first: int) -> str | None:

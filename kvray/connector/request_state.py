@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvray.arrival import Arrivals
 from kvray.block import BlockKey
 from kvray.connector.promise import Promise
 from kvray.connector.retention import Priorities
@@ -20,6 +21,8 @@ class RequestState:
     seed: bytes
     tokens_per_block: int
     media: tuple[MediaItem, ...] = ()
+    tenant_id: int = 0
+    """What an arena knows the request's tenant by; 0: it has none."""
     opening: bytes = b""
     """Digest of how the prompt begins."""
     windowed: tuple[bool, ...] = (False,)
@@ -33,6 +36,8 @@ class RequestState:
     """Leading blocks that are in the tier, or were handed to the workers to save."""
     num_found: int = 0
     """Leading blocks that were in the tier when the prompt was matched."""
+    arrivals: Arrivals = ()
+    """How the blocks that were found came to this node, as far as they were not there."""
     promise: Promise | None = None
     _prompt: list[int] | None = None
     """What `prompt_keys` was given, until the first report."""

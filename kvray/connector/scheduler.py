@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+from kvray.arrival import runs_between
 from kvray.connector.base import KvCacheConnectorScheduler
 from kvray.connector.engine import (
     Engine,
@@ -18,7 +19,7 @@ from kvray.connector.engine import (
     release_prefix,
     shut_down_at_exit,
 )
-from kvray.connector.identity import Identity, identify
+from kvray.connector.identity import Identity
 from kvray.connector.meta import ConnectorMeta
 from kvray.connector.pass_plan import PassPlanner
 from kvray.connector.prefill_rate import PrefillRate
@@ -179,7 +180,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     def _match(self, engine: Engine, request: Any, num_computed_tokens: int) -> int:
         """Return how many tokens are promised to `request`, and count the rest by reason."""
         totals, tokens_per_block = engine.totals, engine.args.tokens_per_block
-        identity = identify(request, engine.adapters.fingerprint)
+        identity = engine.identify(request)
         if identity is None:
             totals["bypassed_requests"] += 1
             return 0
@@ -198,6 +199,10 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         totals["prompt_tokens"] += len(tokens)
         totals["local_tokens"] += num_computed_tokens
         totals["hit_tokens"] += hit
+        if state.promise is not None:
+            ways = runs_between(state.arrivals, state.promise.first, state.promise.end)
+            for start, stop, way, _ in ways:
+                totals[f"hit_tokens_from_{way}"] += (stop - start) * tokens_per_block
         missed = len(wanted) * tokens_per_block - num_computed_tokens - hit
         if missed > 0:
             totals[f"miss_tokens_{reason}"] += missed
@@ -218,6 +223,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             seed=request_seed(engine.namespace_digest, salt=identity.salt, lora=identity.lora),
             tokens_per_block=engine.args.tokens_per_block,
             media=identity.media,
+            tenant_id=identity.tenant_id,
             windowed=engine.windowed,
         )
         self._states[request_id] = state
@@ -236,6 +242,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             return reason
         # A corrupt block, and what follows it, is saved anew when it is computed.
         state.num_found = state.num_saved = matched.end
+        state.arrivals = matched.arrivals
         if matched.end <= first:
             release_prefix(engine, matched.prefix)
             return reason

@@ -14,8 +14,10 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import TypeVar
 
+from kvray.arrival import Arrivals, joined
 from kvray.block import BlockKey
 from kvray.connector.engine import Engine, release_away, release_prefix
 from kvray.connector.matching import Matched, lease_exactly, match, refuse
@@ -33,6 +35,7 @@ _MISSING = (NOT_STORED, "corrupt")
 """Reasons of a local match that another node may know better."""
 
 K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 class Staging:
@@ -45,6 +48,8 @@ class Staging:
         """Request -> seconds that it has cost."""
         self._absent: OrderedDict[BlockKey, float] = OrderedDict()
         """Key that no node had -> until when that is taken for granted."""
+        self._arrivals: OrderedDict[int, Arrivals] = OrderedDict()
+        """Request -> how its blocks came, if they were brought for it."""
 
     def match(
         self,
@@ -71,7 +76,23 @@ class Staging:
         if refusal is not None:
             return None, refusal
         if engine.spans_nodes:
-            return self._match_across(engine, request_id, keys, first, tokens_per_s)
+            matched, reason = self._match_across(engine, request_id, keys, first, tokens_per_s)
+        else:
+            matched, reason = self._match_here(engine, request_id, keys, first, tokens_per_s)
+        arrivals = self._arrivals.get(request_id)
+        if matched is not None and arrivals:
+            matched = replace(matched, arrivals=arrivals)
+        return matched, reason
+
+    def _match_here(
+        self,
+        engine: Engine,
+        request_id: int,
+        keys: list[BlockKey],
+        first: int,
+        tokens_per_s: float,
+    ) -> tuple[Matched | None, str]:
+        """Lease what this node has, or can be brought to it, for ranks that are all here."""
         matched, reason = match(engine, keys, first)
         have = matched.end if matched else 0
         if reason not in _MISSING or not engine.asks_peers or len(keys) <= max(have, first):
@@ -108,6 +129,7 @@ class Staging:
     def forget(self, request_id: int) -> None:
         """The request has ended."""
         self._waited.pop(request_id, None)
+        self._arrivals.pop(request_id, None)
 
     def close(self) -> None:
         """Hang up. Twice is fine."""
@@ -165,6 +187,9 @@ class Staging:
         staged = self._stage(engine, keys, left_s, tokens_per_s, verify_from)
         ended = time.monotonic()
         _remember(self._waited, request_id, self._waited.get(request_id, 0.0) + ended - began)
+        if staged.arrivals:
+            before = self._arrivals.get(request_id, ())
+            _remember(self._arrivals, request_id, joined(before, staged.arrivals))
         if staged.num_blocks <= have and staged.reason == NOT_STORED:
             _remember(self._absent, keys[have], ended + _ABSENT_S)
         return staged
@@ -226,7 +251,7 @@ def _release(engine: Engine, matched: Matched | None) -> None:
         release_prefix(engine, matched.prefix)
 
 
-def _remember(known: OrderedDict[K, float], key: K, value: float) -> None:
+def _remember(known: OrderedDict[K, V], key: K, value: V) -> None:
     known[key] = value
     known.move_to_end(key)
     if len(known) > _REMEMBERED_MAX:

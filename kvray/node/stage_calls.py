@@ -14,6 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from kvray.arrival import ARRIVALS_MAX, Arrival, Arrivals
 from kvray.block import BlockKey
 from kvray.breaker import Breaker
 from kvray.errors import KVRayError
@@ -45,6 +46,8 @@ class Staged:
     """Why it is not more."""
     leases: dict[int, tuple[str, Lease]] = field(default_factory=dict)
     """Of each rank on another node (its arena, its lease of those blocks); ours to end."""
+    arrivals: Arrivals = field(default=(), compare=False)
+    """How the blocks came here, for people; nothing is decided by it."""
 
 
 class StageCalls:
@@ -131,6 +134,10 @@ def _read(reply: dict[str, Any], *, num_keys: int) -> Staged:
             int(rank): (str(arena_id), _lease(*numbers))
             for rank, (arena_id, *numbers) in (reply.get("leases") or {}).items()
         },
+        arrivals=tuple(
+            Arrival(int(stop), str(way), str(source))
+            for stop, way, source in (reply.get("arrivals") or ())[:ARRIVALS_MAX]
+        ),
     )
 
 

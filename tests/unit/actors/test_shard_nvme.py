@@ -121,6 +121,7 @@ def test_what_leaves_a_full_arena_is_a_hit_from_disk(node: Node) -> None:
     node.store(chain(60, seed="more"))
     wait_for(lambda: node.num_right(old) < 30)
     answer = node.stage(old)
+    assert "nvme" in {way for _, way, _ in answer["arrivals"]}
     assert answer["num_blocks"] == 30
     assert answer["reason"] == "none"
     assert node.num_right(old) == 30

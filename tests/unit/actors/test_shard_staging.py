@@ -115,7 +115,14 @@ def test_an_engine_gets_by_its_socket_what_the_other_node_has(tier: Tier) -> Non
     store(tier.nodes["b"].arena, KEYS)
     wait_for(lambda: known(tier, KEYS))
     answer = tier.stage(KEYS)
-    assert answer == {"ok": True, "num_blocks": 12, "reason": "none", "leases": {}}
+    assert answer["arrivals"] == [[12, "copy", "kvray-shard-b"]]
+    assert answer | {"arrivals": ()} == {
+        "ok": True,
+        "num_blocks": 12,
+        "reason": "none",
+        "leases": {},
+        "arrivals": (),
+    }
     leases = tier.nodes["a"].arena.lease(KEYS)
     assert leases
     assert fetch(tier.nodes["a"].arena, KEYS, leases[0])
@@ -133,7 +140,8 @@ def test_what_the_other_node_has_on_disk_only_is_known_and_comes_too(tier: Tier)
     # Its memory has another prompt's blocks, and the beginning is here already.
     store(tier.nodes["a"].arena, keys[:7])
     answer = tier.stage(keys)
-    assert answer == {"ok": True, "num_blocks": 40, "reason": "none", "leases": {}}
+    assert (answer["num_blocks"], answer["reason"]) == (40, "none")
+    assert answer["arrivals"] == [[7, "host", ""], [40, "copy", "kvray-shard-b"]]
     leases = tier.nodes["a"].arena.lease(keys)
     assert leases
     assert fetch(tier.nodes["a"].arena, keys, leases[0])

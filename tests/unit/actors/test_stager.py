@@ -64,6 +64,7 @@ def test_what_another_node_has_is_brought_verified_and_can_be_leased(
         store(nodes["a"].arena, KEYS[:3])
         staged = await stager.stage(prefix_of(KEYS), wait_s=5)
         assert staged == Staged(num_blocks=12, reason="not_stored")
+        assert staged.arrivals == ((3, "host", ""), (12, "copy", "kvray-shard-b"))
         leases = nodes["a"].arena.lease(KEYS)
         assert leases
         assert fetch(nodes["a"].arena, KEYS[:12], leases[0])

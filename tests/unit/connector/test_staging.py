@@ -65,6 +65,25 @@ def test_what_was_staged_is_leased_and_promised(server: StageServer, make_pair: 
     assert leased(pair) == 0
 
 
+def test_hit_tokens_are_counted_by_how_they_came_also_when_the_engine_asks_again(
+    server: StageServer, make_pair: MakePair
+) -> None:
+    elsewhere = Elsewhere(make_pair)
+    arrivals = [[2, "nvme", ""], [NUM_WANTED, "nixl", "kvray-shard-b"]]
+    server.answer = lambda request: {**elsewhere(request), "arrivals": arrivals}
+    pair = with_peers(make_pair())
+    for times in (1, 2):
+        assert pair.query(Request(1, PROMPT)) == NUM_WANTED * BLOCK
+        assert pair.totals["hit_tokens_from_nvme"] == times * 2 * BLOCK
+        assert pair.totals["hit_tokens_from_nixl"] == times * (NUM_WANTED - 2) * BLOCK
+    assert pair.totals["stage_calls"] == 1
+    pair.scheduler.request_finished(Request(1, PROMPT), [])
+    pair.query(Request(2, PROMPT))
+    assert pair.totals["hit_tokens_from_host"] == NUM_WANTED * BLOCK
+    came = [value for name, value in pair.totals.items() if name.startswith("hit_tokens_from_")]
+    assert sum(came) == pair.totals["hit_tokens"]
+
+
 def test_all_keys_of_what_may_be_promised_are_asked_for(
     server: StageServer, make_pair: MakePair
 ) -> None:
