@@ -6,6 +6,7 @@ again even if the other has it. So of two changes that cross, the later look set
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -44,6 +45,9 @@ class Announcer:
         self._shelves: list[Shelf] = []
         # (keys, parts, whether they were added); the lookup has all that came before.
         self._pending: deque[tuple[Any, Any, bool]] = deque()
+        self._untold_since: float | None = None
+        self._num_told = 0
+        self._telling_s = 0.0
         self._sequence = 0
         self._ranks: list[tuple[str, int]] = []
         self._ranks_said: list[tuple[str, int]] | None = None
@@ -55,6 +59,19 @@ class Announcer:
     def num_shards(self) -> int:
         """Live shards of the tier, as the lookup said last; 0 while it does not answer."""
         return self._num_shards
+
+    def status(self) -> dict[str, Any]:
+        """Return how far the lookup is behind; from any thread.
+
+        `lag_s` is the age of the oldest change that it was not told of, `seconds` the sum of what
+        those that it was told of had at that time, one for each of the `announcements` with any.
+        """
+        since = self._untold_since
+        return {
+            "lag_s": 0.0 if since is None else time.monotonic() - since,
+            "announcements": self._num_told,
+            "seconds": self._telling_s,
+        }
 
     def name_ranks(self, ranks: Iterable[tuple[str, int]]) -> None:
         """Have it announced that these (replica, rank), and no others, are registered here."""
@@ -117,10 +134,21 @@ class Announcer:
         same = full or answer.lookup_epoch == self._lookup_epoch
         self._lookup_epoch = answer.lookup_epoch if same and not answer.resync else None
         if not answer.resync:
+            self._note_told()
             self._answer, self._ranks_said = answer, ranks
             self._num_shards = answer.num_shards
 
+    def _note_told(self) -> None:
+        """The lookup has taken an announcement; what is left is at most as old as it was."""
+        if self._untold_since is not None:
+            self._num_told += 1
+            self._telling_s += time.monotonic() - self._untold_since
+            if not self._pending:
+                self._untold_since = None
+
     def _note(self, entries: Entries, added: bool) -> None:
+        if len(entries) and self._untold_since is None:
+            self._untold_since = time.monotonic()
         for start in range(0, len(entries), ANNOUNCED_MAX):
             part = slice(start, start + ANNOUNCED_MAX)
             self._pending.append((entries.keys[part], entries.parts[part], added))

@@ -7,6 +7,7 @@ from typing import Any
 from kvray.actors.openings import Finding, Note, StoredOpenings
 from kvray.actors.orphans import Orphans
 from kvray.actors.rank_directory import RankDirectory
+from kvray.block import KEY_BYTES
 from kvray.index import Index, Match, Run
 
 SILENT_S = 1.5
@@ -84,6 +85,7 @@ class Lookup:
         self._orphans = Orphans()
         self._openings = StoredOpenings(namespaces_max=_NAMESPACES_MAX, openings_max=_OPENINGS_MAX)
         self.epoch = secrets.token_hex(8)
+        self._num_resyncs = self._num_queries = self._num_queried = 0
         self._last: dict[str, tuple[str, int, int]] = {}
         self._heard: dict[str, float] = {}
 
@@ -95,6 +97,7 @@ class Lookup:
         """
         shard = announcement.shard
         if not self._follows(announcement):
+            self._num_resyncs += 1
             return Answer(lookup_epoch=self.epoch, resync=True)
         # Forgotten until all of it is in: half an announcement must not be built upon.
         last = announcement.arena_id, announcement.shard_epoch, announcement.sequence
@@ -139,6 +142,7 @@ class Lookup:
             ConfigError: as there.
         """
         self._live(now)
+        self._count(keys)
         return self.index.match(keys, num_parts)
 
     def locate(self, keys: bytes, now: float) -> list[Run]:
@@ -148,6 +152,7 @@ class Lookup:
             ConfigError: as there.
         """
         self._live(now)
+        self._count(keys)
         return self.index.locate(keys)
 
     def replica(self, replica: str, now: float) -> dict[int, str]:
@@ -173,7 +178,11 @@ class Lookup:
             "epoch": self.epoch,
             "keys": keys,
             "entries": sum(entries.values()),
+            "bytes": self.index.num_bytes,
             "bytes_per_key": round(self.index.num_bytes / max(1, keys), 1),
+            "queries": self._num_queries,
+            "queried_blocks": self._num_queried,
+            "resyncs": self._num_resyncs,
             "openings": len(self._openings),
             "ranks": len(self._ranks),
             "silent": sorted(self._heard.keys() - live),
@@ -182,6 +191,10 @@ class Lookup:
                 for shard, at in self._heard.items()
             },
         }
+
+    def _count(self, keys: bytes) -> None:
+        self._num_queries += 1
+        self._num_queried += len(keys) // KEY_BYTES
 
     def _live(self, now: float) -> list[str]:
         """Return the shards that were heard of late, and have the others left out."""

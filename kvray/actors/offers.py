@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,8 @@ class Offers:
         self._given: dict[int, _Given] = {}
         self._tokens = itertools.count(1)
         self._lock = threading.Lock()
-        self.num_sent_bytes = 0
+        self.sent_bytes: Counter[str] = Counter()
+        """Bytes that were sent, by transport."""
 
     def __len__(self) -> int:
         return len(self._given)
@@ -133,7 +135,7 @@ class Offers:
                 timeout_s=order.timeout_s,
             )
             with self._lock:
-                self.num_sent_bytes += int(sizes.sum())
+                self.sent_bytes[given.transport] += int(sizes.sum())
             return parcel
         finally:
             self._leave(order.token, given)

@@ -150,6 +150,7 @@ class Shard:
             status["arena"] = self._owner.arena.stats()
             if self._keeper is not None:
                 status["spare_blocks"] = self._keeper.num_spare
+            status["announcements"] = self._announcer.status()
             status["replicas"] = self._replicas.status()
             status["namespaces"] = self._replicas.namespaces()
             if self._stager is not None:
