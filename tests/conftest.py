@@ -43,6 +43,11 @@ def _pin_environment() -> Path:
 SCRATCH = _pin_environment()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let `make screenshots` keep what the tests of the dashboards show."""
+    parser.addoption("--screenshots", metavar="DIR", help="where screenshots are kept")
+
+
 def pytest_configure() -> None:
     """Let a terminated run end its fixtures, and with them every process that they started."""
     runner = os.getpid()

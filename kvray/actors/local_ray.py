@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -38,6 +39,8 @@ _PR_SET_PDEATHSIG = 1
 _MARK = "KVRAY_LOCAL_RAY"
 """Set in the environment of every process of a local cluster: its directory, by which those are
 found that a killed parent left behind."""
+_DASHBOARD = re.compile(r"RAY_API_SERVER_ADDRESS='(http://[^']+)'")
+"""Where its dashboard is, as Ray says it at its start."""
 _STATE_FILE = "ray.json"
 _STARTER_FILE = "starter.json"
 _SOCKET_PATH = "ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
@@ -275,10 +278,8 @@ def _await_address(
 
 
 def _dashboard_url(log: Path) -> str | None:
-    for word in log.read_text(errors="replace").split():
-        if word.startswith("http://") and word.count(":") == 2:
-            return word.strip("'\"[]m\x1b")
-    return None
+    found = _DASHBOARD.search(log.read_text(errors="replace"))
+    return None if found is None else found[1]
 
 
 def _process(pid: int, created: float) -> psutil.Process | None:
