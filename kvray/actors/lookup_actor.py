@@ -5,6 +5,8 @@ import time
 from typing import Any
 
 from kvray.actors.lookup import SILENT_S, Announcement, Answer, Lookup
+from kvray.actors.metric_figures import lookup_figures
+from kvray.actors.metrics_export import MetricsExport
 from kvray.actors.ray_calls import LOOKUP_NAME, create_actor, log_to_stderr
 from kvray.index import Match, Run
 
@@ -17,6 +19,7 @@ class LookupActor:
         log_to_stderr()
         self._cluster_name = cluster_name
         self._lookup = Lookup(silent_s)
+        self._metrics = MetricsExport()
         # The index is arrays, which the collector does not walk, however many blocks there are.
         # What is left is Ray and all that it imports: it stays, and no query need wait for a walk.
         gc.freeze()
@@ -30,7 +33,10 @@ class LookupActor:
 
     def announce(self, announcement: Announcement) -> Answer:
         """See `Lookup.announce`."""
-        return self._lookup.announce(announcement, time.monotonic())
+        now = time.monotonic()
+        answer = self._lookup.announce(announcement, now)
+        self._export(now)
+        return answer
 
     def match(self, num_parts: int, *keys: bytes) -> Match:
         """Return the longest run of `keys` (end to end, `in_pieces`) that shards hold."""
@@ -46,6 +52,7 @@ class LookupActor:
 
     def shards(self) -> list[str]:
         """See `Lookup.shards`."""
+        self._export(time.monotonic())  # the supervisor asks, also when no shard announces
         return self._lookup.shards()
 
     def drop(self, shard: str) -> None:
@@ -55,6 +62,10 @@ class LookupActor:
     def status(self) -> dict[str, Any]:
         """See `Lookup.status`."""
         return self._lookup.status(time.monotonic())
+
+    def _export(self, now: float) -> None:
+        """Export figures if it is time: in a call, for a thread of its own must not look."""
+        self._metrics.attempt(lambda at: lookup_figures(self._lookup.status(at)), now)
 
     def __repr__(self) -> str:
         return f"Lookup({self._cluster_name})"

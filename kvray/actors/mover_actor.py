@@ -10,6 +10,8 @@ from typing import Any
 import ray
 
 from kvray.actors.arguments import packed, unpacked
+from kvray.actors.metric_figures import mover_figures
+from kvray.actors.metrics_export import MetricsThread
 from kvray.actors.mover import Mover, MoverSettings
 from kvray.actors.orders import FetchReport, Offer, SendOrder, Want
 from kvray.actors.ray_calls import (
@@ -45,6 +47,7 @@ class MoverActor:
             ended=lambda: os._exit(1),
         )
         self._mover.start()
+        self._metrics = MetricsThread(lambda now: mover_figures(name, self._mover.status()))
 
     def ping(self) -> None:
         """Answer, which a frozen actor does not."""

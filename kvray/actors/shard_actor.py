@@ -14,6 +14,8 @@ from ray._private.state import available_resources_per_node
 from kvray.actors.arguments import unpacked
 from kvray.actors.async_calls import ActorCalls
 from kvray.actors.lookup import Announcement, Answer
+from kvray.actors.metric_figures import ShardFigures
+from kvray.actors.metrics_export import MetricsThread
 from kvray.actors.nvme_tier import NvmeSettings
 from kvray.actors.ray_calls import (
     LOOKUP_NAME,
@@ -67,6 +69,8 @@ class ShardActor:
         )
         signal.signal(signal.SIGTERM, self._terminate)
         self._shard.start()
+        figures = ShardFigures(name, time.monotonic())
+        self._metrics = MetricsThread(lambda now: figures.of(self._shard.status(), now))
 
     def status(self) -> dict[str, Any]:
         """See `Shard.status` and, for "memory", `ArenaPages.figures`."""

@@ -9,7 +9,9 @@ from typing import Any
 import ray
 
 from kvray.actors.lookup_actor import create_lookup
+from kvray.actors.metrics_export import MetricsExport
 from kvray.actors.mover_actor import create_mover
+from kvray.actors.part_counts import PartCounts
 from kvray.actors.ray_calls import (
     LOOKUP_NAME,
     SUPERVISOR_NAME,
@@ -78,6 +80,8 @@ class SupervisorActor:
         self._shards: dict[str, Any] = {}
         self._movers: dict[str, Any] = {}
         self._silences = Silences(frozen_s=_FROZEN_S, start_s=START_S)
+        self._counts = PartCounts()
+        self._metrics = MetricsExport()
         self._looked = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvray-supervisor", daemon=True)
@@ -159,7 +163,8 @@ class SupervisorActor:
         parts = {shard_name(node_id): actor for node_id, actor in self._shards.items()}
         parts |= {mover_name(node_id): actor for node_id, actor in self._movers.items()}
         parts[LOOKUP_NAME] = get_actor(LOOKUP_NAME)
-        answered = who_answers(parts, timeout_s=_PING_TIMEOUT_S)
+        found = who_answers(parts, timeout_s=_PING_TIMEOUT_S)
+        answered = found.alive | found.dead
         # Nothing is heard from behind a cut cable either, nor for a moment after it is mended.
         unreachable = {
             name
@@ -167,7 +172,11 @@ class SupervisorActor:
             if homes.get(name) in nodes
             and not is_reachable(nodes[homes[name]], timeout_s=_PING_TIMEOUT_S)
         }
-        for name in self._silences.note(parts, answered | unreachable, time.monotonic()):
+        now = time.monotonic()
+        frozen = self._silences.note(parts, answered | unreachable, now)
+        figures = self._counts.note(parts.keys(), found.alive, frozen)
+        self._metrics.attempt(lambda _: figures, now)
+        for name in frozen:
             _log.warning("%s is frozen; it is ended, and started anew", name)
             ray.kill(parts[name], no_restart=False)
 

@@ -3,12 +3,16 @@
 import contextlib
 import socket
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from kvray.actors.ray_calls import get_actor, mapped_errors
 from kvray.errors import KVRayError
+
+_READY_S = 1.0
+"""How long an answer may take that is known to be there."""
 
 
 class Silences:
@@ -65,19 +69,35 @@ class Nudge:
                 self._answer = get_actor(self._name).ping.remote()
 
 
-def who_answers(parts: Mapping[str, Any], *, timeout_s: float) -> set[str]:
-    """Return the names of the actors that answer a ping in time, or are known to be dead.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What became of a ping of every part; a part that is in neither set is silent."""
 
-    Ray itself starts dead ones anew.
-    """
+    alive: frozenset[str]
+    dead: frozenset[str]
+    """Ray knows that they have ended, and starts them anew."""
+
+
+def who_answers(parts: Mapping[str, Any], *, timeout_s: float) -> Answers:
+    """Ping all `parts`, by name, and return what they answered in time."""
     asked: dict[Any, str] = {}
     for name, actor in parts.items():
         with contextlib.suppress(KVRayError), mapped_errors():
             asked[actor.ping.remote()] = name
     if not asked:
-        return set(parts)
-    answers, _ = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
-    return {asked[answer] for answer in answers} | (set(parts) - set(asked.values()))
+        return Answers(alive=frozenset(), dead=frozenset(parts))
+    answers, silent = ray.wait(list(asked), num_returns=len(asked), timeout=timeout_s)
+    alive = frozenset(asked[answer] for answer in answers if _is_alive(answer))
+    return Answers(alive=alive, dead=frozenset(parts) - alive - {asked[one] for one in silent})
+
+
+def _is_alive(answer: Any) -> bool:
+    try:
+        with mapped_errors():
+            ray.get(answer, timeout=_READY_S)
+    except KVRayError:
+        return False
+    return True
 
 
 def is_reachable(node: Mapping[str, Any], *, timeout_s: float) -> bool:
