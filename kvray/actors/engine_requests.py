@@ -58,6 +58,7 @@ class EngineRequests:
         num_ranks: Any = 1,
         holder: Any = None,
         adapters: Any = None,
+        tenants: Any = None,
     ) -> dict[str, Any]:
         reader = read_reader(
             Namespace.from_wire(namespace),
@@ -65,6 +66,7 @@ class EngineRequests:
             num_ranks=num_ranks,
             holder=holder,
             adapters=adapters,
+            tenants=tenants,
         )
         self._replicas.register(connection, replica, rank, reader)
         return {"peers": self._can_stage(replica, rank)}

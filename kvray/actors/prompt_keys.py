@@ -11,6 +11,7 @@ from kvray.config import cache_dir
 from kvray.errors import ConfigError
 from kvray.fingerprint import fingerprint_model
 from kvray.keys import MediaItem, chain_keys, request_seed
+from kvray.tenant import TenantSalts
 
 
 def prompt_keys(
@@ -20,6 +21,7 @@ def prompt_keys(
     salt: str | int | None = None,
     lora: str | None = None,
     media: Sequence[tuple[int, bytes]] = (),
+    tenants: TenantSalts | None = None,
 ) -> list[BlockKey]:
     """Return the keys of a prompt's full blocks.
 
@@ -33,13 +35,15 @@ def prompt_keys(
         lora: path of the request's adapter, as the engine is given it and as this node has it.
         media: for each item its position and its digest, as the connector gives them to
             `kvray.keys.MediaItem`.
+        tenants: derives salts with the secret of this node, if it has one.
 
     Raises:
-        ConfigError: a value cannot be used, or the replica's engine has not said how it reads
-            adapters.
+        ConfigError: a value cannot be used, the replica's engine has not said how it reads
+            adapters, or it keeps tenants apart and salt or secret do not.
     """
     if len(tokens) % 4:
         raise ConfigError(f"{len(tokens)} bytes are no whole number of token ids of 4 bytes.")
+    salt = salt if reader.tenants is None else _of_tenant(reader.tenants, salt, tenants)
     adapter = None if lora is None else _adapter(reader, lora)
     return chain_keys(
         np.frombuffer(tokens, dtype="<i4"),
@@ -47,6 +51,22 @@ def prompt_keys(
         seed=request_seed(reader.namespace.digest(), salt=salt, lora=adapter),
         media=[MediaItem(position=position, digest=digest) for position, digest in media],
     )
+
+
+def _of_tenant(check: str, salt: str | int | None, tenants: TenantSalts | None) -> str:
+    """Return the salt that the engine derives from a request's, with the secret behind `check`."""
+    if tenants is None or tenants.check != check:
+        raise ConfigError(
+            "The replica keeps tenants apart with another secret than this shard has; give both"
+            " the same file in security.tenant_secret_file."
+        )
+    derived = tenants.derive(salt)
+    if derived is None:
+        raise ConfigError(
+            "The prompt names no tenant, so its blocks are nowhere; give the salt of its request,"
+            " <tenant>/<salt>."
+        )
+    return derived.salt
 
 
 def _adapter(reader: Reader, path: str) -> bytes:

@@ -35,6 +35,8 @@ class Reader:
     member: Membership | None = None
     adapters: str | None = None
     """How its engine reads LoRA adapters; None if it has not said so."""
+    tenants: str | None = None
+    """`TenantSalts.check` of the secret that its salts are derived with; None: they are not."""
 
     def ranks(self, rank: int) -> list[int]:
         """Return whom it speaks for, being `rank` itself."""
@@ -182,6 +184,7 @@ def read_reader(
     num_ranks: Any = 1,
     holder: Any = None,
     adapters: Any = None,
+    tenants: Any = None,
 ) -> Reader:
     """Return how a rank reads, from the fields of its registration.
 
@@ -191,6 +194,7 @@ def read_reader(
         num_ranks: ranks that it speaks for.
         holder: [arena_id, row, generation], its membership in the node's arena.
         adapters: how its engine reads LoRA adapters.
+        tenants: which secret its salts are derived with.
 
     Raises:
         ConfigError: these are no such fields.
@@ -212,6 +216,8 @@ def read_reader(
         raise ConfigError("holder is [arena_id, row, generation].")
     if adapters is not None and not (isinstance(adapters, str) and len(adapters) <= _NAMESPACE_MAX):
         raise ConfigError(f"adapters is a text of at most {_NAMESPACE_MAX} characters.")
+    if tenants is not None and not (isinstance(tenants, str) and len(tenants) <= _NAME_MAX):
+        raise ConfigError(f"tenants is a text of at most {_NAME_MAX} characters.")
     return Reader(
         namespace=namespace,
         wanted=tuple(Wanted(part, window) for part, window in wanted),
@@ -219,6 +225,7 @@ def read_reader(
         arena_id="" if holder is None else holder[0],
         member=None if holder is None else Membership(*holder[1:]),
         adapters=adapters,
+        tenants=tenants,
     )
 
 

@@ -39,6 +39,8 @@ from kvray.store.nvme import NvmeSpec
 from kvray.store.pages import ArenaPages
 
 _ANNOUNCE_TIMEOUT_S = 2.0
+from kvray.store.quotas import name_of
+from kvray.tenant import tenant_id
 _STOP_TIMEOUT_S = 20.0
 _NUDGE_S = 5.0
 """How often the supervisor is called, which nobody else calls for long."""
@@ -207,10 +209,7 @@ def shard_settings(config: KVRayConfig, claims: MemoryClaims | None = None) -> S
             handover_s=staging.handover_s,
             fetches_max=staging.fetches_max,
         ),
-        quotas={
-            **({} if arena.namespace_quota is None else {"": arena.namespace_quota}),
-            **arena.quotas,
-        },
+        quotas=_quotas(config),
         policy=arena.policy,
         admission=config.nvme.admission,
         nvme=nvme_settings(config),
@@ -221,9 +220,18 @@ def nvme_settings(config: KVRayConfig) -> NvmeSettings | None:
     """Return the plain values that an NVMe tier takes from the configuration; None: there is none.
 
     Its smallest slot is the arena's.
+        tenant_secret_file=config.security.tenant_secret_file,
     """
     nvme = config.nvme
     if config.nvme_dir is None:
+def _quotas(config: KVRayConfig) -> dict[str, int]:
+    """Return bytes by the hex digits that an arena knows namespaces by, or else tenants."""
+    arena, security = config.arena, config.security
+    for_each = security.tenant_quota or arena.namespace_quota
+    named = {name_of(tenant_id(name)): size for name, size in security.tenant_quotas.items()}
+    return {**({} if for_each is None else {"": for_each}), **arena.quotas, **named}
+
+
         return None
     per_day = nvme.write_gib_per_day
     return NvmeSettings(

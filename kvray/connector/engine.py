@@ -24,6 +24,7 @@ from kvray.connector.base import KvCacheConnectorScheduler
 from kvray.connector.boundary import Boundary
 from kvray.connector.cache_layout import CacheLayout
 from kvray.connector.engine_args import EngineArgs, read_engine_args
+from kvray.connector.identity import Identity, identify, keep_apart
 from kvray.connector.meta import Release
 from kvray.connector.prefix import Prefix
 from kvray.connector.reads import Reads
@@ -32,6 +33,7 @@ from kvray.errors import ConfigError
 from kvray.fingerprint import fingerprint_model
 from kvray.node import NodeLink, Openings, Registration
 from kvray.store import Arena, Lease, Wanted
+from kvray.tenant import TenantSalts
 
 _log = logging.getLogger("kvray.connector")
 
@@ -52,8 +54,21 @@ class Engine:
     read (`reads`, which the saver's thread writes too).
     """
 
-    def __init__(self, args: EngineArgs, config: KVRayConfig, link: NodeLink) -> None:
-        """Start without a namespace: that comes with the worker's pool."""
+    def __init__(
+        self,
+        args: EngineArgs,
+        config: KVRayConfig,
+        link: NodeLink,
+        tenants: TenantSalts | None = None,
+    ) -> None:
+        """Start without a namespace: that comes with the worker's pool.
+
+        Args:
+            args: of the engine.
+            config: of the tier.
+            link: to the node's part of it.
+            tenants: keeps tenants apart; None: there are none.
+        """
         self.args = args
         self.config = config
         self.link = link
@@ -62,6 +77,8 @@ class Engine:
         self._began_at = time.monotonic()
         self.boundary = Boundary(self.totals)
         self.openings = Openings()
+        self.requests = RequestNotes()
+        self.tenants = tenants
         self.adapters = Adapters(settings=args.adapters, cache_dir=fingerprints_dir())
         self.is_flat = True
         """Whether the pool came as one tensor: such engines take all of an offer or nothing."""
@@ -83,6 +100,7 @@ class Engine:
         """Leases of ranks on other nodes that the next pass has them end."""
         self.replica = config.connector.replica or f"{socket.gethostname()}-{os.getpid()}"
         self._registration: Registration | None = None
+        self._warned_tenantless = False
 
     @property
     def num_parts_ranks(self) -> int:
@@ -135,6 +153,21 @@ class Engine:
         mode = self.config.connector.verify_on_load
         return mode == "always" or (mode == "auto" and self.is_host_pool)
 
+    def identify(self, request: Any) -> Identity | None:
+        """Return what enters the keys of a request beside its tokens; None: it has no keys.
+
+        Raises:
+            ConfigError: as `identity.identify`.
+        """
+        identity = identify(request, self.adapters.fingerprint)
+        if identity is None or self.tenants is None:
+            return identity
+        kept_apart = keep_apart(identity, self.tenants)
+        if kept_apart is None:
+            self.totals["tenantless_requests"] += 1
+            self._warn_tenantless()
+        return kept_apart
+
     def register(self, layout: CacheLayout) -> Namespace:
         """Complete the namespace with the pool's layout and tell the shard.
 
@@ -178,6 +211,7 @@ class Engine:
             num_ranks=ranks,
             adapters=args.adapters,
         )
+            tenants=None if self.tenants is None else self.tenants.check,
         self.link.register(registration)
         self._registration = registration
         self.is_flat = layout.is_flat
@@ -223,6 +257,14 @@ class Engine:
             self._registration, self.namespace_digest = None, b""
 
 
+    def _warn_tenantless(self) -> None:
+        if not self._warned_tenantless:
+            self._warned_tenantless = True
+            _log.warning(
+                "kvray: a request names no tenant, so it shares nothing and nothing of it is kept;"
+                " have what admits requests set cache_salt to <tenant>/<salt> (said once)."
+            )
+
 def engine_for(llm_args: Any, config_path: str | None) -> Engine:
     """Return the engine that `llm_args` describes, the same for both halves of a process.
 
@@ -237,6 +279,9 @@ def engine_for(llm_args: Any, config_path: str | None) -> Engine:
             " shards can say what all of them have, and connector.stage_wait_s is 0: raise it."
         )
     link = node.attach(
+    secret_file = config.security.tenant_secret_file
+    # Before anything is keyed: without its secret an engine of tenants must not start.
+    tenants = None if secret_file is None else TenantSalts.read(secret_file)
         config.node_dir,
         label=config.connector.replica or f"engine-{os.getpid()}",
         lock_wait_s=config.arena.lock_wait_s,
@@ -247,7 +292,7 @@ def engine_for(llm_args: Any, config_path: str | None) -> Engine:
             "kvray: kv_cache_config.enable_block_reuse is false: the engine ignores every match;"
             " set it to true to load from the tier."
         )
-    return link.member(llm_args, args, lambda: Engine(args, config, link))
+    return link.member(llm_args, args, lambda: Engine(args, config, link, tenants))
 
 
 def registered_engine(engine: Engine) -> Engine:

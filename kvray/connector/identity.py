@@ -6,12 +6,13 @@ the Python attributes beside them (`py_...`); versions lack some of them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvray.connector.fields import field_of, number_of
 from kvray.connector.media import MEDIA_FIELDS, media_items
 from kvray.keys import MediaItem
+from kvray.tenant import TenantSalts
 
 FingerprintAdapter = Callable[[int, str], bytes | None]
 """From an adapter's task number and path to what tells it from others, as `Adapters` does."""
@@ -44,6 +45,8 @@ class Identity:
     salt: str | int | None
     lora: bytes | None
     media: tuple[MediaItem, ...]
+    tenant_id: int = 0
+    """What an arena knows the request's tenant by; 0: it has none."""
 
 
 _PLAIN = Identity(salt=None, lora=None, media=())
@@ -79,6 +82,18 @@ def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity 
     # The text says more than its number, which is a hash of it.
     salt = next((fields[name] for name in _SALTS if name in fields), None)
     return Identity(salt=salt, lora=lora, media=media)
+
+
+def keep_apart(identity: Identity, tenants: TenantSalts) -> Identity | None:
+    """Return `identity` with the salt of its tenant; None: the request names none.
+
+    Such a request would get a salt that no other has. What it stores nobody could find, so it
+    bypasses the cache instead.
+    """
+    derived = tenants.derive(identity.salt)
+    if derived is None:
+        return None
+    return replace(identity, salt=derived.salt, tenant_id=derived.tenant_id)
 
 
 def _has_encoder(request: Any) -> bool:

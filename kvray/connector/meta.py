@@ -117,7 +117,10 @@ class ConnectorMeta(NamedTuple):
     priorities: tuple[bytes, ...] = ()
     """For each save the retention priorities of its blocks, one byte each, or none if they have the
     default; empty if all have."""
+    tenants: tuple[int, ...] = ()
+    """For each save what an arena knows its tenant by; empty if there are no tenants."""
 
     def __reduce__(self) -> tuple[type["ConnectorMeta"], tuple[object, ...]]:
-        """Pickle to no more than is needed: hardly a request has priorities."""
-        return type(self), tuple(self) if self.priorities else tuple(self)[:-1]
+        """Pickle to no more than is needed: hardly a request has priorities or a tenant."""
+        without = 0 if self.tenants else 1 if self.priorities else 2
+        return type(self), tuple(self)[: len(self) - without]

@@ -25,6 +25,7 @@ class PassPlanner:
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
         self._priorities: list[bytes] = []
+        self._tenants: list[int] = []
         self._parks: list[ParkPlan] = []
         self._board: KeyBoard | None = None
         self._inline = InlineKeys()
@@ -36,7 +37,7 @@ class PassPlanner:
     def begin(self, engine: Engine) -> "PassPlanner":
         """Begin the plan of the coming pass."""
         self._engine = engine
-        self._loads, self._saves, self._priorities = [], [], []
+        self._loads, self._saves, self._priorities, self._tenants = [], [], [], []
         self._scheduled.clear()
         for board in (self._board, self._inline):
             if board is not None:
@@ -112,6 +113,7 @@ class PassPlanner:
             is_fenced=is_fenced,
             replica=self._engine.replica,
             priorities=tuple(self._priorities) if any(self._priorities) else (),
+            tenants=tuple(self._tenants) if any(self._tenants) else (),
         )
 
     def close(self) -> None:
@@ -164,6 +166,7 @@ class PassPlanner:
             )
         )
         self._priorities.append(state.priorities.of(first, end))
+        self._tenants.append(state.tenant_id)
         if not first and state.opening:
             self._engine.openings.note_stored(state.opening)
 

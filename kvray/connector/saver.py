@@ -71,6 +71,8 @@ class Job:
     """One a key."""
     priorities: bytes = b""
     """Retention priority of each, one byte; empty if all have the default."""
+    tenant_id: int = 0
+    """For whom they count; 0: for the namespace."""
     mark: Any = None
     """When they can be read, as `Pool.mark` returned it."""
 
@@ -248,7 +250,7 @@ class Saver:
             depth=job.depth + start,
             part=job.part.index,
             block_bytes=job.part.block_bytes,
-            namespace=self._namespace,
+            namespace=job.tenant_id or self._namespace,
             priority=np.frombuffer(priorities, np.uint8) if priorities else DEFAULT_PRIORITY,
             # Blocks behind a window are gone, and nobody asks for them.
             needs_parent=job.part.window_blocks is None,

@@ -231,7 +231,9 @@ class KvRayWorker(KvCacheConnectorWorker):
         """Yield a job for each run of blocks of each part that this rank stores."""
         stored = [part for part in self._parts if part.is_stored_here]
         priorities = meta.priorities or (b"",) * len(meta.saves)
-        for plan, packed in zip(meta.saves if stored else (), priorities, strict=False):
+        tenants = meta.tenants or (0,) * len(meta.saves)
+        saves = meta.saves if stored else ()
+        for plan, packed, tenant in zip(saves, priorities, tenants, strict=False):
             keys = self._keys_of(plan.keys, meta.board)
             if keys is None:
                 self._engine.totals["dropped_blocks"] += len(plan.pages[0].packed) // 4
@@ -250,6 +252,7 @@ class KvRayWorker(KvCacheConnectorWorker):
                         depth=plan.depth + start,
                         pages=pages[start:stop],
                         priorities=packed[start:stop],
+                        tenant_id=tenant,
                     )
 
     def _keys_of(self, keys: KeyRun | bytes, board: Board | None) -> list[BlockKey] | None:

@@ -37,6 +37,8 @@ class Registration:
     accepted: bool = False
     refusal: str | None = None
     """The shard's sentence, if it refuses."""
+    tenants: str | None = None
+    """`TenantSalts.check` of the secret that its salts are derived with; None: they are not."""
     has_peers: bool = False
     """Whether the shard has said that it may bring blocks here, from other nodes or from disk."""
     former: str | None = None
@@ -178,3 +180,4 @@ class Registrations:
         registration.refusal = None
         if registration.openings is not None:
             registration.openings.tell_again()
+            tenants=registration.tenants,

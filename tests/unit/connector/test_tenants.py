@@ -1,0 +1,172 @@
+"""Tenants that share an engine and a tier neither read nor probe each other's prefixes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvray.actors.shard import Shard
+from kvray.actors.shard_actor import shard_settings
+from kvray.config import load_config
+from kvray.connector import KvRayScheduler, KvRayWorker
+from kvray.connector.meta import ConnectorMeta
+from kvray.errors import ConfigError
+from kvray.keys import pack_tokens
+from kvray.store.quotas import name_of
+from kvray.tenant import tenant_id
+from tests.unit.actors.small_shard import Line, wait_for
+from tests.unit.connector.conftest import MakePair, start_shard, wait_for_arena
+from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
+
+PROMPT = list(range(100, 140))
+HIT = 9 * BLOCK
+
+
+@pytest.fixture(autouse=True)
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = write_secret(tmp_path / "secret", b"of this very test")
+    monkeypatch.setenv("KVRAY_SECURITY__TENANT_SECRET_FILE", str(path))
+    return path
+
+
+@pytest.fixture
+def tier(environment: dict[str, str]) -> Iterator[Shard]:
+    shard = start_shard()
+    yield shard
+    shard.stop(retire=True, timeout_s=10)
+
+
+def write_secret(path: Path, secret: bytes) -> Path:
+    path.write_bytes(secret)
+    path.chmod(0o600)
+    return path
+
+
+def ask(pair: Pair, request_id: int, salt: str | int | None, tokens: list[int] = PROMPT) -> int:
+    """Serve a request with a salt; return how many tokens were loaded for it."""
+    request = Request(request_id, tokens)
+    if isinstance(salt, int):
+        request.cache_salt_id = salt
+    elif salt is not None:
+        request.cache_salt = salt  # type: ignore[attr-defined]
+    matched = pair.serve(request)
+    pair.flush()
+    return matched
+
+
+def test_a_tenant_finds_what_it_stored_and_nobody_else_does(
+    tier: Shard, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    assert ask(pair, 1, "acme/1") == 0
+    assert ask(pair, 2, "acme/1") == HIT
+    for request_id, salt in enumerate(["acme/2", "acme", "other/1", "other", 1], start=3):
+        assert ask(pair, request_id, salt) == 0, salt
+        assert ask(pair, 100 + request_id, salt) == HIT, salt
+
+
+def test_what_a_tenant_stored_is_not_found_by_a_guess_of_its_salt(
+    tier: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair()
+    assert ask(pair, 1, "acme/1") == 0
+    monkeypatch.delenv("KVRAY_SECURITY__TENANT_SECRET_FILE")
+    without = make_pair(args_for(kwargs="another engine"))
+    assert without.scheduler._engine.tenants is None
+    assert ask(without, 2, "acme/1") == 0
+
+
+def test_requests_without_a_tenant_share_nothing_and_leave_nothing(
+    tier: Shard, make_pair: MakePair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make_pair()
+    for request_id, salt in enumerate([None, None, "/x", "", "no tenant's name"]):
+        assert ask(pair, request_id, salt) == 0
+    assert (pair.totals["tenantless_requests"], pair.totals["bypassed_requests"]) == (5, 5)
+    assert pair.totals["stored_blocks"] == 0
+    assert caplog.text.count("names no tenant") == 1
+
+
+@pytest.mark.parametrize("half", [KvRayWorker, KvRayScheduler])
+def test_an_engine_whose_secret_is_missing_does_not_start(
+    environment: dict[str, str], secret: Path, half: type
+) -> None:
+    secret.unlink()
+    with pytest.raises(ConfigError, match="tenant_secret_file cannot be read"):
+        half(args_for())
+
+
+def test_a_prompt_is_prefetched_under_the_keys_of_its_tenant(
+    tier: Shard, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    ask(pair, 1, "acme/1")
+    assert prefetch(tier, pair, "acme/1") == 10
+    assert prefetch(tier, pair, "other/1") == 0
+    with pytest.raises(ConfigError, match="names no tenant"):
+        prefetch(tier, pair, None)
+
+
+def test_a_shard_with_another_secret_than_the_engine_says_so(
+    environment: dict[str, str], make_pair: MakePair, secret: Path
+) -> None:
+    pair = make_pair()
+    write_secret(secret, b"not the one of the engine")
+    shard = start_shard()
+    wait_for_arena(pair)
+    wait_for(lambda: has_registered(shard), "registering")
+    with pytest.raises(ConfigError, match="with another secret"):
+        prefetch(shard, pair, "acme/1")
+    shard.stop(retire=True, timeout_s=10)
+
+
+def test_a_shard_without_its_secret_fails_with_the_sentence(
+    environment: dict[str, str], secret: Path
+) -> None:
+    secret.unlink()
+    shard = Shard("test", shard_settings(load_config()), Line().announce)
+    shard.start()
+    wait_for(lambda: shard.status()["state"] == "failed", "failing")
+    assert "tenant_secret_file cannot be read" in shard.status()["message"]
+    shard.stop(retire=True, timeout_s=10)
+
+
+def test_a_tenant_is_kept_within_its_quota_and_takes_nobody_elses_blocks(
+    environment: dict[str, str],
+    make_pair: MakePair,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    path = tmp_path / "kvray.yaml"
+    path.write_text("security: {tenant_quota: 512, tenant_quotas: {rich: 8KiB}}")
+    monkeypatch.setenv("KVRAY_CONFIG", str(path))
+    shard: Shard = request.getfixturevalue("tier")
+    pair = make_pair()
+    tenants = ("poor", "rich", "other")
+    for request_id, tenant in enumerate(tenants):
+        ask(pair, request_id, f"{tenant}/1")
+    owner = shard._serving()
+    owner.evict_ahead(0.0)
+    blocks = {one["namespace"]: one["blocks"] for one in owner.arena.stats()["namespaces"]}
+    assert [blocks[name_of(tenant_id(tenant))] for tenant in tenants] == [4, 10, 4]
+
+
+def prefetch(shard: Shard, pair: Pair, salt: str | None) -> int:
+    tokens = pack_tokens(PROMPT).tobytes()
+    answer = shard.prefetch(pair.worker._engine.replica, tokens, salt=salt)
+    return int(answer["num_blocks"])
+
+
+def has_registered(shard: Shard) -> bool:
+    return any(one["connected"] for one in shard.status()["replicas"])
+
+
+def test_metadata_is_as_small_as_before_where_there_are_no_tenants() -> None:
+    plain = ConnectorMeta(namespace=b"n", replica="r")
+    assert len(plain.__reduce__()[1]) == len(plain) - 2
+    full = ConnectorMeta(tenants=(5,))
+    made, fields = full.__reduce__()
+    assert made(*fields) == full  # type: ignore[arg-type]
+    assert SimpleNamespace(**full._asdict()).priorities == ()
