@@ -1,38 +1,123 @@
-"""What is wrong with a setting, as one sentence with the fix."""
+"""What is wrong with a configuration, as one sentence with the fix."""
 
 import difflib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
-from kvray.config.sections import KVRayConfig
+from kvray.config.document import SettingPath
+from kvray.config.environment import variable_of
+from kvray.config.layers import DEFAULT, Layers, Origin
+from kvray.config.nearest import names_in, nearest
+from kvray.config.schema import setting_rows
+
+Problem = Mapping[str, Any]
+
+_EXPECTED = {
+    "string_type": "a text; put it in quotes",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "finite_number": "a finite number",
+    "dict_type": "a mapping of names to values",
+    "tuple_type": "a list, such as [nixl, object_ref]",
+    "path_type": "a path",
+}
+"""What a value must be, by what pydantic calls the problem."""
+_PATTERNS = {
+    "cluster_name": "begin with a letter or a digit and have up to 32 of A-Z a-z 0-9 _ . -",
+    "label": "be a label key=value, such as kvray.io/pool=big",
+}
 
 
-def explain(error: ValidationError) -> str:
-    """Return the first problem of `error` as one sentence with the fix."""
-    problem = error.errors()[0]
-    message = problem["msg"].removeprefix("Value error, ")
-    if not problem["loc"]:
+def explain(error: ValidationError, layers: Layers) -> str:
+    """Return the first problem of `error` as one sentence with place and fix."""
+    problems = error.errors()
+    # A wrong name comes first: what else is wrong may follow from it.
+    problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
+    path = tuple(str(part) for part in problem["loc"] if part != "[key]")
+    if not path:
+        message = problem["msg"].removeprefix("Value error, ")
         return f"These settings do not go together: {message}."
-    *sections, key = (str(part) for part in problem["loc"])
-    dotted = ".".join([*sections, key])
-    if problem["type"] == "extra_forbidden":
-        known = _keys_of(sections)
-        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*sections, near[0]])}?" if near else "remove it."
-        return f"Unknown setting {dotted}; {hint} {_listed(known)}"
-    if problem["type"] == "model_type":
-        known = _keys_of([*sections, key])
-        return f"{dotted} must be a section with keys, not {problem['input']!r}. {_listed(known)}"
-    return f"Setting {dotted} = {problem['input']!r} cannot be used: {message}."
+    origin = layers.origin_of(_lowered(path))
+    for describe in (_unknown, _no_section, _missing, _empty):
+        if (sentence := describe(problem, path, origin)) is not None:
+            return located(origin, sentence)
+    return located(origin, _wrong_value(problem, path))
 
 
-def _keys_of(sections: list[str]) -> list[str]:
-    model: Any = KVRayConfig
-    for section in sections:
-        model = model.model_fields[section].annotation
-    return list(model.model_fields)
+def located(origin: Origin, sentence: str) -> str:
+    """Return a sentence behind the place that it is about."""
+    return f"{origin.where}: {sentence}" if origin.where else sentence
 
 
-def _listed(known: list[str]) -> str:
-    return f"Known here: {', '.join(sorted(known))}."
+def _lowered(path: SettingPath) -> SettingPath:
+    return tuple(part.lower() for part in path)
+
+
+def _unknown(problem: Problem, path: SettingPath, origin: Origin) -> str | None:
+    if problem["type"] != "extra_forbidden":
+        return None
+    *sections, key = path
+    is_variable = origin.kind == "environment"
+    name: Callable[[str], str] = variable_of if is_variable else str
+    near = [name(one) for one in nearest(sections, key)]
+    known = ", ".join(names_in(sections))
+    hint = f"did you mean {' or '.join(near)}?" if near else f"remove it, or take one of {known}."
+    return f"Unknown setting {'.'.join(path)}; {hint}"
+
+
+def _no_section(problem: Problem, path: SettingPath, origin: Origin) -> str | None:
+    if problem["type"] != "model_type":
+        return None
+    return (
+        f"{'.'.join(path)} must be a section with keys, not {problem['input']!r:.80}; its keys are"
+        f" {', '.join(names_in(path))}."
+    )
+
+
+def _missing(problem: Problem, path: SettingPath, origin: Origin) -> str | None:
+    if problem["type"] != "missing":
+        return None
+    return f"{'.'.join(path)} is missing; say for which nodes, such as `label: kvray.io/pool=big`."
+
+
+def _empty(problem: Problem, path: SettingPath, origin: Origin) -> str | None:
+    """Answer a key that nothing follows."""
+    if problem["input"] is not None or origin is DEFAULT:
+        return None
+    return f"{'.'.join(path)} has no value; give it one{_for_example(path)}, or remove it."
+
+
+def _wrong_value(problem: Problem, path: SettingPath) -> str:
+    dotted, given, kind = ".".join(path), problem["input"], problem["type"]
+    said = problem["msg"]
+    if kind == "value_error":
+        return f"{dotted}: {said.removeprefix('Value error, ')}."
+    if kind == "string_pattern_mismatch":
+        form = _PATTERNS.get(path[-1], f"have the form {problem['ctx']['pattern']}")
+        return f"{dotted} must {form}, not be {given!r:.80}."
+    if kind == "literal_error":
+        return f"{dotted} must be {problem['ctx']['expected']}, not {given!r:.80}{_meant(problem)}."
+    must = _EXPECTED.get(kind) or said.removeprefix("Input should be ")
+    if must == said:
+        return f"{dotted} = {given!r:.80} cannot be used: {said}{_for_example(path)}."
+    return f"{dotted} must be {must}, not {given!r:.80}{_for_example(path)}."
+
+
+def _meant(problem: Problem) -> str:
+    """Return which of the words that may stand there is the nearest."""
+    allowed: Sequence[str] = problem["ctx"]["expected"].replace(" or ", ", ").split(", ")
+    near = difflib.get_close_matches(
+        str(problem["input"]).lower(), [one.strip("'") for one in allowed], n=1
+    )
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _for_example(path: SettingPath) -> str:
+    """Return the default of a setting, which can always be written; "" if there is none."""
+    default = {row.name: row.default for row in setting_rows()}.get(".".join(path))
+    return f", such as {default}" if default else ""

@@ -1,15 +1,20 @@
 """What the environment of a process says: the only module that reads it."""
 
 import contextlib
+import difflib
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
+from kvray.config.schema import setting_rows
 from kvray.errors import ConfigError
 
 CONFIG_ENV = "KVRAY_CONFIG"
 """Environment variable that names the configuration file."""
 
+_PLAIN = ("CLUSTER_NAME", "CONFIG")
+"""What is left of our variables that name no section."""
 _RAY_THRESHOLD = 0.95
 """Ray's own default."""
 
@@ -24,6 +29,31 @@ def environment_overrides(environ: Mapping[str, str]) -> dict[str, str]:
     # Others are left alone: Kubernetes sets KVRAY_PORT and the like for a service named kvray.
     known = {name for name in given if "__" in name or name == "CLUSTER_NAME"}
     return {name.lower().replace("__", "."): given[name] for name in sorted(known)}
+
+
+def check_variables(environ: Mapping[str, str]) -> None:
+    """Refuse variables that would be ours if they were written as ours are.
+
+    Raises:
+        ConfigError: one has a single underscore where two part section and key, or is almost the
+            name of the cluster or of the file. Others are left alone, see `environment_overrides`.
+    """
+    for name in sorted(environ):
+        rest = name.removeprefix("KVRAY_")
+        if rest == name or not environ[name] or "__" in rest or _is_kubernetes(rest):
+            continue
+        if rest in _PLAIN:
+            continue
+        near = difflib.get_close_matches(rest, _PLAIN, n=1, cutoff=0.85)
+        if meant := _underscored().get(rest, near[0] if near else ""):
+            raise ConfigError(
+                f"The variable {name} is none of kvray's; write KVRAY_{meant}, or unset it."
+            )
+
+
+def variable_of(dotted: str) -> str:
+    """Return the variable that names a setting."""
+    return f"KVRAY_{dotted.upper().replace('.', '__')}"
 
 
 def environ_for(path: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -64,4 +94,16 @@ def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _names_of_settings(environ: Mapping[str, str]) -> set[str]:
-    return {f"KVRAY_{key.upper().replace('.', '__')}" for key in environment_overrides(environ)}
+    return {variable_of(dotted) for dotted in environment_overrides(environ)}
+
+
+def _is_kubernetes(rest: str) -> bool:
+    """Whether Kubernetes sets such a variable, for a service named kvray-something."""
+    return "_SERVICE_" in rest or "_PORT_" in f"{rest}_"
+
+
+@cache
+def _underscored() -> dict[str, str]:
+    """Return the settings' variables with one underscore in place of two -> as they are."""
+    names = [row.name.upper() for row in setting_rows() if "." in row.name]
+    return {name.replace(".", "_"): name.replace(".", "__") for name in names}

@@ -1,20 +1,41 @@
-"""The configuration as it holds: a YAML file, then the environment, then what a caller says."""
+"""The configuration as it holds: a file, labels of nodes, the environment, what a caller says."""
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
-from kvray.config.complaint import explain
-from kvray.config.environment import CONFIG_ENV, environment_overrides
-from kvray.config.sections import KVRayConfig
+from kvray.config.complaint import explain, located
+from kvray.config.contradictions import (
+    Contradiction,
+    first_contradiction,
+    node_contradiction,
+    quota_contradiction,
+)
+from kvray.config.document import read_document
+from kvray.config.environment import CONFIG_ENV, check_variables, environment_overrides
+from kvray.config.layers import Layers, Origin
+from kvray.config.schema import NOT_BY_LABEL
+from kvray.config.sections import KVRayConfig, NodeConfig
 from kvray.errors import ConfigError
 
 WELL_KNOWN_PATH = Path("/etc/kvray/kvray.yaml")
 """Read when nothing names a file: ranks started by a launcher get no environment of ours."""
+_OF_A_NODE = ("arena.", "nvme.")
+"""What may differ from node to node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effective:
+    """What holds, and where each value comes from."""
+
+    config: KVRayConfig
+    layers: Layers
+    path: Path | None
+    """The file that was read."""
 
 
 def load_config(
@@ -23,7 +44,7 @@ def load_config(
     overrides: Mapping[str, Any] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> KVRayConfig:
-    """Read the configuration; later sources win: file, environment, `overrides`.
+    """Read the configuration of the tier; later sources win: file, environment, `overrides`.
 
     Args:
         path: a YAML file; None: the file that `KVRAY_CONFIG` names, else the well-known path,
@@ -33,66 +54,128 @@ def load_config(
             one counts as not set.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown, or a value is out of range.
+        ConfigError: the file cannot be read, a key is unknown, a value is out of range, or two
+            values contradict each other.
     """
-    source = (
-        path or environ.get(CONFIG_ENV) or (WELL_KNOWN_PATH if WELL_KNOWN_PATH.is_file() else None)
-    )
-    values = _read_yaml(Path(source)) if source else {}
-    for dotted, value in environment_overrides(environ).items():
-        _set_dotted(values, dotted, value)
-    for dotted, value in (overrides or {}).items():
-        if value is not None:
-            _set_dotted(values, dotted, value)
-    where = f"{source}: " if source else ""
-    try:
-        return KVRayConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(where + explain(error)) from None
+    return read_effective(path, overrides=overrides, environ=environ).config
 
 
-def config_on_node(config: KVRayConfig, environ: Mapping[str, str] = os.environ) -> KVRayConfig:
-    """Return the tier's configuration with what a node's own environment says of arena and NVMe.
+def read_effective(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] = os.environ,
+    labels: Mapping[str, str] | None = None,
+) -> Effective:
+    """Read the configuration with the source of every value.
 
-    Nodes differ in memory, disks and mounts. The variables are those of the node's Ray, which the
-    actors that it starts inherit; engines there need the same ones.
+    Args:
+        path: as for `load_config`.
+        overrides: likewise.
+        environ: likewise.
+        labels: of the Ray node whose values are asked for, which `nodes` may change; the
+            environment wins over them. None: the tier's values.
 
     Raises:
-        ConfigError: a variable cannot be used.
+        ConfigError: as `load_config`.
     """
-    values = config.model_dump()
-    for dotted, value in environment_overrides(environ).items():
-        if dotted.startswith(("arena.", "nvme.")):
-            _set_dotted(values, dotted, value)
+    check_variables(environ)
+    named = path or environ.get(CONFIG_ENV)
+    source = Path(named) if named else (WELL_KNOWN_PATH if WELL_KNOWN_PATH.is_file() else None)
+
+    def layers_with(nodes: tuple[NodeConfig, ...]) -> Layers:
+        layers = Layers() if source is None else Layers.of_file(source, read_document(source))
+        _put_labelled(layers, nodes, labels or {})
+        layers.put_environment(environment_overrides(environ))
+        layers.put_overrides(overrides or {})
+        return layers
+
+    layers = layers_with(())
+    config = _validated(layers)
+    _check_nodes(config, layers)
+    if (found := quota_contradiction(config)) is not None:
+        raise _contradicting(found, layers)
+    if labels:
+        layers = layers_with(config.nodes)
+        config = _validated(layers)
+    return Effective(config=config, layers=layers, path=source)
+
+
+def config_on_node(
+    config: KVRayConfig,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    labels: Mapping[str, str] | None = None,
+) -> KVRayConfig:
+    """Return the tier's configuration as it holds on one node, for its arena and its disk.
+
+    Nodes differ in memory, disks and mounts. First come the entries of `nodes` for its labels,
+    then its own environment: the variables of the node's Ray, which the actors that it starts
+    inherit; engines there need the same ones.
+
+    Args:
+        config: of the tier.
+        environ: of the node.
+        labels: that Ray has given to the node; None: they do not matter here.
+
+    Raises:
+        ConfigError: a variable cannot be used, or what holds here contradicts itself.
+    """
+    layers = Layers(config.model_dump(exclude_unset=True))
+    _put_labelled(layers, config.nodes, labels or {})
+    given = environment_overrides(environ)
+    layers.put_environment({k: v for k, v in given.items() if k.startswith(_OF_A_NODE)})
     try:
-        return KVRayConfig.model_validate(values)
+        return _validated(layers)
+    except ConfigError as error:
+        raise ConfigError(f"On this node: {error}") from None
+
+
+def _put_labelled(layers: Layers, nodes: tuple[NodeConfig, ...], labels: Mapping[str, str]) -> None:
+    """Lay what `nodes` says of a node with these labels over what is there."""
+    for index, entry in enumerate(nodes):
+        key, _, value = entry.label.partition("=")
+        if labels.get(key) != value:
+            continue
+        for section in ("arena", "nvme"):
+            for dotted, given in _leaves(section, getattr(entry, section)):
+                at = layers.origin_of(("nodes", str(index), *dotted.split(".")))
+                where = f"nodes: {entry.label}" + (f" ({at.where})" if at.where else "")
+                layers.put(dotted, given, Origin(kind="node", where=where))
+
+
+def _leaves(at: str, given: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return dotted name and value of everything in a mapping of mappings."""
+    found: list[tuple[str, Any]] = []
+    for name, value in given.items():
+        dotted = f"{at}.{name}"
+        found += _leaves(dotted, value) if isinstance(value, dict) else [(dotted, value)]
+    return found
+
+
+def _check_nodes(config: KVRayConfig, layers: Layers) -> None:
+    """Refuse entries of `nodes` that cannot hold where they are meant to.
+
+    Each is tried alone: which of them meet on one node, nobody knows here.
+    """
+    for index, entry in enumerate(config.nodes):
+        if (found := node_contradiction(entry, index, NOT_BY_LABEL)) is not None:
+            raise _contradicting(found, layers)
+        key, _, value = entry.label.partition("=")
+        there = Layers(config.model_dump(exclude_unset=True), dict(layers.origins))
+        _put_labelled(there, (entry,), {key: value})
+        _validated(there)
+
+
+def _validated(layers: Layers) -> KVRayConfig:
+    try:
+        config = KVRayConfig.model_validate(layers.values)
     except ValidationError as error:
-        raise ConfigError(f"The environment of this node: {explain(error)}") from None
+        raise ConfigError(explain(error, layers)) from None
+    if (found := first_contradiction(config)) is not None:
+        raise _contradicting(found, layers)
+    return config
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"The configuration file {path} cannot be read ({error.strerror});"
-            " name an existing file."
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings, not a {type(values).__name__}.")
-    return values
-
-
-def _set_dotted(values: dict[str, Any], dotted: str, value: Any) -> None:
-    *sections, key = dotted.split(".")
-    for section in sections:
-        if values.get(section) is None:
-            values[section] = {}
-        if not isinstance(values[section], dict):
-            raise ConfigError(f"{section} must be a section with keys, not {values[section]!r}.")
-        values = values[section]
-    values[key] = value
+def _contradicting(found: Contradiction, layers: Layers) -> ConfigError:
+    return ConfigError(located(layers.origin_of(found.path), found.sentence))

@@ -127,20 +127,20 @@ def test_a_section_left_empty_in_the_file_can_be_set_elsewhere(write_yaml: Write
 @pytest.mark.parametrize("name", ["missing.yaml", "."])
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    with pytest.raises(ConfigError, match=f"{path} cannot be read .*; name an existing file"):
+    with pytest.raises(ConfigError, match=f"{path} .*cannot be read.*; name "):
         load(path)
 
 
 @pytest.mark.parametrize("text", ["arena: [", "a: b: c", "\tarena: 1", "\x00"])
 def test_broken_yaml_gives_one_line_with_its_place(write_yaml: WriteYaml, text: str) -> None:
-    with pytest.raises(ConfigError, match=r"kvray.yaml is not valid YAML: [^\n]*$"):
+    with pytest.raises(ConfigError, match=r"kvray.yaml.* is not valid YAML: [^\n]*; [^\n]*\.$"):
         load(write_yaml(text))
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "kvray.yaml"
     path.write_bytes(b"\xff\xfe\xfd")
-    with pytest.raises(ConfigError, match="is not valid YAML"):
+    with pytest.raises(ConfigError, match=r"is no UTF-8 text \(byte 0 is 0xff\); save it as UTF-8"):
         load(path)
 
 
@@ -172,10 +172,12 @@ def test_a_value_in_the_place_of_a_section_is_refused_with_overrides_too(
         ("arean", "did you mean arena[?]"),
         ("arena.capcity", "did you mean arena.capacity[?]"),
         ("connector.verify", "did you mean connector.verify_on_load[?]"),
-        (
-            "zzz",
-            "remove it. Known here: arena, cluster_name, connector, nodes, nvme, ray, security",
-        ),
+        ("zzz", "remove it, or take one of arena, cluster_name, connector, nodes, nvme, ray, sec"),
+        ("capacity", "did you mean arena.capacity or nvme.capacity[?]"),
+        ("nvme.slab", "did you mean arena.slab[?]"),
+        ("arena_capacity", "did you mean arena.capacity[?]"),
+        ("clusterName", "did you mean cluster_name[?]"),
+        ("ray.cluster_name", "did you mean cluster_name[?]"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(dotted: str, hint: str) -> None:
@@ -184,13 +186,13 @@ def test_an_unknown_key_names_the_nearest(dotted: str, hint: str) -> None:
 
 
 def test_an_unknown_key_in_the_environment_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean arena\.capacity"):
+    with pytest.raises(ConfigError, match=r"did you mean KVRAY_ARENA__CAPACITY"):
         load(environ={"KVRAY_ARENA__CAPCITY": "1GiB"})
 
 
 def test_an_error_names_the_file_it_came_from(write_yaml: WriteYaml) -> None:
     path = write_yaml("arean: {}")
-    with pytest.raises(ConfigError, match=f"^{path}: Unknown setting arean"):
+    with pytest.raises(ConfigError, match=f"^{path}:1: Unknown setting arean"):
         load(path)
 
 
@@ -215,7 +217,7 @@ def test_an_error_names_the_file_it_came_from(write_yaml: WriteYaml) -> None:
     ],
 )
 def test_a_value_that_cannot_be_used_is_named_with_its_setting(dotted: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^Setting {dotted} = .* cannot be used: "):
+    with pytest.raises(ConfigError, match=f"^{dotted}( must |: ).*{value}"):
         load(overrides={dotted: value})
 
 
@@ -335,7 +337,7 @@ def test_a_nodes_environment_has_the_last_word_on_its_own_arena_only() -> None:
 
 
 def test_a_wrong_variable_of_a_node_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"environment of this node: .*arena\.capacity"):
+    with pytest.raises(ConfigError, match=r"On this node: KVRAY_ARENA__CAPACITY: arena\.cap"):
         config_on_node(load_config(environ={}), {"KVRAY_ARENA__CAPACITY": "-1"})
 
 
@@ -367,5 +369,5 @@ def test_a_quota_without_a_namespaces_digits_is_refused(write_yaml: WriteYaml, n
 
 
 def test_a_quota_that_is_no_size_is_refused_by_its_name(write_yaml: WriteYaml) -> None:
-    with pytest.raises(ConfigError, match=r"arena\.quotas\.12ab = 'much'"):
+    with pytest.raises(ConfigError, match=r":1: arena\.quotas\.12ab: 'much'"):
         load(write_yaml("arena: {quotas: {12ab: much}}"))

@@ -1,0 +1,125 @@
+"""A YAML file of settings: its values, and the line that each of them stands in."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kvray.errors import ConfigError
+
+_BYTES_MAX = 2**20
+_DEPTH_MAX = 6
+"""Deeper than any setting lies; what is below belongs to the value above."""
+
+SettingPath = tuple[str, ...]
+"""Names from the top on, as in ("arena", "capacity"); entries of a list by their number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """What a file says; `lines` counts from 1 and has sections as well."""
+
+    values: dict[str, Any]
+    lines: dict[SettingPath, int]
+
+
+def read_document(path: Path) -> Document:
+    """Read a file of settings.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML or no mapping, or says one thing twice.
+    """
+    text = _read_text(path)
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return Document(values={}, lines={})
+        lines = dict(_lines(root, (), path))
+        values = loader.construct_document(root)
+    except yaml.YAMLError as error:
+        raise ConfigError(_not_yaml(path, error)) from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply; no setting is.") from None
+    except ValueError as error:  # of a date or a number that YAML knows by its form only
+        raise ConfigError(f"{path} is not valid YAML: {error}; put the value in quotes.") from None
+    if values is None:
+        return Document(values={}, lines={})
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{path} must hold a mapping of settings, not a {type(values).__name__}; begin with"
+            " lines such as `arena:` and, below and indented, `capacity: 64GiB`."
+        )
+    return Document(values=values, lines=lines)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_BYTES_MAX + 1)
+        if len(raw) > _BYTES_MAX:
+            raise ConfigError(
+                f"{path} has more than {_BYTES_MAX} bytes; name a configuration of kvray."
+            )
+        return raw.decode("utf-8")
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{path} is a directory and cannot be read; name the file in it, such as"
+            f" {path / 'kvray.yaml'}."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"The configuration file {path} cannot be read ({error.strerror}); name an existing"
+            " file that this user may read."
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is no UTF-8 text (byte {error.start} is {error.object[error.start]:#04x});"
+            " save it as UTF-8."
+        ) from None
+
+
+def _lines(node: yaml.Node, at: SettingPath, path: Path) -> Iterator[tuple[SettingPath, int]]:
+    """Yield where everything stands.
+
+    Raises:
+        ConfigError: a key stands twice in one mapping; YAML would take the last.
+    """
+    if len(at) > _DEPTH_MAX:
+        return
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*at, str(index)), item.start_mark.line + 1
+            yield from _lines(item, (*at, str(index)), path)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        below = (*at, name.lower())
+        if name in seen:
+            raise ConfigError(
+                f"{path}:{line}: {'.'.join((*at, name))} stands in line {seen[name]} already; keep"
+                " one of the two."
+            )
+        seen[name] = line
+        yield below, line
+        yield from _lines(value, below, path)
+
+
+def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
+    """Return the sentence for what the parser does not take."""
+    mark = getattr(error, "problem_mark", None)
+    where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+    said = getattr(error, "problem", None) or " ".join(str(error).split())
+    if "'\\t'" in said:
+        remedy = "indent with spaces, not with tabs"
+    elif "tag" in said:
+        remedy = "write the plain value, without a tag"
+    elif "mapping values are not allowed" in said:
+        remedy = "put each key on a line of its own, and a text with a colon in quotes"
+    else:
+        remedy = "check indentation, brackets and quotes there"
+    return f"{where}: this is not valid YAML: {said}; {remedy}."
