@@ -9,7 +9,7 @@ import ray
 
 from kvray.actors import connection, tier
 from kvray.actors.arguments import in_pieces
-from kvray.actors.ray_calls import LOOKUP_NAME, call, get_actor
+from kvray.actors.ray_calls import LOOKUP_NAME, ask_all, call, get_actor
 from kvray.block import KEY_BYTES, BlockKey
 from kvray.config import KVRayConfig, load_config
 from kvray.errors import ConfigError, KVRayError
@@ -106,7 +106,7 @@ class Client:
                 f"No replica {replica!r:.80} has registered; `kvray status` shows those that have."
             )
         items = [(item.position, item.digest) for item in media]
-        answers = tier.ask_all(
+        answers = ask_all(
             {shard: get_actor(shard).prefetch for shard in shards},
             self._timeout_s,
             replica,

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvray.actors import connection, local_ray, tier
+from kvray.actors.changes import Plan
 from kvray.actors.ownership import sweep
 from kvray.actors.ray_calls import list_actors, mapped_errors
+from kvray.actors.rollout import Rollout
 from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable
 
@@ -38,6 +40,9 @@ def bring_up(
     die_with_parent: bool = False,
     waiting: Callable[[float], None] = lambda elapsed_s: None,
     report: tier.Report = lambda shards: None,
+    wait: bool = True,
+    rollout: Rollout | None = None,
+    told: Callable[[str], None] = lambda sentence: None,
 ) -> Launch:
     """Connect to Ray, started here if the configuration names no cluster, and start the tier.
 
@@ -48,6 +53,9 @@ def bring_up(
         die_with_parent: end that Ray when this process dies, however it dies.
         waiting: called while Ray starts, with the seconds it has taken.
         report: called with the shards' statuses while they get ready.
+        wait: see `tier.up`, as for the rest.
+        rollout: what may be done to a tier that runs.
+        told: called with each thing that was done to it.
 
     Raises:
         KVRayError: as `local_ray.start`, `connection.connect_configured` and `tier.up`; what was
@@ -75,9 +83,32 @@ def bring_up(
         if started_tier:
             undo.callback(tier.down, timeout_s=config.ray.timeout_s, config=config)
         prefault_s = config.arena.capacity / _PREFAULT_BYTES_PER_S
-        shards = tier.up(config, timeout_s=config.ray.timeout_s + prefault_s, report=report)
+        shards = tier.up(
+            config,
+            timeout_s=config.ray.timeout_s + prefault_s,
+            report=report,
+            wait=wait,
+            rollout=rollout,
+            told=told,
+        )
         undo.pop_all()
     return Launch(shards=shards, started_ray=started_ray, started_tier=started_tier, local=local)
+
+
+def preview(config: KVRayConfig, rollout: Rollout) -> Plan | None:
+    """Return what `bring_up` would do to the tier that runs; None: none does. Changes nothing.
+
+    Raises:
+        ConfigError: another tier runs in that Ray cluster.
+        ShardUnavailable: the Ray cluster at `config.ray.address`, or a part, does not answer.
+    """
+    if config.ray.address is None and local_ray.find(config.cluster_name) is None:
+        return None
+    try:
+        connection.connect_configured(config)
+        return tier.preview(config, rollout, timeout_s=config.ray.timeout_s)
+    finally:
+        connection.disconnect()
 
 
 def take_down(

@@ -8,6 +8,7 @@ from kvray.actors.lookup import SILENT_S, Announcement, Answer, Lookup
 from kvray.actors.metric_figures import lookup_figures
 from kvray.actors.metrics_export import MetricsExport
 from kvray.actors.ray_calls import LOOKUP_NAME, create_actor, log_to_stderr
+from kvray.actors.vintage import vintage
 from kvray.index import Match, Run
 
 
@@ -18,6 +19,7 @@ class LookupActor:
         """Serve the tier `cluster_name`; shards silent for `silent_s` are left out of answers."""
         log_to_stderr()
         self._cluster_name = cluster_name
+        self._vintage = vintage({"shard.silent_s": silent_s})
         self._lookup = Lookup(silent_s)
         self._metrics = MetricsExport()
         # The index is arrays, which the collector does not walk, however many blocks there are.
@@ -26,6 +28,10 @@ class LookupActor:
 
     def ping(self) -> None:
         """Answer, which a frozen actor does not."""
+
+    def vintage(self) -> dict[str, Any]:
+        """Return what it was made with, see `vintage`."""
+        return self._vintage
 
     def cluster_name(self) -> str:
         """Return the name of the tier."""

@@ -10,6 +10,7 @@ from typing import Any
 import ray
 
 from kvray.actors.arguments import packed, unpacked
+from kvray.actors.changes import settings_of
 from kvray.actors.metric_figures import mover_figures
 from kvray.actors.metrics_export import MetricsThread
 from kvray.actors.mover import Mover, MoverSettings
@@ -22,6 +23,7 @@ from kvray.actors.ray_calls import (
     log_to_stderr,
     mover_name,
 )
+from kvray.actors.vintage import vintage
 from kvray.config import KVRayConfig, config_on_node
 from kvray.errors import ShardUnavailable
 from kvray.transport.nixl import choose_wires
@@ -36,6 +38,7 @@ class MoverActor:
     def __init__(self, name: str, config: KVRayConfig) -> None:
         """Start the mover; `status` tells when it serves. Runs again when Ray restarts it."""
         log_to_stderr()
+        self._vintage = vintage(settings_of(config))
         choose_wires(os.environ)
         self._name = name
         self._peers = RayPeers()
@@ -51,6 +54,10 @@ class MoverActor:
 
     def ping(self) -> None:
         """Answer, which a frozen actor does not."""
+
+    def vintage(self) -> dict[str, Any]:
+        """Return what it was made with, see `vintage`."""
+        return self._vintage
 
     def meet(self, names: list[str]) -> None:
         """See `Mover.meet`."""

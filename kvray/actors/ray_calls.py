@@ -2,7 +2,8 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import ray
@@ -18,6 +19,7 @@ SHARD_PREFIX = "kvray-shard-"
 MOVER_PREFIX = "kvray-mover-"
 _HEAD = {"node:__internal_head__": 0.001}
 """Resource of Ray's head: what the tier has one of is there, and does not go with another node."""
+_POLL_S = 0.1
 
 
 def shard_name(node_id: str) -> str:
@@ -92,6 +94,42 @@ def call(method: Any, *args: Any, timeout_s: float) -> Any:
         return ray.get(method.remote(*args), timeout=timeout_s)
 
 
+def ask_all(
+    methods: Mapping[str, Any],
+    timeout_s: float,
+    *args: Any,
+    meanwhile: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Call all `methods` at once; return what each answered, or the error that it raised.
+
+    `meanwhile` is called every now and then until all have answered.
+    """
+    answers: dict[str, Any] = {}
+    calls = {}
+    for name, method in methods.items():
+        try:
+            with mapped_errors():
+                calls[name] = method.remote(*args)
+        except KVRayError as error:
+            answers[name] = error
+    deadline = time.monotonic() + timeout_s
+    waiting = list(calls.values())
+    while meanwhile is not None and waiting and time.monotonic() < deadline:
+        meanwhile()
+        try:
+            with mapped_errors():
+                _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
+        except KVRayError:
+            break  # below it is said of each what became of it
+    for name, answer in calls.items():
+        try:
+            with mapped_errors():
+                answers[name] = ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
+        except KVRayError as error:
+            answers[name] = error
+    return answers
+
+
 @contextlib.contextmanager
 def mapped_errors() -> Iterator[None]:
     """Turn Ray's exceptions into kvray's."""
@@ -120,6 +158,24 @@ def list_actors() -> list[str]:
         for actor in named
         if actor["namespace"] == NAMESPACE and actor["name"].startswith("kvray-")
     )
+
+
+def kill_actor(name: str) -> None:
+    """End the actor of that name for good, if there is one; Ray forgets the name a moment later."""
+    with contextlib.suppress(KVRayError), mapped_errors():
+        ray.kill(get_actor(name))
+
+
+def await_forgotten(names: Collection[str], timeout_s: float) -> bool:
+    """Wait until Ray has forgotten killed actors, so that the next of that name is a new one."""
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(KVRayError), mapped_errors():
+        while set(names) & set(list_actors()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+    return False
 
 
 def log_to_stderr() -> None:

@@ -13,6 +13,7 @@ from ray._private.state import available_resources_per_node
 
 from kvray.actors.arguments import unpacked
 from kvray.actors.async_calls import ActorCalls
+from kvray.actors.changes import settings_of
 from kvray.actors.lookup import Announcement, Answer
 from kvray.actors.metric_figures import ShardFigures
 from kvray.actors.metrics_export import MetricsThread
@@ -29,6 +30,7 @@ from kvray.actors.ray_calls import (
 )
 from kvray.actors.shard import Shard, ShardSettings
 from kvray.actors.stager import StagingSettings
+from kvray.actors.vintage import vintage
 from kvray.actors.watch import Nudge
 from kvray.config import KVRayConfig, config_on_node, ray_memory_threshold
 from kvray.errors import KVRayError
@@ -56,6 +58,7 @@ class ShardActor:
     def __init__(self, name: str, config: KVRayConfig) -> None:
         """Start the shard; `status` tells when it serves. Runs again when Ray restarts it."""
         log_to_stderr()
+        self._vintage = vintage(settings_of(config))
         config = config_on_node(config)
         self._name = name
         self._lookup: Any = None
@@ -86,6 +89,10 @@ class ShardActor:
     @ray.method(concurrency_group="health")
     def ping(self) -> None:
         """Answer, whatever else it is doing; a frozen actor does not."""
+
+    def vintage(self) -> dict[str, Any]:
+        """Return what it was made with, see `vintage`, and its state."""
+        return {**self._vintage, "state": self._shard.status()["state"]}
 
     def clear(self) -> int:
         """See `Shard.clear`."""

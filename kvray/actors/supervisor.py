@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from kvray.actors.changes import settings_of
 from kvray.actors.lookup_actor import create_lookup
 from kvray.actors.metrics_export import MetricsExport
 from kvray.actors.mover_actor import create_mover
@@ -24,6 +25,7 @@ from kvray.actors.ray_calls import (
     shard_name,
 )
 from kvray.actors.shard_actor import create_shard
+from kvray.actors.vintage import vintage
 from kvray.actors.watch import Silences, is_reachable, who_answers
 from kvray.config import KVRayConfig, ShardConfig
 from kvray.errors import KVRayError
@@ -76,7 +78,11 @@ class SupervisorActor:
     def __init__(self, config: KVRayConfig) -> None:
         """Reconcile in the background until stopped. Runs again when Ray restarts it."""
         log_to_stderr()
+        # What it is made with is what the tier is to run with, and all that it makes gets the same.
+        # Ray keeps that with the actor, and starts it anew with it. So other settings come with
+        # another supervisor (`rollout`), and there is no second place that could contradict.
         self._config = config
+        self._vintage = vintage(settings_of(config))
         self._shards: dict[str, Any] = {}
         self._movers: dict[str, Any] = {}
         self._silences = Silences(frozen_s=_FROZEN_S, start_s=START_S)
@@ -89,6 +95,10 @@ class SupervisorActor:
 
     def ping(self) -> None:
         """Answer, which a process that is no supervisor cannot."""
+
+    def vintage(self) -> dict[str, Any]:
+        """Return what it was made with, see `vintage`."""
+        return self._vintage
 
     def config(self) -> KVRayConfig:
         """Return the configuration that the tier runs with."""

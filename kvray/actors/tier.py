@@ -9,6 +9,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvray import wire
+from kvray.actors.changes import Plan, check_costs
 from kvray.actors.lookup_actor import create_lookup
 from kvray.actors.ownership import sweep
 from kvray.actors.ray_calls import (
@@ -17,13 +18,17 @@ from kvray.actors.ray_calls import (
     NAMESPACE,
     SHARD_PREFIX,
     SUPERVISOR_NAME,
+    ask_all,
+    await_forgotten,
     call,
     get_actor,
+    kill_actor,
     list_actors,
     mapped_errors,
     mover_name,
     shard_name,
 )
+from kvray.actors.rollout import Observer, Rollout, carry_out, look
 from kvray.actors.supervisor import create_supervisor, plan_nodes
 from kvray.config import KVRayConfig, config_on_node
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
@@ -40,39 +45,77 @@ _SWEEP_WAIT_S = 10.0
 
 
 def up(
-    config: KVRayConfig, *, timeout_s: float, report: Report = lambda shards: None
+    config: KVRayConfig,
+    *,
+    timeout_s: float,
+    report: Report = lambda shards: None,
+    wait: bool = True,
+    rollout: Rollout | None = None,
+    told: Callable[[str], None] = lambda sentence: None,
 ) -> list[dict[str, Any]]:
-    """Start what is missing of the tier and wait until every shard serves; again is fine.
+    """Start what is missing of the tier, bring the rest to `config`, and wait until all serve.
+
+    Again is fine, and changes nothing.
+
+    Args:
+        config: what is to hold.
+        timeout_s: how long it may take, and in a rollout each part.
+        report: told of the shards meanwhile.
+        wait: whether to wait for the shards: nodes that are to have one may join later.
+        rollout: what may be done to parts that run; None: what costs no block.
+        told: called with each thing that was done to one.
 
     Returns:
         The shards' statuses.
 
     Raises:
-        ConfigError: another tier runs in this Ray cluster, or no node is to have a shard.
+        ConfigError: another tier runs in this Ray cluster, no node is to have a shard, or blocks
+            would go that `rollout` does not let go.
         CapacityError: a shard could not get its memory.
         ShardUnavailable: the shards were not ready within `timeout_s`.
     """
-    deadline = time.monotonic() + timeout_s
+    rollout = rollout or Rollout()
+    with mapped_errors():
+        is_running = bool(list_actors())
     # One after the other: in another tier's namespace no supervisor of ours must start.
     with mapped_errors():
         lookup = create_lookup(config.cluster_name, config.shard.silent_s)
     _check_name(config, call(lookup.cluster_name, timeout_s=timeout_s))
+    if is_running:
+        observer = Observer(report=report, told=told)
+        planned = look(config, rollout, timeout_s=timeout_s, observer=observer)
+        check_costs(planned, recreate=rollout.recreate)
+        carry_out(planned, config, timeout_s=timeout_s, observer=observer)
+    deadline = time.monotonic() + timeout_s
     with mapped_errors():
         supervisor = create_supervisor(config)
     running = call(supervisor.config, timeout_s=max(1.0, deadline - time.monotonic()))
     _check_name(config, running.cluster_name)
-    _check_settings(config, running)
     while True:
         shards = _shard_statuses(supervisor, max(1.0, deadline - time.monotonic()))
         report(shards)
         for shard in shards:
             if shard["state"] == "failed":
                 wire.raise_for({"ok": False, **shard})
-        if shards and all(shard["state"] == "serving" for shard in shards):
+        if not wait or (shards and all(shard["state"] == "serving" for shard in shards)):
             return shards
         if time.monotonic() > deadline:
             raise _not_ready(config, shards, timeout_s)
         time.sleep(_POLL_S)
+
+
+def preview(config: KVRayConfig, rollout: Rollout, *, timeout_s: float) -> Plan | None:
+    """Return what `up` would do to the tier that runs; None: none does. Changes nothing.
+
+    Raises:
+        ConfigError: another tier runs in this Ray cluster.
+        ShardUnavailable: a part does not answer in time.
+    """
+    with mapped_errors():
+        if not list_actors():
+            return None
+    _check_name(config, call(get_actor(LOOKUP_NAME).cluster_name, timeout_s=timeout_s))
+    return look(config, rollout, timeout_s=timeout_s, observer=Observer())
 
 
 def status(*, timeout_s: float) -> dict[str, Any]:
@@ -132,19 +175,20 @@ def down(
         running = call(supervisor.config, timeout_s=min(timeout_s, _SUPERVISOR_TIMEOUT_S))
         configs.append(running)
         call(supervisor.stop, timeout_s=min(timeout_s, _SUPERVISOR_TIMEOUT_S))
-    _kill(SUPERVISOR_NAME)
+    kill_actor(SUPERVISOR_NAME)
     # Named by Ray, not by the supervisor, which may be gone or just restarted.
     for name in list_actors():
         if name.startswith(MOVER_PREFIX):
-            _kill(name)  # before the shards: it would look for their arenas anew
+            kill_actor(name)  # before the shards: it would look for their arenas anew
     names = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
     flush_s = max((one.nvme.flush_s for one in configs), default=0.0) if flush else 0.0
     stopped = _stop_shards(names, timeout_s + flush_s, flush, report)
     for name in (*names, LOOKUP_NAME):
-        _kill(name)
+        kill_actor(name)
     for one in {one.node_dir: one for one in configs}.values():
         _sweep_nodes(one, stopped, timeout_s)
-    _await_no_names(timeout_s)
+    # So that `up` gets new ones and not dying ones.
+    await_forgotten(list_actors(), timeout_s)
     return found
 
 
@@ -154,25 +198,6 @@ def _check_name(config: KVRayConfig, running: str) -> None:
             f"The namespace {NAMESPACE!r} of this Ray cluster is in use by the tier {running!r};"
             f" run `kvray down` for it first, or set cluster_name to {running!r}."
         )
-
-
-def _check_settings(config: KVRayConfig, running: KVRayConfig) -> None:
-    """Refuse other settings of what the tier is made of; each engine and client has its own."""
-    different = [
-        f"{section}.{name} is {theirs!s} there, {mine!s} here"
-        for section in ("arena", "nvme", "shard", "staging")
-        for name, mine, theirs in _pairs(getattr(config, section), getattr(running, section))
-        if mine != theirs
-    ]
-    if different:
-        raise ConfigError(
-            f"The tier {running.cluster_name!r} is running with other settings"
-            f" ({'; '.join(different)}); run `kvray down`, then `kvray up` again."
-        )
-
-
-def _pairs(mine: Any, theirs: Any) -> list[tuple[str, Any, Any]]:
-    return [(name, getattr(mine, name), getattr(theirs, name)) for name in type(mine).model_fields]
 
 
 def _not_ready(
@@ -214,42 +239,6 @@ def _statuses(kind: str, actors: Mapping[str, Any], timeout_s: float) -> list[di
     ]
 
 
-def ask_all(
-    methods: Mapping[str, Any],
-    timeout_s: float,
-    *args: Any,
-    meanwhile: Callable[[], None] | None = None,
-) -> dict[str, Any]:
-    """Call all `methods` at once; return what each answered, or the error that it raised.
-
-    `meanwhile` is called every now and then until all have answered.
-    """
-    answers: dict[str, Any] = {}
-    calls = {}
-    for name, method in methods.items():
-        try:
-            with mapped_errors():
-                calls[name] = method.remote(*args)
-        except KVRayError as error:
-            answers[name] = error
-    deadline = time.monotonic() + timeout_s
-    waiting = list(calls.values())
-    while meanwhile is not None and waiting and time.monotonic() < deadline:
-        meanwhile()
-        try:
-            with mapped_errors():
-                _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
-        except KVRayError:
-            break  # below it is said of each what became of it
-    for name, answer in calls.items():
-        try:
-            with mapped_errors():
-                answers[name] = ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
-        except KVRayError as error:
-            answers[name] = error
-    return answers
-
-
 def _stop_shards(names: list[str], timeout_s: float, flush: bool, report: Report) -> set[str]:
     """Have shards end and remove their files; return those that said they did."""
     shards = {}
@@ -263,11 +252,6 @@ def _stop_shards(names: list[str], timeout_s: float, flush: bool, report: Report
     methods = {name: shard.stop for name, shard in shards.items()}
     answers = ask_all(methods, timeout_s, True, flush, meanwhile=tell if flush else None)
     return {name for name, answer in answers.items() if not isinstance(answer, KVRayError)}
-
-
-def _kill(name: str) -> None:
-    with contextlib.suppress(KVRayError), mapped_errors():
-        ray.kill(get_actor(name))
 
 
 def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> None:
@@ -288,11 +272,3 @@ def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> No
 def _sweep_node(config: KVRayConfig) -> None:
     """Remove what a shard left on the node where this runs."""
     sweep(config_on_node(config).node_dir, _SWEEP_WAIT_S)
-
-
-def _await_no_names(timeout_s: float) -> None:
-    """Wait until Ray has forgotten the actors, so that `up` gets new ones and not dying ones."""
-    deadline = time.monotonic() + timeout_s
-    with contextlib.suppress(KVRayError), mapped_errors():
-        while list_actors() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)

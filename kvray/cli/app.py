@@ -12,10 +12,12 @@ from kvray.cli.demo import demo
 from kvray.cli.doctor import doctor
 from kvray.cli.down import down
 from kvray.cli.prefetch import prefetch
+from kvray.cli.probe import probe
 from kvray.cli.replay import replay
 from kvray.cli.status import status
 from kvray.cli.sweep import sweep
 from kvray.cli.up import up
+from kvray.cli.upgrade import upgrade
 from kvray.cli.verify import verify
 
 app = typer.Typer(
@@ -27,8 +29,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(up)
+app.command()(upgrade)
 app.command()(status)
 app.command()(doctor)
+app.command()(probe)
 app.command()(prefetch)
 app.command()(verify)
 app.command()(down)

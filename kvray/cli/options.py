@@ -26,6 +26,31 @@ AddressOption = Annotated[
     ),
 ]
 
+PlanOption = Annotated[
+    bool,
+    typer.Option("--plan", help="Say what would be done, and do nothing.", show_default=False),
+]
+
+RecreateOption = Annotated[
+    bool,
+    typer.Option(
+        "--recreate",
+        help="Do it even if arenas are made anew for it: their blocks go, but for what an NVMe tier"
+        " keeps.",
+        show_default=False,
+    ),
+]
+
+NodeLabelOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="For a node with this label of Ray's, as `nodes` in the configuration says; may be"
+        " given several times.",
+        show_default=False,
+    ),
+]
+
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show tracebacks of errors.", show_default=False)
 ]

@@ -1,18 +1,20 @@
 """`kvray up`: start the tier, and a local Ray for it if there is no cluster."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kvray.cli.boundary import boundary
-from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
-from kvray.cli.progress import LaunchProgress
-from kvray.config import KVRayConfig, format_size, load_config
+from kvray.cli.launching import carry_out, show_plan
+from kvray.cli.options import (
+    AddressOption,
+    ConfigOption,
+    PlanOption,
+    RecreateOption,
+    VerboseOption,
+)
+from kvray.config import load_config
 from kvray.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvray.actors.launch import Launch
 
 
 def up(
@@ -30,12 +32,21 @@ def up(
     dashboard: Annotated[
         bool, typer.Option(help="Start the local Ray with its dashboard.")
     ] = False,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            help="Wait until every node that is meant has its shard; without, nodes may join later."
+        ),
+    ] = True,
+    recreate: RecreateOption = False,
+    plan: PlanOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Start the tier and wait until it serves; again is fine.
 
-    Without an address it starts a Ray on this machine, which goes on after this command and ends
-    with `kvray down`.
+    A tier that runs with other settings is brought to these, one node after the other, with its
+    arenas kept. Without an address it starts a Ray on this machine, which goes on after this
+    command and ends with `kvray down`.
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
@@ -45,35 +56,11 @@ def up(
                 f" {settings.ray.address}; leave one of the two out."
             )
         with interrupts.masked():
-            from kvray.actors.launch import bring_up
+            from kvray.actors.launch import preview
+            from kvray.actors.rollout import Rollout
 
-        console = Console(stderr=True, highlight=False)
-        # Held back, a signal is seen at the next report: a Ray half started is not lost sight of.
-        with LaunchProgress(console, interrupts) as progress, interrupts.held():
-            launch = bring_up(
-                settings,
-                port=port,
-                dashboard=dashboard,
-                waiting=progress.waiting,
-                report=progress.report,
-            )
-        _tell(settings, launch)
-
-
-def _tell(settings: KVRayConfig, launch: "Launch") -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    verb = "is up" if launch.started_tier else "was up already"
-    console.print(f"The tier [bold]{settings.cluster_name}[/] {verb}: {_describe(launch.shards)}.")
-    if launch.local is None:
-        console.print(f"Ray: {settings.ray.address}")
-    else:
-        dashboard = f", dashboard at {launch.local.dashboard_url}"
-        console.print(
-            f"Ray: {launch.local.address} (local{dashboard if launch.local.dashboard_url else ''})"
-        )
-
-
-def _describe(shards: list[dict[str, Any]]) -> str:
-    capacity = sum(shard["arena"]["capacity_bytes"] for shard in shards)
-    plural = "" if len(shards) == 1 else "s"
-    return f"{len(shards)} shard{plural}, {format_size(capacity)}"
+        rollout = Rollout(recreate=recreate)
+        if plan:
+            show_plan(settings, preview(settings, rollout))
+        else:
+            carry_out(settings, rollout, interrupts, port=port, dashboard=dashboard, wait=wait)

@@ -1,0 +1,251 @@
+"""Brings a tier that runs to other settings and other code: one part after the other.
+
+Every part is asked what it was made with, and is made anew if that is not what holds now. So a run
+that was interrupted is finished by the next, and one that has nothing to do does nothing. Between
+the end of the old supervisor and the start of the new one nobody makes anything; who is killed just
+there leaves parts that serve on, and `kvray up` makes a supervisor first.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from kvray import wire
+from kvray.actors.changes import Plan, Step, Vintage, plan, settings_of
+from kvray.actors.lookup_actor import create_lookup
+from kvray.actors.ray_calls import (
+    LOOKUP_NAME,
+    MOVER_PREFIX,
+    SUPERVISOR_NAME,
+    ask_all,
+    await_forgotten,
+    call,
+    get_actor,
+    kill_actor,
+    list_actors,
+    mapped_errors,
+    mover_name,
+    shard_name,
+)
+from kvray.actors.supervisor import create_supervisor, plan_nodes
+from kvray.config import KVRayConfig
+from kvray.errors import KVRayError, ShardUnavailable
+
+_POLL_S = 0.1
+_FORGET_S = 10.0
+"""How long Ray may take to forget an actor that was killed."""
+_STOP_S = 25.0
+"""How long a part may take to end in order; then it is killed, which costs no block either."""
+_ASK_S = 2.0
+_INTERPRETER_S = 60.0
+"""How long a node may take to say what is installed on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """What may be done to a tier that runs."""
+
+    upgrade: bool = False
+    """Make anew what runs other code than is installed on its node now."""
+    restart: bool = False
+    """Make everything anew."""
+    recreate: bool = False
+    """Even if blocks in memory go for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observer:
+    """Is told how a rollout goes; each may raise to end it where it is."""
+
+    report: Callable[[list[dict[str, Any]]], None] = lambda shards: None
+    """Called often while something is waited for, with the statuses of the shards meant."""
+    told: Callable[[str], None] = lambda sentence: None
+    """Called with each thing that was done."""
+
+
+def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: Observer) -> Plan:
+    """Ask every part of the tier what it was made with; return what is to be done.
+
+    Raises:
+        ShardUnavailable: a part does not answer in time.
+    """
+    names = list_actors()
+    methods = {name: get_actor(name).vintage for name in names}
+    vintages = _answers(methods, timeout_s, observer)
+    installed = None
+    if rollout.upgrade:
+        homes = {vintage["node_id"] for vintage in vintages.values()}
+        installed = _installed(homes, timeout_s + _INTERPRETER_S, observer)
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    planned = plan(
+        vintages,
+        settings_of(config),
+        labels={node["NodeID"]: node.get("Labels", {}) for node in nodes},
+        installed=installed,
+        restart=rollout.restart,
+    )
+    meant, _ = plan_nodes(nodes, set(), config.shard)
+    alive = {node["NodeID"] for node in nodes if node["Alive"]}
+    return dataclasses.replace(
+        planned,
+        starts=tuple(sorted(node for node in meant if shard_name(node) not in names)),
+        ends=tuple(sorted(node for node in alive - meant if shard_name(node) in names)),
+    )
+
+
+def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer: Observer) -> None:
+    """Do what was planned, and wait for each part before the next.
+
+    Args:
+        planned: by `look`; that it may cost blocks was agreed to.
+        config: what is to hold.
+        timeout_s: how long one part may take to serve again.
+        observer: see there.
+
+    Raises:
+        KVRayError: what a part failed with, or it was not there in time. The parts before it are
+            made anew, those after it go on as they were.
+    """
+    if planned.supervisor is not None:
+        with contextlib.suppress(KVRayError):
+            call(get_actor(SUPERVISOR_NAME).stop, timeout_s=_STOP_S)
+        _end(SUPERVISOR_NAME)
+    with mapped_errors():
+        create_supervisor(config)  # also if a run before this one was killed before it did
+    if planned.supervisor is not None:
+        observer.told(_done("The supervisor", planned.supervisor))
+    if planned.lookup is not None:
+        _end(LOOKUP_NAME)
+        with mapped_errors():
+            create_lookup(config.cluster_name, config.shard.silent_s)
+        observer.told(_done("The lookup", planned.lookup))
+    for node_id in planned.ends:
+        _end_shard(node_id, config, observer)
+    skipped = {name for node in planned.ends for name in (shard_name(node), mover_name(node))}
+    left = [[step for step in node if step.name not in skipped] for node in planned.nodes]
+    for number, steps in enumerate(filter(None, left), 1):
+        for step in steps:
+            where = f"({number} of {len(left)})" if len(left) > 1 else ""
+            _make_anew(step, config, timeout_s, observer, where)
+
+
+def _make_anew(
+    step: Step, config: KVRayConfig, timeout_s: float, observer: Observer, where: str
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    if step.name.startswith(MOVER_PREFIX):
+        with contextlib.suppress(KVRayError):
+            call(get_actor(step.name).stop, timeout_s=_STOP_S)
+        _end(step.name)
+        supervisor = get_actor(SUPERVISOR_NAME)
+        if len(call(supervisor.shards, timeout_s=timeout_s)) > 1:  # else there is none any more
+            _await(step.name, "mover", deadline, observer)
+        observer.told(_done(f"{step.name} {where}".strip(), step))
+        return
+    _stop_shard(step.name, config, observer, retire=step.retire, flush=bool(step.costs))
+    shard = _await(step.name, "shard", deadline, observer)
+    arena = shard["arena"]
+    kept = f"{arena['blocks']} blocks in memory" + (" again" if step.costs else " as before")
+    observer.told(f"{_done(f'{step.name} {where}'.strip(), step)} {kept}.")
+
+
+def _end_shard(node_id: str, config: KVRayConfig, observer: Observer) -> None:
+    """End the shard of a node that is not meant any more, with its arena and its mover."""
+    name = shard_name(node_id)
+    _end(mover_name(node_id))
+    _stop_shard(name, config, observer, retire=True, flush=True)
+    observer.told(f"{name} has ended: its node is not meant to have a shard any more.")
+
+
+def _stop_shard(
+    name: str, config: KVRayConfig, observer: Observer, *, retire: bool, flush: bool
+) -> None:
+    """Have a shard end in order if it can, and be gone."""
+    timeout_s = _STOP_S + (config.nvme.flush_s if flush else 0.0)
+    with contextlib.suppress(ShardUnavailable):
+        shard = get_actor(name)
+        ask_all({name: shard.stop}, timeout_s, retire, flush, meanwhile=lambda: observer.report([]))
+    _end(name)
+
+
+def _end(name: str) -> None:
+    kill_actor(name)
+    if not await_forgotten([name], _FORGET_S):
+        raise ShardUnavailable(
+            f"Ray still knows {name}, which was ended {_FORGET_S:.0f} s ago; run this again."
+        )
+
+
+def _await(name: str, kind: str, deadline: float, observer: Observer) -> dict[str, Any]:
+    """Wait until the supervisor has made a part anew and it serves; return its status."""
+    status: dict[str, Any] = {kind: name, "state": "starting"}
+    while True:
+        observer.report([status] if kind == "shard" else [])
+        with contextlib.suppress(ShardUnavailable):
+            status = call(get_actor(name).status, timeout_s=_ASK_S)
+        if status["state"] == "serving":
+            return status
+        if status["state"] == "failed":
+            wire.raise_for({"ok": False, **status})
+        if time.monotonic() > deadline:
+            raise ShardUnavailable(
+                f"{name} was made anew and is {status['state']} still; those after it go on as"
+                " they were. See `kvray status`, and run this again."
+            )
+        time.sleep(_POLL_S)
+
+
+def _answers(
+    methods: Mapping[str, Any], timeout_s: float, observer: Observer
+) -> dict[str, Vintage]:
+    answers = ask_all(methods, timeout_s, meanwhile=lambda: observer.report([]))
+    for name, answer in answers.items():
+        if isinstance(answer, KVRayError):
+            raise ShardUnavailable(f"{name} does not say what it was made with: {answer}")
+    return answers
+
+
+def _installed(homes: set[str], timeout_s: float, observer: Observer) -> dict[str, Vintage]:
+    """Return what is installed on each of the nodes."""
+    asked = {
+        node_id: ray.remote(_read_installed).options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        for node_id in homes
+    }
+    return _answers(asked, timeout_s, observer)
+
+
+def _read_installed() -> dict[str, Any]:
+    """Ask a new interpreter: Ray may run this in a process that has loaded earlier code."""
+    done = subprocess.run(
+        [sys.executable, "-m", "kvray.actors.installed"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_INTERPRETER_S,
+    )
+    if done.returncode:
+        raise ShardUnavailable(
+            f"The kvray that is installed there cannot be loaded: {done.stderr.strip()[-200:]}"
+        )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def _done(what: str, step: Step) -> str:
+    return f"{what} was made anew: {'; '.join(step.reasons)}."

@@ -1,0 +1,37 @@
+"""`kvray probe`: whether this node's shard serves, for whoever starts and watches containers."""
+
+from typing import Annotated
+
+import typer
+
+from kvray.cli.boundary import boundary
+from kvray.cli.options import ConfigOption, VerboseOption
+from kvray.config import load_config
+from kvray.errors import ShardUnavailable
+from kvray.node.shard_socket import ShardSocket
+
+EXIT_NOT_SERVING = 1
+
+
+def probe(
+    config: ConfigOption = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.01, max=60, help="Seconds that the shard has to answer.")
+    ] = 1.0,
+    verbose: VerboseOption = False,
+) -> None:
+    """Ask this node's shard over its socket whether it serves; exit status 0 if so, else 1.
+
+    Needs no Ray. Run it as the user of the shard, with the configuration of this node. Engines
+    need no such probe: without a shard they serve on.
+    """
+    with boundary(verbose=verbose):
+        shard = ShardSocket(load_config(config).node_dir)
+        try:
+            answer = shard.call("hello", timeout_s=timeout)
+        except ShardUnavailable as error:
+            typer.echo(f"kvray: {error}", err=True)
+            raise typer.Exit(EXIT_NOT_SERVING) from None
+        finally:
+            shard.close()
+        typer.echo(f"{answer['shard']} serves, epoch {answer['shard_epoch']}.")

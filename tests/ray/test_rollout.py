@@ -1,0 +1,260 @@
+"""A tier that runs is brought to other settings and other code, and keeps its blocks."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvray
+from kvray.actors import tier
+from kvray.actors.local_ray import LocalRay
+from kvray.actors.ray_calls import (
+    LOOKUP_NAME,
+    SUPERVISOR_NAME,
+    call,
+    get_actor,
+    kill_actor,
+    list_actors,
+)
+from kvray.actors.rollout import Rollout
+from kvray.client import Client
+from kvray.config import KVRayConfig
+from kvray.errors import ConfigError
+from tests.ray.command_line import Shell, open_shell
+from tests.ray.conftest import TIMEOUT_S, Engine, actor_process, config_with
+from tests.unit.actors.small_shard import wait_for
+from tests.unit.store.small_arena import chain
+
+pytestmark = pytest.mark.ray
+
+StartEngine = Callable[[KVRayConfig], Engine]
+NUM_BLOCKS = 5
+FETCHED = f"fetch(link.arena, chain({NUM_BLOCKS}), link.arena.lease(chain({NUM_BLOCKS}))[0])"
+"""An engine reads every block and compares its bytes."""
+
+
+class Life:
+    """An engine that stays attached to a tier, and what the tier was when it stored its blocks."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        assert engine.say("link.register(registration)") == "None"
+        engine.say(f"store(link.arena, chain({NUM_BLOCKS})) and None")
+        (self.shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
+
+    def check_kept(self, shard: dict[str, Any], *, restarts: int = 1) -> None:
+        """Check that the blocks are those from before, in the same arena, and the engine lives."""
+        before, now = self.shard["arena"], shard["arena"]
+        assert now["arena_id"] == before["arena_id"]
+        assert now["shard_epoch"] == before["shard_epoch"] + restarts
+        assert (shard["pid"] == self.shard["pid"]) == (restarts == 0)
+        assert self.engine.say(FETCHED) == "True"
+        with Client() as client:
+            wait_for(lambda: client.match(chain(NUM_BLOCKS)).num_blocks == NUM_BLOCKS, "the lookup")
+        wait_for(lambda: _replicas() == ["one"], "the engine's registering again")
+
+
+@pytest.fixture
+def life(running: KVRayConfig, engine: StartEngine) -> Life:
+    return Life(engine(running))
+
+
+def _replicas() -> list[str]:
+    (shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
+    return [replica["replica"] for replica in shard["replicas"]]
+
+
+def test_other_settings_of_a_shard_come_with_a_new_one_that_keeps_the_arena(
+    local: LocalRay, running: KVRayConfig, life: Life
+) -> None:
+    done: list[str] = []
+    other = config_with(arena__free_target=0.2, shard__silent_s=2.5)
+    (shard,) = tier.up(other, timeout_s=TIMEOUT_S, told=done.append)
+    life.check_kept(shard)
+    assert [sentence.partition(" was made anew: ")[0] for sentence in done] == [
+        "The supervisor",
+        "The lookup",
+        shard["shard"],
+    ]
+    assert "arena.free_target is 0.2 now and was 0.05" in done[2]
+    assert "5 blocks in memory as before" in done[2]
+    again: list[str] = []
+    (same,) = tier.up(other, timeout_s=TIMEOUT_S, told=again.append)
+    assert (same["pid"], again) == (shard["pid"], [])
+
+
+def test_a_supervisor_that_ray_starts_again_has_the_settings_of_the_last_up(
+    local: LocalRay, running: KVRayConfig
+) -> None:
+    other = config_with(arena__free_target=0.2)
+    tier.up(other, timeout_s=TIMEOUT_S)
+    for kind in ("Supervisor", "Shard"):
+        process = actor_process(local, kind)
+        process.kill()
+        process.wait(TIMEOUT_S)
+    wait_for(lambda: _free_target(SUPERVISOR_NAME) == 0.2, "the supervisor", within_s=TIMEOUT_S)
+    (name,) = (name for name in list_actors() if name.startswith("kvray-shard-"))
+    wait_for(lambda: _free_target(name) == 0.2, "the shard", within_s=TIMEOUT_S)
+    done: list[str] = []
+    tier.up(other, timeout_s=TIMEOUT_S, told=done.append)
+    assert done == []
+
+
+def _free_target(name: str) -> object:
+    try:
+        vintage = call(get_actor(name).vintage, timeout_s=1.0)
+    except kvray.errors.ShardUnavailable:
+        return None  # Ray is about to start it
+    return vintage["settings"]["arena.free_target"]
+
+
+def test_a_rollout_that_was_interrupted_is_finished_by_the_next_up(
+    running: KVRayConfig, life: Life
+) -> None:
+    other = config_with(arena__free_target=0.2)
+
+    class Interrupt(Exception):
+        pass
+
+    def interrupt(sentence: str) -> None:
+        if sentence.startswith("The supervisor"):
+            raise Interrupt
+
+    with pytest.raises(Interrupt):
+        tier.up(other, timeout_s=TIMEOUT_S, told=interrupt)
+    kill_actor(SUPERVISOR_NAME)  # as if it had come a moment earlier
+    done: list[str] = []
+    (shard,) = tier.up(other, timeout_s=TIMEOUT_S, told=done.append)
+    life.check_kept(shard)
+    assert len(done) == 1
+
+
+def test_a_new_arena_is_made_only_when_it_is_meant_and_engines_follow(
+    running: KVRayConfig, life: Life
+) -> None:
+    larger = config_with(arena__capacity="32MiB")
+    with pytest.raises(ConfigError, match=r"arena\.capacity is 32MiB now and was 16MiB.*recreate"):
+        tier.up(larger, timeout_s=TIMEOUT_S)
+    (shard,) = tier.status(timeout_s=TIMEOUT_S)["shards"]
+    life.check_kept(shard, restarts=0)
+    (shard,) = tier.up(larger, timeout_s=TIMEOUT_S, rollout=Rollout(recreate=True))
+    assert shard["arena"]["capacity_bytes"] == 32 * 2**20
+    assert shard["arena"]["blocks"] == 0
+    new = repr(shard["arena"]["arena_id"])
+    wait_for(lambda: life.engine.say("link.arena.arena_id") == new, "attaching", within_s=20)
+
+
+def test_a_shard_that_failed_over_its_settings_is_mended_by_an_up_with_better_ones(
+    running: KVRayConfig, life: Life
+) -> None:
+    with pytest.raises(kvray.errors.KVRayError, match="nvme"):
+        tier.up(config_with(nvme__dir="/proc/nowhere"), timeout_s=TIMEOUT_S)
+    (shard,) = tier.up(running, timeout_s=TIMEOUT_S)
+    assert shard["state"] == "serving"
+    assert life.engine.say(FETCHED) == "True"
+
+
+def test_shards_of_nodes_that_are_not_meant_any_more_end(running: KVRayConfig) -> None:
+    elsewhere = config_with(shard__resource="kvray_shard")
+    done: list[str] = []
+    with pytest.raises(ConfigError, match="No node of the Ray cluster has the resource"):
+        tier.up(elsewhere, timeout_s=1.0 + TIMEOUT_S / 10, told=done.append)
+    assert any("not meant to have a shard any more" in sentence for sentence in done)
+    assert not running.node_dir.exists()
+    assert not any(name.startswith("kvray-shard-") for name in list_actors())
+
+
+def test_everything_restarts_when_that_is_asked_for(running: KVRayConfig, life: Life) -> None:
+    done: list[str] = []
+    (shard,) = tier.up(
+        running, timeout_s=TIMEOUT_S, rollout=Rollout(restart=True), told=done.append
+    )
+    life.check_kept(shard)
+    assert len(done) == 3
+    assert LOOKUP_NAME in list_actors()
+
+
+# -- other code, as a user installs it ------------------------------------------------------------
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """A shell in which kvray is a copy of its own, which a test may change."""
+    shutil.copytree(Path(kvray.__file__).parent, tmp_path / "kvray")
+    with open_shell("upgrade") as shell:
+        shell.environ["PYTHONPATH"] = str(tmp_path)
+        yield shell
+
+
+def shard_of(shell: Shell) -> dict[str, Any]:
+    done = shell.run("status", "--json")
+    assert done.returncode == 0, done.stderr
+    (shard,) = json.loads(done.stdout)["shards"]
+    found: dict[str, Any] = shard
+    return found
+
+
+def install(tmp_path: Path, version: str) -> None:
+    """Install another version over the one that is there."""
+    path = tmp_path / "kvray" / "__init__.py"
+    path.write_text(path.read_text().replace(kvray.__version__, version))
+
+
+def test_upgrade_goes_on_with_the_installed_code_and_the_same_blocks(
+    shell: Shell, tmp_path: Path
+) -> None:
+    missing = shell.run("upgrade")
+    assert missing.returncode == 2
+    assert "nothing to upgrade; start it with `kvray up`" in missing.stderr
+    planned = shell.run("up", "--plan")
+    assert "is not running: it would be started, with a Ray on this machine" in planned.stdout
+    assert shell.leftovers() == []
+
+    assert shell.run("up").returncode == 0
+    before = shard_of(shell)
+    engine = Engine(shell.node_dir)
+    try:
+        engine.say(f"store(link.arena, chain({NUM_BLOCKS})) and None")
+        idle = shell.run("upgrade")
+        assert idle.returncode == 0, idle.stderr
+        assert "was made anew" not in idle.stdout
+        assert shard_of(shell)["pid"] == before["pid"]
+
+        install(tmp_path, "0.99.0")
+        planned = shell.run("upgrade", "--plan")
+        assert planned.stdout.count("would be made anew: kvray is 0.99.0 now and was 0.1.0.") == 3
+        assert shard_of(shell)["pid"] == before["pid"]
+
+        done = shell.run("upgrade")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("was made anew: kvray is 0.99.0 now and was 0.1.0.") == 3
+        assert f"{NUM_BLOCKS} blocks in memory as before" in done.stdout
+        after = shard_of(shell)
+        assert after["arena"]["arena_id"] == before["arena"]["arena_id"]
+        assert after["arena"]["shard_epoch"] == before["arena"]["shard_epoch"] + 1
+        assert engine.say(FETCHED) == "True"
+        assert "was made anew" not in shell.run("upgrade").stdout
+    finally:
+        engine.close()
+    assert shell.run("down").returncode == 0
+    assert shell.leftovers() == []
+
+
+def test_an_upgrade_that_costs_blocks_says_so_and_waits_for_a_word(
+    shell: Shell, tmp_path: Path
+) -> None:
+    assert shell.run("up").returncode == 0
+    layout = tmp_path / "kvray" / "store" / "layout.py"
+    layout.write_text(layout.read_text().replace("FORMAT_VERSION = 3", "FORMAT_VERSION = 99"))
+    refused = shell.run("upgrade")
+    assert refused.returncode == 2
+    assert "the arena's format is 99 now and was 3" in refused.stderr
+    assert "--recreate" in refused.stderr
+    before = shard_of(shell)["arena"]["arena_id"]
+    done = shell.run("upgrade", "--recreate")
+    assert done.returncode == 0, done.stderr
+    assert shard_of(shell)["arena"]["arena_id"] != before
+    assert shell.run("down").returncode == 0
