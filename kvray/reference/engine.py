@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -14,9 +14,9 @@ from kvray.errors import ConfigError, KVRayError
 from kvray.reference.connector_manager import KvCacheConnectorManager
 from kvray.reference.engine_options import EngineOptions
 from kvray.reference.engine_rank import EngineRank
-from kvray.reference.inbox import Inbox
+from kvray.reference.inbox import Inbox, Listener
 from kvray.reference.llm_args import KvConnectorConfig
-from kvray.reference.output import Output, Prompt
+from kvray.reference.output import Output, Prompt, batch_of
 from kvray.reference.rank_group import start_ranks
 from kvray.reference.request import LlmRequest
 
@@ -33,6 +33,10 @@ class Pending:
     def is_done(self) -> bool:
         """Whether `result` returns at once."""
         return self._future.done()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Have `call` made when `result` returns at once; it must neither wait nor raise."""
+        self._future.add_done_callback(lambda _: call())
 
     def result(self, timeout_s: float = 600.0) -> Output:
         """Wait for the output.
@@ -181,15 +185,27 @@ class ReferenceEngine:
 
         The prompts of a list are in flight at once.
         """
-        is_list = not isinstance(prompts, str) and len(prompts) > 0
-        is_single = not (is_list and all(isinstance(item, Sequence) for item in prompts))
-        batch: Sequence[Any] = [prompts] if is_single else prompts
+        batch, is_single = batch_of(prompts)
         pending = [self.submit(prompt, max_tokens=max_tokens, salt=salt) for prompt in batch]
         outputs = [item.result(timeout_s) for item in pending]
         return outputs[0] if is_single else outputs
 
-    def submit(self, prompt: Prompt, *, max_tokens: int = 16, salt: str | None = None) -> Pending:
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 16,
+        salt: str | None = None,
+        listener: Listener | None = None,
+    ) -> Pending:
         """Queue one prompt and return at once.
+
+        Args:
+            prompt: text or token ids.
+            max_tokens: the longest answer.
+            salt: keeps its blocks from those with another salt.
+            listener: hears of the answer's tokens as they come; with `enable_attention_dp` of all
+                of them at the end.
 
         Raises:
             ConfigError: the prompt is empty, has ids that the model does not know, or does not
@@ -207,7 +223,9 @@ class ReferenceEngine:
             end_ids=self.tokenizer.end_ids,
             cache_salt=salt,
         )
-        future = self._inbox.submit(request, closed_error=self._executor.closed_error)
+        future = self._inbox.submit(
+            request, closed_error=self._executor.closed_error, listener=listener
+        )
         return Pending(request_id, future, self)
 
     def cancel(self, pending: Pending) -> None:

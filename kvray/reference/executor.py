@@ -233,6 +233,7 @@ class Executor:
     def _handle_responses(self) -> None:
         ended = [request for request in self._active if request.is_finished]
         self._active = [request for request in self._active if not request.is_finished]
+        self._intake.progress(self._active)
         for request in ended:
             self._terminate(request)
         for request in ended:

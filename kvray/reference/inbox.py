@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvray.errors import KVRayError
 from kvray.reference.intake import Orders
 from kvray.reference.request import LlmRequest
+
+Listener: TypeAlias = "Callable[[Sequence[int]], None]"
+"""Called with the tokens that are new, on the executor's thread: it must neither wait nor raise."""
+
+
+@dataclass(slots=True)
+class _Told:
+    """A listener, and how many tokens it has heard of."""
+
+    listener: Listener
+    num_tokens: int = 0
 
 
 class Inbox:
@@ -24,10 +37,15 @@ class Inbox:
         self._submitted: list[LlmRequest] = []
         self._cancelled: set[int] = set()
         self._futures: dict[int, Future[LlmRequest]] = {}
+        self._told: dict[int, _Told] = {}
         self._is_closed = False
 
     def submit(
-        self, request: LlmRequest, *, closed_error: Callable[[], KVRayError]
+        self,
+        request: LlmRequest,
+        *,
+        closed_error: Callable[[], KVRayError],
+        listener: Listener | None = None,
     ) -> Future[LlmRequest]:
         """Queue a request; after `stop` raise what `closed_error` makes."""
         future: Future[LlmRequest] = Future()
@@ -36,6 +54,8 @@ class Inbox:
             if self._is_closed:
                 raise closed_error()
             self._futures[request.request_id] = future
+            if listener is not None:
+                self._told[request.request_id] = _Told(listener)
             self._submitted.append(request)
             self._condition.notify()
         return future
@@ -74,8 +94,15 @@ class Inbox:
             if not (self._submitted or self._is_closed):
                 self._condition.wait(timeout_s)
 
+    def progress(self, requests: Iterable[LlmRequest]) -> None:
+        """Tell who listens which tokens requests have by now."""
+        if self._told:
+            for request in requests:
+                self._tell(request)
+
     def resolve(self, request: LlmRequest) -> None:
-        """Hand an ended request back."""
+        """Hand an ended request back; who listens has heard all its tokens then."""
+        self._tell(request)
         self._pop(request).set_result(request)
 
     def fail(self, request: LlmRequest, error: KVRayError) -> None:
@@ -87,9 +114,18 @@ class Inbox:
         with self._condition:
             self._is_closed = True
             futures, self._futures = list(self._futures.values()), {}
+            self._told.clear()
         for future in futures:
             future.set_exception(make_error())
 
+    def _tell(self, request: LlmRequest) -> None:
+        told = self._told.get(request.request_id)
+        if told is None or len(tokens := request.generated_tokens) == told.num_tokens:
+            return
+        new, told.num_tokens = tokens[told.num_tokens :], len(tokens)
+        told.listener(new)
+
     def _pop(self, request: LlmRequest) -> Future[LlmRequest]:
         with self._condition:
+            self._told.pop(request.request_id, None)
             return self._futures.pop(request.request_id)

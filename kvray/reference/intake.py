@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -30,6 +30,10 @@ class Intake(Protocol):
 
     def pause(self, timeout_s: float) -> None:
         """Sleep until something comes in, at most so long."""
+        ...
+
+    def progress(self, requests: Iterable[LlmRequest]) -> None:
+        """Tell who listens which tokens requests that go on have by now."""
         ...
 
     def resolve(self, request: LlmRequest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Prompt: TypeAlias = "str | Sequence[int]"
 
@@ -25,3 +25,11 @@ class Output:
     hit_tokens: int
     ttft_s: float
     finish_reason: str
+
+
+def batch_of(prompts: Any) -> tuple[list[Prompt], bool]:
+    """Return one prompt (text or token ids), or several, as a list; and whether it was one."""
+    is_text = isinstance(prompts, str)
+    if not is_text and prompts and all(isinstance(item, Sequence) for item in prompts):
+        return list(prompts), False
+    return [prompts], True

@@ -26,6 +26,7 @@ class JsonPipe:
         self._write_fd = write_fd
         self._buffer = bytearray()
         self._is_closed = False
+        self._is_ended = False
         os.set_blocking(read_fd, False)
         os.set_blocking(write_fd, False)
 
@@ -36,7 +37,7 @@ class JsonPipe:
             ConfigError: it is longer than `MESSAGE_BYTES_MAX`.
             PipeClosed: nobody reads, or nobody did within the timeout.
         """
-        if self._is_closed:
+        if self._is_closed or self._is_ended:
             raise PipeClosed("This end of the pipe is closed.")
         data = memoryview(json.dumps(message).encode() + b"\n")
         if len(data) > MESSAGE_BYTES_MAX:
@@ -81,12 +82,18 @@ class JsonPipe:
         message: dict[str, Any] = json.loads(line)
         return message
 
+    def end(self) -> None:
+        """Send nothing more, and go on receiving. Twice is fine."""
+        if not self._is_ended:
+            self._is_ended = True
+            os.close(self._write_fd)
+
     def close(self) -> None:
         """Close both descriptors. Twice is fine."""
+        self.end()
         if not self._is_closed:
             self._is_closed = True
             os.close(self._read_fd)
-            os.close(self._write_fd)
 
     def _wait(self, deadline: float | None, *, is_write: bool) -> None:
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)

@@ -6,7 +6,7 @@ or over; everything after that follows from it, on every rank alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from kvray.errors import KVRayError
@@ -44,6 +44,11 @@ class SharedIntake:
         """Sleep on the leader, for which the others wait."""
         if self._inbox is not None:
             self._inbox.pause(timeout_s)
+
+    def progress(self, requests: Iterable[LlmRequest]) -> None:
+        """Tell the leader's listeners, who hear of every request here."""
+        if self._inbox is not None:
+            self._inbox.progress(requests)
 
     def resolve(self, request: LlmRequest) -> None:
         """Hand an ended request back; the other ranks' copies of it end here."""
@@ -99,6 +104,9 @@ class DealtIntake:
         """Sleep on the leader, for which the others wait."""
         if self._inbox is not None:
             self._inbox.pause(timeout_s)
+
+    def progress(self, requests: Iterable[LlmRequest]) -> None:
+        """Tell nobody: listeners are on the leader, and hear all when the owner reports the end."""
 
     def resolve(self, request: LlmRequest) -> None:
         """Hand an ended request back with the next report."""

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import IO, Any
 
-from kvray.errors import ConfigError, KVRayError
+from kvray.errors import KVRayError
+from kvray.reference.calls import Call, Calls, TokenListener
 from kvray.reference.child_process import spawn_child
 from kvray.reference.engine_options import encode_options
-from kvray.reference.output import Output, Prompt
+from kvray.reference.output import Prompt, batch_of
 from kvray.reference.pipe import JsonPipe, PipeClosed
 
-_CHILD_MODULE = "kvray.reference.replica_child"
+CHILD_MODULE = "kvray.reference.replica_child"
 _SEND_TIMEOUT_S = 30.0
+_CANCEL_TIMEOUT_S = 5.0
 _TURN_TIMEOUT_S = 0.5
 _CLOSE_TIMEOUT_S = 20.0
 _TERM_TIMEOUT_S = 3.0
@@ -29,8 +32,9 @@ _LOG_TAIL_BYTES = 2000
 class Replica:
     """The parent's handle on an engine process. Make one with `start`.
 
-    Calls from several threads take turns. What the child prints goes to `log_path`, or to a
-    temporary file whose end is quoted when the child dies.
+    Calls from any thread are in flight at once; `Calls` cross to a thread that reads the answers.
+    What the child prints goes to `log_path`, or to a temporary file whose end is quoted when the
+    child dies.
     """
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], pipe: JsonPipe, log: IO[bytes]):
@@ -40,7 +44,9 @@ class Replica:
         self._pipe = pipe
         self._log = log
         self._turn = threading.Lock()
-        self._call_ids = itertools.count(1)
+        self._calls = Calls(name)
+        self._reader = threading.Thread(target=self._read, name=f"kvray-{name}", daemon=True)
+        self._reader.start()
 
     @classmethod
     def start(
@@ -81,12 +87,16 @@ class Replica:
         *,
         env: Mapping[str, str] | None = None,
         log_path: Path | None = None,
+        module: str = CHILD_MODULE,
         **engine_options: Any,
     ) -> Replica:
-        """Begin to start an engine; `wait_ready` ends it. So several can load at once."""
+        """Begin to start an engine; `wait_ready` ends it. So several can load at once.
+
+        `module` is what the child runs: another one may drive another engine over the same pipe.
+        """
         log = _open_log(log_path)
         try:
-            process, pipe = spawn_child(_CHILD_MODULE, output=log, env=env)
+            process, pipe = spawn_child(module, output=log, env=env)
         except BaseException:
             log.close()
             raise
@@ -110,8 +120,11 @@ class Replica:
 
     def wait_ready(self, timeout_s: float = 300.0) -> None:
         """Return when the engine is up, or raise what kept it from it."""
-        with self._turn:
-            self._receive(0, timeout_s)
+        try:
+            self._calls.ready.result(timeout_s)
+        except FutureTimeoutError:
+            self._process.kill()
+            raise self._death(f"It was not ready within {timeout_s:.0f} s.") from None
 
     def generate(
         self,
@@ -124,38 +137,85 @@ class Replica:
         """Do what `ReferenceEngine.generate` does, in the child.
 
         Raises:
-            KVRayError: the child's own error, its death, or no answer in time (then it is
-                killed: the next call would wait for this one).
+            KVRayError: the child's own error, its death, or no answer in time (then it is told
+                to give the call up, and killed if it does not even do that).
         """
-        request = {
-            "prompts": prompts if isinstance(prompts, str) else [_plain(item) for item in prompts],
+        batch, is_single = batch_of(prompts)
+        deadline = time.monotonic() + timeout_s
+        calls: list[Call] = []
+        try:
+            for prompt in batch:
+                calls.append(self.submit(prompt, max_tokens=max_tokens, salt=salt))
+            outputs = [call.future.result(max(deadline - time.monotonic(), 0)) for call in calls]
+        except FutureTimeoutError:
+            self._give_up(calls)
+            raise KVRayError(
+                f"Replica {self.name}: a request has not ended within {timeout_s:.0f} s."
+            ) from None
+        except KVRayError:
+            for call in calls:
+                self.cancel(call)
+            raise
+        return outputs[0] if is_single else outputs
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 16,
+        salt: str | None = None,
+        listener: TokenListener | None = None,
+    ) -> Call:
+        """Send one prompt and return at once.
+
+        Args:
+            prompt: text or token ids.
+            max_tokens: the longest answer.
+            salt: keeps its blocks from those with another salt.
+            listener: hears of the answer's tokens as they come.
+
+        Raises:
+            KVRayError: the child is gone; whatever else goes wrong is the future's.
+        """
+        call = self._calls.begin(listener)
+        if call is None:
+            raise self._death("It was not there any more.")
+        asked = {
+            "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "max_tokens": max_tokens,
             "salt": salt,
-            "timeout_s": timeout_s,
+            "is_stream": listener is not None,
         }
-        with self._turn:
-            call_id = next(self._call_ids)
-            try:
-                self._pipe.send({"id": call_id, "call": request}, timeout_s=_SEND_TIMEOUT_S)
-            except PipeClosed as error:
-                raise self._death(str(error)) from error
-            outputs = self._receive(call_id, timeout_s + _SEND_TIMEOUT_S)["outputs"]
-        made = [Output(**{**item, "token_ids": tuple(item["token_ids"])}) for item in outputs[1]]
-        return made[0] if outputs[0] else made
+        try:
+            self._send({"id": call.call_id, "call": asked})
+        except BaseException:
+            self._calls.forget(call)
+            raise
+        return call
+
+    def cancel(self, call: Call) -> None:
+        """Have the engine end a call early; its output is what it has so far, if it is not done."""
+        if self._calls.is_open(call):
+            with contextlib.suppress(KVRayError):
+                self._send({"id": call.call_id})
 
     def close(self) -> None:
         """Let the engine end on its own, and make sure that it does. Twice is fine.
 
-        A call that another thread is waiting in fails.
+        Calls under way fail.
         """
-        if not self._turn.acquire(timeout=_TURN_TIMEOUT_S):
+        is_turn = self._turn.acquire(timeout=_TURN_TIMEOUT_S)
+        if not is_turn:
             self._process.kill()
             self._turn.acquire()
         try:
-            self._pipe.close()
-            self._end(_CLOSE_TIMEOUT_S)
+            self._pipe.end()
         finally:
             self._turn.release()
+        self._wait_for_end(_CLOSE_TIMEOUT_S)
+        self._reader.join(_TERM_TIMEOUT_S)
+        self._pipe.close()
+        self._log.close()
 
     def kill(self) -> None:
         """End the process at once, as a crash would. Twice is fine."""
@@ -169,18 +229,31 @@ class Replica:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _receive(self, call_id: int, timeout_s: float) -> dict[str, Any]:
-        """Return the answer to a call; those to calls that were interrupted are dropped."""
+    def _send(self, message: dict[str, Any]) -> None:
+        with self._turn:
+            try:
+                self._pipe.send(message, timeout_s=_SEND_TIMEOUT_S)
+            except PipeClosed as error:
+                raise self._death(str(error)) from error
+
+    def _give_up(self, calls: list[Call]) -> None:
+        """Cancel calls; a child that does not answer to that would not answer the next ones."""
+        for call in calls:
+            self.cancel(call)
         try:
-            answer = self._pipe.receive(timeout_s=timeout_s)
-            while answer["id"] != call_id:
-                answer = self._pipe.receive(timeout_s=timeout_s)
+            for call in calls:
+                call.future.exception(_CANCEL_TIMEOUT_S)
+        except FutureTimeoutError:
+            self._process.kill()
+
+    def _read(self) -> None:
+        """Hand answers on until the child is gone; then fail whatever waits for one."""
+        try:
+            while True:
+                self._calls.settle(self._pipe.receive(timeout_s=None))
         except PipeClosed as error:
-            raise self._death(str(error)) from error
-        if "error" in answer:
-            kind = ConfigError if answer["is_config"] else KVRayError
-            raise kind(f"Replica {self.name}: {answer['error']}")
-        return answer
+            reason = str(error)
+        self._calls.end(lambda: self._death(reason))
 
     def _death(self, reason: str) -> KVRayError:
         if self._log.closed:
@@ -203,7 +276,7 @@ class Replica:
             os.pread(self._log.fileno(), _LOG_TAIL_BYTES, offset).decode(errors="replace").strip()
         )
 
-    def _end(self, timeout_s: float) -> None:
+    def _wait_for_end(self, timeout_s: float) -> None:
         for stop in (self._process.terminate, self._process.kill, None):
             try:
                 self._process.wait(timeout_s)
@@ -215,12 +288,7 @@ class Replica:
                     ) from None
                 stop()
                 timeout_s = _TERM_TIMEOUT_S
-        self._log.close()
 
 
 def _open_log(path: Path | None) -> IO[bytes]:
     return tempfile.TemporaryFile() if path is None else path.open("a+b")
-
-
-def _plain(prompt: Any) -> Any:
-    return prompt if isinstance(prompt, (int, str)) else list(prompt)

@@ -8,6 +8,7 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvray.errors import ConfigError, KVRayError
@@ -16,66 +17,96 @@ from kvray.reference.engine_options import decode_options
 from kvray.reference.pipe import JsonPipe, PipeClosed
 
 if TYPE_CHECKING:
-    from kvray.reference.engine import ReferenceEngine
+    from kvray.reference.engine import Pending, ReferenceEngine
 
 _SEND_TIMEOUT_S = 30.0
 _GRACE_S = 15.0
 
 
 class _Child:
-    """Answers one message after the other. The inbox crosses from the reader to this thread."""
+    """Takes calls on one thread and answers them, as they end, on another.
+
+    The answers cross from the engine's thread to this one through the outbox, which holds at most
+    one for each token of the calls under way.
+    """
 
     def __init__(self, pipe: JsonPipe) -> None:
         self._pipe = pipe
-        self._inbox: queue.Queue[dict[str, Any] | None] = queue.Queue(maxsize=64)
+        self._options: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=1)
+        self._outbox: queue.SimpleQueue[dict[str, Any] | int | None] = queue.SimpleQueue()
+        self._calls: dict[int, Pending] = {}
         self._engine: ReferenceEngine | None = None
+        self._is_up = threading.Event()
         threading.Thread(target=self._read, name="kvray-parent", daemon=True).start()
 
     def run(self) -> None:
-        options = self._inbox.get()
-        if options is None:
-            return
         try:
-            self._engine = _start_engine(options)
+            self._engine = _start_engine(self._options.get())
         except (KVRayError, TypeError) as error:
-            self._send_error(0, error)
+            self._send(_failure(0, error))
             return
-        with self._engine as engine:
-            self._pipe.send({"id": 0}, timeout_s=_SEND_TIMEOUT_S)
-            while (message := self._inbox.get()) is not None:
-                try:
-                    self._answer(engine, message)
-                except KVRayError as error:
-                    self._send_error(message["id"], error)
+        self._is_up.set()
+        with self._engine:
+            self._send({"id": 0})
+            while (item := self._outbox.get()) is not None:
+                self._send(self._answer(item) if isinstance(item, int) else item)
 
-    def _answer(self, engine: ReferenceEngine, message: dict[str, Any]) -> None:
-        outputs = engine.generate(**message["call"])
-        is_single = not isinstance(outputs, list)
-        plain = [dataclasses.asdict(item) for item in ([outputs] if is_single else outputs)]
-        answer = {"id": message["id"], "outputs": [is_single, plain]}
-        self._pipe.send(answer, timeout_s=_SEND_TIMEOUT_S)
+    def _answer(self, call_id: int) -> dict[str, Any]:
+        try:
+            output = self._calls.pop(call_id).result(0)
+        except KVRayError as error:
+            return _failure(call_id, error)
+        return {"id": call_id, "output": dataclasses.asdict(output)}
 
-    def _send_error(self, call_id: int, error: Exception) -> None:
-        is_config = isinstance(error, (ConfigError, TypeError))
-        answer = {"id": call_id, "error": str(error), "is_config": is_config}
-        self._pipe.send(answer, timeout_s=_SEND_TIMEOUT_S)
+    def _send(self, message: dict[str, Any]) -> None:
+        self._pipe.send(message, timeout_s=_SEND_TIMEOUT_S)
 
     def _read(self) -> None:
-        """Hand messages over; when the parent is gone, end what runs, and the process with it."""
+        """Take calls; when the parent is gone, end what runs, and the process with it."""
         try:
+            self._options.put(self._pipe.receive(timeout_s=None))
             while True:
-                self._inbox.put(self._pipe.receive(timeout_s=None))
+                message = self._pipe.receive(timeout_s=None)
+                self._is_up.wait()
+                self._take(message)
         except PipeClosed:
             pass
-        self._inbox.put(None)
         if self._engine is None:
             os._exit(1)
         try:
             self._engine.close()
         except KVRayError as error:
             print(error, file=sys.stderr, flush=True)
+        self._outbox.put(None)
         time.sleep(_GRACE_S)
         os._exit(1)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        assert self._engine is not None
+        call_id = message["id"]
+        if "call" not in message:
+            if (pending := self._calls.get(call_id)) is not None:
+                self._engine.cancel(pending)
+            return
+        call = message["call"]
+        if call.pop("is_stream"):
+
+            def listener(tokens: Sequence[int]) -> None:
+                self._outbox.put({"id": call_id, "tokens": list(tokens)})
+
+            call["listener"] = listener
+        try:
+            pending = self._engine.submit(**call)
+        except KVRayError as error:
+            self._outbox.put(_failure(call_id, error))
+            return
+        self._calls[call_id] = pending
+        pending.when_done(lambda: self._outbox.put(call_id))
+
+
+def _failure(call_id: int, error: Exception) -> dict[str, Any]:
+    is_config = isinstance(error, (ConfigError, TypeError))
+    return {"id": call_id, "error": str(error), "is_config": is_config}
 
 
 def _start_engine(options: dict[str, Any]) -> ReferenceEngine:

@@ -39,6 +39,40 @@ def test_replica_answers_bit_for_bit_like_this_process(expected: Expected, tmp_p
         replica.generate([1])
 
 
+def test_tokens_are_heard_of_as_they_come_and_calls_are_in_flight_at_once(
+    expected: Expected,
+) -> None:
+    heard: list[int] = []
+    first = threading.Event()
+
+    def listen(tokens: list[int]) -> None:
+        heard.extend(tokens)
+        first.set()
+
+    with Replica.start("four", **OPTIONS) as replica:
+        long = replica.submit(make_prompt(20), max_tokens=700, listener=listen)
+        assert first.wait(DEADLINE_S)
+        prompt = make_prompt(40, seed=1)
+        assert replica.generate(prompt, max_tokens=20).token_ids == expected(prompt, 20)
+        assert not long.future.done()
+        replica.cancel(long)
+        output = long.future.result(DEADLINE_S)
+        assert output.finish_reason == "cancelled"
+        assert tuple(heard) == output.token_ids
+        assert len(heard) < 700
+        replica.cancel(long)  # which has ended
+        with pytest.raises(ConfigError, match="max_tokens is 0"):
+            replica.submit(prompt, max_tokens=0).future.result(DEADLINE_S)
+
+
+def test_a_call_that_is_late_is_given_up() -> None:
+    with Replica.start("five", **OPTIONS) as replica:
+        with pytest.raises(KVRayError, match=r"Replica five: .*has not ended within 0 s"):
+            replica.generate(make_prompt(10), max_tokens=900, timeout_s=0.2)
+        assert replica.is_alive
+        assert replica.generate(make_prompt(10), max_tokens=2).finish_reason == "length"
+
+
 def test_error_of_the_start_is_the_childs_own_sentence() -> None:
     with pytest.raises(ConfigError, match="Replica bad: There is no model at /none"):
         Replica.start("bad", **{**OPTIONS, "model": "/none"})

@@ -208,6 +208,9 @@ class _Arrivals:
     def pause(self, timeout_s: float) -> None:
         time.sleep(timeout_s)
 
+    def progress(self, requests: Iterable[LlmRequest]) -> None:
+        pass
+
     def resolve(self, request: LlmRequest) -> None:
         self._done.append(request)
         if len(self._done) == self._num_due:
