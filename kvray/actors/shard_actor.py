@@ -39,10 +39,10 @@ from kvray.store.arena_file import ARENA_FILE
 from kvray.store.capacity import MemoryClaims
 from kvray.store.nvme import NvmeSpec
 from kvray.store.pages import ArenaPages
-
-_ANNOUNCE_TIMEOUT_S = 2.0
 from kvray.store.quotas import name_of
 from kvray.tenant import tenant_id
+
+_ANNOUNCE_TIMEOUT_S = 2.0
 _STOP_TIMEOUT_S = 20.0
 _NUDGE_S = 5.0
 """How often the supervisor is called, which nobody else calls for long."""
@@ -220,17 +220,10 @@ def shard_settings(config: KVRayConfig, claims: MemoryClaims | None = None) -> S
         policy=arena.policy,
         admission=config.nvme.admission,
         nvme=nvme_settings(config),
+        tenant_secret_file=config.security.tenant_secret_file,
     )
 
 
-def nvme_settings(config: KVRayConfig) -> NvmeSettings | None:
-    """Return the plain values that an NVMe tier takes from the configuration; None: there is none.
-
-    Its smallest slot is the arena's.
-        tenant_secret_file=config.security.tenant_secret_file,
-    """
-    nvme = config.nvme
-    if config.nvme_dir is None:
 def _quotas(config: KVRayConfig) -> dict[str, int]:
     """Return bytes by the hex digits that an arena knows namespaces by, or else tenants."""
     arena, security = config.arena, config.security
@@ -239,6 +232,13 @@ def _quotas(config: KVRayConfig) -> dict[str, int]:
     return {**({} if for_each is None else {"": for_each}), **arena.quotas, **named}
 
 
+def nvme_settings(config: KVRayConfig) -> NvmeSettings | None:
+    """Return the plain values that an NVMe tier takes from the configuration; None: there is none.
+
+    Its smallest slot is the arena's.
+    """
+    nvme = config.nvme
+    if config.nvme_dir is None:
         return None
     per_day = nvme.write_gib_per_day
     return NvmeSettings(

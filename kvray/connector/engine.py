@@ -210,8 +210,8 @@ class Engine:
             wanted=tuple(wanted[self.part_rank]),
             num_ranks=ranks,
             adapters=args.adapters,
-        )
             tenants=None if self.tenants is None else self.tenants.check,
+        )
         self.link.register(registration)
         self._registration = registration
         self.is_flat = layout.is_flat
@@ -256,7 +256,6 @@ class Engine:
             self.link.unregister(self._registration)
             self._registration, self.namespace_digest = None, b""
 
-
     def _warn_tenantless(self) -> None:
         if not self._warned_tenantless:
             self._warned_tenantless = True
@@ -264,6 +263,7 @@ class Engine:
                 "kvray: a request names no tenant, so it shares nothing and nothing of it is kept;"
                 " have what admits requests set cache_salt to <tenant>/<salt> (said once)."
             )
+
 
 def engine_for(llm_args: Any, config_path: str | None) -> Engine:
     """Return the engine that `llm_args` describes, the same for both halves of a process.
@@ -278,10 +278,10 @@ def engine_for(llm_args: Any, config_path: str | None) -> Engine:
             f"The engine has {args.num_ranks} ranks, {args.ranks_per_node} on a node; only the"
             " shards can say what all of them have, and connector.stage_wait_s is 0: raise it."
         )
-    link = node.attach(
     secret_file = config.security.tenant_secret_file
     # Before anything is keyed: without its secret an engine of tenants must not start.
     tenants = None if secret_file is None else TenantSalts.read(secret_file)
+    link = node.attach(
         config.node_dir,
         label=config.connector.replica or f"engine-{os.getpid()}",
         lock_wait_s=config.arena.lock_wait_s,
