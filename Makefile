@@ -9,13 +9,14 @@ unexport PYTHONHOME
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long screenshots lint format clean venv
+.PHONY: help demo test test-long screenshots docs lint format clean venv
 
 help:
 	@echo "make demo       two engine replicas share prefixes of a real model, and a verdict"
 	@echo "make test       every check, then every test that takes seconds"
 	@echo "make test-long  the tests that take minutes"
 	@echo "make screenshots  pictures for docs/images, by the tests that look at dashboards"
+	@echo "make docs       the pages of docs/ as a site, in build/docs"
 	@echo "make lint       the checks alone: format, ruff, mypy, layers"
 	@echo "make format     rewrite the code in the project's format"
 	@echo "make clean      delete .venv, caches and build outputs"
@@ -32,6 +33,9 @@ test-long: venv
 screenshots: venv
 	mkdir -p docs/images
 	$(PY) -m pytest tests/ray/test_ray_dashboard.py --screenshots docs/images
+
+docs: venv
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 lint: venv
 	$(PY) -m ruff format --check .

@@ -7,6 +7,7 @@ import typer
 from kvray import __version__
 from kvray.cli.bench import bench
 from kvray.cli.chaos import chaos
+from kvray.cli.config import config_app
 from kvray.cli.connector_config import connector_config
 from kvray.cli.demo import demo
 from kvray.cli.doctor import doctor
@@ -24,7 +25,6 @@ app = typer.Typer(
     name="kvray",
     help="A distributed KV-cache tier for TensorRT-LLM that lives inside a Ray cluster.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -42,6 +42,7 @@ app.command()(replay)
 app.command()(demo)
 app.command()(chaos)
 app.add_typer(bench)
+app.add_typer(config_app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -12,10 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.boundary import EXIT_ERROR, boundary, stdout_kept
-from kvray.cli.doctor.arena import arena_findings, why_not_here
 from kvray.cli.doctor.finding import Finding, fault, ok
 from kvray.cli.doctor.hits import hit_findings
-from kvray.cli.doctor.machine import machine_findings
 from kvray.cli.doctor.tier import tier_findings
 from kvray.cli.interrupts import Interrupts
 from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
@@ -47,6 +45,9 @@ def doctor(
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
+        with interrupts.masked():
+            from kvray.cli.doctor.arena import arena_findings, why_not_here
+            from kvray.cli.doctor.machine import machine_findings
         console = Console(highlight=False)
         with console.status("Looking at this machine") if not as_json else stdout_kept():
             findings = list(machine_findings(settings))
