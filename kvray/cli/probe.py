@@ -8,7 +8,6 @@ from kvray.cli.boundary import boundary
 from kvray.cli.options import ConfigOption, VerboseOption
 from kvray.config import load_config
 from kvray.errors import ShardUnavailable
-from kvray.node.shard_socket import ShardSocket
 
 EXIT_NOT_SERVING = 1
 
@@ -26,6 +25,8 @@ def probe(
     need no such probe: without a shard they serve on.
     """
     with boundary(verbose=verbose):
+        from kvray.node.shard_socket import ShardSocket
+
         shard = ShardSocket(load_config(config).node_dir)
         try:
             answer = shard.call("hello", timeout_s=timeout)
