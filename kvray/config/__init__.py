@@ -1,5 +1,6 @@
 """The configuration: a YAML file with a schema, sizes in binary units, overrides by environment."""
 
+from kvray.config.contradictions import values_on_nodes
 from kvray.config.environment import (
     CONFIG_ENV,
     cache_dir,
@@ -7,22 +8,39 @@ from kvray.config.environment import (
     ray_memory_threshold,
     without_settings,
 )
+from kvray.config.schema import SettingRow, json_schema, setting_rows
 from kvray.config.sections import TENANT_NAME, KVRayConfig, ShardConfig
-from kvray.config.sizes import format_size, parse_size
-from kvray.config.sources import WELL_KNOWN_PATH, config_on_node, load_config
+from kvray.config.settings import Setting, effective_settings
+from kvray.config.sizes import exact_size, format_size, parse_size
+from kvray.config.sources import (
+    WELL_KNOWN_PATH,
+    Effective,
+    config_on_node,
+    load_config,
+    read_effective,
+)
 
 __all__ = [
     "CONFIG_ENV",
     "TENANT_NAME",
     "WELL_KNOWN_PATH",
+    "Effective",
     "KVRayConfig",
+    "Setting",
+    "SettingRow",
     "ShardConfig",
     "cache_dir",
     "config_on_node",
+    "effective_settings",
     "environ_for",
+    "exact_size",
     "format_size",
+    "json_schema",
     "load_config",
     "parse_size",
     "ray_memory_threshold",
+    "read_effective",
+    "setting_rows",
+    "values_on_nodes",
     "without_settings",
 ]

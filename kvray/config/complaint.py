@@ -15,7 +15,7 @@ from kvray.config.schema import setting_rows
 Problem = Mapping[str, Any]
 
 _EXPECTED = {
-    "string_type": "a text; put it in quotes",
+    "string_type": "a text",
     "float_type": "a number",
     "float_parsing": "a number",
     "int_type": "a whole number",
@@ -23,7 +23,7 @@ _EXPECTED = {
     "int_from_float": "a whole number",
     "finite_number": "a finite number",
     "dict_type": "a mapping of names to values",
-    "tuple_type": "a list, such as [nixl, object_ref]",
+    "tuple_type": "a list",
     "path_type": "a path",
 }
 """What a value must be, by what pydantic calls the problem."""
@@ -43,7 +43,7 @@ def explain(error: ValidationError, layers: Layers) -> str:
         message = problem["msg"].removeprefix("Value error, ")
         return f"These settings do not go together: {message}."
     origin = layers.origin_of(_lowered(path))
-    for describe in (_unknown, _no_section, _missing, _empty):
+    for describe in (_no_variable, _unknown, _no_section, _missing, _empty):
         if (sentence := describe(problem, path, origin)) is not None:
             return located(origin, sentence)
     return located(origin, _wrong_value(problem, path))
@@ -58,6 +58,12 @@ def _lowered(path: SettingPath) -> SettingPath:
     return tuple(part.lower() for part in path)
 
 
+def _no_variable(problem: Problem, path: SettingPath, origin: Origin) -> str | None:
+    if origin.kind != "environment" or path[0] != "nodes":
+        return None
+    return "The entries of nodes have no variables; write them in the configuration file."
+
+
 def _unknown(problem: Problem, path: SettingPath, origin: Origin) -> str | None:
     if problem["type"] != "extra_forbidden":
         return None
@@ -65,6 +71,8 @@ def _unknown(problem: Problem, path: SettingPath, origin: Origin) -> str | None:
     is_variable = origin.kind == "environment"
     name: Callable[[str], str] = variable_of if is_variable else str
     near = [name(one) for one in nearest(sections, key)]
+    if "." in key:
+        return f"{key} is no key of a file; write `{key.replace('.', ': {', 1)}: ...}}`."
     known = ", ".join(names_in(sections))
     hint = f"did you mean {' or '.join(near)}?" if near else f"remove it, or take one of {known}."
     return f"Unknown setting {'.'.join(path)}; {hint}"
@@ -101,23 +109,28 @@ def _wrong_value(problem: Problem, path: SettingPath) -> str:
         form = _PATTERNS.get(path[-1], f"have the form {problem['ctx']['pattern']}")
         return f"{dotted} must {form}, not be {given!r:.80}."
     if kind == "literal_error":
-        return f"{dotted} must be {problem['ctx']['expected']}, not {given!r:.80}{_meant(problem)}."
+        return f"{dotted} must be {problem['ctx']['expected']}, not {given!r:.80}{_meant(problem)}"
+    if kind in ("too_short", "too_long"):
+        most = f"at {'least' if kind == 'too_short' else 'most'}"
+        bound = problem["ctx"].get("min_length", problem["ctx"].get("max_length"))
+        return f"{dotted} must have {most} {bound} entries{_for_example(path)}."
     must = _EXPECTED.get(kind) or said.removeprefix("Input should be ")
     if must == said:
         return f"{dotted} = {given!r:.80} cannot be used: {said}{_for_example(path)}."
-    return f"{dotted} must be {must}, not {given!r:.80}{_for_example(path)}."
+    quote = "; put it in quotes" if kind == "string_type" else ""
+    return f"{dotted} must be {must}{_for_example(path)}, not {given!r:.80}{quote}."
 
 
 def _meant(problem: Problem) -> str:
-    """Return which of the words that may stand there is the nearest."""
+    """Return which of the words that may stand there is the nearest, and the sentence's end."""
     allowed: Sequence[str] = problem["ctx"]["expected"].replace(" or ", ", ").split(", ")
     near = difflib.get_close_matches(
         str(problem["input"]).lower(), [one.strip("'") for one in allowed], n=1
     )
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"; did you mean {near[0]}?" if near else "."
 
 
 def _for_example(path: SettingPath) -> str:
     """Return the default of a setting, which can always be written; "" if there is none."""
     default = {row.name: row.default for row in setting_rows()}.get(".".join(path))
-    return f", such as {default}" if default else ""
+    return f", such as {default}" if default not in (None, "", "{}", "[]") else ""

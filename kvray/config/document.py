@@ -37,7 +37,6 @@ def read_document(path: Path) -> Document:
         root = loader.get_single_node()
         if root is None:
             return Document(values={}, lines={})
-        lines = dict(_lines(root, (), path))
         values = loader.construct_document(root)
     except yaml.YAMLError as error:
         raise ConfigError(_not_yaml(path, error)) from None
@@ -45,6 +44,7 @@ def read_document(path: Path) -> Document:
         raise ConfigError(f"{path} is nested too deeply; no setting is.") from None
     except ValueError as error:  # of a date or a number that YAML knows by its form only
         raise ConfigError(f"{path} is not valid YAML: {error}; put the value in quotes.") from None
+    lines = dict(_lines(root, (), path))
     if values is None:
         return Document(values={}, lines={})
     if not isinstance(values, dict):

@@ -53,6 +53,8 @@ class Layers:
         """
         path = tuple(dotted.split("."))
         put_value(self.values, path, value)
+        for length in range(1, len(path)):
+            self.origins.setdefault(path[:length], origin)
         self.origins[path] = origin
 
     def put_environment(self, given: Mapping[str, str]) -> None:

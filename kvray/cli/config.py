@@ -1,0 +1,109 @@
+"""`kvray config`: what holds and where it comes from, and the schema of what can be written."""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvray.cli.boundary import boundary
+from kvray.cli.options import AddressOption, ConfigOption, NodeLabelOption, VerboseOption
+from kvray.config import Effective, Setting, effective_settings, json_schema, read_effective
+from kvray.errors import ConfigError
+
+config_app = typer.Typer(
+    name="config",
+    help="What the configuration says, what it may say, and whether it fits this machine.",
+    no_args_is_help=True,
+)
+
+
+@config_app.command()
+def show(
+    config: ConfigOption = None,
+    address: AddressOption = None,
+    node_label: NodeLabelOption = None,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Leave out what is as by default.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Print every effective value, and where it comes from.
+
+    Without --node-label these are the tier's own values. Needs no Ray.
+    """
+    with boundary(verbose=verbose):
+        effective = read_effective(
+            config, overrides={"ray.address": address}, labels=parse_labels(node_label)
+        )
+        settings = effective_settings(effective)
+        if changed:
+            settings = [one for one in settings if not one.is_default]
+        if as_json:
+            print(json.dumps(_as_json(effective, settings), indent=2))
+        else:
+            _print(effective, settings)
+
+
+@config_app.command()
+def schema(verbose: VerboseOption = False) -> None:
+    """Print the JSON schema of kvray.yaml, for editors and checks."""
+    with boundary(verbose=verbose):
+        print(json_schema(), end="")
+
+
+def parse_labels(given: list[str] | None) -> dict[str, str]:
+    """Return the labels of `--node-label`, each key=value.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    labels = {}
+    for one in given or []:
+        key, parted, value = one.partition("=")
+        if not (key and parted and value):
+            raise ConfigError(
+                f"--node-label {one!r} is no label; write key=value, such as kvray.io/pool=big."
+            )
+        labels[key] = value
+    return labels
+
+
+def _as_json(effective: Effective, settings: list[Setting]) -> dict[str, Any]:
+    return {
+        "file": None if effective.path is None else str(effective.path),
+        "settings": [
+            {
+                "name": one.name,
+                "value": one.value,
+                "from": {"kind": one.origin.kind, "where": one.origin.where or None},
+            }
+            for one in settings
+        ],
+    }
+
+
+def _print(effective: Effective, settings: list[Setting]) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    file = "none; all defaults" if effective.path is None else str(effective.path)
+    console.print(f"File: {escape(file)}", soft_wrap=True)
+    if not settings:
+        console.print("Every setting is as by default.")
+        return
+    table = Table(box=box.SIMPLE)
+    for name in ("setting", "value", "from"):
+        table.add_column(name, overflow="fold")
+    for one in settings:
+        style = "dim" if one.is_default else None
+        table.add_row(one.name, escape(_written(one.value)), escape(str(one.origin)), style=style)
+    console.print(table)
+
+
+def _written(value: Any) -> str:
+    """Return a value as YAML has it."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,119 @@
+"""The schema says what the loader takes: what it lets pass loads, and what it refuses does not."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from kvray.config import json_schema, load_config, setting_rows
+from kvray.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+SCHEMA = json.loads(json_schema())
+
+GOOD = {
+    "nothing": "{}",
+    "sections without keys": "arena:\nnvme:\nnodes: []\n",
+    "sizes": "arena: {capacity: 64GiB, slab: 67108864, slot_min: '65536', namespace_quota: 1.5GiB}",
+    "no quota": "arena: {namespace_quota: null}",
+    "quotas": "arena: {quotas: {'12ab': 2GiB}}",
+    "durations": "connector: {stage_wait_s: 0, park_lease_s: 12.5}",
+    "a list": "staging: {transports: [object_ref]}",
+    "nodes": "nodes: [{label: pool=big, arena: {capacity: 8GiB}, nvme: {dir: /mnt/a}}]",
+    "a whole path": "nvme: {dir: /mnt/nvme0}",
+}
+BAD = {
+    "unknown section": "arean: {}",
+    "unknown key": "arena: {capcity: 1GiB}",
+    "unknown key of a node": "nodes: [{label: a=b, arena: {capcity: 1GiB}}]",
+    "decimal unit": "arena: {capacity: 64GB}",
+    "duration with a unit": "ray: {timeout_s: 30s}",
+    "too little": "arena: {holders_max: 1}",
+    "too much": "arena: {free_target: 0.95}",
+    "another word": "arena: {numa: scattered}",
+    "a path that depends": "arena: {dir: shm}",
+    "a name that is none": "cluster_name: two words",
+    "a label that is none": "shard: {label: big}",
+    "a node without a label": "nodes: [{arena: {capacity: 1GiB}}]",
+    "what no label can say": "nodes: [{label: a=b, arena: {dir: /mnt/a}}]",
+    "a quota that is none": "arena: {quotas: {model: 1GiB}}",
+    "no list": "staging: {transports: []}",
+}
+
+
+def load(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "kvray.yaml"
+    path.write_text(text)
+    load_config(path, environ={})
+
+
+def test_the_schema_is_one() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_the_published_schema_is_what_the_command_prints() -> None:
+    published = (ROOT / "docs" / "kvray.schema.json").read_text(encoding="utf-8")
+    assert published == json_schema(), "run `kvray config schema > docs/kvray.schema.json`"
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_loads_passes_the_schema(name: str, tmp_path: Path) -> None:
+    jsonschema.validate(yaml.safe_load(GOOD[name]), SCHEMA)
+    load(GOOD[name], tmp_path)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_the_schema_refuses_does_not_load(name: str, tmp_path: Path) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(yaml.safe_load(BAD[name]), SCHEMA)
+    with pytest.raises(ConfigError):
+        load(BAD[name], tmp_path)
+
+
+def test_every_example_in_the_docs_passes_the_schema_and_loads(tmp_path: Path) -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
+    texts.append((ROOT / "README.md").read_text(encoding="utf-8"))
+    blocks = [block for text in texts for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
+    known = set(SCHEMA["properties"])
+    examples = [block for block in blocks if set(_keys(block)) <= known]
+    assert len(examples) >= 3
+    for example in examples:
+        jsonschema.validate(yaml.safe_load(example), SCHEMA)
+        load(example, tmp_path)
+
+
+def _keys(block: str) -> list[str]:
+    values: Any = yaml.safe_load(block)
+    return [str(key) for key in values] if isinstance(values, dict) else [""]
+
+
+def test_every_setting_says_what_it_is_and_what_holds_without_it() -> None:
+    for row in setting_rows():
+        assert len(row.description) > 5, row.name
+        assert row.kind, row.name
+        assert ("(seconds)" in row.description) == row.name.endswith("_s"), row.name
+
+
+def test_the_default_of_every_setting_can_be_written(tmp_path: Path) -> None:
+    for row in setting_rows():
+        if not row.default or row.name == "nodes":
+            continue
+        *sections, key = row.name.split(".")
+        text = f"{key}: {row.default}"
+        load(f"{sections[0]}: {{{text}}}" if sections else text, tmp_path)
+
+
+def test_a_size_in_the_schema_shows_how_it_is_written() -> None:
+    capacity = SCHEMA["$defs"]["ArenaConfig"]["properties"]["capacity"]
+    assert capacity["default"] == "4GiB"
+    assert "64GiB" in capacity["examples"]
+    assert {one["type"] for one in capacity["anyOf"]} == {"integer", "string"}
+
+
+def test_nothing_but_settings_may_stand_anywhere() -> None:
+    assert SCHEMA["additionalProperties"] is False
+    assert all(one["additionalProperties"] is False for one in SCHEMA["$defs"].values())
