@@ -17,6 +17,7 @@ from pathlib import Path
 
 from kvray.actors.ownership import NOTE_FILE, OWNER_FILE, make_directory, open_owner_file
 from kvray.errors import ShardUnavailable
+from kvray.store.access import OWN_USER, Access
 from kvray.store.lock import OWNER_BYTE, SideFile
 
 _log = logging.getLogger("kvray.shard")
@@ -48,10 +49,11 @@ class Owner:
 class Claim:
     """One shard's claim to a directory: tried for until it is had, then held for life."""
 
-    def __init__(self, directory: Path, shard: str) -> None:
-        """Claim `directory` for the shard of that name; its patience begins now."""
+    def __init__(self, directory: Path, shard: str, access: Access = OWN_USER) -> None:
+        """Claim `directory`, made for `access`, for a shard's name; its patience begins now."""
         self._directory = directory
         self._shard = shard
+        self._access = access
         name = hashlib.sha256(shard.encode()).digest()
         self._name_byte = _NAME_BYTES + int.from_bytes(name[:6], "little")
         self._began = time.monotonic()
@@ -68,7 +70,7 @@ class Claim:
             ConfigError: the directory cannot be used.
             ShardUnavailable: another shard owns it, and goes on owning it.
         """
-        make_directory(self._directory)
+        make_directory(self._directory, self._access)
         file = open_owner_file(self._directory)
         if file is None:
             return False
@@ -101,7 +103,9 @@ class Claim:
         owner = Owner(shard=self._shard, pid=os.getpid(), since=time.time())
         # In a file of its own: closing the owner file would drop this process's locks on it.
         with contextlib.suppress(OSError):  # hugetlbfs knows no write
-            (self._directory / NOTE_FILE).write_text(json.dumps(asdict(owner)) + "\n")
+            note = self._directory / NOTE_FILE
+            note.write_text(json.dumps(asdict(owner)) + "\n")
+            note.chmod(0o600)
 
 
 def owner_of(directory: Path) -> Owner | None:

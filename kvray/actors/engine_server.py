@@ -13,6 +13,7 @@ from typing import Any
 
 from kvray import wire
 from kvray.errors import ConfigError, KVRayError
+from kvray.store.access import OWN_USER, Access
 
 _log = logging.getLogger("kvray.shard")
 
@@ -30,15 +31,27 @@ _PATH_MAX = 107
 
 
 class EngineServer:
-    """Serves `handlers` (op -> function of the request's fields) on a 0600 socket."""
+    """Serves `handlers` (op -> function of the request's fields) on a socket of its own."""
 
     def __init__(
-        self, path: Path, handlers: Mapping[str, Handler], hung_up: Callable[[int], None]
+        self,
+        path: Path,
+        handlers: Mapping[str, Handler],
+        hung_up: Callable[[int], None],
+        access: Access = OWN_USER,
     ) -> None:
-        """Serve on `path` once started; `hung_up` is told of each connection that ends."""
+        """Serve on `path` once started.
+
+        Args:
+            path: of the socket.
+            handlers: see there.
+            hung_up: told of each connection that ends.
+            access: who may connect.
+        """
         self._path = path
         self._handlers = handlers
         self._hung_up = hung_up
+        self._access = access
         self._connections = itertools.count()
         self._server: asyncio.Server | None = None
         self._is_closing = False
@@ -55,9 +68,13 @@ class EngineServer:
         try:
             self._path.unlink(missing_ok=True)
             listener.bind(str(self._path))
-            # Nobody else can have come in before: the directory is this user's alone.
-            self._path.chmod(0o600)
+            # Nobody else can have come in before: no umask lets others write to it, and the
+            # directory keeps them out.
+            self._access.give(self._path)
             self._server = await asyncio.start_unix_server(self._accept, sock=listener)
+        except ConfigError:
+            listener.close()
+            raise
         except OSError as error:
             listener.close()
             raise ConfigError(

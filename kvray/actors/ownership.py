@@ -8,13 +8,13 @@ for life (`claim`), and whoever removes something, for so long.
 """
 
 import contextlib
-import os
-import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvray.errors import ConfigError
+from kvray.store.access import Access
+from kvray.store.access import is_own as is_own_directory
 from kvray.store.arena import ARENA_FILE, lock_path
 from kvray.store.lock import OWNER_BYTE, SideFile
 from kvray.store.retirement import retire_file
@@ -29,16 +29,16 @@ _RETRY_S = 0.1
 def is_own(directory: Path) -> bool:
     """Return whether `directory` is there, is no link to one, and is this user's."""
     try:
-        return _is_own(directory.lstat())
+        return is_own_directory(directory.lstat())
     except OSError:
         return False
 
 
-def make_directory(directory: Path) -> None:
-    """Make the directory, for this user alone; somebody may remove it again at any time.
+def make_directory(directory: Path, access: Access) -> None:
+    """Make the directory, for whom `access` says; somebody may remove it again at any time.
 
     Raises:
-        ConfigError: it cannot be made, or is not this user's.
+        ConfigError: it cannot be made, is not this user's, or may not be given to the group.
     """
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -49,12 +49,24 @@ def make_directory(directory: Path) -> None:
         ) from None
     with contextlib.suppress(FileNotFoundError):
         # In a directory that everybody writes to, a link may have been laid by anybody.
-        if not _is_own(directory.lstat()):
-            raise ConfigError(
-                f"{directory} belongs to another user or is a link; choose another cluster_name"
-                " or arena.dir."
-            )
-        directory.chmod(0o700)
+        access.check_own(directory)
+        access.give_directory(directory)
+
+
+def let_in(directory: Path, arena_id: str, access: Access) -> None:
+    """Have arena and lock file, of whatever mode they were made, opened by whom `access` says.
+
+    Raises:
+        ConfigError: they may not be given to the group, or are not this user's.
+    """
+    try:
+        for path in (lock_path(directory, arena_id), directory / ARENA_FILE):
+            access.give(path)
+    except OSError as error:
+        raise ConfigError(
+            f"The permissions of the arena in {directory} cannot be set ({error.strerror}); end"
+            " its tier with `kvray down`, and run every shard as one user."
+        ) from None
 
 
 def open_owner_file(directory: Path) -> SideFile | None:
@@ -136,7 +148,3 @@ def remove_leftovers(directory: Path, keep: str | None = None) -> None:
         for path in directory.glob(pattern):
             if path != kept:
                 path.unlink(missing_ok=True)
-
-
-def _is_own(found: os.stat_result) -> bool:
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()

@@ -27,7 +27,7 @@ from kvray.actors.keeper import Keeper
 from kvray.actors.long_leases import LongLeases
 from kvray.actors.nvme_tier import NvmeSettings, NvmeTier
 from kvray.actors.orders import FetchOrder
-from kvray.actors.ownership import remove_files, sweep
+from kvray.actors.ownership import let_in, remove_files, sweep
 from kvray.actors.peers import Peers
 from kvray.actors.prompt_keys import prompt_keys
 from kvray.actors.replica_stager import ReplicaStager
@@ -36,6 +36,7 @@ from kvray.actors.stager import Stager, StagingSettings
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 from kvray.store.arena import ARENA_FILE
+from kvray.store.access import Access
 from kvray.store.prefault import Populator
 from kvray.tenant import TenantSalts
 from kvray.wire import SOCKET_FILE
@@ -71,6 +72,8 @@ class ShardSettings:
     nvme: NvmeSettings | None = None
     """None: the node keeps nothing on disk."""
     tenant_secret_file: Path | None = None
+    group: str | None = None
+    """Whose members may open arena and socket too; see `Access`."""
     """Has what the salts of prompts that are prefetched are derived with; None: no tenants."""
 
 
@@ -347,7 +350,8 @@ class Shard:
         check_path(directory / SOCKET_FILE)  # before minutes are spent on the arena
         if self._settings.tenant_secret_file is not None:
             self._tenants = TenantSalts.read(self._settings.tenant_secret_file)
-        claim = Claim(directory, self.name)
+        access = Access.of(self._settings.group)
+        claim = Claim(directory, self.name, access)
         if not await self._become_owner(claim):
             return
         requests = EngineRequests(
@@ -358,7 +362,7 @@ class Shard:
             self._has_more,
         )
         server = EngineServer(
-            directory / SOCKET_FILE, requests.handlers(), self._replicas.disconnect
+            directory / SOCKET_FILE, requests.handlers(), self._replicas.disconnect, access
         )
         arena = populator = None
         try:
@@ -385,6 +389,7 @@ class Shard:
                 arena.close()
             if self._retire or not (directory / ARENA_FILE).exists():
                 remove_files(directory)
+            let_in(directory, arena.arena_id, access)
             claim.release()
 
     async def _make_keeper(self, owner: ArenaOwner) -> Keeper:

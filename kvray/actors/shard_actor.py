@@ -99,6 +99,28 @@ class ShardActor:
         return self._shard.clear(_STOP_TIMEOUT_S)
 
     @ray.method(concurrency_group="prefetch")
+    @ray.method(concurrency_group="people")
+    def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
+        """See `Inquiries.asked`."""
+        return self._shard.asked(replica=replica, request_id=request_id, last=last)
+
+    @ray.method(concurrency_group="people")
+    def whereabouts(self, before: float | None, *keys: bytes) -> Whereabouts:
+        """See `Inquiries.whereabouts`; the keys are end to end, `in_pieces`."""
+        return self._shard.inquiries.whereabouts(b"".join(keys), before)
+
+    @ray.method(concurrency_group="people")
+    def prompt(
+        self, replica: str, tokens: bytes, salt: str | int | None, lora: str | None
+    ) -> Prompt:
+        """See `Inquiries.prompt`."""
+        return self._shard.inquiries.prompt(replica, tokens, salt=salt, lora=lora)
+
+    @ray.method(concurrency_group="people")
+    def contents(self, namespace: str | None, hottest: int) -> dict[str, Any]:
+        """See `Inquiries.contents`."""
+        return self._shard.inquiries.contents(namespace, hottest)
+
     def prefetch(
         self,
         replica: str,
@@ -221,6 +243,7 @@ def shard_settings(config: KVRayConfig, claims: MemoryClaims | None = None) -> S
         admission=config.nvme.admission,
         nvme=nvme_settings(config),
         tenant_secret_file=config.security.tenant_secret_file,
+        group=arena.group,
     )
 
 
@@ -251,6 +274,7 @@ def nvme_settings(config: KVRayConfig) -> NvmeSettings | None:
             free_reserve=nvme.free_reserve,
             io_threads=nvme.io_threads,
         ),
+            group=config.arena.group,
         high_watermark=nvme.high_watermark,
         bytes_per_day=None if per_day is None else per_day * 2**30,
         flush_s=nvme.flush_s,

@@ -19,6 +19,7 @@ from kvray.node.deferred import Deferred, DeferredCalls
 from kvray.node.registrations import Registration, Registrations
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena, Membership
+from kvray.store.access import OWN_USER, Access
 from kvray.store.arena_file import ARENA_FILE, holds_arena
 from kvray.store.prefault import Populator
 
@@ -39,13 +40,20 @@ class NodeLink:
     """This process's access to the tier in one directory; use `attach` to get it."""
 
     def __init__(
-        self, directory: Path, *, label: str, lock_wait_s: float, attach_retry_s: float
+        self,
+        directory: Path,
+        *,
+        label: str,
+        lock_wait_s: float,
+        attach_retry_s: float,
+        access: Access,
     ) -> None:
         """Attach at once if there is an arena, and keep looking if there is none."""
         self.directory = directory
         self._label = label
         self._lock_wait_s = lock_wait_s
         self._attach_retry_s = attach_retry_s
+        self._access = access
         self._arena: Arena | None = None
         self._populator: Populator | None = None
         self._previous: Arena | None = None
@@ -201,6 +209,7 @@ class NodeLink:
             self._previous_until = time.monotonic() + _PREVIOUS_S
         arena = None
         try:
+            self._access.check_trust(self.directory)
             arena = Arena(self.directory, lock_wait_s=self._lock_wait_s)
             arena.join(self._label)
         except KVRayError as error:
@@ -250,7 +259,14 @@ _links: dict[Path, NodeLink] = {}
 _links_lock = threading.Lock()
 
 
-def attach(directory: Path, *, label: str, lock_wait_s: float, attach_retry_s: float) -> NodeLink:
+def attach(
+    directory: Path,
+    *,
+    label: str,
+    lock_wait_s: float,
+    attach_retry_s: float,
+    access: Access = OWN_USER,
+) -> NodeLink:
     """Return this process's link to the tier in `directory`; `NodeLink.detach` gives it back.
 
     Args:
@@ -258,6 +274,7 @@ def attach(directory: Path, *, label: str, lock_wait_s: float, attach_retry_s: f
         label: who this process is, for people.
         lock_wait_s: longest try for the arena's lock.
         attach_retry_s: how often to look for an arena while there is none.
+        access: whose arena is trusted, beside one of this process's own user.
 
     The first caller's values hold. The registry is locked while it attaches, which takes seconds
     at worst: whoever asks for the same directory meanwhile wants that very link.
@@ -267,7 +284,11 @@ def attach(directory: Path, *, label: str, lock_wait_s: float, attach_retry_s: f
         link = _links.get(directory)
         if link is None:
             link = NodeLink(
-                directory, label=label, lock_wait_s=lock_wait_s, attach_retry_s=attach_retry_s
+                directory,
+                label=label,
+                lock_wait_s=lock_wait_s,
+                attach_retry_s=attach_retry_s,
+                access=access,
             )
             _links[directory] = link
         link._users += 1

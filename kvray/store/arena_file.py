@@ -132,6 +132,11 @@ def map_file(path: Path) -> Tables:
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError:
+        raise ShardUnavailable(
+            f"User {os.geteuid()} may not open the arena {path}; run engine and tier as one user,"
+            " or set arena.group to a group of both, the same for both."
+        ) from None
     except OSError as error:
         raise ShardUnavailable(
             f"There is no arena at {path} ({error.strerror}); start the tier with `kvray up`."

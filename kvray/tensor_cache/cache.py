@@ -20,6 +20,7 @@ from kvray.errors import ConfigError, LayoutMismatch
 from kvray.fingerprint import fingerprint_model
 from kvray.keys import request_seed
 from kvray.node import Registration, attach
+from kvray.store.access import Access
 from kvray.store.tables import Array
 from kvray.tensor_cache import layout
 from kvray.tensor_cache.blocks import ArenaBlocks, Source
@@ -82,7 +83,7 @@ class TensorCache:
         self._state = threading.Condition()
         self._closed = False
         self._users = 1  # this object, until it is closed
-        connector = self.config.connector
+        connector, access = self.config.connector, Access.of(self.config.arena.group)
         self._saver = Saver(saves_max=connector.saves_max, bytes_max=_WAITING_BYTES_MAX)
         self._place = (self.config.node_dir, metadata.rank)
         self._name = _instances.claim_name(
@@ -93,6 +94,7 @@ class TensorCache:
             label=f"tensors {self._name} rank {metadata.rank}",
             lock_wait_s=self.config.arena.lock_wait_s,
             attach_retry_s=connector.attach_retry_s,
+            access=access,
         )
         self._blocks = ArenaBlocks(
             self._link,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvray.errors import CapacityError, TierError
+from kvray.store.access import OWN_USER, Access
 from kvray.store.layout import Array
 
 _log = logging.getLogger("kvray.nvme")
@@ -121,8 +122,9 @@ class DiskFile:
 class Disk:
     """Opens and names files; says once if they have to go through the page cache."""
 
-    def __init__(self) -> None:
-        """Have told nothing yet."""
+    def __init__(self, access: Access = OWN_USER) -> None:
+        """Make files for whom `access` says."""
+        self._access = access
         self._has_told = False
 
     def open(self, path: Path) -> DiskFile:
@@ -142,6 +144,8 @@ class Disk:
         """
         file = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
+            with _mapped(path, "made"):
+                self._access.give(path)
             file.allocate(size)
         except BaseException:
             file.close()

@@ -21,6 +21,7 @@ import numpy as np
 
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from kvray.store import key_index, lease, slots
+from kvray.store.access import Access
 from kvray.store.eviction import keep_evictable
 from kvray.store.layout import DEFAULT_PRIORITY, READY, Array
 from kvray.store.lock import OWNER_BYTE, SideFile
@@ -59,7 +60,8 @@ class NvmeStore:
         """
         self.directory = directory
         self.geometry = spec.geometry()
-        self._disk = disk or Disk()
+        access = Access.of(spec.group)
+        self._disk = disk or Disk(access)
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         """The writer's; it guards no state but the order of what is written."""
@@ -67,7 +69,7 @@ class NvmeStore:
         self.tables = private_tables(self.geometry)
         """Changed under the store's lock only; others may read them, and choose victims."""
         self._book = RecordBook(self.geometry)
-        self._owner_file = _own(directory)
+        self._owner_file = _own(directory, access)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._owner_file.unlock, OWNER_BYTE)
             found = recovery.survey(
@@ -323,10 +325,12 @@ class NvmeStore:
         self._book.bury(candidates[self.tables.slot_state[candidates] != READY])
 
 
-def _own(directory: Path) -> SideFile:
+def _own(directory: Path, access: Access) -> SideFile:
     """Take the owner's lock of a directory, which ends with this process."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        access.check_own(directory)
+        access.give_directory(directory)
         file = SideFile.at(directory / OWNER_FILE)
     except OSError as error:
         raise ConfigError(

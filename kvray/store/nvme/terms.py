@@ -23,6 +23,8 @@ class NvmeSpec:
     """Of the file system, for others."""
     io_threads: int = 4
     """Transfers that one call has under way."""
+    group: str | None = None
+    """Whose members may open the files too; see `Access`."""
     verify_writes: bool = False
     """Whether the arena's bytes are compared with their checksum before they are recorded. Reads
     compare it in any case, and nothing is served before; what this adds is that a block that was
