@@ -14,7 +14,7 @@ from kvray.actors.changes import Plan
 from kvray.actors.ownership import sweep
 from kvray.actors.ray_calls import list_actors, mapped_errors
 from kvray.actors.rollout import Rollout
-from kvray.config import KVRayConfig
+from kvray.config import KVRayConfig, values_on_nodes
 from kvray.errors import ShardUnavailable
 
 _PREFAULT_BYTES_PER_S = 100 * 2**20
@@ -82,7 +82,8 @@ def bring_up(
             started_tier = not list_actors()
         if started_tier:
             undo.callback(tier.down, timeout_s=config.ray.timeout_s, config=config)
-        prefault_s = config.arena.capacity / _PREFAULT_BYTES_PER_S
+        largest = max(values_on_nodes(config, "arena", "capacity"))
+        prefault_s = largest / _PREFAULT_BYTES_PER_S
         shards = tier.up(
             config,
             timeout_s=config.ray.timeout_s + prefault_s,

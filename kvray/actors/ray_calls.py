@@ -178,6 +178,13 @@ def await_forgotten(names: Collection[str], timeout_s: float) -> bool:
     return False
 
 
+def node_labels() -> dict[str, str]:
+    """Return the labels that Ray has given to the node of this process."""
+    node_id = ray.get_runtime_context().get_node_id()
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return next((node.get("Labels", {}) for node in nodes if node["NodeID"] == node_id), {})
+
+
 def log_to_stderr() -> None:
     """Have an actor's process write kvray's events, and nobody else's, to its log file."""
     log = logging.getLogger("kvray")

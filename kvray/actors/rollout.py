@@ -38,7 +38,7 @@ from kvray.actors.ray_calls import (
     shard_name,
 )
 from kvray.actors.supervisor import create_supervisor, plan_nodes
-from kvray.config import KVRayConfig
+from kvray.config import KVRayConfig, values_on_nodes
 from kvray.errors import KVRayError, ShardUnavailable
 
 _POLL_S = 0.1
@@ -171,7 +171,8 @@ def _stop_shard(
     name: str, config: KVRayConfig, observer: Observer, *, retire: bool, flush: bool
 ) -> None:
     """Have a shard end in order if it can, and be gone."""
-    timeout_s = _STOP_S + (config.nvme.flush_s if flush else 0.0)
+    longest = max(values_on_nodes(config, "nvme", "flush_s"))
+    timeout_s = _STOP_S + (longest if flush else 0.0)
     with contextlib.suppress(ShardUnavailable):
         shard = get_actor(name)
         ask_all({name: shard.stop}, timeout_s, retire, flush, meanwhile=lambda: observer.report([]))

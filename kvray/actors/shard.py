@@ -122,6 +122,10 @@ class Shard:
         self._loop = asyncio.new_event_loop()
         self._thread.start()
 
+    def refuse(self, error: KVRayError) -> None:
+        """Stay without an arena, in place of `start`; `status` says why."""
+        self._end(error)
+
     def stop(self, *, retire: bool, timeout_s: float, flush: bool = False) -> None:
         """End the shard. Twice is fine.
 

@@ -26,6 +26,7 @@ from kvray.actors.ray_calls import (
     create_actor,
     get_actor,
     log_to_stderr,
+    node_labels,
     shard_name,
 )
 from kvray.actors.shard import Shard, ShardSettings
@@ -33,7 +34,7 @@ from kvray.actors.stager import StagingSettings
 from kvray.actors.vintage import vintage
 from kvray.actors.watch import Nudge
 from kvray.config import KVRayConfig, config_on_node, ray_memory_threshold
-from kvray.errors import KVRayError
+from kvray.errors import ConfigError, KVRayError
 from kvray.store import ArenaSpec
 from kvray.store.arena_file import ARENA_FILE
 from kvray.store.capacity import MemoryClaims
@@ -59,7 +60,11 @@ class ShardActor:
         """Start the shard; `status` tells when it serves. Runs again when Ray restarts it."""
         log_to_stderr()
         self._vintage = vintage(settings_of(config))
-        config = config_on_node(config)
+        problem = None
+        try:
+            config = config_on_node(config, labels=node_labels())
+        except ConfigError as error:
+            problem = error  # told by `status`: an actor that cannot be made tells nobody
         self._name = name
         self._lookup: Any = None
         self._nudge = Nudge(SUPERVISOR_NAME, every_s=_NUDGE_S)
@@ -73,7 +78,10 @@ class ShardActor:
             ask=ActorCalls(),
         )
         signal.signal(signal.SIGTERM, self._terminate)
-        self._shard.start()
+        if problem is None:
+            self._shard.start()
+        else:
+            self._shard.refuse(problem)
         figures = ShardFigures(name, time.monotonic())
         self._metrics = MetricsThread(lambda now: figures.of(self._shard.status(), now))
 

@@ -30,7 +30,7 @@ from kvray.actors.ray_calls import (
 )
 from kvray.actors.rollout import Observer, Rollout, carry_out, look
 from kvray.actors.supervisor import create_supervisor, plan_nodes
-from kvray.config import KVRayConfig, config_on_node
+from kvray.config import KVRayConfig, config_on_node, values_on_nodes
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 
 Report = Callable[[list[dict[str, Any]]], None]
@@ -181,7 +181,8 @@ def down(
         if name.startswith(MOVER_PREFIX):
             kill_actor(name)  # before the shards: it would look for their arenas anew
     names = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
-    flush_s = max((one.nvme.flush_s for one in configs), default=0.0) if flush else 0.0
+    longest = [s for one in configs for s in values_on_nodes(one, "nvme", "flush_s")]
+    flush_s = max(longest, default=0.0) if flush else 0.0
     stopped = _stop_shards(names, timeout_s + flush_s, flush, report)
     for name in (*names, LOOKUP_NAME):
         kill_actor(name)

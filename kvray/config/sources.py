@@ -1,5 +1,6 @@
 """The configuration as it holds: a file, labels of nodes, the environment, what a caller says."""
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -138,19 +139,11 @@ def _put_labelled(layers: Layers, nodes: tuple[NodeConfig, ...], labels: Mapping
         if labels.get(key) != value:
             continue
         for section in ("arena", "nvme"):
-            for dotted, given in _leaves(section, getattr(entry, section)):
-                at = layers.origin_of(("nodes", str(index), *dotted.split(".")))
+            for name, given in getattr(entry, section).items():
+                at = layers.origin_of(("nodes", str(index), section, name))
                 where = f"nodes: {entry.label}" + (f" ({at.where})" if at.where else "")
-                layers.put(dotted, given, Origin(kind="node", where=where))
-
-
-def _leaves(at: str, given: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return dotted name and value of everything in a mapping of mappings."""
-    found: list[tuple[str, Any]] = []
-    for name, value in given.items():
-        dotted = f"{at}.{name}"
-        found += _leaves(dotted, value) if isinstance(value, dict) else [(dotted, value)]
-    return found
+                origin = Origin(kind="node", where=where)
+                layers.put(f"{section}.{name}", copy.deepcopy(given), origin)
 
 
 def _check_nodes(config: KVRayConfig, layers: Layers) -> None:
