@@ -18,6 +18,7 @@ from kvray.actors.opening_desk import OpeningDesk
 from kvray.actors.shelf import Entries, Shelf
 from kvray.errors import KVRayError
 from kvray.store import ArenaOwner
+from kvray.store.departures import CORRUPT, DISK_ROOM, HOST, NVME, WRITER
 from kvray.store.nvme import NvmeStore
 
 _log = logging.getLogger("kvray.shard")
@@ -100,6 +101,7 @@ class Announcer:
             changed = shelf.collect()
             if changed is not None:
                 gone, come = changed
+                self._note_gone(owner, gone, is_disk=shelf is not self._shelves[0])
                 for other in self._shelves:
                     if other is not shelf and len(gone):
                         gone = gone.chosen(~other.has(gone))
@@ -145,6 +147,14 @@ class Announcer:
             self._telling_s += time.monotonic() - self._untold_since
             if not self._pending:
                 self._untold_since = None
+
+    def _note_gone(self, owner: ArenaOwner, gone: Entries, *, is_disk: bool) -> None:
+        """Have it remembered what has left a tier without the owner's doing."""
+        tier, cause = (NVME, DISK_ROOM) if is_disk else (HOST, WRITER)
+        causes = np.full(len(gone), cause)
+        if gone.is_corrupt is not None:
+            causes[gone.is_corrupt] = CORRUPT
+        owner.departures.note_rest(gone.keys[:, 0], tier, causes, now=time.time())
 
     def _note(self, entries: Entries, added: bool) -> None:
         if len(entries) and self._untold_since is None:

@@ -7,6 +7,7 @@ from kvray.actors.engine_server import Handler
 from kvray.actors.opening_desk import OpeningDesk
 from kvray.actors.replica_stager import ReplicaStager
 from kvray.actors.replicas import Replicas, read_reader
+from kvray.actors.request_log import RequestLog
 from kvray.block import Namespace
 
 
@@ -20,6 +21,7 @@ class EngineRequests:
         identity: Callable[[], dict[str, Any]],
         stager: Callable[[], ReplicaStager],
         has_more: Callable[[], bool],
+        requests: RequestLog,
     ) -> None:
         """Answer for a shard.
 
@@ -29,12 +31,14 @@ class EngineRequests:
             identity: returns what `hello` answers; raises while the shard does not serve.
             stager: returns what brings blocks of other nodes; raises likewise.
             has_more: tells whether blocks can be staged that are not in the arena.
+            requests: takes what they note of their requests.
         """
         self._replicas = replicas
         self._desk = desk
         self._identity = identity
         self._stager = stager
         self._has_more = has_more
+        self._requests = requests
 
     def handlers(self) -> dict[str, Handler]:
         """Return the function for each request."""
@@ -78,12 +82,14 @@ class EngineRequests:
         rank: int,
         counters: dict[str, int],
         openings: Sequence[Any] = (),
+        requests: Sequence[Any] = (),
         leaving: bool = False,
     ) -> dict[str, Any]:
         origin = self._replicas.report(connection, replica, rank, counters, leaving=leaving)
         if origin is None:
             return {"known": False}
         self._desk.note(origin, openings)
+        self._requests.note(origin, requests)
         return {
             "known": True,
             "incompatible": self._desk.answers(replica, rank),

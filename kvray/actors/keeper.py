@@ -16,6 +16,7 @@ from kvray.store import ArenaOwner
 from kvray.store.nvme import NvmeStore
 from kvray.store.nvme.demoter import Progress
 from kvray.store.retention import Retention
+from kvray.store.use_counts import UseCounts
 
 _log = logging.getLogger("kvray.shard")
 
@@ -71,8 +72,9 @@ class Keeper:
         loop, until = asyncio.get_running_loop(), time.monotonic() + _WAIT_S
         while self.nvme is None:
             try:
+                owner = self._owner
                 self.nvme = await loop.run_in_executor(
-                    None, NvmeTier, self._owner.arena, self._retention, settings
+                    None, NvmeTier, owner.arena, self._retention, settings, owner.departures
                 )
                 self._free_share = max(self._free_share, 1.0 - settings.high_watermark)
             except TierError as error:
@@ -88,6 +90,11 @@ class Keeper:
     def store(self) -> NvmeStore | None:
         """The blocks on disk, if there is an NVMe tier."""
         return None if self.nvme is None else self.nvme.store
+
+    @property
+    def uses(self) -> UseCounts:
+        """How often the arena's blocks were used, for people."""
+        return self._retention.uses
 
     @property
     def num_spare(self) -> int:
@@ -125,4 +132,5 @@ class Keeper:
 
     def _keep(self) -> None:
         self._retention.observe()
-        self._owner.evict_ahead(self._free_target, self._retention.rank)
+        retention = self._retention
+        self._owner.evict_ahead(self._free_target, retention.rank, are_spare=retention.are_spare)

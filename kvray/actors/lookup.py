@@ -7,7 +7,7 @@ from typing import Any
 from kvray.actors.openings import Finding, Note, StoredOpenings
 from kvray.actors.orphans import Orphans
 from kvray.actors.rank_directory import RankDirectory
-from kvray.block import KEY_BYTES
+from kvray.block import KEY_BYTES, Namespace
 from kvray.index import Index, Match, Run
 
 SILENT_S = 1.5
@@ -158,6 +158,10 @@ class Lookup:
     def replica(self, replica: str, now: float) -> dict[int, str]:
         """Return rank -> shard that it is registered with; those of silent shards are left out."""
         return self._ranks.replica(replica, self._live(now))
+
+    def elsewhere(self, namespace: Namespace, opening: bytes) -> tuple[Namespace, str] | None:
+        """See `StoredOpenings.elsewhere`."""
+        return self._openings.elsewhere(namespace, opening)
 
     def shards(self) -> list[str]:
         """Return the shards that it knows of."""

@@ -9,6 +9,7 @@ from kvray.actors.metric_figures import lookup_figures
 from kvray.actors.metrics_export import MetricsExport
 from kvray.actors.ray_calls import LOOKUP_NAME, create_actor, log_to_stderr
 from kvray.actors.vintage import vintage
+from kvray.block import Namespace
 from kvray.index import Match, Run
 
 
@@ -55,6 +56,10 @@ class LookupActor:
     def replica(self, replica: str) -> dict[int, str]:
         """See `Lookup.replica`."""
         return self._lookup.replica(replica, time.monotonic())
+
+    def elsewhere(self, namespace: Namespace, opening: bytes) -> tuple[Namespace, str] | None:
+        """See `StoredOpenings.elsewhere`."""
+        return self._lookup.elsewhere(namespace, opening)
 
     def shards(self) -> list[str]:
         """See `Lookup.shards`."""

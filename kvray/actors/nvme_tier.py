@@ -24,7 +24,8 @@ from kvray.actors.staging import Peer, Run
 from kvray.arrival import NVME
 from kvray.block import BlockKey, split_keys
 from kvray.errors import KVRayError, TierError
-from kvray.store import Arena, key_index
+from kvray.store import Arena, departures, key_index
+from kvray.store.departures import Departures
 from kvray.store.layout import READY
 from kvray.store.nvme import NvmeSpec, NvmeStore
 from kvray.store.nvme.budget import WriteBudget
@@ -53,13 +54,16 @@ class NvmeSettings:
 class NvmeTier:
     """Between an arena and a store; used by the shard's event loop, but for what says otherwise."""
 
-    def __init__(self, arena: Arena, retention: Retention, settings: NvmeSettings) -> None:
+    def __init__(
+        self, arena: Arena, retention: Retention, settings: NvmeSettings, gone: Departures
+    ) -> None:
         """Open the store and find what is in it: from a thread, for it waits for the device.
 
         Args:
             arena: whose blocks are kept.
             retention: says which of them leave it next, and are worth it.
             settings: see there.
+            gone: remembers what has left.
 
         Raises:
             CapacityError, TierError: the device has no room, or failed.
@@ -71,6 +75,7 @@ class NvmeTier:
         self._arena = arena
         self._settings = settings
         self._retention = retention
+        self._departures = gone
         self.store = NvmeStore(settings.directory, settings.spec)
         """Open until `close`."""
         retention.put_below(self.store)
@@ -212,7 +217,10 @@ class NvmeTier:
         Raises:
             TierError: the device failed.
         """
-        cleared = self.store.evict(np.flatnonzero(self.store.tables.slot_state == READY))
+        tables = self.store.tables
+        cleared = self.store.evict(np.flatnonzero(tables.slot_state == READY))
+        words = tables.slot_key[cleared, 0]
+        self._departures.note(words, departures.NVME, departures.CLEARED, now=time.time())
         self._retention.evicted_below(cleared)
         self.store.flush()
         return len(cleared)

@@ -18,6 +18,7 @@ _RANKS_MAX = 4096
 _ANSWERS_MAX = 8
 """Answers in one reply; a namespace is tens of kilobytes at most."""
 _TOKENS_MAX = 2**31
+_INCOMPATIBLE_MAX = 4096
 
 
 class OpeningDesk:
@@ -32,6 +33,8 @@ class OpeningDesk:
         self._sent: list[Note] = []
         self._told = StoredOpenings(namespaces_max=_NAMESPACES_MAX, openings_max=_OPENINGS_MAX)
         self._findings: OrderedDict[tuple[str, int], dict[Namespace, Finding]] = OrderedDict()
+        self._incompatible: OrderedDict[tuple[str, int, bytes], Finding] = OrderedDict()
+        """Replica, rank, opening -> the latest finding, for people."""
 
     def note(self, origin: Origin, notes: Sequence[Any]) -> None:
         """Take what an engine noted: (opening, missed tokens or 0) each; what is too much is lost.
@@ -77,9 +80,16 @@ class OpeningDesk:
             for finding in answered
         ]
 
+    def incompatible(self, replica: str, rank: int, opening: bytes) -> Finding | None:
+        """Return what was found for the misses of a rank with this opening."""
+        return self._incompatible.get((replica, rank, opening))
+
     def _keep(self, finding: Finding) -> None:
         """Add a finding to those of its rank, of which there is one a namespace."""
         origin = finding.origin
+        self._incompatible[origin.replica, origin.rank, finding.opening] = finding
+        if len(self._incompatible) > _INCOMPATIBLE_MAX:
+            self._incompatible.popitem(last=False)
         kept = self._findings.setdefault((origin.replica, origin.rank), {})
         before = kept.get(finding.namespace)
         kept[finding.namespace] = Finding(

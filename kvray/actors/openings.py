@@ -33,6 +33,8 @@ class Finding:
     """Who stored it, of those whose namespace differs in the fewest fields."""
     namespace: Namespace
     """In which it is stored."""
+    opening: bytes = b""
+    """What the prompts began with."""
 
 
 class StoredOpenings:
@@ -67,7 +69,11 @@ class StoredOpenings:
                 namespace, replica = elsewhere
                 findings.append(
                     Finding(
-                        origin=origin, num_tokens=num_tokens, replica=replica, namespace=namespace
+                        origin=origin,
+                        num_tokens=num_tokens,
+                        replica=replica,
+                        namespace=namespace,
+                        opening=opening,
                     )
                 )
         return findings
@@ -84,6 +90,15 @@ class StoredOpenings:
         if len(self._stored) > self._namespaces_max:
             self._stored.popitem(last=False)
 
+    def elsewhere(self, namespace: Namespace, opening: bytes) -> tuple[Namespace, str] | None:
+        """Return the likest other namespace in which `opening` was stored, and by whom."""
+        others = [
+            (other, openings[opening])
+            for other, openings in self._stored.items()
+            if opening in openings and other != namespace
+        ]
+        return min(others, key=lambda other: len(namespace.difference(other[0])), default=None)
+
     def notes(self) -> Iterator[Note]:
         """Yield what, taken by an empty memory of the same size, makes it equal to this one."""
         for namespace, openings in self._stored.items():
@@ -98,9 +113,4 @@ class StoredOpenings:
         """Return the likest other namespace with `opening`; None if `namespace` had it itself."""
         if opening in self._stored.get(namespace, ()):
             return None
-        others = [
-            (other, openings[opening])
-            for other, openings in self._stored.items()
-            if opening in openings
-        ]
-        return min(others, key=lambda other: len(namespace.difference(other[0])), default=None)
+        return self.elsewhere(namespace, opening)

@@ -172,6 +172,11 @@ class Replicas:
             for (replica, rank), entry in list(self._ranks.items())
         ]
 
+    def namespace_of(self, replica: str, rank: int) -> Namespace | None:
+        """Return the namespace that a rank has, or had; None if it is not known any more."""
+        entry = self._ranks.get((replica, rank))
+        return None if entry is None else entry.namespace
+
     def namespaces(self) -> dict[str, dict[str, object]]:
         """Return every namespace by the digest that `status` gives; from any thread."""
         return {entry.digest: entry.namespace.to_wire() for entry in list(self._ranks.values())}

@@ -22,6 +22,7 @@ from kvray.actors.async_calls import Ask, ask_nobody
 from kvray.actors.claim import Claim
 from kvray.actors.engine_requests import EngineRequests
 from kvray.actors.engine_server import EngineServer, check_path
+from kvray.actors.inquiries import Asked, Inquiries
 from kvray.actors.introductions import Introductions
 from kvray.actors.keeper import Keeper
 from kvray.actors.long_leases import LongLeases
@@ -35,8 +36,8 @@ from kvray.actors.replicas import Replicas
 from kvray.actors.stager import Stager, StagingSettings
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.store import Arena, ArenaOwner, ArenaSpec
-from kvray.store.arena import ARENA_FILE
 from kvray.store.access import Access
+from kvray.store.arena import ARENA_FILE
 from kvray.store.prefault import Populator
 from kvray.tenant import TenantSalts
 from kvray.wire import SOCKET_FILE
@@ -71,9 +72,9 @@ class ShardSettings:
     """What decides which blocks that leave the arena are kept on disk."""
     nvme: NvmeSettings | None = None
     """None: the node keeps nothing on disk."""
-    tenant_secret_file: Path | None = None
     group: str | None = None
     """Whose members may open arena and socket too; see `Access`."""
+    tenant_secret_file: Path | None = None
     """Has what the salts of prompts that are prefetched are derived with; None: no tenants."""
 
 
@@ -109,6 +110,15 @@ class Shard:
         self._stager: ReplicaStager | None = None
         self._keeper: Keeper | None = None
         self._tenants: TenantSalts | None = None
+        self.inquiries = Inquiries(
+            self._replicas,
+            self._announcer.desk,
+            self._serving,
+            nvme=self._nvme,
+            uses=lambda: self._keeping().uses,
+            tenants=lambda: self._tenants,
+        )
+        """What people ask; from any thread, but for `asked`."""
         self._epoch = 0
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -165,6 +175,17 @@ class Shard:
             if (nvme := self._nvme()) is not None:
                 status["nvme"] = nvme.status()
         return status
+
+    def asked(self, *, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
+        """See `Inquiries.asked`.
+
+        Raises:
+            ShardUnavailable: the shard does not answer.
+        """
+        inquire = self.inquiries.asked
+        return self._on_loop(
+            lambda: inquire(replica=replica, request_id=request_id, last=last), _ANSWER_S
+        )
 
     def clear(self, timeout_s: float) -> int:
         """Let go of every block that nobody leases, on disk too; return how many.
@@ -364,6 +385,7 @@ class Shard:
             self._identity,
             self._staging,
             self._has_more,
+            self.inquiries.requests,
         )
         server = EngineServer(
             directory / SOCKET_FILE, requests.handlers(), self._replicas.disconnect, access
@@ -371,6 +393,7 @@ class Shard:
         arena = populator = None
         try:
             arena = await self._require_loop().run_in_executor(None, self._open_arena)
+            let_in(directory, arena.arena_id, access)
             owner = ArenaOwner(arena, self._settings.quotas)
             populator = Populator(arena.tables)
             if await self._adopt(owner):
@@ -393,7 +416,6 @@ class Shard:
                 arena.close()
             if self._retire or not (directory / ARENA_FILE).exists():
                 remove_files(directory)
-            let_in(directory, arena.arena_id, access)
             claim.release()
 
     async def _make_keeper(self, owner: ArenaOwner) -> Keeper:
@@ -410,6 +432,11 @@ class Shard:
         if settings.nvme is not None:
             await keeper.open_nvme(settings.nvme, self._stopping)
         return keeper
+
+    def _keeping(self) -> Keeper:
+        self._serving()
+        assert self._keeper is not None, "whoever serves has one"
+        return self._keeper
 
     def _nvme(self) -> NvmeTier | None:
         return None if self._keeper is None else self._keeper.nvme

@@ -11,9 +11,11 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node
 
+from kvray.actors.admin import check_proof
 from kvray.actors.arguments import unpacked
 from kvray.actors.async_calls import ActorCalls
 from kvray.actors.changes import settings_of
+from kvray.actors.inquiries import Asked, Prompt, Whereabouts
 from kvray.actors.lookup import Announcement, Answer
 from kvray.actors.metric_figures import ShardFigures
 from kvray.actors.metrics_export import MetricsThread
@@ -48,7 +50,7 @@ _STOP_TIMEOUT_S = 20.0
 _NUDGE_S = 5.0
 """How often the supervisor is called, which nobody else calls for long."""
 
-_GROUPS = {"health": 1, "prefetch": 8, "ranks": 8, "leases": 4, "disk": 8}
+_GROUPS = {"health": 1, "people": 2, "prefetch": 8, "ranks": 8, "leases": 4, "disk": 8}
 """Threads for calls that may take long, apart: what another shard waits for must not queue behind
 what waits for other shards, or two could wait for each other."""
 
@@ -66,6 +68,7 @@ class ShardActor:
         except ConfigError as error:
             problem = error  # told by `status`: an actor that cannot be made tells nobody
         self._name = name
+        self._config = config
         self._lookup: Any = None
         self._nudge = Nudge(SUPERVISOR_NAME, every_s=_NUDGE_S)
         self._pages = ArenaPages(config.node_dir / ARENA_FILE)
@@ -102,11 +105,15 @@ class ShardActor:
         """Return what it was made with, see `vintage`, and its state."""
         return {**self._vintage, "state": self._shard.status()["state"]}
 
-    def clear(self) -> int:
-        """See `Shard.clear`."""
+    def admit(self, proof: str) -> None:
+        """See `admin.check_proof`."""
+        check_proof(self._config, proof)
+
+    def clear(self, proof: str = "") -> int:
+        """See `Shard.clear`; `proof` as for `admit`."""
+        check_proof(self._config, proof)
         return self._shard.clear(_STOP_TIMEOUT_S)
 
-    @ray.method(concurrency_group="prefetch")
     @ray.method(concurrency_group="people")
     def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
         """See `Inquiries.asked`."""
@@ -129,6 +136,7 @@ class ShardActor:
         """See `Inquiries.contents`."""
         return self._shard.inquiries.contents(namespace, hottest)
 
+    @ray.method(concurrency_group="prefetch")
     def prefetch(
         self,
         replica: str,
@@ -250,8 +258,8 @@ def shard_settings(config: KVRayConfig, claims: MemoryClaims | None = None) -> S
         policy=arena.policy,
         admission=config.nvme.admission,
         nvme=nvme_settings(config),
-        tenant_secret_file=config.security.tenant_secret_file,
         group=arena.group,
+        tenant_secret_file=config.security.tenant_secret_file,
     )
 
 
@@ -281,8 +289,8 @@ def nvme_settings(config: KVRayConfig) -> NvmeSettings | None:
             slot_min=config.arena.slot_min,
             free_reserve=nvme.free_reserve,
             io_threads=nvme.io_threads,
-        ),
             group=config.arena.group,
+        ),
         high_watermark=nvme.high_watermark,
         bytes_per_day=None if per_day is None else per_day * 2**30,
         flush_s=nvme.flush_s,

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvray.index import PARTS_MAX
 from kvray.store import lease
+from kvray.store.layout import QUARANTINED
 from kvray.store.tables import Array, Tables
 
 ChangesSince = Callable[[Array], tuple[Array, Array, Array]]
@@ -20,6 +21,8 @@ class Entries:
 
     keys: Array
     parts: Array
+    is_corrupt: Array | None = None
+    """Of blocks that have gone, a mask of those whose bytes were wrong."""
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -68,7 +71,10 @@ class Shelf:
         # One engine's absurd part must not have everything refused that the shard announces.
         ready &= parts < PARTS_MAX
         was_held = slots[self._held[slots]]
-        gone = Entries(keys=self._keys[was_held], parts=self._parts[was_held])
+        is_corrupt = self._tables().slot_state[was_held] == QUARANTINED
+        gone = Entries(
+            keys=self._keys[was_held], parts=self._parts[was_held], is_corrupt=is_corrupt
+        )
         come = Entries(keys=keys[ready], parts=parts[ready])
         self.num_held += np.bincount(come.parts, minlength=PARTS_MAX)
         self.num_held -= np.bincount(gone.parts, minlength=PARTS_MAX)

@@ -31,7 +31,7 @@ from kvray.connector.reads import Reads
 from kvray.connector.timings import Timings
 from kvray.errors import ConfigError
 from kvray.fingerprint import fingerprint_model
-from kvray.node import NodeLink, Openings, Registration
+from kvray.node import NodeLink, Openings, Registration, RequestNotes
 from kvray.store import Arena, Lease, Wanted
 from kvray.store.access import Access
 from kvray.tenant import TenantSalts
@@ -208,6 +208,7 @@ class Engine:
             namespace=namespace,
             counters=self._counters,
             openings=self.openings,
+            requests=self.requests,
             wanted=tuple(wanted[self.part_rank]),
             num_ranks=ranks,
             adapters=args.adapters,
@@ -282,14 +283,14 @@ def engine_for(llm_args: Any, config_path: str | None) -> Engine:
     secret_file = config.security.tenant_secret_file
     # Before anything is keyed: without its secret an engine of tenants must not start.
     tenants = None if secret_file is None else TenantSalts.read(secret_file)
-    link = node.attach(
     access = Access.of(config.arena.group)
+    link = node.attach(
         config.node_dir,
         label=config.connector.replica or f"engine-{os.getpid()}",
         lock_wait_s=config.arena.lock_wait_s,
         attach_retry_s=config.connector.attach_retry_s,
-    )
         access=access,
+    )
     if not args.block_reuse:
         _log.warning(
             "kvray: kv_cache_config.enable_block_reuse is false: the engine ignores every match;"

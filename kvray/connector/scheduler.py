@@ -21,6 +21,7 @@ from kvray.connector.engine import (
 )
 from kvray.connector.identity import Identity
 from kvray.connector.meta import ConnectorMeta
+from kvray.connector.noting import note_bypassed, note_request
 from kvray.connector.pass_plan import PassPlanner
 from kvray.connector.prefill_rate import PrefillRate
 from kvray.connector.promise import Promise
@@ -183,6 +184,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         identity = engine.identify(request)
         if identity is None:
             totals["bypassed_requests"] += 1
+            note_bypassed(engine, request.request_id)
             return 0
         state = self._remember(engine, request.request_id, identity)
         tokens = request.get_tokens(0)
@@ -190,10 +192,13 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         wanted = keys[: promised_blocks_max(len(tokens), tokens_per_block)]
         first, rest = divmod(num_computed_tokens, tokens_per_block)
         reason = "unaligned"
+        began, waited_s = time.monotonic(), self._staging.waited_s(request.request_id)
         if rest:
             self._warn_unaligned(num_computed_tokens)
         else:
             reason = self._promise(engine, state, request, wanted, first)
+        stage_s = self._staging.waited_s(request.request_id)
+        lease_s = time.monotonic() - began - (stage_s - waited_s)
         hit = state.promise.num_blocks * tokens_per_block if state.promise else 0
         totals["requests"] += 1
         totals["prompt_tokens"] += len(tokens)
@@ -214,6 +219,15 @@ class KvRayScheduler(KvCacheConnectorScheduler):
                 engine.openings.note_stored(state.opening)
             elif reason == "not_stored":
                 engine.openings.note_missed(state.opening, missed)
+        note_request(
+            engine,
+            state,
+            wanted=wanted,
+            first=first,
+            reason=reason,
+            stage_s=stage_s,
+            lease_s=lease_s,
+        )
         return hit
 
     def _remember(self, engine: Engine, request_id: int, identity: Identity) -> RequestState:

@@ -126,6 +126,10 @@ class Staging:
         matched, _ = _take(engine, keys, len(keys), staged)
         return None if matched is None else matched.prefix
 
+    def waited_s(self, request_id: int) -> float:
+        """Return how long a request has waited for the shard so far."""
+        return self._waited.get(request_id, 0.0)
+
     def forget(self, request_id: int) -> None:
         """The request has ended."""
         self._waited.pop(request_id, None)
@@ -177,7 +181,7 @@ class Staging:
         """Ask the shard, unless the answer is known or would come too late."""
         began = time.monotonic()
         wait_s = engine.config.connector.stage_wait_s
-        left_s = wait_s - self._waited.get(request_id, 0.0)
+        left_s = wait_s - self.waited_s(request_id)
         if began < self._absent.get(keys[have], 0.0):
             return Staged(num_blocks=0, reason=NOT_STORED)
         if left_s < min(wait_s, _WORTH_S):
@@ -186,7 +190,7 @@ class Staging:
         verify_from = have if engine.spans_nodes and engine.verifies_promises else None
         staged = self._stage(engine, keys, left_s, tokens_per_s, verify_from)
         ended = time.monotonic()
-        _remember(self._waited, request_id, self._waited.get(request_id, 0.0) + ended - began)
+        _remember(self._waited, request_id, self.waited_s(request_id) + ended - began)
         if staged.arrivals:
             before = self._arrivals.get(request_id, ())
             _remember(self._arrivals, request_id, joined(before, staged.arrivals))

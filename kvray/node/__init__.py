@@ -3,6 +3,15 @@
 from kvray.node.link import NodeLink, attach
 from kvray.node.openings import Openings
 from kvray.node.registrations import Registration
+from kvray.node.request_notes import RequestNotes
 from kvray.node.stage_calls import StageCalls, Staged
 
-__all__ = ["NodeLink", "Openings", "Registration", "StageCalls", "Staged", "attach"]
+__all__ = [
+    "NodeLink",
+    "Openings",
+    "Registration",
+    "RequestNotes",
+    "StageCalls",
+    "Staged",
+    "attach",
+]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvray.block import Namespace
 from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
 from kvray.node.openings import Openings
+from kvray.node.request_notes import RequestNotes, packed
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Membership, Wanted
 
@@ -28,17 +29,19 @@ class Registration:
     """Figures for `kvray status`: totals since the engine started."""
     openings: Openings | None = None
     """What the rank notes of its prompts; None if it notes nothing."""
+    requests: RequestNotes | None = None
+    """What it notes of its requests; None if it notes nothing."""
     wanted: tuple[Wanted, ...] = (Wanted(0),)
     """The parts that its leases must have."""
     num_ranks: int = 1
     """Ranks that it speaks for, or is spoken for with; 1: itself alone."""
     adapters: str | None = None
     """How its engine reads LoRA adapters; None if it knows of none."""
+    tenants: str | None = None
+    """`TenantSalts.check` of the secret that its salts are derived with; None: they are not."""
     accepted: bool = False
     refusal: str | None = None
     """The shard's sentence, if it refuses."""
-    tenants: str | None = None
-    """`TenantSalts.check` of the secret that its salts are derived with; None: they are not."""
     has_peers: bool = False
     """Whether the shard has said that it may bring blocks here, from other nodes or from disk."""
     former: str | None = None
@@ -131,18 +134,25 @@ class Registrations:
             self._leave(registration, registration.former)
         if not registration.accepted:
             self._register(registration)
-        openings = registration.openings
+        openings, requests = registration.openings, registration.requests
         notes = openings.waiting() if openings is not None else []
-        reply = self._socket.call(
-            "report",
-            timeout_s=timeout_s,
-            replica=registration.replica,
-            rank=registration.rank,
-            counters=registration.counters(),
-            openings=notes,
-            leaving=leaving,
-        )
-        known = bool(reply.get("known"))
+        asked = requests.take() if requests is not None else []
+        known = False
+        try:
+            reply = self._socket.call(
+                "report",
+                timeout_s=timeout_s,
+                replica=registration.replica,
+                rank=registration.rank,
+                counters=registration.counters(),
+                openings=notes,
+                requests=packed(asked),
+                leaving=leaving,
+            )
+            known = bool(reply.get("known"))
+        finally:
+            if requests is not None and not known:
+                requests.give_back(asked)
         registration.accepted = known and not leaving
         registration.has_peers = reply.get("peers") is True
         if openings is not None and known:
@@ -173,6 +183,7 @@ class Registrations:
             num_ranks=registration.num_ranks,
             holder=None if membership is None else [membership[0], *membership[1]],
             adapters=registration.adapters,
+            tenants=registration.tenants,
         )
         # Else it has been told of a place in an arena that was left meanwhile.
         registration.accepted = membership == self._membership()
@@ -180,4 +191,3 @@ class Registrations:
         registration.refusal = None
         if registration.openings is not None:
             registration.openings.tell_again()
-            tenants=registration.tenants,

@@ -1,14 +1,16 @@
 """What only the owner of an arena does: adopt it, keep it in order, tell what changed, end it."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
 import numpy as np
 
 from kvray.errors import ShardUnavailable
 from kvray.store import arena_file, eviction, holders, key_index, repair, slabs, slots
+from kvray.store import departures as gone
 from kvray.store.arena import ARENA_FILE, Arena
+from kvray.store.departures import Departures
 from kvray.store.eviction import Rank
 from kvray.store.layout import LIMBO, READY, RETIRED
 from kvray.store.quotas import excess, set_quotas
@@ -41,6 +43,8 @@ class ArenaOwner:
             quotas: bytes that the blocks of namespaces may take, see `quotas.set_quotas`.
         """
         self.arena = arena
+        self.departures = Departures()
+        """Of blocks that have left the arena, or the disk below it."""
         self._quotas = quotas or {}
         self._within_at = -1
         """Count of changes when no namespace was over its quota."""
@@ -80,12 +84,19 @@ class ArenaOwner:
             slots.reclaim(tables, before=now - limbo_s)
         return labels
 
-    def evict_ahead(self, free_target: float, rank: Rank | None = None) -> int:
+    def evict_ahead(
+        self,
+        free_target: float,
+        rank: Rank | None = None,
+        *,
+        are_spare: Callable[[Array], Array] | None = None,
+    ) -> int:
         """Evict what is beyond quotas, and until a `free_target` share is free of each block size.
 
         Args:
             free_target: share of the slots.
             rank: of slots, the lowest goes first; None: the order in which they were used last.
+            are_spare: tells which slots have blocks that another node keeps, for people.
 
         Returns:
             How many blocks went; some may be left for the next time.
@@ -93,7 +104,9 @@ class ArenaOwner:
         evicted = self._evict_beyond_quotas(rank)
         sizes = np.unique(self._tables.slab_block_bytes)
         sizes = sizes[sizes > 0]
-        return evicted + sum(self._evict_ahead(size, free_target, rank) for size in sizes.tolist())
+        for size in sizes.tolist():
+            evicted += self._evict_ahead(size, free_target, rank, are_spare)
+        return evicted
 
     def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:
         """Return what became or ceased to be READY since `seen`, and bring `seen` up to date.
@@ -189,13 +202,20 @@ class ArenaOwner:
         found = eviction.choose_beyond_quotas(tables, _QUOTA_STEP, rank)
         for start in range(0, len(found), _EVICT_BATCH):
             batch = found[start : start + _EVICT_BATCH]
-            went = self._evict_found(batch, wait_s=self.arena.lock_wait_s, is_quota=True)
+            causes = np.full(len(batch), gone.QUOTA)
+            went = self._evict_found(batch, causes, wait_s=self.arena.lock_wait_s)
             if went is None:
                 break
             evicted += went
         return evicted
 
-    def _evict_ahead(self, block_bytes: int, free_target: float, rank: Rank | None) -> int:
+    def _evict_ahead(
+        self,
+        block_bytes: int,
+        free_target: float,
+        rank: Rank | None,
+        are_spare: Callable[[Array], Array] | None,
+    ) -> int:
         short = slabs.shortfall(self._tables, block_bytes, free_target)
         if short <= 0:
             return 0
@@ -207,7 +227,11 @@ class ArenaOwner:
         # Each can go if all before it have: so many at a time as the lock may be kept for.
         for start in range(0, len(found), _EVICT_BATCH):
             batch = found[start : start + _EVICT_BATCH]
-            went = self._evict_found(batch, wait_s=self.arena.lock_wait_s)
+            causes = np.full(len(batch), gone.AHEAD)
+            if are_spare is not None:
+                causes[are_spare(batch)] = gone.SPARE
+            causes[self._tables.slot_tick[batch] == 0] = gone.GIVEN_UP
+            went = self._evict_found(batch, causes, wait_s=self.arena.lock_wait_s)
             if went is None:
                 break
             evicted += went
@@ -217,15 +241,20 @@ class ArenaOwner:
         """Evict up to `count` blocks in one section; None if the arena was busy."""
         # The search among all slots is done outside: the lock is kept for a moment only.
         found = eviction.choose_victims(self._tables, count, within=within, protect=_NOTHING)
-        return self._evict_found(found, wait_s=wait_s)
+        return self._evict_found(found, np.full(len(found), gone.CLEARED), wait_s=wait_s)
 
-    def _evict_found(self, found: Array, *, wait_s: float, is_quota: bool = False) -> int | None:
-        """Evict what of `found` still can go; None if the arena was busy."""
+    def _evict_found(self, found: Array, causes: Array, *, wait_s: float) -> int | None:
+        """Evict what of `found` still can go, each for its cause; None if the arena was busy."""
         tables = self._tables
         with self._section(wait_s) as entered:
             if not entered:
                 return None
             victims = eviction.keep_evictable(tables, found, protect=_NOTHING)
             slots.evict(tables, victims)
-            tables.over_quota += len(victims) if is_quota else 0
+            order = np.argsort(found)
+            causes = causes[order[np.searchsorted(found, victims, sorter=order)]]
+            tables.over_quota += int(np.count_nonzero(causes == gone.QUOTA))
+            # Inside, so that whoever finds out that they have gone can know who did it.
+            words = tables.slot_key[victims, 0]
+            self.departures.note(words, gone.HOST, causes, now=time.time())
             return len(victims)

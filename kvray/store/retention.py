@@ -14,6 +14,7 @@ from kvray.store.policy import ADMISSIONS, POLICIES, Policy
 from kvray.store.policy.observer import Observer
 from kvray.store.spare_blocks import Question, SpareBlocks
 from kvray.store.tables import Array, Tables
+from kvray.store.use_counts import UseCounts
 
 _UNKNOWN = -1e30
 """Rank of blocks of which nothing is known but when they were used: below all others."""
@@ -44,6 +45,8 @@ class Retention:
         self._observer = Observer(lambda: arena.tables, lambda: arena.section(arena.lock_wait_s))
         self._below: _Below | None = None
         self._spares = SpareBlocks(num_slots)
+        self.uses = UseCounts(num_slots)
+        """Of the arena's blocks, for people; read without the lock."""
 
     def put_below(self, store: NvmeStore) -> None:
         """Decide on the blocks of `store` too; those that are there are told by when they came."""
@@ -54,7 +57,9 @@ class Retention:
     def observe(self) -> None:
         """Learn from what has happened in the arena since the last time."""
         with self._lock:
-            used = self._observer.observe(self._policy, self._admission, now=time.monotonic())
+            now = time.monotonic()
+            used = self._observer.observe(self._policy, self._admission, now=now)
+            self.uses.note(self._arena.tables, used, now=now)
             if self._below is not None and len(used):
                 # What is used above is as good below.
                 slots = find_alike(self._arena.tables, used, self._below.store.tables)

@@ -35,7 +35,9 @@ def memory(namespaces_max: int = 8, openings_max: int = 8) -> StoredOpenings:
 
 def test_a_miss_that_another_namespace_has_stored_is_found() -> None:
     (finding,) = memory().take([stored(1, 0), missed(1, 1)])
-    assert finding == Finding(origin=origin(1), num_tokens=100, replica="a", namespace=TP1)
+    assert (finding.origin, finding.num_tokens) == (origin(1), 100)
+    assert (finding.replica, finding.namespace) == ("a", TP1)
+    assert finding.opening == missed(1, 1)[1]
 
 
 def test_a_miss_that_nobody_has_stored_is_not_found() -> None:

@@ -1,0 +1,222 @@
+"""What people ask a shard: about requests, blocks and what is stored; none of it is urgent."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvray.actors.nvme_tier import NvmeTier
+from kvray.actors.opening_desk import OpeningDesk
+from kvray.actors.prompt_keys import prompt_keys
+from kvray.actors.replicas import Replicas
+from kvray.actors.request_log import RequestLog
+from kvray.block import KEY_BYTES, BlockKey, Namespace, namespace_id, split_keys
+from kvray.errors import ConfigError
+from kvray.opening import opening_digest
+from kvray.request_note import RequestNote
+from kvray.store import ArenaOwner, key_index, lease, quotas
+from kvray.store.hot_prefixes import hot_prefixes
+from kvray.store.layout import READY
+from kvray.store.tables import Array, Tables
+from kvray.store.use_counts import UseCounts
+from kvray.tenant import TenantSalts
+
+KEYS_MAX = 2**17
+"""Blocks of a prompt that one question may be about."""
+_HOTTEST_MAX = 1000
+_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request as its engine has noted it, and what was found out since."""
+
+    replica: str
+    rank: int
+    note: RequestNote
+    namespace: Namespace | None
+    """Of the replica; None if the shard has forgotten it."""
+    stored_by: str = ""
+    """Replica that had stored a prompt that begins so, in another namespace only."""
+    stored_in: Namespace | None = None
+    """That namespace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """What a shard knows of some blocks; one row a block."""
+
+    host: Array
+    """How many of its parts are in memory, i8."""
+    either: Array
+    """How many are in memory or on disk, i8."""
+    left_at: Array
+    """When it left a tier last, in seconds since the epoch, f8; 0: not remembered."""
+    left_tier: Array
+    """Which, see `departures.TIERS`."""
+    left_by: Array
+    """Why, see `departures.CAUSES`."""
+    since: float
+    """From when on the shard remembers what has left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt as a replica's engine would see it."""
+
+    keys: bytes
+    """Of its full blocks, end to end."""
+    namespace: Namespace
+    opening: bytes
+
+
+class Inquiries:
+    """Answers for one shard. `asked` belongs to its event loop, all else to any thread."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        desk: OpeningDesk,
+        owner: Callable[[], ArenaOwner],
+        *,
+        nvme: Callable[[], NvmeTier | None],
+        uses: Callable[[], UseCounts],
+        tenants: Callable[[], TenantSalts | None],
+    ) -> None:
+        """Answer with what these know.
+
+        Args:
+            replicas: of the shard's node.
+            desk: has the lookup's findings.
+            owner: returns the arena's; raises while the shard does not serve.
+            nvme: returns the blocks on disk.
+            uses: returns how often the arena's blocks were used; raises likewise.
+            tenants: returns what derives the salts of tenants.
+        """
+        self.requests = RequestLog()
+        """What engines have noted."""
+        self._replicas = replicas
+        self._desk = desk
+        self._owner = owner
+        self._nvme = nvme
+        self._uses = uses
+        self._tenants = tenants
+
+    def asked(self, *, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
+        """Return requests of the node's replicas, the latest first; see `RequestLog.find`."""
+        found = []
+        for name, rank, note in self.requests.find(
+            replica=replica, request_id=request_id, last=last
+        ):
+            finding = self._desk.incompatible(name, rank, note.opening)
+            found.append(
+                Asked(
+                    replica=name,
+                    rank=rank,
+                    note=note,
+                    namespace=self._replicas.namespace_of(name, rank),
+                    stored_by="" if finding is None else finding.replica,
+                    stored_in=None if finding is None else finding.namespace,
+                )
+            )
+        return found
+
+    def whereabouts(self, keys: bytes, before: float | None) -> Whereabouts:
+        """Return where blocks are, and when they left; only departures `before` count, if given.
+
+        Raises:
+            ConfigError: `keys` are none, or too many.
+            ShardUnavailable: the shard does not serve.
+        """
+        owner, nvme = self._owner(), self._nvme()
+        packed = key_index.pack_keys(_checked(keys))
+        gone = owner.departures.of(packed[:, 0], before=before)
+        return Whereabouts(
+            host=_num_parts([owner.arena.tables], packed),
+            either=_num_parts(
+                [owner.arena.tables, *([] if nvme is None else [nvme.store.tables])], packed
+            ),
+            left_at=gone.at,
+            left_tier=gone.tier,
+            left_by=gone.cause,
+            since=owner.departures.since,
+        )
+
+    def prompt(
+        self, replica: str, tokens: bytes, *, salt: str | int | None, lora: str | None
+    ) -> Prompt:
+        """Return the keys that a prompt would have in a replica that is registered here.
+
+        Raises:
+            ConfigError: it is not, or a value cannot be used.
+        """
+        first = self._replicas.first_reader(replica)
+        if first is None:
+            raise ConfigError(f"No rank of {replica!r:.80} is registered here now.")
+        reader = first[1]
+        keys = prompt_keys(reader, tokens, salt=salt, lora=lora, tenants=self._tenants())
+        if len(keys) > KEYS_MAX:
+            raise ConfigError(f"A prompt of {len(keys)} blocks is too long; at most {KEYS_MAX}.")
+        # An adapter or a tenant enters the opening by what only keys are made of here.
+        opening = b""
+        if len(tokens) and lora is None and reader.tenants is None:
+            opening = opening_digest(np.frombuffer(tokens, dtype="<i4"), salt=salt)
+        return Prompt(keys=b"".join(keys), namespace=reader.namespace, opening=opening)
+
+    def contents(self, namespace: str | None, hottest: int) -> dict[str, Any]:
+        """Return what the tiers have of each namespace and, of one, the prefixes used most.
+
+        Args:
+            namespace: the first 8 hex digits of its digest; None: no prefixes.
+            hottest: how many prefixes.
+        """
+        tables, nvme = self._owner().arena.tables, self._nvme()
+        found: dict[int, dict[str, int]] = {}
+        for tier, held in (("host", tables), ("nvme", nvme.store.tables if nvme else None)):
+            for number, (blocks, size) in quotas.used(held).items() if held is not None else ():
+                one = found.setdefault(number, {})
+                one[f"{tier}_blocks"], one[f"{tier}_bytes"] = blocks, size
+        prefixes = []
+        if namespace is not None:
+            prefixes = hot_prefixes(
+                tables,
+                self._uses(),
+                namespace=_number(namespace),
+                most=min(hottest, _HOTTEST_MAX),
+                now=time.monotonic(),
+            )
+        return {
+            "namespaces": {quotas.name_of(number): one for number, one in found.items()},
+            "prefixes": [asdict(prefix) for prefix in prefixes],
+        }
+
+
+def _num_parts(tiers: Sequence[Tables], packed: Array) -> Array:
+    """Return how many parts of each block some tier has."""
+    counts = np.zeros(len(packed), dtype=np.int64)
+    known = [np.unique(tables.slot_part[tables.slot_state == READY]) for tables in tiers]
+    for part in np.unique(np.concatenate(known)).tolist():
+        there = np.zeros(len(packed), dtype=bool)
+        for tables in tiers:
+            there |= lease.present(tables, packed, part)
+        counts += there
+    return counts
+
+
+def _checked(keys: object) -> Sequence[BlockKey]:
+    if not isinstance(keys, bytes) or len(keys) % KEY_BYTES or len(keys) > KEYS_MAX * KEY_BYTES:
+        raise ConfigError(f"keys are bytes, {KEY_BYTES} for each of at most {KEYS_MAX} blocks.")
+    return split_keys(keys)
+
+
+def _number(namespace: str) -> int:
+    """Return what an arena knows a namespace by, of which the first digits are given."""
+    try:
+        digest = bytes.fromhex(namespace)
+    except ValueError:
+        digest = b""
+    if len(namespace) != _DIGITS or not digest:
+        raise ConfigError(f"A namespace is named by {_DIGITS} hex digits, not {namespace!r:.40}.")
+    return namespace_id(digest)

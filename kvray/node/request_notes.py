@@ -1,0 +1,47 @@
+"""Notes on the requests of one rank, on their way to the shard that keeps them for people."""
+
+from collections import OrderedDict, deque
+
+from kvray.request_note import NOTES_MAX, RequestNote, pack
+
+_WAITING_MAX = 512
+_SAID_MAX = 2048
+
+
+class RequestNotes:
+    """The latest requests of one rank.
+
+    The engine's thread notes, in about a microsecond and without a lock; the link's thread takes
+    and reports. What crosses is `_waiting`, a deque; of too many the oldest goes.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing noted."""
+        self._waiting: deque[RequestNote] = deque(maxlen=_WAITING_MAX)
+        self._said: OrderedDict[int, tuple[int, int, str]] = OrderedDict()
+        """Request -> what was noted of it last: an engine that is full asks in every pass."""
+
+    def note(self, note: RequestNote) -> None:
+        """Note what came of a request, unless it is what came of it before."""
+        came = note.first, note.end, note.reason
+        if self._said.get(note.request_id) == came:
+            return
+        self._said[note.request_id] = came
+        if len(self._said) > _SAID_MAX:
+            self._said.popitem(last=False)
+        self._waiting.append(note)
+
+    def take(self) -> list[RequestNote]:
+        """Return what to report next, the oldest first; it waits no longer."""
+        count = min(NOTES_MAX, len(self._waiting))
+        return [self._waiting.popleft() for _ in range(count)]
+
+    def give_back(self, notes: list[RequestNote]) -> None:
+        """Have `notes`, which could not be reported, wait again as far as there is room."""
+        room = _WAITING_MAX - len(self._waiting)
+        self._waiting.extendleft(reversed(notes[max(0, len(notes) - room) :]))
+
+
+def packed(notes: list[RequestNote]) -> list[bytes]:
+    """Return notes as a report carries them."""
+    return [pack(note) for note in notes]

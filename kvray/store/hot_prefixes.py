@@ -1,0 +1,56 @@
+"""The prefixes of a namespace that are used most, as an arena has them; pure, needs no lock."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvray.store.layout import READY
+from kvray.store.tables import Tables
+from kvray.store.use_counts import UseCounts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotPrefix:
+    """A prefix of prompts that is used more than any that continues it."""
+
+    key: str
+    """The first 8 hex digits of its last block's key."""
+    num_blocks: int
+    uses: int
+    """How often it was found since it came; of several in some 100 ms one counts."""
+    used_s_ago: float | None
+    """How long ago the last use was; None: there was none."""
+
+
+def hot_prefixes(
+    tables: Tables, uses: UseCounts, *, namespace: int, most: int, now: float
+) -> list[HotPrefix]:
+    """Return up to `most` prefixes, what was used most and last first.
+
+    A prompt of which all blocks are used alike is one prefix, and where prompts part their common
+    beginning is one more if it is used more often than each of them.
+    """
+    slots = np.flatnonzero((tables.slot_state == READY) & (tables.slot_namespace == namespace))
+    if not len(slots):
+        return []
+    slots = slots[tables.slot_part[slots] == tables.slot_part[slots].min()]
+    counts, used_at = uses.of(tables, slots)
+    below = np.full(tables.geometry.num_slots, -1, dtype=np.int64)
+    parents = tables.slot_parent[slots].astype(np.int64)
+    has_parent = parents >= 0
+    np.maximum.at(below, parents[has_parent], counts[has_parent].astype(np.int64))
+    is_end = counts > below[slots]
+    slots, counts, used_at = slots[is_end], counts[is_end], used_at[is_end]
+    depths = tables.slot_depth[slots].astype(np.int64)
+    order = np.lexsort((-depths, -used_at, -counts.astype(np.int64)))[:most]
+    keys = tables.slot_key[slots[order]]
+    rows = zip(keys, depths[order], counts[order], used_at[order], strict=True)
+    return [
+        HotPrefix(
+            key=key.tobytes().hex()[:8],
+            num_blocks=int(depth) + 1,
+            uses=int(count),
+            used_s_ago=float(now - at) if count else None,
+        )
+        for key, depth, count, at in rows
+    ]
