@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvray.errors import CapacityError
-from kvray.store.cgroup import limiting_cgroups
+from kvray.store.cgroup import Cgroup, limiting_cgroups
 from kvray.store.mounts import mount_of
 
 _SHM = Path("/dev/shm")
@@ -27,9 +27,47 @@ class MemoryClaims:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MountRoom:
+    """What a mount has; sizes in bytes."""
+
+    point: Path
+    size: int
+    free: int
+    is_shm: bool
+    """Whether Ray's object store fills it too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HugePool:
+    """The huge pages that the machine has set aside; nobody else can have them."""
+
+    path: Path
+    page_bytes: int
+    total: int
+    left: int
+    """Pages, as `total`: neither in use nor promised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMemory:
+    """What a node has for a file in memory at one place, as of now; sizes in bytes."""
+
+    total: int
+    available: int
+    cgroups: tuple[Cgroup, ...] = ()
+    """Those that limit this process, the innermost first."""
+    mount: MountRoom | None = None
+    """None: it has no limit of its own."""
+    pool: HugePool | None = None
+    """None: the mount is no hugetlbfs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
     """One bound on the size of a file in memory."""
 
+    name: str
+    limit: int
     left: int
     words: str
     """How `left` comes about; the end of "The arena needs so much, but"."""
@@ -55,52 +93,96 @@ def check_room(
     Raises:
         CapacityError: it does not fit; the message has the arithmetic and the fix.
     """
-    room = min(_rooms(directory, file_bytes, claims), key=lambda room: room.left)
+    bounds = rooms(read_memory(directory), file_bytes, claims)
+    room = min(bounds, key=lambda room: room.left)
     if file_bytes <= room.left:
         return
-    fitting = _rounded_down(largest(room.left - _SPARE))
+    fitting = rounded_down(largest(room.left - _SPARE))
     raise CapacityError(
         f"The arena needs {_gib(file_bytes)}, but {room.words};"
         f" {f'lower arena.capacity to {fitting}' if fitting else 'free memory'}{room.remedy}."
     )
 
 
-def _rooms(directory: Path, file_bytes: int, claims: MemoryClaims | None) -> Iterator[Room]:
-    """Yield every bound on a file in `directory`, with Ray's object store filled up."""
+def read_memory(directory: Path) -> NodeMemory:
+    """Return what this machine has for a file in `directory`."""
+    total, available = _machine()
     mount = mount_of(directory)
-    if mount is not None and mount.kind == "hugetlbfs":
+    is_huge = mount is not None and mount.kind == "hugetlbfs"
+    return NodeMemory(
+        total=total,
+        available=available,
+        cgroups=tuple(limiting_cgroups()),
+        mount=read_mount(directory),
+        pool=_huge_pool(os.statvfs(directory).f_frsize) if is_huge else None,
+    )
+
+
+def read_mount(directory: Path) -> MountRoom | None:
+    """Return what the mount of a directory has, if it is of limited size."""
+    stat = os.statvfs(directory)
+    if not stat.f_blocks:
+        return None
+    return MountRoom(
+        point=directory,
+        size=stat.f_blocks * stat.f_frsize,
+        free=stat.f_bavail * stat.f_frsize,
+        is_shm=_is_shm(directory),
+    )
+
+
+def rooms(memory: NodeMemory, file_bytes: int, claims: MemoryClaims | None) -> Iterator[Room]:
+    """Yield every bound on a file of `file_bytes`, with Ray's object store filled up. Pure."""
+    if memory.pool is not None:
         # Its pages were set aside before: nobody else can have them, whatever else is full.
-        yield from _mounted(directory, 0)
-        yield _huge_pool(os.statvfs(directory).f_frsize, file_bytes)
+        if memory.mount is not None:
+            yield _mounted(memory.mount, 0)
+        yield _pooled(memory.pool, file_bytes)
         return
     filling = 0 if claims is None else claims.object_store_bytes
-    yield from _mounted(directory, filling if _is_shm(directory) else 0)
-    for cgroup in limiting_cgroups():
+    if memory.mount is not None:
+        yield _mounted(memory.mount, filling if memory.mount.is_shm else 0)
+    yield from memory_rooms(memory, claims)
+
+
+def memory_rooms(memory: NodeMemory, claims: MemoryClaims | None) -> Iterator[Room]:
+    """Yield the bounds on whatever takes memory, be it of a mount or of a process. Pure."""
+    filling = 0 if claims is None else claims.object_store_bytes
+    for cgroup in memory.cgroups:
         yield Room(
+            name=f"cgroup {cgroup.path}",
+            limit=cgroup.limit,
             left=cgroup.left - filling,
             words=f"the cgroup {cgroup.path} leaves {_gib(cgroup.left)} of its limit of"
             f" {_gib(cgroup.limit)}{_less(filling)}",
             remedy=" or raise that limit",
         )
-    total, available = _machine()
     yield Room(
-        left=available - filling,
-        words=f"{_gib(available)} of the machine's {_gib(total)} are available{_less(filling)}",
+        name="machine",
+        limit=memory.total,
+        left=memory.available - filling,
+        words=f"{_gib(memory.available)} of the machine's {_gib(memory.total)} are"
+        f" available{_less(filling)}",
     )
     if claims is not None:
-        yield _under_threshold(claims, total, total - available)
+        yield _under_threshold(memory, claims)
 
 
-def _mounted(directory: Path, filling: int) -> Iterator[Room]:
-    """Yield what the mount leaves, if it is of limited size."""
-    stat = os.statvfs(directory)
-    if stat.f_blocks:
-        free = stat.f_bavail * stat.f_frsize
-        yield Room(
-            left=free - filling,
-            words=f"{_gib(free)} are free in {directory}{_less(filling)}",
-            remedy=" or enlarge the mount",
-        )
+def rounded_down(size: int) -> str:
+    """Return `size` as a setting that is not larger; "" for nothing."""
+    if size >= 2**30:
+        return f"{size * 10 // 2**30 / 10:.1f}GiB"
+    return f"{size // 2**20}MiB" if size >= 2**20 else ""
+
+
+def _mounted(mount: MountRoom, filling: int) -> Room:
+    return Room(
+        name=str(mount.point),
+        limit=mount.size,
+        left=mount.free - filling,
+        words=f"{_gib(mount.free)} are free in {mount.point}{_less(filling)}",
+        remedy=" or enlarge the mount",
+    )
 
 
 def _is_shm(directory: Path) -> bool:
@@ -108,33 +190,42 @@ def _is_shm(directory: Path) -> bool:
     return _SHM.exists() and os.stat(_SHM).st_dev == os.stat(directory).st_dev
 
 
-def _huge_pool(page_bytes: int, file_bytes: int) -> Room:
-    """Return what is left of the pages that the machine has set aside for hugetlbfs."""
+def _huge_pool(page_bytes: int) -> HugePool:
     pool = _HUGE_POOLS / f"hugepages-{page_bytes // 1024}kB"
     total, free, promised = (
         int((pool / name).read_text())
         for name in ("nr_hugepages", "free_hugepages", "resv_hugepages")
     )
-    left = (free - promised) * page_bytes
-    wanted = total - (free - promised) + -(-file_bytes // page_bytes)
+    return HugePool(path=pool, page_bytes=page_bytes, total=total, left=free - promised)
+
+
+def _pooled(pool: HugePool, file_bytes: int) -> Room:
+    """Return what is left of the pages that the machine has set aside for hugetlbfs."""
+    left = pool.left * pool.page_bytes
+    wanted = pool.total - pool.left + -(-file_bytes // pool.page_bytes)
     return Room(
+        name="huge pages",
+        limit=pool.total * pool.page_bytes,
         left=left,
         words=f"{_gib(left)} are left of the machine's huge pages",
-        remedy=f" or run `echo {wanted} > {pool}/nr_hugepages`",
+        remedy=f" or run `echo {wanted} > {pool.path}/nr_hugepages`",
     )
 
 
-def _under_threshold(claims: MemoryClaims, total: int, used: int) -> Room:
+def _under_threshold(memory: NodeMemory, claims: MemoryClaims) -> Room:
     """Return what may come into use before Ray's memory monitor, which sums as here, kills.
 
     It takes a container's limit for the node's memory, and tmpfs for used like everything else.
     """
-    for cgroup in limiting_cgroups():
+    total, used = memory.total, memory.total - memory.available
+    for cgroup in memory.cgroups:
         if cgroup.is_root and cgroup.limit <= total:
             total = cgroup.limit
             used = max(0, cgroup.usage - cgroup.idle_cache - cgroup.active_cache)
     allowed = int(claims.threshold * total)
     return Room(
+        name=f"Ray's threshold, {claims.threshold:g} x {_gib(total)}",
+        limit=allowed,
         left=allowed - used - claims.object_store_bytes,
         words=f"Ray kills workers above {claims.threshold:g} x {_gib(total)} = {_gib(allowed)}, of"
         f" which {_gib(used)} are in use{_less(claims.object_store_bytes)}",
@@ -157,10 +248,3 @@ def _less(filling: int) -> str:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.2f}GiB"
-
-
-def _rounded_down(size: int) -> str:
-    """Return `size` as a setting that is not larger; "" for nothing."""
-    if size >= 2**30:
-        return f"{size * 10 // 2**30 / 10:.1f}GiB"
-    return f"{size // 2**20}MiB" if size >= 2**20 else ""

@@ -21,7 +21,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of 100 GiB, 80 of them available, without cgroups, and a mount without a size."""
     monkeypatch.setattr(capacity, "_machine", lambda: (100 * GIB, 80 * GIB))
     monkeypatch.setattr(capacity, "limiting_cgroups", list)
-    monkeypatch.setattr(capacity, "_mounted", lambda directory, filling: iter(()))
+    monkeypatch.setattr(capacity, "read_mount", lambda directory: None)
 
 
 def largest(room: int) -> int:
