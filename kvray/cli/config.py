@@ -11,15 +11,24 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.boundary import boundary
-from kvray.cli.options import AddressOption, ConfigOption, NodeLabelOption, VerboseOption
+from kvray.cli.config_fit import fit
+from kvray.cli.options import (
+    AddressOption,
+    ConfigOption,
+    NodeLabelOption,
+    VerboseOption,
+    parse_labels,
+)
 from kvray.config import Effective, Setting, effective_settings, json_schema, read_effective
-from kvray.errors import ConfigError
 
 config_app = typer.Typer(
     name="config",
     help="What the configuration says, what it may say, and whether it fits this machine.",
     no_args_is_help=True,
 )
+
+
+config_app.command()(fit)
 
 
 @config_app.command()
@@ -55,23 +64,6 @@ def schema(verbose: VerboseOption = False) -> None:
     """Print the JSON schema of kvray.yaml, for editors and checks."""
     with boundary(verbose=verbose):
         print(json_schema(), end="")
-
-
-def parse_labels(given: list[str] | None) -> dict[str, str]:
-    """Return the labels of `--node-label`, each key=value.
-
-    Raises:
-        ConfigError: one is not.
-    """
-    labels = {}
-    for one in given or []:
-        key, parted, value = one.partition("=")
-        if not (key and parted and value):
-            raise ConfigError(
-                f"--node-label {one!r} is no label; write key=value, such as kvray.io/pool=big."
-            )
-        labels[key] = value
-    return labels
 
 
 def _as_json(effective: Effective, settings: list[Setting]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from kvray.errors import ConfigError
+
 ConfigOption = Annotated[
     Path | None,
     typer.Option(
@@ -54,3 +56,20 @@ NodeLabelOption = Annotated[
 VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show tracebacks of errors.", show_default=False)
 ]
+
+
+def parse_labels(given: list[str] | None) -> dict[str, str]:
+    """Return the labels of `--node-label`, each key=value.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    labels = {}
+    for one in given or []:
+        key, parted, value = one.partition("=")
+        if not (key and parted and value):
+            raise ConfigError(
+                f"--node-label {one!r} is no label; write key=value, such as kvray.io/pool=big."
+            )
+        labels[key] = value
+    return labels
