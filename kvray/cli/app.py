@@ -9,6 +9,7 @@ from kvray.cli.bench import bench
 from kvray.cli.chaos import chaos
 from kvray.cli.config import config_app
 from kvray.cli.connector_config import connector_config
+from kvray.cli.dashboard import dashboard
 from kvray.cli.demo import demo
 from kvray.cli.doctor import doctor
 from kvray.cli.down import down
@@ -42,6 +43,7 @@ app.command()(replay)
 app.command()(demo)
 app.command()(chaos)
 app.add_typer(bench)
+app.add_typer(dashboard)
 app.add_typer(config_app)
 
 

@@ -1,6 +1,7 @@
 """`kvray status`: what shards, lookup and replicas say of themselves."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -35,6 +36,8 @@ _TOKEN_COLUMNS = {
     "hit_tokens": "hit\ntokens",
 }
 _MISS_PREFIX = "miss_tokens_"
+_FOR_METRICS = re.compile("_ns_below_|_us_sum$|^uptime_s$")
+"""Of the counters those that only metrics are made of."""
 
 
 def status(
@@ -150,7 +153,12 @@ def replicas_table(replicas: list[dict[str, Any]]) -> Table:
         counters = replica["counters"]
         misses = _named(counters, lambda name: name.startswith(_MISS_PREFIX))
         others = _named(
-            counters, lambda name: name not in _TOKEN_COLUMNS and not name.startswith(_MISS_PREFIX)
+            counters,
+            lambda name: (
+                name not in _TOKEN_COLUMNS
+                and not name.startswith(_MISS_PREFIX)
+                and not _FOR_METRICS.search(name)
+            ),
         )
         gone = [] if replica["connected"] else ["[red]gone[/]"]
         table.add_row(

@@ -1,0 +1,151 @@
+"""`kvray dashboard`: the Grafana dashboard, put where Ray's Grafana looks, and the alerts."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from kvray.cli.boundary import boundary
+from kvray.cli.options import ConfigOption, VerboseOption
+from kvray.config import load_config
+from kvray.dashboards import ALERTS, DASHBOARD, package_file
+from kvray.errors import ConfigError
+
+dashboard = typer.Typer(
+    name="dashboard",
+    help="The Grafana dashboard of the tier, and its Prometheus alerts.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+_SESSION = "session_latest"
+_PROVIDERS = Path("metrics/grafana/provisioning/dashboards/default.yml")
+_DISCOVERY = "prom_metrics_service_discovery.json"
+_RAY_DIR = "ray"
+
+
+@dashboard.command()
+def install(
+    config: ConfigOption = None,
+    ray_temp_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="What Ray's head was started with as --temp-dir; else that of the local Ray of"
+            " this tier, else /tmp/ray.",
+            show_default=False,
+        ),
+    ] = None,
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            "--to",
+            metavar="DIR",
+            help="A directory that a Grafana loads dashboards from; then no Ray is looked for.",
+            show_default=False,
+        ),
+    ] = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Put the dashboard where Ray's Grafana loads dashboards from: on the node of Ray's head.
+
+    Ray makes that directory anew with every session: repeat this after Ray was restarted.
+    """
+    with boundary(verbose=verbose):
+        if target is not None:
+            print(f"The dashboard is {put_dashboard(target)}.")
+            return
+        temp_dir = ray_temp_dir or _temp_dir(load_config(config).cluster_name)
+        session = find_session(temp_dir)
+        print(f"The dashboard is {put_dashboard(dashboards_dir(session))}.")
+        print("Ray makes that directory anew with every session: repeat this after a restart.")
+        print()
+        print("Prometheus finds the tier through Ray, and the alerts here:")
+        print(scrape_config(temp_dir), end="")
+
+
+@dashboard.command()
+def rules() -> None:
+    """Print the alerts, as a rule file of Prometheus."""
+    print(package_file(ALERTS).read_text(), end="")
+
+
+@dashboard.command()
+def show() -> None:
+    """Print the dashboard's JSON, for Grafana's import."""
+    print(package_file(DASHBOARD).read_text(), end="")
+
+
+def find_session(temp_dir: Path) -> Path:
+    """Return the directory of the latest Ray session of `temp_dir`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    session = temp_dir / _SESSION
+    if not session.is_dir():
+        raise ConfigError(
+            f"There is no Ray session in {temp_dir}; run this on the node of Ray's head, and give"
+            " its --temp-dir as --ray-temp-dir."
+        )
+    return session.resolve()
+
+
+def dashboards_dir(session: Path) -> Path:
+    """Return the directory that Ray has told its Grafana to load dashboards from.
+
+    Raises:
+        ConfigError: the session has no dashboard of Ray's, which makes it.
+    """
+    providers = session / _PROVIDERS
+    try:
+        found = yaml.safe_load(providers.read_text())
+        return Path(found["providers"][0]["options"]["path"])
+    except (OSError, yaml.YAMLError, LookupError, TypeError):
+        raise ConfigError(
+            f"Ray has not written {providers}; start its head with the dashboard (`ray start"
+            " --include-dashboard=true`, `kvray up --dashboard`), or give a Grafana's directory"
+            " with --to."
+        ) from None
+
+
+def put_dashboard(directory: Path) -> Path:
+    """Write the dashboard into `directory`, whole or not at all; again is fine.
+
+    Raises:
+        ConfigError: it cannot be written there.
+    """
+    path = directory / f"kvray_{DASHBOARD}"
+    text = package_file(DASHBOARD).read_text()
+    try:
+        made = path.with_suffix(".new")  # no name that Grafana loads
+        made.write_text(text)
+        made.chmod(0o644)  # Grafana may be another user
+        made.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"The dashboard cannot be written to {directory} ({error.strerror}); run this on the"
+            " node of Ray's head as the user of its Grafana directory."
+        ) from None
+    return path
+
+
+def scrape_config(temp_dir: Path) -> str:
+    """Return what of a configuration of Prometheus is about the tier."""
+    described = {
+        "rule_files": [str(package_file(ALERTS))],
+        "scrape_configs": [
+            {"job_name": "ray", "file_sd_configs": [{"files": [str(temp_dir / _DISCOVERY)]}]}
+        ],
+    }
+    text: str = yaml.safe_dump(described, sort_keys=False)
+    return text
+
+
+def _temp_dir(cluster_name: str) -> Path:
+    """Return where the local Ray of the tier has its sessions, or where any Ray has them."""
+    from kvray.actors.local_ray import local_dir
+
+    own = local_dir(cluster_name) / _RAY_DIR
+    return own if own.is_dir() else Path("/tmp/ray")

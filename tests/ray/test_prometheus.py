@@ -1,0 +1,308 @@
+"""A real Prometheus over a tier under load: what the dashboard asks for is there, and right."""
+
+import contextlib
+import json
+import math
+import random
+import shutil
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvray.config import environ_for
+from kvray.dashboards import ALERTS, DASHBOARD, package_file
+from kvray.reference.replica import Replica
+from tests.ray.cluster import CONNECTOR, wait_for
+from tests.ray.command_line import Shell, open_shell
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(
+        shutil.which("prometheus") is None, reason="Prometheus (Debian: prometheus) is not there"
+    ),
+]
+
+PROMPT_TOKENS = 320
+SETTINGS: dict[str, Any] = {
+    "arena": {"capacity": "2MiB", "slab": "1MiB", "slot_min": "16KiB", "lock_wait_s": 0.05},
+    "connector": {"model_key": "tiny", "stage_wait_s": 2.0},
+    "nvme": {
+        "capacity": "64MiB",
+        "segment": "4MiB",
+        "free_reserve": "1MiB",
+        "high_watermark": 0.5,
+        "admission": "all",
+        "write_gib_per_day": 100,
+    },
+}
+WINDOW = "20s"
+DATA_S = 60.0
+AGREE_S = 40.0
+
+
+class Prometheus:
+    """A Prometheus that scrapes what Ray's service discovery names."""
+
+    def __init__(self, directory: Path, discovery: Path) -> None:
+        directory.mkdir()
+        settings = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(package_file(ALERTS))],
+            "scrape_configs": [
+                {
+                    "job_name": "ray",
+                    "scrape_timeout": "1s",
+                    "file_sd_configs": [{"files": [str(discovery)], "refresh_interval": "1s"}],
+                }
+            ],
+        }
+        config = directory / "prometheus.yml"
+        config.write_text(yaml.safe_dump(settings))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._url = f"http://{address}/api/v1/"
+        self.process = subprocess.Popen(
+            [
+                "prometheus",
+                f"--config.file={config}",
+                f"--storage.tsdb.path={directory / 'data'}",
+                f"--web.listen-address={address}",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=(directory / "log").open("wb"),
+        )
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Return the vector that `expression` is now."""
+        asked = urllib.parse.urlencode({"query": expression})
+        answer = self._get(f"query?{asked}")
+        return list(answer["result"])
+
+    def values(self, expression: str) -> list[float]:
+        """Return its values that are numbers."""
+        values = (float(one["value"][1]) for one in self.query(expression))
+        return [value for value in values if not math.isnan(value)]
+
+    def total(self, metric: str, **labels: str) -> int:
+        """Return the sum of a metric's series."""
+        chosen = ",".join(f'{name}="{value}"' for name, value in labels.items())
+        return round(sum(self.values(f"sum(ray_kvray_{metric}{{{chosen}}})")))
+
+    def rules(self) -> list[dict[str, Any]]:
+        """Return the alerts, with how their last evaluation went."""
+        return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def _get(self, path: str) -> Any:
+        try:
+            with urllib.request.urlopen(self._url + path, timeout=10) as answer:
+                return json.load(answer)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{path}: {error.read().decode()}") from None
+        except OSError:
+            return {"result": [], "groups": []}  # it has just been started
+
+
+class Load:
+    """Prompts that miss, hit in memory, and hit on disk, one after the other until it is closed."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._stopping = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        number = 0
+        try:
+            while not self._stopping.is_set():
+                # A new one, one that has left the engine's pool, and one that has left memory.
+                for which in (number, number - 2, number - 20):
+                    if which >= 0:
+                        self._replica.generate([make_prompt(which)], max_tokens=1)
+                number += 1
+        except Exception as error:  # noqa: BLE001 - the test's thread raises it
+            self._error = error
+
+
+def make_prompt(number: int) -> list[int]:
+    random_ = random.Random(number)
+    return [random_.randrange(3, 250) for _ in range(PROMPT_TOKENS)]
+
+
+class Watched:
+    """A tier on a local Ray with a dashboard, an engine, and the Prometheus that looks on."""
+
+    def __init__(self, shell: Shell, replica: Replica, prometheus: Prometheus) -> None:
+        self.shell = shell
+        self.replica = replica
+        self.prometheus = prometheus
+
+    def status(self) -> dict[str, Any]:
+        done = self.shell.run("status", "--json")
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[Watched]:
+    with open_shell("metrics") as shell, contextlib.ExitStack() as stack:
+        config = shell.directory / "kvray.yaml"
+        nvme = {**SETTINGS["nvme"], "dir": str(shell.directory / "disk")}
+        values = {"cluster_name": shell.cluster_name, **SETTINGS, "nvme": nvme}
+        config.write_text(yaml.safe_dump(values))
+        del shell.environ["KVRAY_ARENA__CAPACITY"]
+        shell.environ |= {"KVRAY_CONFIG": str(config), "RAY_metrics_report_interval_ms": "1000"}
+        up = shell.run("up", "--dashboard")
+        assert up.returncode == 0, up.stderr
+        stack.callback(shell.run, "down")
+        (ray_dir,) = shell.directory.glob("kvray-*/ray")
+        discovery = ray_dir / "prom_metrics_service_discovery.json"
+        prometheus = Prometheus(shell.directory / "prometheus", discovery)
+        stack.callback(prometheus.close)
+        replica = Replica.start(
+            "engine",
+            env=environ_for(config),
+            model="tiny:11",
+            tokens_per_block=32,
+            num_blocks=24,
+            connector=CONNECTOR,
+            num_threads=1,
+        )
+        stack.callback(replica.kill)
+        yield Watched(shell, replica, prometheus)
+
+
+def expressions() -> list[str]:
+    """Return every expression of the dashboard, its variables filled in as Grafana does."""
+    panels = json.loads(package_file(DASHBOARD).read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    filled = {"$__rate_interval": WINDOW, "$node": ".*", "$replica": ".*"}
+    for name, value in filled.items():
+        asked = [one.replace(name, value) for one in asked]
+    return asked
+
+
+def test_every_expression_of_the_dashboard_returns_data_under_load(watched: Watched) -> None:
+    load = Load(watched.replica)
+    try:
+        left = expressions()
+        assert len(left) > 30
+        deadline = time.monotonic() + DATA_S
+        while left and time.monotonic() < deadline:
+            left = [one for one in left if not watched.prometheus.values(one)]
+            time.sleep(0.5)
+        assert left == []
+    finally:
+        load.close()
+
+
+def test_the_alerts_are_evaluated_and_none_fires_on_a_healthy_tier(watched: Watched) -> None:
+    wait_for(
+        lambda: [rule["health"] for rule in watched.prometheus.rules()] == ["ok"] * 5,
+        "evaluating the alerts",
+        timeout_s=20,
+    )
+    states = {rule["name"]: rule["state"] for rule in watched.prometheus.rules()}
+    assert states["KvrayCorruptBlocks"] == states["KvrayPartDown"] == "inactive"
+
+
+def test_status_agrees_with_prometheus(watched: Watched) -> None:
+    # Whether or not the tests before this one have run, there is something to agree on.
+    for number in (1000, 1001, 1002, 1000):
+        watched.replica.generate([make_prompt(number)], max_tokens=1)
+    differences: dict[str, Any] = {}
+
+    def agree() -> bool:
+        status = watched.status()
+        differences.clear()
+        differences.update(difference(status, watched.prometheus))
+        return not differences
+
+    deadline = time.monotonic() + AGREE_S
+    while not agree():
+        assert time.monotonic() < deadline, differences
+        time.sleep(0.5)
+
+
+def difference(status: dict[str, Any], prometheus: Prometheus) -> dict[str, tuple[int, int]]:
+    """Return name -> (what `kvray status --json` says, what Prometheus says) where they differ."""
+    (shard,) = status["shards"]
+    counters = [rank["counters"] for rank in shard["replicas"]]
+    assert counters
+    assert all(counters)
+
+    def counted(name: str) -> int:
+        return sum(one.get(name, 0) for one in counters)
+
+    arena, nvme, total = shard["arena"], shard["nvme"], prometheus.total
+    reasons = {name for one in counters for name in one if name.startswith("miss_tokens_")}
+    ways = {"host": "hit_tokens_from_host", "nvme": "hit_tokens_from_nvme"}
+    both = {
+        "requests": (counted("requests"), total("requests_total")),
+        "prompt": (counted("prompt_tokens"), total("prompt_tokens_total")),
+        "own": (counted("local_tokens"), total("own_tokens_total")),
+        "hits": (counted("hit_tokens"), total("hit_tokens_total")),
+        "stages": (counted("stage_calls"), total("stage_count_total")),
+        "loaded": (counted("loaded_blocks"), total("engine_blocks_total", action="loaded")),
+        "resident": (arena["resident_bytes"], total("resident_bytes", tier="host")),
+        "capacity": (arena["capacity_bytes"], total("capacity_bytes", tier="host")),
+        "on disk": (nvme["block_bytes"], total("resident_bytes", tier="nvme")),
+        "demoted": (nvme["demoted_blocks"], total("demoted_blocks_total")),
+        "promoted": (nvme["promoted_blocks"], total("promoted_blocks_total")),
+        "written": (nvme["written_bytes"], total("nvme_written_bytes_total")),
+        "read": (nvme["read_bytes"], total("nvme_read_bytes_total")),
+        "known": (status["lookup"]["keys"], total("lookup_keys")),
+    }
+    for reason in sorted(reasons):
+        label = reason.removeprefix("miss_tokens_")
+        both[reason] = counted(reason), total("miss_tokens_total", reason=label)
+    for tier, name in ways.items():
+        both[name] = counted(name), total("hit_tokens_total", tier=tier)
+    for kind in ("stored", "evicted", "dropped", "corrupt"):
+        both[f"{kind} in memory"] = arena[kind], total(f"{kind}_blocks_total", tier="host")
+        both[f"{kind} on disk"] = nvme[kind], total(f"{kind}_blocks_total", tier="nvme")
+    assert counted("hit_tokens") > 0
+    return {name: pair for name, pair in both.items() if pair[0] != pair[1]}
+
+
+def test_the_dashboard_goes_where_ray_has_told_its_grafana_to_look(watched: Watched) -> None:
+    done = watched.shell.run("dashboard", "install")
+
+    assert done.returncode == 0, done.stderr
+    (path,) = watched.shell.directory.glob(
+        "kvray-*/ray/session_2*/metrics/grafana/dashboards/kvray_*.json"
+    )
+    assert path.read_text() == package_file(DASHBOARD).read_text()
+    assert str(path) in done.stdout
+    assert "prom_metrics_service_discovery.json" in done.stdout
+    assert watched.shell.run("dashboard", "install").returncode == 0, "again is fine"
+
+
+def test_figures_of_an_engine_that_has_gone_do_not_stay(watched: Watched) -> None:
+    assert watched.prometheus.total("rank_connected") == 1
+    watched.replica.kill()
+    wait_for(
+        lambda: watched.prometheus.total("rank_connected") == 0, "noticing its end", timeout_s=20
+    )

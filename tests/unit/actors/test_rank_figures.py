@@ -1,0 +1,169 @@
+"""A rank's counters become totals of metrics, told apart by lives, and settled."""
+
+import math
+from typing import Any
+
+from kvray.actors.increments import Increments
+from kvray.actors.rank_figures import RankFigures, Series, totals_of
+from kvray.connector.timings import Timings
+
+HIT = "hit_tokens_total"
+MISS: Series = ("miss_tokens_total", ("not_stored",))
+
+
+def rank(counters: dict[str, int], *, replica: str = "r", connected: bool = True) -> dict[str, Any]:
+    return {"replica": replica, "rank": 0, "connected": connected, "counters": counters}
+
+
+class Exported:
+    """What a counter has that is given all increments."""
+
+    def __init__(self, figures: RankFigures) -> None:
+        self._figures = figures
+        self._increments: Increments[Series] = Increments()
+        self.sums: dict[Series, float] = {}
+
+    def look(self, counters: dict[str, int], now: float) -> None:
+        (one,) = self._figures.look([rank(counters)], now)
+        grown = self._increments.take(
+            one.source, one.totals, life=one.life, counted_before=one.counted_before
+        )
+        for series, by in grown.items():
+            self.sums[series] = self.sums.get(series, 0.0) + by
+
+
+def test_hits_are_told_apart_by_tier_and_transport_and_sum_to_all() -> None:
+    counters = {
+        "requests": 4,
+        "hit_tokens": 100,
+        "hit_tokens_from_host": 60,
+        "hit_tokens_from_nvme": 10,
+        "hit_tokens_from_nixl": 20,
+        "hit_tokens_from_object_ref": 10,
+    }
+
+    totals = totals_of(counters)
+
+    hits = {labels: value for (name, labels), value in totals.items() if name == HIT}
+    assert hits == {
+        ("host", "none"): 60,
+        ("nvme", "none"): 10,
+        ("remote", "nixl"): 20,
+        ("remote", "object_ref"): 10,
+    }
+
+
+def test_a_tensor_cache_hits_from_it_does_not_say_where() -> None:
+    totals = totals_of({"hit_tokens": 8, "missed_tokens": 2, "stored_tokens": 4})
+
+    assert totals[HIT, ("unknown", "none")] == 8
+    assert totals["miss_tokens_total", ("other",)] == 2
+    assert totals["stored_tokens_total", ()] == 4
+
+
+def test_reasons_that_nobody_knows_are_one_label() -> None:
+    totals = totals_of({"miss_tokens_evicted": 1, "miss_tokens_a": 2, "miss_tokens_prompt text": 3})
+
+    misses = {labels: value for (name, labels), value in totals.items()}
+    assert misses == {("evicted",): 1, ("other",): 5}
+
+
+def test_buckets_of_the_connector_become_cumulative_and_keep_their_sum() -> None:
+    timings = Timings()
+    for nanoseconds in (1_000, 40_000, 40_000, 1_000_000, 10**11):
+        timings.lease.observe(nanoseconds)
+
+    totals = totals_of(timings.counters())
+
+    buckets = {
+        float(labels[0]): value
+        for (name, labels), value in totals.items()
+        if name == "lease_seconds_bucket_total"
+    }
+    assert buckets[2**15 / 1e9] == 1
+    assert buckets[2**16 / 1e9] == 3
+    assert buckets[2**20 / 1e9] == 4
+    assert buckets[math.inf] == totals["lease_count_total", ()] == 5
+    assert list(buckets.values()) == sorted(buckets.values())
+    assert totals["lease_seconds_sum_total", ()] == 100.001081
+
+
+def test_a_bound_of_another_version_counts_in_the_next_one() -> None:
+    totals = totals_of({"stage_ns_below_100000": 2, "stage_us_sum": 150})
+
+    assert totals["stage_seconds_bucket_total", (f"{2**17 / 1e9:.9f}",)] == 2
+    assert totals["stage_seconds_bucket_total", (f"{2**16 / 1e9:.9f}",)] == 0
+
+
+def test_an_engine_that_is_restarted_counts_on() -> None:
+    exported = Exported(RankFigures(0.0))
+    exported.look({"requests": 10, "uptime_s": 50}, 50.0)
+    exported.look({"requests": 12, "uptime_s": 60}, 60.0)
+
+    exported.look({}, 61.0)  # it has registered and not reported yet
+    exported.look({"requests": 20, "uptime_s": 5}, 66.0)
+
+    assert exported.sums["requests_total", ()] == 32
+
+
+def test_an_engine_that_is_older_than_the_shard_is_not_counted_twice() -> None:
+    exported = Exported(RankFigures(1000.0))
+    exported.look({"requests": 500, "uptime_s": 300}, 1002.0)
+    assert exported.sums["requests_total", ()] == 0
+
+    exported.look({"requests": 503, "uptime_s": 310}, 1012.0)
+
+    assert exported.sums["requests_total", ()] == 3
+
+
+def test_an_engine_that_started_under_this_shard_is_counted_from_its_first_request() -> None:
+    exported = Exported(RankFigures(1000.0))
+
+    exported.look({"requests": 5, "uptime_s": 30}, 1031.0)
+
+    assert exported.sums["requests_total", ()] == 5
+
+
+def test_ranks_that_do_not_say_their_age_are_taken_for_old_after_an_adoption() -> None:
+    figures = RankFigures(0.0)
+    figures.note_adoption()
+    exported = Exported(figures)
+    exported.look({"hit_tokens": 8}, 1.0)
+    exported.look({"hit_tokens": 9}, 2.0)
+    assert exported.sums[HIT, ("unknown", "none")] == 1
+
+    exported.look({"hit_tokens": 2}, 3.0)  # it fell: another process
+
+    assert exported.sums[HIT, ("unknown", "none")] == 3
+
+
+def test_a_miss_that_turns_out_to_be_incompatible_is_counted_once() -> None:
+    exported = Exported(RankFigures(0.0))
+    exported.look({"miss_tokens_not_stored": 100, "uptime_s": 10}, 10.0)
+    exported.look(
+        {"miss_tokens_not_stored": 0, "miss_tokens_incompatible": 100, "uptime_s": 12}, 12
+    )
+    for now in range(13, 30):
+        exported.look(
+            {"miss_tokens_not_stored": 7, "miss_tokens_incompatible": 100, "uptime_s": now}, now
+        )
+
+    assert exported.sums[MISS] == 7
+    assert exported.sums["miss_tokens_total", ("incompatible",)] == 100
+
+
+def test_ranks_beyond_a_number_share_their_labels() -> None:
+    figures = RankFigures(0.0)
+    ranks = [rank({"requests": 1, "uptime_s": 0}, replica=f"r{number}") for number in range(200)]
+
+    found = figures.look(ranks, 1.0)
+
+    labels = {one.labels for one in found}
+    assert len(labels) == 129
+    assert ("other", "0") in labels
+
+
+def test_a_name_that_is_no_text_for_a_metrics_page_is_made_one() -> None:
+    (one,) = RankFigures(0.0).look([rank({"requests": 1}, replica="a\udc80" + "b" * 300)], 1.0)
+
+    assert one.labels[0].encode().decode() == "a?" + "b" * 62
