@@ -14,6 +14,7 @@ from tests.unit.cli.conftest import RunKvray
 COMMANDS = (
     *("up", "down", "status", "verify", "sweep", "connector-config", "demo", "replay"),
     *("bench local", "bench connector", "bench gpu"),
+    *("config show", "config fit", "config schema"),
 )
 
 
