@@ -1,0 +1,65 @@
+"""A client of the example: the same question to both replicas, with the `openai` package.
+
+python examples/ray_serve/ask.py [--url http://127.0.0.1:8000/v1]
+"""
+
+import argparse
+import time
+from importlib.resources import files
+
+from openai import OpenAI
+
+HANDBOOK = files("kvray.cli.demo") / "handbook.txt"
+CHARACTERS = 5000
+QUESTION = "What fills the memory of an accelerator long before the weights do?"
+REPLICAS = ("engine-0", "engine-1")
+SAVED_S = 2.0
+"""How long an engine's saves may take; they go on behind its answers."""
+
+
+def ask(client: OpenAI, model: str, replica: str) -> str:
+    """Ask one replica, print how that went, and return its answer."""
+    began = time.monotonic()
+    first_s, pieces, used = 0.0, [], None
+    stream = client.chat.completions.create(
+        model=model,
+        messages=[
+            {"role": "system", "content": HANDBOOK.read_text()[:CHARACTERS]},
+            {"role": "user", "content": QUESTION},
+        ],
+        max_tokens=32,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_headers={"x-kvray-replica": replica},
+    )
+    for chunk in stream:
+        if chunk.choices and chunk.choices[0].delta.content:
+            first_s = first_s or time.monotonic() - began
+            pieces.append(chunk.choices[0].delta.content)
+        used = chunk.usage or used
+    assert used is not None
+    assert used.prompt_tokens_details is not None
+    print(
+        f"{replica}: {first_s:.1f} s to the first text,"
+        f" {used.prompt_tokens_details.cached_tokens:,} of {used.prompt_tokens:,} prompt tokens"
+        " were cached"
+    )
+    return "".join(pieces)
+
+
+def main() -> None:
+    """Ask both replicas."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
+    args = parser.parse_args()
+    client = OpenAI(base_url=args.url, api_key="none")
+    model = client.models.list().data[0].id
+    first = ask(client, model, REPLICAS[0])
+    time.sleep(SAVED_S)
+    second = ask(client, model, REPLICAS[1])
+    assert first == second, "the tier must not change an answer"
+    print(f"Both said: {first.strip()}")
+
+
+if __name__ == "__main__":
+    main()

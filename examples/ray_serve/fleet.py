@@ -1,0 +1,113 @@
+"""Which engine answers a request, and its answer as it comes."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from examples.ray_serve.prefetch import Prefetcher
+from examples.ray_serve.protocol import RequestError
+
+_log = logging.getLogger("ray.serve")
+_TAKE_TIMEOUT_S = 5.0
+"""An engine that does not take a request for so long is passed over if there is another."""
+
+Event = dict[str, Any]
+
+
+class Fleet:
+    """The engines by their names, taken in turns."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, DeploymentHandle],
+        prefetcher: Prefetcher,
+        *,
+        request_timeout_s: float,
+    ) -> None:
+        self._engines = {name: handle.options(stream=True) for name, handle in engines.items()}
+        self._prefetcher = prefetcher
+        self._timeout_s = request_timeout_s
+        self._turns = itertools.count()
+
+    def choose(self, wanted: str | None) -> list[str]:
+        """Return the engines to try, in order: the one that is wanted, or all from the next one on.
+
+        Raises:
+            RequestError: there is no such engine.
+        """
+        names = list(self._engines)
+        if wanted is not None:
+            if wanted not in names:
+                raise RequestError(
+                    f"There is no replica {wanted!r:.80}; there are {', '.join(names)}.",
+                    status=404,
+                    code="replica_not_found",
+                )
+            return [wanted]
+        first = next(self._turns) % len(names)
+        return names[first:] + names[:first]
+
+    async def answer(
+        self, names: Sequence[str], tokens: list[int], max_tokens: int
+    ) -> AsyncGenerator[Event, None]:
+        """Yield `{"engine": name}`, then what that engine's `generate` yields.
+
+        An engine that is gone, full or silent before it has taken the request is passed over.
+
+        Raises:
+            RequestError: no engine takes it, one refused it or broke off, or time is up.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        for name in names:
+            is_last = name == names[-1]
+            await self._prefetcher.bring(tokens, name)
+            events = self._engines[name].generate.remote(tokens, max_tokens)
+            try:
+                patience_s = deadline - time.monotonic()
+                if not is_last:
+                    patience_s = min(patience_s, _TAKE_TIMEOUT_S)
+                await asyncio.wait_for(anext(events), patience_s)
+            except (RayError, RayServeException, asyncio.TimeoutError) as error:
+                events.cancel()
+                if is_last:
+                    raise _failure(error, name) from error
+                _log.warning("%s did not take a request (%r); the next one gets it", name, error)
+                continue
+            yield {"engine": name}
+            async with contextlib.aclosing(_rest(events, name, deadline)) as rest:
+                async for event in rest:
+                    yield event
+            return
+
+
+async def _rest(events: Any, name: str, deadline: float) -> AsyncGenerator[Event, None]:
+    """Yield what an engine says after it has taken a request; stop it if nobody listens."""
+    is_over = False
+    try:
+        while not is_over:
+            event = await asyncio.wait_for(anext(events), deadline - time.monotonic())
+            if "error" in event:
+                raise RequestError(event["error"], status=400 if event["is_config"] else 500)
+            is_over = "finish_reason" in event
+            yield event
+    except (RayError, RayServeException, asyncio.TimeoutError) as error:
+        raise _failure(error, name) from error
+    finally:
+        if not is_over:
+            events.cancel()
+
+
+def _failure(error: Exception, name: str) -> RequestError:
+    if isinstance(error, BackPressureError):
+        return RequestError(f"{name} is full; try again later.", status=429, code="overloaded")
+    if isinstance(error, asyncio.TimeoutError):
+        return RequestError(f"{name} did not answer in time.", status=504, code="timeout")
+    return RequestError(f"{name} is gone; try again.", status=503, code="replica_gone")

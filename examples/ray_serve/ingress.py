@@ -1,0 +1,135 @@
+"""The OpenAI-compatible endpoint in front of the engines."""
+
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import FastAPI, Header
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from openai.types import CompletionUsage
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
+
+from examples.ray_serve.fleet import Fleet
+from examples.ray_serve.prefetch import Prefetcher
+from examples.ray_serve.protocol import (
+    ChatRequest,
+    ChatWriter,
+    CompletionRequest,
+    RequestError,
+    Writer,
+    describe_model,
+    usage,
+)
+from examples.ray_serve.settings import Settings
+from examples.ray_serve.stream import lines_of, pieces_of
+from examples.ray_serve.text import Answer, load_prompts
+
+REPLICA_HEADER = "x-kvray-replica"
+"""In a request: the engine that is to answer it. In an answer: the one that did."""
+
+Wanted = Annotated[str | None, Header(alias=REPLICA_HEADER)]
+
+# Serve copies the application as it is where `serve.ingress` stands: what it uses comes before.
+app = FastAPI(title="kvray behind Ray Serve")
+
+
+@app.exception_handler(RequestError)
+async def _refuse(_: object, error: RequestError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status)
+
+
+@app.exception_handler(RequestValidationError)
+async def _refuse_form(_: object, error: RequestValidationError) -> JSONResponse:
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"][1:]) or None
+    message = str(first["msg"]).removeprefix("Value error, ")
+    return await _refuse(None, RequestError(message, param=param))
+
+
+@app.exception_handler(HTTPException)
+async def _refuse_path(_: object, error: HTTPException) -> JSONResponse:
+    return await _refuse(None, RequestError(str(error.detail), status=error.status_code))
+
+
+@serve.deployment(max_ongoing_requests=512, ray_actor_options={"num_cpus": 0})
+@serve.ingress(app)
+class Ingress:
+    """Tokenizes, chooses an engine, has kvray bring the prompt there, and hands it over."""
+
+    def __init__(self, settings: Settings, *engines: DeploymentHandle) -> None:
+        self._name = settings.served_name
+        self._created = int(time.time())
+        self._prompts = load_prompts(settings)
+        self._fleet = Fleet(
+            dict(zip(settings.engine_names(), engines, strict=True)),
+            Prefetcher(settings),
+            request_timeout_s=settings.request_timeout_s,
+        )
+
+    @app.get("/v1/models")
+    async def models(self) -> dict[str, Any]:
+        """List the one model."""
+        return {"object": "list", "data": [describe_model(self._name, self._created)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(self, name: str) -> dict[str, Any]:
+        """Describe the model."""
+        self._check_model(name)
+        return describe_model(self._name, self._created)
+
+    @app.post("/v1/completions")
+    async def complete(self, asked: CompletionRequest, wanted: Wanted = None) -> Any:
+        """Go on with a text or with tokens."""
+        self._check_model(asked.model)
+        prompt = asked.single_prompt()
+        tokens = self._prompts.encode(prompt) if isinstance(prompt, str) else prompt
+        writer = Writer(self._name)
+        return await self._respond(asked, tokens, asked.max_tokens, writer, wanted)
+
+    @app.post("/v1/chat/completions")
+    async def chat(self, asked: ChatRequest, wanted: Wanted = None) -> Any:
+        """Answer a chat."""
+        self._check_model(asked.model)
+        tokens = self._prompts.encode_chat([message.plain() for message in asked.messages])
+        writer = ChatWriter(self._name)
+        return await self._respond(asked, tokens, asked.limit, writer, wanted)
+
+    def _check_model(self, name: str) -> None:
+        if name != self._name:
+            raise RequestError(
+                f"The model {name!r:.80} does not exist; this server has {self._name!r}.",
+                status=404,
+                code="model_not_found",
+                param="model",
+            )
+
+    async def _respond(
+        self,
+        asked: CompletionRequest | ChatRequest,
+        tokens: list[int],
+        max_tokens: int,
+        writer: Writer,
+        wanted: str | None,
+    ) -> Any:
+        """Return the answer, or the beginning of a stream, once an engine has taken the request."""
+        if not tokens:
+            raise RequestError("The prompt is empty.", param="prompt")
+        answer = Answer(self._prompts.decode, tokens, asked.stop_texts)
+        events = self._fleet.answer(self._fleet.choose(wanted), tokens, max_tokens)
+        headers = {REPLICA_HEADER: (await anext(events))["engine"]}
+        first = await anext(events)  # so that what the engine refuses has a status of its own
+        pieces = pieces_of(first, events, answer)
+
+        def count(ending: Mapping[str, Any]) -> CompletionUsage:
+            return usage(len(tokens), answer.num_tokens, ending.get("cached_tokens"))
+
+        if asked.stream:
+            lines = lines_of(pieces, writer, count, wants_usage=asked.wants_usage)
+            return StreamingResponse(lines, media_type="text/event-stream", headers=headers)
+        every = [piece async for piece in pieces]
+        text, ending = "".join(piece.text for piece in every), every[-1].ending
+        whole = writer.whole(text, ending["finish_reason"], count(ending))
+        return JSONResponse(whole, headers=headers)

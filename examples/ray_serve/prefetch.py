@@ -1,0 +1,57 @@
+"""What the ingress asks of kvray before an engine sees a request; never worse than not asking."""
+
+import asyncio
+import logging
+import random
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from examples.ray_serve.settings import Settings
+from kvray import Client
+from kvray.breaker import Breaker
+from kvray.config import load_config
+from kvray.errors import KVRayError
+
+_log = logging.getLogger("ray.serve")
+_THREADS = 8
+
+
+class Prefetcher:
+    """Has prompts brought to the node of a replica, within `prefetch_timeout_s`.
+
+    A tier that is late or gone is left alone for a while that doubles, up to seconds, and asked
+    again then; meanwhile requests do not wait for it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Use the Ray connection of this process."""
+        self._timeout_s = settings.prefetch_timeout_s
+        if self._timeout_s == 0:
+            return
+        # A call that nobody waits for any more is over soon after.
+        timeout = {"ray.timeout_s": self._timeout_s}
+        self._client = Client(load_config(settings.kvray_config, overrides=timeout))
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvray-prefetch")
+        self._breakers: dict[str, Breaker] = defaultdict(lambda: Breaker(random.Random()))
+
+    async def bring(self, tokens: Sequence[int], replica: str) -> None:
+        """Return when the prompt's blocks are where the replica is, or it is not worth waiting."""
+        if self._timeout_s == 0:
+            return
+        breaker = self._breakers[replica]
+        if breaker.state(time.monotonic()) == "open":
+            return
+        breaker.begin(time.monotonic())
+        asked = asyncio.get_running_loop().run_in_executor(
+            self._threads, lambda: self._client.prefetch(tokens, replica=replica)
+        )
+        try:
+            await asyncio.wait_for(asked, self._timeout_s)
+        except (KVRayError, asyncio.TimeoutError) as error:
+            reason = str(error) or f"no answer within {self._timeout_s} s"
+            breaker.fail(time.monotonic(), reason)
+            _log.warning("kvray cannot prefetch for %s: %s", replica, reason)
+        else:
+            breaker.succeed()

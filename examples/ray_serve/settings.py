@@ -1,0 +1,48 @@
+"""What can be set in `serve.yaml`, under `args`."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Settings(BaseModel):
+    """The arguments of the application."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    engine: Literal["auto", "reference", "tensorrt_llm"] = Field(
+        default="auto", description="auto: TensorRT-LLM where it is installed"
+    )
+    model: str = Field(
+        default="smollm2",
+        description="what the engine loads: for TensorRT-LLM a checkpoint's directory or name;"
+        " for the reference engine smollm2, tiny or a directory",
+    )
+    model_name: str | None = Field(default=None, description="what clients call it; else `model`")
+    num_replicas: int = Field(default=2, ge=1, le=64)
+    num_gpus: float = Field(default=0, ge=0, description="of each engine")
+    kvray_config: Path | None = Field(
+        default=None, description="kvray.yaml on every node; else what KVRAY_CONFIG of Ray names"
+    )
+    engine_options: dict[str, Any] = Field(
+        default_factory=dict, description="passed on to the engine"
+    )
+    start_timeout_s: float = Field(default=600, gt=0)
+    request_timeout_s: float = Field(
+        default=300, gt=0, description="an answer that takes longer is broken off"
+    )
+    prefetch_timeout_s: float = Field(
+        default=0.5, ge=0, le=10, description="longest wait for kvray before the engine; 0: none"
+    )
+    requests_max: int = Field(default=64, ge=1, description="under way at one engine")
+    queued_max: int = Field(default=64, ge=1, description="that wait for one; more get status 429")
+
+    @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.model_name or self.model
+
+    def engine_names(self) -> list[str]:
+        """Return the names of the replicas, for Serve and for kvray."""
+        return [f"engine-{index}" for index in range(self.num_replicas)]

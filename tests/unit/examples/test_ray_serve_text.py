@@ -1,0 +1,96 @@
+"""Prompts and answers of examples/ray_serve as text."""
+
+import pytest
+
+pytest.importorskip("openai")
+
+from pydantic import ValidationError
+
+from examples.ray_serve.protocol import ChatRequest, ChatWriter, CompletionRequest, Writer, usage
+from examples.ray_serve.settings import Settings
+from examples.ray_serve.text import Answer, Prompts, load_prompts
+
+TEXT = "naïve café \N{PARTY POPPER} 日本語, end"
+
+
+@pytest.fixture
+def prompts() -> Prompts:
+    return load_prompts(Settings(model="tiny"))
+
+
+def pieces(prompts: Prompts, text: str, *stop: str) -> list[str]:
+    """Return the answer's pieces when its tokens, which are bytes, come one by one."""
+    answer = Answer(prompts.decode, prompts.encode("prompt"), stop)
+    found = [answer.add([token]) for token in prompts.encode(text)]
+    return [*found, answer.finish()]
+
+
+def test_pieces_are_the_text_and_none_has_half_a_character(prompts: Prompts) -> None:
+    found = pieces(prompts, TEXT)
+    assert "".join(found) == TEXT
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in found)
+
+
+def test_bytes_that_are_no_text_are_replaced_in_pieces_as_in_the_whole(prompts: Prompts) -> None:
+    tokens = [3 + byte for byte in b"a\xff\xfeb\xc3"]
+    whole = Answer(prompts.decode, [])
+    text = whole.add(tokens) + whole.finish()
+    answer = Answer(prompts.decode, [])
+    assert "".join([answer.add([token]) for token in tokens]) + answer.finish() == text
+    assert text == "a\ufffd\ufffdb\ufffd"
+
+
+@pytest.mark.parametrize("stop", ["café", "naïve", "end", ", e"])
+def test_a_stop_text_ends_the_answer_and_no_piece_shows_its_beginning(
+    prompts: Prompts, stop: str
+) -> None:
+    shown = "".join(pieces(prompts, TEXT, "nothing of it", stop))
+    assert shown == TEXT[: TEXT.index(stop)]
+
+
+def test_what_may_begin_a_stop_text_is_shown_at_the_end(prompts: Prompts) -> None:
+    assert "".join(pieces(prompts, "one, tw", "two")) == "one, tw"
+
+
+def test_tokens_after_the_stop_are_not_counted(prompts: Prompts) -> None:
+    answer = Answer(prompts.decode, [], ["b"])
+    assert answer.add(prompts.encode("abcdef")) == "a"
+    assert (answer.is_stopped, answer.num_tokens) == (True, 2)
+
+
+def test_a_model_without_a_template_gets_a_line_a_message(prompts: Prompts) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    told = prompts.decode(prompts.encode_chat(chat))
+    assert told == "system: Be brief.\nuser: Hi\nassistant:"
+
+
+def test_arguments_that_change_nothing_are_taken_and_others_refused() -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    ChatRequest(model="m", messages=messages, temperature=0, n=1, seed=3, user="me", top_p=0.9)
+    for options, said in (
+        ({"temperature": 0.7}, "temperature=0.7 is not supported"),
+        ({"n": 2}, "n=2 is not supported"),
+        ({"tools": [{}]}, "tools="),
+        ({"max_length": 3}, "no argument 'max_length'"),
+    ):
+        with pytest.raises(ValidationError, match=said):
+            ChatRequest(model="m", messages=messages, **options)
+
+
+def test_messages_may_have_text_in_parts_and_developers_are_the_system() -> None:
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    asked = ChatRequest(model="m", messages=[{"role": "developer", "content": parts}])
+    assert asked.messages[0].plain() == {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("prompt", ["text", [5, 6]])
+def test_a_list_of_one_prompt_is_that_prompt(prompt: str | list[int]) -> None:
+    assert CompletionRequest(model="m", prompt=prompt).single_prompt() == prompt
+    assert CompletionRequest(model="m", prompt=[prompt]).single_prompt() == prompt
+
+
+def test_usage_does_not_say_what_is_not_known() -> None:
+    whole = Writer("m").whole("text", "stop", usage(3, 4, None))
+    assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    chunk = ChatWriter("m").usage_chunk(usage(3, 4, 2))
+    assert (chunk["choices"], chunk["usage"]["prompt_tokens_details"]) == ([], {"cached_tokens": 2})
