@@ -11,6 +11,7 @@ from ray.util import metrics
 from kvray.actors.increments import Increments
 from kvray.actors.metric_figures import Figures
 from kvray.actors.rank_figures import Series
+from kvray.errors import KVRayError
 from kvray.metrics import METRICS, PREFIX
 
 _log = logging.getLogger("kvray.metrics")
@@ -20,6 +21,9 @@ Look = Callable[[float], Figures]
 
 EXPORT_S = 1.0
 """How often figures are given; Ray itself hands them on every `metrics_report_interval_ms`."""
+
+_REST = 50
+"""How much longer than looking the pause after it is: 2 % of a core, however large the tables."""
 
 _SERIES_MAX = 20_000
 _NOTHING = 1e-30
@@ -49,6 +53,8 @@ class MetricsExport:
         self._due = now + EXPORT_S / 2
         try:
             self.give(look(now))
+        except KVRayError as error:
+            _log.debug("no figures while a part starts or ends: %s", error)
         except Exception as error:  # noqa: BLE001 - see the class; it is logged
             if self._said != repr(error):
                 self._said = repr(error)
@@ -94,7 +100,7 @@ class MetricsExport:
 
 
 class MetricsThread:
-    """Looks at an actor's figures every `EXPORT_S` and gives them to Ray, beside its work."""
+    """Looks at an actor's figures every `every_s` and gives them to Ray, beside its work."""
 
     def __init__(self, look: Look, *, every_s: float = EXPORT_S) -> None:
         """Begin. `look` is called from the thread, with the time."""
@@ -110,8 +116,11 @@ class MetricsThread:
         self._stopping.set()
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._every_s):
-            self._export.attempt(self._look, time.monotonic())
+        pause_s = self._every_s
+        while not self._stopping.wait(pause_s):
+            began = time.monotonic()
+            self._export.attempt(self._look, began)
+            pause_s = max(self._every_s, _REST * (time.monotonic() - began))
 
 
 def _tags(name: str, values: tuple[str, ...]) -> Mapping[str, str]:
