@@ -3,6 +3,7 @@
 import bisect
 import mmap
 import os
+import re
 import secrets
 import time
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 ARENA_FILE = "arena"
+_ARENA_ID = re.compile(rb"[0-9a-f]{16}")
 _CLUSTER_NAME_BYTES = HEADER["cluster_name"].itemsize
 
 
@@ -188,7 +190,8 @@ def _check_header(path: Path, head: bytes) -> Geometry:
         name: int(header[name]) for name in ("capacity", "slab_bytes", "slot_min", "holders_max")
     }
     geometry = Geometry(**figures)
-    if not geometry.is_sound:
+    # The id becomes a part of a path.
+    if not geometry.is_sound or not _ARENA_ID.fullmatch(header["arena_id"]):
         raise ShardUnavailable(f"{path} has a damaged header; restart the tier.")
     return geometry
 

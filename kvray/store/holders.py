@@ -39,7 +39,8 @@ def enter(tables: Tables, side_file: SideFile, label: str, *, now: float) -> int
             # Marked live, but nobody had its byte: it belonged to a dead process.
             if tables.holder_live[row]:
                 bury(tables, row, now=now)
-            tables.holder_generation[row] += 1
+            generation = int(tables.holder_generation[row]) + 1
+            tables.holder_generation[row] = generation % 2**32
             tables.holder_pid[row] = os.getpid()
             tables.holder_since[row] = now
             tables.holder_label[row] = name

@@ -3,7 +3,7 @@
 import numpy as np
 
 from kvray.store import key_index, lease, slabs
-from kvray.store.layout import LIMBO, QUARANTINED, READY, RESERVED
+from kvray.store.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
 from kvray.store.slots import free, unlink
 from kvray.store.tables import Array, Tables
 
@@ -24,6 +24,7 @@ def rebuild(tables: Tables, *, now: float) -> int:
         How many slots were given up.
     """
     tables.undo.tear()
+    _free_unsound(tables)
     lease.drop_unsound(tables)
     tables.slot_leases[:] = lease.count_leases(tables)
     used = _used_oldest_first(tables)
@@ -40,6 +41,19 @@ def rebuild(tables: Tables, *, now: float) -> int:
     tables.changes += 1
     tables.undo.settle()
     return int(np.count_nonzero(lost))
+
+
+def _free_unsound(tables: Tables) -> None:
+    """Free the slots that cannot be what they say, whatever wrote them: nobody can have them."""
+    geometry, sizes = tables.geometry, tables.slab_block_bytes
+    sizes[sizes > geometry.slab_bytes] = 0
+    usable = np.array(
+        [geometry.slab_bytes // geometry.stride(size) if size else 0 for size in sizes.tolist()]
+    )
+    state, writer = tables.slot_state, tables.slot_holder
+    outside = (np.arange(geometry.slots_per_slab) >= usable[:, None]).ravel()
+    writer[(writer < 0) | (writer > geometry.holders_max)] = 0
+    state[outside | (state > QUARANTINED) | ((state == RESERVED) & (writer == 0))] = FREE
 
 
 def _used_oldest_first(tables: Tables) -> Array:

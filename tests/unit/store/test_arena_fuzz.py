@@ -1,0 +1,132 @@
+"""Whatever lies in an arena's place, it is mapped if it is one, or refused in a sentence.
+
+A process that may open the arena is trusted, so nothing here is an attack: it is memory that a
+dying machine, another kvray or a stray pointer has left.
+"""
+
+import contextlib
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvray.errors import CorruptBlock, KVRayError, ShardUnavailable
+from kvray.store import Arena, ArenaOwner
+from kvray.store.arena_file import ARENA_FILE
+from kvray.store.layout import FORMAT_VERSION, HEADER, MAGIC, header_checksum
+from kvray.store.retirement import retire_file
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.small_arena import SLOT, chain, fetch, make_arena, spec, store
+
+KEYS = chain(8)
+GEOMETRY = spec().geometry()
+OFFSETS = GEOMETRY.offsets()
+SIZES = {
+    name: np.dtype(dtype).itemsize * math.prod(shape) for name, dtype, shape in GEOMETRY.tables()
+}
+TABLES = sorted(SIZES)
+fuzzed = settings(
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "state": st.integers(0, 2**32 - 1),
+        "arena_id": st.binary(max_size=16) | st.sampled_from([b"a\0b", b"../../x", b"\xff"]),
+        "cluster_name": st.binary(max_size=64),
+        "created": st.floats(),
+        "capacity": st.integers(0, 2**64 - 1) | st.just(2**62),
+        "slab_bytes": st.integers(0, 2**64 - 1) | st.just(2**20),
+        "slot_min": st.integers(0, 2**64 - 1) | st.just(2**12),
+        "holders_max": st.integers(0, 2**64 - 1),
+        "undo_count": st.integers(0, 2**64 - 1),
+        "next_lease": st.integers(0, 2**64 - 1),
+        "next_page": st.integers(0, 2**64 - 1),
+        "tick": st.integers(0, 2**64 - 1),
+    },
+)
+
+
+@pytest.fixture
+def image(directory: Path) -> Path:
+    """Return a copy of an arena with blocks, whose lock file stays."""
+    arena = make_arena(directory)
+    arena.join("maker")
+    store(arena, KEYS)
+    arena.close()
+    return (directory / ARENA_FILE).rename(directory / "image")
+
+
+def attach(directory: Path) -> Arena | None:
+    """Do what an engine does with an arena: map, join, look at it; None: it was refused."""
+    with contextlib.suppress(ShardUnavailable):
+        return Arena(directory, lock_wait_s=0.05)
+    return None
+
+
+def use(arena: Arena) -> None:
+    """Read and write as an engine does; what is read is right, or refused."""
+    with contextlib.closing(arena), contextlib.suppress(KVRayError):
+        arena.join("engine")
+        arena.stats()
+        with contextlib.suppress(CorruptBlock):
+            for held in arena.lease(KEYS) or ():
+                assert fetch(arena, KEYS, held)
+        arena.reserve(chain(3, seed="more"), parent=None, depth=0, part=0, block_bytes=SLOT)
+
+
+@fuzzed
+@given(st.binary(max_size=300) | st.binary(max_size=60).map(MAGIC.__add__))
+def test_bytes_that_are_no_arena_are_refused(directory: Path, memory: bytes) -> None:
+    (directory / ARENA_FILE).write_bytes(memory.ljust(5000, b"\1"))
+    assert attach(directory) is None
+    retire_file(directory / ARENA_FILE)
+    assert not (directory / ARENA_FILE).exists()
+
+
+@fuzzed
+@given(fields=FIELDS)
+def test_a_header_of_any_figures_is_refused_or_used(
+    directory: Path, image: Path, fields: dict[str, object]
+) -> None:
+    memory = bytearray(image.read_bytes())
+    header = np.frombuffer(memory, HEADER, count=1)
+    for name, value in fields.items():
+        header[name] = value
+    header["format_version"] = FORMAT_VERSION
+    header["checksum"] = header_checksum(header.tobytes())
+    (directory / ARENA_FILE).write_bytes(memory)
+    arena = attach(directory)
+    if arena is not None:
+        use(arena)
+
+
+@settings(fuzzed, max_examples=60)
+@given(
+    damage=st.lists(
+        st.tuples(
+            st.sampled_from(TABLES),
+            st.floats(0, 1, exclude_max=True),
+            st.binary(min_size=1, max_size=64) | st.just(b"\xff" * 64),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_damaged_tables_are_put_in_order_by_the_next_owner(
+    directory: Path, image: Path, damage: list[tuple[str, float, bytes]]
+) -> None:
+    memory = bytearray(image.read_bytes())
+    for name, place, value in damage:
+        at = OFFSETS[name] + int(place * SIZES[name])
+        memory[at : at + len(value)] = value
+    (directory / ARENA_FILE).write_bytes(memory)
+    arena = Arena(directory, lock_wait_s=1.0)
+    owner = ArenaOwner(arena)
+    owner.adopt()
+    owner.bury_dead(limbo_s=0.0)
+    check_invariants(arena.tables)
+    use(arena)
