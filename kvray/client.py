@@ -43,6 +43,7 @@ class Client:
             ShardUnavailable: no cluster answers.
         """
         config = config or load_config()
+        self._config = config
         self._timeout_s = config.ray.timeout_s
         self._owns_connection = not ray.is_initialized()
         if self._owns_connection:
@@ -128,10 +129,67 @@ class Client:
     def clear(self) -> int:
         """Evict every block that nobody leases, on every node; return how many.
 
+    def explain(
+        self, request_id: int | None = None, *, replica: str | None = None, last: int = 1
+    ) -> dict[str, Any]:
+        """Return what came of requests, and why they hit or missed, as docs/explain.md says.
+
+        Args:
+            request_id: the engine's number of the request; None: the latest.
+            replica: whose; None: of any.
+            last: how many requests at most, the latest first.
+
+        Raises:
+            ConfigError: no such request is known.
+            ShardUnavailable: no tier runs there.
+        """
+        return explaining.explain_requests(
+            replica=replica, request_id=request_id, last=last, timeout_s=self._timeout_s
+        )
+
+    def explain_tokens(
+        self,
+        tokens: Tokens,
+        *,
+        replica: str | None = None,
+        salt: str | int | None = None,
+        lora: str | None = None,
+    ) -> dict[str, Any]:
+        """Return what is stored of a prompt now, and what became of the rest.
+
+        Args:
+            tokens: the prompt's token ids.
+            replica: in whose namespace; None: in that of each replica that is there.
+            salt: the request's cache salt.
+            lora: path of the request's LoRA adapter, as the nodes have it.
+
+        Raises:
+            ConfigError: a value cannot be used, or no such replica has registered.
+            ShardUnavailable: no tier runs there, or a shard did not answer.
+        """
+        packed = pack_tokens(tokens).tobytes()
+        return explaining.explain_prompt(
+            packed, replica=replica, salt=salt, lora=lora, timeout_s=self._timeout_s
+        )
+
+    def contents(self, namespace: str | None = None, *, hottest: int = 20) -> dict[str, Any]:
+        """Return what each shard has of each namespace, and the prefixes of one used most.
+
+        Args:
+            namespace: the first 8 hex digits of its digest; None: no prefixes.
+            hottest: how many prefixes at most of each shard.
+
+        Raises:
+            ConfigError: `namespace` is no such name.
+            ShardUnavailable: no tier runs there.
+        """
+        return tier.contents(namespace, hottest, timeout_s=self._timeout_s)
+
         Raises:
             ShardUnavailable: no tier runs there, or a shard did not answer.
         """
-        return tier.clear(timeout_s=self._timeout_s)
+        return tier.clear(timeout_s=self._timeout_s, config=self._config)
+            ConfigError: the tier asks for a token that the configuration does not name.
 
     def close(self) -> None:
         """End the Ray connection if this client made it. Twice is fine."""

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvray.actors import connection, local_ray, tier
+from kvray.actors.admin import ask_to_be_admitted
 from kvray.actors.changes import Plan
 from kvray.actors.ownership import sweep
 from kvray.actors.ray_calls import list_actors, mapped_errors
 from kvray.actors.rollout import Rollout
 from kvray.config import KVRayConfig, values_on_nodes
-from kvray.errors import ShardUnavailable
+from kvray.errors import ConfigError, ShardUnavailable
 
 _PREFAULT_BYTES_PER_S = 100 * 2**20
 """The slowest machine that is waited for; one untouched page after the other goes at 0.8 GB/s."""
@@ -125,6 +126,7 @@ def take_down(
         report: likewise.
 
     Raises:
+        ConfigError: the tier asks for a token that `config` does not name.
         ShardUnavailable: the Ray cluster at `config.ray.address` does not answer.
     """
     is_local = config.ray.address is None
@@ -138,6 +140,12 @@ def take_down(
         undo.callback(connection.disconnect)
         connection.connect_configured(config)
         timeout_s = config.ray.timeout_s
+        try:
+            ask_to_be_admitted(config, timeout_s=timeout_s)
+        except ConfigError:
+            undo.pop_all()  # who may not end the tier does not end its Ray either
+            connection.disconnect()
+            raise
         found = tier.down(timeout_s=timeout_s, config=config, flush=flush, report=report)
         found = found or is_local
     return found

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from kvray.actors.admin import check_proof
 from kvray.actors.changes import settings_of
 from kvray.actors.lookup_actor import create_lookup
 from kvray.actors.metrics_export import MetricsExport
@@ -99,6 +100,10 @@ class SupervisorActor:
     def vintage(self) -> dict[str, Any]:
         """Return what it was made with, see `vintage`."""
         return self._vintage
+
+    def admit(self, proof: str) -> None:
+        """See `admin.check_proof`."""
+        check_proof(self._config, proof)
 
     def config(self) -> KVRayConfig:
         """Return the configuration that the tier runs with."""

@@ -9,6 +9,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvray import wire
+from kvray.actors.admin import ask_to_be_admitted, proof_of
 from kvray.actors.changes import Plan, check_costs
 from kvray.actors.lookup_actor import create_lookup
 from kvray.actors.ownership import sweep
@@ -69,8 +70,8 @@ def up(
         The shards' statuses.
 
     Raises:
-        ConfigError: another tier runs in this Ray cluster, no node is to have a shard, or blocks
-            would go that `rollout` does not let go.
+        ConfigError: another tier runs in this Ray cluster, no node is to have a shard, blocks
+            would go that `rollout` does not let go, or a change asks for a token.
         CapacityError: a shard could not get its memory.
         ShardUnavailable: the shards were not ready within `timeout_s`.
     """
@@ -85,6 +86,8 @@ def up(
         observer = Observer(report=report, told=told)
         planned = look(config, rollout, timeout_s=timeout_s, observer=observer)
         check_costs(planned, recreate=rollout.recreate)
+        if planned.steps or planned.ends:
+            ask_to_be_admitted(config, timeout_s=timeout_s)
         carry_out(planned, config, timeout_s=timeout_s, observer=observer)
     deadline = time.monotonic() + timeout_s
     with mapped_errors():
@@ -141,7 +144,7 @@ def clear(*, timeout_s: float) -> int:
         ShardUnavailable: a shard did not answer; the others have cleared.
     """
     shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
-    answers = ask_all({name: shard.clear for name, shard in shards.items()}, timeout_s)
+    answers = ask_all({name: shard.clear for name, shard in shards.items()}, timeout_s, proof)
     for answer in answers.values():
         if isinstance(answer, KVRayError):
             raise answer
@@ -153,16 +156,23 @@ def down(
     timeout_s: float,
     config: KVRayConfig | None = None,
     flush: bool = False,
+    Args:
+        timeout_s: how long it may take.
+        config: names the token if one is asked for.
+
     report: Report = lambda shards: None,
+        ConfigError: the tier asks for a token that `config` does not name.
 ) -> bool:
     """End the tier and remove its arenas; False if there was none. Again is fine.
+    proof = proof_of(config)
 
     Works on whatever is left of a tier: parts that are dead or hang are killed, and what dead
     shards left is removed on every node that Ray reaches. Files on disk stay.
 
     Args:
         timeout_s: how long each step may take.
-        config: names the shards' directory where no supervisor does.
+        config: names the shards' directory where no supervisor does, and the token if one is
+            asked for.
         flush: whether shards with an NVMe tier write there what is not there yet, for as long as
             its settings say.
         report: told of the shards meanwhile.
@@ -182,9 +192,14 @@ def down(
             kill_actor(name)  # before the shards: it would look for their arenas anew
     names = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
     longest = [s for one in configs for s in values_on_nodes(one, "nvme", "flush_s")]
+
+    Raises:
+        ConfigError: the tier asks for a token that `config` does not name.
     flush_s = max(longest, default=0.0) if flush else 0.0
     stopped = _stop_shards(names, timeout_s + flush_s, flush, report)
     for name in (*names, LOOKUP_NAME):
+    if found:
+        ask_to_be_admitted(config, timeout_s=timeout_s)
         kill_actor(name)
     for one in {one.node_dir: one for one in configs}.values():
         _sweep_nodes(one, stopped, timeout_s)
