@@ -7,7 +7,7 @@ from typing import Any
 
 import ray
 
-from kvray.actors import connection, tier
+from kvray.actors import connection, explaining, tier
 from kvray.actors.arguments import in_pieces
 from kvray.actors.ray_calls import LOOKUP_NAME, ask_all, call, get_actor
 from kvray.block import KEY_BYTES, BlockKey
@@ -49,13 +49,16 @@ class Client:
         if self._owns_connection:
             connection.connect_configured(config)
 
-    def status(self) -> dict[str, Any]:
+    def status(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Return what shards and lookup say of themselves.
+
+        Args:
+            timeout_s: how long each question may take; None: `ray.timeout_s`.
 
         Raises:
             ShardUnavailable: no tier runs there.
         """
-        return tier.status(timeout_s=self._timeout_s)
+        return tier.status(timeout_s=self._timeout_s if timeout_s is None else timeout_s)
 
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> Match:
         """Return the longest run of leading `keys` that shards hold, and which shards.
@@ -126,9 +129,6 @@ class Client:
             reason=last["reason"],
         )
 
-    def clear(self) -> int:
-        """Evict every block that nobody leases, on every node; return how many.
-
     def explain(
         self, request_id: int | None = None, *, replica: str | None = None, last: int = 1
     ) -> dict[str, Any]:
@@ -185,11 +185,14 @@ class Client:
         """
         return tier.contents(namespace, hottest, timeout_s=self._timeout_s)
 
+    def clear(self) -> int:
+        """Evict every block that nobody leases, on every node; return how many.
+
         Raises:
+            ConfigError: the tier asks for a token that the configuration does not name.
             ShardUnavailable: no tier runs there, or a shard did not answer.
         """
         return tier.clear(timeout_s=self._timeout_s, config=self._config)
-            ConfigError: the tier asks for a token that the configuration does not name.
 
     def close(self) -> None:
         """End the Ray connection if this client made it. Twice is fine."""

@@ -137,12 +137,34 @@ def status(*, timeout_s: float) -> dict[str, Any]:
     }
 
 
-def clear(*, timeout_s: float) -> int:
-    """Evict every block that nobody leases, on every node; return how many.
+def contents(namespace: str | None, hottest: int, *, timeout_s: float) -> dict[str, Any]:
+    """Return what every shard answers to `Inquiries.contents`, by shard; who is silent is left out.
 
     Raises:
+        ConfigError: `namespace` is no name of one.
+        ShardUnavailable: no tier runs in this Ray cluster.
+    """
+    shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
+    actors = {shard_name(node_id): shard.contents for node_id, shard in shards.items()}
+    answers = ask_all(actors, timeout_s, namespace, hottest)
+    for answer in answers.values():
+        if isinstance(answer, ConfigError):
+            raise answer
+    return {name: one for name, one in answers.items() if not isinstance(one, KVRayError)}
+
+
+def clear(*, timeout_s: float, config: KVRayConfig | None = None) -> int:
+    """Evict every block that nobody leases, on every node; return how many.
+
+    Args:
+        timeout_s: how long it may take.
+        config: names the token if one is asked for.
+
+    Raises:
+        ConfigError: the tier asks for a token that `config` does not name.
         ShardUnavailable: a shard did not answer; the others have cleared.
     """
+    proof = proof_of(config)
     shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
     answers = ask_all({name: shard.clear for name, shard in shards.items()}, timeout_s, proof)
     for answer in answers.values():
@@ -156,15 +178,9 @@ def down(
     timeout_s: float,
     config: KVRayConfig | None = None,
     flush: bool = False,
-    Args:
-        timeout_s: how long it may take.
-        config: names the token if one is asked for.
-
     report: Report = lambda shards: None,
-        ConfigError: the tier asks for a token that `config` does not name.
 ) -> bool:
     """End the tier and remove its arenas; False if there was none. Again is fine.
-    proof = proof_of(config)
 
     Works on whatever is left of a tier: parts that are dead or hang are killed, and what dead
     shards left is removed on every node that Ray reaches. Files on disk stay.
@@ -176,9 +192,14 @@ def down(
         flush: whether shards with an NVMe tier write there what is not there yet, for as long as
             its settings say.
         report: told of the shards meanwhile.
+
+    Raises:
+        ConfigError: the tier asks for a token that `config` does not name.
     """
     with mapped_errors():
         found = bool(list_actors())
+    if found:
+        ask_to_be_admitted(config, timeout_s=timeout_s)
     configs = [] if config is None else [config]
     with contextlib.suppress(KVRayError):
         supervisor = get_actor(SUPERVISOR_NAME)
@@ -192,14 +213,9 @@ def down(
             kill_actor(name)  # before the shards: it would look for their arenas anew
     names = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
     longest = [s for one in configs for s in values_on_nodes(one, "nvme", "flush_s")]
-
-    Raises:
-        ConfigError: the tier asks for a token that `config` does not name.
     flush_s = max(longest, default=0.0) if flush else 0.0
     stopped = _stop_shards(names, timeout_s + flush_s, flush, report)
     for name in (*names, LOOKUP_NAME):
-    if found:
-        ask_to_be_admitted(config, timeout_s=timeout_s)
         kill_actor(name)
     for one in {one.node_dir: one for one in configs}.values():
         _sweep_nodes(one, stopped, timeout_s)

@@ -13,11 +13,17 @@ from kvray.cli.dashboard import dashboard
 from kvray.cli.demo import demo
 from kvray.cli.doctor import doctor
 from kvray.cli.down import down
+from kvray.cli.explain import EPILOG as EXPLAIN_EPILOG
+from kvray.cli.explain import explain
+from kvray.cli.ls import EPILOG as LS_EPILOG
+from kvray.cli.ls import ls
 from kvray.cli.prefetch import prefetch
 from kvray.cli.probe import probe
 from kvray.cli.replay import replay
 from kvray.cli.status import status
 from kvray.cli.sweep import sweep
+from kvray.cli.top import EPILOG as TOP_EPILOG
+from kvray.cli.top import top
 from kvray.cli.up import up
 from kvray.cli.upgrade import upgrade
 from kvray.cli.verify import verify
@@ -32,6 +38,9 @@ app = typer.Typer(
 app.command()(up)
 app.command()(upgrade)
 app.command()(status)
+app.command(epilog=TOP_EPILOG)(top)
+app.command(epilog=LS_EPILOG)(ls)
+app.command(epilog=EXPLAIN_EPILOG)(explain)
 app.command()(doctor)
 app.command()(probe)
 app.command()(prefetch)

@@ -1,7 +1,6 @@
 """`kvray prefetch`: bring a prompt's blocks to a replica's node before the engine is asked."""
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,8 +9,8 @@ import typer
 
 from kvray.cli.boundary import boundary, stdout_kept
 from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
+from kvray.cli.token_file import read_tokens
 from kvray.config import load_config
-from kvray.errors import ConfigError
 
 
 def prefetch(
@@ -19,7 +18,8 @@ def prefetch(
         Path,
         typer.Argument(
             metavar="TOKENS",
-            help="A file with the prompt's token ids as one JSON list; - is stdin.",
+            help="A file with the prompt's token ids, as one JSON list or apart by white space;"
+            " - is stdin.",
         ),
     ],
     replica: Annotated[str, typer.Option(help="The replica, as `kvray status` names it.")],
@@ -53,18 +53,3 @@ def prefetch(
         )
         if brought.reason != "none":
             print(f"Why not more: {brought.reason.replace('_', ' ')}.")
-
-
-def read_tokens(path: Path) -> list[int]:
-    """Return the token ids in a file.
-
-    Raises:
-        ConfigError: there are none in it.
-    """
-    try:
-        found = json.loads(sys.stdin.read() if str(path) == "-" else path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON ({error}).") from None
-    if not isinstance(found, list) or not all(type(token) is int for token in found):
-        raise ConfigError(f"{path} must hold one JSON list of token ids, such as [1, 15043].")
-    return found

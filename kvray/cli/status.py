@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.boundary import boundary, stdout_kept
+from kvray.cli.hits import hit_share
 from kvray.cli.memory import memory_sentences, node_name, shares_report
 from kvray.cli.namespaces import namespaces_report
 from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
@@ -147,6 +148,7 @@ def replicas_table(replicas: list[dict[str, Any]]) -> Table:
     table.add_column("rank", justify="right")
     for name in _TOKEN_COLUMNS.values():
         table.add_column(name, justify="right")
+    table.add_column("hit\nshare", justify="right")
     table.add_column("misses", no_wrap=True)
     table.add_column("others")
     for replica in replicas:
@@ -165,6 +167,7 @@ def replicas_table(replicas: list[dict[str, Any]]) -> Table:
             escape(replica["replica"]),
             str(replica["rank"]),
             *(str(counters.get(name, "")) for name in _TOKEN_COLUMNS),
+            hit_share(counters),
             "\n".join(misses),
             ", ".join(gone + others),
         )

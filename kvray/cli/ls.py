@@ -1,0 +1,176 @@
+"""`kvray ls`: what is stored, by namespace, and the prefixes of one that are used most."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvray.cli.boundary import boundary, stdout_kept
+from kvray.cli.explanation import node_of
+from kvray.cli.hits import hit_share
+from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
+from kvray.config import format_size, load_config
+
+EPILOG = """Examples:
+
+kvray ls: every namespace with its model, its replicas, its blocks in memory and on disk, its hits.
+
+kvray ls 3f0a91c2: the 20 prefixes of that namespace that were used most.
+
+kvray ls 3f0a91c2 --hottest 100 --json: a hundred of them, for a program.
+
+Exit status: 0 if there is an answer; 2 if no tier runs or an option is wrong; 130 if it was
+interrupted."""
+
+_MODEL_MAX = 40
+
+
+def ls(
+    namespace: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAMESPACE",
+            help="The 8 hex digits of one, for the prefixes in it.",
+            show_default=False,
+        ),
+    ] = None,
+    hottest: Annotated[
+        int, typer.Option(min=1, max=1000, help="How many prefixes, those used most first.")
+    ] = 20,
+    config: ConfigOption = None,
+    address: AddressOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """List the namespaces that have blocks or replicas, or the prefixes of one of them."""
+    with boundary(verbose=verbose) as interrupts:
+        settings = load_config(config, overrides={"ray.address": address})
+        with interrupts.masked():
+            from kvray.client import Client
+
+        with stdout_kept(), Client(settings) as client:
+            shards = client.status()["shards"]
+            contents = client.contents(namespace, hottest=hottest)
+        found: dict[str, Any] = {"namespaces": namespaces(shards, contents)}
+        if namespace is not None:
+            found["prefixes"] = prefixes(contents)[:hottest]
+        if as_json:
+            print(json.dumps(found, indent=2))
+        else:
+            _print(found, namespace)
+
+
+def namespaces(
+    shards: Sequence[Mapping[str, Any]], contents: Mapping[str, Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return one entry for each namespace that has blocks or replicas, the largest first.
+
+    Args:
+        shards: as `Client.status` has them.
+        contents: as `Client.contents` answers, by shard.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for shard in shards:
+        for name, fields in shard.get("namespaces", {}).items():
+            _entry(found, name)["fields"] = fields
+        for replica in shard.get("replicas", ()):
+            one = _entry(found, replica["namespace"])
+            if replica["connected"] and replica["replica"] not in one["replicas"]:
+                one["replicas"].append(replica["replica"])
+            for counter in ("hit_tokens", "prompt_tokens"):
+                one[counter] += replica["counters"].get(counter, 0)
+    for answer in contents.values():
+        for name, sizes in answer["namespaces"].items():
+            one = _entry(found, name)
+            for counter, value in sizes.items():
+                one[counter] += value
+    return sorted(found.values(), key=lambda one: -(one["host_bytes"] + one["nvme_bytes"]))
+
+
+def prefixes(contents: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the prefixes of all shards, those that several have as one, used most first."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for shard, answer in contents.items():
+        for one in answer["prefixes"]:
+            key = one["key"], one["num_blocks"]
+            known = found.setdefault(key, {**one, "uses": 0, "nodes": []})
+            known["uses"] += one["uses"]
+            known["nodes"].append(node_of(shard))
+            ages = [age for age in (known["used_s_ago"], one["used_s_ago"]) if age is not None]
+            known["used_s_ago"] = min(ages, default=None)
+    return sorted(found.values(), key=lambda one: (-one["uses"], -one["num_blocks"]))
+
+
+def namespaces_table(found: Sequence[Mapping[str, Any]]) -> Table:
+    """Return one row for each namespace."""
+    table = _table("namespace", "model", "dtype", "replicas")
+    for name in ("in memory", "blocks", "on disk", "blocks", "hit tokens"):
+        table.add_column(name, justify="right")
+    for one in found:
+        fields = one["fields"]
+        table.add_row(
+            one["namespace"] or "not known",
+            escape(_shortened(str(fields.get("model", "no replica of it is known")))),
+            escape(str(fields.get("kv_dtype", ""))),
+            escape(", ".join(one["replicas"])),
+            format_size(one["host_bytes"]),
+            f"{one['host_blocks']:,}",
+            format_size(one["nvme_bytes"]),
+            f"{one['nvme_blocks']:,}",
+            hit_share(one),
+        )
+    return table
+
+
+def prefixes_table(found: Sequence[Mapping[str, Any]], tokens_per_block: int) -> Table:
+    """Return one row for each prefix; with 0 tokens a block their length in tokens is not known."""
+    table = _table("last block", "nodes")
+    for name in ("blocks", "tokens", "uses", "last use"):
+        table.add_column(name, justify="right")
+    for one in found:
+        age = one["used_s_ago"]
+        table.add_row(
+            one["key"],
+            ", ".join(one["nodes"]),
+            f"{one['num_blocks']:,}",
+            f"{one['num_blocks'] * tokens_per_block:,}" if tokens_per_block else "",
+            f"{one['uses']:,}",
+            "not yet" if age is None else f"{age:,.0f} s ago",
+        )
+    return table
+
+
+def _print(found: Mapping[str, Any], namespace: str | None) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    entries = found["namespaces"]
+    if namespace is None:
+        console.print(namespaces_table(entries) if entries else "Nothing is stored.")
+        return
+    if not found["prefixes"]:
+        console.print(f"Nothing of namespace {namespace} is in memory; `kvray ls` shows what is.")
+        return
+    sizes = {one["namespace"]: one["fields"].get("tokens_per_block", 0) for one in entries}
+    console.print(prefixes_table(found["prefixes"], sizes.get(namespace, 0)))
+
+
+def _entry(found: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    counters = ("host_blocks", "host_bytes", "nvme_blocks", "nvme_bytes")
+    made = {"namespace": name, "fields": {}, "replicas": [], "hit_tokens": 0, "prompt_tokens": 0}
+    return found.setdefault(name, {**made, **dict.fromkeys(counters, 0)})
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE, collapse_padding=True)
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _shortened(model: str) -> str:
+    return model if len(model) <= _MODEL_MAX else model[: _MODEL_MAX - 3] + "..."

@@ -1,0 +1,96 @@
+"""`kvray top`: nodes and replicas of a tier as they work, refreshed until Ctrl-C."""
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from kvray.cli.boundary import boundary, stdout_kept
+from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
+from kvray.cli.rates import History
+from kvray.cli.top_view import view
+from kvray.config import load_config
+from kvray.errors import KVRayError
+
+if TYPE_CHECKING:
+    from kvray.client import Client
+
+EPILOG = """Examples:
+
+kvray top: every second what the last five have brought; Ctrl-C ends it.
+
+kvray top -n 5: every five seconds.
+
+kvray top --once: one look, of a second, for a script or a ticket.
+
+A tier that goes away is said and waited for. Exit status: 0 after Ctrl-C; 2 if Ray cannot be
+reached at the start, or with --once no tier answers, or an option is wrong."""
+
+_WINDOW_S = 5.0
+"""Over which rates are taken: engines report once a second."""
+_ANSWER_S = 5.0
+
+
+def top(
+    interval: Annotated[
+        float, typer.Option("--interval", "-n", min=0.2, max=3600, help="Seconds between looks.")
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print what one interval brought, and end.")
+    ] = False,
+    config: ConfigOption = None,
+    address: AddressOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Show memory, hits, misses and rates of all nodes and replicas, live."""
+    with boundary(verbose=verbose) as interrupts:
+        settings = load_config(config, overrides={"ray.address": address})
+        with interrupts.masked():
+            from kvray.client import Client
+
+        width = None if sys.stdout.isatty() else 160
+        console = Console(highlight=False, width=width, file=sys.stdout)
+        with stdout_kept(), Client(settings) as client:
+            if once:
+                _print_once(client, console, interval)
+                return
+            try:
+                _watch(client, console, interval)
+            except KeyboardInterrupt:
+                return  # that is how one ends it
+
+
+def _print_once(client: "Client", console: Console, interval: float) -> None:
+    history = History(_WINDOW_S)
+    history.add(time.monotonic(), client.status(timeout_s=_ANSWER_S))
+    time.sleep(interval)
+    history.add(time.monotonic(), client.status(timeout_s=_ANSWER_S))
+    console.print(view(history))
+
+
+def _watch(client: "Client", console: Console, interval: float) -> None:
+    history = History(max(_WINDOW_S, 2 * interval))
+    # What is no terminal gets one frame after the other.
+    screen = console.is_terminal
+    with Live(view(history), console=console, screen=screen, auto_refresh=False) as live:
+        while True:
+            trouble = _look(client, history)
+            frame = view(history, trouble)
+            if screen:
+                live.update(frame, refresh=True)
+            else:
+                console.print(frame)
+            time.sleep(interval)
+
+
+def _look(client: "Client", history: History) -> str:
+    """Take the tier's status; return why there is none."""
+    try:
+        history.add(time.monotonic(), client.status(timeout_s=_ANSWER_S))
+    except KVRayError as error:
+        history.forget()
+        return " ".join(str(error).split())
+    return ""
