@@ -25,6 +25,7 @@ EXPORT_S = 1.0
 _REST = 50
 """How much longer than looking the pause after it is: 2 % of a core, however large the tables."""
 
+_JOIN_S = 1.0
 _SERIES_MAX = 20_000
 _NOTHING = 1e-30
 """Ray makes a counter's series only with an increment above zero. This one is lost in the first
@@ -114,6 +115,7 @@ class MetricsThread:
     def stop(self) -> None:
         """End the thread. Twice is fine."""
         self._stopping.set()
+        self._thread.join(_JOIN_S)
 
     def _run(self) -> None:
         pause_s = self._every_s

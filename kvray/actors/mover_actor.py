@@ -95,6 +95,7 @@ class MoverActor:
     def stop(self) -> None:
         """See `Mover.stop`."""
         self._mover.stop()
+        self._metrics.stop()
 
     def __repr__(self) -> str:
         return f"Mover({self._name.removeprefix(MOVER_PREFIX)})"

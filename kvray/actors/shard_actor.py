@@ -186,6 +186,7 @@ class ShardActor:
     def stop(self, retire: bool, flush: bool = False) -> None:
         """See `Shard.stop`."""
         self._shard.stop(retire=retire, timeout_s=_STOP_TIMEOUT_S, flush=flush)
+        self._metrics.stop()
 
     def _terminate(self, number: int, frame: Any) -> None:
         """Answer SIGTERM: what is not on disk is written there before this process ends."""
