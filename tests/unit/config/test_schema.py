@@ -11,6 +11,7 @@ import yaml
 
 from kvray.config import json_schema, load_config, setting_rows
 from kvray.errors import ConfigError
+from tests.unit.config import settings_table
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = json.loads(json_schema())
@@ -56,8 +57,8 @@ def test_the_schema_is_one() -> None:
 
 
 def test_the_published_schema_is_what_the_command_prints() -> None:
-    published = (ROOT / "docs" / "kvray.schema.json").read_text(encoding="utf-8")
-    assert published == json_schema(), "run `kvray config schema > docs/kvray.schema.json`"
+    published = settings_table.SCHEMA.read_text(encoding="utf-8")
+    assert published == json_schema(), "run `python -m tests.unit.config.settings_table`"
 
 
 @pytest.mark.parametrize("name", GOOD)
@@ -72,6 +73,12 @@ def test_what_the_schema_refuses_does_not_load(name: str, tmp_path: Path) -> Non
         jsonschema.validate(yaml.safe_load(BAD[name]), SCHEMA)
     with pytest.raises(ConfigError):
         load(BAD[name], tmp_path)
+
+
+def test_the_page_has_every_setting_as_it_is() -> None:
+    page = settings_table.PAGE.read_text(encoding="utf-8")
+    command = "run `python -m tests.unit.config.settings_table`"
+    assert page == settings_table.with_tables(page), command
 
 
 def test_every_example_in_the_docs_passes_the_schema_and_loads(tmp_path: Path) -> None:
