@@ -37,7 +37,7 @@ from kvray.actors.ray_calls import (
     mover_name,
     shard_name,
 )
-from kvray.actors.supervisor import create_supervisor, plan_nodes
+from kvray.actors.supervisor import START_S, create_supervisor, plan_nodes
 from kvray.config import KVRayConfig, values_on_nodes
 from kvray.errors import KVRayError, ShardUnavailable
 
@@ -109,7 +109,7 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
     Args:
         planned: by `look`; that it may cost blocks was agreed to.
         config: what is to hold.
-        timeout_s: how long one part may take to serve again.
+        timeout_s: how long one part may take to serve again, beside the start of its process.
         observer: see there.
 
     Raises:
@@ -142,7 +142,7 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
 def _make_anew(
     step: Step, config: KVRayConfig, timeout_s: float, observer: Observer, where: str
 ) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s + START_S
     if step.name.startswith(MOVER_PREFIX):
         with contextlib.suppress(KVRayError):
             call(get_actor(step.name).stop, timeout_s=_STOP_S)

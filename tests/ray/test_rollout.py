@@ -150,7 +150,7 @@ def test_a_new_arena_is_made_only_when_it_is_meant_and_engines_follow(
 def test_a_shard_that_failed_over_its_settings_is_mended_by_an_up_with_better_ones(
     running: KVRayConfig, life: Life
 ) -> None:
-    with pytest.raises(kvray.errors.KVRayError, match="nvme"):
+    with pytest.raises(kvray.errors.KVRayError, match="NVMe tier"):
         tier.up(config_with(nvme__dir="/proc/nowhere"), timeout_s=TIMEOUT_S)
     (shard,) = tier.up(running, timeout_s=TIMEOUT_S)
     assert shard["state"] == "serving"
@@ -160,8 +160,7 @@ def test_a_shard_that_failed_over_its_settings_is_mended_by_an_up_with_better_on
 def test_shards_of_nodes_that_are_not_meant_any_more_end(running: KVRayConfig) -> None:
     elsewhere = config_with(shard__resource="kvray_shard")
     done: list[str] = []
-    with pytest.raises(ConfigError, match="No node of the Ray cluster has the resource"):
-        tier.up(elsewhere, timeout_s=1.0 + TIMEOUT_S / 10, told=done.append)
+    assert tier.up(elsewhere, timeout_s=TIMEOUT_S, wait=False, told=done.append) == []
     assert any("not meant to have a shard any more" in sentence for sentence in done)
     assert not running.node_dir.exists()
     assert not any(name.startswith("kvray-shard-") for name in list_actors())

@@ -1,0 +1,198 @@
+"""The `ray up` examples: what Ray's own schema says of them, and the node script."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import psutil
+import pytest
+import yaml
+
+from kvray.config import load_config
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "ray_cluster"
+CLUSTERS = ("cluster.yaml", "cluster-local.yaml")
+TIER = EXAMPLE / "etc" / "kvray.yaml"
+PORT = re.compile(r"--([a-z-]*port)=(\d+)")
+
+
+def prepared(name: str) -> dict[str, Any]:
+    """Return a cluster file as `ray up` completes it."""
+    from ray.autoscaler._private.util import prepare_config
+
+    config: dict[str, Any] = prepare_config(yaml.safe_load((EXAMPLE / name).read_text()))
+    return config
+
+
+def schema() -> dict[str, Any]:
+    import ray.autoscaler
+
+    path = Path(ray.autoscaler.__file__).parent / "ray-schema.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def start_commands(name: str) -> list[str]:
+    config = yaml.safe_load((EXAMPLE / name).read_text())
+    found: list[str] = config["head_start_ray_commands"] + config["worker_start_ray_commands"]
+    return found
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_rays_own_schema_takes_the_cluster_files(name: str) -> None:
+    jsonschema.validate(prepared(name), schema())
+
+
+def test_rays_own_schema_refuses_resources_that_are_no_integers() -> None:
+    config = prepared("cluster.yaml")
+    config["available_node_types"]["gpu"]["resources"]["kvray_shard"] = 0.5
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(config, schema())
+
+
+def test_shards_are_on_the_nodes_with_gpus() -> None:
+    types = prepared("cluster.yaml")["available_node_types"]
+    resource = load_config(TIER, environ={}).shard.resource
+    assert {name: kind["resources"][resource] for name, kind in types.items()} == {
+        "head": 0,
+        "gpu": 1,
+    }
+    assert types["gpu"]["resources"]["GPU"] > 0
+
+
+def test_machines_of_ones_own_name_the_resource_themselves() -> None:
+    resource = load_config(TIER, environ={}).shard.resource
+    for command in start_commands("cluster-local.yaml"):
+        if "ray-node start" in command:
+            (given,) = (word for word in shlex.split(command) if word.startswith("--resources="))
+            assert json.loads(given.partition("=")[2]) == {resource: 1}
+
+
+def test_containers_do_not_see_the_processes_of_their_machine() -> None:
+    """Else the `ray stop` in the start commands would end every Ray of the machine."""
+    docker = prepared("cluster.yaml")["docker"]
+    assert "ray stop" in start_commands("cluster.yaml")
+    options = docker["run_options"] + docker["worker_run_options"]
+    assert not any("--pid" in option for option in options)
+
+
+def test_without_containers_nothing_runs_ray_stop() -> None:
+    assert not any("ray stop" in command for command in start_commands("cluster-local.yaml"))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_head_and_workers_use_the_same_fixed_ports_which_the_docs_list(name: str) -> None:
+    head, worker = (
+        dict(PORT.findall(command)) for command in start_commands(name) if "metrics" in command
+    )
+    assert worker.items() <= head.items()
+    page = (ROOT / "docs" / "launch.md").read_text()
+    listed = set(re.findall(r"^\| (\d+(?:-\d+)?) \|", page, re.MULTILINE))
+    low, high = head.pop("min-worker-port"), head.pop("max-worker-port")
+    assert listed == {*head.values(), f"{low}-{high}"}
+
+
+def test_the_head_starts_the_tier_once_ray_is_up() -> None:
+    assert start_commands("cluster.yaml")[2].endswith("kvray up --no-wait")
+    config = yaml.safe_load((EXAMPLE / "cluster-local.yaml").read_text())
+    assert f"--address {config['provider']['head_ip']}:6379" in config["head_start_ray_commands"][1]
+
+
+# -- ray-node: starts and ends the Ray that is its own --------------------------------------------
+
+FAKE_RAY = """\
+#!/usr/bin/env bash
+echo "$@"
+if [[ -n ${FAKE_RAY_FAILS:-} ]]; then echo "no luck"; exit 1; fi
+echo "Ray runtime started."
+trap 'exit 0' TERM
+while :; do sleep 0.05; done
+"""
+
+
+class RayNode:
+    """The script, with another program in Ray's place."""
+
+    def __init__(self, directory: Path) -> None:
+        self.home = directory / "home"
+        (directory / "ray").write_text(FAKE_RAY)
+        (directory / "ray").chmod(0o755)
+        self._environ = {
+            **os.environ,
+            "PATH": f"{directory}:{os.environ['PATH']}",
+            "RAY_NODE_HOME": str(self.home),
+        }
+
+    def run(self, *args: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [EXAMPLE / "ray-node", *args],
+            env={**self._environ, **environ},
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def process(self) -> psutil.Process:
+        return psutil.Process(int((self.home / "pid").read_text()))
+
+
+@pytest.fixture
+def ray_node(tmp_path: Path) -> Iterator[RayNode]:
+    node = RayNode(tmp_path)
+    yield node
+    node.run("stop")
+
+
+def is_over(process: psutil.Process) -> bool:
+    deadline = time.monotonic() + 10
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_a_second_start_replaces_the_first_and_stop_ends_it(ray_node: RayNode) -> None:
+    assert ray_node.run("start", "--head").returncode == 0
+    first = ray_node.process()
+    assert f"--temp-dir={ray_node.home}/ray --head" in (ray_node.home / "ray-start.log").read_text()
+    assert ray_node.run("start", "--head").returncode == 0
+    second = ray_node.process()
+    assert is_over(first)
+    assert second.is_running()
+    assert ray_node.run("stop").returncode == 0
+    assert is_over(second)
+    assert ray_node.run("stop").returncode == 0
+
+
+def test_a_process_that_has_got_the_pid_since_is_left_alone(ray_node: RayNode) -> None:
+    foreign = subprocess.Popen(["sleep", "60"])
+    try:
+        ray_node.home.mkdir()
+        (ray_node.home / "pid").write_text(str(foreign.pid))
+        assert ray_node.run("stop").returncode == 0
+        assert foreign.poll() is None
+    finally:
+        foreign.send_signal(signal.SIGKILL)
+        foreign.wait()
+
+
+def test_a_start_that_fails_is_tried_again_and_then_says_what_ray_said(ray_node: RayNode) -> None:
+    done = ray_node.run("start", "--head", FAKE_RAY_FAILS="yes")
+    assert done.returncode == 1
+    assert "no luck" in done.stderr
+    assert "did not start in 3 attempts" in done.stderr
+
+
+def test_another_command_is_refused(ray_node: RayNode) -> None:
+    assert ray_node.run("restart").returncode == 2
