@@ -1,0 +1,155 @@
+"""Whatever comes through a shard's socket, it is answered or hung up on, and the shard lives on."""
+
+import contextlib
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvray import wire
+from kvray.actors.shard import Shard
+from kvray.errors import KVRayError
+from kvray.node.shard_socket import ShardSocket
+from tests.unit.actors.small_shard import (
+    NAMESPACE,
+    WAIT_S,
+    Line,
+    settings_for,
+    wait_until_serving,
+)
+
+fuzzed = settings(
+    deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=70)
+    | st.just(bytes(64)),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=8) | st.integers(0, 9), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+GOOD: dict[str, dict[str, Any]] = {
+    "hello": {},
+    "register": {
+        "replica": "r",
+        "rank": 0,
+        "namespace": NAMESPACE.to_wire(),
+        "wanted": [[0, None]],
+        "num_ranks": 1,
+        "holder": ["0" * 16, 0, 1],
+        "adapters": "x",
+        "tenants": "0" * 16,
+    },
+    "report": {
+        "replica": "r",
+        "rank": 0,
+        "counters": {"requests": 1},
+        "openings": [],
+        "requests": [],
+        "leaving": False,
+    },
+    "stage": {
+        "replica": "r",
+        "rank": 0,
+        "keys": bytes(64),
+        "wait_s": 0.0,
+        "tokens_per_s": 1.0,
+        "verify_from": 0,
+        "token": "t",
+        "unread": [],
+    },
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """Requests that are right but for some of their fields."""
+    op = draw(st.sampled_from(sorted(GOOD)))
+    fields = dict(GOOD[op])
+    for name in draw(st.lists(st.sampled_from([*fields, "more"]), max_size=3)):
+        if draw(st.booleans()):
+            fields[name] = draw(VALUES)
+        else:
+            fields.pop(name, None)
+    if op == "register" and draw(st.booleans()):
+        name = draw(st.sampled_from(sorted(NAMESPACE.to_wire())))
+        fields["namespace"] = {**NAMESPACE.to_wire(), name: draw(VALUES)}
+    return {"op": op, **fields}
+
+
+@pytest.fixture(scope="module")
+def shard() -> Iterator[Shard]:
+    parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+    shard = Shard("s", settings_for(parent / "node"), Line().announce)
+    shard.start()
+    wait_until_serving(shard)
+    yield shard
+    shard.stop(retire=True, timeout_s=10)
+    shutil.rmtree(parent)
+
+
+@pytest.fixture
+def engine(shard: Shard) -> Iterator[ShardSocket]:
+    made = ShardSocket(Path(shard.status()["directory"]))
+    yield made
+    made.close()
+
+
+def said(engine: ShardSocket, request: dict[str, Any]) -> str:
+    """Return the sentence of the error that a request was answered with, if it was one."""
+    try:
+        engine.call(**request, timeout_s=WAIT_S)
+    except KVRayError as error:
+        return str(error)
+    return ""
+
+
+@settings(fuzzed, max_examples=200)
+@given(asked=st.lists(requests(), min_size=1, max_size=4))
+def test_a_request_of_any_fields_is_answered(
+    engine: ShardSocket, shard: Shard, asked: list[dict[str, Any]]
+) -> None:
+    for request in asked:
+        assert "did not answer" not in said(engine, request), "it hung up: a defect"
+    assert engine.call("hello", timeout_s=WAIT_S)["shard"] == "s"
+    assert shard.status()["state"] == "serving"
+
+
+@fuzzed
+@given(message=st.dictionaries(st.text(max_size=9) | st.just("op"), VALUES, max_size=5))
+def test_a_message_of_any_kind_is_answered(
+    engine: ShardSocket, shard: Shard, message: dict[str, Any]
+) -> None:
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(WAIT_S)
+        peer.connect(shard.status()["directory"] + "/socket")
+        peer.sendall(wire.encode(message))
+        head = peer.recv(wire.LENGTH.size, socket.MSG_WAITALL)
+        body = peer.recv(wire.body_length(head), socket.MSG_WAITALL)
+        assert isinstance(wire.decode(body)["ok"], bool)
+
+
+@fuzzed
+@given(sent=st.binary(max_size=200))
+def test_bytes_of_any_kind_hang_up_on_their_sender_only(
+    engine: ShardSocket, shard: Shard, sent: bytes
+) -> None:
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(shard.status()["directory"] + "/socket")
+        with contextlib.suppress(OSError):
+            peer.sendall(sent)
+    assert engine.call("hello", timeout_s=WAIT_S)["shard"] == "s"

@@ -1,0 +1,124 @@
+"""Any file and any environment is a configuration, or one sentence that says what is wrong."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvray.config import KVRayConfig, config_on_node, format_size, load_config, parse_size
+from kvray.errors import ConfigError
+
+fuzzed = settings(
+    deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+SECTIONS = {
+    name: sorted(getattr(field.annotation, "model_fields", {}))
+    for name, field in KVRayConfig.model_fields.items()
+}
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["1GiB", "-1B", "1e3KiB", "9" * 400 + "TiB", "nan", ".inf", "0x10", "0"])
+    | st.dates()
+    | st.binary(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=8) | st.integers(), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> dict[Any, Any]:
+    """Files that look like ours, with any values in them."""
+    tree: dict[Any, Any] = {}
+    for name in draw(st.lists(st.sampled_from(sorted(SECTIONS)), max_size=4)):
+        if SECTIONS[name] and draw(st.booleans()):
+            keys = st.sampled_from(SECTIONS[name]) | st.text(max_size=5)
+            tree[name] = draw(st.dictionaries(keys, VALUES, max_size=4))
+        else:
+            tree[name] = draw(VALUES)
+    return tree
+
+
+@fuzzed
+@given(tree=trees())
+def test_a_file_with_any_values_is_read_or_refused(tmp_path: Path, tree: dict[Any, Any]) -> None:
+    path = tmp_path / "kvray.yaml"
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8", errors="replace")
+    with contextlib.suppress(ConfigError):
+        config = load_config(path, environ={})
+        assert config_on_node(config, {}) == config
+
+
+@fuzzed
+@given(text=st.binary(max_size=200) | st.text(max_size=200).map(lambda one: one.encode("utf-8")))
+def test_a_file_of_any_bytes_is_read_or_refused(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "kvray.yaml"
+    path.write_bytes(text)
+    with contextlib.suppress(ConfigError):
+        load_config(path, environ={})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 5000,
+        "a: &a [" + "x, " * 20 + "]\nb: *a",
+        "a: &a {b: *a}",
+        "? [1, 2]\n: 3",
+        "{1: {2: 3}}",
+        "arena: {? {a: 1} : 2}",
+        "!!python/object/apply:os.system [true]",
+        "cluster_name: \0",
+        "---\na: 1\n---\nb: 2",
+        "arena: !!binary '!'",
+        "ray: {timeout_s: 2001-99-99}",
+        "ray: {timeout_s: 0o9:99}",
+        "arena: {capacity: " + "9" * 5000 + "}",
+    ],
+)
+def test_files_that_trip_readers_of_yaml_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "kvray.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError):
+        load_config(path, environ={})
+
+
+@fuzzed
+@given(
+    environ=st.dictionaries(
+        st.sampled_from(
+            [f"KVRAY_{one}__{key}".upper() for one, keys in SECTIONS.items() for key in keys]
+            + ["KVRAY_CLUSTER_NAME", "KVRAY_ARENA__QUOTAS__FF", "KVRAY___", "KVRAY_A__B__C__D"]
+        ),
+        st.text(max_size=20) | st.sampled_from(["1GiB", "1", "true", "[]", "{}"]),
+        max_size=4,
+    )
+)
+def test_an_environment_of_any_values_is_read_or_refused(environ: dict[str, str]) -> None:
+    with contextlib.suppress(ConfigError):
+        load_config("/dev/null", environ=environ)
+    with contextlib.suppress(ConfigError):
+        config_on_node(KVRayConfig(), environ)
+
+
+@given(st.integers(1, 2**80))
+def test_a_size_is_read_as_it_was_written(size: int) -> None:
+    assert parse_size(size) == parse_size(str(size)) == parse_size(f"{size}B") == size
+    assert format_size(size)
+
+
+@given(VALUES)
+def test_any_value_is_a_size_or_none(value: object) -> None:
+    with contextlib.suppress(ValueError):
+        assert parse_size(value) > 0
