@@ -1,17 +1,20 @@
-"""Engines that share prompts through a tier, and what `kvray explain` says of their requests."""
+"""Engines that share prompts through a tier, and what `kvray explain`, `ls` and `top` say of it."""
 
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from kvray.actors.local_ray import LocalRay
+from kvray.cli.app import app
 from kvray.client import Client
 from kvray.config import KVRayConfig
-from kvray.reference.replica import Replica
+from kvray.reference.engine import ReferenceEngine
 from tests.ray.cluster import CONNECTOR
-from tests.ray.command_line import open_shell
 from tests.unit.actors.small_shard import wait_for
 
 pytestmark = pytest.mark.ray
@@ -21,38 +24,32 @@ PROMPT = [number * 7 % 250 + 1 for number in range(320)]
 OTHER = [number * 11 % 250 + 1 for number in range(320)]
 HIT = (len(PROMPT) - 1) // BLOCK * BLOCK
 
-Start = Callable[..., Replica]
+Ask = Callable[..., int]
 
 
 @pytest.fixture
-def start(running: KVRayConfig) -> Iterator[Start]:
-    """Starts replicas on the tier that is up, and ends them."""
+def ask(running: KVRayConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ask]:
+    """Has engines answer prompts, each made at its first one; returns the tokens that hit."""
+    monkeypatch.setenv("KVRAY_CLUSTER_NAME", running.cluster_name)
+    engines: dict[str, ReferenceEngine] = {}
     with contextlib.ExitStack() as ended:
 
-        def begin(name: str, **options: int) -> Replica:
-            replica = Replica.start(
-                name,
-                env={
-                    "KVRAY_CLUSTER_NAME": running.cluster_name,
-                    "KVRAY_CONNECTOR__MODEL_KEY": name.partition("-")[0],
-                    "KVRAY_CONNECTOR__REPLICA": name,
-                },
-                model="tiny:11",
-                num_blocks=64,
-                connector=CONNECTOR,
-                num_threads=1,
-                **{"tokens_per_block": BLOCK, **options},
-            )
-            ended.callback(replica.kill)
-            return replica
+        def answer(name: str, prompt: list[int], **options: Any) -> int:
+            if name not in engines:
+                # Two layouts must not have one key.
+                monkeypatch.setenv("KVRAY_CONNECTOR__MODEL_KEY", name.partition("-")[0])
+                monkeypatch.setenv("KVRAY_CONNECTOR__REPLICA", name)
+                options = {"tokens_per_block": BLOCK, "num_blocks": 64, **options}
+                engines[name] = ReferenceEngine("tiny", connector=CONNECTOR, **options)
+                ended.callback(engines[name].close)
+            return engines[name].generate(prompt, max_tokens=2).hit_tokens
 
-        yield begin
+        yield answer
 
 
-def ask(client: Client, replica: Replica, prompt: list[int]) -> int:
-    """Have a prompt answered and saved; return its hit tokens."""
-    (output,) = replica.generate([prompt], max_tokens=2)
-    return int(output.hit_tokens)
+def await_saved(client: Client) -> None:
+    """Return when the blocks of a prompt are stored."""
+    wait_for(lambda: num_blocks(client) >= len(PROMPT) // BLOCK, "saving")
 
 
 def num_blocks(client: Client) -> int:
@@ -60,64 +57,96 @@ def num_blocks(client: Client) -> int:
     return int(shard["arena"]["blocks"])
 
 
+def latest(client: Client, replica: str) -> dict[str, Any]:
+    (request,) = client.explain(replica=replica)["requests"]
+    found: dict[str, Any] = request
+    return found
+
+
+def kvray(*args: str) -> str:
+    """Return what a command prints; it uses the connection of this process."""
+    done = CliRunner().invoke(app, args)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
 def test_requests_are_explained_from_the_first_hit_to_what_went_and_who_had_it_go(
-    local: LocalRay, running: KVRayConfig, start: Start
+    local: LocalRay, running: KVRayConfig, ask: Ask, tmp_path: Path
 ) -> None:
     client = Client(running)
-    one, two = start("tiny-one"), start("tiny-two")
 
     # Never stored, and then a hit at another replica.
-    assert ask(client, one, PROMPT) == 0
-    wait_for(lambda: num_blocks(client) >= len(PROMPT) // BLOCK, "saving")
-    assert ask(client, two, PROMPT) == HIT
-    (first,) = client.explain(replica="tiny-one")["requests"]
-    assert (first["reason"], first["hit_tokens"]) == ("never_stored", 0)
-    assert first["missed_tokens"] == HIT
-    (hit,) = client.explain(replica="tiny-two")["requests"]
+    assert ask("tiny-one", PROMPT) == 0
+    await_saved(client)
+    assert ask("tiny-two", PROMPT) == HIT
+    first, hit = latest(client, "tiny-one"), latest(client, "tiny-two")
+    assert (first["reason"], first["missed_tokens"]) == ("never_stored", HIT)
     assert (hit["hit_tokens"], hit["missed_tokens"], hit["reason"]) == (HIT, 0, "none")
     assert hit["ranges"][0] == {"start": 0, "stop": HIT, "what": "hit", "way": "host", "source": ""}
     assert hit["namespace"] == first["namespace"]
 
     # Evicted, with time and by whom.
     assert client.clear() >= len(PROMPT) // BLOCK
-    three = start("tiny-three")
-    assert ask(client, three, PROMPT) == 0
-    (gone,) = client.explain(replica="tiny-three")["requests"]
+    assert ask("tiny-three", PROMPT) == 0
+    gone = latest(client, "tiny-three")
     assert gone["reason"] == "evicted"
     (missed,) = [one for one in gone["ranges"] if one["what"] == "miss"]
     assert (missed["start"], missed["stop"], missed["left_by"]) == (0, HIT, "cleared")
     assert first["at"] < missed["left_at"][0] <= missed["left_at"][1] < gone["at"]
 
     # A prompt, without a request: what is there, and what never was.
-    wait_for(lambda: num_blocks(client) >= len(PROMPT) // BLOCK, "saving")
+    await_saved(client)
     (stored,) = client.explain_tokens(PROMPT[:160] + OTHER[:100])["prompts"]
     assert (stored["stored_tokens"], stored["reason"]) == (160, "never_stored")
     assert [one["what"] for one in stored["ranges"]] == ["stored", "never_stored", "computed"]
 
     # The same text in another namespace.
-    far = start("far-four", tokens_per_block=32)
-    assert ask(client, far, PROMPT) == 0
-    wait_for(
-        lambda: client.explain(replica="far-four")["requests"][0]["reason"] == "incompatible",
-        "the lookup's finding",
-    )
-    (other,) = client.explain(replica="far-four")["requests"]
-    assert other["incompatible"]["difference"]["tokens_per_block"] == [32, BLOCK]
+    assert ask("far-four", PROMPT, tokens_per_block=32) == 0
+    wait_for(lambda: latest(client, "far-four")["reason"] == "incompatible", "the finding")
+    other = latest(client, "far-four")["incompatible"]
+    assert other["difference"]["tokens_per_block"] == [32, BLOCK]
+    assert other["namespace"] == hit["namespace"]
 
     # As people see it.
-    with open_shell("explain") as shell:
-        environ = {"KVRAY_CLUSTER_NAME": running.cluster_name, **local.environ()}
-        where = ("--address", local.address)
-        shown = shell.run("explain", str(hit["request_id"]), *where, **environ)
-        assert shown.returncode == 0, shown.stderr
-        assert f"{HIT} of {len(PROMPT)} tokens were hits (was in the node's memory)" in shown.stdout
-        listed = shell.run("explain", "--last", "4", *where, **environ)
-        assert listed.returncode == 0, listed.stderr
-        assert all(name in listed.stdout for name in ("tiny-one", "evicted", "incompatible"))
-        prompt = shell.directory / "prompt.yaml"  # a name that the shell does not take for its own
-        prompt.write_text(" ".join(map(str, PROMPT)))
-        found = shell.run("explain", "--tokens", str(prompt), "--json", *where, **environ)
-        assert {one["stored_tokens"] for one in json.loads(found.stdout)["prompts"]} == {320}
-        unknown = shell.run("explain", "987654", *where, **environ)
-        assert unknown.returncode == 2
-        assert "No request 987654 is known" in unknown.stderr
+    of_two = kvray("explain", "--last", "--replica", "tiny-two")
+    assert f"{HIT} of {len(PROMPT)} tokens were hits (was in the node's memory)" in of_two
+    listed = kvray("explain", "--last", "4")
+    assert all(name in listed for name in ("tiny-one", "evicted", "incompatible"))
+    (tmp_path / "prompt.txt").write_text(" ".join(map(str, PROMPT)))
+    found = json.loads(kvray("explain", "--tokens", str(tmp_path / "prompt.txt"), "--json"))
+    assert {one["stored_tokens"] for one in found["prompts"]} == {len(PROMPT)}
+    unknown = CliRunner().invoke(app, ["explain", "987654"])
+    assert unknown.exit_code == 2
+    assert "No request 987654 is known" in unknown.stderr
+
+
+def test_what_is_stored_and_used_most_is_listed(
+    local: LocalRay, running: KVRayConfig, ask: Ask
+) -> None:
+    client = Client(running)
+    ask("tiny-one", PROMPT)
+    await_saved(client)
+    ask("tiny-two", PROMPT[:170])
+
+    (namespace,) = json.loads(kvray("ls", "--json"))["namespaces"]
+    assert sorted(namespace["replicas"]) == ["tiny-one", "tiny-two"]
+    assert namespace["host_blocks"] >= len(PROMPT) // BLOCK
+    assert namespace["fields"]["model"] == "key:tiny"
+    assert "key:tiny" in kvray("ls")
+
+    def hottest() -> dict[str, Any]:
+        found = json.loads(kvray("ls", namespace["namespace"], "--hottest", "1", "--json"))
+        return dict(found["prefixes"][0])
+
+    wait_for(lambda: hottest()["uses"] == 1, "seeing the use")
+    assert hottest()["num_blocks"] == 170 // BLOCK
+    assert "160" in kvray("ls", namespace["namespace"])
+    assert CliRunner().invoke(app, ["ls", "none"]).exit_code == 2
+
+
+def test_one_look_shows_nodes_and_replicas(local: LocalRay, running: KVRayConfig, ask: Ask) -> None:
+    ask("tiny-one", PROMPT)
+    frame = kvray("top", "--once", "-n", "1.5")
+    assert f"Tier {running.cluster_name}" in frame
+    assert "/16MiB" in frame
+    assert "tiny-one" in frame
