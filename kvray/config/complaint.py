@@ -11,6 +11,7 @@ from kvray.config.environment import variable_of
 from kvray.config.layers import DEFAULT, Layers, Origin
 from kvray.config.nearest import names_in, nearest
 from kvray.config.schema import setting_rows
+from kvray.config.values import shown
 
 Problem = Mapping[str, Any]
 
@@ -65,7 +66,7 @@ def _no_variable(problem: Problem, path: SettingPath, origin: Origin) -> str | N
 
 
 def _unknown(problem: Problem, path: SettingPath, origin: Origin) -> str | None:
-    if problem["type"] != "extra_forbidden":
+    if problem["type"] not in ("extra_forbidden", "invalid_key"):
         return None
     *sections, key = path
     is_variable = origin.kind == "environment"
@@ -82,7 +83,7 @@ def _no_section(problem: Problem, path: SettingPath, origin: Origin) -> str | No
     if problem["type"] != "model_type":
         return None
     return (
-        f"{'.'.join(path)} must be a section with keys, not {problem['input']!r:.80}; its keys are"
+        f"{'.'.join(path)} must be a section with keys, not {shown(problem['input'])}; its keys are"
         f" {', '.join(names_in(path))}."
     )
 
@@ -107,18 +108,24 @@ def _wrong_value(problem: Problem, path: SettingPath) -> str:
         return f"{dotted}: {said.removeprefix('Value error, ')}."
     if kind == "string_pattern_mismatch":
         form = _PATTERNS.get(path[-1], f"have the form {problem['ctx']['pattern']}")
-        return f"{dotted} must {form}, not be {given!r:.80}."
+        return f"{dotted} must {form}, not be {shown(given)}."
     if kind == "literal_error":
-        return f"{dotted} must be {problem['ctx']['expected']}, not {given!r:.80}{_meant(problem)}"
+        return f"{dotted} must be {problem['ctx']['expected']}, not {shown(given)}{_meant(problem)}"
     if kind in ("too_short", "too_long"):
-        most = f"at {'least' if kind == 'too_short' else 'most'}"
-        bound = problem["ctx"].get("min_length", problem["ctx"].get("max_length"))
-        return f"{dotted} must have {most} {bound} entries{_for_example(path)}."
+        return f"{dotted} must have {_number_of_entries(problem['ctx'])}{_for_example(path)}."
     must = _EXPECTED.get(kind) or said.removeprefix("Input should be ")
     if must == said:
-        return f"{dotted} = {given!r:.80} cannot be used: {said}{_for_example(path)}."
-    quote = "; put it in quotes" if kind == "string_type" else ""
-    return f"{dotted} must be {must}{_for_example(path)}, not {given!r:.80}{quote}."
+        return f"{dotted} = {shown(given)} cannot be used: {said}{_for_example(path)}."
+    is_plain = kind == "string_type" and not isinstance(given, dict | list)
+    quote = "; put it in quotes" if is_plain else ""
+    return f"{dotted} must be {must}{_for_example(path)}, not {shown(given)}{quote}."
+
+
+def _number_of_entries(bounds: Mapping[str, Any]) -> str:
+    """Return how many entries a list or a mapping may have."""
+    if "min_length" in bounds:
+        return f"at least {bounds['min_length']} entry"  # no setting asks for more
+    return f"at most {bounds['max_length']} entries"
 
 
 def _meant(problem: Problem) -> str:

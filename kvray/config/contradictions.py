@@ -40,14 +40,18 @@ def quota_contradiction(config: KVRayConfig) -> Contradiction | None:
     Nodes differ, so that one which bounds on the largest only is fine.
     """
     largest = max(values_on_nodes(config, "arena", "capacity"))
-    arena = config.arena
-    quotas: dict[SettingPath, int] = {
-        ("arena", "quotas", name): size for name, size in arena.quotas.items()
+    arena, security = config.arena, config.security
+    quotas: dict[SettingPath, int | None] = {
+        ("arena", "namespace_quota"): arena.namespace_quota,
+        ("security", "tenant_quota"): security.tenant_quota,
+        **{("arena", "quotas", name): size for name, size in arena.quotas.items()},
+        **{
+            ("security", "tenant_quotas", name): size
+            for name, size in security.tenant_quotas.items()
+        },
     }
-    if arena.namespace_quota is not None:
-        quotas[("arena", "namespace_quota")] = arena.namespace_quota
     for path, size in quotas.items():
-        if size > largest:
+        if size is not None and size > largest:
             return Contradiction(
                 path=path,
                 sentence=f"{'.'.join(path)} ({exact_size(size)}) is larger than arena.capacity"

@@ -44,7 +44,7 @@ def read_document(path: Path) -> Document:
         raise ConfigError(f"{path} is nested too deeply; no setting is.") from None
     except ValueError as error:  # of a date or a number that YAML knows by its form only
         raise ConfigError(f"{path} is not valid YAML: {error}; put the value in quotes.") from None
-    lines = dict(_lines(root, (), path))
+    lines = dict(_lines(root, (), path, set()))
     if values is None:
         return Document(values={}, lines={})
     if not isinstance(values, dict):
@@ -81,18 +81,21 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def _lines(node: yaml.Node, at: SettingPath, path: Path) -> Iterator[tuple[SettingPath, int]]:
-    """Yield where everything stands.
+def _lines(
+    node: yaml.Node, at: SettingPath, path: Path, visited: set[int]
+) -> Iterator[tuple[SettingPath, int]]:
+    """Yield where everything stands; what aliases repeat stands where it is first.
 
     Raises:
         ConfigError: a key stands twice in one mapping; YAML would take the last.
     """
-    if len(at) > _DEPTH_MAX:
+    if len(at) > _DEPTH_MAX or id(node) in visited:
         return
+    visited.add(id(node))
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield (*at, str(index)), item.start_mark.line + 1
-            yield from _lines(item, (*at, str(index)), path)
+            yield from _lines(item, (*at, str(index)), path, visited)
     if not isinstance(node, yaml.MappingNode):
         return
     seen: dict[str, int] = {}
@@ -106,7 +109,7 @@ def _lines(node: yaml.Node, at: SettingPath, path: Path) -> Iterator[tuple[Setti
             )
         seen[name] = line
         yield below, line
-        yield from _lines(value, below, path)
+        yield from _lines(value, below, path, visited)
 
 
 def _not_yaml(path: Path, error: yaml.YAMLError) -> str:

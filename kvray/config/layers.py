@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from kvray.config.document import Document, SettingPath
 from kvray.config.environment import variable_of
+from kvray.config.values import shown
 from kvray.errors import ConfigError
 
 Kind = Literal["default", "file", "environment", "command line", "node"]
@@ -95,7 +96,7 @@ def put_value(values: dict[str, Any], path: SettingPath, value: Any) -> None:
         if not isinstance(values[section], dict):
             raise ConfigError(
                 f"{'.'.join(path[:depth])} must be a section with keys, not"
-                f" {values[section]!r:.80}; {'.'.join(path)} cannot be set in it."
+                f" {shown(values[section])}; {'.'.join(path)} cannot be set in it."
             )
         values = values[section]
     values[key] = value

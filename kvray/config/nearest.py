@@ -16,14 +16,12 @@ def nearest(sections: Sequence[str], key: str) -> list[str]:
 
     The settings beside it come first, then those of that name in other sections.
     """
-    dotted = ".".join((*sections, key))
     siblings = list(_names_in(sections))
     near = difflib.get_close_matches(key.lower(), siblings, n=1, cutoff=_NEAR)
     if near:
         return [".".join((*sections, near[0]))]
     elsewhere = {
-        name: max(_alike(key, name.rpartition(".")[2]), _alike(dotted, name), _alike(key, name))
-        for name in _all_names()
+        name: max(_alike(key, name.rpartition(".")[2]), _alike(key, name)) for name in _all_names()
     }
     best = max(elsewhere.values())
     if best < _NEAR_ELSEWHERE:

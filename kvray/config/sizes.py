@@ -6,6 +6,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
+from kvray.config.values import shown
+
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _FORM = r"\s*(\d+(?:\.\d+)?)\s*({units})?\s*"
 _MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB"}
@@ -28,12 +30,13 @@ def parse_size(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     else:
-        found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+        text = str(value) if isinstance(value, str | float) else ""
+        found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
         if not found or found[2] not in _UNITS:
-            raise ValueError(f"{value!r:.80} is no size; {_remedy(value)}")
+            raise ValueError(f"{shown(value)} is no size; {_remedy(text)}")
         size = int(Decimal(found[1]) * _UNITS[found[2]])
     if size <= 0:
-        raise ValueError(f"{value!r:.80} is not a positive size; write for example 64GiB")
+        raise ValueError(f"{shown(value)} is not a positive size; write for example 64GiB")
     return size
 
 
@@ -53,9 +56,9 @@ def exact_size(size: int) -> str:
     return f"{size}B"
 
 
-def _remedy(value: object) -> str:
+def _remedy(text: str) -> str:
     """Return what to write in place of what has no unit of ours."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt])i?b?\s*", str(value), re.IGNORECASE)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt])i?b?\s*", text, re.IGNORECASE)
     if found:
         return f"units are binary here: write {found[1]}{_MEANT[found[2].lower()]}"
     return "write a number with a unit such as 64GiB"

@@ -157,7 +157,10 @@ def _check_nodes(config: KVRayConfig, layers: Layers) -> None:
         key, _, value = entry.label.partition("=")
         there = Layers(config.model_dump(exclude_unset=True), dict(layers.origins))
         _put_labelled(there, (entry,), {key: value})
-        _validated(there)
+        try:
+            _validated(there)
+        except ConfigError as error:
+            raise ConfigError(f"On nodes with {entry.label}: {error}") from None
 
 
 def _validated(layers: Layers) -> KVRayConfig:

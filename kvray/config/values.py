@@ -1,6 +1,7 @@
 """What a setting's value may be, where a plain type would let too much pass."""
 
 import re
+import reprlib
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 LABEL_PATTERN = r"^[^=\s]+=[^=\s]+$"
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|sec|m|min|h)\s*")
 _SECONDS = {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
+
+
+_shown = reprlib.Repr()
+_shown.maxstring = _shown.maxother = 80
+_shown.maxlevel = 2
+
+
+def shown(value: object) -> str:
+    """Return a value as a sentence has it: short, whatever it is, aliases of YAML upon aliases."""
+    return _shown.repr(value)
 
 
 def parse_namespace(value: object) -> str:
@@ -20,7 +31,7 @@ def parse_namespace(value: object) -> str:
     if isinstance(value, str) and re.fullmatch(r"[0-9A-Fa-f]{1,64}", value):
         return value.lower()
     raise ValueError(
-        f"{value!r:.80} names no namespace; write the hex digits that `kvray status` shows, in"
+        f"{shown(value)} names no namespace; write the hex digits that `kvray status` shows, in"
         " quotes"
     )
 
@@ -28,7 +39,7 @@ def parse_namespace(value: object) -> str:
 def _plain_seconds(value: object) -> object:
     """Refuse what YAML or a person means otherwise; the rest is for the type to judge."""
     if isinstance(value, bool):
-        raise ValueError(f"{value!r} is no number of seconds; write one such as 30")
+        raise ValueError(f"{value} is no number of seconds; write one such as 30")
     if isinstance(value, str) and (found := _DURATION.fullmatch(value)):
         seconds = float(found[1]) * _SECONDS[found[2]]
         raise ValueError(f"{value!r} has a unit; write the number of seconds, {seconds:g}")
@@ -38,7 +49,7 @@ def _plain_seconds(value: object) -> object:
 def _absolute(path: Path) -> Path:
     if not path.is_absolute():
         raise ValueError(
-            f"{str(path)!r:.80} depends on where a process runs; write the whole path, from / on"
+            f"{shown(str(path))} depends on where a process runs; write the whole path, from / on"
         )
     return path
 

@@ -157,7 +157,7 @@ WRONG = {
     "nested without end": ("[" * 5000, "nested too deeply"),
     "no mapping": ("- arena", "must hold a mapping", "begin with lines such as `arena:`"),
     "a transport that is none": ("staging: {transports: [nixel]}", "did you mean nixl?"),
-    "no transport": ("staging: {transports: []}", "at least 1 entries", "object_ref"),
+    "no transport": ("staging: {transports: []}", "at least 1 entry", "object_ref"),
     "a transport twice": ("staging: {transports: [nixl, nixl]}", "write [nixl]"),
     "a quota by a number": ("arena: {quotas: {1234: 1GiB}}", "in quotes"),
     "a quota above the arena": ("arena: {namespace_quota: 5GiB}", "larger than arena.capacity"),
@@ -188,8 +188,27 @@ WRONG = {
         "kvray.yaml:3",
         "KVRAY_ARENA__DIR",
     ),
+    "laughter without end": (
+        "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
+        + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+        + "arena: {capacity: *a11}\n",
+        "Unknown setting a0",
+    ),
+    "a size of laughter": (
+        "cluster_name: &a0 [x, x, x]\n"
+        + f"staging: &a1 [{', '.join(['*a0'] * 9)}]\narena: {{capacity: *a1}}\n",
+        "kvray.yaml:1",
+    ),
+    "a list without end": ("arena: {capacity: &a [*a]}", "a unit such as 64GiB"),
+    "a number for a key": ("7: arena", "remove it, or take one of arena"),
+    "a truth for a key": ("arena: {on: 1}", "remove it, or take one of capacity"),
+    "a quota of tenants above the arena": (
+        "security: {tenant_secret_file: /s, tenant_quota: 5GiB}",
+        "lower it, or raise arena.capacity",
+    ),
     "a node that contradicts the tier": (
         "arena: {slab: 1GiB}\nnodes: [{label: a=b, arena: {capacity: 64MiB}}]",
+        "On nodes with a=b: ",
         "lower arena.slab",
     ),
 }
