@@ -27,6 +27,7 @@ from kvray.store.tables import Tables
 
 _log = logging.getLogger("kvray.nvme")
 
+_NUMBER_MAX = 2**62
 _PART_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -110,6 +111,8 @@ def read_tables(segments: Sequence[Segment], book: RecordBook, tables: Tables) -
         records[segment.shape.num_slots :] = np.zeros((), dtype=RECORD)
         sound = is_sound(records, segment_id=segment.segment_id, first_row=0)
         sound &= records["length"] == segment.shape.block_bytes
+        # Numbers go on above the largest that was given: they must not run out.
+        sound &= (records["sequence"] < _NUMBER_MAX) & (records["used"] < _NUMBER_MAX)
         counts["damaged"] += int(np.count_nonzero(~sound & ~is_empty(records)))
         has_payload = segment.offsets(np.arange(len(records)) + 1) <= segment.file.size()
         counts["truncated"] += int(np.count_nonzero(sound & ~has_payload))
