@@ -1,0 +1,198 @@
+"""The KubeRay manifests: what Kubernetes' own schemas say, and what has to fit together in a pod.
+
+There is no package with the schema of RayCluster, so its own fields are compared with the names in
+KubeRay's API reference, and the pods in it are checked as pods.
+"""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from kvray.actors.shard_actor import shard_settings
+from kvray.cli.app import app
+from kvray.cli.connector_config import render
+from kvray.config import KVRayConfig, load_config, parse_size
+from kvray.config.sources import WELL_KNOWN_PATH
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "kuberay"
+MANIFESTS = ("raycluster.yaml", "hostpath.yaml")
+KUBERNETES = "1.30"
+RAY_SHARE = 0.95
+"""Of a container's memory: Ray's own RAY_memory_usage_threshold."""
+PROCESSES = 3 * 2**30
+
+# https://docs.ray.io/en/master/kuberay/references/api.html, for KubeRay 1.6 and 1.7
+CLUSTER_FIELDS = {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
+HEAD_FIELDS = {"rayStartParams", "template"}
+WORKER_FIELDS = {
+    *("groupName", "replicas", "minReplicas", "maxReplicas"),
+    *("rayStartParams", "template"),
+}
+
+
+def manifests(name: str) -> list[dict[str, Any]]:
+    return [dict(one) for one in yaml.safe_load_all((EXAMPLE / name).read_text())]
+
+
+def one_of(name: str, kind: str) -> dict[str, Any]:
+    (found,) = (one for one in manifests(name) if one["kind"] == kind)
+    return found
+
+
+def templates(name: str) -> dict[str, dict[str, Any]]:
+    """Return the pod templates of a file: of the head, the worker, and a Deployment's engine."""
+    spec = one_of(name, "RayCluster")["spec"]
+    (worker,) = spec["workerGroupSpecs"]
+    found = {"head": spec["headGroupSpec"]["template"], "worker": worker["template"]}
+    for one in manifests(name):
+        if one["kind"] == "Deployment":
+            found["engine"] = one["spec"]["template"]
+    return found
+
+
+def containers(name: str) -> dict[str, dict[str, Any]]:
+    return {
+        container["name"]: container
+        for template in templates(name).values()
+        for container in template["spec"]["containers"]
+    }
+
+
+def tier(name: str, tmp_path: Path) -> KVRayConfig:
+    path = tmp_path / "kvray.yaml"
+    path.write_text(one_of(name, "ConfigMap")["data"]["kvray.yaml"])
+    return load_config(path, environ={})
+
+
+def arena_bytes(config: KVRayConfig) -> int:
+    return shard_settings(config).spec.geometry().file_bytes
+
+
+def size(quantity: str) -> int:
+    return parse_size(quantity + "B" if quantity.endswith("i") else quantity)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_kubernetes_own_schemas_take_every_object_and_pod(name: str) -> None:
+    for one in manifests(name):
+        if one["kind"] != "RayCluster":
+            kubernetes_validate.validate(one, KUBERNETES, strict=True)
+    for template in templates(name).values():
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "pod", **template.get("metadata", {})},
+            "spec": template["spec"],
+        }
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+def test_kubernetes_own_schemas_refuse_what_a_pod_has_not() -> None:
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}}
+    wrong = {**pod, "spec": {"containers": [{"name": "one", "startupProb": {}}]}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_a_ray_cluster_has_fields_that_kuberay_knows(name: str) -> None:
+    cluster = one_of(name, "RayCluster")
+    assert cluster["apiVersion"] == "ray.io/v1"
+    spec = cluster["spec"]
+    assert spec.keys() == CLUSTER_FIELDS
+    assert spec["headGroupSpec"].keys() == HEAD_FIELDS
+    for group in spec["workerGroupSpecs"]:
+        assert group.keys() == WORKER_FIELDS
+        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_nodes_that_are_to_have_a_shard_have_its_resource(name: str, tmp_path: Path) -> None:
+    (group,) = one_of(name, "RayCluster")["spec"]["workerGroupSpecs"]
+    (given,) = shlex.split(group["rayStartParams"]["resources"])
+    assert yaml.safe_load(given) == {tier(name, tmp_path).shard.resource: 1}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_engine_and_shard_share_the_arena_as_one_user(name: str, tmp_path: Path) -> None:
+    arena_dir = str(tier(name, tmp_path).arena.dir)
+    backing = []
+    for template in templates(name).values():
+        volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
+        for container in template["spec"]["containers"]:
+            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            if container["name"] in ("ray-worker", "engine"):
+                volume = volumes[mounts[arena_dir]]
+                backing.append(volume.get("hostPath", {}).get("path") or volume)
+    one, other = backing
+    assert one == other
+    users = [template["spec"]["securityContext"] for template in templates(name).values()]
+    assert all(user == users[0] for user in users)
+
+
+def test_the_volume_in_memory_holds_the_arena_and_little_else(tmp_path: Path) -> None:
+    volumes = templates("raycluster.yaml")["worker"]["spec"]["volumes"]
+    (limit,) = (one["emptyDir"]["sizeLimit"] for one in volumes if one["name"] == "kvray")
+    needed = arena_bytes(tier("raycluster.yaml", tmp_path))
+    assert needed <= size(limit) <= 1.05 * needed
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_ray_worker_has_the_memory_for_arena_object_store_and_processes(
+    name: str, tmp_path: Path
+) -> None:
+    (group,) = one_of(name, "RayCluster")["spec"]["workerGroupSpecs"]
+    store = int(group["rayStartParams"]["object-store-memory"])
+    limit = size(containers(name)["ray-worker"]["resources"]["limits"]["memory"])
+    needed = arena_bytes(tier(name, tmp_path)) + store + PROCESSES
+    assert needed <= RAY_SHARE * limit
+    assert limit <= 1.15 * needed, "no memory is kept for nothing"
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_pod_is_given_the_time_to_write_to_disk(name: str, tmp_path: Path) -> None:
+    worker = templates(name)["worker"]["spec"]
+    assert worker["terminationGracePeriodSeconds"] >= tier(name, tmp_path).nvme.flush_s + 30
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_probes_and_hooks_run_commands_that_there_are(name: str) -> None:
+    probe = containers(name)["ray-worker"]["startupProbe"]
+    program, command, *options = probe["exec"]["command"]
+    assert program == "kvray"
+    assert command in typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    done = CliRunner().invoke(app, [command, *options], env={"KVRAY_CLUSTER_NAME": "nowhere"})
+    assert done.exit_code == 1, done.output
+    assert "did not answer" in done.output
+    assert float(options[options.index("--timeout") + 1]) < probe["timeoutSeconds"]
+    hook = containers(name)["ray-head"]["lifecycle"]["postStart"]["exec"]["command"][2]
+    assert "kvray up --no-wait" in hook
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_every_container_finds_the_configuration_at_its_well_known_path(name: str) -> None:
+    data = one_of(name, "ConfigMap")["data"]
+    assert WELL_KNOWN_PATH.name in data
+    assert yaml.safe_load(data["connector.yaml"]) == yaml.safe_load(render(WELL_KNOWN_PATH))
+    for container in containers(name).values():
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert mounts[str(WELL_KNOWN_PATH.parent)] == "config"
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_every_ray_container_has_the_token_and_no_file_has_one(name: str) -> None:
+    for container in containers(name).values():
+        if container["name"].startswith("ray-"):
+            environ = {one["name"]: one for one in container["env"]}
+            assert environ["RAY_AUTH_MODE"]["value"] == "token"
+            secret = environ["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]
+            assert secret == {"name": "kvray-auth", "key": "auth_token"}
+    assert all(one["kind"] != "Secret" for one in manifests(name))
