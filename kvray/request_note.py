@@ -68,31 +68,42 @@ def unpack(packed: object) -> RequestNote:
     Raises:
         ConfigError: these bytes are none.
     """
+    fields = _fields(packed)
+    keys = fields["keys"]
+    starts = range(0, len(keys), KEY_BYTES)
+    return RequestNote(**fields)._replace(
+        arrivals=tuple(Arrival(*one) for one in fields["arrivals"]),
+        keys=tuple(BlockKey(keys[at : at + KEY_BYTES]) for at in starts),
+    )
+
+
+def request_of(packed: object) -> int:
+    """Return which request a packed note is of.
+
+    Raises:
+        ConfigError: these bytes are none.
+    """
+    request_id: int = _fields(packed)["request_id"]
+    return request_id
+
+
+def _fields(packed: object) -> dict[str, Any]:
+    """Return the fields of a packed note, with its keys end to end."""
     if not isinstance(packed, bytes) or len(packed) > _PACKED_MAX:
         raise ConfigError(f"A note on a request is at most {_PACKED_MAX} bytes.")
     try:
-        *fields, keys = msgpack.unpackb(packed)
-        note = RequestNote(*fields)
-        note = note._replace(
-            arrivals=tuple(
-                Arrival(int(stop), str(way), str(source))
-                for stop, way, source in note.arrivals[:ARRIVALS_MAX]
-            ),
-            keys=tuple(
-                BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)
-            ),
-        )
+        values = msgpack.unpackb(packed)
+        if _is_sound(*values):
+            return dict(zip(RequestNote._fields, values, strict=True))
     except (TypeError, ValueError, OverflowError, msgpack.UnpackException):
-        raise ConfigError("A note on a request is broken.") from None
-    if not _is_sound(*note):
-        raise ConfigError("A note on a request has fields that it cannot have.")
-    return note
+        pass
+    raise ConfigError("These bytes are no note on a request.")
 
 
 def _is_sound(*fields: Any) -> bool:
     """Return whether the fields of a note, which came over a wire, are of their types."""
-    request_id, at, num_tokens, size, first, end, wanted, reason, _, *more = fields
-    stage_s, lease_s, opening, step, keys = more
+    request_id, at, num_tokens, size, first, end, wanted, reason, *more = fields
+    arrivals, stage_s, lease_s, opening, step, keys = more
     counts = (num_tokens, first, end, wanted)
     return (
         isinstance(request_id, int)
@@ -101,5 +112,12 @@ def _is_sound(*fields: Any) -> bool:
         and all(isinstance(one, int) and one >= 1 for one in (size, step))
         and (isinstance(reason, str) and len(reason) <= _REASON_MAX)
         and (isinstance(opening, bytes) and len(opening) in (0, OPENING_BYTES))
-        and all(len(key) == KEY_BYTES for key in keys)
+        and (isinstance(keys, bytes) and len(keys) % KEY_BYTES == 0)
+        and len(arrivals) <= ARRIVALS_MAX
+        and all(map(_is_arrival, arrivals))
     )
+
+
+def _is_arrival(one: Any) -> bool:
+    stop, way, source = one
+    return isinstance(stop, int) and isinstance(way, str) and isinstance(source, str)

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvray.actors.openings import Origin
 from kvray.errors import ConfigError
-from kvray.request_note import NOTES_MAX, RequestNote, unpack
+from kvray.request_note import NOTES_MAX, RequestNote, request_of, unpack
 
 _BYTES_MAX = 16 * 2**20
 """Of all notes; one has some hundred bytes, and up to 2.5 KiB if it is a miss."""
@@ -36,9 +36,9 @@ class RequestLog:
         """
         if not isinstance(notes, list | tuple) or len(notes) > NOTES_MAX:
             raise ConfigError(f"Notes on requests are a list of at most {NOTES_MAX}.")
-        found = [(unpack(packed), packed) for packed in notes]
-        for note, packed in found:
-            key = origin.replica, origin.rank, note.request_id
+        found = [(request_of(packed), packed) for packed in notes]
+        for request_id, packed in found:
+            key = origin.replica, origin.rank, request_id
             before = self._packed.pop(key, None)
             if before is not None:
                 self._num_bytes -= _OVERHEAD + len(before)

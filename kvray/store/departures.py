@@ -14,6 +14,7 @@ DEPARTURES_MAX = 2**18
 TIERS = ("host", "nvme")
 HOST, NVME = range(len(TIERS))
 
+_OWN_MAX = 2**16
 _NOBODY = np.zeros(0, dtype="<u8")
 
 CAUSES = ("writer", "ahead", "quota", "spare", "given_up", "cleared", "corrupt", "disk_room")
@@ -66,7 +67,7 @@ class Departures:
         """
         with self._lock:
             before, since = self._own[tier]
-            self._own[tier] = [before, np.concatenate((since, words))]
+            self._own[tier] = [before, np.concatenate((since, words))[-_OWN_MAX:]]
             self._put(words, tier, np.broadcast_to(causes, words.shape), now)
 
     def note_rest(self, words: Array, tier: int, causes: Array, *, now: float) -> None:
@@ -86,7 +87,7 @@ class Departures:
             count = min(self._num_noted, len(self._words))
             # The oldest first, so that of several departures of one block the latest is kept.
             order = np.arange(self._num_noted - count, self._num_noted) % len(self._words)
-            order = order[np.isin(self._words[order], words)]
+            order = order[_are_in(self._words[order], np.unique(words))]
             if before is not None:
                 order = order[self._at[order] < before]
             rows = dict(zip(self._words[order].tolist(), order.tolist(), strict=True))
@@ -118,3 +119,12 @@ class Departures:
         self._words[rows], self._at[rows] = words, now
         self._tier[rows], self._cause[rows] = tier, causes
         self._num_noted += len(words)
+
+
+def _are_in(many: Array, few: Array) -> Array:
+    """Return a mask of those of `many` that are among the `few`, which are sorted."""
+    if not len(few):
+        return np.zeros(len(many), dtype=bool)
+    at = np.minimum(np.searchsorted(few, many), len(few) - 1)
+    found: Array = few[at] == many
+    return found

@@ -45,7 +45,7 @@ def test_a_note_comes_out_as_it_went_in() -> None:
     ],
 )
 def test_what_no_note_has_is_refused(change: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="note on a request"):
+    with pytest.raises(ConfigError, match="no note on a request"):
         unpack(pack(NOTE._replace(**change)))
 
 
