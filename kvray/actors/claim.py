@@ -116,7 +116,7 @@ def owner_of(directory: Path) -> Owner | None:
         return None
     if pid is None:
         return None
-    with contextlib.suppress(OSError, ValueError, TypeError):
+    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
         owner = Owner(**json.loads((directory / NOTE_FILE).read_text()))
         if owner.pid == pid:  # else an owner before has written it
             return owner

@@ -79,7 +79,7 @@ def find(cluster_name: str) -> LocalRay | None:
         return None
     try:
         local = LocalRay(**json.loads((directory / _STATE_FILE).read_text()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
     return local if _process(local.pid, local.started) is not None else None
 
@@ -165,7 +165,7 @@ def read_address(temp_dir: Path) -> str:
     It does so a moment after it says that it runs, and makes the file before it writes to it.
     """
     try:
-        return (temp_dir / "ray_current_cluster").read_text().strip()
+        return (temp_dir / "ray_current_cluster").read_text(errors="replace").strip()
     except FileNotFoundError:
         return ""
 

@@ -1,0 +1,154 @@
+"""Small files of any content are read, or refused or ignored in the way that the reader says."""
+
+import contextlib
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from kvray.actors import local_ray
+from kvray.actors.claim import owner_of
+from kvray.actors.local_ray import read_address
+from kvray.cli.token_file import read_tokens
+from kvray.errors import ConfigError
+from kvray.fingerprint import fingerprint_model
+from kvray.replay.reading import read_trace
+from kvray.secret_file import read_secret
+from kvray.store.lock import OWNER_BYTE, SideFile
+
+fuzzed = settings(
+    deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-9, 99)
+    | st.floats()
+    | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.text(max_size=5)
+            | st.sampled_from(
+                [
+                    "hash_ids",
+                    "timestamp",
+                    "input_length",
+                    "output_length",
+                    "requests",
+                    "data_offsets",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+TEXTS = (
+    st.binary(max_size=200)
+    | st.text(max_size=200).map(lambda one: one.encode("utf-8", "surrogatepass"))
+    | JSON.map(lambda one: json.dumps(one).encode())
+)
+DEEP = b'{"a":' * 2_000
+
+
+@fuzzed
+@given(text=TEXTS)
+@example(DEEP)
+@example(b"9" * 10_000)
+def test_a_file_of_tokens(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "tokens").write_bytes(text)
+    with contextlib.suppress(ConfigError):
+        assert all(type(token) is int for token in read_tokens(tmp_path / "tokens"))
+
+
+@fuzzed
+@given(head=TEXTS, length=st.none() | st.integers(0, 2**64 - 1))
+@example(DEEP, None)
+@example(b'{"a":{"data_offsets":[0,1e999]}}', None)
+@example(b'{"a":{"data_offsets":[-5,99]}}', None)
+def test_the_header_of_a_file_of_weights(tmp_path: Path, head: bytes, length: int | None) -> None:
+    length = len(head) if length is None else length
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", length) + head + bytes(50))
+    with contextlib.suppress(ConfigError):
+        assert len(fingerprint_model(tmp_path, cache_dir=None)) == 64
+
+
+@fuzzed
+@given(text=TEXTS)
+@example(DEEP)
+def test_a_fingerprint_that_was_kept_is_right_or_made_anew(tmp_path: Path, text: bytes) -> None:
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    (model / "model.bin").write_bytes(b"weights")
+    right = fingerprint_model(model, cache_dir=None)
+    fingerprint_model(model, cache_dir=cache)
+    (kept,) = cache.iterdir()
+    kept.write_bytes(text)
+    assert fingerprint_model(model, cache_dir=cache) == right
+
+
+@fuzzed
+@given(lines=st.lists(TEXTS, max_size=4))
+@example([b'{"hash_ids": [1], "timestamp": 1, "input_length": 1e999, "output_length": 1}'])
+@example([b'"hash_ids"' + DEEP])
+@example([b'{"hash_ids": [99999999999999999999999], "timestamp": 0, "input_length": 512}'])
+def test_a_trace(tmp_path: Path, lines: list[bytes]) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    with contextlib.suppress(ConfigError):
+        read_trace(path)
+
+
+@fuzzed
+@given(text=TEXTS)
+@example(DEEP)
+def test_the_note_on_an_owner_is_believed_only_if_it_can_be_read(
+    tmp_path: Path, text: bytes
+) -> None:
+    file = SideFile.at(tmp_path / "owner")
+    assert file.try_lock(OWNER_BYTE) or file.holder_of(OWNER_BYTE) == os.getpid()
+    (tmp_path / "owner.json").write_bytes(text)
+    owner = owner_of(tmp_path)
+    assert owner is not None
+    assert owner.pid == os.getpid()
+    assert str(owner)
+
+
+@fuzzed
+@given(text=TEXTS)
+@example(DEEP)
+@example(b'{"address":1,"pid":"x","started":[],"token":{},"dashboard_url":0}')
+@example(b'{"address":"","pid":-1,"started":1,"token":"","dashboard_url":null}')
+def test_what_a_local_ray_has_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes
+) -> None:
+    monkeypatch.setattr(local_ray, "local_dir", lambda name: tmp_path)
+    (tmp_path / local_ray._STATE_FILE).write_bytes(text)
+    assert local_ray.find("t") is None
+
+
+@fuzzed
+@given(text=TEXTS)
+def test_the_address_that_a_head_has_written_down(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "ray_current_cluster").write_bytes(text)
+    assert isinstance(read_address(tmp_path), str)
+
+
+@fuzzed
+@given(text=st.binary(max_size=100))
+def test_a_secret(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(text)
+    path.chmod(0o600)
+    with contextlib.suppress(ConfigError):
+        assert read_secret(path, setting="x") == text.strip()
