@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvray.config.document import SettingPath
+from kvray.config.environment import variable_of
+from kvray.config.schema import NOT_BY_LABEL
 from kvray.config.sections import KVRayConfig, NodeConfig
 from kvray.config.sizes import exact_size
 
@@ -61,18 +63,15 @@ def quota_contradiction(config: KVRayConfig) -> Contradiction | None:
     return None
 
 
-def node_contradiction(
-    entry: NodeConfig, index: int, not_by_label: tuple[str, ...]
-) -> Contradiction | None:
+def node_contradiction(entry: NodeConfig, index: int) -> Contradiction | None:
     """Return what an entry of `nodes` may not say, or that it says nothing."""
-    for dotted in not_by_label:
+    for dotted in NOT_BY_LABEL:
         section, _, name = dotted.partition(".")
         if name in getattr(entry, section):
-            variable = f"KVRAY_{section.upper()}__{name.upper()}"
             return Contradiction(
                 path=("nodes", str(index), section, name),
                 sentence=f"{dotted} cannot differ by label, because engines read it too and do not"
-                f" know Ray's labels; set {variable} in the environment of the node's Ray and of"
+                f" know Ray's labels; set {variable_of(dotted)} in the environment of the node's Ray and of"
                 " its engines.",
             )
     if not entry.arena and not entry.nvme:

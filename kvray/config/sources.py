@@ -19,7 +19,6 @@ from kvray.config.contradictions import (
 from kvray.config.document import read_document
 from kvray.config.environment import CONFIG_ENV, check_variables, environment_overrides
 from kvray.config.layers import Layers, Origin
-from kvray.config.schema import NOT_BY_LABEL
 from kvray.config.sections import KVRayConfig, NodeConfig
 from kvray.errors import ConfigError
 
@@ -94,7 +93,9 @@ def read_effective(
     layers = layers_with(())
     config = _validated(layers)
     _check_nodes(config, layers)
-    if (found := quota_contradiction(config)) is not None:
+    # A variable may be that of one small node: quotas are meant for the tier.
+    is_tiers = layers.origin_of(("arena", "capacity"), at_least=2).kind != "environment"
+    if is_tiers and (found := quota_contradiction(config)) is not None:
         raise _contradicting(found, layers)
     if labels:
         layers = layers_with(config.nodes)
@@ -149,14 +150,14 @@ def _put_labelled(layers: Layers, nodes: tuple[NodeConfig, ...], labels: Mapping
 def _check_nodes(config: KVRayConfig, layers: Layers) -> None:
     """Refuse entries of `nodes` that cannot hold where they are meant to.
 
-    Each is tried alone: which of them meet on one node, nobody knows here.
+    Each label is tried alone: which of them meet on one node, nobody knows here.
     """
     for index, entry in enumerate(config.nodes):
-        if (found := node_contradiction(entry, index, NOT_BY_LABEL)) is not None:
+        if (found := node_contradiction(entry, index)) is not None:
             raise _contradicting(found, layers)
         key, _, value = entry.label.partition("=")
         there = Layers(config.model_dump(exclude_unset=True), dict(layers.origins))
-        _put_labelled(there, (entry,), {key: value})
+        _put_labelled(there, config.nodes, {key: value})
         try:
             _validated(there)
         except ConfigError as error:

@@ -207,8 +207,9 @@ WRONG = {
         "lower it, or raise arena.capacity",
     ),
     "a node that contradicts the tier": (
-        "arena: {slab: 1GiB}\nnodes: [{label: a=b, arena: {capacity: 64MiB}}]",
-        "On nodes with a=b: ",
+        "nodes:\n- {label: c=d, nvme: {dir: /a}}\n- {label: a=b, arena: {slab: 1GiB}}\n"
+        "- {label: a=b, arena: {capacity: 64MiB}}",
+        "On nodes with a=b: nodes: a=b (kvray.yaml:3)",
         "lower arena.slab",
     ),
 }

@@ -75,6 +75,14 @@ def test_a_quota_that_bounds_on_the_largest_nodes_only_is_fine() -> None:
     assert config_on_node(config, {"KVRAY_ARENA__CAPACITY": "1GiB"}).arena.capacity == GIB
 
 
+def test_an_engine_on_a_small_node_may_read_quotas_of_the_tier() -> None:
+    environ = {"KVRAY_ARENA__CAPACITY": "1GiB"}
+    overrides = {"arena.namespace_quota": "2GiB"}
+    assert load_config(overrides=overrides, environ=environ).arena.capacity == GIB
+    with pytest.raises(ConfigError, match="would bound nothing"):
+        load_config(overrides={**overrides, "arena.capacity": "1GiB"}, environ={})
+
+
 def test_what_contradicts_itself_on_a_node_is_said_of_it() -> None:
     config = tier(arena__slab="64MiB")
     with pytest.raises(ConfigError, match=r"^On this node: .*arena\.slab .* is larger than"):
