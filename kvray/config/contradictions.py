@@ -71,8 +71,8 @@ def node_contradiction(entry: NodeConfig, index: int) -> Contradiction | None:
             return Contradiction(
                 path=("nodes", str(index), section, name),
                 sentence=f"{dotted} cannot differ by label, because engines read it too and do not"
-                f" know Ray's labels; set {variable_of(dotted)} in the environment of the node's Ray and of"
-                " its engines.",
+                f" know Ray's labels; set {variable_of(dotted)} in the environment of the node's"
+                " Ray and of its engines.",
             )
     if not entry.arena and not entry.nvme:
         return Contradiction(
