@@ -169,6 +169,8 @@ class ShardFigures:
             labels = (self._node, *one.labels)
             connected: Series = "rank_connected", labels
             made.gauges[connected] = made.gauges.get(connected, 0.0) + one.is_connected
+            if not one.totals:  # whether they were counted before is known with the first ones
+                continue
             made.totals.append(
                 Totals(
                     source=one.source,

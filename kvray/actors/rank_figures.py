@@ -90,10 +90,10 @@ class _Seen:
 class RankFigures:
     """Remembers what tells one life of a rank from the next."""
 
-    def __init__(self, now: float, *, adopted: bool = False) -> None:
-        """Start at `now`, the start of the shard's process; `adopted`: it is not the first one."""
+    def __init__(self, now: float) -> None:
+        """Start at `now`, the start of the shard's process."""
         self._began = now
-        self._adopted = adopted
+        self._adopted = False
         self._seen: dict[RankKey, _Seen] = {}
         self._labels: dict[RankKey, tuple[str, str]] = {}
 
@@ -102,16 +102,20 @@ class RankFigures:
         self._adopted = True
 
     def look(self, ranks: Iterable[Mapping[str, Any]], now: float) -> list[RankTotals]:
-        """Return the totals of `ranks`, as `Replicas.status` gives them; of no others it knows."""
-        found = [
-            self._look_at(rank, now) for rank in ranks if rank["counters"] or rank["connected"]
-        ]
-        here = {one.source for one in found}
-        self._seen = {key: seen for key, seen in self._seen.items() if key in here}
-        return found
+        """Return the totals of `ranks`, as `Replicas.status` gives them; others are forgotten.
 
-    def _look_at(self, rank: Mapping[str, Any], now: float) -> RankTotals:
-        key = rank["replica"], rank["rank"]
+        One that has registered anew, and not reported since, has the totals that it had; one that
+        has never reported has none.
+        """
+        by_key = {(rank["replica"], rank["rank"]): rank for rank in ranks}
+        self._seen = {key: seen for key, seen in self._seen.items() if key in by_key}
+        return [
+            self._look_at(key, rank, now)
+            for key, rank in by_key.items()
+            if rank["counters"] or rank["connected"] or key in self._seen
+        ]
+
+    def _look_at(self, key: RankKey, rank: Mapping[str, Any], now: float) -> RankTotals:
         counters: Mapping[str, int] = rank["counters"]
         seen = self._seen.get(key)
         if seen is None:

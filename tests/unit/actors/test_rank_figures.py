@@ -23,13 +23,16 @@ class Exported:
         self._increments: Increments[Series] = Increments()
         self.sums: dict[Series, float] = {}
 
-    def look(self, counters: dict[str, int], now: float) -> None:
-        (one,) = self._figures.look([rank(counters)], now)
-        grown = self._increments.take(
-            one.source, one.totals, life=one.life, counted_before=one.counted_before
-        )
-        for series, by in grown.items():
-            self.sums[series] = self.sums.get(series, 0.0) + by
+    def look(self, counters: dict[str, int], now: float, *, connected: bool = True) -> None:
+        found = self._figures.look([rank(counters, connected=connected)], now)
+        found = [one for one in found if one.totals]
+        for one in found:
+            grown = self._increments.take(
+                one.source, one.totals, life=one.life, counted_before=one.counted_before
+            )
+            for series, by in grown.items():
+                self.sums[series] = self.sums.get(series, 0.0) + by
+        self._increments.retain({one.source for one in found})
 
 
 def test_hits_are_told_apart_by_tier_and_transport_and_sum_to_all() -> None:
@@ -114,6 +117,26 @@ def test_an_engine_that_is_older_than_the_shard_is_not_counted_twice() -> None:
     exported.look({"requests": 503, "uptime_s": 310}, 1012.0)
 
     assert exported.sums["requests_total", ()] == 3
+
+
+def test_an_older_engine_that_has_registered_and_not_reported_yet_is_not_counted_twice() -> None:
+    exported = Exported(RankFigures(1000.0))
+    exported.look({}, 1001.0)
+
+    exported.look({"requests": 500, "uptime_s": 300}, 1002.0)
+    exported.look({"requests": 501, "uptime_s": 301}, 1003.0)
+
+    assert exported.sums["requests_total", ()] == 1
+
+
+def test_an_engine_that_comes_and_goes_is_not_counted_twice() -> None:
+    exported = Exported(RankFigures(0.0))
+    exported.look({"requests": 5, "uptime_s": 30}, 31.0)
+
+    exported.look({}, 32.0, connected=False)  # it had registered again, and lost its connection
+    exported.look({"requests": 6, "uptime_s": 34}, 35.0)
+
+    assert exported.sums["requests_total", ()] == 6
 
 
 def test_an_engine_that_started_under_this_shard_is_counted_from_its_first_request() -> None:
