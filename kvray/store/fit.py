@@ -4,6 +4,7 @@ The bounds are those that an arena is checked against when it is made (`capacity
 here keeps within all of them with Ray's object store full and its workers as large as Ray was told.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -98,8 +99,7 @@ def plan(memory: NodeMemory, shm: MountRoom | None, wishes: Wishes) -> Fit:
         shm: of /dev/shm, in which Ray puts its object store; None: it has no limit.
         wishes: what is to have room.
     """
-    # Huge pages were set aside before: to all else their memory is in use already.
-    arena = 0 if memory.pool is not None else wishes.arena_bytes
+    arena = _arena_memory(memory, wishes.arena_bytes)
     store_min = wishes.object_store_bytes or min(_OBJECT_STORE_ENOUGH, _rays_own(memory, shm))
     if wishes.object_store_bytes is None and _spare(memory, wishes, arena) < store_min:
         store_min = OBJECT_STORE_MIN
@@ -111,7 +111,7 @@ def plan(memory: NodeMemory, shm: MountRoom | None, wishes: Wishes) -> Fit:
     free = left(memory, threshold)
     store = wishes.object_store_bytes or _object_store(memory, shm, wishes, free - arena, store_min)
     heap = max(wishes.heap_bytes, _down(free - arena - store))
-    remounts = tuple(_remounts(memory, shm, arena, store))
+    remounts = tuple(_remounts(memory, shm, wishes.arena_bytes, store))
     made = Fit(
         arena_bytes=wishes.arena_bytes,
         object_store_bytes=store,
@@ -119,23 +119,47 @@ def plan(memory: NodeMemory, shm: MountRoom | None, wishes: Wishes) -> Fit:
         threshold=threshold,
         remounts=remounts,
         pool=_pool(memory.pool, wishes.arena_bytes),
-        short_by=max(0, least - free),
+        short_by=max(0, least - free, wishes.arena_bytes - _mountable(memory)),
         shares=(),
     )
     return replace(made, shares=tuple(_shares(memory, shm, made)))
 
 
 def largest_arena(memory: NodeMemory, wishes: Wishes) -> int:
-    """Return the largest file of an arena that fits with these wishes, mounts enlarged."""
+    """Return the largest file of an arena that fits with these wishes, mounts enlarged; 0: none."""
     store = wishes.object_store_bytes or OBJECT_STORE_MIN
     threshold = max(wishes.threshold, _THRESHOLD_MAX)
-    return max(0, left(memory, threshold) - store - wishes.heap_bytes)
+    room = left(memory, threshold) - store - wishes.heap_bytes
+    if room <= 0:
+        return 0
+    if memory.pool is not None:
+        page = memory.pool.page_bytes
+        room = memory.pool.left * page + room // page * page
+    return min(room, _mountable(memory))
 
 
 def left(memory: NodeMemory, threshold: float) -> int:
     """Return the bytes of memory that arena, object store and workers may take together."""
     claims = MemoryClaims(object_store_bytes=0, threshold=threshold)
     return min(room.left for room in memory_rooms(memory, claims)) - RAY_BYTES
+
+
+def _arena_memory(memory: NodeMemory, arena_bytes: int) -> int:
+    """Return the bytes that are free now and that the arena takes.
+
+    Huge pages were set aside before: only those that are missing are still to be taken.
+    """
+    if memory.pool is None:
+        return arena_bytes
+    missing = -(-arena_bytes // memory.pool.page_bytes) - memory.pool.left
+    return max(0, missing) * memory.pool.page_bytes
+
+
+def _mountable(memory: NodeMemory) -> int:
+    """Return the largest file that the mount can be made to take: hugetlbfs cannot be resized."""
+    if memory.pool is None or memory.mount is None:
+        return sys.maxsize
+    return memory.mount.free
 
 
 def _spare(memory: NodeMemory, wishes: Wishes, arena: int) -> int:
@@ -204,14 +228,13 @@ def _pool(pool: HugePool | None, arena_bytes: int) -> HugePool | None:
 def _shares(memory: NodeMemory, shm: MountRoom | None, fit: Fit) -> Iterator[Share]:
     """Yield every bound with its shares; mounts as they are now."""
     claims = MemoryClaims(object_store_bytes=0, threshold=fit.threshold)
-    has_pages = memory.pool is not None
     for room in memory_rooms(memory, claims):
         yield Share(
             name=room.name,
             limit=room.limit,
             used=room.limit - room.left,
             ray=RAY_BYTES,
-            arena=0 if has_pages else fit.arena_bytes,
+            arena=_arena_memory(memory, fit.arena_bytes),
             object_store=fit.object_store_bytes,
             heap=fit.heap_bytes,
         )
