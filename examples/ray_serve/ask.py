@@ -1,18 +1,22 @@
 """A client of the example: the same question to both replicas, with the `openai` package.
 
 python examples/ray_serve/ask.py [--url http://127.0.0.1:8000/v1]
+
+It waits until the application is up, and ends with status 1 if that takes too long.
 """
 
 import argparse
+import sys
 import time
 from importlib.resources import files
 
-from openai import OpenAI
+from openai import APIError, OpenAI
 
 HANDBOOK = files("kvray.cli.demo") / "handbook.txt"
 CHARACTERS = 5000
 QUESTION = "What fills the memory of an accelerator long before the weights do?"
 REPLICAS = ("engine-0", "engine-1")
+START_TIMEOUT_S = 600.0
 SAVED_S = 2.0
 """How long an engine's saves may take; they go on behind its answers."""
 
@@ -47,13 +51,25 @@ def ask(client: OpenAI, model: str, replica: str) -> str:
     return "".join(pieces)
 
 
+def find_model(client: OpenAI) -> str:
+    """Return the name of the served model, once it is served."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            return client.models.list().data[0].id
+        except APIError as error:
+            if time.monotonic() > deadline:
+                sys.exit(f"Nothing is served at {client.base_url}: {error}; see `serve status`.")
+        time.sleep(1)
+
+
 def main() -> None:
     """Ask both replicas."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")
     args = parser.parse_args()
     client = OpenAI(base_url=args.url, api_key="none")
-    model = client.models.list().data[0].id
+    model = find_model(client)
     first = ask(client, model, REPLICAS[0])
     time.sleep(SAVED_S)
     second = ask(client, model, REPLICAS[1])

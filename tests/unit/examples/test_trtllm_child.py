@@ -1,0 +1,129 @@
+"""The child of examples/ray_serve that drives TensorRT-LLM, with a stand-in for its LLM API."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvray.errors import ConfigError, KVRayError
+from kvray.reference import KvConnectorConfig, Replica
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 60.0
+LLM = '''
+import asyncio
+from types import SimpleNamespace
+
+class SamplingParams:
+    def __init__(self, *, max_tokens, temperature, top_k):
+        assert temperature == 0.0
+        self.max_tokens = max_tokens
+
+class Result:
+    """As `RequestOutput`: an asynchronous iterator over itself as it grows."""
+
+    def __init__(self, prompt, params):
+        self.prompt_token_ids = prompt
+        self.cached_tokens = 4
+        self.outputs = [SimpleNamespace(text="", token_ids=[], finish_reason=None)]
+        self._max_tokens, self._is_aborted = params.max_tokens, False
+
+    def abort(self):
+        self._is_aborted = True
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        answer = self.outputs[0]
+        if answer.finish_reason or self._is_aborted:
+            raise StopAsyncIteration
+        await asyncio.sleep(0.002)
+        answer.token_ids.append(sum(self.prompt_token_ids) + len(answer.token_ids))
+        if len(answer.token_ids) == self._max_tokens:
+            answer.finish_reason = "length"
+        return self
+
+class LLM:
+    def __init__(self, *, model, backend, kv_cache_config, kv_connector_config):
+        assert backend == "pytorch"
+        if model == "none":
+            raise ValueError("there is no such model")
+        assert kv_cache_config.given == {"enable_block_reuse": True, "enable_partial_reuse": False}
+        assert kv_connector_config.given["connector_module"] == "kvray.connector"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def generate_async(self, prompt, params, *, streaming):
+        assert streaming
+        if len(prompt) > 8:
+            raise ValueError("the prompt is too long")
+        return Result(prompt, params)
+'''
+ARGS = """
+class KvCacheConfig:
+    def __init__(self, **given):
+        self.given = given
+
+class KvCacheConnectorConfig(KvCacheConfig):
+    pass
+"""
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> dict[str, object]:
+    package = tmp_path / "tensorrt_llm"
+    (package / "llmapi").mkdir(parents=True)
+    (package / "__init__.py").write_text(LLM)
+    (package / "llmapi" / "__init__.py").touch()
+    (package / "llmapi" / "llm_args.py").write_text(ARGS)
+    return {
+        "module": "examples.ray_serve.trtllm_child",
+        "env": {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        "connector": KvConnectorConfig(
+            connector_module="kvray.connector",
+            connector_scheduler_class="KvRayScheduler",
+            connector_worker_class="KvRayWorker",
+        ),
+    }
+
+
+@pytest.fixture
+def replica(options: dict[str, object]) -> Iterator[Replica]:
+    with Replica.spawn("llm", model="some", **options) as replica:  # type: ignore[arg-type]
+        replica.wait_ready(DEADLINE_S)
+        yield replica
+
+
+def test_tokens_come_one_by_one_and_the_answer_has_what_was_cached(replica: Replica) -> None:
+    heard: list[int] = []
+    call = replica.submit([1, 2, 3], max_tokens=5, listener=heard.extend)
+    output = call.future.result(DEADLINE_S)
+    assert heard == [6, 7, 8, 9, 10] == list(output.token_ids)
+    assert (output.prompt_tokens, output.reused_tokens, output.finish_reason) == (3, 4, "length")
+
+
+def test_a_cancelled_call_ends_early(replica: Replica) -> None:
+    begun = threading.Event()
+    call = replica.submit([1], max_tokens=100_000, listener=lambda _: begun.set())
+    assert begun.wait(DEADLINE_S)
+    replica.cancel(call)
+    assert call.future.result(DEADLINE_S).finish_reason == "cancelled"
+    assert replica.generate([1], max_tokens=1).token_ids == (1,)
+
+
+def test_what_the_engine_refuses_is_a_sentence(replica: Replica) -> None:
+    with pytest.raises(ConfigError, match="the prompt is too long"):
+        replica.generate([1] * 9)
+
+
+def test_an_engine_that_does_not_start_says_why(options: dict[str, object]) -> None:
+    with Replica.spawn("llm", model="none", **options) as replica:  # type: ignore[arg-type]
+        with pytest.raises(KVRayError, match="there is no such model"):
+            replica.wait_ready(DEADLINE_S)
