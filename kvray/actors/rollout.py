@@ -132,16 +132,16 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
     for node_id in planned.ends:
         _end_shard(node_id, config, observer)
     skipped = {name for node in planned.ends for name in (shard_name(node), mover_name(node))}
-    left = [[step for step in node if step.name not in skipped] for node in planned.nodes]
-    for number, steps in enumerate(filter(None, left), 1):
-        for step in steps:
-            where = f"({number} of {len(left)})" if len(left) > 1 else ""
-            _make_anew(step, config, timeout_s, observer, where)
+    left = [node for node in planned.nodes if node[0].name not in skipped]
+    for number, node in enumerate(left, 1):
+        for step in node:
+            name = f"{step.name} ({number} of {len(left)})" if len(left) > 1 else step.name
+            kept = _make_anew(step, config, timeout_s, observer)
+            observer.told(f"{_done(name, step)}{kept}")
 
 
-def _make_anew(
-    step: Step, config: KVRayConfig, timeout_s: float, observer: Observer, where: str
-) -> None:
+def _make_anew(step: Step, config: KVRayConfig, timeout_s: float, observer: Observer) -> str:
+    """Make a shard or mover anew and wait for it; return what is to be said besides."""
     deadline = time.monotonic() + timeout_s + START_S
     if step.name.startswith(MOVER_PREFIX):
         with contextlib.suppress(KVRayError):
@@ -150,13 +150,10 @@ def _make_anew(
         supervisor = get_actor(SUPERVISOR_NAME)
         if len(call(supervisor.shards, timeout_s=timeout_s)) > 1:  # else there is none any more
             _await(step.name, "mover", deadline, observer)
-        observer.told(_done(f"{step.name} {where}".strip(), step))
-        return
+        return ""
     _stop_shard(step.name, config, observer, retire=step.retire, flush=bool(step.costs))
     shard = _await(step.name, "shard", deadline, observer)
-    arena = shard["arena"]
-    kept = f"{arena['blocks']} blocks in memory" + (" again" if step.costs else " as before")
-    observer.told(f"{_done(f'{step.name} {where}'.strip(), step)} {kept}.")
+    return f" {shard['arena']['blocks']} blocks in memory{'' if step.costs else ' as before'}."
 
 
 def _end_shard(node_id: str, config: KVRayConfig, observer: Observer) -> None:

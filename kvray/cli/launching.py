@@ -51,6 +51,12 @@ def carry_out(
         from kvray.actors.launch import bring_up
 
     console = _console()
+    done: list[str] = []
+
+    def tell(sentence: str) -> None:
+        done.append(sentence)
+        console.print(sentence)
+
     # Held back, a signal is seen at the next report: a Ray half started is not lost sight of.
     progress = LaunchProgress(Console(stderr=True, highlight=False), interrupts)
     with progress, interrupts.held():
@@ -62,13 +68,13 @@ def carry_out(
             report=progress.report,
             wait=wait,
             rollout=rollout,
-            told=console.print,
+            told=tell,
         )
-    _tell(console, settings, launch)
+    _tell(console, settings, launch, has_changed=launch.started_tier or bool(done))
 
 
-def _tell(console: Console, settings: KVRayConfig, launch: "Launch") -> None:
-    verb = "is up" if launch.started_tier else "was up already"
+def _tell(console: Console, settings: KVRayConfig, launch: "Launch", *, has_changed: bool) -> None:
+    verb = "is up" if has_changed else "was up already"
     console.print(f"The tier [bold]{settings.cluster_name}[/] {verb}: {_describe(launch.shards)}.")
     if launch.local is None:
         console.print(f"Ray: {settings.ray.address}")

@@ -44,6 +44,9 @@ def test_tier_on_a_ray_of_its_own_goes_up_and_down(shell: Shell) -> None:
     assert again.returncode == 0, again.stderr
     assert "was up already" in again.stdout
 
+    probe = shell.run("probe")
+    assert (probe.returncode, probe.stderr) == (0, "")
+    assert probe.stdout.endswith(" serves, epoch 1.\n")
     shown = shell.run("status")
     assert shown.returncode == 0, shown.stderr
     assert "0B/64MiB" in shown.stdout
@@ -54,6 +57,7 @@ def test_tier_on_a_ray_of_its_own_goes_up_and_down(shell: Shell) -> None:
     down = shell.run("down")
     assert down.returncode == 0, down.stderr
     assert down.stdout == f"The tier {shell.cluster_name} is down.\n"
+    assert shell.run("probe").returncode == 1
     assert shell.leftovers() == []
 
 
@@ -102,13 +106,15 @@ def test_namespace_in_use_is_refused_and_left_alone(
     assert [shard["state"] for shard in tier.status(timeout_s=10)["shards"]] == ["serving"]
 
 
-def test_other_settings_are_refused_and_the_tier_left_alone(
+def test_another_arena_is_refused_and_the_tier_left_alone(
     shell: Shell, local: LocalRay, running: KVRayConfig
 ) -> None:
     name = running.cluster_name
     done = shell.run("up", "--address", local.address, KVRAY_CLUSTER_NAME=name, **local.environ())
     assert done.returncode == 2
-    assert "running with other settings" in done.stderr
+    assert "arena.capacity is 64MiB now and was 16MiB" in done.stderr
+    assert "--recreate" in done.stderr
+    assert done.stderr.count("\n") == 1
     assert [shard["state"] for shard in tier.status(timeout_s=10)["shards"]] == ["serving"]
 
 

@@ -23,6 +23,7 @@ from kvray.actors.rollout import Rollout
 from kvray.client import Client
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
+from kvray.store.layout import FORMAT_VERSION
 from tests.ray.command_line import Shell, open_shell
 from tests.ray.conftest import TIMEOUT_S, Engine, actor_process, config_with
 from tests.unit.actors.small_shard import wait_for
@@ -179,81 +180,83 @@ def test_everything_restarts_when_that_is_asked_for(running: KVRayConfig, life: 
 # -- other code, as a user installs it ------------------------------------------------------------
 
 
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    """A shell in which kvray is a copy of its own, which a test may change."""
-    shutil.copytree(Path(kvray.__file__).parent, tmp_path / "kvray")
+class Installation:
+    """A shell with a copy of kvray of its own, which a test may change, and a tier that runs it."""
+
+    def __init__(self, shell: Shell, package: Path) -> None:
+        shutil.copytree(Path(kvray.__file__).parent, package)
+        shell.environ["PYTHONPATH"] = str(package.parent)
+        self.shell = shell
+        self._package = package
+
+    def replace(self, module: str, old: str, new: str) -> None:
+        """Install another version of a module over the one that is there."""
+        path = self._package / module
+        text = path.read_text()
+        assert text.count(old) == 1
+        path.write_text(text.replace(old, new))
+
+    def say(self, *args: str, status: int = 0) -> str:
+        """Run a command; return what it said."""
+        done = self.shell.run(*args)
+        assert done.returncode == status, done.stderr
+        return done.stdout + done.stderr
+
+    def shard(self) -> dict[str, Any]:
+        (shard,) = json.loads(self.shell.run("status", "--json").stdout)["shards"]
+        found: dict[str, Any] = shard
+        return found
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation]:
     with open_shell("upgrade") as shell:
-        shell.environ["PYTHONPATH"] = str(tmp_path)
-        yield shell
+        made = Installation(shell, tmp_path_factory.mktemp("site") / "kvray")
+        assert "nothing to upgrade; start it with `kvray up`" in made.say("upgrade", status=2)
+        assert "it would be started, with a Ray on this machine" in made.say("up", "--plan")
+        assert shell.leftovers() == []
+        made.say("up")
+        yield made
+        made.say("down")
+        assert shell.leftovers() == []
 
 
-def shard_of(shell: Shell) -> dict[str, Any]:
-    done = shell.run("status", "--json")
-    assert done.returncode == 0, done.stderr
-    (shard,) = json.loads(done.stdout)["shards"]
-    found: dict[str, Any] = shard
-    return found
-
-
-def install(tmp_path: Path, version: str) -> None:
-    """Install another version over the one that is there."""
-    path = tmp_path / "kvray" / "__init__.py"
-    path.write_text(path.read_text().replace(kvray.__version__, version))
-
-
+@pytest.mark.timeout(600)
 def test_upgrade_goes_on_with_the_installed_code_and_the_same_blocks(
-    shell: Shell, tmp_path: Path
+    installed: Installation,
 ) -> None:
-    missing = shell.run("upgrade")
-    assert missing.returncode == 2
-    assert "nothing to upgrade; start it with `kvray up`" in missing.stderr
-    planned = shell.run("up", "--plan")
-    assert "is not running: it would be started, with a Ray on this machine" in planned.stdout
-    assert shell.leftovers() == []
-
-    assert shell.run("up").returncode == 0
-    before = shard_of(shell)
-    engine = Engine(shell.node_dir)
+    before = installed.shard()
+    engine = Engine(installed.shell.node_dir)
     try:
         engine.say(f"store(link.arena, chain({NUM_BLOCKS})) and None")
-        idle = shell.run("upgrade")
-        assert idle.returncode == 0, idle.stderr
-        assert "was made anew" not in idle.stdout
-        assert shard_of(shell)["pid"] == before["pid"]
+        assert "nothing would be done" in installed.say("upgrade", "--plan")
+        installed.replace("__init__.py", kvray.__version__, "0.99.0")
+        change = f"kvray is 0.99.0 now and was {kvray.__version__}."
+        assert installed.say("upgrade", "--plan").count(f"would be made anew: {change}") == 3
+        assert installed.shard()["pid"] == before["pid"]
 
-        install(tmp_path, "0.99.0")
-        planned = shell.run("upgrade", "--plan")
-        assert planned.stdout.count("would be made anew: kvray is 0.99.0 now and was 0.1.0.") == 3
-        assert shard_of(shell)["pid"] == before["pid"]
-
-        done = shell.run("upgrade")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("was made anew: kvray is 0.99.0 now and was 0.1.0.") == 3
-        assert f"{NUM_BLOCKS} blocks in memory as before" in done.stdout
-        after = shard_of(shell)
+        done = installed.say("upgrade")
+        assert done.count(f"was made anew: {change}") == 3
+        assert f"{NUM_BLOCKS} blocks in memory as before" in done
+        after = installed.shard()
         assert after["arena"]["arena_id"] == before["arena"]["arena_id"]
         assert after["arena"]["shard_epoch"] == before["arena"]["shard_epoch"] + 1
         assert engine.say(FETCHED) == "True"
-        assert "was made anew" not in shell.run("upgrade").stdout
+        assert "was made anew" not in installed.say("upgrade")
     finally:
         engine.close()
-    assert shell.run("down").returncode == 0
-    assert shell.leftovers() == []
 
 
+@pytest.mark.timeout(600)
 def test_an_upgrade_that_costs_blocks_says_so_and_waits_for_a_word(
-    shell: Shell, tmp_path: Path
+    installed: Installation,
 ) -> None:
-    assert shell.run("up").returncode == 0
-    layout = tmp_path / "kvray" / "store" / "layout.py"
-    layout.write_text(layout.read_text().replace("FORMAT_VERSION = 3", "FORMAT_VERSION = 99"))
-    refused = shell.run("upgrade")
-    assert refused.returncode == 2
-    assert "the arena's format is 99 now and was 3" in refused.stderr
-    assert "--recreate" in refused.stderr
-    before = shard_of(shell)["arena"]["arena_id"]
-    done = shell.run("upgrade", "--recreate")
-    assert done.returncode == 0, done.stderr
-    assert shard_of(shell)["arena"]["arena_id"] != before
-    assert shell.run("down").returncode == 0
+    before = installed.shard()["arena"]
+    was = f"FORMAT_VERSION = {FORMAT_VERSION}"
+    installed.replace("store/layout.py", was, "FORMAT_VERSION = 99")
+    refused = installed.say("upgrade", status=2)
+    assert f"the arena's format is 99 now and was {FORMAT_VERSION}" in refused
+    assert "--recreate" in refused
+    assert installed.shard()["arena"]["shard_epoch"] == before["shard_epoch"]
+    assert "was made anew" in installed.say("upgrade", "--recreate")
+    assert installed.shard()["arena"]["arena_id"] != before["arena_id"]

@@ -37,12 +37,6 @@ def test_up_twice_changes_nothing(running: KVRayConfig) -> None:
     assert shard["arena"]["arena_id"] == before["shards"][0]["arena"]["arena_id"]
 
 
-def test_other_settings_of_the_tier_are_refused_by_name(running: KVRayConfig) -> None:
-    with pytest.raises(ConfigError, match=r"arena.capacity is 16777216 there, 33554432 here"):
-        tier.up(config_with(arena__capacity="32MiB"), timeout_s=TIMEOUT_S)
-    assert tier.status(timeout_s=TIMEOUT_S)["shards"][0]["state"] == "serving"
-
-
 def test_other_settings_of_a_client_are_no_matter(running: KVRayConfig) -> None:
     other = config_with(connector__replica="mine", ray__timeout_s=7)
     assert tier.up(other, timeout_s=TIMEOUT_S)
