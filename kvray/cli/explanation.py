@@ -12,6 +12,7 @@ from rich.table import Table
 from kvray.cli.reasons import CAUSES, WAYS, reason
 
 _TIERS = {"host": "the memory", "nvme": "the disk"}
+_PLACES = {"host": "in the memory", "nvme": "on the disk"}
 _SHARD = "kvray-shard-"
 _DAY_S = 86_400
 _VALUE_MAX = 60
@@ -44,8 +45,10 @@ def request_sentence(request: Mapping[str, Any], *, now: float) -> str:
         why = "" if request["reason"] == "none" else f": {reason(request['reason']).means}"
         advice = reason(request["reason"]).advice
         return _ended(f"{'; '.join(parts)}; nothing was missed{why}", advice)
-    known = reason(request["reason"])
-    parts.append(f"{request['missed_tokens']:,} were missed, most of them because {known.means}")
+    known = reason(request["reason"], _cause(request))
+    reasons = {one["reason"] for one in request["ranges"] if one["what"] == "miss"}
+    most = ", most of them" if len(reasons) > 1 else ""
+    parts.append(f"{request['missed_tokens']:,} were missed{most} because {known.means}")
     return _ended("; ".join(parts), known.advice)
 
 
@@ -58,7 +61,7 @@ def prompt_report(prompt: Mapping[str, Any], *, now: float) -> Iterator[Renderab
     yield _table(_prompt_rows(prompt, now))
     yield from _difference(prompt["incompatible"])
     stored, total = prompt["stored_tokens"], prompt["num_tokens"]
-    known = reason(prompt["reason"])
+    known = reason(prompt["reason"], _cause(prompt))
     first = f"[bold]{stored:,} of {total:,} tokens are stored now[/], from the first on"
     if prompt["reason"] == "none":
         yield f"{first}; more of it cannot be: only whole blocks are."
@@ -92,7 +95,8 @@ def requests_sentence(requests: Sequence[Mapping[str, Any]]) -> str:
     start = f"[bold]{hit:,} of {total:,} tokens of these {len(requests)} requests were hits[/]"
     if not missed[worst]:
         return f"{start}; nothing was missed."
-    known = reason(worst)
+    cause = next((_cause(one) for one in requests if one["reason"] == worst), "")
+    known = reason(worst, cause)
     return _ended(f"{start}; of what was missed, most was because {known.means}", known.advice)
 
 
@@ -131,7 +135,8 @@ def _missed(one: Mapping[str, Any], since: float, now: float) -> str:
     text: str = one["reason"].replace("_", " ")
     if one["reason"] == "never_stored":
         text += f", as far as is remembered: since {clock(since, now)}"
-        text += f"; stored since then, {_places(one['places'])}" if one["places"] else ""
+    if one["reason"] in ("never_stored", "incompatible"):
+        text += f"; stored after that, {_places(one['places'])}" if one["places"] else ""
     elif one["places"]:
         text += f"; now {_places(one['places'])}"
     return text
@@ -157,12 +162,21 @@ def _left(one: Mapping[str, Any], now: float) -> str:
     when = clock(last, now)
     if last - first >= 1:
         when = f"{clock(first, now)} to {when}"
-    tier, cause = _TIERS[one["left_tier"]], CAUSES.get(one["left_by"], one["left_by"])
+    tier, cause = _TIERS[one["left_tier"]], CAUSES[one["left_by"]].means
     return f"left {tier} of node {node_of(one['left_node'])} at {when}, by {cause}"
 
 
+def _cause(told: Mapping[str, Any]) -> str:
+    """Return why most of what is told to have left did so; empty if nothing has."""
+    found: dict[str, int] = {}
+    for one in told["ranges"]:
+        if told["reason"] == one.get("reason", one["what"]) and "left_by" in one:
+            found[one["left_by"]] = found.get(one["left_by"], 0) + one["stop"] - one["start"]
+    return max(found, key=lambda name: found[name], default="")
+
+
 def _places(places: Sequence[Mapping[str, str]]) -> str:
-    return ", ".join(f"in {_TIERS[one['tier']]} of node {node_of(one['node'])}" for one in places)
+    return ", ".join(f"{_PLACES[one['tier']]} of node {node_of(one['node'])}" for one in places)
 
 
 def _sources(request: Mapping[str, Any]) -> str:

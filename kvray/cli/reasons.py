@@ -19,11 +19,7 @@ REASONS = {
         "Nothing is wrong if the text is new. If it was sent before, compare the token ids of both"
         " prompts: one that differs early (a date, a name, a template) makes all after it differ.",
     ),
-    "evicted": Reason(
-        "they were stored, and have left the tier since",
-        "Raise arena.capacity, or give the tier a disk (nvme.dir); `kvray replay` says how much"
-        " more memory would find.",
-    ),
+    "evicted": Reason("they were stored, and had left the tier", ""),
     "partial": Reason(
         "some ranks' parts of these blocks are stored, and others are not",
         "A rank could not save, or its node is gone: see `dropped` and gone ranks in `kvray"
@@ -75,25 +71,45 @@ REASONS = {
     ),
 }
 
+_MORE_ROOM = (
+    "Raise arena.capacity, or give the tier a disk (nvme.dir); `kvray replay` says how much more"
+    " memory would find."
+)
 CAUSES = {
-    "writer": "a writer of that node that found the memory full",
-    "ahead": "the shard, to keep arena.free_target free",
-    "quota": "the shard, because the namespace was over its quota",
-    "spare": "the shard, because another node kept the block too",
-    "given_up": "the shard, because other parts of the block were gone",
-    "cleared": "somebody who cleared the tier",
-    "corrupt": "a reader who found that the bytes were wrong",
-    "disk_room": "the shard, to make room on its disk",
+    "writer": Reason("a writer of that node that found the memory full", _MORE_ROOM),
+    "ahead": Reason("the shard, to keep arena.free_target free", _MORE_ROOM),
+    "quota": Reason(
+        "the shard, because the namespace was over its quota",
+        "Raise its quota (arena.namespace_quota, arena.quotas).",
+    ),
+    "spare": Reason("the shard, because another node kept the block too", _MORE_ROOM),
+    "given_up": Reason(
+        "the shard, because other parts of the block were gone",
+        "Look at the node that had them: `kvray status`.",
+    ),
+    "cleared": Reason("somebody who cleared the tier", "It fills again by itself."),
+    "corrupt": Reason(
+        "a reader who found that the bytes were wrong",
+        "Run `kvray verify`; if it finds more, look at the memory and the disk of that node.",
+    ),
+    "disk_room": Reason("the shard, to make room on its disk", "Raise nvme.capacity."),
 }
+"""By whom and why a block left."""
 
 WAYS = {
-    "host": "was in the node's memory",
+    "host": "in the node's memory already",
     "nvme": "brought from the node's disk",
     "nixl": "brought over NIXL",
     "object_ref": "brought through Ray's object store",
 }
 
 
-def reason(name: str) -> Reason:
-    """Return what is known of a reason; of one that an engine made up, its name."""
-    return REASONS.get(name) or Reason(name.replace("_", " "), "")
+def reason(name: str, cause: str = "") -> Reason:
+    """Return what is known of a reason; of one that an engine made up, its name.
+
+    Args:
+        name: of the reason.
+        cause: of `CAUSES`, if blocks have left: what to do depends on it.
+    """
+    known = REASONS.get(name) or Reason(name.replace("_", " "), "")
+    return known._replace(advice=CAUSES[cause].advice) if cause in CAUSES else known

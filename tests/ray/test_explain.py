@@ -109,7 +109,7 @@ def test_requests_are_explained_from_the_first_hit_to_what_went_and_who_had_it_g
 
     # As people see it.
     of_two = kvray("explain", "--last", "--replica", "tiny-two")
-    assert f"{HIT} of {len(PROMPT)} tokens were hits (was in the node's memory)" in of_two
+    assert f"{HIT} of {len(PROMPT)} tokens were hits (in the node's memory already)" in of_two
     listed = kvray("explain", "--last", "4")
     assert all(name in listed for name in ("tiny-one", "evicted", "incompatible"))
     (tmp_path / "prompt.txt").write_text(" ".join(map(str, PROMPT)))

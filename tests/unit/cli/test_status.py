@@ -78,7 +78,7 @@ def test_replica_shows_hits_and_misses_by_reason() -> None:
         "stored_blocks": 10,
     }
     words = " ".join(text_of(replicas_table([make_replica(counters=counters)])).split())
-    assert "r-1 0 7 900 32 512 320 not stored 10 stored blocks" in words
+    assert "r-1 0 7 900 32 512 56.9% 320 not stored 10 stored blocks" in words
     assert "busy" not in words
 
 
