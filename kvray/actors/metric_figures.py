@@ -85,8 +85,7 @@ class ShardFigures:
             ("capacity_bytes", (*node, "host")): arena["capacity_bytes"],
             ("resident_blocks", (*node, "host")): arena["blocks"],
         }
-        sizes = {one["namespace"]: one["bytes"] for one in arena["namespaces"]}
-        gauges |= self._by_namespace("host", sizes)
+        gauges |= self._by_namespace("host", arena["namespaces"])
         for one in arena["namespaces"]:
             if one["quota_bytes"] is not None and one["namespace"] in self._namespaces:
                 gauges["quota_bytes", (*node, one["namespace"])] = one["quota_bytes"]
@@ -129,7 +128,7 @@ class ShardFigures:
             ("resident_blocks", (*node, "nvme")): nvme["blocks"],
             ("nvme_failed", node): float(bool(nvme["message"])),
         }
-        gauges |= self._by_namespace("nvme", {"": nvme["block_bytes"]})
+        gauges |= self._by_namespace("nvme", nvme["namespaces"])
         if nvme["write_budget_bytes"] is not None:
             gauges["nvme_write_budget_bytes", node] = nvme["write_budget_bytes"]
         return gauges
@@ -158,10 +157,12 @@ class ShardFigures:
             if len(self._namespaces) < _NAMESPACES_MAX:
                 self._namespaces.add(name)
 
-    def _by_namespace(self, tier: str, sizes: Mapping[str, int]) -> dict[Series, float]:
-        summed: Counter[str] = Counter()
-        for name, size in sizes.items():
-            summed[name if name in self._namespaces else _OTHER] += size
+    def _by_namespace(self, tier: str, held: Iterable[Mapping[str, Any]]) -> dict[Series, float]:
+        # An empty tier has none, and is to be seen as empty.
+        summed: Counter[str] = Counter({_OTHER: 0})
+        for one in held:
+            name = one["namespace"] if one["namespace"] in self._namespaces else _OTHER
+            summed[name] += one["bytes"]
         return {("resident_bytes", (self._node, tier, name)): size for name, size in summed.items()}
 
     def _add_ranks(self, ranks: Iterable[Mapping[str, Any]], now: float, made: Figures) -> None:

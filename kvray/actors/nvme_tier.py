@@ -26,6 +26,7 @@ from kvray.block import BlockKey, split_keys
 from kvray.errors import KVRayError, TierError
 from kvray.store import Arena, departures, key_index
 from kvray.store.departures import Departures
+from kvray.store.figures import by_namespace
 from kvray.store.layout import READY
 from kvray.store.nvme import NvmeSpec, NvmeStore
 from kvray.store.nvme.budget import WriteBudget
@@ -124,6 +125,7 @@ class NvmeTier:
             "directory": str(self._settings.directory),
             "capacity_bytes": self._settings.spec.capacity,
             **asdict(self.store.stats()),
+            "namespaces": by_namespace(self.store.tables),
             **asdict(self._demoter.counts),
             "promoted_blocks": self._promoted_blocks,
             "promoted_bytes": self._promoted_bytes,

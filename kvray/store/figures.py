@@ -26,13 +26,16 @@ def figures(tables: Tables) -> dict[str, Any]:
         "holders": int(tables.holder_live.sum()),
         "slabs": slab_use(tables),
         "spare_slabs": spare_slabs(tables),
-        "namespaces": _namespaces(tables),
+        "namespaces": by_namespace(tables),
         **{name: int(header[name]) for name in _COUNTED},
     }
 
 
-def _namespaces(tables: Tables) -> list[dict[str, Any]]:
-    """Return what the largest namespaces have, in order; "" is where the name is not known."""
+def by_namespace(tables: Tables) -> list[dict[str, Any]]:
+    """Return what the largest namespaces have, in order; "" is where the name is not known.
+
+    Read without the lock, as all of it.
+    """
     found = sorted(quotas.used(tables).items(), key=lambda one: -one[1][1])
     return [
         {

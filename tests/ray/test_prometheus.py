@@ -307,7 +307,10 @@ def compared(status: dict[str, Any], prometheus: Prometheus) -> dict[str, tuple[
         "loaded": (counted("loaded_blocks"), total("engine_blocks_total", action="loaded")),
         "resident": (arena["resident_bytes"], total("resident_bytes", tier="host")),
         "capacity": (arena["capacity_bytes"], total("capacity_bytes", tier="host")),
-        "on disk": (nvme["block_bytes"], total("resident_bytes", tier="nvme")),
+        "on disk": (
+            sum(one["bytes"] for one in nvme["namespaces"]),
+            total("resident_bytes", tier="nvme"),
+        ),
         "demoted": (nvme["demoted_blocks"], total("demoted_blocks_total")),
         "promoted": (nvme["promoted_blocks"], total("promoted_blocks_total")),
         "written": (nvme["written_bytes"], total("nvme_written_bytes_total")),
