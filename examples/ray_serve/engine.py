@@ -19,6 +19,7 @@ from kvray.config import environ_for
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference import KvConnectorConfig, Replica
 from kvray.reference.calls import Call
+from kvray.reference.replica import CHILD_MODULE
 
 ROOT = str(Path(__file__).parents[2])
 CONNECTOR = KvConnectorConfig(
@@ -34,19 +35,19 @@ def spawn(name: str, settings: Settings) -> Replica:
     A process that has joined Ray ends with Ray's node; an engine must not. So it is a child, and
     it is told by its environment where kvray's tier is and what it is called there.
     """
-    chosen = {} if settings.kvray_config is None else environ_for(settings.kvray_config)
-    env = {**chosen, "KVRAY_CONNECTOR__REPLICA": name}
+    env = {} if settings.kvray_config is None else environ_for(settings.kvray_config)
+    env["KVRAY_CONNECTOR__REPLICA"] = name
+    module = CHILD_MODULE
     if uses_tensorrt_llm(settings):
-        return Replica.spawn(
-            name,
-            env={**env, "PYTHONPATH": os.pathsep.join(filter(None, [ROOT, *sys.path]))},
-            module="examples.ray_serve.trtllm_child",
-            connector=CONNECTOR,
-            model=settings.model,
-            **settings.engine_options,
-        )
+        module = "examples.ray_serve.trtllm_child"
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, *sys.path]))
     return Replica.spawn(
-        name, env=env, connector=CONNECTOR, model=settings.model, **settings.engine_options
+        name,
+        env=env,
+        module=module,
+        connector=CONNECTOR,
+        model=settings.model,
+        **settings.engine_options,
     )
 
 

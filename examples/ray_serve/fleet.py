@@ -70,11 +70,14 @@ class Fleet:
             is_last = name == names[-1]
             await self._prefetcher.bring(tokens, name)
             events = self._engines[name].generate.remote(tokens, max_tokens)
+            patience_s = deadline - time.monotonic()
+            if not is_last:
+                patience_s = min(patience_s, _TAKE_TIMEOUT_S)
             try:
-                patience_s = deadline - time.monotonic()
-                if not is_last:
-                    patience_s = min(patience_s, _TAKE_TIMEOUT_S)
                 await asyncio.wait_for(anext(events), patience_s)
+            except asyncio.CancelledError:  # the client has gone
+                events.cancel()
+                raise
             except (RayError, RayServeException, asyncio.TimeoutError) as error:
                 events.cancel()
                 if is_last:

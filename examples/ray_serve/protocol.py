@@ -124,9 +124,9 @@ class ChatMessage(BaseModel):
     def plain(self) -> dict[str, str]:
         """Return it as chat templates take it."""
         role = "system" if self.role == "developer" else self.role
-        is_text = isinstance(self.content, str)
-        text = self.content if is_text else "".join(part.text for part in self.content)
-        return {"role": role, "content": text}
+        if isinstance(self.content, str):
+            return {"role": role, "content": self.content}
+        return {"role": role, "content": "".join(part.text for part in self.content)}
 
 
 class ChatRequest(_Asked):
