@@ -8,12 +8,15 @@ from pydantic import ValidationError
 
 from kvray.config.document import SettingPath
 from kvray.config.environment import variable_of
-from kvray.config.layers import DEFAULT, Layers, Origin
+from kvray.config.layers import Layers, Origin
 from kvray.config.nearest import names_in, nearest
 from kvray.config.schema import setting_rows
 from kvray.config.values import shown
 
 Problem = Mapping[str, Any]
+
+_NAME_MAX = 80
+"""Characters of a name that are looked at and shown: a file may have any."""
 
 _EXPECTED = {
     "string_type": "a text",
@@ -43,7 +46,8 @@ def explain(error: ValidationError, layers: Layers) -> str:
     if not path:
         message = problem["msg"].removeprefix("Value error, ")
         return f"These settings do not go together: {message}."
-    origin = layers.origin_of(_lowered(path))
+    origin = layers.origin_of(tuple(part.lower() for part in path))
+    path = tuple(part[:_NAME_MAX] for part in path)
     for describe in (_no_variable, _unknown, _no_section, _missing, _empty):
         if (sentence := describe(problem, path, origin)) is not None:
             return located(origin, sentence)
@@ -53,10 +57,6 @@ def explain(error: ValidationError, layers: Layers) -> str:
 def located(origin: Origin, sentence: str) -> str:
     """Return a sentence behind the place that it is about."""
     return f"{origin.where}: {sentence}" if origin.where else sentence
-
-
-def _lowered(path: SettingPath) -> SettingPath:
-    return tuple(part.lower() for part in path)
 
 
 def _no_variable(problem: Problem, path: SettingPath, origin: Origin) -> str | None:
@@ -96,7 +96,7 @@ def _missing(problem: Problem, path: SettingPath, origin: Origin) -> str | None:
 
 def _empty(problem: Problem, path: SettingPath, origin: Origin) -> str | None:
     """Answer a key that nothing follows."""
-    if problem["input"] is not None or origin is DEFAULT:
+    if problem["input"] is not None:
         return None
     return f"{'.'.join(path)} has no value; give it one{_for_example(path)}, or remove it."
 
@@ -131,9 +131,8 @@ def _number_of_entries(bounds: Mapping[str, Any]) -> str:
 def _meant(problem: Problem) -> str:
     """Return which of the words that may stand there is the nearest, and the sentence's end."""
     allowed: Sequence[str] = problem["ctx"]["expected"].replace(" or ", ", ").split(", ")
-    near = difflib.get_close_matches(
-        str(problem["input"]).lower(), [one.strip("'") for one in allowed], n=1
-    )
+    given = shown(problem["input"]).strip("'").lower()
+    near = difflib.get_close_matches(given, [one.strip("'") for one in allowed], n=1)
     return f"; did you mean {near[0]}?" if near else "."
 
 

@@ -199,6 +199,12 @@ WRONG = {
         + f"staging: &a1 [{', '.join(['*a0'] * 9)}]\narena: {{capacity: *a1}}\n",
         "kvray.yaml:1",
     ),
+    "a word of laughter": (
+        "nodes: &a [[x, x]]\narena: {numa: *a}\n",
+        "'interleave' or 'local'",
+    ),
+    "a long name": ("x" * 1000 + ": 1", "Unknown setting xxx", "remove it"),
+    "a word without end": ("arena: {numa: " + "x" * 100_000 + "}", "'interleave' or 'local'"),
     "a list without end": ("arena: {capacity: &a [*a]}", "a unit such as 64GiB"),
     "a number for a key": ("7: arena", "remove it, or take one of arena"),
     "a truth for a key": ("arena: {on: 1}", "remove it, or take one of capacity"),
