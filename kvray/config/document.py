@@ -41,7 +41,7 @@ def read_document(path: Path) -> Document:
     except yaml.YAMLError as error:
         raise ConfigError(_not_yaml(path, error)) from None
     except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply; no setting is.") from None
+        raise ConfigError(f"{path} is nested too deeply; check its brackets.") from None
     except ValueError as error:  # of a date or a number that YAML knows by its form only
         raise ConfigError(f"{path} is not valid YAML: {error}; put the value in quotes.") from None
     lines = dict(_lines(root, (), path, set()))
