@@ -1,7 +1,6 @@
 """What people see of the metrics: a Grafana dashboard and Prometheus alerts, as package data."""
 
-from importlib import resources
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 __all__ = ["ALERTS", "DASHBOARD", "package_file"]
 
@@ -11,6 +10,6 @@ ALERTS = "alerts.yml"
 """A rule file of Prometheus."""
 
 
-def package_file(name: str) -> Traversable:
-    """Return `DASHBOARD` or `ALERTS` as a file."""
-    return resources.files(__name__) / name
+def package_file(name: str) -> Path:
+    """Return where `DASHBOARD` or `ALERTS` is."""
+    return Path(__file__).parent / name

@@ -15,6 +15,7 @@ COMMANDS = (
     *("up", "down", "status", "verify", "sweep", "connector-config", "demo", "replay"),
     *("bench local", "bench connector", "bench gpu"),
     *("config show", "config fit", "config schema"),
+    *("dashboard install", "dashboard rules", "dashboard show"),
 )
 
 
