@@ -15,7 +15,7 @@ from kvray.actors.request_log import RequestLog
 from kvray.block import KEY_BYTES, BlockKey, Namespace, namespace_id, split_keys
 from kvray.errors import ConfigError
 from kvray.opening import opening_digest
-from kvray.request_note import RequestNote
+from kvray.request_note import RequestNote, unpack
 from kvray.store import ArenaOwner, key_index, lease, quotas
 from kvray.store.hot_prefixes import hot_prefixes
 from kvray.store.layout import READY
@@ -73,7 +73,7 @@ class Prompt:
 
 
 class Inquiries:
-    """Answers for one shard. `asked` belongs to its event loop, all else to any thread."""
+    """Answers for one shard, from any thread; only `requests` belongs to its event loop."""
 
     def __init__(
         self,
@@ -104,14 +104,13 @@ class Inquiries:
         self._uses = uses
         self._tenants = tenants
 
-    def asked(self, *, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
-        """Return requests of the node's replicas, the latest first; see `RequestLog.find`."""
-        found = []
-        for name, rank, note in self.requests.find(
-            replica=replica, request_id=request_id, last=last
-        ):
+    def asked(self, found: Sequence[tuple[str, int, bytes]]) -> list[Asked]:
+        """Return what is known of requests that `RequestLog.find` has found."""
+        asked = []
+        for name, rank, packed in found:
+            note = unpack(packed)
             finding = self._desk.incompatible(name, rank, note.opening)
-            found.append(
+            asked.append(
                 Asked(
                     replica=name,
                     rank=rank,
@@ -121,7 +120,7 @@ class Inquiries:
                     stored_in=None if finding is None else finding.namespace,
                 )
             )
-        return found
+        return asked
 
     def whereabouts(self, keys: bytes, before: float | None) -> Whereabouts:
         """Return where blocks are, and when they left; only departures `before` count, if given.

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvray.actors.openings import Origin
 from kvray.errors import ConfigError
-from kvray.request_note import NOTES_MAX, RequestNote, request_of, unpack
+from kvray.request_note import NOTES_MAX, request_of
 
 _BYTES_MAX = 16 * 2**20
 """Of all notes; one has some hundred bytes, and up to 2.5 KiB if it is a miss."""
@@ -50,8 +50,8 @@ class RequestLog:
 
     def find(
         self, *, replica: str | None, request_id: int | None, last: int
-    ) -> list[tuple[str, int, RequestNote]]:
-        """Return (replica, rank, note) of up to `last` requests, the latest first.
+    ) -> list[tuple[str, int, bytes]]:
+        """Return (replica, rank, packed note) of up to `last` requests, the latest first.
 
         Args:
             replica: whose; None: of all.
@@ -60,7 +60,7 @@ class RequestLog:
         """
         found = []
         for name, rank, number in self._keys(replica, request_id):
-            found.append((name, rank, unpack(self._packed[name, rank, number])))
+            found.append((name, rank, self._packed[name, rank, number]))
             if len(found) >= min(last, FOUND_MAX):
                 break
         return found

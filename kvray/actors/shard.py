@@ -118,7 +118,7 @@ class Shard:
             uses=lambda: self._keeping().uses,
             tenants=lambda: self._tenants,
         )
-        """What people ask; from any thread, but for `asked`."""
+        """What people ask."""
         self._epoch = 0
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -165,6 +165,7 @@ class Shard:
         status = {"shard": self.name, "directory": str(self._settings.directory), **self._state}
         if self._owner is not None and self._state["state"] == "serving":
             status["arena"] = self._owner.arena.stats()
+            status["departed"] = self._owner.departures.counts()
             if self._keeper is not None:
                 status["spare_blocks"] = self._keeper.num_spare
             status["announcements"] = self._announcer.status()
@@ -177,15 +178,16 @@ class Shard:
         return status
 
     def asked(self, *, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
-        """See `Inquiries.asked`.
+        """Return what is known of requests; arguments as for `RequestLog.find`.
 
         Raises:
             ShardUnavailable: the shard does not answer.
         """
-        inquire = self.inquiries.asked
-        return self._on_loop(
-            lambda: inquire(replica=replica, request_id=request_id, last=last), _ANSWER_S
+        find = self.inquiries.requests.find
+        found = self._on_loop(
+            lambda: find(replica=replica, request_id=request_id, last=last), _ANSWER_S
         )
+        return self.inquiries.asked(found)
 
     def clear(self, timeout_s: float) -> int:
         """Let go of every block that nobody leases, on disk too; return how many.

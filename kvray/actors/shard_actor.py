@@ -116,7 +116,7 @@ class ShardActor:
 
     @ray.method(concurrency_group="people")
     def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
-        """See `Inquiries.asked`."""
+        """See `Shard.asked`."""
         return self._shard.asked(replica=replica, request_id=request_id, last=last)
 
     @ray.method(concurrency_group="people")

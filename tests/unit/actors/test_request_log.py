@@ -5,7 +5,7 @@ import pytest
 from kvray.actors.openings import Origin
 from kvray.actors.request_log import RequestLog
 from kvray.errors import ConfigError
-from kvray.request_note import RequestNote, pack
+from kvray.request_note import RequestNote, pack, unpack
 from tests.ray.engine import NAMESPACE
 
 ONE, TWO = (Origin(replica=name, rank=0, namespace=NAMESPACE) for name in ("one", "two"))
@@ -17,7 +17,8 @@ def note(request_id: int, *, end: int = 0) -> bytes:
 
 def found(log: RequestLog, **which: object) -> list[tuple[str, int, int]]:
     asked = {"replica": None, "request_id": None, "last": 100, **which}
-    return [(name, one.request_id, one.end) for name, _, one in log.find(**asked)]
+    notes = [(name, unpack(packed)) for name, _, packed in log.find(**asked)]
+    return [(name, one.request_id, one.end) for name, one in notes]
 
 
 def test_the_latest_come_first_and_a_second_note_takes_the_place_of_the_first() -> None:

@@ -1,6 +1,7 @@
 """Notes of an engine's thread on their way to the shard."""
 
 from kvray.node import RequestNotes
+from kvray.node.request_notes import packed
 from kvray.request_note import NOTES_MAX, RequestNote
 
 
@@ -44,3 +45,7 @@ def test_notes_that_nobody_takes_are_bounded_and_the_latest_stay() -> None:
     while some := notes.take():
         taken += some
     assert [one.request_id for one in taken] == list(range(2000 - len(taken), 2000))
+
+
+def test_a_number_that_no_frame_carries_costs_its_own_note_only() -> None:
+    assert len(packed([note(1), note(2**70), note(2)])) == 2
