@@ -66,15 +66,17 @@ def install(
 
 
 @dashboard.command()
-def rules() -> None:
+def rules(verbose: VerboseOption = False) -> None:
     """Print the alerts, as a rule file of Prometheus."""
-    print(package_file(ALERTS).read_text(), end="")
+    with boundary(verbose=verbose):
+        print(package_file(ALERTS).read_text(), end="")
 
 
 @dashboard.command()
-def show() -> None:
+def show(verbose: VerboseOption = False) -> None:
     """Print the dashboard's JSON, for Grafana's import."""
-    print(package_file(DASHBOARD).read_text(), end="")
+    with boundary(verbose=verbose):
+        print(package_file(DASHBOARD).read_text(), end="")
 
 
 def find_session(temp_dir: Path) -> Path:
