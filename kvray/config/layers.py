@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from kvray.config.document import Document, SettingPath
@@ -39,10 +38,10 @@ class Layers:
     """Of everything that was given, sections included."""
 
     @classmethod
-    def of_file(cls, path: Path, document: Document) -> "Layers":
-        """Begin with a file."""
+    def of_document(cls, name: str, document: Document) -> "Layers":
+        """Begin with what a file of that name says."""
         origins = {
-            at: Origin(kind="file", where=f"{path}:{line}") for at, line in document.lines.items()
+            at: Origin(kind="file", where=f"{name}:{line}") for at, line in document.lines.items()
         }
         return cls(document.values, origins)
 

@@ -16,7 +16,7 @@ from kvray.config.contradictions import (
     node_contradiction,
     quota_contradiction,
 )
-from kvray.config.document import read_document
+from kvray.config.document import Document, read_document
 from kvray.config.environment import CONFIG_ENV, check_variables, environment_overrides
 from kvray.config.layers import Layers, Origin
 from kvray.config.sections import KVRayConfig, NodeConfig
@@ -82,9 +82,10 @@ def read_effective(
     check_variables(environ)
     named = path or environ.get(CONFIG_ENV)
     source = Path(named) if named else (WELL_KNOWN_PATH if WELL_KNOWN_PATH.is_file() else None)
+    document = Document(values={}, lines={}) if source is None else read_document(source)
 
     def layers_with(nodes: tuple[NodeConfig, ...]) -> Layers:
-        layers = Layers() if source is None else Layers.of_file(source, read_document(source))
+        layers = Layers.of_document(str(source), copy.deepcopy(document))
         _put_labelled(layers, nodes, labels or {})
         layers.put_environment(environment_overrides(environ))
         layers.put_overrides(overrides or {})
