@@ -142,17 +142,17 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
 
 def _make_anew(step: Step, config: KVRayConfig, timeout_s: float, observer: Observer) -> str:
     """Make a shard or mover anew and wait for it; return what is to be said besides."""
-    deadline = time.monotonic() + timeout_s + START_S
+    timeout_s += START_S
     if step.name.startswith(MOVER_PREFIX):
         with contextlib.suppress(KVRayError):
             call(get_actor(step.name).stop, timeout_s=_STOP_S)
         _end(step.name)
         supervisor = get_actor(SUPERVISOR_NAME)
         if len(call(supervisor.shards, timeout_s=timeout_s)) > 1:  # else there is none any more
-            _await(step.name, "mover", deadline, observer)
+            _await(step.name, "mover", timeout_s, observer)
         return ""
     _stop_shard(step.name, config, observer, retire=step.retire, flush=bool(step.costs))
-    shard = _await(step.name, "shard", deadline, observer)
+    shard = _await(step.name, "shard", timeout_s, observer)
     return f" {shard['arena']['blocks']} blocks in memory{'' if step.costs else ' as before'}."
 
 
@@ -184,8 +184,9 @@ def _end(name: str) -> None:
         )
 
 
-def _await(name: str, kind: str, deadline: float, observer: Observer) -> dict[str, Any]:
+def _await(name: str, kind: str, timeout_s: float, observer: Observer) -> dict[str, Any]:
     """Wait until the supervisor has made a part anew and it serves; return its status."""
+    deadline = time.monotonic() + timeout_s
     status: dict[str, Any] = {kind: name, "state": "starting"}
     while True:
         observer.report([status] if kind == "shard" else [])
