@@ -61,7 +61,7 @@ def _amend(properties: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Say what pydantic does not: units of durations, and defaults as one writes them."""
     for name, found in properties.items():
         found.pop("title", None)
-        if "default" in found or name in ("quotas", "tenant_quotas"):
+        if "default" in found or found.get("type") == "object":  # pydantic leaves factories out
             found["default"] = defaults[name]
         if name.endswith("_s"):
             found["description"] += " (seconds)"
