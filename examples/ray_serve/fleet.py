@@ -79,7 +79,8 @@ class Fleet:
                 events.cancel()
                 raise
             except (RayError, RayServeException, asyncio.TimeoutError) as error:
-                events.cancel()
+                if isinstance(error, asyncio.TimeoutError):
+                    events.cancel()  # of what has failed it would raise the failure again
                 if is_last:
                     raise _failure(error, name) from error
                 _log.warning("%s did not take a request (%r); the next one gets it", name, error)
