@@ -1,7 +1,6 @@
 """Two replicas behind Ray Serve, as a user of the example has them: over HTTP, with `openai`."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -10,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,13 @@ import psutil
 import pytest
 import yaml
 
+from kvray import Client
+from kvray.actors import tier
 from kvray.actors.local_ray import LocalRay
 from kvray.actors.ray_calls import list_actors
+from kvray.config import KVRayConfig, load_config
 from tests.ray.command_line import ROOT, Shell, open_shell
+from tests.ray.conftest import actor_process
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("ray.serve")
@@ -32,6 +36,7 @@ CHILD = "kvray.reference.replica_child"
 BLOCK = 32
 LONG_TOKENS = 3000
 DEADLINE_S = 180.0
+TIMEOUT_S = 30.0
 QUESTION = [
     {"role": "system", "content": "You keep the ledger of a library with three rooms. " * 4},
     {"role": "user", "content": "What is the third room for?"},
@@ -43,6 +48,7 @@ class Served:
     """The application, up."""
 
     shell: Shell
+    config: KVRayConfig
     environ: dict[str, str]
     serve: "subprocess.Popen[bytes]"
     client: Any
@@ -53,19 +59,18 @@ class Served:
         headers = {} if replica is None else {"x-kvray-replica": replica}
         return self.client.chat.completions.create(**asked, extra_headers=headers)
 
-    def status(self) -> dict[str, Any]:
-        done = self.shell.run("status", "--json", **self.environ)
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
-
-    def counters(self, replica: str) -> dict[str, int]:
-        """Return what the tier says that a replica has found."""
-        replicas = [one for shard in self.status()["shards"] for one in shard["replicas"]]
-        return next(dict(one["counters"]) for one in replicas if one["replica"] == replica)
+    def hit_tokens(self, replica: str) -> int:
+        """Return how many tokens the tier says that a replica has found in it."""
+        replicas = [one for shard in self._shards() for one in shard["replicas"]]
+        (found,) = [one["counters"] for one in replicas if one["replica"] == replica]
+        return int(found.get("hit_tokens", 0))  # a replica counts when it has been asked
 
     def stored(self) -> int:
-        return sum(shard["arena"]["stored"] for shard in self.status()["shards"])
+        """Return how many blocks were stored, ever."""
+        return sum(shard["arena"]["stored"] for shard in self._shards())
+
+    def _shards(self) -> list[dict[str, Any]]:
+        return list(Client(self.config).status()["shards"])
 
     def processes(self, part: str) -> list[psutil.Process]:
         """Return Serve's and the engines' processes whose command line has `part`."""
@@ -110,7 +115,13 @@ def served(local: LocalRay) -> Iterator[Served]:
             _wait_for(lambda: serve.poll() is not None or _answers(url), log)
             assert serve.poll() is None, log.read_text()
             with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
-                yield Served(shell=shell, environ=environ, serve=serve, client=client)
+                yield Served(
+                    shell=shell,
+                    config=load_config(config, environ={}),
+                    environ=environ,
+                    serve=serve,
+                    client=client,
+                )
         finally:
             _end(serve)
             down = shell.run("down", **environ)
@@ -125,7 +136,8 @@ def _settings(shell: Shell, port: int) -> str:
     args = settings["applications"][0]["args"]
     args.update(engine="reference", model="tiny", kvray_config=str(shell.directory / "kvray.yaml"))
     # One at a time: what a client has left must have ended before the next begins.
-    args["engine_options"].update(num_blocks=128, max_batch_size=1)
+    args.update(requests_max=1, queued_max=1)
+    args["engine_options"].update(num_blocks=128)
     path = shell.directory / "serve.yaml"
     path.write_text(yaml.safe_dump(settings))
     return str(path)
@@ -174,8 +186,10 @@ def test_the_second_replica_gives_the_same_answer_with_a_hit(served: Served) -> 
     assert second.choices[0].finish_reason == "length"
     shareable = (first.usage.prompt_tokens - 1) // BLOCK * BLOCK
     assert second.usage.prompt_tokens_details.cached_tokens == shareable
-    _wait_for(lambda: served.counters("engine-1")["hit_tokens"] == shareable, "the count")
-    assert served.counters("engine-0")["hit_tokens"] == 0
+    _wait_for(lambda: served.hit_tokens("engine-1") == shareable, "the count")
+    assert served.hit_tokens("engine-0") == 0
+    shown = served.shell.run("status", **served.environ)
+    assert "engine-1" in shown.stdout
 
 
 def test_requests_go_round_and_answers_name_their_replica(served: Served) -> None:
@@ -243,16 +257,43 @@ def test_a_client_that_goes_away_ends_its_request(served: Served) -> None:
     assert served.stored() - stored < LONG_TOKENS // BLOCK // 2
 
 
+def test_a_request_too_many_is_told_to_come_later(served: Served) -> None:
+    with (
+        ThreadPoolExecutor(2) as threads,
+        served.ask("engine-0", max_tokens=LONG_TOKENS, stream=True) as running,
+    ):
+        next(iter(running))
+        asked = [threads.submit(served.ask, "engine-0", max_tokens=1) for _ in range(2)]
+        (refused,), (queued,) = wait(asked, DEADLINE_S, FIRST_COMPLETED)
+        error = refused.exception()
+        assert isinstance(error, openai.RateLimitError)
+        assert error.code == "overloaded"
+        running.close()
+        assert queued.result(DEADLINE_S).choices[0].finish_reason == "length"
+
+
+def test_a_tier_that_is_frozen_delays_a_request_by_the_deadline_only(
+    served: Served, local: LocalRay
+) -> None:
+    lookup = actor_process(local, "Lookup")
+    before = served.ask("engine-1").choices[0].message.content
+    lookup.suspend()
+    try:
+        began = time.monotonic()
+        assert served.ask("engine-1").choices[0].message.content == before
+        assert time.monotonic() - began < 10
+    finally:
+        lookup.resume()
+
+
 def test_without_the_tier_the_same_answers_come(served: Served) -> None:
     before = served.ask().choices[0].message.content
-    down = served.shell.run("down", **served.environ)
-    assert down.returncode == 0, down.stderr
+    tier.down(timeout_s=TIMEOUT_S, config=served.config)
     began = time.monotonic()
     assert served.ask("engine-0").choices[0].message.content == before
     assert served.ask("engine-1").choices[0].message.content == before
     assert time.monotonic() - began < 30
-    up = served.shell.run("up", **served.environ)
-    assert up.returncode == 0, up.stderr
+    tier.up(served.config, timeout_s=TIMEOUT_S)
 
 
 def test_an_engine_ends_with_its_serve_replica_and_requests_go_on(served: Served) -> None:
