@@ -57,7 +57,10 @@ def ls(
         with stdout_kept(), Client(settings) as client:
             shards = client.status()["shards"]
             contents = client.contents(namespace, hottest=hottest)
-        found: dict[str, Any] = {"namespaces": namespaces(shards, contents)}
+        found: dict[str, Any] = {
+            "namespaces": namespaces(shards, contents),
+            "silent": [one["shard"] for one in shards if one["shard"] not in contents],
+        }
         if namespace is not None:
             found["prefixes"] = prefixes(contents)[:hottest]
         if as_json:
@@ -149,6 +152,8 @@ def prefixes_table(found: Sequence[Mapping[str, Any]], tokens_per_block: int) ->
 def _print(found: Mapping[str, Any], namespace: str | None) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     entries = found["namespaces"]
+    if found["silent"]:
+        console.print(f"No answer from {', '.join(found['silent'])}: what is there is not counted.")
     if namespace is None:
         console.print(namespaces_table(entries) if entries else "Nothing is stored.")
         return
