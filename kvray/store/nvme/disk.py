@@ -133,7 +133,14 @@ class Disk:
         Raises:
             TierError: it cannot be opened.
         """
-        return self._open(path, os.O_RDWR)
+        file = self._open(path, os.O_RDWR)
+        try:
+            with _mapped(path, "opened"):
+                self._access.give(path)  # an earlier owner may have let in somebody else
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def create(self, path: Path, size: int) -> DiskFile:
         """Make a file of `size` bytes, all zero, that has all of its room from now on.

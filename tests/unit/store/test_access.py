@@ -89,9 +89,13 @@ def test_files_on_disk_are_let_in_like_the_arena(
     try:
         NvmeStore(tmp_path / "nvme", replace(spec(), group=group)).close()
         Disk(Access.of(group)).create(tmp_path / "nvme" / "file", 4096).close()
+        other = tmp_path / "nvme" / "other"
+        other.touch()
+        Disk(Access.of(group)).open(other).close()
     finally:
         os.umask(before)
     assert (mode_of(tmp_path / "nvme"), mode_of(tmp_path / "nvme" / "file")) == modes
+    assert mode_of(other) == modes[1], "what was there keeps the mode that it had"
 
 
 def test_a_directory_on_disk_that_is_a_link_is_refused(tmp_path: Path) -> None:
