@@ -68,8 +68,7 @@ class EngineServer:
         try:
             self._path.unlink(missing_ok=True)
             listener.bind(str(self._path))
-            # Nobody else can have come in before: no umask lets others write to it, and the
-            # directory keeps them out.
+            # Nobody else can have come in before: the directory keeps others out.
             self._access.give(self._path)
             self._server = await asyncio.start_unix_server(self._accept, sock=listener)
         except ConfigError:
