@@ -24,6 +24,8 @@ EXPORT_S = 1.0
 
 _REST = 50
 """How much longer than looking the pause after it is: 2 % of a core, however large the tables."""
+_PAUSE_MAX_S = 10.0
+"""Ray forgets a gauge that was not set for two of its intervals, which are 10 s long."""
 
 _JOIN_S = 1.0
 _SERIES_MAX = 20_000
@@ -120,9 +122,10 @@ class MetricsThread:
     def _run(self) -> None:
         pause_s = self._every_s
         while not self._stopping.wait(pause_s):
-            began = time.monotonic()
-            self._export.attempt(self._look, began)
-            pause_s = max(self._every_s, _REST * (time.monotonic() - began))
+            began_s = time.thread_time()  # of work, not of waiting for a core
+            self._export.attempt(self._look, time.monotonic())
+            worked_s = time.thread_time() - began_s
+            pause_s = min(max(self._every_s, _REST * worked_s), _PAUSE_MAX_S)
 
 
 def _tags(name: str, values: tuple[str, ...]) -> Mapping[str, str]:

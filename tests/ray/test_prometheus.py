@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
     },
 }
 ENVIRON = {
-    "RAY_metrics_report_interval_ms": "1000",
+    "RAY_metrics_report_interval_ms": "2000",
     # With its dashboard Ray starts a dozen processes, and gives a busy machine half a minute.
     "RAY_agent_register_timeout_ms": "120000",
     "RAY_worker_register_timeout_seconds": "120",
@@ -72,7 +72,7 @@ DONE = (
 )
 """What a tier has done that was under load."""
 DATA_S = 120.0
-AGREE_S = 40.0
+AGREE_S = 60.0
 
 
 class Prometheus:
@@ -220,6 +220,8 @@ def watched() -> Iterator[Watched]:
         del shell.environ["KVRAY_ARENA__CAPACITY"]
         shell.environ |= {"KVRAY_CONFIG": str(config), **ENVIRON}
         up = shell.run("up", "--dashboard")
+        if up.returncode:  # Ray gives its own start half a minute, however busy the machine is
+            up = shell.run("up", "--dashboard")
         assert up.returncode == 0, up.stderr
         stack.callback(shell.run, "down")
         (ray_dir,) = shell.directory.glob("kvray-*/ray")
