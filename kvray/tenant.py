@@ -16,12 +16,17 @@ import hashlib
 import hmac
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from kvray.block import frame, namespace_id, tagged
 from kvray.config import TENANT_NAME
 from kvray.secret_file import read_secret
 
+_REMEMBERED = 4096
+"""Salts whose derivation is remembered."""
+_SALT_MAX = 256
+"""Characters of a salt that is: what callers choose must not fill the memory."""
 _NAME = re.compile(TENANT_NAME)
 
 
@@ -41,6 +46,8 @@ class TenantSalts:
     def __init__(self, secret: bytes) -> None:
         """Derive with `secret`."""
         self._secret = secret
+        # The same users come again and again, and the engine waits for this.
+        self._derived = lru_cache(maxsize=_REMEMBERED)(self._derive)
 
     @classmethod
     def read(cls, path: Path) -> "TenantSalts":
@@ -69,6 +76,9 @@ class TenantSalts:
         if not isinstance(salt, str):
             number = tagged(salt, what="The cache salt")
             return TenantSalt(salt=self._mac(b"kvray.tenant.id", number), tenant_id=_id_of(number))
+        return self._derived(salt) if len(salt) <= _SALT_MAX else self._derive(salt)
+
+    def _derive(self, salt: str) -> TenantSalt | None:
         tenant, _, rest = salt.partition("/")
         if not _NAME.fullmatch(tenant):
             return None
