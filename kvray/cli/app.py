@@ -8,6 +8,7 @@ from kvray import __version__
 from kvray.cli.bench import bench
 from kvray.cli.chaos import chaos
 from kvray.cli.config import config_app
+from kvray.cli.clear import clear
 from kvray.cli.connector_config import connector_config
 from kvray.cli.dashboard import dashboard
 from kvray.cli.demo import demo
@@ -45,6 +46,7 @@ app.command()(doctor)
 app.command()(probe)
 app.command()(prefetch)
 app.command()(verify)
+app.command()(clear)
 app.command()(down)
 app.command()(sweep)
 app.command()(connector_config)

@@ -54,6 +54,14 @@ def test_tier_on_a_ray_of_its_own_goes_up_and_down(shell: Shell) -> None:
     assert found["cluster_name"] == shell.cluster_name
     assert [shard["state"] for shard in found["shards"]] == ["serving"]
 
+    assert "Aborted" in shell.run("clear").stderr
+    assert shell.run("clear", "--yes").stdout == "0 blocks have gone.\n"
+    healthy = shell.run("doctor", "--json")
+    found = {one["check"]: one for one in json.loads(healthy.stdout)["findings"]}
+    assert found["arena"]["verdict"] == found["socket"]["verdict"] == "ok"
+    assert found["replicas"]["verdict"] == "hint", "no engine uses it yet"
+    assert healthy.returncode == 0
+
     down = shell.run("down")
     assert down.returncode == 0, down.stderr
     assert down.stdout == f"The tier {shell.cluster_name} is down.\n"

@@ -62,7 +62,7 @@ def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
     shards = status["shards"]
     replicas = [replica for shard in shards for replica in shard.get("replicas", [])]
     if not replicas:
-        yield fault(
+        yield hint(
             "replicas",
             "no engine has registered with this tier",
             "give each engine the connector (`kvray connector-config`), and run `kvray doctor"

@@ -12,7 +12,8 @@ import kvray
 from tests.unit.cli.conftest import RunKvray
 
 COMMANDS = (
-    *("up", "down", "status", "verify", "sweep", "connector-config", "demo", "replay"),
+    *("up", "down", "status", "verify", "clear", "sweep", "connector-config", "demo", "replay"),
+    *("doctor", "probe", "upgrade", "explain", "ls", "top", "prefetch"),
     *("bench local", "bench connector", "bench gpu"),
     *("config show", "config fit", "config schema"),
     *("dashboard install", "dashboard rules", "dashboard show"),

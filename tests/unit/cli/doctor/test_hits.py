@@ -28,7 +28,7 @@ def found(*replicas: dict[str, Any], **arena: int) -> dict[str, Finding]:
 
 def test_tier_without_engines_says_how_to_connect_one() -> None:
     (one,) = hit_findings(status_with())
-    assert one.verdict == "fault"
+    assert one.verdict == "hint"
     assert "kvray connector-config" in one.fix
 
 
