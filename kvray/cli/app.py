@@ -7,8 +7,8 @@ import typer
 from kvray import __version__
 from kvray.cli.bench import bench
 from kvray.cli.chaos import chaos
-from kvray.cli.config import config_app
 from kvray.cli.clear import clear
+from kvray.cli.config import config_app
 from kvray.cli.connector_config import connector_config
 from kvray.cli.dashboard import dashboard
 from kvray.cli.demo import demo
