@@ -22,6 +22,7 @@ from kvray.actors.ray_calls import (
     get_actor,
     log_to_stderr,
     mover_name,
+    node_labels,
 )
 from kvray.actors.vintage import vintage
 from kvray.config import KVRayConfig, config_on_node
@@ -44,7 +45,7 @@ class MoverActor:
         self._peers = RayPeers()
         self._mover = Mover(
             name,
-            mover_settings(config_on_node(config)),
+            mover_settings(config_on_node(config, labels=node_labels())),
             self._peers.peer,
             # Ray starts it anew, and it attaches to whatever arena is there then.
             ended=lambda: os._exit(1),

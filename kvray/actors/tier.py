@@ -27,6 +27,7 @@ from kvray.actors.ray_calls import (
     list_actors,
     mapped_errors,
     mover_name,
+    node_labels,
     shard_name,
 )
 from kvray.actors.rollout import Observer, Rollout, carry_out, look
@@ -303,4 +304,4 @@ def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> No
 
 def _sweep_node(config: KVRayConfig) -> None:
     """Remove what a shard left on the node where this runs."""
-    sweep(config_on_node(config).node_dir, _SWEEP_WAIT_S)
+    sweep(config_on_node(config, labels=node_labels()).node_dir, _SWEEP_WAIT_S)
