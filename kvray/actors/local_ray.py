@@ -33,6 +33,9 @@ from kvray.errors import ConfigError
 _START_TIMEOUT_S = 90.0
 _STOP_TIMEOUT_S = 20.0
 _LAST_BREATH_S = 5.0
+_STARTS_MAX = 3
+_OVERWHELMED = "timed out during startup"
+"""What Ray says when its parts took longer than half a minute, as on a machine that is busy."""
 _OBJECT_STORE_BYTES = 80 * 2**20
 """The least Ray accepts: kvray keeps no blocks in Ray's object store."""
 _PR_SET_PDEATHSIG = 1
@@ -110,26 +113,22 @@ def start(
     token = secrets.token_hex(32)
     log = directory / "ray-start.log"
     try:
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                _command(directory, port=port or 0, dashboard=dashboard),
-                env={
-                    **without_settings(),
-                    "RAY_AUTH_MODE": "token",
-                    "RAY_AUTH_TOKEN": token,
-                    # Nobody is to be moved off a cluster of one node: without this Ray waits for
-                    # half a minute until the actors of a living tier have gone somewhere else.
-                    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-                    _MARK: str(directory),
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_die_with_parent if die_with_parent else None,  # noqa: PLW1509
-            )
+        command = _command(directory, port=port or 0, dashboard=dashboard)
+        for starts_left in reversed(range(_STARTS_MAX)):
+            process = _spawn(command, directory, log, token, die_with_parent=die_with_parent)
+            address = _await_address(process, directory, log, waiting)
+            if address is not None:
+                break
+            if not (starts_left and _OVERWHELMED in log.read_text(errors="replace")):
+                status = process.poll()
+                raise ConfigError(
+                    f"Ray did not start, but ended with status {status}: {_tail(log)}"
+                )
+            _end_all(directory)
+            shutil.rmtree(directory / "ray", ignore_errors=True)  # no address of before is read
+        assert address is not None
         local = LocalRay(
-            address=_await_address(process, directory, log, waiting),
+            address=address,
             token=token,
             pid=process.pid,
             started=psutil.Process(process.pid).create_time(),
@@ -250,6 +249,29 @@ def _command(directory: Path, *, port: int, dashboard: bool) -> list[str]:
     ]
 
 
+def _spawn(
+    command: list[str], directory: Path, log: Path, token: str, *, die_with_parent: bool
+) -> "subprocess.Popen[bytes]":
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env={
+                **without_settings(),
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN": token,
+                # Nobody is to be moved off a cluster of one node: without this Ray waits for
+                # half a minute until the actors of a living tier have gone somewhere else.
+                "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+                _MARK: str(directory),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent if die_with_parent else None,  # noqa: PLW1509
+        )
+
+
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -259,22 +281,23 @@ def _await_address(
     directory: Path,
     log: Path,
     waiting: Callable[[float], None],
-) -> str:
-    """Return the address that Ray writes down once its head answers."""
+) -> str | None:
+    """Return the address that Ray writes down once its head answers; None: it ended before."""
     began = time.monotonic()
     started = False
     while time.monotonic() - began < _START_TIMEOUT_S:
         waiting(time.monotonic() - began)
         if process.poll() is not None:
-            break
+            return None
         started = started or "Ray runtime started" in log.read_text(errors="replace")
         if started and (address := read_address(directory / "ray")):
             return address
         time.sleep(0.1)
-    tail = " ".join(log.read_text(errors="replace").split()[-40:])
-    if process.poll() is not None:
-        raise ConfigError(f"Ray did not start, but ended with status {process.poll()}: {tail}")
-    raise ConfigError(f"Ray did not start within {_START_TIMEOUT_S:.0f} s; it said: {tail}")
+    raise ConfigError(f"Ray did not start within {_START_TIMEOUT_S:.0f} s; it said: {_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    return " ".join(log.read_text(errors="replace").split()[-40:])
 
 
 def _dashboard_url(log: Path) -> str | None:

@@ -46,6 +46,26 @@ def test_a_port_in_use_is_refused_before_anything_starts(name: str) -> None:
     assert not local_ray.local_dir(name).exists()
 
 
+def test_a_ray_that_a_busy_machine_was_too_slow_for_is_started_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = local_ray._command
+    script = f"""\
+if [ ! -e {tmp_path}/tried ]; then
+    touch {tmp_path}/tried; echo 'Exception: The current node timed out during startup.'; exit 1
+fi
+exec "$@"
+"""
+    monkeypatch.setattr(
+        local_ray,
+        "_command",
+        lambda *args, **kwargs: ["sh", "-c", script, "sh", *command(*args, **kwargs)],
+    )
+    local_ray.start(name, die_with_parent=True)
+    assert (tmp_path / "tried").exists()
+    assert local_ray.find(name) is not None
+
+
 def test_a_second_cluster_of_the_same_name_is_refused(local: LocalRay) -> None:
     name = f"pytest-{os.getpid()}-t"
     with pytest.raises(ConfigError, match="is running already"):
