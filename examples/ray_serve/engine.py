@@ -104,10 +104,6 @@ class Engine:
         if not self._replica.is_alive:
             raise KVRayError(f"The engine {self._replica.name} has died.")
 
-    def pid(self) -> int:
-        """Return the engine's process id."""
-        return self._replica.pid
-
     def __del__(self) -> None:
         """End the engine with this replica."""
         if hasattr(self, "_replica"):

@@ -1,7 +1,6 @@
 """Two replicas behind Ray Serve, as a user of the example has them: over HTTP, with `openai`."""
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -72,13 +71,14 @@ class Served:
     def _shards(self) -> list[dict[str, Any]]:
         return list(Client(self.config).status()["shards"])
 
-    def processes(self, part: str) -> list[psutil.Process]:
-        """Return Serve's and the engines' processes whose command line has `part`."""
+    def engines(self) -> list[psutil.Process]:
+        """Return the engines' processes, also those whose parent is gone."""
+        marker = f"KVRAY_CONFIG={self.environ['KVRAY_CONFIG']}\0".encode()
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if part in " ".join(process.cmdline()):
-                    found.append(process)
+            with contextlib.suppress(psutil.Error, OSError):
+                if CHILD in process.cmdline():
+                    found += [process] if marker in _environ(process) else []
         return found
 
 
@@ -296,24 +296,22 @@ def test_without_the_tier_the_same_answers_come(served: Served) -> None:
     tier.up(served.config, timeout_s=TIMEOUT_S)
 
 
-def test_an_engine_ends_with_its_serve_replica_and_requests_go_on(served: Served) -> None:
-    (replica,) = served.processes("ray::ServeReplica:kvray:engine-0")
-    (child,) = [one for one in replica.children() if CHILD in " ".join(one.cmdline())]
-    os.kill(replica.pid, signal.SIGKILL)
+def test_an_engine_ends_with_its_serve_replica_and_requests_go_on(
+    served: Served, local: LocalRay
+) -> None:
+    replica = actor_process(local, "ServeReplica:kvray:engine-0")
+    (child,) = [one for one in served.engines() if one.ppid() == replica.pid]
+    replica.kill()
     assert served.ask().choices[0].finish_reason == "length"
     _wait_for(lambda: not child.is_running(), "the engine's end")
     assert served.ask("engine-0").choices[0].finish_reason == "length"
 
 
 def test_the_end_of_serve_leaves_no_engine(served: Served) -> None:
+    assert len(served.engines()) == 2
     _end(served.serve)
-    _wait_for(lambda: not served.processes("ray::ServeReplica:kvray"), "the replicas' end")
-    marker = f"KVRAY_CONFIG={served.environ['KVRAY_CONFIG']}\0".encode()
-    assert not [one for one in served.processes(CHILD) if marker in _environ(one)]
+    _wait_for(lambda: not served.engines(), "the engines' end")
 
 
 def _environ(process: psutil.Process) -> bytes:
-    try:
-        return Path(f"/proc/{process.pid}/environ").read_bytes()
-    except OSError:
-        return b""
+    return Path(f"/proc/{process.pid}/environ").read_bytes()
