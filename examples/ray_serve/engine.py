@@ -15,7 +15,7 @@ from ray import serve
 
 from examples.ray_serve.settings import Settings
 from kvray.cli.connector_config import MODULE, SCHEDULER_CLASS, WORKER_CLASS
-from kvray.config import environ_for
+from kvray.config import CONFIG_ENV
 from kvray.errors import ConfigError, KVRayError
 from kvray.reference import KvConnectorConfig, Replica
 from kvray.reference.calls import Call
@@ -35,8 +35,9 @@ def spawn(name: str, settings: Settings) -> Replica:
     A process that has joined Ray ends with Ray's node; an engine must not. So it is a child, and
     it is told by its environment where kvray's tier is and what it is called there.
     """
-    env = {} if settings.kvray_config is None else environ_for(settings.kvray_config)
-    env["KVRAY_CONNECTOR__REPLICA"] = name
+    env = {"KVRAY_CONNECTOR__REPLICA": name}  # besides what this node's Ray says of its arena
+    if settings.kvray_config is not None:
+        env[CONFIG_ENV] = str(settings.kvray_config)
     module = CHILD_MODULE
     if uses_tensorrt_llm(settings):
         module = "examples.ray_serve.trtllm_child"
