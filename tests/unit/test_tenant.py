@@ -50,8 +50,10 @@ def test_a_request_without_a_tenant_gets_no_salt(salt: str | None) -> None:
 
 def test_a_number_stands_for_tenant_and_salt() -> None:
     one, two = SALTS.derive(1), SALTS.derive(2)
-    assert one is not None and two is not None
-    assert one.salt != two.salt and one.tenant_id != two.tenant_id
+    assert one is not None
+    assert two is not None
+    assert one.salt != two.salt
+    assert one.tenant_id != two.tenant_id
     assert derived(1) != derived("1")
 
 
