@@ -3,7 +3,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.actors.openings import Finding, Note, Origin, StoredOpenings
+from kvray.actors.openings import Note, Origin, StoredOpenings
 from tests.unit.actors.small_shard import NAMESPACE
 
 TP1 = NAMESPACE
