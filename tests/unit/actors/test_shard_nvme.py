@@ -4,7 +4,7 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Node:
 
     parent: Path
     shard: Shard | None = None
+    line: Line = field(default_factory=Line)
 
     def start(self, **changes: Any) -> Shard:
         directory = self.parent / "shm"
@@ -47,7 +48,7 @@ class Node:
             policy="lru",
             admission="all",
         )
-        self.shard = Shard("kvray-shard-n", settings, Line().announce)
+        self.shard = Shard("kvray-shard-n", settings, self.line.announce)
         self.shard.start()
         return self.shard
 
@@ -64,6 +65,12 @@ class Node:
     def store(self, keys: list[BlockKey]) -> None:
         with contextlib.closing(open_arena(self.parent / "shm")) as arena:
             store(arena, keys)
+
+    def wait_until_looked_at(self, keys: list[BlockKey]) -> None:
+        """Return once the shard ranks `keys`: what came since its last look goes last."""
+        wait_for(lambda: self.line.matched(keys) == len(keys))
+        heard = len(self.line.heard)
+        wait_for(lambda: len(self.line.heard) >= heard + 3)
 
     def stage(self, keys: list[BlockKey]) -> dict[str, Any]:
         engine = ShardSocket(self.parent / "shm")
@@ -116,6 +123,7 @@ def test_what_leaves_a_full_arena_is_a_hit_from_disk(node: Node) -> None:
     wait_until_serving(node.start())
     old = chain(30, seed="old")
     node.store(old)
+    node.wait_until_looked_at(old)
     node.store(chain(20, seed="new"))
     wait_for(lambda: node.status()["demoted_blocks"] >= 30)
     node.store(chain(60, seed="more"))
