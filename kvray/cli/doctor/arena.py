@@ -20,6 +20,7 @@ from kvray.config import KVRayConfig, format_size
 from kvray.errors import CapacityError, KVRayError, ShardUnavailable
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena
+from kvray.store.access import Access
 from kvray.store.arena_file import ARENA_FILE
 from kvray.store.mounts import mount_of
 
@@ -127,8 +128,15 @@ def _directory(config: KVRayConfig) -> Finding:
             "user",
             f"{directory} belongs to {_user(found.st_uid)} with mode"
             f" {stat.S_IMODE(found.st_mode):04o}, and this is {_user(os.geteuid())}",
-            "run engine and Ray as the same user (in Kubernetes the same runAsUser)",
+            "run engine and Ray as the same user (in Kubernetes the same runAsUser), or set"
+            " arena.group to a group of both",
         )
+    try:
+        # As an engine does, also one that root runs and that could open whatever it likes.
+        Access.of(config.arena.group).check_trust(directory)
+    except KVRayError as error:
+        says, _, fix = str(error).rstrip(".").partition("; ")
+        return fault("user", says, fix)
     return ok("user", f"{_user(os.geteuid())} may use {directory}")
 
 

@@ -119,6 +119,20 @@ def test_tier_of_another_user_is_a_matter_of_users(
     assert f"({NOBODY})" in found.says
 
 
+def test_arena_that_another_user_has_laid_is_not_trusted_even_by_root(
+    shard: ShardProcess, config: KVRayConfig
+) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs root, to be another user")
+    os.chown(config.node_dir, NOBODY, NOBODY)
+    try:
+        found = only_fault(config)
+    finally:
+        os.chown(config.node_dir, 0, 0)
+    assert found.check == "user"
+    assert "arena.group" in found.fix
+
+
 @contextlib.contextmanager
 def another_user() -> Iterator[None]:
     """Have what this process may do be what a user may who owns nothing."""
