@@ -14,6 +14,7 @@ from kvray.cli.dashboard import dashboard
 from kvray.cli.demo import demo
 from kvray.cli.doctor import doctor
 from kvray.cli.down import down
+from kvray.cli.examples import epilog
 from kvray.cli.explain import EPILOG as EXPLAIN_EPILOG
 from kvray.cli.explain import explain
 from kvray.cli.ls import EPILOG as LS_EPILOG
@@ -36,23 +37,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(up)
-app.command()(upgrade)
-app.command()(status)
+app.command(epilog=epilog("up"))(up)
+app.command(epilog=epilog("upgrade"))(upgrade)
+app.command(epilog=epilog("status"))(status)
 app.command(epilog=TOP_EPILOG)(top)
 app.command(epilog=LS_EPILOG)(ls)
 app.command(epilog=EXPLAIN_EPILOG)(explain)
-app.command()(doctor)
-app.command()(probe)
-app.command()(prefetch)
-app.command()(verify)
-app.command()(clear)
-app.command()(down)
-app.command()(sweep)
-app.command()(connector_config)
-app.command()(replay)
-app.command()(demo)
-app.command()(chaos)
+app.command(epilog=epilog("doctor"))(doctor)
+app.command(epilog=epilog("probe"))(probe)
+app.command(epilog=epilog("prefetch"))(prefetch)
+app.command(epilog=epilog("verify"))(verify)
+app.command(epilog=epilog("clear"))(clear)
+app.command(epilog=epilog("down"))(down)
+app.command(epilog=epilog("sweep"))(sweep)
+app.command(epilog=epilog("connector-config"))(connector_config)
+app.command(epilog=epilog("replay"))(replay)
+app.command(epilog=epilog("demo"))(demo)
+app.command(epilog=epilog("chaos"))(chaos)
 app.add_typer(bench)
 app.add_typer(dashboard)
 app.add_typer(config_app)

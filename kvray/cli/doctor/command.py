@@ -40,8 +40,6 @@ def doctor(
 
     Run it where Ray runs, and with --here in an engine's container. It joins the arena for a
     moment, as an engine does, and changes nothing. Ends with status 2 if something does not work.
-
-    For example: docker exec ENGINE kvray doctor --here -c /etc/kvray/kvray.yaml
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})

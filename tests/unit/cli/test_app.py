@@ -62,6 +62,7 @@ def test_every_command_explains_itself(run_kvray: RunKvray, command: str) -> Non
     done = run_kvray(*command.split(), "--help")
     assert done.returncode == 0
     assert "--verbose" in done.stdout
+    assert "Examples:" in done.stdout or " " in command, "commands of a group explain each other"
 
 
 def test_version_is_the_package_s(run_kvray: RunKvray) -> None:
