@@ -1,5 +1,6 @@
 """Shields every test from this machine's Ray, and fails the ones that leave something behind."""
 
+import contextlib
 import gc
 import os
 import shutil
@@ -72,7 +73,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a session after which a process or a shared-memory file of kvray remains."""
     left = _wait_until_empty(_session_leftovers)
     for process in _session_processes():
-        process.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            process.kill()
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
