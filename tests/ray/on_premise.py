@@ -61,9 +61,16 @@ def main() -> None:
 
 def seal() -> None:
     """Give this run file systems, a loopback device and a home directory of its own."""
-    for path in (OWN, Path("/tmp"), Path("/run"), Path("/dev/shm")):
-        mount = ["mount", "-t", "tmpfs", "-o", "mode=1777", "kvray", str(path)]
-        subprocess.run(mount, check=True, stdin=subprocess.DEVNULL)
+    cover(OWN)
+    kept = [path for path in (ROOT, Path(sys.prefix)) if path.is_relative_to("/tmp")]
+    for number, path in enumerate(kept):
+        (OWN / f"kept{number}").mkdir()
+        run("mount", "--bind", str(path), str(OWN / f"kept{number}"))
+    for path in (Path("/tmp"), Path("/run"), Path("/dev/shm")):
+        cover(path)
+    for number, path in enumerate(kept):  # a checkout may lie in /tmp
+        path.mkdir(parents=True, exist_ok=True)
+        run("mount", "--bind", str(OWN / f"kept{number}"), str(path))
     run("ip", "link", "set", "lo", "up")
     HOME.mkdir(mode=0o700)
     Path("/run/sshd").mkdir(mode=0o755)
@@ -75,6 +82,11 @@ def seal() -> None:
         run("mount", "--bind", str(OWN / name), f"/etc/{name}")
     for name in ("key", "host_key"):
         run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(OWN / name))
+
+
+def cover(path: Path) -> None:
+    """Mount an empty file system of this run's own at `path`."""
+    run("mount", "-t", "tmpfs", "-o", "mode=1777", "kvray", str(path))
 
 
 def write_cluster() -> Path:

@@ -184,7 +184,7 @@ def starting(name: str, until: str, *args: str) -> "subprocess.Popen[str]":
 
 
 def reap(process: "subprocess.Popen[str]") -> None:
-    process.wait(30)
+    process.wait(90)  # what it ends may itself take half a minute
     assert process.stdout is not None
     process.stdout.close()
 

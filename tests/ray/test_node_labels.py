@@ -20,8 +20,8 @@ StartEngine = Callable[[KVRayConfig], Engine]
 
 @pytest.fixture
 def label(local: LocalRay) -> str:
-    """A label that this Ray's only node has."""
-    (node,) = ray.nodes()
+    """A label that this Ray's only living node has."""
+    (node,) = [node for node in ray.nodes() if node["Alive"]]
     key, value = next(iter(node["Labels"].items()))
     return f"{key}={value}"
 
