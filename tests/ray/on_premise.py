@@ -86,7 +86,8 @@ def seal() -> None:
 
 def cover(path: Path) -> None:
     """Mount an empty file system of this run's own at `path`."""
-    run("mount", "-t", "tmpfs", "-o", "mode=1777", "kvray", str(path))
+    mount = ["mount", "-t", "tmpfs", "-o", "mode=1777", "kvray", str(path)]
+    subprocess.run(mount, check=True, stdin=subprocess.DEVNULL)  # there is no place for a log yet
 
 
 def write_cluster() -> Path:
