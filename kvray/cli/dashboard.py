@@ -25,18 +25,21 @@ _DISCOVERY = "prom_metrics_service_discovery.json"
 _RAY_DIR = "ray"
 
 
+TempDirOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="What Ray's head was started with as --temp-dir; else that of the local Ray of"
+        " this tier, else /tmp/ray.",
+        show_default=False,
+    ),
+]
+
+
 @dashboard.command()
 def install(
     config: ConfigOption = None,
-    ray_temp_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="What Ray's head was started with as --temp-dir; else that of the local Ray of"
-            " this tier, else /tmp/ray.",
-            show_default=False,
-        ),
-    ] = None,
+    ray_temp_dir: TempDirOption = None,
     target: Annotated[
         Path | None,
         typer.Option(
@@ -60,8 +63,19 @@ def install(
         session = find_session(temp_dir)
         print(f"The dashboard is {put_dashboard(dashboards_dir(session))}.")
         print("Ray makes that directory anew with every session: repeat this after a restart.")
-        print()
-        print("Prometheus finds the tier through Ray, and the alerts here:")
+        print("`kvray dashboard scrape` prints what Prometheus has to read.")
+
+
+@dashboard.command()
+def scrape(
+    config: ConfigOption = None,
+    ray_temp_dir: TempDirOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Print a configuration of Prometheus: where it finds the tier, and the alerts."""
+    with boundary(verbose=verbose):
+        temp_dir = ray_temp_dir or _temp_dir(load_config(config).cluster_name)
+        find_session(temp_dir)  # else it would scrape nothing, and not say so
         print(scrape_config(temp_dir), end="")
 
 

@@ -16,7 +16,7 @@ COMMANDS = (
     *("doctor", "probe", "upgrade", "explain", "ls", "top", "prefetch"),
     *("bench local", "bench connector", "bench gpu"),
     *("config show", "config fit", "config schema"),
-    *("dashboard install", "dashboard rules", "dashboard show"),
+    *("dashboard install", "dashboard scrape", "dashboard rules", "dashboard show"),
 )
 
 

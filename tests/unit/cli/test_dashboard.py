@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.unit.cli.conftest import RunKvray
@@ -39,9 +40,9 @@ def test_it_goes_into_the_latest_session_again_and_again(
 def test_what_prometheus_needs_is_printed_as_yaml(run_kvray: RunKvray, tmp_path: Path) -> None:
     make_session(tmp_path / "ray", "session_1", tmp_path / "boards")
 
-    done = run_kvray("dashboard", "install", "--ray-temp-dir", tmp_path / "ray")
+    done = run_kvray("dashboard", "scrape", "--ray-temp-dir", tmp_path / "ray")
 
-    needed = yaml.safe_load(done.stdout.partition("here:\n")[2])
+    needed = yaml.safe_load(done.stdout)
     (rules,) = needed["rule_files"]
     assert "KvrayCorruptBlocks" in Path(rules).read_text()
     (job,) = needed["scrape_configs"]
@@ -56,8 +57,11 @@ def test_any_directory_of_a_grafana_will_do(run_kvray: RunKvray, tmp_path: Path)
     assert (tmp_path / "kvray_kvray.json").exists()
 
 
-def test_without_a_session_it_says_where_to_run(run_kvray: RunKvray, tmp_path: Path) -> None:
-    done = run_kvray("dashboard", "install", "--ray-temp-dir", tmp_path / "none")
+@pytest.mark.parametrize("command", ["install", "scrape"])
+def test_without_a_session_it_says_where_to_run(
+    run_kvray: RunKvray, tmp_path: Path, command: str
+) -> None:
+    done = run_kvray("dashboard", command, "--ray-temp-dir", tmp_path / "none")
 
     assert done.returncode == 2
     assert "on the node of Ray's head" in done.stderr
