@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_MISS_PREFIX = "miss_tokens_"
+from kvray.cli.reasons import MISS_PREFIX
+
 Status = Mapping[str, Any]
 
 
@@ -104,9 +105,9 @@ class History:
                 for name, value in one["counters"].items()
             }
             missed = {
-                name.removeprefix(_MISS_PREFIX): rate
+                name.removeprefix(MISS_PREFIX): rate
                 for name, rate in sorted(rates.items(), key=lambda pair: -pair[1])
-                if name.startswith(_MISS_PREFIX) and rate
+                if name.startswith(MISS_PREFIX) and rate
             }
             found.append(
                 ReplicaRates(

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+MISS_PREFIX = "miss_tokens_"
+"""What counters of missed tokens begin with; the reason follows."""
+
 
 class Reason(NamedTuple):
     """One reason of a miss."""
@@ -70,6 +73,9 @@ REASONS = {
         "See the warnings in the engine's log.",
     ),
 }
+
+COUNTED = REASONS.keys() - {"none", "never_stored", "evicted", "partial", "bypassed"}
+"""Reasons by which engines count missed tokens; the others only `kvray explain` tells apart."""
 
 _MORE_ROOM = (
     "Raise arena.capacity, or give the tier a disk (nvme.dir); `kvray replay` says how much more"

@@ -17,6 +17,7 @@ from kvray.cli.hits import hit_share
 from kvray.cli.memory import memory_sentences, node_name, shares_report
 from kvray.cli.namespaces import namespaces_report
 from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
+from kvray.cli.reasons import MISS_PREFIX
 from kvray.cli.transports import ways, ways_table
 from kvray.config import format_size, load_config
 
@@ -36,7 +37,6 @@ _TOKEN_COLUMNS = {
     "local_tokens": "own\npool",
     "hit_tokens": "hit\ntokens",
 }
-_MISS_PREFIX = "miss_tokens_"
 _FOR_METRICS = re.compile("_ns_below_|_us_sum$|^uptime_s$")
 """Of the counters those that only metrics are made of."""
 
@@ -153,12 +153,12 @@ def replicas_table(replicas: list[dict[str, Any]]) -> Table:
     table.add_column("others")
     for replica in replicas:
         counters = replica["counters"]
-        misses = _named(counters, lambda name: name.startswith(_MISS_PREFIX))
+        misses = _named(counters, lambda name: name.startswith(MISS_PREFIX))
         others = _named(
             counters,
             lambda name: (
                 name not in _TOKEN_COLUMNS
-                and not name.startswith(_MISS_PREFIX)
+                and not name.startswith(MISS_PREFIX)
                 and not _FOR_METRICS.search(name)
             ),
         )
@@ -177,9 +177,7 @@ def replicas_table(replicas: list[dict[str, Any]]) -> Table:
 def _named(counters: dict[str, int], is_wanted: Callable[[str], bool]) -> list[str]:
     """Return "320 not stored" and the like, the largest first."""
     found = sorted((-value, name) for name, value in counters.items() if value and is_wanted(name))
-    return [
-        f"{-value} {name.removeprefix(_MISS_PREFIX).replace('_', ' ')}" for value, name in found
-    ]
+    return [f"{-value} {name.removeprefix(MISS_PREFIX).replace('_', ' ')}" for value, name in found]
 
 
 def _shard_cells(shard: dict[str, Any]) -> list[str]:

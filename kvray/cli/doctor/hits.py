@@ -8,53 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvray.cli.doctor.finding import Finding, fault, hint, ok
+from kvray.cli.reasons import COUNTED, MISS_PREFIX, REASONS
 
-_MISS = "miss_tokens_"
 _LITTLE = 0.05
 """A reason with a smaller share of the missed tokens explains nothing."""
-
-FIXES: Mapping[str, tuple[str, str]] = {
-    "reuse_disabled": (
-        "the engine's block reuse is off, so it ignores every match",
-        "set kv_cache_config.enable_block_reuse to true",
-    ),
-    "unaligned": (
-        "the engine asked from the middle of a block",
-        "set kv_cache_config.enable_partial_reuse to false",
-    ),
-    "incompatible": (
-        "only replicas with other settings have stored these prompts",
-        "start the replicas with the same model and engine arguments; `kvray status` shows the"
-        " fields that differ",
-    ),
-    "store_down": (
-        "the engine had no tier at that time",
-        "run `kvray doctor` in the engine's container, and `kvray status`",
-    ),
-    "arena_busy": (
-        "the arena's lock was taken for longer than arena.lock_wait_s",
-        "raise arena.lock_wait_s a little, or use larger blocks",
-    ),
-    "too_slow": (
-        "blocks of another node or the disk did not come within connector.stage_wait_s",
-        "have the router call Client.prefetch, or raise connector.stage_wait_s; `kvray doctor`"
-        " shows the transports and their rates",
-    ),
-    "cheaper_to_recompute": (
-        "bringing the blocks would have taken longer than computing them",
-        "nothing has to be done; a faster transport (RDMA) would change it",
-    ),
-    "corrupt": (
-        "blocks did not have their checksum and were not used",
-        "run `kvray verify`, and test the memory and disks of the nodes that it names",
-    ),
-    "not_stored": (
-        "nobody had these blocks: prompts are new, or their blocks were evicted",
-        "`kvray explain` tells which of the two; for evicted ones raise arena.capacity or set"
-        " nvme.dir",
-    ),
-}
-"""Miss reason -> (what it means, what to do)."""
 
 
 def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
@@ -135,15 +92,16 @@ def _alone(replicas: list[dict[str, Any]]) -> Iterator[Finding]:
 def _reasons(totals: Counter[str]) -> Iterator[Finding]:
     """Yield the reasons of most missed tokens, the largest first."""
     missed = {
-        name.removeprefix(_MISS): value
+        name.removeprefix(MISS_PREFIX): value
         for name, value in totals.most_common()
-        if name.startswith(_MISS) and value
+        if name.startswith(MISS_PREFIX) and value
     }
     all_missed = sum(missed.values())
     for reason, tokens in missed.items():
-        if reason in FIXES and tokens >= _LITTLE * all_missed:
-            says, fix = FIXES[reason]
-            yield hint(f"missed: {reason}", f"{tokens} tokens: {says}", fix)
+        if reason in COUNTED and tokens >= _LITTLE * all_missed:
+            means, advice = REASONS[reason]
+            fix = advice[0].lower() + advice[1:].rstrip(".")
+            yield hint(f"missed: {reason}", f"{tokens} tokens: {means}", fix)
 
 
 def _not_kept(shards: list[dict[str, Any]], totals: Mapping[str, int]) -> Iterator[Finding]:

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from kvray.cli.doctor.finding import Finding
-from kvray.cli.doctor.hits import FIXES, hit_findings
+from kvray.cli.doctor.hits import hit_findings
+from kvray.cli.reasons import COUNTED
 
 
 def status_with(*replicas: dict[str, Any], **arena: int) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def test_replicas_that_share_no_namespace_are_named() -> None:
     assert "namespaces" not in together
 
 
-@pytest.mark.parametrize("reason", FIXES)
+@pytest.mark.parametrize("reason", sorted(COUNTED))
 def test_each_reason_of_missed_tokens_has_its_fix(reason: str) -> None:
     counters = {"requests": 1, "prompt_tokens": 640, f"miss_tokens_{reason}": 608}
     one = found(replica(**counters))[f"missed: {reason}"]
