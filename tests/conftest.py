@@ -89,7 +89,11 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     # Ray opens connections and threads of its own whenever it likes.
     with_ray = request.node.get_closest_marker("ray") is not None
     before = _resources(with_ray=with_ray)
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     yield
+    # A command that ran in this process leaves them ignored, which children would inherit.
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
     if left := _wait_until_empty(lambda: _grown(before, _resources(with_ray=with_ray))):
         pytest.fail(f"The test left behind: {', '.join(sorted(left))}", pytrace=False)
 

@@ -339,8 +339,8 @@ def test_the_dashboard_goes_where_ray_has_told_its_grafana_to_look(watched: Watc
     )
     assert path.read_text() == package_file(DASHBOARD).read_text()
     assert str(path) in done.stdout
-    assert "prom_metrics_service_discovery.json" in done.stdout
     assert watched.shell.run("dashboard", "install").returncode == 0, "again is fine"
+    assert "prom_metrics_service_discovery.json" in watched.shell.run("dashboard", "scrape").stdout
 
 
 def test_a_shard_that_is_started_anew_counts_nothing_twice(watched: Watched) -> None:
