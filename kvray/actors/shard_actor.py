@@ -235,15 +235,7 @@ def shard_settings(config: KVRayConfig, claims: MemoryClaims | None = None) -> S
     arena, shard, staging = config.arena, config.shard, config.staging
     return ShardSettings(
         directory=config.node_dir,
-        spec=ArenaSpec(
-            cluster_name=config.cluster_name,
-            capacity=arena.capacity,
-            slab=arena.slab,
-            slot_min=arena.slot_min,
-            holders_max=arena.holders_max,
-            interleave=arena.numa == "interleave",
-            claims=claims,
-        ),
+        spec=ArenaSpec.of(config, claims),
         free_target=arena.free_target,
         limbo_s=arena.limbo_s,
         lease_warn_s=arena.lease_warn_s,

@@ -141,14 +141,7 @@ def _plan(config: KVRayConfig, sizes: dict[str, int]) -> tuple["Fit", str]:
     from kvray.store.fit import Wishes, largest_arena, plan
     from kvray.store.layout import align
 
-    arena = config.arena
-    spec = ArenaSpec(
-        cluster_name=config.cluster_name,
-        capacity=arena.capacity,
-        slab=arena.slab,
-        slot_min=arena.slot_min,
-        holders_max=arena.holders_max,
-    )
+    spec = ArenaSpec.of(config)
     memory, shm = _node(config, sizes)
     page = memory.pool.page_bytes if memory.pool is not None else os.sysconf("SC_PAGE_SIZE")
     wishes = Wishes(

@@ -10,7 +10,7 @@ import typer
 
 from kvray.cli.boundary import boundary
 from kvray.cli.options import VerboseOption
-from kvray.cli.plot_path import check_plot
+from kvray.cli.picture import PlotOption, check_plot
 from kvray.errors import ConfigError
 
 _MULTIPLES = {"": 1, "k": 1_000, "M": 1_000_000}
@@ -77,10 +77,7 @@ def replay(
         int, typer.Option(metavar="N", help="Of the order in which such sessions begin.")
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png", help="Draw miss-ratio curves, too.", show_default=False),
-    ] = None,
+    plot: PlotOption = None,
     verbose: VerboseOption = False,
 ) -> None:
     """Replay a trace of requests, and compare policies by what they would have found.

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from kvray.cli.picture import write_picture
 from kvray.cli.replay_report import title
-from kvray.errors import ConfigError
 from kvray.replay import Comparison
 
 _BOUND = "#8a8f98"
@@ -23,7 +22,6 @@ def draw(found: Comparison, path: Path) -> None:
         ConfigError: the file cannot be written.
     """
     figure = Figure(figsize=(9, 5.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     sizes = list(found.plan.host_blocks)
     for name, misses in curves(found).items():
@@ -33,10 +31,7 @@ def draw(found: Comparison, path: Path) -> None:
     no_end = _missed(found.infinite.hit_ratio)
     axes.axhline(no_end, color=_BOUND, linestyle=":", label="a cache without an end")
     _label(axes, found, sizes)
-    try:
-        figure.savefig(path, dpi=120, format="png")
-    except OSError as error:
-        raise ConfigError(f"The plot {path} cannot be written ({error.strerror}).") from None
+    write_picture(figure, path)
 
 
 def curves(found: Comparison) -> dict[str, list[float]]:

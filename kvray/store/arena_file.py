@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvray.config import KVRayConfig
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from kvray.store import numa
 from kvray.store.capacity import MemoryClaims, check_room
@@ -55,6 +56,20 @@ class ArenaSpec:
     """Over the NUMA nodes; else its memory is that of the node whose thread made it."""
     claims: MemoryClaims | None = None
     """What Ray takes of the same memory; None: there is no Ray."""
+
+    @classmethod
+    def of(cls, config: KVRayConfig, claims: MemoryClaims | None = None) -> "ArenaSpec":
+        """Return what a configuration asks of the arena of a node."""
+        arena = config.arena
+        return cls(
+            cluster_name=config.cluster_name,
+            capacity=arena.capacity,
+            slab=arena.slab,
+            slot_min=arena.slot_min,
+            holders_max=arena.holders_max,
+            interleave=arena.numa == "interleave",
+            claims=claims,
+        )
 
     def geometry(self) -> Geometry:
         """Return the figures that a file of this spec has."""

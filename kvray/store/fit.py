@@ -205,16 +205,27 @@ def _remounts(
     """Yield the mounts that are too small, as they have to be."""
     mount = memory.mount
     with_shm = mount is not None and mount.is_shm
+    wanted = []
     if shm is not None:
-        yield from _remount(shm, store + (arena if with_shm else 0))
+        wanted.append((shm, store + (arena if with_shm else 0)))
     if mount is not None and not with_shm and memory.pool is None:
-        yield from _remount(mount, arena)
+        wanted.append((mount, arena))
+    for one, needed in wanted:
+        if larger := enlarged(one, needed):
+            yield larger
 
 
-def _remount(mount: MountRoom, needed: int) -> Iterator[MountRoom]:
-    if needed > mount.free:
-        size = _up(mount.size - mount.free + needed)
-        yield replace(mount, size=size, free=size - (mount.size - mount.free))
+def enlarged(mount: MountRoom, needed: int) -> MountRoom | None:
+    """Return a mount as it has to be for `needed` more bytes; None if it has room for them."""
+    if needed <= mount.free:
+        return None
+    size = _up(mount.size - mount.free + needed)
+    return replace(mount, size=size, free=size - (mount.size - mount.free))
+
+
+def remount_command(mount: MountRoom) -> str:
+    """Return what gives a mount its size, for root to run."""
+    return f"mount -o remount,size={mount.size >> 20}m {mount.point}"
 
 
 def _pool(pool: HugePool | None, arena_bytes: int) -> HugePool | None:
@@ -282,7 +293,7 @@ def commands(fit: Fit, start: Callable[[str], str]) -> list[str]:
         fit: one that fits.
         start: makes the `ray start` line of its options.
     """
-    lines = [f"mount -o remount,size={one.size >> 20}m {one.point}" for one in fit.remounts]
+    lines = [remount_command(one) for one in fit.remounts]
     if fit.pool is not None:
         lines.append(f"echo {fit.pool.total} > {fit.pool.path}/nr_hugepages")
     options = f"--object-store-memory={fit.object_store_bytes} --memory={fit.heap_bytes}"

@@ -26,8 +26,11 @@ def left_memory(shell: Shell) -> list[str]:
 
 
 def test_demo_shares_prefixes_and_changes_no_token(shell: Shell) -> None:
-    done = shell.run("demo", "--model", "tiny", "--json")
+    done = shell.run("demo", "--model", "tiny", "--json", "--plot", "demo.png")
     assert done.returncode == 0, done.stdout + done.stderr
+    picture = shell.directory / "demo.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
     found = json.loads(done.stdout)
     assert found["identical_text"] is True
     assert found["wrong_tokens"] == 0

@@ -10,7 +10,7 @@ from rich.console import Console
 from kvray.cli.boundary import boundary
 from kvray.cli.interrupts import Interrupts
 from kvray.cli.options import ConfigOption, VerboseOption
-from kvray.cli.plot_path import check_plot
+from kvray.cli.picture import PlotOption, check_plot
 from kvray.config import KVRayConfig, load_config, parse_size
 from kvray.errors import ConfigError
 
@@ -35,9 +35,7 @@ def local(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw the figures into a file, too.")
-    ] = None,
+    plot: PlotOption = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer blocks and pairs: a look, no measurement.")
     ] = False,

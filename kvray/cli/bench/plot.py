@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from kvray.cli.bench.results import Result
-from kvray.errors import ConfigError
+from kvray.cli.picture import write_picture
 
 _PANELS = (("GB/s", "Copies", "higher is better"), ("ms", "Lookups", "lower is better"))
 _INCHES_PER_ROW = 0.5
@@ -27,15 +26,11 @@ def draw(results: Sequence[Result], path: Path) -> None:
     ]
     num_rows = sum(len(rows) for *_, rows in panels)
     figure = Figure(figsize=(10, 2 + _INCHES_PER_ROW * num_rows), layout="constrained")
-    FigureCanvasAgg(figure)
     all_axes = figure.subplots(2, 1, height_ratios=[max(1, len(rows)) for *_, rows in panels])
     for axes, (title, unit, note, rows) in zip(all_axes, panels, strict=True):
         axes.set_title(f"{title}, {unit} ({note})", loc="left")
         _draw_panel(axes, rows)
-    try:
-        figure.savefig(path, dpi=120, format="png")
-    except OSError as error:
-        raise ConfigError(f"The plot {path} cannot be written ({error.strerror}).") from None
+    write_picture(figure, path)
 
 
 def _draw_panel(axes: Axes, rows: Sequence[Result]) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ from rich.console import Console
 from kvray.cli.boundary import boundary
 from kvray.cli.interrupts import Interrupts
 from kvray.cli.options import VerboseOption
+from kvray.cli.picture import PlotOption, check_plot
 from kvray.config import parse_size
 from kvray.errors import ConfigError
 
@@ -30,6 +32,7 @@ def demo(
     arena: Annotated[
         str, typer.Option(metavar="SIZE", help="Shared memory of the demo's tier.")
     ] = "1GiB",
+    plot: PlotOption = None,
     verbose: VerboseOption = False,
 ) -> None:
     """Let two replicas of a language model share prefixes, and compare every text.
@@ -38,17 +41,21 @@ def demo(
     1 if a token differs from a run without kvray, or a prefix was not shared.
     """
     with boundary(verbose=verbose) as interrupts:
-        passed = _run(model, as_json=as_json, arena=arena, interrupts=interrupts)
+        passed = _run(model, as_json=as_json, arena=arena, plot=plot, interrupts=interrupts)
     if not passed:
         raise typer.Exit(EXIT_FAILED)
 
 
-def _run(model: str, *, as_json: bool, arena: str, interrupts: Interrupts) -> bool:
+def _run(
+    model: str, *, as_json: bool, arena: str, plot: Path | None, interrupts: Interrupts
+) -> bool:
     """Play the demo, print what it found, and return whether it passed."""
     try:
         capacity = parse_size(arena)
     except ValueError as error:
         raise ConfigError(f"--arena: {error}.") from None
+    if plot is not None:
+        check_plot(plot)
     with interrupts.masked():
         from kvray.cli.demo import play, report
 
@@ -61,4 +68,8 @@ def _run(model: str, *, as_json: bool, arena: str, interrupts: Interrupts) -> bo
     else:
         width = None if sys.stdout.isatty() else _PLAIN_WIDTH
         report.print_all(Console(highlight=False, width=width), records, verdict, seconds=seconds)
+    if plot is not None:
+        from kvray.cli.demo.plot import draw
+
+        draw(records, plot)
     return not verdict.failures

@@ -78,7 +78,7 @@ def make_table(records: Sequence[Record], *, width: int) -> Table:
             str(record.prompt_tokens),
             str(record.reused_tokens),
             f"[bold green]{record.hit_tokens}[/]" if record.hit_tokens else "0",
-            _duration(record.ttft_s),
+            duration(record.ttft_s),
             Text(_shorten(_encodable(record.text), room)),
         )
     return table
@@ -145,7 +145,8 @@ def _title(phase: Phase) -> str:
     return f"Phase {phase.name}: {phase.title}" if len(phase.name) == 1 else phase.title
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return a time as people read it."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
 
 

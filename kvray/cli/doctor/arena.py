@@ -19,9 +19,11 @@ from kvray.cli.doctor.finding import Finding, fault, hint, ok, skipped
 from kvray.config import KVRayConfig, format_size
 from kvray.errors import CapacityError, KVRayError, ShardUnavailable
 from kvray.node.shard_socket import ShardSocket
-from kvray.store import Arena
+from kvray.store import Arena, ArenaSpec
 from kvray.store.access import Access
 from kvray.store.arena_file import ARENA_FILE
+from kvray.store.capacity import read_mount
+from kvray.store.fit import enlarged, remount_command
 from kvray.store.mounts import mount_of
 
 _MEMORY = ("tmpfs", "hugetlbfs", "ramfs")
@@ -95,18 +97,30 @@ def _mount(config: KVRayConfig) -> Finding:
             f"arena.dir {where} is on {kind}, which is a disk and no memory",
             "set arena.dir to a tmpfs, such as /dev/shm, or to a hugetlbfs mount",
         )
-    size = os.statvfs(where)
-    total, free = size.f_blocks * size.f_frsize, size.f_bavail * size.f_frsize
-    if total and total < config.arena.capacity and not (config.node_dir / ARENA_FILE).exists():
+    room = read_mount(where)
+    if room is None:
+        return ok("mount", f"{where} is {kind} without a limit of its own")
+    needed = ArenaSpec.of(config).geometry().file_bytes
+    if not _may_be_made(config.node_dir) and (larger := enlarged(room, needed)):
         return fault(
             "mount",
-            f"arena.dir {where} has {format_size(total)} and arena.capacity is"
-            f" {format_size(config.arena.capacity)}",
-            f"lower arena.capacity, or `mount -o remount,size="
-            f"{-(-config.arena.capacity * 11 // 10 >> 20)}m {where}` (in a container: a larger"
+            f"arena.dir {where} has {format_size(room.free)} left of {format_size(room.size)}, and"
+            f" an arena of {format_size(config.arena.capacity)} takes {format_size(needed)}",
+            f"lower arena.capacity, or `{remount_command(larger)}` (in a container: a larger"
             " --shm-size or emptyDir)",
         )
-    return ok("mount", f"{where} is {kind} of {format_size(total)}, {format_size(free)} free")
+    return ok(
+        "mount",
+        f"{where} is {kind} of {format_size(room.size)}, {format_size(room.free)} free",
+    )
+
+
+def _may_be_made(directory: Path) -> bool:
+    """Return whether there is an arena already, as far as this user can see."""
+    try:
+        return (directory / ARENA_FILE).exists()
+    except PermissionError:
+        return True  # which is the next finding
 
 
 def _directory(config: KVRayConfig) -> Finding:
