@@ -5,10 +5,11 @@ from typing import Any
 
 from kvray.actors.engine_server import Handler
 from kvray.actors.opening_desk import OpeningDesk
-from kvray.actors.replica_stager import ReplicaStager
 from kvray.actors.replicas import Replicas, read_reader
 from kvray.actors.request_log import RequestLog
+from kvray.actors.serving import Serving
 from kvray.block import Namespace
+from kvray.errors import ShardUnavailable
 
 
 class EngineRequests:
@@ -18,9 +19,7 @@ class EngineRequests:
         self,
         replicas: Replicas,
         desk: OpeningDesk,
-        identity: Callable[[], dict[str, Any]],
-        stager: Callable[[], ReplicaStager],
-        has_more: Callable[[], bool],
+        serving: Callable[[], Serving],
         requests: RequestLog,
     ) -> None:
         """Answer for a shard.
@@ -28,16 +27,12 @@ class EngineRequests:
         Args:
             replicas: of the shard's node.
             desk: takes what they note of their prompts' openings.
-            identity: returns what `hello` answers; raises while the shard does not serve.
-            stager: returns what brings blocks of other nodes; raises likewise.
-            has_more: tells whether blocks can be staged that are not in the arena.
+            serving: returns the shard's parts; raises while it does not serve.
             requests: takes what they note of their requests.
         """
         self._replicas = replicas
         self._desk = desk
-        self._identity = identity
-        self._stager = stager
-        self._has_more = has_more
+        self._serving = serving
         self._requests = requests
 
     def handlers(self) -> dict[str, Handler]:
@@ -50,7 +45,7 @@ class EngineRequests:
         }
 
     def _hello(self, connection: int) -> dict[str, Any]:
-        return self._identity()
+        return self._serving().identity()
 
     def _register(
         self,
@@ -97,7 +92,12 @@ class EngineRequests:
         }
 
     def _can_stage(self, replica: str, rank: int) -> bool:
-        return self._has_more() or self._stager().has_ranks_elsewhere(replica, rank)
+        """Return whether it is worth a rank's while to ask for more than the arena has."""
+        try:
+            serving = self._serving()
+        except ShardUnavailable:
+            return False  # it writes its last blocks to disk, and still counts
+        return serving.has_more() or serving.stager.has_ranks_elsewhere(replica, rank)
 
     async def _stage(
         self,
@@ -111,7 +111,7 @@ class EngineRequests:
         token: str = "",
         unread: Sequence[str] = (),
     ) -> dict[str, Any]:
-        return await self._stager().stage(
+        return await self._serving().stager.stage(
             replica,
             rank,
             keys,

@@ -7,20 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from kvray.actors.nvme_tier import NvmeTier
 from kvray.actors.opening_desk import OpeningDesk
 from kvray.actors.prompt_keys import prompt_keys
 from kvray.actors.replicas import Replicas
 from kvray.actors.request_log import RequestLog
+from kvray.actors.serving import Serving
 from kvray.block import KEY_BYTES, BlockKey, Namespace, namespace_id, split_keys
 from kvray.errors import ConfigError
 from kvray.opening import opening_digest
 from kvray.request_note import RequestNote, unpack
-from kvray.store import ArenaOwner, key_index, lease, quotas
+from kvray.store import key_index, lease, quotas
 from kvray.store.hot_prefixes import hot_prefixes
 from kvray.store.layout import READY
 from kvray.store.tables import Array, Tables
-from kvray.store.use_counts import UseCounts
 from kvray.tenant import TenantSalts
 
 KEYS_MAX = 2**17
@@ -79,10 +78,8 @@ class Inquiries:
         self,
         replicas: Replicas,
         desk: OpeningDesk,
-        owner: Callable[[], ArenaOwner],
+        serving: Callable[[], Serving],
         *,
-        nvme: Callable[[], NvmeTier | None],
-        uses: Callable[[], UseCounts],
         tenants: Callable[[], TenantSalts | None],
     ) -> None:
         """Answer with what these know.
@@ -90,18 +87,14 @@ class Inquiries:
         Args:
             replicas: of the shard's node.
             desk: has the lookup's findings.
-            owner: returns the arena's; raises while the shard does not serve.
-            nvme: returns the blocks on disk.
-            uses: returns how often the arena's blocks were used; raises likewise.
+            serving: returns the shard's parts; raises while it does not serve.
             tenants: returns what derives the salts of tenants.
         """
         self.requests = RequestLog()
         """What engines have noted."""
         self._replicas = replicas
         self._desk = desk
-        self._owner = owner
-        self._nvme = nvme
-        self._uses = uses
+        self._serving = serving
         self._tenants = tenants
 
     def asked(self, found: Sequence[tuple[str, int, bytes]]) -> list[Asked]:
@@ -129,7 +122,8 @@ class Inquiries:
             ConfigError: `keys` are none, or too many.
             ShardUnavailable: the shard does not serve.
         """
-        owner, nvme = self._owner(), self._nvme()
+        serving = self._serving()
+        owner, nvme = serving.owner, serving.nvme
         packed = key_index.pack_keys(_checked(keys))
         gone = owner.departures.of(packed[:, 0], before=before)
         return Whereabouts(
@@ -171,7 +165,8 @@ class Inquiries:
             namespace: the first 8 hex digits of its digest; None: no prefixes.
             hottest: how many prefixes.
         """
-        tables, nvme = self._owner().arena.tables, self._nvme()
+        serving = self._serving()
+        tables, nvme = serving.owner.arena.tables, serving.nvme
         found: dict[int, dict[str, int]] = {}
         for tier, held in (("host", tables), ("nvme", nvme.store.tables if nvme else None)):
             for number, (blocks, size) in quotas.used(held).items() if held is not None else ():
@@ -181,7 +176,7 @@ class Inquiries:
         if namespace is not None:
             prefixes = hot_prefixes(
                 tables,
-                self._uses(),
+                serving.keeper.uses,
                 namespace=_number(namespace),
                 most=min(hottest, _HOTTEST_MAX),
                 now=time.monotonic(),

@@ -6,16 +6,9 @@ All state belongs to one event loop in one thread. The actor around it only hand
 import asyncio
 import contextlib
 import logging
-import threading
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from kvray import __version__
 from kvray.actors.adoption import open_arena
 from kvray.actors.announcer import Announce, Announcer
 from kvray.actors.async_calls import Ask, ask_nobody
@@ -23,19 +16,18 @@ from kvray.actors.claim import Claim
 from kvray.actors.engine_requests import EngineRequests
 from kvray.actors.engine_server import EngineServer, check_path
 from kvray.actors.inquiries import Asked, Inquiries
-from kvray.actors.introductions import Introductions
 from kvray.actors.keeper import Keeper
-from kvray.actors.long_leases import LongLeases
-from kvray.actors.nvme_tier import NvmeSettings, NvmeTier
+from kvray.actors.loop_thread import LoopThread, pause
 from kvray.actors.orders import FetchOrder
 from kvray.actors.ownership import let_in, remove_files, sweep
 from kvray.actors.peers import Peers
 from kvray.actors.prompt_keys import prompt_keys
 from kvray.actors.replica_stager import ReplicaStager
 from kvray.actors.replicas import Replicas
-from kvray.actors.stager import Stager, StagingSettings
+from kvray.actors.serving import Serving
+from kvray.actors.shard_settings import ShardSettings
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
-from kvray.store import Arena, ArenaOwner, ArenaSpec
+from kvray.store import Arena, ArenaOwner
 from kvray.store.access import Access
 from kvray.store.arena import ARENA_FILE
 from kvray.store.prefault import Populator
@@ -44,38 +36,9 @@ from kvray.wire import SOCKET_FILE
 
 _log = logging.getLogger("kvray.shard")
 
-T = TypeVar("T")
-
 _RETRY_S = 0.1
-_LAST_SEND_S = 3.0
 _ANSWER_S = 2.0
 """How long the event loop may take to get to a call."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardSettings:
-    """What a shard needs to know, as plain values."""
-
-    directory: Path
-    spec: ArenaSpec
-    free_target: float
-    limbo_s: float
-    lease_warn_s: float
-    announce_s: float
-    heartbeat_s: float
-    staging: StagingSettings = field(default_factory=StagingSettings)
-    quotas: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that the blocks of namespaces may take of the arena, see `quotas.set_quotas`."""
-    policy: str = "gittins"
-    """What decides which blocks go first: see `kvray.store.policy`."""
-    admission: str = "likely"
-    """What decides which blocks that leave the arena are kept on disk."""
-    nvme: NvmeSettings | None = None
-    """None: the node keeps nothing on disk."""
-    group: str | None = None
-    """Whose members may open arena and socket too; see `Access`."""
-    tenant_secret_file: Path | None = None
-    """Has what the salts of prompts that are prefetched are derived with; None: no tenants."""
 
 
 class Shard:
@@ -105,36 +68,27 @@ class Shard:
         self._announcer = Announcer(name, announce)
         self._replicas = Replicas()
         self._ask = ask
-        self._peers = Peers(name, ask, call_timeout_s=settings.staging.call_timeout_s)
-        self._owner: ArenaOwner | None = None
-        self._stager: ReplicaStager | None = None
-        self._keeper: Keeper | None = None
+        self._serving: Serving | None = None
         self._tenants: TenantSalts | None = None
         self.inquiries = Inquiries(
             self._replicas,
             self._announcer.desk,
-            self._serving,
-            nvme=self._nvme,
-            uses=lambda: self._keeping().uses,
+            self._require_serving,
             tenants=lambda: self._tenants,
         )
         """What people ask."""
-        self._epoch = 0
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping = asyncio.Event()
         self._retire = self._flushes = False
-        self._long_leases = LongLeases(after_s=settings.lease_warn_s)
-        self._thread = threading.Thread(target=self._run, name="kvray-shard", daemon=True)
+        self._loop = LoopThread(name, self._main, self._ended)
 
     def start(self) -> None:
         """Prepare the arena in the background; `status` tells how far it is."""
-        self._loop = asyncio.new_event_loop()
-        self._thread.start()
+        self._loop.start()
 
     def refuse(self, error: KVRayError) -> None:
         """Stay without an arena, in place of `start`; `status` says why."""
-        self._end(error)
+        self._ended(error)
 
     def stop(self, *, retire: bool, timeout_s: float, flush: bool = False) -> None:
         """End the shard. Twice is fine.
@@ -150,31 +104,19 @@ class Shard:
         """
         if flush and self._settings.nvme is not None:
             timeout_s += self._settings.nvme.flush_s
-        if self._thread.is_alive():
+        if self._loop.is_alive():
             self._retire, self._flushes = retire, flush
-            with contextlib.suppress(RuntimeError):  # it has just ended by itself
-                self._require_loop().call_soon_threadsafe(self._stopping.set)
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
+            self._loop.post(self._stopping.set)
+            if not self._loop.join(timeout_s):
                 raise ShardUnavailable(f"{self.name} did not end within {timeout_s:.0f} s.")
         if retire:
             sweep(self._settings.directory)
 
     def status(self) -> dict[str, Any]:
-        """Return state, arena figures and replicas."""
+        """Return state, and while it serves the figures of its parts."""
         status = {"shard": self.name, "directory": str(self._settings.directory), **self._state}
-        if self._owner is not None and self._state["state"] == "serving":
-            status["arena"] = self._owner.arena.stats()
-            status["departed"] = self._owner.departures.counts()
-            if self._keeper is not None:
-                status["spare_blocks"] = self._keeper.num_spare
-            status["announcements"] = self._announcer.status()
-            status["replicas"] = self._replicas.status()
-            status["namespaces"] = self._replicas.namespaces()
-            if self._stager is not None:
-                status["staging"] = self._stager.status()
-            if (nvme := self._nvme()) is not None:
-                status["nvme"] = nvme.status()
+        if self._serving is not None and self._state["state"] == "serving":
+            status |= self._serving.status()
         return status
 
     def asked(self, *, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
@@ -184,7 +126,7 @@ class Shard:
             ShardUnavailable: the shard does not answer.
         """
         find = self.inquiries.requests.find
-        found = self._on_loop(
+        found = self._loop.call(
             lambda: find(replica=replica, request_id=request_id, last=last), _ANSWER_S
         )
         return self.inquiries.asked(found)
@@ -198,10 +140,9 @@ class Shard:
             ShardUnavailable: the shard is not serving, or does not answer within `timeout_s`.
             TierError: the disk failed.
         """
-        self._serving()
-        cleared = self._on_loop(lambda: self._serving().clear(), timeout_s)
-        nvme = self._nvme()
-        return cleared + (nvme.clear() if nvme is not None else 0)
+        serving = self._require_serving()
+        cleared = self._loop.call(serving.owner.clear, timeout_s)
+        return cleared + (serving.nvme.clear() if serving.nvme is not None else 0)
 
     def prefetch(
         self,
@@ -239,9 +180,9 @@ class Shard:
         keys = prompt_keys(reader, tokens, salt=salt, lora=lora, media=media, tenants=self._tenants)
         if not keys:
             return {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0, "reason": "none"}
-        found = self._await_on_loop(
-            self._staging().prefetch(replica, rank, b"".join(keys)),
-            self._settings.staging.deadline_s,
+        found = self._loop.wait(
+            self._stager().prefetch(replica, rank, b"".join(keys)),
+            self._settings.staging.deadline_s + _ANSWER_S,
         )
         return {
             "num_tokens": found["num_blocks"] * reader.tokens_per_block,
@@ -261,11 +202,10 @@ class Shard:
         Raises:
             ShardUnavailable: the shard is not serving, or does not answer in time.
         """
-        self._serving()
-        nvme = self._nvme()
+        nvme = self._require_serving().nvme
         if nvme is None:
             return 0
-        report = self._await_on_loop(nvme.promote(order), order.deadline_s)
+        report = self._loop.wait(nvme.promote(order), order.deadline_s + _ANSWER_S)
         return sum(source.num_blocks for source in report.sources.values())
 
     def stage(self, replica: str, rank: int, keys: bytes, wait_s: float) -> dict[str, Any]:
@@ -282,97 +222,32 @@ class Shard:
         *keys: bytes,
     ) -> dict[str, Any]:
         """See `ReplicaStager.stage_here`."""
-        staging = self._staging()
-        answer = staging.stage_here(replica, ranks, wait_s, tokens_per_s, verify_from, *keys)
-        return self._await_on_loop(answer, wait_s)
+        stage = self._stager().stage_here
+        answer = stage(replica, ranks, wait_s, tokens_per_s, verify_from, *keys)
+        return self._loop.wait(answer, wait_s + _ANSWER_S)
 
     def lease_ranks(
         self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
     ) -> dict[int, list[Any]]:
         """See `ReplicaStager.lease_here`."""
-        staging = self._staging()
-        return self._on_loop(lambda: staging.lease_here(replica, ranks, token, *keys), _ANSWER_S)
+        lease = self._stager().lease_here
+        return self._loop.call(lambda: lease(replica, ranks, token, *keys), _ANSWER_S)
 
     def release_ranks(self, token: str) -> None:
         """See `ReplicaStager.release_here`."""
-        staging = self._staging()
-        self._on_loop(lambda: staging.release_here(token), _ANSWER_S)
+        release = self._stager().release_here
+        self._loop.call(lambda: release(token), _ANSWER_S)
 
-    def _await_on_loop(self, answer: Coroutine[Any, Any, T], work_s: float) -> T:
-        """Return what `answer` returns on the loop, which may work on it for so long."""
-        timeout_s = work_s + _ANSWER_S
-        future = None
-        try:
-            future = asyncio.run_coroutine_threadsafe(answer, self._require_loop())
-            return future.result(timeout_s)
-        except (RuntimeError, FutureTimeoutError, CancelledError):
-            if future is None:
-                answer.close()  # the loop has ended; nobody else will
-            else:
-                future.cancel()
-            raise ShardUnavailable(
-                f"{self.name} did not answer within {timeout_s:.0f} s; see `kvray status`."
-            ) from None
+    def _stager(self) -> ReplicaStager:
+        return self._require_serving().stager
 
-    def _staging(self) -> ReplicaStager:
-        self._serving()
-        assert self._stager is not None, "whoever serves has one"
-        return self._stager
-
-    def _on_loop(self, function: Callable[[], T], timeout_s: float) -> T:
-        answer: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(function())
-            except KVRayError as error:
-                answer.set_exception(error)
-
-        try:
-            self._require_loop().call_soon_threadsafe(run)
-            return answer.result(timeout_s)
-        except (RuntimeError, FutureTimeoutError):
-            raise ShardUnavailable(
-                f"{self.name} did not answer within {timeout_s:.0f} s; see `kvray status`."
-            ) from None
-
-    def _require_loop(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            raise ShardUnavailable(f"{self.name} was not started.")
-        return self._loop
-
-    def _serving(self) -> ArenaOwner:
-        if self._owner is None or self._state["state"] != "serving":
+    def _require_serving(self) -> Serving:
+        if self._serving is None or self._state["state"] != "serving":
             raise ShardUnavailable(f"{self.name} is {self._state['state']}; see `kvray status`.")
-        return self._owner
-
-    def _run(self) -> None:
-        loop = self._require_loop()
-        asyncio.set_event_loop(loop)
-        try:
-            loop.run_until_complete(self._main())
-            self._state = {"state": "stopped"}
-        except Exception as error:  # noqa: BLE001 - the thread's end; it is logged and acted upon
-            self._end(error)
-        finally:
-            loop.close()
-
-    def _end(self, error: Exception) -> None:
-        """Note why the thread ends; after it has served, a new shard is to follow."""
-        if self._stopping.is_set() and isinstance(error, KVRayError):
-            self._state = {"state": "stopped"}
-            return
-        was_ready = self._state["state"] == "serving"
-        message = str(error)
-        self._state = {"state": "failed", "error": type(error).__name__, "message": message}
-        if isinstance(error, KVRayError):
-            _log.error("%s failed: %s", self.name, message)
-        else:
-            _log.exception("%s ended by a defect", self.name)
-        if was_ready:  # else it would just fail again
-            self._crashed()
+        return self._serving
 
     async def _main(self) -> None:
+        """Own the arena and serve until told to stop; what was opened is closed in any case."""
         directory = self._settings.directory
         check_path(directory / SOCKET_FILE)  # before minutes are spent on the arena
         if self._settings.tenant_secret_file is not None:
@@ -381,46 +256,23 @@ class Shard:
         claim = Claim(directory, self.name, access)
         if not await self._become_owner(claim):
             return
-        requests = EngineRequests(
-            self._replicas,
-            self._announcer.desk,
-            self._identity,
-            self._staging,
-            self._has_more,
-            self.inquiries.requests,
-        )
-        server = EngineServer(
-            directory / SOCKET_FILE, requests.handlers(), self._replicas.disconnect, access
-        )
-        arena = populator = None
-        try:
-            arena = await self._require_loop().run_in_executor(None, self._open_arena)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(claim.release)
+            stack.callback(self._tidy)
+            arena = await asyncio.get_running_loop().run_in_executor(None, self._open_arena)
+            stack.callback(arena.close)
             let_in(directory, arena.arena_id, access)
             owner = ArenaOwner(arena, self._settings.quotas)
             populator = Populator(arena.tables)
-            if await self._adopt(owner):
-                self._keeper = await self._make_keeper(owner)
-                self._stager = self._make_stager(arena)
-                await server.start()
-                self._owner, self._state = owner, {"state": "serving"}
-                await self._serve(owner)
-                if self._flushes:
-                    await self._keeper.flush(self._flushing)
-        finally:
-            await server.close()
-            if self._stager is not None:
-                await self._stager.close()
-            if self._keeper is not None:
-                await self._keeper.close()
-            if populator is not None:
-                populator.stop()
-            if arena is not None:
-                arena.close()
-            if self._retire or not (directory / ARENA_FILE).exists():
-                remove_files(directory)
-            claim.release()
+            stack.callback(populator.stop)
+            epoch = await self._adopt(owner)
+            if epoch is not None:
+                await self._serve(owner, epoch, access, stack)
 
-    async def _make_keeper(self, owner: ArenaOwner) -> Keeper:
+    async def _serve(
+        self, owner: ArenaOwner, epoch: int, access: Access, stack: contextlib.AsyncExitStack
+    ) -> None:
+        """Serve with an arena that was adopted; what is opened for that goes on the stack."""
         settings = self._settings
         keeper = Keeper(
             owner,
@@ -431,116 +283,92 @@ class Shard:
             ask=self._ask,
             num_shards=lambda: self._announcer.num_shards,
         )
+        stack.push_async_callback(keeper.close)
         if settings.nvme is not None:
             await keeper.open_nvme(settings.nvme, self._stopping)
-        return keeper
-
-    def _keeping(self) -> Keeper:
-        self._serving()
-        assert self._keeper is not None, "whoever serves has one"
-        return self._keeper
-
-    def _nvme(self) -> NvmeTier | None:
-        return None if self._keeper is None else self._keeper.nvme
-
-    def _make_stager(self, arena: Arena) -> ReplicaStager:
-        settings = self._settings.staging
-        stager = Stager(
-            arena,
-            self._peers,
+        serving = Serving(
+            self.name,
             settings,
-            num_shards=lambda: self._announcer.num_shards,
-            nvme=self._nvme(),
+            owner,
+            keeper,
+            epoch=epoch,
+            announcer=self._announcer,
+            replicas=self._replicas,
+            peers=Peers(self.name, self._ask, call_timeout_s=settings.staging.call_timeout_s),
         )
-        return ReplicaStager(arena, stager, self._replicas, self._peers, settings)
+        stack.push_async_callback(serving.stager.close)
+        server = self._make_server(access)
+        stack.push_async_callback(server.close)
+        await server.start()
+        self._serving, self._state = serving, {"state": "serving"}
+        await serving.run(self._stopping)
+        if self._flushes:
+            await keeper.flush(self._flushing)
 
-    def _has_more(self) -> bool:
-        """Whether there may be blocks that are not in the arena but can be staged."""
-        nvme = self._nvme()
-        return self._announcer.num_shards > 1 or (nvme is not None and nvme.may_have_blocks)
-
-    def _flushing(self, done: int, total: int) -> None:
-        self._state = {"state": "flushing", "done": done, "total": total}
+    def _make_server(self, access: Access) -> EngineServer:
+        requests = EngineRequests(
+            self._replicas,
+            self._announcer.desk,
+            self._require_serving,
+            self.inquiries.requests,
+        )
+        path = self._settings.directory / SOCKET_FILE
+        return EngineServer(path, requests.handlers(), self._replicas.disconnect, access)
 
     async def _become_owner(self, claim: Claim) -> bool:
         """Wait until the directory is ours; False if the shard is to stop before."""
         while not self._stopping.is_set():
             if claim.attempt():
                 return True
-            await self._pause(_RETRY_S)
+            await pause(self._stopping, _RETRY_S)
         return False
 
-    async def _adopt(self, owner: ArenaOwner) -> bool:
-        """Take the arena over, however long some process keeps its lock; False if stopped."""
+    async def _adopt(self, owner: ArenaOwner) -> int | None:
+        """Take the arena over, however long some process keeps its lock.
+
+        Returns:
+            The epoch that begins; None if the shard is to stop before.
+        """
         while not self._stopping.is_set():
             try:
-                self._epoch = owner.adopt()
+                return owner.adopt()
             except ShardUnavailable as error:
                 _log.warning("%s: waits to take the arena over: %s", self.name, error)
                 self._state = {"state": "starting", "done": 0, "total": 0, "message": str(error)}
-                await self._pause(_RETRY_S)
-            else:
-                return True
-        return False
-
-    async def _pause(self, seconds: float) -> None:
-        """Wait, but not longer than until the shard is to stop."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+                await pause(self._stopping, _RETRY_S)
+        return None
 
     def _open_arena(self) -> Arena:
         settings = self._settings
         return open_arena(
-            settings.directory, settings.spec, shard=self.name, progress=self._progress
+            settings.directory, settings.spec, shard=self.name, progress=self._preparing
         )
 
-    def _progress(self, done: int, total: int) -> None:
+    def _preparing(self, done: int, total: int) -> None:
         if self._stopping.is_set():
             raise ShardUnavailable(f"{self.name} was stopped while it prepared its arena.")
         self._state = {"state": "preparing", "done": done, "total": total}
 
-    def _identity(self) -> dict[str, Any]:
-        arena = self._serving().arena
-        return {
-            "shard": self.name,
-            "arena_id": arena.arena_id,
-            "shard_epoch": self._epoch,
-            "version": __version__,
-            "monotonic_s": time.monotonic(),
-        }
+    def _flushing(self, done: int, total: int) -> None:
+        self._state = {"state": "flushing", "done": done, "total": total}
 
-    async def _serve(self, owner: ArenaOwner) -> None:
-        """Do the shard's regular work until told to stop."""
-        settings, loop = self._settings, self._require_loop()
-        assert self._keeper is not None, "whoever serves has one"
-        heartbeat_at = 0.0
-        is_due = False
-        sending: asyncio.Future[None] | None = None
-        introductions = Introductions(self._peers)
-        while not self._stopping.is_set():
-            now = time.monotonic()
-            if now >= heartbeat_at:
-                heartbeat_at, is_due = now + settings.heartbeat_s, True
-                self._bury_and_warn(owner)
-            self._keeper.tick(now)
-            self._staging().expire()
-            introductions.tick(now, num_shards=self._announcer.num_shards)
-            self._announcer.name_ranks(self._replicas.connected())
-            # A lookup that does not answer keeps the shard from announcing, but from nothing else.
-            if sending is None or sending.done():
-                if sending is not None:
-                    sending.result()
-                    sending = None
-                if self._announcer.collect(owner, self._keeper.store) or is_due:
-                    sending = loop.run_in_executor(None, self._announcer.send, self._epoch)
-                    is_due = False
-            await self._pause(settings.announce_s)
-        introductions.close()
-        if sending is not None:
-            await asyncio.wait([sending], timeout=_LAST_SEND_S)
+    def _tidy(self) -> None:
+        """Remove what is left in the directory, if its arena goes or there never was one."""
+        directory = self._settings.directory
+        if self._retire or not (directory / ARENA_FILE).exists():
+            remove_files(directory)
 
-    def _bury_and_warn(self, owner: ArenaOwner) -> None:
-        for label in owner.bury_dead(limbo_s=self._settings.limbo_s):
-            _log.warning("%s: holder %s died; its leases ended", self.name, label)
-        for label, num_slots in self._long_leases.newly(owner.arena, now=time.monotonic()):
-            _log.warning("%s: holder %s has leased %d slots for long", self.name, label, num_slots)
+    def _ended(self, error: Exception | None) -> None:
+        """Note why the thread ends; after it has served, a new shard is to follow."""
+        if error is None or (self._stopping.is_set() and isinstance(error, KVRayError)):
+            self._state = {"state": "stopped"}
+            return
+        was_ready = self._state["state"] == "serving"
+        message = str(error)
+        self._state = {"state": "failed", "error": type(error).__name__, "message": message}
+        if isinstance(error, KVRayError):
+            _log.error("%s failed: %s", self.name, message)
+        else:
+            _log.error("%s ended by a defect", self.name, exc_info=error)
+        if was_ready:  # else it would just fail again
+            self._crashed()

@@ -19,7 +19,6 @@ from kvray.actors.inquiries import Asked, Prompt, Whereabouts
 from kvray.actors.lookup import Announcement, Answer
 from kvray.actors.metric_figures import ShardFigures
 from kvray.actors.metrics_export import MetricsThread
-from kvray.actors.nvme_tier import NvmeSettings
 from kvray.actors.ray_calls import (
     LOOKUP_NAME,
     SHARD_PREFIX,
@@ -31,19 +30,15 @@ from kvray.actors.ray_calls import (
     node_labels,
     shard_name,
 )
-from kvray.actors.shard import Shard, ShardSettings
-from kvray.actors.stager import StagingSettings
+from kvray.actors.shard import Shard
+from kvray.actors.shard_settings import ShardSettings
 from kvray.actors.vintage import vintage
 from kvray.actors.watch import Nudge
 from kvray.config import KVRayConfig, config_on_node, ray_memory_threshold
 from kvray.errors import ConfigError, KVRayError
-from kvray.store import ArenaSpec
 from kvray.store.arena_file import ARENA_FILE
 from kvray.store.capacity import MemoryClaims
-from kvray.store.nvme import NvmeSpec
 from kvray.store.pages import ArenaPages
-from kvray.store.quotas import name_of
-from kvray.tenant import tenant_id
 
 _ANNOUNCE_TIMEOUT_S = 2.0
 _STOP_TIMEOUT_S = 20.0
@@ -75,7 +70,7 @@ class ShardActor:
         # Ray starts a shard anew that ends by a defect; it then adopts its arena.
         self._shard = Shard(
             name,
-            shard_settings(config, memory_claims()),
+            ShardSettings.of(config, memory_claims()),
             self._announce,
             crashed=lambda: os._exit(1),
             ask=ActorCalls(),
@@ -227,67 +222,6 @@ def memory_claims() -> MemoryClaims:
     return MemoryClaims(
         object_store_bytes=int(left.get("object_store_memory", 0)),  # 0 is left out
         threshold=ray_memory_threshold(),
-    )
-
-
-def shard_settings(config: KVRayConfig, claims: MemoryClaims | None = None) -> ShardSettings:
-    """Return the plain values that a shard takes from the configuration."""
-    arena, shard, staging = config.arena, config.shard, config.staging
-    return ShardSettings(
-        directory=config.node_dir,
-        spec=ArenaSpec.of(config, claims),
-        free_target=arena.free_target,
-        limbo_s=arena.limbo_s,
-        lease_warn_s=arena.lease_warn_s,
-        announce_s=shard.announce_s,
-        heartbeat_s=shard.heartbeat_s,
-        staging=StagingSettings(
-            deadline_s=staging.deadline_s,
-            call_timeout_s=staging.call_timeout_s,
-            handover_s=staging.handover_s,
-            fetches_max=staging.fetches_max,
-        ),
-        quotas=_quotas(config),
-        policy=arena.policy,
-        admission=config.nvme.admission,
-        nvme=nvme_settings(config),
-        group=arena.group,
-        tenant_secret_file=config.security.tenant_secret_file,
-    )
-
-
-def _quotas(config: KVRayConfig) -> dict[str, int]:
-    """Return bytes by the hex digits that an arena knows namespaces by, or else tenants."""
-    arena, security = config.arena, config.security
-    for_each = security.tenant_quota or arena.namespace_quota
-    named = {name_of(tenant_id(name)): size for name, size in security.tenant_quotas.items()}
-    return {**({} if for_each is None else {"": for_each}), **arena.quotas, **named}
-
-
-def nvme_settings(config: KVRayConfig) -> NvmeSettings | None:
-    """Return the plain values that an NVMe tier takes from the configuration; None: there is none.
-
-    Its smallest slot is the arena's.
-    """
-    nvme = config.nvme
-    if config.nvme_dir is None:
-        return None
-    per_day = nvme.write_gib_per_day
-    return NvmeSettings(
-        directory=config.nvme_dir,
-        spec=NvmeSpec(
-            cluster_name=config.cluster_name,
-            capacity=nvme.capacity,
-            segment=nvme.segment,
-            slot_min=config.arena.slot_min,
-            free_reserve=nvme.free_reserve,
-            io_threads=nvme.io_threads,
-            group=config.arena.group,
-        ),
-        high_watermark=nvme.high_watermark,
-        bytes_per_day=None if per_day is None else per_day * 2**30,
-        flush_s=nvme.flush_s,
-        reads_max=config.staging.fetches_max,
     )
 
 

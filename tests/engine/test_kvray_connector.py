@@ -11,7 +11,7 @@ import pytest
 from kvray.actors.lookup import Lookup
 from kvray.actors.ownership import sweep
 from kvray.actors.shard import Shard
-from kvray.actors.shard_actor import shard_settings
+from kvray.actors.shard_settings import ShardSettings
 from kvray.config import load_config
 from kvray.errors import KVRayError
 from kvray.reference import KvConnectorConfig, Replica
@@ -34,7 +34,7 @@ class Tier:
         self.start()
 
     def start(self) -> None:
-        settings = shard_settings(load_config())
+        settings = ShardSettings.of(load_config())
         self.directory = settings.directory
         self.shard = Shard("test", settings, lambda a: self.lookup.announce(a, time.monotonic()))
         self.shard.start()

@@ -8,7 +8,8 @@ from typing import Any
 
 from kvray.actors.lookup import Announcement, Answer, Lookup
 from kvray.actors.nvme_tier import NvmeSettings
-from kvray.actors.shard import Shard, ShardSettings
+from kvray.actors.shard import Shard
+from kvray.actors.shard_settings import ShardSettings
 from kvray.block import BlockKey, Namespace
 from kvray.errors import ShardUnavailable
 from kvray.store import Arena

@@ -154,14 +154,14 @@ def test_stop_ends_a_shard_that_prepares_its_arena(
     make_shard: StartShard, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached = threading.Event()
-    progress = Shard._progress
+    progress = Shard._preparing
 
     def slow(shard: Shard, done: int, total: int) -> None:
         reached.set()
         wait_for(shard._stopping.is_set)
         progress(shard, done, total)
 
-    monkeypatch.setattr(Shard, "_progress", slow)
+    monkeypatch.setattr(Shard, "_preparing", slow)
     shard = make_shard()
     assert reached.wait(10)
     shard.stop(retire=True, timeout_s=5)

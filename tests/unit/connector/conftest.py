@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvray.actors.shard import Shard
-from kvray.actors.shard_actor import shard_settings
+from kvray.actors.shard_settings import ShardSettings
 from kvray.config import load_config
 from kvray.store import Arena
 from tests.unit.actors.small_shard import Line, wait_for, wait_until_serving
@@ -41,7 +41,7 @@ def environment() -> Iterator[dict[str, str]]:
 
 
 def start_shard() -> Shard:
-    shard = Shard("test", shard_settings(load_config()), Line().announce)
+    shard = Shard("test", ShardSettings.of(load_config()), Line().announce)
     shard.start()
     wait_until_serving(shard)
     return shard

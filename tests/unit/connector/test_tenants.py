@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvray.actors.shard import Shard
-from kvray.actors.shard_actor import shard_settings
+from kvray.actors.shard_settings import ShardSettings
 from kvray.config import load_config
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.meta import ConnectorMeta
@@ -125,7 +125,7 @@ def test_a_shard_without_its_secret_fails_with_the_sentence(
     environment: dict[str, str], secret: Path
 ) -> None:
     secret.unlink()
-    shard = Shard("test", shard_settings(load_config()), Line().announce)
+    shard = Shard("test", ShardSettings.of(load_config()), Line().announce)
     shard.start()
     wait_for(lambda: shard.status()["state"] == "failed", "failing")
     assert "tenant_secret_file cannot be read" in shard.status()["message"]

@@ -13,7 +13,7 @@ import torch
 
 from kvray.actors.ray_calls import LOOKUP_NAME
 from kvray.actors.shard import Shard
-from kvray.actors.shard_actor import shard_settings
+from kvray.actors.shard_settings import ShardSettings
 from kvray.config import load_config
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.base import RequestData, SchedulerOutput
@@ -38,7 +38,7 @@ class TwoNodes:
         for name, directory in zip(NAMES, self.directories, strict=True):
             directory.mkdir()
             os.environ["KVRAY_ARENA__DIR"] = str(directory)
-            settings = shard_settings(load_config())
+            settings = ShardSettings.of(load_config())
             self.shards[name] = Shard(name, settings, self.line.announce, ask=self._ask)
             self.shards[name].start()
         for shard in self.shards.values():

@@ -14,7 +14,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from kvray.actors.shard_actor import shard_settings
+from kvray.actors.shard_settings import ShardSettings
 from kvray.cli.app import app
 from kvray.cli.connector_config import render
 from kvray.config import KVRayConfig, load_config, parse_size
@@ -71,7 +71,7 @@ def tier(name: str, tmp_path: Path) -> KVRayConfig:
 
 
 def arena_bytes(config: KVRayConfig) -> int:
-    return shard_settings(config).spec.geometry().file_bytes
+    return ShardSettings.of(config).spec.geometry().file_bytes
 
 
 def size(quantity: str) -> int:

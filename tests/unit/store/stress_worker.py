@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvray.actors.shard import Shard, ShardSettings
+from kvray.actors.shard import Shard
+from kvray.actors.shard_settings import ShardSettings
 from kvray.block import BlockKey
 from kvray.errors import ShardUnavailable
 from kvray.store import Arena, ArenaSpec, Lease

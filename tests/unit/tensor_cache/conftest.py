@@ -12,7 +12,7 @@ import torch
 
 from kvray.actors.lookup import Announcement, Answer
 from kvray.actors.shard import Shard
-from kvray.actors.shard_actor import shard_settings
+from kvray.actors.shard_settings import ShardSettings
 from kvray.config import KVRayConfig, load_config
 from kvray.tensor_cache import TensorCache, TensorMetadata
 
@@ -63,7 +63,7 @@ def config() -> Iterator[KVRayConfig]:
 
 
 def start_shard(config: KVRayConfig) -> Shard:
-    shard = Shard("test", shard_settings(config), announce)
+    shard = Shard("test", ShardSettings.of(config), announce)
     shard.start()
     wait_until(lambda: shard.status()["state"] == "serving")
     return shard
