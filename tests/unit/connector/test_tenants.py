@@ -147,8 +147,8 @@ def test_a_tenant_is_kept_within_its_quota_and_takes_nobody_elses_blocks(
     tenants = ("poor", "rich", "other")
     for request_id, tenant in enumerate(tenants):
         ask(pair, request_id, f"{tenant}/1")
-    owner = shard._serving()
-    owner.evict_ahead(0.0)
+    owner = shard._require_serving().owner
+    shard._loop.call(lambda: owner.evict_ahead(0.0), 10)  # beside nothing else of the shard's
     blocks = {one["namespace"]: one["blocks"] for one in owner.arena.stats()["namespaces"]}
     assert [blocks[name_of(tenant_id(tenant))] for tenant in tenants] == [4, 10, 4]
 

@@ -51,7 +51,7 @@ class TwoNodes:
     def drop_handovers(self) -> None:
         """Have the shards give up what they keep for whoever asked."""
         for shard in self.shards.values():
-            shard._on_loop(lambda one=shard: one._stager._stager.handovers.close(), 10)
+            shard._loop.call(shard._stager()._stager.handovers.close, 10)
 
     def clear(self) -> None:
         self.drop_handovers()
