@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import os
 import pickle
 import time
@@ -78,10 +79,15 @@ class TwoNodes:
             raise ShardUnavailable(f"{actor} did not answer in time.") from None
 
 
+_NUMBERS = itertools.count()
+"""Not `id`: a new engine may have that of one that the tier has not forgotten yet."""
+
+
 class SpreadReplica:
     """An engine of two ranks, one on each node; every rank's rows are functions of the tokens."""
 
     def __init__(self, nodes: TwoNodes, *, is_spread: bool = True, **changes: Any) -> None:
+        number = next(_NUMBERS)
         self.workers: list[KvRayWorker] = []
         self.pools: list[torch.Tensor] = []
         for rank, directory in enumerate(nodes.directories):
@@ -93,7 +99,7 @@ class SpreadReplica:
                 **changes,
             )
             os.environ["KVRAY_ARENA__DIR"] = str(directory)
-            os.environ["KVRAY_CONNECTOR__REPLICA"] = f"process-{rank}-{id(self)}"
+            os.environ["KVRAY_CONNECTOR__REPLICA"] = f"process-{rank}-{number}"
             self.workers.append(KvRayWorker(args))
             if rank == 0:
                 self.scheduler = KvRayScheduler(args)
