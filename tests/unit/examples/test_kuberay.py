@@ -4,7 +4,11 @@ There is no package with the schema of RayCluster, so its own fields are compare
 KubeRay's API reference, and the pods in it are checked as pods.
 """
 
+import os
 import shlex
+import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +179,63 @@ def test_probes_and_hooks_run_commands_that_there_are(name: str) -> None:
     assert float(options[options.index("--timeout") + 1]) < probe["timeoutSeconds"]
     hook = containers(name)["ray-head"]["lifecycle"]["postStart"]["exec"]["command"][2]
     assert "kvray up --no-wait" in hook
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_an_engine_uses_all_the_gpus_that_it_asks_for(name: str) -> None:
+    engine = containers(name)["engine"]
+    args = engine["args"]
+    limits = engine["resources"]["limits"]
+    assert args[args.index("--tp_size") + 1] == limits["nvidia.com/gpu"]
+
+
+def test_no_probe_of_ray_takes_the_engine_beside_it_out_of_service() -> None:
+    """A pod is ready when all its containers are."""
+    worker = containers("raycluster.yaml")["ray-worker"]
+    for name in ("readinessProbe", "livenessProbe"):  # else KubeRay puts its own there
+        assert worker[name]["exec"]["command"] == ["true"]
+
+
+FAKE_RAY = """\
+#!/usr/bin/env bash
+printf '%s\\n' "$@" '--' >>"$STARTS"
+[[ $(grep -c -- '^--$' "$STARTS") -gt 1 ]] || exit 1
+trap 'exit 0' TERM
+while :; do sleep 0.05; done
+"""
+
+
+def test_a_ray_that_ends_is_started_anew_in_its_container_until_that_is_to_end(
+    tmp_path: Path,
+) -> None:
+    worker = containers("raycluster.yaml")["ray-worker"]
+    metadata = templates("raycluster.yaml")["worker"]["metadata"]
+    assert metadata["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
+    (tmp_path / "ray").write_text(FAKE_RAY)
+    (tmp_path / "ray").chmod(0o755)
+    (group,) = one_of("raycluster.yaml", "RayCluster")["spec"]["workerGroupSpecs"]
+    resources = group["rayStartParams"]["resources"]
+    starts = tmp_path / "starts"
+    container = subprocess.Popen(
+        [*worker["command"], *worker["args"]],
+        env={
+            **os.environ,
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "STARTS": str(starts),
+            "KUBERAY_GEN_RAY_START_CMD": f"ray start --resources={resources} --block",
+        },
+    )
+    try:
+        started = ["start", '--resources={"kvray_shard": 1}', "--block", "--"]
+        deadline = time.monotonic() + 30
+        while not starts.exists() or starts.read_text().splitlines() != started * 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        container.send_signal(signal.SIGTERM)
+        assert container.wait(10) == 0
+    finally:
+        container.kill()
+        container.wait()
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
