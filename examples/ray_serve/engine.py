@@ -4,10 +4,12 @@ Token ids go in and come out; text is the ingress's business.
 """
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +47,21 @@ def spawn(name: str, settings: Settings) -> Replica:
     return Replica.spawn(
         name,
         env=env,
+        log_path=log_path(name),
         module=module,
         connector=CONNECTOR,
         model=settings.model,
         **settings.engine_options,
     )
+
+
+def log_path(name: str) -> Path | None:
+    """Return where the engine writes its log: beside this process's own, where Ray's dashboard is.
+
+    None, a file that has no name, where this process does not write to a file.
+    """
+    own = Path(os.readlink("/proc/self/fd/2"))
+    return own.with_name(f"{name}.log") if own.is_file() else None
 
 
 def uses_tensorrt_llm(settings: Settings) -> bool:
@@ -69,6 +81,9 @@ class Engine:
         Raises:
             KVRayError: it did not start; Serve tries again.
         """
+        self._stall_timeout_s = settings.stall_timeout_s
+        self._calls: set[Call] = set()  # under way; the loop's
+        self._heard_at = 0.0  # of any of them, or when the first of them began
         self._replica = spawn(name, settings)
         try:
             self._replica.wait_ready(settings.start_timeout_s)
@@ -82,33 +97,77 @@ class Engine:
         That is `{"tokens": [...]}`, and `{"finish_reason", "prompt_tokens", "cached_tokens"}` or
         `{"error", "is_config"}`. A caller that stops listening ends the request in the engine.
         """
-        loop = asyncio.get_running_loop()
         heard: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most max_tokens and one more
-        call = await asyncio.to_thread(
-            self._replica.submit,
-            tokens,
-            max_tokens=max_tokens,
-            listener=lambda new: loop.call_soon_threadsafe(heard.put_nowait, new),
-        )
-        call.future.add_done_callback(lambda _: loop.call_soon_threadsafe(heard.put_nowait, None))
+        call = await self._submit(tokens, max_tokens, _onto_loop(heard.put_nowait))
+        self._begin(call)
         try:
             yield {}
             while (new := await heard.get()) is not None:
+                self._heard_at = time.monotonic()
                 yield {"tokens": new}
             yield _ending(call)
         finally:
-            if not call.future.done():
-                loop.run_in_executor(None, self._replica.cancel, call)
+            self._calls.discard(call)
+            self._leave(call)
 
     def check_health(self) -> None:
-        """Have Serve start another replica when the engine's process has died."""
+        """Have Serve start another replica when the engine's process has died, or hangs.
+
+        Raises:
+            KVRayError: it has.
+        """
+        name = self._replica.name
         if not self._replica.is_alive:
-            raise KVRayError(f"The engine {self._replica.name} has died.")
+            raise KVRayError(f"The engine {name} has died.")
+        silent_s = time.monotonic() - self._heard_at
+        if self._calls and silent_s > self._stall_timeout_s:
+            raise KVRayError(
+                f"The engine {name} has said nothing for {silent_s:.0f} s, with {len(self._calls)}"
+                " requests under way; it is started anew."
+            )
+
+    async def _submit(
+        self, tokens: list[int], max_tokens: int, tell: Callable[[list[int] | None], None]
+    ) -> Call:
+        """Hand a request over, which may take a moment; `tell` hears its tokens, then None."""
+        sending = asyncio.ensure_future(
+            asyncio.to_thread(self._replica.submit, tokens, max_tokens=max_tokens, listener=tell)
+        )
+        try:
+            call = await asyncio.shield(sending)
+        except asyncio.CancelledError:  # the engine gets it all the same, and ends it
+            sending.add_done_callback(lambda sent: sent.exception() or self._leave(sent.result()))
+            raise
+        call.future.add_done_callback(lambda _: tell(None))
+        return call
+
+    def _begin(self, call: Call) -> None:
+        if not self._calls:
+            self._heard_at = time.monotonic()
+        self._calls.add(call)
+
+    def _leave(self, call: Call) -> None:
+        """Have the engine end a request that nobody listens to, if it has not ended."""
+        if not call.future.done():
+            asyncio.get_running_loop().run_in_executor(None, self._replica.cancel, call)
 
     def __del__(self) -> None:
         """End the engine with this replica."""
         if hasattr(self, "_replica"):
             self._replica.close()
+
+
+def _onto_loop(
+    put: Callable[[list[int] | None], None],
+) -> Callable[[list[int] | None], None]:
+    """Return what a thread may call in place of `put`, also after this loop's end."""
+    loop = asyncio.get_running_loop()
+
+    def tell(new: list[int] | None) -> None:
+        with contextlib.suppress(RuntimeError):  # it has ended; nobody listens
+            loop.call_soon_threadsafe(put, new)
+
+    return tell
 
 
 def _ending(call: Call) -> dict[str, Any]:

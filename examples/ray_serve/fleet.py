@@ -1,7 +1,6 @@
 """Which engine answers a request, and its answer as it comes."""
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -85,28 +84,32 @@ class Fleet:
                     raise _failure(error, name) from error
                 _log.warning("%s did not take a request (%r); the next one gets it", name, error)
                 continue
-            yield {"engine": name}
-            async with contextlib.aclosing(_rest(events, name, deadline)) as rest:
-                async for event in rest:
+            is_over = False
+            try:
+                yield {"engine": name}
+                while not is_over:
+                    event = await _next(events, name, deadline)
+                    is_over = "finish_reason" in event
                     yield event
+            finally:
+                if not is_over:  # nobody listens any more
+                    events.cancel()
             return
 
 
-async def _rest(events: Any, name: str, deadline: float) -> AsyncGenerator[Event, None]:
-    """Yield what an engine says after it has taken a request; stop it if nobody listens."""
-    is_over = False
+async def _next(events: Any, name: str, deadline: float) -> Event:
+    """Return what an engine that has taken a request says next.
+
+    Raises:
+        RequestError: the engine refused it, broke off, or time is up.
+    """
     try:
-        while not is_over:
-            event = await asyncio.wait_for(anext(events), deadline - time.monotonic())
-            if "error" in event:
-                raise RequestError(event["error"], status=400 if event["is_config"] else 500)
-            is_over = "finish_reason" in event
-            yield event
+        event: Event = await asyncio.wait_for(anext(events), deadline - time.monotonic())
     except (RayError, RayServeException, asyncio.TimeoutError) as error:
         raise _failure(error, name) from error
-    finally:
-        if not is_over:
-            events.cancel()
+    if "error" in event:
+        raise RequestError(event["error"], status=400 if event["is_config"] else 500)
+    return event
 
 
 def _failure(error: Exception, name: str) -> RequestError:

@@ -1,8 +1,10 @@
 """The OpenAI-compatible endpoint in front of the engines."""
 
+import asyncio
 import time
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Header
 from fastapi.exceptions import RequestValidationError
@@ -30,6 +32,8 @@ from examples.ray_serve.text import Answer, load_prompts
 REPLICA_HEADER = "x-kvray-replica"
 """In a request: the engine that is to answer it. In an answer: the one that did."""
 
+_Text = TypeVar("_Text")
+
 Wanted = Annotated[str | None, Header(alias=REPLICA_HEADER)]
 
 # Serve copies the application as it is where `serve.ingress` stands: what it uses comes before.
@@ -54,7 +58,9 @@ async def _refuse_path(_: object, error: HTTPException) -> JSONResponse:
     return await _refuse(None, RequestError(str(error.detail), status=error.status_code))
 
 
-@serve.deployment(max_ongoing_requests=512, ray_actor_options={"num_cpus": 0})
+@serve.deployment(
+    max_ongoing_requests=512, max_queued_requests=512, ray_actor_options={"num_cpus": 0}
+)
 @serve.ingress(app)
 class Ingress:
     """Tokenizes, chooses an engine, has kvray bring the prompt there, and hands it over."""
@@ -63,6 +69,8 @@ class Ingress:
         self._name = settings.served_name
         self._created = int(time.time())
         self._prompts = load_prompts(settings)
+        # A long prompt takes a while, and the streams of all others go on meanwhile.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="kvray-tokenize")
         self._fleet = Fleet(
             dict(zip(settings.engine_names(), engines, strict=True)),
             Prefetcher(settings),
@@ -85,7 +93,9 @@ class Ingress:
         """Go on with a text or with tokens."""
         self._check_model(asked.model)
         prompt = asked.single_prompt()
-        tokens = self._prompts.encode(prompt) if isinstance(prompt, str) else prompt
+        tokens = prompt
+        if isinstance(prompt, str):
+            tokens = await self._tokenized(self._prompts.encode, prompt)
         writer = Writer(self._name)
         return await self._respond(asked, tokens, asked.max_tokens, writer, wanted)
 
@@ -93,9 +103,13 @@ class Ingress:
     async def chat(self, asked: ChatRequest, wanted: Wanted = None) -> Any:
         """Answer a chat."""
         self._check_model(asked.model)
-        tokens = self._prompts.encode_chat([message.plain() for message in asked.messages])
+        messages = [message.plain() for message in asked.messages]
+        tokens = await self._tokenized(self._prompts.encode_chat, messages)
         writer = ChatWriter(self._name)
         return await self._respond(asked, tokens, asked.limit, writer, wanted)
+
+    async def _tokenized(self, encode: Callable[[_Text], list[int]], text: _Text) -> list[int]:
+        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode, text)
 
     def _check_model(self, name: str) -> None:
         if name != self._name:

@@ -47,11 +47,15 @@ class Prefetcher:
         asked = asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: self._client.prefetch(tokens, replica=replica)
         )
+        had_failed = breaker.error
         try:
             await asyncio.wait_for(asked, self._timeout_s)
         except (KVRayError, asyncio.TimeoutError) as error:
             reason = str(error) or f"no answer within {self._timeout_s} s"
             breaker.fail(time.monotonic(), reason)
-            _log.warning("kvray cannot prefetch for %s: %s", replica, reason)
+            if not had_failed:  # once, however long it lasts
+                _log.warning("kvray cannot prefetch for %s: %s", replica, reason)
         else:
             breaker.succeed()
+            if had_failed:
+                _log.info("kvray prefetches for %s again", replica)

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from openai.types import Completion, CompletionChoice, CompletionUsage, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
@@ -61,7 +61,7 @@ class _Asked(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     model: str
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 

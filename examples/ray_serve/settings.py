@@ -32,6 +32,12 @@ class Settings(BaseModel):
     request_timeout_s: float = Field(
         default=300, gt=0, description="an answer that takes longer is broken off"
     )
+    stall_timeout_s: float = Field(
+        default=120,
+        gt=0,
+        description="an engine that says nothing for so long, with requests under way, is started"
+        " anew; longer than the longest prefill",
+    )
     prefetch_timeout_s: float = Field(
         default=0.5, ge=0, le=10, description="longest wait for kvray before the engine; 0: none"
     )

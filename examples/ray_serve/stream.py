@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 async def pieces_of(
     first: Event, events: AsyncGenerator[Event, None], answer: Answer
-) -> AsyncIterator[Piece]:
+) -> AsyncGenerator[Piece, None]:
     """Yield the answer's text in pieces, the last with how it ended."""
     event = first
     async with contextlib.aclosing(events):
@@ -38,7 +38,7 @@ async def pieces_of(
 
 
 async def lines_of(
-    pieces: AsyncIterator[Piece],
+    pieces: AsyncGenerator[Piece, None],
     writer: Writer,
     count: Callable[[Mapping[str, Any]], CompletionUsage],
     *,
@@ -48,9 +48,10 @@ async def lines_of(
     for chunk in writer.opening():
         yield _line(chunk)
     try:
-        async for piece in pieces:
-            if piece.text:
-                yield _line(writer.chunk(piece.text))
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                if piece.text:
+                    yield _line(writer.chunk(piece.text))
     except RequestError as error:
         yield _line(error.body())
         return

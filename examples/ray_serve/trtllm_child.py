@@ -9,6 +9,8 @@ import os
 import sys
 import threading
 import time
+import traceback
+from functools import partial
 from typing import Any
 
 from kvray.errors import ConfigError, KVRayError
@@ -30,6 +32,7 @@ class _Child:
         self._llm = llm
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._results: dict[int, Any] = {}
+        self._unwanted: set[int] = set()
         self._is_over = asyncio.Event()
 
     async def run(self) -> None:
@@ -53,8 +56,11 @@ class _Child:
         if "call" in message:
             task = asyncio.create_task(self._answer(call_id, message["call"]))
             self._tasks[call_id] = task
+            task.add_done_callback(partial(self._end, call_id))
         elif call_id in self._results:
             self._results[call_id].abort()
+        elif call_id in self._tasks:
+            self._unwanted.add(call_id)  # it has not begun yet
 
     async def _answer(self, call_id: int, call: dict[str, Any]) -> None:
         from tensorrt_llm import SamplingParams
@@ -68,6 +74,8 @@ class _Child:
                 **({} if call["salt"] is None else {"cache_salt": call["salt"]}),
             )
             self._results[call_id] = result
+            if call_id in self._unwanted:
+                result.abort()
             async for step in result:
                 tokens = step.outputs[0].token_ids
                 first_at = first_at or time.monotonic()
@@ -79,9 +87,15 @@ class _Child:
             self._send({"id": call_id, "error": str(error), "is_config": is_config})
         else:
             self._send({"id": call_id, "output": _output(result, first_at - began)})
-        finally:
-            self._results.pop(call_id, None)
-            self._tasks.pop(call_id, None)
+
+    def _end(self, call_id: int, task: "asyncio.Task[None]") -> None:
+        """Forget a call; one that ended by a defect is answered too, or its client would wait."""
+        self._results.pop(call_id, None)
+        self._tasks.pop(call_id, None)
+        self._unwanted.discard(call_id)
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            traceback.print_exception(defect)
+            self._send({"id": call_id, "error": repr(defect), "is_config": False})
 
     def _send(self, message: dict[str, Any]) -> None:
         try:

@@ -64,6 +64,8 @@ class LLM:
         assert streaming
         if len(prompt) > 8:
             raise ValueError("the prompt is too long")
+        if prompt == [7]:
+            raise KeyError("a defect of the engine")
         return Result(prompt, params)
 '''
 ARGS = """
@@ -115,6 +117,20 @@ def test_a_cancelled_call_ends_early(replica: Replica) -> None:
     assert begun.wait(DEADLINE_S)
     replica.cancel(call)
     assert call.future.result(DEADLINE_S).finish_reason == "cancelled"
+    assert replica.generate([1], max_tokens=1).token_ids == (1,)
+
+
+def test_a_call_that_is_cancelled_before_it_has_begun_ends_early(replica: Replica) -> None:
+    calls = [replica.submit([1], max_tokens=100_000) for _ in range(8)]
+    for call in calls:
+        replica.cancel(call)
+    for call in calls:
+        assert call.future.result(DEADLINE_S).finish_reason == "cancelled"
+
+
+def test_a_defect_of_the_engine_is_an_answer_and_others_go_on(replica: Replica) -> None:
+    with pytest.raises(KVRayError, match="a defect of the engine"):
+        replica.generate([7], timeout_s=DEADLINE_S)
     assert replica.generate([1], max_tokens=1).token_ids == (1,)
 
 

@@ -1,0 +1,82 @@
+"""The Serve replica of examples/ray_serve, without Serve: an engine that hangs, callers that go."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.serve")
+pytest.importorskip("openai")
+
+from examples.ray_serve.engine import Engine
+from examples.ray_serve.settings import Settings
+from kvray.errors import KVRayError
+
+STALL_S = 0.5
+DEADLINE_S = 60.0
+LONG_TOKENS = 3000
+LONG_S = 30.0
+"""What so many take, about."""
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    config = tmp_path_factory.mktemp("engine") / "kvray.yaml"
+    config.write_text("cluster_name: nowhere\nconnector: {model_key: tiny}\n")
+    settings = Settings(
+        engine="reference",
+        model="tiny",
+        kvray_config=config,
+        engine_options={"num_threads": 1, "num_blocks": 128},
+        stall_timeout_s=STALL_S,
+    )
+    engine = Engine.func_or_class("engine-0", settings)  # type: ignore[attr-defined]
+    yield engine
+    engine._replica.kill()
+
+
+async def listen(engine: Any, max_tokens: int) -> list[dict[str, Any]]:
+    return [event async for event in engine.generate([5, 6, 7], max_tokens)]
+
+
+def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(engine: Any) -> None:
+    async def hang() -> None:
+        assert (await listen(engine, 2))[-1]["finish_reason"] == "length"
+        await asyncio.sleep(2 * STALL_S)
+        engine.check_health()  # nothing is under way
+        os.kill(engine._replica.pid, signal.SIGSTOP)
+        try:
+            asked = asyncio.create_task(listen(engine, 2))
+            await asyncio.sleep(STALL_S / 2)
+            engine.check_health()
+            await asyncio.sleep(STALL_S)
+            with pytest.raises(KVRayError, match="said nothing for"):
+                engine.check_health()
+        finally:
+            os.kill(engine._replica.pid, signal.SIGCONT)
+        assert (await asyncio.wait_for(asked, DEADLINE_S))[-1]["finish_reason"] == "length"
+        engine.check_health()
+
+    asyncio.run(hang())
+
+
+def test_a_caller_that_goes_while_its_request_is_handed_over_leaves_no_request(
+    engine: Any,
+) -> None:
+    async def go() -> None:
+        asked = asyncio.create_task(listen(engine, LONG_TOKENS))
+        await asyncio.sleep(0)  # a thread hands it over now
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await asyncio.wait_for(listen(engine, 1), DEADLINE_S)
+        deadline = time.monotonic() + LONG_S / 3
+        while engine._replica._calls._calls:
+            assert time.monotonic() < deadline, "it goes on"
+            await asyncio.sleep(0.02)
+
+    asyncio.run(go())
