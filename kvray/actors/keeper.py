@@ -52,6 +52,7 @@ class Keeper:
             ask: calls the lookup, which knows what other shards have.
             num_shards: live shards of the tier, as far as is known.
         """
+        self._shard = shard
         self.nvme: NvmeTier | None = None
         """None: there is none, or its device failed."""
         self._owner = owner
@@ -78,7 +79,7 @@ class Keeper:
                 )
                 self._free_share = max(self._free_share, 1.0 - settings.high_watermark)
             except TierError as error:
-                _log.error("The shard goes on without its NVMe tier: %s", error)
+                _log.error("%s goes on without its NVMe tier: %s", self._shard, error)
                 return
             except ShardUnavailable:
                 if time.monotonic() > until or stopping.is_set():

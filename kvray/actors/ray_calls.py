@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from kvray.actors.log_lines import Lines, Quiet
 from kvray.errors import KVRayError, ShardUnavailable
 
 NAMESPACE = "kvray"
@@ -190,7 +191,8 @@ def log_to_stderr() -> None:
     log = logging.getLogger("kvray")
     if not log.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+        handler.setFormatter(Lines(ray.get_runtime_context().get_actor_name() or "kvray"))
+        handler.addFilter(Quiet())
         log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False

@@ -19,6 +19,7 @@ from kvray.actors.ray_calls import (
     SUPERVISOR_NAME,
     call,
     create_actor,
+    first_line,
     get_actor,
     list_actors,
     log_to_stderr,
@@ -130,7 +131,7 @@ class SupervisorActor:
                     self._reconcile()
                     self._looked.set()
                 except (KVRayError, ray.exceptions.RayError) as error:
-                    _log.warning("will look at the nodes again: %s", error)
+                    _log.warning("cannot look after the nodes for now: %s", first_line(error))
                 self._stopping.wait(_POLL_S)
         except Exception:  # noqa: BLE001 - the thread's end; it is logged and acted upon
             # Ray starts the supervisor anew, which finds its shards by their names.

@@ -206,8 +206,7 @@ class Saver:
                     break
         except Exception as error:  # noqa: BLE001 - a defect must not end the thread; it is logged
             self._drop(count - done, str(error) or repr(error))
-            if not isinstance(error, KVRayError):
-                _log.exception("kvray: a defect while saving; the engine goes on")
+            self._say_defect(error)
         with self._guard:
             # Behind its pieces: a request is read until the last of them has ended.
             self._unfinished.append(partial(self._reads.end, job.request_id))
@@ -294,8 +293,18 @@ class Saver:
             finish()
         except Exception as error:  # noqa: BLE001 - as in `_begin`
             self._totals["errors"] += 1
-            if not isinstance(error, KVRayError):
-                _log.exception("kvray: a defect while saving; the engine goes on")
+            self._say_defect(error)
+
+    def _say_defect(self, error: Exception) -> None:
+        """Log one that is no error of the tier, once."""
+        said = repr(error)
+        with self._guard:
+            if isinstance(error, KVRayError) or said in self._said:
+                return
+            if len(self._said) >= _CAUSES_MAX:
+                return
+            self._said.add(said)
+        _log.exception("kvray: a defect while saving; the engine goes on (said once)")
 
     def _drop_waiting(self, why: str) -> None:
         for job in self._jobs:

@@ -24,6 +24,7 @@ class DeferredCalls:
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[Arena, Deferred]] = deque()
+        self._has_lost = False  # since it was empty
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -31,12 +32,19 @@ class DeferredCalls:
     def add(self, arena: Arena, action: Deferred) -> None:
         """Have `action` tried until it answers True; one too many is lost, and logged."""
         if len(self._waiting) >= _WAITING_MAX:
-            _log.warning("kvray: the arena has been locked for too long; a call on it is lost")
+            if not self._has_lost:
+                self._has_lost = True
+                _log.warning(
+                    "kvray: the arena has been locked for too long, and calls on it are lost, so"
+                    " blocks may stay leased until this process ends; look for a process of this"
+                    " node that was stopped while it had the lock"
+                )
         else:
             self._waiting.append((arena, action))
 
     def flush(self) -> None:
         """Try each once; what is still busy goes back to the end."""
+        self._has_lost &= bool(self._waiting)
         until = time.monotonic() + _FLUSH_S
         for _ in range(len(self._waiting)):
             arena, action = self._waiting.popleft()

@@ -89,7 +89,9 @@ class Registrations:
             self.remove(registration)
             raise
         except KVRayError as error:
-            _log.warning("kvray: not registered yet: %s", error)
+            _log.warning(
+                "kvray: replica %s has not registered yet: %s", registration.replica, error
+            )
 
     def remove(self, registration: Registration) -> bool:
         """Leave a rank out from now on; False if it was not in."""

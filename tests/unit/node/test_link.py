@@ -455,10 +455,10 @@ def test_what_is_deferred_is_bounded(
     monkeypatch.setattr(deferred, "_WAITING_MAX", 2)
     start_shard()
     link = make_link()
-    for _ in range(3):
+    for _ in range(9):
         link.defer(arena_of(link), lambda arena: False)
         time.sleep(0.02)
-    assert "the arena has been locked for too long" in caplog.text
+    assert caplog.text.count("the arena has been locked for too long") == 1
 
 
 # -- forks ----------------------------------------------------------------------------------------
