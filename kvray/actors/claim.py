@@ -116,9 +116,9 @@ def owner_of(directory: Path) -> Owner | None:
         return None
     if pid is None:
         return None
-    with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
+    with contextlib.suppress(OSError, ValueError, TypeError, OverflowError, RecursionError):
         owner = Owner(**json.loads((directory / NOTE_FILE).read_text()))
-        if owner.pid == pid:  # else an owner before has written it
+        if owner.pid == pid and str(owner):  # else an owner before has written it, or somebody
             return owner
     return Owner(shard=None, pid=pid, since=None)
 

@@ -5,6 +5,7 @@ import json
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -19,6 +20,7 @@ from kvray.fingerprint import fingerprint_model
 from kvray.replay.reading import read_trace
 from kvray.secret_file import read_secret
 from kvray.store.lock import OWNER_BYTE, SideFile
+from tests.unit.mutations import changed_bytes, changed_json
 
 fuzzed = settings(
     deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -57,11 +59,42 @@ TEXTS = (
     | JSON.map(lambda one: json.dumps(one).encode())
 )
 DEEP = b'{"a":' * 2_000
+DEEP_LIST = b"[" * 5_000
+
+
+def like(valid: Any) -> st.SearchStrategy[bytes]:
+    """Return files that are `valid` but for something in the JSON, or in its bytes."""
+    plain = json.dumps(valid).encode()
+    return changed_json(valid).map(lambda one: json.dumps(one).encode()) | changed_bytes(plain)
+
+
+HEADER = {
+    "__metadata__": {"format": "pt"},
+    "model.a": {"dtype": "F32", "shape": [4, 2], "data_offsets": [0, 32]},
+    "model.b": {"dtype": "BF16", "shape": [9], "data_offsets": [32, 50]},
+}
+LOCAL = {
+    "address": "127.0.0.1:6379",
+    "token": "t",
+    "pid": os.getpid(),
+    "started": 1.0,
+    "dashboard_url": None,
+}
+REQUESTS = [
+    {
+        "timestamp": 1000 * one,
+        "input_length": 1025 + one,
+        "output_length": 5,
+        "hash_ids": [1, 2, 3 + one],
+    }
+    for one in range(3)
+]
 
 
 @fuzzed
-@given(text=TEXTS)
+@given(text=TEXTS | like([1, 15043, 29892]))
 @example(DEEP)
+@example(DEEP_LIST)
 @example(b"9" * 10_000)
 def test_a_file_of_tokens(tmp_path: Path, text: bytes) -> None:
     (tmp_path / "tokens").write_bytes(text)
@@ -70,8 +103,9 @@ def test_a_file_of_tokens(tmp_path: Path, text: bytes) -> None:
 
 
 @fuzzed
-@given(head=TEXTS, length=st.none() | st.integers(0, 2**64 - 1))
+@given(head=TEXTS | like(HEADER), length=st.none() | st.integers(0, 2**64 - 1))
 @example(DEEP, None)
+@example(DEEP_LIST, None)
 @example(b'{"a":{"data_offsets":[0,1e999]}}', None)
 @example(b'{"a":{"data_offsets":[-5,99]}}', None)
 def test_the_header_of_a_file_of_weights(tmp_path: Path, head: bytes, length: int | None) -> None:
@@ -86,19 +120,42 @@ def test_the_header_of_a_file_of_weights(tmp_path: Path, head: bytes, length: in
 @given(text=TEXTS)
 @example(DEEP)
 def test_a_fingerprint_that_was_kept_is_right_or_made_anew(tmp_path: Path, text: bytes) -> None:
-    model, cache = tmp_path / "model", tmp_path / "cache"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text("{}")
-    (model / "model.bin").write_bytes(b"weights")
-    right = fingerprint_model(model, cache_dir=None)
-    fingerprint_model(model, cache_dir=cache)
-    (kept,) = cache.iterdir()
+    right = kept_fingerprint(tmp_path)
+    (kept,) = (tmp_path / "cache").iterdir()
     kept.write_bytes(text)
-    assert fingerprint_model(model, cache_dir=cache) == right
+    assert fingerprint_model(tmp_path / "model", cache_dir=tmp_path / "cache") == right
 
 
 @fuzzed
-@given(lines=st.lists(TEXTS, max_size=4))
+@given(data=st.data())
+def test_a_fingerprint_that_was_kept_and_is_changed_is_right_or_made_anew(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    right = kept_fingerprint(tmp_path)
+    (kept,) = (tmp_path / "cache").iterdir()
+    valid = json.loads(kept.read_text())
+    changed = data.draw(changed_json(valid))
+    if {**changed, "fingerprint": right} == valid if isinstance(changed, dict) else False:
+        return  # nothing but the fingerprint itself, which nobody but the user can write
+    kept.write_text(json.dumps(changed))
+    assert fingerprint_model(tmp_path / "model", cache_dir=tmp_path / "cache") == right
+
+
+def kept_fingerprint(directory: Path) -> str:
+    """Return a small model's fingerprint, which is kept in `cache` too."""
+    model, cache = directory / "model", directory / "cache"
+    if not model.exists():
+        model.mkdir()
+        (model / "config.json").write_text("{}")
+        (model / "model.bin").write_bytes(b"weights")
+    for old in cache.glob("*"):
+        old.unlink()
+    return fingerprint_model(model, cache_dir=cache)
+
+
+@fuzzed
+@given(lines=st.lists(TEXTS | st.sampled_from(REQUESTS).flatmap(like), max_size=4))
+@example([b'"hash_ids"' + DEEP_LIST])
 @example([b'{"hash_ids": [1], "timestamp": 1, "input_length": 1e999, "output_length": 1}'])
 @example([b'"hash_ids"' + DEEP])
 @example([b'{"hash_ids": [99999999999999999999999], "timestamp": 0, "input_length": 512}'])
@@ -106,11 +163,19 @@ def test_a_trace(tmp_path: Path, lines: list[bytes]) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_bytes(b"\n".join(lines))
     with contextlib.suppress(ConfigError):
-        read_trace(path)
+        trace = read_trace(path)
+        assert trace.num_refs > 0
+
+
+def test_a_trace_that_is_whole_is_read(tmp_path: Path) -> None:
+    """What is changed above is a trace."""
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\n".join(json.dumps(one).encode() for one in REQUESTS))
+    assert read_trace(path).num_refs == 9
 
 
 @fuzzed
-@given(text=TEXTS)
+@given(text=TEXTS | like({"shard": "kvray-shard-1", "pid": os.getpid(), "since": 1e9}))
 @example(DEEP)
 def test_the_note_on_an_owner_is_believed_only_if_it_can_be_read(
     tmp_path: Path, text: bytes
@@ -125,7 +190,7 @@ def test_the_note_on_an_owner_is_believed_only_if_it_can_be_read(
 
 
 @fuzzed
-@given(text=TEXTS)
+@given(text=TEXTS | like(LOCAL))
 @example(DEEP)
 @example(b'{"address":1,"pid":"x","started":[],"token":{},"dashboard_url":0}')
 @example(b'{"address":"","pid":-1,"started":1,"token":"","dashboard_url":null}')

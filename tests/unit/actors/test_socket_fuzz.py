@@ -4,18 +4,22 @@ import contextlib
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvray import wire
+from kvray.actors.engine_requests import EngineRequests
 from kvray.actors.shard import Shard
 from kvray.errors import KVRayError
 from kvray.node.shard_socket import ShardSocket
+from kvray.store import Arena
 from tests.unit.actors.small_shard import (
     NAMESPACE,
     WAIT_S,
@@ -23,6 +27,8 @@ from tests.unit.actors.small_shard import (
     settings_for,
     wait_until_serving,
 )
+from tests.unit.mutations import changed_bytes
+from tests.unit.store.invariants import check_invariants
 
 fuzzed = settings(
     deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -118,7 +124,7 @@ def said(engine: ShardSocket, request: dict[str, Any]) -> str:
     return ""
 
 
-@settings(fuzzed, max_examples=200)
+@fuzzed
 @given(asked=st.lists(requests(), min_size=1, max_size=4))
 def test_a_request_of_any_fields_is_answered(
     engine: ShardSocket, shard: Shard, asked: list[dict[str, Any]]
@@ -127,6 +133,56 @@ def test_a_request_of_any_fields_is_answered(
         assert "did not answer" not in said(engine, request), "it hung up: a defect"
     assert engine.call("hello", timeout_s=WAIT_S)["shard"] == "s"
     assert shard.status()["state"] == "serving"
+
+
+def test_each_request_that_there_is_is_tried_and_is_right_where_nothing_is_changed(
+    engine: ShardSocket, shard: Shard
+) -> None:
+    assert GOOD.keys() == EngineRequests.handlers(EngineRequests.__new__(EngineRequests)).keys()
+    for op, fields in GOOD.items():
+        assert said(engine, {"op": op, **fields}) == "", op
+
+
+@fuzzed
+@given(
+    frames=st.lists(
+        st.sampled_from([wire.encode({"op": op, **fields}) for op, fields in GOOD.items()]).flatmap(
+            lambda frame: changed_bytes(frame) | st.just(frame)
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    piece=st.integers(1, 400),
+)
+def test_frames_with_other_bytes_in_them_are_answered_or_hung_up_on(
+    engine: ShardSocket, shard: Shard, frames: list[bytes], piece: int
+) -> None:
+    """They come in pieces of any size, and their sender goes without a word."""
+    sent = b"".join(frames)
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(WAIT_S)
+        peer.connect(shard.status()["directory"] + "/socket")
+        with contextlib.suppress(OSError):
+            for start in range(0, len(sent), piece):
+                peer.sendall(sent[start : start + piece])
+    assert engine.call("hello", timeout_s=WAIT_S)["shard"] == "s"
+
+
+def test_who_has_gone_leaves_nothing_behind(engine: ShardSocket, shard: Shard) -> None:
+    """After all that was sent above."""
+    engine.call("hello", timeout_s=WAIT_S)
+    directory = Path(shard.status()["directory"])
+    deadline = time.monotonic() + WAIT_S
+    while len(connections(directory / "socket")) > 2:
+        assert time.monotonic() < deadline, "there is the listener, and this engine's connection"
+        time.sleep(0.02)
+    with contextlib.closing(Arena(directory, lock_wait_s=1.0)) as arena:
+        check_invariants(arena.tables)
+
+
+def connections(path: Path) -> list[Any]:
+    """Return the shard's ends of sockets: it is a thread of this process."""
+    return [one for one in psutil.Process().net_connections("unix") if one.laddr == str(path)]
 
 
 @fuzzed

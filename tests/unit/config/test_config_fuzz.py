@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvray.config import KVRayConfig, config_on_node, format_size, load_config, parse_size
 from kvray.errors import ConfigError
+from tests.unit.mutations import changed_bytes, changed_json
 
 fuzzed = settings(
     deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -69,10 +70,65 @@ def test_a_file_of_any_bytes_is_read_or_refused(tmp_path: Path, text: bytes) -> 
         load_config(path, environ={})
 
 
+WHOLE: dict[str, Any] = {
+    "cluster_name": "prod",
+    "arena": {
+        "dir": "/dev/shm",
+        "capacity": "64GiB",
+        "slab": "64MiB",
+        "numa": "local",
+        "namespace_quota": "48GiB",
+        "quotas": {"ab": "1GiB"},
+        "lock_wait_s": 0.002,
+    },
+    "nvme": {"dir": "/nvme", "capacity": "1TiB", "flush_s": 60},
+    "shard": {"label": "pool=gpu", "heartbeat_s": 0.5},
+    "staging": {"transports": ["nixl", "object_ref"], "deadline_s": 5},
+    "connector": {"replica": "r", "stage_wait_s": 0.05, "model_key": "m"},
+    "nodes": [{"label": "disk=big", "nvme": {"capacity": "2TiB"}}],
+    "ray": {"address": "auto"},
+}
+LIKELY = VALUES | st.sampled_from([0, 1, 0.5, -1, "1GiB", "1B", "/dev/shm", "", "a=b", 1e999, []])
+
+
+def test_what_is_changed_below_is_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "kvray.yaml"
+    path.write_text(yaml.safe_dump(WHOLE))
+    assert load_config(path, environ={}).nvme.flush_s == 60
+
+
+@fuzzed
+@given(tree=changed_json(WHOLE, LIKELY, changes_max=2))
+def test_a_configuration_with_something_changed_is_read_as_it_says_or_refused_in_a_line(
+    tmp_path: Path, tree: dict[str, Any]
+) -> None:
+    path = tmp_path / "kvray.yaml"
+    path.write_text(yaml.safe_dump(tree, allow_unicode=True), encoding="utf-8", errors="replace")
+    try:
+        config = load_config(path, environ={})
+    except ConfigError as error:
+        said = str(error)
+        assert "\n" not in said
+        assert len(said) < 2_000
+        return
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True)))
+    assert load_config(again, environ={}) == config
+
+
+@fuzzed
+@given(text=changed_bytes(yaml.safe_dump(WHOLE).encode()))
+def test_a_file_with_other_bytes_in_it_is_read_or_refused(tmp_path: Path, text: bytes) -> None:
+    path = tmp_path / "kvray.yaml"
+    path.write_bytes(text)
+    with contextlib.suppress(ConfigError):
+        load_config(path, environ={})
+
+
 @pytest.mark.parametrize(
     "text",
     [
-        "[" * 5000,
+        "[" * 1500,
         "a: &a [" + "x, " * 20 + "]\nb: *a",
         "a: &a {b: *a}",
         "? [1, 2]\n: 3",
