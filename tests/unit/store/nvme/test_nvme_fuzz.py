@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvray.store import key_index
 from kvray.store.nvme.record import (
     FORMAT_VERSION,
     HEADER,
@@ -19,6 +20,7 @@ from kvray.store.nvme.record import (
     _header_checksum,
     seal,
 )
+from kvray.store.tables import Array
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import SHAPE, demote, open_store, promote, table_of
 from tests.unit.store.small_arena import chain
@@ -58,14 +60,18 @@ def image(directory: Path) -> Path:
     return path.rename(directory / "image")
 
 
-def look(directory: Path) -> None:
-    """Open what is there and use it; `promote` compares every byte that is called sound."""
+def look(directory: Path) -> Array:
+    """Open what is there and use it; return a mask of KEYS, those that were read.
+
+    `promote` compares every byte that is called sound.
+    """
     store = open_store(directory)
     check_invariants(store.tables)
-    promote(store, KEYS)
+    found = promote(store, KEYS).sound
     demote(store, chain(3, seed="more"))
     check_invariants(store.tables)
     store.close()
+    return found
 
 
 def put(directory: Path, memory: bytes) -> Path:
@@ -127,6 +133,8 @@ def test_records_of_any_figures_cost_blocks_and_serve_none_that_is_wrong(
     path = put(directory, image.read_bytes())
     table = table_of(path)
     records = np.array(table)
+    packed = key_index.pack_keys(KEYS)
+    rows = [int(np.flatnonzero((records["key"] == key).all(axis=1))[0]) for key in packed]
     for row, fields in changes:
         for name, value in fields.items():
             records[row][name] = value
@@ -134,4 +142,6 @@ def test_records_of_any_figures_cost_blocks_and_serve_none_that_is_wrong(
     seal(records, segment_id=segment_id, first_row=0)
     table[:] = records
     table.flush()
-    look(directory)
+    found = look(directory)
+    changed = {row for row, fields in changes if fields}
+    assert found[[row not in changed for row in rows]].all(), "a record costs its own block only"
