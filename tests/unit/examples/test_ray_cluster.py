@@ -113,8 +113,13 @@ FAKE_RAY = """\
 #!/usr/bin/env bash
 echo "$@"
 if [[ -n ${FAKE_RAY_FAILS:-} ]]; then echo "no luck"; exit 1; fi
+if [[ -n ${FAKE_RAY_STAYS:-} ]]; then
+    trap '' TERM
+    sleep 600 &
+else
+    trap 'exit 0' TERM
+fi
 echo "Ray runtime started."
-trap 'exit 0' TERM
 while :; do sleep 0.05; done
 """
 
@@ -173,6 +178,15 @@ def test_a_second_start_replaces_the_first_and_stop_ends_it(ray_node: RayNode) -
     assert ray_node.run("stop").returncode == 0
     assert is_over(second)
     assert ray_node.run("stop").returncode == 0
+
+
+def test_a_ray_that_does_not_end_in_time_is_killed_with_what_it_started(ray_node: RayNode) -> None:
+    assert ray_node.run("start", "--head", FAKE_RAY_STAYS="yes").returncode == 0
+    ray = ray_node.process()
+    (raylet,) = [one for one in ray.children() if "600" in one.cmdline()]
+    assert ray_node.run("stop", RAY_NODE_STOP_S="1").returncode == 0
+    assert is_over(ray)
+    assert is_over(raylet)
 
 
 def test_a_process_that_has_got_the_pid_since_is_left_alone(ray_node: RayNode) -> None:
