@@ -1,6 +1,7 @@
 """What an actor's log looks like: a line an event, with who says it, and none over and over."""
 
 import logging
+import threading
 from dataclasses import dataclass
 
 _SAME_S = 600.0
@@ -34,18 +35,27 @@ class Quiet(logging.Filter):
     """Lets a sentence through once in a while, however often it is logged, and then says how often.
 
     A part looks at the world every second, and what is wrong then is wrong for hours. Tracebacks go
-    with their sentences. Handlers call it under their lock.
+    with their sentences. Any thread may log.
     """
 
     def __init__(self) -> None:
         """Nothing was said yet."""
         super().__init__()
+        self._lock = threading.Lock()
         self._said: dict[tuple[_Place, str], _Said] = {}
         self._windows: dict[_Place, _Window] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to write `record`; its time is when it was made, in seconds."""
-        place, text = (record.pathname, record.lineno), record.getMessage()
+        try:
+            text = record.getMessage()
+        except (TypeError, ValueError):
+            return True  # the handler tells of a sentence that does not fit what goes into it
+        with self._lock:
+            return self._choose(record, text)
+
+    def _choose(self, record: logging.LogRecord, text: str) -> bool:
+        place = (record.pathname, record.lineno)
         said = self._said.pop((place, text), None)
         if said is not None and record.created - said.at < _SAME_S:
             said.left_out += 1

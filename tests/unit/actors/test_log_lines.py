@@ -4,6 +4,7 @@ import io
 import logging
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -115,6 +116,28 @@ def test_what_it_remembers_is_bounded(log: Log) -> None:
     for count in range(5_000):
         log.tick(f"{count}", seconds=61.0)
     assert len(quiet._said) <= 1_024
+
+
+def test_threads_may_log_at_once(log: Log) -> None:
+    def ticks(thread: int) -> None:
+        for count in range(400):
+            log.logger.warning("thread %d: %d", thread, count)
+
+    threads = [threading.Thread(target=ticks, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(log.lines) == 10
+
+
+def test_a_sentence_that_does_not_fit_its_values_ends_nobody(
+    log: Log, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.logger.warning("%d blocks", "no number")
+    assert "no number" in capsys.readouterr().err
+    log.event("goes on")
+    assert log.lines[-1].endswith("goes on")
 
 
 def test_an_engines_process_is_left_its_logging() -> None:
