@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,11 +69,22 @@ def test_a_prompt_that_one_node_has_flushed_is_a_hit_on_the_other() -> None:
         try:
             wait_for(lambda: _knows(nodes), "the announcement", timeout_s=20)
             (output,) = second.generate([PROMPT], max_tokens=4)
+            # While it lives: it reports once a second, and not when it is killed.
+            (request,) = json.loads(run(nodes, "explain", "--last", "--json"))["requests"]
         finally:
             second.kill()
         assert output.token_ids == expected.token_ids
         assert output.hit_tokens == WHOLE_TOKENS
-        assert sorted(shard["nvme"]["promoted_blocks"] for shard in shards(nodes)) == [0, 19]
+        found = {Path(shard["directory"]): shard for shard in shards(nodes)}
+        flushed, asked = (found[nodes.node_dir(node)] for node in nodes.nodes)
+        assert (flushed["nvme"]["promoted_blocks"], asked["nvme"]["promoted_blocks"]) == (19, 0)
+        assert request["node"] == asked["shard"]
+        hit = request["ranges"][0]
+        assert (hit["start"], hit["stop"], hit["what"]) == (0, WHOLE_TOKENS, "hit")
+        assert hit["source"] == flushed["shard"]
+        assert hit["way"] in ("nixl", "object_ref"), "not from a disk of its own"
+        (rank,) = asked["replicas"]
+        assert rank["counters"][f"hit_tokens_from_{hit['way']}"] == WHOLE_TOKENS
 
 
 def _knows(nodes: TwoNodes) -> bool:
