@@ -9,47 +9,27 @@ from typing import Any
 import pytest
 
 from kvray.reference.replica import Replica
-from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_two_nodes, wait_for
+from tests.ray.cluster import CONNECTOR, SETTINGS, open_two_nodes, wait_for
+from tests.ray.outages import Outages
+from tests.ray.scrape import OFTEN, scrape, total
+from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, counters_of, name_of, node_of
 
 pytestmark = pytest.mark.ray
 
-TOKENS_PER_BLOCK = 32
 PROMPT_TOKENS = 640
 WHOLE_BLOCKS = 19
 """That an engine loads of a prompt of 640 tokens: it computes at least one itself."""
+WHOLE_TOKENS = WHOLE_BLOCKS * TOKENS_PER_BLOCK
+QUOTA = "32MiB"
+"""More than the tests store, so that nothing goes for it."""
 PATIENT = {**SETTINGS, "connector": {**SETTINGS["connector"], "stage_wait_s": 5.0}}
-
-
-class Sharing:
-    """Two replicas on two nodes of a tier."""
-
-    def __init__(self, nodes: TwoNodes, replicas: list[Replica]) -> None:
-        self.nodes = nodes
-        self.first, self.second = replicas
-
-    def status(self) -> dict[str, Any]:
-        done = self.nodes.machine.run("status", "--json", "-c", str(self.nodes.config_path))
-        assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
-
-    def num_known(self) -> int:
-        return int(self.status()["lookup"]["keys"])
-
-    def compute(self, prompt: list[int]) -> tuple[int, ...]:
-        """Have the first replica answer, and wait until the lookup knows of its blocks."""
-        before = self.num_known()
-        (output,) = self.first.generate([prompt], max_tokens=4)
-        blocks = len(prompt) // TOKENS_PER_BLOCK
-        wait_for(lambda: self.num_known() >= before + blocks, "the announcement", timeout_s=20)
-        return tuple(output.token_ids)
 
 
 @pytest.fixture(scope="module", params=["nixl", "no nixl"])
 def sharing(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Sharing]:
     """Two replicas on nodes that have NIXL, or that have not."""
     environ = {} if request.param == "nixl" else _without_nixl(tmp_path_factory.mktemp("absent"))
-    with open_two_nodes(PATIENT, environ=environ) as nodes:
+    with open_two_nodes(PATIENT, environ={**OFTEN, **environ}) as nodes:
         replicas = []
         try:
             for number, node in enumerate(nodes.nodes):
@@ -102,7 +82,7 @@ def test_a_prompt_computed_on_one_node_is_a_hit_on_the_other(sharing: Sharing) -
     (output,) = sharing.second.generate([prompt], max_tokens=4)
 
     assert tuple(output.token_ids) == expected
-    assert output.hit_tokens == WHOLE_BLOCKS * TOKENS_PER_BLOCK
+    assert output.hit_tokens == WHOLE_TOKENS
 
 
 def test_a_prefetched_prompt_is_there_when_the_engine_asks(
@@ -112,48 +92,67 @@ def test_a_prefetched_prompt_is_there_when_the_engine_asks(
     expected = sharing.compute(prompt)
     tokens = tmp_path / "prompt.json"
     tokens.write_text(json.dumps(prompt))
-    name = next(
-        rank["replica"]
-        for shard in sharing.status()["shards"]
-        for rank in shard["replicas"]
-        if rank["replica"].endswith(f"-{sharing.second.pid}")
-    )
+    name = name_of(sharing.second, sharing.shards()[1])
 
-    command = ["prefetch", str(tokens), "--replica", name, "--json"]
-    done = sharing.nodes.machine.run(*command, "-c", str(sharing.nodes.config_path))
+    said = sharing.say("prefetch", str(tokens), "--replica", name, "--json")
 
-    assert done.returncode == 0, done.stderr
-    brought = {"num_tokens": 640, "staged_tokens": 640, "reason": "none"}
-    assert json.loads(done.stdout) == brought
+    assert json.loads(said) == {"num_tokens": 640, "staged_tokens": 640, "reason": "none"}
     (output,) = sharing.second.generate([prompt], max_tokens=4)
     assert tuple(output.token_ids) == expected
-    assert output.hit_tokens == WHOLE_BLOCKS * TOKENS_PER_BLOCK
+    assert output.hit_tokens == WHOLE_TOKENS
 
 
-def test_status_counts_what_came_over_the_wire_and_by_what(
+def test_status_explain_and_both_nodes_metrics_say_by_what_a_hit_came_and_from_where(
     sharing: Sharing, request: pytest.FixtureRequest
 ) -> None:
-    sharing.second.generate([(prompt := make_prompt("counted"))], max_tokens=1)
-    before = _bytes_fetched(sharing.status())
-    sharing.compute(other := make_prompt("counted too"))
-    sharing.second.generate([other], max_tokens=1)
+    way = "nixl" if has_nixl(request) else "object_ref"
+    sharing.compute(prompt := make_prompt("counted"))
+    first, second = sharing.shards()
+    name, hits = name_of(sharing.second, second), f"hit_tokens_from_{way}"
+    hits_before, moved_before = counters_of(second, name).get(hits, 0), _moved(second, way)
 
-    status = sharing.status()
+    sharing.second.generate([prompt], max_tokens=1)
 
-    (size,) = {use["block_bytes"] for shard in status["shards"] for use in shard["arena"]["slabs"]}
-    assert _bytes_fetched(status) - before == WHOLE_BLOCKS * size
-    assert len(prompt) == PROMPT_TOKENS
-    used = {name for shard in status["shards"] for name in shard["staging"]["transports"]}
-    assert used == {"nixl" if has_nixl(request) else "object_ref"}
+    said = json.loads(sharing.say("explain", "--last", "--replica", name, "--json"))
+    ((explained,), silent) = said["requests"], said["silent"]
+    came = {"what": "hit", "way": way, "source": first["shard"]}
+    assert explained["ranges"][0] == {"start": 0, "stop": WHOLE_TOKENS, **came}
+    assert [one["what"] for one in explained["ranges"]] == ["hit", "computed"]
+    assert (explained["node"], explained["replica"], silent) == (second["shard"], name, [])
+    second = sharing.shards()[1]
+    hit, moved = counters_of(second, name)[hits], _moved(second, way)
+    (size,) = {use["block_bytes"] for use in second["arena"]["slabs"]}
+    assert (hit - hits_before, moved - moved_before) == (WHOLE_TOKENS, WHOLE_BLOCKS * size)
+    assert list(second["staging"]["transports"]) == [way]
+    rank = {"node": node_of(second), "replica": name, "rank": "0", "tier": "remote"}
+    machine, (here, there) = sharing.nodes.machine, sharing.nodes.nodes
+
+    def exported() -> list[int]:
+        """Tokens that hit from another node, bytes that came, bytes that went; so, and in all."""
+        received, sent = scrape(machine, there), scrape(machine, here)
+        return [
+            total(received, "hit_tokens_total", transport=way, **rank),
+            total(received, "hit_tokens_total", tier="remote"),
+            total(received, "moved_bytes_total", transport=way, direction="in"),
+            total(received, "moved_bytes_total", node=node_of(second)),
+            total(sent, "moved_bytes_total", transport=way, direction="out"),
+            total(sent, "moved_bytes_total", node=node_of(first)),
+        ]
+
+    expected = [hit] * 2 + [moved] * 4
+    wait_for(lambda: exported() == expected, f"exporting {expected}", timeout_s=30)
+
+
+def _moved(shard: dict[str, Any], way: str) -> int:
+    """Return the bytes that a shard had brought by one transport."""
+    return int(shard["staging"]["transports"].get(way, {"bytes": 0})["bytes"])
 
 
 def test_doctor_says_which_transport_is_used_and_why(
     sharing: Sharing, request: pytest.FixtureRequest
 ) -> None:
-    done = sharing.nodes.machine.run("doctor", "--json", "-c", str(sharing.nodes.config_path))
+    ways = json.loads(sharing.say("doctor", "--json"))["transports"]
 
-    assert done.returncode == 0, done.stderr
-    ways = json.loads(done.stdout)["transports"]
     assert len(ways) == 2
     for way in ways:
         if has_nixl(request):
@@ -163,5 +162,62 @@ def test_doctor_says_which_transport_is_used_and_why(
             assert f"{way['source']} has no nixl: NIXL is not installed" in way["why"]
 
 
-def _bytes_fetched(status: dict[str, Any]) -> int:
-    return sum(mover["bytes_fetched"] for mover in status["movers"])
+def _check_order(said: str, before: list[dict[str, Any]]) -> None:
+    """Check that each node's parts were made anew, one after the other, and why."""
+    lines = [line.partition(" was made anew: ") for line in said.splitlines()]
+    made = {who: why for who, found, why in lines if found}
+    ids = sorted(node_of(shard) for shard in before)
+    parts = [
+        f"kvray-{kind}-{ids[at]} ({at + 1} of 2)" for at in (0, 1) for kind in ("shard", "mover")
+    ]
+    assert list(made) == ["The supervisor", *parts]
+    assert all("staging.fetches_max is 3 now and was 4" in why for why in made.values())
+    named = [who.split()[0] for who, why in made.items() if "arena.namespace_quota is" in why]
+    assert named == [before[1]["shard"]], "the node with the label, and no other"
+    assert said.count("blocks in memory as before") == 2
+
+
+@pytest.mark.parametrize("sharing", ["nixl"], indirect=True)
+def test_other_settings_come_node_after_node_and_blocks_stay_on_both(sharing: Sharing) -> None:
+    """Comes last: with their processes, what shards and movers say they have moved begins anew."""
+    first, second = sharing.first, sharing.second
+    prompts = make_prompt("computed on the first"), make_prompt("computed on the second")
+    expected = sharing.compute(prompts[0]), sharing.compute(prompts[1], second)
+    before = sharing.shards()
+    quota = {"label": f"ray.io/node-id={before[1]['node_id']}", "arena": {"namespace_quota": QUOTA}}
+    sharing.configure(staging={"fetches_max": 3}, nodes=[quota])
+
+    outages = Outages([sharing.nodes.node_dir(node) for node in sharing.nodes.nodes])
+    try:
+        said = sharing.say("up")
+    finally:
+        outages.close()
+
+    _check_order(said, before)
+    nobody, one, other = (False, False), (True, False), (False, True)
+    if before[0]["node_id"] > before[1]["node_id"]:
+        one, other = other, one
+    assert outages.seen == [nobody, one, nobody, other, nobody]
+    assert "nothing would be done" in sharing.say("upgrade", "--plan")
+    wait_for(lambda: _are_ready(sharing.status()), "movers and replicas", timeout_s=60)
+    after = sharing.shards()
+    for was, now in zip(before, after, strict=True):
+        assert now["arena"]["arena_id"] == was["arena"]["arena_id"]
+        assert now["arena"]["shard_epoch"] == was["arena"]["shard_epoch"] + 1
+        assert now["arena"]["blocks"] == was["arena"]["blocks"]
+        assert now["pid"] != was["pid"]
+    quotas = [{one["quota_bytes"] for one in shard["arena"]["namespaces"]} for shard in after]
+    assert quotas == [{None}, {32 * 2**20}]
+    for asked, prompt, tokens in zip((second, first), prompts, expected, strict=True):
+        (output,) = asked.generate([prompt], max_tokens=4)
+        assert (tuple(output.token_ids), output.hit_tokens) == (tokens, WHOLE_TOKENS)
+    wait_for(lambda: _agree(sharing), "exporting each hit once", timeout_s=30)
+
+
+def _agree(sharing: Sharing) -> bool:
+    """Whether each node's metrics port counts the hits from the other as its replica does."""
+    ranks = [rank for shard in sharing.shards() for rank in shard["replicas"]]
+    samples = [scrape(sharing.nodes.machine, node) for node in sharing.nodes.nodes]
+    return [rank["counters"].get("hit_tokens_from_nixl") for rank in ranks] == [
+        total(some, "hit_tokens_total", tier="remote") for some in samples
+    ]

@@ -1,0 +1,66 @@
+"""Two replicas on the two nodes of a tier, and what commands say of them."""
+
+import json
+from typing import Any
+
+import yaml
+
+from kvray.reference.replica import Replica
+from tests.ray.cluster import TwoNodes, wait_for
+
+TOKENS_PER_BLOCK = 32
+
+
+class Sharing:
+    """Two replicas on two nodes of a tier."""
+
+    def __init__(self, nodes: TwoNodes, replicas: list[Replica]) -> None:
+        self.nodes = nodes
+        self.first, self.second = replicas
+
+    def say(self, *args: str) -> str:
+        """Run a command as somebody on the head; return what it printed."""
+        done = self.nodes.machine.run(*args, "-c", str(self.nodes.config_path))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def configure(self, **sections: Any) -> None:
+        """Have other values in the configuration."""
+        path = self.nodes.config_path
+        path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **sections}))
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.say("status", "--json"))
+        return found
+
+    def shards(self) -> list[dict[str, Any]]:
+        """Return what the shards of the first and of the second replica's node say."""
+        found = {shard["directory"]: shard for shard in self.status()["shards"]}
+        return [found[str(self.nodes.node_dir(node))] for node in self.nodes.nodes]
+
+    def num_known(self) -> int:
+        return int(self.status()["lookup"]["keys"])
+
+    def compute(self, prompt: list[int], replica: Replica | None = None) -> tuple[int, ...]:
+        """Have the first replica answer, and wait until the lookup knows of its blocks."""
+        before = self.num_known()
+        (output,) = (replica or self.first).generate([prompt], max_tokens=4)
+        blocks = len(prompt) // TOKENS_PER_BLOCK
+        wait_for(lambda: self.num_known() >= before + blocks, "the announcement", timeout_s=20)
+        return tuple(output.token_ids)
+
+
+def name_of(replica: Replica, shard: dict[str, Any]) -> str:
+    """Return what a replica is called by the shard of its node."""
+    names = {rank["replica"] for rank in shard["replicas"]}
+    return next(name for name in names if name.endswith(f"-{replica.pid}"))
+
+
+def node_of(shard: dict[str, Any]) -> str:
+    """Return the label that metrics have for the node of a shard."""
+    return str(shard["shard"]).removeprefix("kvray-shard-")
+
+
+def counters_of(shard: dict[str, Any], replica: str) -> dict[str, int]:
+    (rank,) = [one for one in shard["replicas"] if one["replica"] == replica]
+    return dict(rank["counters"])
