@@ -15,7 +15,7 @@ help:
 	@echo "make demo       two engine replicas share prefixes of a real model, and a verdict"
 	@echo "make test       every check, then every test that takes seconds"
 	@echo "make test-long  the tests that take minutes"
-	@echo "make screenshots  pictures for docs/images, by the tests that look at dashboards"
+	@echo "make screenshots  pictures for docs/images, by the tests that look at dashboards, and the demo"
 	@echo "make docs       the pages of docs/ as a site, in build/docs"
 	@echo "make lint       the checks alone: format, ruff, mypy, layers"
 	@echo "make format     rewrite the code in the project's format"
@@ -33,6 +33,7 @@ test-long: venv
 screenshots: venv
 	mkdir -p docs/images
 	$(PY) -m pytest tests/ray/test_ray_dashboard.py --screenshots docs/images
+	.venv/bin/kvray demo --plot docs/images/first_tokens.png
 
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict

@@ -37,7 +37,10 @@ _EXAMPLES = {
         "trtllm-serve MODEL --extra_llm_api_options connector.yaml",
     ),
     "replay": ("kvray replay trace.jsonl: which policy would have found how much of it.",),
-    "demo": ("kvray demo: two replicas of a small model, and a verdict.",),
+    "demo": (
+        "kvray demo: two replicas of a small model, and a verdict.",
+        "kvray demo --plot demo.png: the same, and a picture of the first tokens.",
+    ),
     "chaos": ("kvray chaos --duration 60 --seed 1: the same faults each time.",),
 }
 _STATUSES = (
