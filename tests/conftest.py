@@ -61,6 +61,8 @@ def pytest_configure() -> None:
         os.kill(os.getpid(), signum)
 
     signal.signal(signal.SIGTERM, end)
+    # A shell lets what runs in its background ignore Ctrl-C, and children inherit that too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:

@@ -118,7 +118,8 @@ def owner_of(directory: Path) -> Owner | None:
         return None
     with contextlib.suppress(OSError, ValueError, TypeError, OverflowError, RecursionError):
         owner = Owner(**json.loads((directory / NOTE_FILE).read_text()))
-        if owner.pid == pid and str(owner):  # else an owner before has written it, or somebody
+        if owner.pid == pid:  # else an owner before has written it
+            str(owner)  # raises for a note of other types, which no owner has written
             return owner
     return Owner(shard=None, pid=pid, since=None)
 
