@@ -132,8 +132,9 @@ def test_threads_may_log_at_once(log: Log) -> None:
 
 
 def test_a_sentence_that_does_not_fit_its_values_ends_nobody(
-    log: Log, capsys: pytest.CaptureFixture[str]
+    log: Log, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", True)  # which NIXL, once imported, turns off
     log.logger.warning("%d blocks", "no number")
     assert "no number" in capsys.readouterr().err
     log.event("goes on")
