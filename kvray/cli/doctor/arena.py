@@ -9,6 +9,7 @@ import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,13 @@ def _mount(config: KVRayConfig) -> Finding:
     if room is None:
         return ok("mount", f"{where} is {kind} without a limit of its own")
     needed = ArenaSpec.of(config).geometry().file_bytes
-    if not _may_be_made(config.node_dir) and (larger := enlarged(room, needed)):
+    # As if it were empty: what fills it may be the arena itself, under another name.
+    larger = enlarged(replace(room, free=room.size), needed)
+    if larger is not None and not _may_have_arena(config.node_dir):
         return fault(
             "mount",
-            f"arena.dir {where} has {format_size(room.free)} left of {format_size(room.size)}, and"
-            f" an arena of {format_size(config.arena.capacity)} takes {format_size(needed)}",
+            f"arena.dir {where} has {format_size(room.size)}, and an arena of"
+            f" {format_size(config.arena.capacity)} takes {format_size(needed)}",
             f"lower arena.capacity, or `{remount_command(larger)}` (in a container: a larger"
             " --shm-size or emptyDir)",
         )
@@ -115,7 +118,7 @@ def _mount(config: KVRayConfig) -> Finding:
     )
 
 
-def _may_be_made(directory: Path) -> bool:
+def _may_have_arena(directory: Path) -> bool:
     """Return whether there is an arena already, as far as this user can see."""
     try:
         return (directory / ARENA_FILE).exists()

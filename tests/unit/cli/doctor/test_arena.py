@@ -7,16 +7,19 @@ import signal
 import socket
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvray.actors.ownership import sweep
+from kvray.cli.doctor import arena as arena_checks
 from kvray.cli.doctor.arena import arena_findings, why_not_here
 from kvray.cli.doctor.finding import Finding
 from kvray.config import KVRayConfig, load_config
 from kvray.store import Arena
 from kvray.store.arena_file import ARENA_FILE, lock_path
+from kvray.store.capacity import read_mount
 from kvray.wire import SOCKET_FILE
 from tests.unit.actors.shard_process import ShardProcess, shard_process
 from tests.unit.store.conftest import Child
@@ -101,6 +104,15 @@ def test_tier_of_another_name_is_named(shard: ShardProcess, parent: Path) -> Non
     found = only_fault(config_of(parent, cluster_name="tset"))
     assert "'test'" in found.says
     assert "cluster_name" in found.fix
+
+
+def test_tier_of_another_name_is_named_also_where_its_arena_fills_the_mount(
+    shard: ShardProcess, parent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = read_mount(parent)
+    assert room is not None
+    monkeypatch.setattr(arena_checks, "read_mount", lambda _: replace(room, free=0))
+    assert "'test'" in only_fault(config_of(parent, cluster_name="tset")).says
 
 
 def test_node_without_a_tier_is_told_to_start_one(config: KVRayConfig) -> None:
