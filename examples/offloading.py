@@ -10,9 +10,9 @@ blocks that the engine gave up are still in the node's shared memory.
 import argparse
 from pathlib import Path
 
-from kvray.actors.launch import local_tier
+from kvray.actors.tier.launch import local_tier
 from kvray.config import load_config
-from kvray.reference import KvConnectorConfig, Output, Replica
+from kvray.lab.reference import KvConnectorConfig, Output, Replica
 
 TOKENS_PER_BLOCK = 32
 PROMPT_BLOCKS = 12

@@ -11,9 +11,9 @@ first and run it twice: the second run finds the blocks of the first one.
 import argparse
 from pathlib import Path
 
-from kvray.actors.launch import local_tier
+from kvray.actors.tier.launch import local_tier
 from kvray.config import load_config
-from kvray.reference import KvConnectorConfig, Output, Replica
+from kvray.lab.reference import KvConnectorConfig, Output, Replica
 
 PROMPT = """\
 The night shift of the harbour begins at ten. The pilot boat goes out first, and the cranes follow

@@ -101,7 +101,7 @@ def main() -> None:
     args = parser.parse_args()
     config = load_config(args.config)
 
-    from kvray.actors.launch import local_tier  # here, so that the two processes import no ray
+    from kvray.actors.tier.launch import local_tier  # here, so that the two processes import no ray
 
     spawn = multiprocessing.get_context("spawn")
     answers = []

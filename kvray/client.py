@@ -7,26 +7,28 @@ from typing import Any
 
 import ray
 
-from kvray.actors import connection, explaining, tier
-from kvray.actors.arguments import in_pieces
-from kvray.actors.ray_calls import LOOKUP_NAME, ask_all, call, get_actor
-from kvray.block import KEY_BYTES, BlockKey
+from kvray.actors.explain import explaining
+from kvray.actors.names import LOOKUP_NAME
+from kvray.actors.ray_glue.arguments import in_pieces
+from kvray.actors.ray_glue.calls import ask_all, call, get_actor
+from kvray.actors.tier import connection, tier
 from kvray.config import KVRayConfig, load_config
 from kvray.errors import ConfigError, KVRayError
+from kvray.identity.block import KEY_BYTES, BlockKey
+from kvray.identity.keys import MediaItem, Tokens, pack_tokens
 from kvray.index import Match
-from kvray.keys import MediaItem, Tokens, pack_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefetched:
-    """What is ready for a replica after a prefetch."""
+    """The result of a prefetch for a replica."""
 
     num_tokens: int
     """Leading tokens whose blocks are on every node of the replica."""
     staged_tokens: int
-    """How many of them were brought by this very prefetch."""
+    """Tokens among them that this prefetch brought."""
     reason: str
-    """Why it is not more; `none` if there is no more."""
+    """Why no more tokens are ready; `none` if all are."""
 
 
 class Client:
@@ -70,7 +72,7 @@ class Client:
         for key in keys:
             if type(key) is not bytes or len(key) != KEY_BYTES:
                 raise ConfigError(
-                    f"A key is {KEY_BYTES} bytes of kvray.chain_keys, not {key!r:.40}."
+                    f"A key is {KEY_BYTES} bytes, as chain_keys makes them, not {key!r:.40}."
                 )
         lookup = get_actor(LOOKUP_NAME)
         pieces = in_pieces(b"".join(keys))
@@ -100,7 +102,8 @@ class Client:
 
         Raises:
             ConfigError: `tokens` are none, or no such replica has registered.
-            ShardUnavailable: the lookup or a shard did not answer.
+            ShardUnavailable: the lookup or a shard did not answer, or the replica still reads its
+                checkpoint.
         """
         packed = pack_tokens(tokens).tobytes()
         lookup = get_actor(LOOKUP_NAME)
@@ -155,7 +158,7 @@ class Client:
         salt: str | int | None = None,
         lora: str | None = None,
     ) -> dict[str, Any]:
-        """Return what is stored of a prompt now, and what became of the rest.
+        """Return the part of a prompt that is stored now, and the history of the rest.
 
         Args:
             tokens: the prompt's token ids.

@@ -74,6 +74,10 @@ _DECLARED = (
         (*_RANK, "action"),
         {"engine_blocks": "blocks that an engine loaded, stored, found stored, or dropped"},
     ),
+    *_counters(
+        (*_RANK, "reason"),
+        {"unsaved_blocks": "blocks that an engine computed and did not store, by reason"},
+    ),
     *(metric for noun, text in LATENCIES.items() for metric in _latency(noun, text)),
     *_gauges(_RANK, {"rank_connected": "1 while the rank is connected to its shard"}),
     # -- what a shard says of its node
@@ -84,12 +88,12 @@ _DECLARED = (
             "shard_epoch": "how often the node's arena was adopted: one more a restart",
             "leased_blocks": "blocks of the arena that somebody has leased",
             "quarantined_blocks": "blocks of the arena that are never served again",
-            "spare_blocks": "blocks of the arena that another node keeps too",
+            "duplicate_blocks": "blocks of the arena that another node keeps too",
             "holders": "processes attached to the arena",
             "announcement_lag_seconds": "age of the oldest change that the lookup was not told of",
             "nvme_write_budget_bytes": "bytes that may be written to disk now; without a budget "
             "there is no such series",
-            "nvme_failed": "1 if blocks cannot be written to disk any more",
+            "nvme_failed": "1 while the disk is out or does not answer",
         },
     ),
     *_gauges(
@@ -162,7 +166,7 @@ _DECLARED = (
         ("part",),
         {
             "outages": "times that a part stopped answering",
-            "ended_parts": "frozen parts that were ended, to be started anew",
+            "ended_parts": "frozen parts that were ended, to be restarted",
         },
     ),
 )

@@ -6,7 +6,7 @@ class of `kvray.errors`) and `message`.
 
 import operator
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgpack
@@ -18,6 +18,10 @@ SOCKET_FILE = "socket"
 
 FRAME_MAX = 4 * 2**20
 """Longest frame either side accepts, bytes."""
+
+_ITEMS_MAX = 16_384
+"""Values of one list or map, and lists and maps of one frame: a frame of nothing else would hold up
+whoever decodes it for a second."""
 
 LENGTH = struct.Struct("<I")
 
@@ -62,7 +66,15 @@ def decode(body: bytes) -> dict[str, Any]:
     """
     try:
         # Maps inside may have numbers for keys, such as ranks.
-        message = msgpack.unpackb(body, unicode_errors="surrogatepass", strict_map_key=False)
+        message = msgpack.unpackb(
+            body,
+            unicode_errors="surrogatepass",
+            strict_map_key=False,
+            max_array_len=_ITEMS_MAX,
+            max_map_len=_ITEMS_MAX,
+            list_hook=(counted := _at_most(_ITEMS_MAX)),
+            object_hook=counted,
+        )
     except (TypeError, ValueError, OverflowError, msgpack.UnpackException) as error:
         raise errors.TransferError(f"The peer sent a broken frame ({error}).") from None
     if not isinstance(message, dict):
@@ -70,6 +82,19 @@ def decode(body: bytes) -> dict[str, Any]:
     if not all(isinstance(key, str) for key in message):
         raise errors.TransferError("The peer sent a map with keys that are no text.")
     return message
+
+
+def _at_most(left: int) -> Callable[[Any], Any]:
+    """Return a function that lets so many things pass, and refuses all after them."""
+
+    def count(value: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError("too many lists and maps")
+        return value
+
+    return count
 
 
 def error_reply(error: errors.KVRayError) -> dict[str, Any]:

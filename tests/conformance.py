@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvray.errors import KVRayError, TransferError, TransportUnavailable
-from kvray.replay.tier import BLOCK_BYTES
-from kvray.store import quotas
-from kvray.store.layout import READY
+from kvray.lab.replay.tier import BLOCK_BYTES
+from kvray.store.arena import quotas
+from kvray.store.arena.layout import READY
+from kvray.store.arena.tables import Tables
 from kvray.store.policy import Policy, Use
-from kvray.store.tables import Tables
 from kvray.transport import Transport
 from kvray.transport.transport import Array
 from tests.policy_life import Life

@@ -125,7 +125,7 @@ def _resources(*, with_ray: bool) -> dict[str, str]:
 def _is_side_file(target: str) -> bool:
     """Return whether `target` is a lock file of an arena, which stays open by design.
 
-    Closing any descriptor of a file drops a process's record locks on it (kvray/store/lock.py).
+    The process keeps one, and each thread that has used the arena's lock (kvray/store/lock.py).
     """
     name = Path(target.removesuffix(" (deleted)")).name
     return name == "owner" or name.startswith("lock.")

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from kvray.replay.tier import BLOCK_BYTES, Tier
-from kvray.store import lease, slots
-from kvray.store.layout import FREE, READY
+from kvray.lab.replay.tier import BLOCK_BYTES, Tier
+from kvray.store.arena import lease, slots
+from kvray.store.arena.layout import FREE, READY
+from kvray.store.arena.tables import Array
 from kvray.store.policy import Policy, Use
-from kvray.store.tables import Array
 
 _PART, _HOLDER = 0, 0
-_WANTED = lease.Wanted(_PART)
+_REQUEST = lease.PartRequest(_PART)
 _PROMPT_MAX = 12
 _FORKS = 3
 
@@ -92,7 +92,7 @@ class Life:
 
     def _find(self, keys: Array) -> Array:
         """Return the slots of the longest run of leading `keys`."""
-        return lease.match(self.tier.tables, keys, [_WANTED])[1][_WANTED]
+        return lease.match(self.tier.tables, keys, [_REQUEST])[1][_REQUEST]
 
     def _next_path(self) -> tuple[int, ...]:
         """Return a prompt that goes on with another one, or shares its head, or is new."""

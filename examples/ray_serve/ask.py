@@ -12,7 +12,7 @@ from importlib.resources import files
 
 from openai import APIError, OpenAI
 
-HANDBOOK = files("kvray.cli.demo") / "handbook.txt"
+HANDBOOK = files("kvray.lab.demo") / "handbook.txt"
 CHARACTERS = 5000
 QUESTION = "What fills the memory of an accelerator long before the weights do?"
 REPLICAS = ("engine-0", "engine-1")

@@ -19,9 +19,8 @@ from examples.ray_serve.settings import Settings
 from kvray.cli.connector_config import MODULE, SCHEDULER_CLASS, WORKER_CLASS
 from kvray.config import CONFIG_ENV
 from kvray.errors import ConfigError, KVRayError
-from kvray.reference import KvConnectorConfig, Replica
-from kvray.reference.calls import Call
-from kvray.reference.replica import CHILD_MODULE
+from kvray.lab.reference import KvConnectorConfig, Replica
+from kvray.lab.reference.replica import CHILD_MODULE, Call
 
 ROOT = str(Path(__file__).parents[2])
 CONNECTOR = KvConnectorConfig(

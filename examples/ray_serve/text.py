@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from examples.ray_serve.settings import Settings
-from kvray.reference.tokenizer import ByteTokenizer, CheckpointTokenizer
+from kvray.lab.reference.tokenizer import ByteTokenizer, CheckpointTokenizer
 
 _CONTEXT_TOKENS = 6
 """Of the prompt's end: some tokenizers write a word otherwise at the head of a text."""
@@ -54,7 +54,7 @@ def load_prompts(settings: Settings) -> Prompts:
 
     name = settings.model
     if name == "smollm2":
-        from kvray.reference.checkpoint import find_smollm2
+        from kvray.lab.reference.checkpoint import find_smollm2
 
         name = str(find_smollm2())
     tokenizer = AutoTokenizer.from_pretrained(name)

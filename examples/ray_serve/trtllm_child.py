@@ -1,4 +1,4 @@
-"""TensorRT-LLM's LLM API in a process of its own, spoken to as `kvray.reference.Replica` speaks.
+"""TensorRT-LLM's LLM API in a process of its own; its calls are those of a `Replica`.
 
 Started by `engine.spawn`; it never imports ray, and ends when its parent does. It has not been run
 with TensorRT-LLM itself, for which there is no machine where kvray is developed.
@@ -14,8 +14,7 @@ from functools import partial
 from typing import Any
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.reference.child_process import join_parent
-from kvray.reference.pipe import JsonPipe, PipeClosed
+from kvray.lab.reference.child_process import JsonPipe, PipeClosed, join_parent
 
 _SEND_TIMEOUT_S = 30.0
 _GRACE_S = 15.0
@@ -105,7 +104,7 @@ class _Child:
 
 
 def _output(result: Any, ttft_s: float) -> dict[str, Any]:
-    """Return what `kvray.reference.Output` has; what the engine had and what kvray had are one."""
+    """Return the fields of `kvray.lab.reference.Output`; the engine's and kvray's hits are one."""
     answer = result.outputs[0]
     return {
         "text": answer.text,
@@ -123,16 +122,11 @@ def _start(options: dict[str, Any]) -> Any:
     from tensorrt_llm import LLM
     from tensorrt_llm.llmapi.llm_args import KvCacheConfig, KvCacheConnectorConfig
 
-    module, scheduler_class, worker_class = options.pop("connector")
     cache = {"enable_block_reuse": True, "enable_partial_reuse": False}
     return LLM(
         backend="pytorch",
         kv_cache_config=KvCacheConfig(**{**options.pop("kv_cache_config", {}), **cache}),
-        kv_connector_config=KvCacheConnectorConfig(
-            connector_module=module,
-            connector_scheduler_class=scheduler_class,
-            connector_worker_class=worker_class,
-        ),
+        kv_connector_config=KvCacheConnectorConfig(**options.pop("connector")),
         **options,
     )
 

@@ -1,5 +1,8 @@
 """The command line: one module for each command."""
 
+import contextlib
+import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -14,49 +17,44 @@ from kvray.cli.dashboard import dashboard
 from kvray.cli.demo import demo
 from kvray.cli.doctor import doctor
 from kvray.cli.down import down
-from kvray.cli.examples import epilog
-from kvray.cli.explain import EPILOG as EXPLAIN_EPILOG
 from kvray.cli.explain import explain
-from kvray.cli.ls import EPILOG as LS_EPILOG
+from kvray.cli.help import Command, Group
 from kvray.cli.ls import ls
 from kvray.cli.prefetch import prefetch
 from kvray.cli.probe import probe
 from kvray.cli.replay import replay
 from kvray.cli.status import status
 from kvray.cli.sweep import sweep
-from kvray.cli.top import EPILOG as TOP_EPILOG
 from kvray.cli.top import top
 from kvray.cli.up import up
 from kvray.cli.upgrade import upgrade
 from kvray.cli.verify import verify
+from kvray.console.boundary import EXIT_ERROR
+from kvray.console.output import Output, OutputLost
+
+_PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
+    "Run a tier": (up, upgrade, down, clear, prefetch, sweep, connector_config, config_app),
+    "Look at it": (status, top, ls, explain, doctor, probe, verify, dashboard),
+    "Try and measure": (demo, chaos, replay, bench),
+}
+"""The commands, as the help page groups them."""
 
 app = typer.Typer(
     name="kvray",
+    cls=Group,
     help="A distributed KV-cache tier for TensorRT-LLM that lives inside a Ray cluster.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(epilog=epilog("up"))(up)
-app.command(epilog=epilog("upgrade"))(upgrade)
-app.command(epilog=epilog("status"))(status)
-app.command(epilog=TOP_EPILOG)(top)
-app.command(epilog=LS_EPILOG)(ls)
-app.command(epilog=EXPLAIN_EPILOG)(explain)
-app.command(epilog=epilog("doctor"))(doctor)
-app.command(epilog=epilog("probe"))(probe)
-app.command(epilog=epilog("prefetch"))(prefetch)
-app.command(epilog=epilog("verify"))(verify)
-app.command(epilog=epilog("clear"))(clear)
-app.command(epilog=epilog("down"))(down)
-app.command(epilog=epilog("sweep"))(sweep)
-app.command(epilog=epilog("connector-config"))(connector_config)
-app.command(epilog=epilog("replay"))(replay)
-app.command(epilog=epilog("demo"))(demo)
-app.command(epilog=epilog("chaos"))(chaos)
-app.add_typer(bench)
-app.add_typer(dashboard)
-app.add_typer(config_app)
+for _panel, _commands in _PANELS.items():
+    for _command in _commands:
+        if isinstance(_command, typer.Typer):
+            for _below in _command.registered_commands:
+                _below.cls = Command
+            app.add_typer(_command, cls=Group, rich_help_panel=_panel)
+        else:
+            app.command(cls=Command, rich_help_panel=_panel)(_command)
 
 
 def _print_version(wanted: bool) -> None:
@@ -77,4 +75,13 @@ def _options(
 
 def main() -> None:
     """Run the command line of this process."""
-    app(prog_name="kvray")
+    output = Output(sys.stdout)
+    with contextlib.redirect_stdout(output):
+        try:
+            try:
+                app(prog_name="kvray")
+            finally:
+                output.flush()
+        except OutputLost as error:  # of what prints outside of a command, or at its end
+            print(f"kvray: {error}", file=sys.stderr)
+            sys.exit(EXIT_ERROR)

@@ -1,12 +1,12 @@
-"""`kvray clear`: let go of everything that is stored, and keep the tier."""
+"""`kvray clear`: evict every block, and keep the tier."""
 
 from typing import Annotated
 
 import typer
 
-from kvray.cli.boundary import boundary, stdout_kept
-from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
 from kvray.config import load_config
+from kvray.console.boundary import boundary, stdout_kept
+from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 
 
 def clear(
@@ -17,20 +17,18 @@ def clear(
     ] = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Let go of every stored block of every node, in memory and on disk; the tier goes on.
+    """Evict every block of every node, from memory and disk.
 
-    What an engine is reading stays. Nothing wrong is ever served without it: it is for measuring
-    from an empty tier, and for what must be deleted.
+    The tier goes on, and blocks that an engine is reading stay. Use it to measure with an empty
+    tier, or to delete data. Correct answers never need it.
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
         if not yes:
-            typer.confirm(
-                f"Let go of all that the tier {settings.cluster_name} has stored?", abort=True
-            )
+            typer.confirm(f"Evict every block of the tier {settings.cluster_name}?", abort=True)
         with interrupts.masked():
             from kvray.client import Client
 
         with stdout_kept(), Client(settings) as client:
             num_blocks = client.clear()
-        print(f"{num_blocks} blocks have gone.")
+        print(f"{num_blocks} blocks were evicted.")

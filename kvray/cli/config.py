@@ -1,4 +1,4 @@
-"""`kvray config`: what holds and where it comes from, and the schema of what can be written."""
+"""`kvray config`: every value with its source, and the schema of the file."""
 
 import json
 import sys
@@ -10,20 +10,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvray.cli.boundary import boundary
 from kvray.cli.config_fit import fit
-from kvray.cli.options import (
+from kvray.config import Effective, Setting, effective_settings, json_schema, read_effective
+from kvray.console.boundary import boundary
+from kvray.console.options import (
     AddressOption,
     ConfigOption,
     NodeLabelOption,
     VerboseOption,
     parse_labels,
 )
-from kvray.config import Effective, Setting, effective_settings, json_schema, read_effective
 
 config_app = typer.Typer(
     name="config",
-    help="What the configuration says, what it may say, and whether it fits this machine.",
+    help="Show the configuration, its schema, and whether it fits this machine.",
     no_args_is_help=True,
 )
 
@@ -36,13 +36,11 @@ def show(
     config: ConfigOption = None,
     address: AddressOption = None,
     node_label: NodeLabelOption = None,
-    changed: Annotated[
-        bool, typer.Option("--changed", help="Leave out what is as by default.")
-    ] = False,
+    changed: Annotated[bool, typer.Option("--changed", help="Leave out the defaults.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Print every effective value, and where it comes from.
+    """Print every effective value and its source.
 
     Without --node-label these are the tier's own values. Needs no Ray.
     """
@@ -61,7 +59,7 @@ def show(
 
 @config_app.command()
 def schema(verbose: VerboseOption = False) -> None:
-    """Print the JSON schema of kvray.yaml, for editors and checks."""
+    """Print the JSON schema of kvray.yaml, for editors and checkers."""
     with boundary(verbose=verbose):
         print(json_schema(), end="")
 
@@ -82,10 +80,10 @@ def _as_json(effective: Effective, settings: list[Setting]) -> dict[str, Any]:
 
 def _print(effective: Effective, settings: list[Setting]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    file = "none; all defaults" if effective.path is None else str(effective.path)
+    file = "none" if effective.path is None else str(effective.path)
     console.print(f"File: {escape(file)}", soft_wrap=True)
     if not settings:
-        console.print("Every setting is as by default.")
+        console.print("Every setting has its default.")
         return
     table = Table(box=box.SIMPLE)
     for name in ("setting", "value", "from"):

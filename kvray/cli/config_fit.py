@@ -1,4 +1,4 @@
-"""`kvray config fit`: whether arena and Ray fit into a node's memory, and how Ray is started so."""
+"""`kvray config fit`: how arena and Ray share a node's memory, and the line that starts Ray so."""
 
 import json
 import os
@@ -15,8 +15,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvray.cli.boundary import boundary
-from kvray.cli.options import ConfigOption, NodeLabelOption, VerboseOption, parse_labels
 from kvray.config import (
     KVRayConfig,
     format_size,
@@ -24,16 +22,18 @@ from kvray.config import (
     ray_memory_threshold,
     read_effective,
 )
+from kvray.console.boundary import boundary
+from kvray.console.options import ConfigOption, NodeLabelOption, VerboseOption, parse_labels
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvray.store.capacity import MountRoom, NodeMemory
-    from kvray.store.fit import Fit
+    from kvray.store.machine.capacity import MountRoom, NodeMemory
+    from kvray.store.machine.fit import Fit
 
 EXIT_UNFIT = 1
 _SHM = Path("/dev/shm")
 _RAY_THRESHOLD = 0.95
-"""Ray's own default, which need not be said."""
+"""Ray's own default, which its command line need not name."""
 
 
 def _size_option(help_text: str) -> Any:
@@ -45,46 +45,42 @@ def fit(
     node_label: NodeLabelOption = None,
     heap: Annotated[
         str,
-        typer.Option(metavar="SIZE", help="What Ray's workers, engines among them, need at least."),
+        typer.Option(metavar="SIZE", help="Least memory of Ray's workers, engines among them."),
     ] = "1GiB",
     object_store: Annotated[
-        str | None, _size_option("Ray's object store; else what Ray takes, or less.")
+        str | None, _size_option("Ray's object store; else as Ray takes, or less.")
     ] = None,
     total: Annotated[
-        str | None, _size_option("Memory of a node that is meant in place of this machine.")
+        str | None, _size_option("Memory of another node, instead of this machine.")
     ] = None,
     in_use: Annotated[
         str | None,
-        _size_option("What everything else takes there; else as now, and 2GiB with --total."),
+        _size_option("Memory of everything else; else as now, or 2GiB with --total."),
     ] = None,
     shm: Annotated[
-        str | None, _size_option("Size of /dev/shm there; else as it is, and half with --total.")
+        str | None, _size_option("Size of /dev/shm; else as it is, or half of --total.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Show who gets how much of a node's memory, and the `ray start` line with which it fits.
+    """Share out a node's memory, and print the `ray start` line that makes it fit.
 
-    Without --total it is this machine, without the arena that may be there already. Needs no Ray,
-    and best runs before it. Exits with 1 if nothing makes it fit.
+    The node is this machine, unless --total describes another one. An arena that is there already
+    counts as free. It needs no Ray, and is best run before `ray start`.
     """
     with boundary(verbose=verbose):
         labels = parse_labels(node_label)
         settings = read_effective(config, labels=labels).config
-        sizes = {
-            name: _parsed(name, given)
-            for name, given in (
-                ("--heap", heap),
-                ("--object-store", object_store),
-                ("--total", total),
-                ("--in-use", in_use),
-                ("--shm", shm),
-            )
-            if given is not None
+        given = {
+            "--heap": heap,
+            "--object-store": object_store,
+            "--total": total,
+            "--in-use": in_use,
+            "--shm": shm,
         }
+        sizes = {name: _parsed(name, one) for name, one in given.items() if one is not None}
         made, largest = _plan(settings, sizes)
-        start = _StartLine(settings, labels, made.threshold)
-        lines = start.after(made)
+        lines = _commands(made, settings, labels)
         if as_json:
             answer = {**asdict(made), "fits": made.fits, "commands": lines, "largest": largest}
             print(json.dumps(answer, indent=2, default=str))
@@ -94,34 +90,24 @@ def fit(
             raise typer.Exit(EXIT_UNFIT)
 
 
-class _StartLine:
-    """The `ray start` line of one node."""
+def _commands(made: "Fit", config: KVRayConfig, labels: dict[str, str]) -> list[str]:
+    """Return what to run on a node with these labels, Ray's line last; nothing if nothing helps."""
+    from kvray.store.machine.fit import commands
 
-    def __init__(self, config: KVRayConfig, labels: dict[str, str], threshold: float) -> None:
-        """Start a node of this tier that has these labels."""
-        self._config, self._labels, self._threshold = config, labels, threshold
-
-    def after(self, made: "Fit") -> list[str]:
-        """Return what to run, Ray's line last; nothing where nothing helps."""
-        from kvray.store.fit import commands
-
-        return commands(made, self._line) if made.fits else []
-
-    def _line(self, options: str) -> str:
-        words = []
-        if self._threshold not in (_RAY_THRESHOLD, 1.0):
-            words.append(f"RAY_memory_usage_threshold={self._threshold:g}")
-        address, shard = self._config.ray.address, self._config.shard
-        is_known = address is not None and ":" in address
-        words += ["ray start", f"--address={address}" if is_known else "--head", options]
-        if shard.resource is not None:
-            words.append(f"--resources={shlex.quote(json.dumps({shard.resource: 1}))}")
-        labels = [f"{key}={value}" for key, value in self._labels.items()]
-        if shard.label is not None and shard.label not in labels:
-            labels.append(shard.label)
-        if labels:
-            words.append(f"--labels={shlex.quote(','.join(labels))}")
-        return " ".join(words)
+    if not made.fits:
+        return []
+    address, shard = config.ray.address, config.shard
+    words = []
+    if made.threshold not in (_RAY_THRESHOLD, 1.0):
+        words.append(f"RAY_memory_usage_threshold={made.threshold:g}")
+    words += ["ray start", f"--address={address}" if address and ":" in address else "--head"]
+    after = []
+    if shard.resource is not None:
+        after.append(f"--resources={shlex.quote(json.dumps({shard.resource: 1}))}")
+    said = list(dict.fromkeys([*(f"{key}={value}" for key, value in labels.items()), shard.label]))
+    if given := ",".join(filter(None, said)):
+        after.append(f"--labels={shlex.quote(given)}")
+    return commands(made, lambda options: " ".join([*words, options, *after]))
 
 
 def _parsed(option: str, given: str) -> int:
@@ -136,34 +122,35 @@ def _parsed(option: str, given: str) -> int:
 
 def _plan(config: KVRayConfig, sizes: dict[str, int]) -> tuple["Fit", str]:
     """Return the plan, and the largest arena.capacity that would fit; "" for none."""
-    from kvray.store.arena_file import ArenaSpec
-    from kvray.store.capacity import rounded_down
-    from kvray.store.fit import Wishes, largest_arena, plan
-    from kvray.store.layout import align
+    from kvray.store.arena.file import ArenaSpec
+    from kvray.store.arena.layout import align
+    from kvray.store.machine.capacity import rounded_down
+    from kvray.store.machine.fit import MemoryRequest, largest_arena, plan
 
     spec = ArenaSpec.of(config)
     memory, shm = _node(config, sizes)
     page = memory.pool.page_bytes if memory.pool is not None else os.sysconf("SC_PAGE_SIZE")
-    wishes = Wishes(
+    request = MemoryRequest(
         arena_bytes=align(spec.geometry().file_bytes, page),
         heap_bytes=sizes["--heap"],
         object_store_bytes=sizes.get("--object-store"),
         threshold=ray_memory_threshold(),
     )
-    room = largest_arena(memory, wishes)
-    return plan(memory, shm, wishes), rounded_down(spec.largest_capacity(room // page * page))
+    room = largest_arena(memory, request)
+    return plan(memory, shm, request), rounded_down(spec.largest_capacity(room // page * page))
 
 
 def _node(config: KVRayConfig, sizes: dict[str, int]) -> tuple["NodeMemory", "MountRoom | None"]:
-    """Return what the node that is meant has, and its /dev/shm, without the tier's arena."""
-    from kvray.store.capacity import MountRoom, NodeMemory, read_memory, read_mount
+    """Return the memory of the node that is meant, and its /dev/shm, without the tier's arena."""
+    from kvray.store.machine.capacity import MountRoom, NodeMemory, read_memory, read_mount
 
-    total, in_shm = sizes.get("--total"), config.arena.dir.is_relative_to(_SHM)
+    total, size = sizes.get("--total"), sizes.get("--shm")
     if total is not None:
-        size = sizes.get("--shm", total // 2)
+        size = total // 2 if size is None else size
         shm: MountRoom | None = MountRoom(point=_SHM, size=size, free=size, is_shm=True)
         available = max(0, total - sizes.get("--in-use", 2 * 2**30))
-        return NodeMemory(total=total, available=available, mount=shm if in_shm else None), shm
+        mount = shm if config.arena.dir.is_relative_to(_SHM) else None
+        return NodeMemory(total=total, available=available, mount=mount), shm
     try:
         memory = _without_arena(read_memory(config.arena.dir), config)
         shm = read_mount(_SHM)
@@ -174,30 +161,27 @@ def _node(config: KVRayConfig, sizes: dict[str, int]) -> tuple["NodeMemory", "Mo
         ) from None
     if "--in-use" in sizes:
         memory = replace(memory, available=max(0, memory.total - sizes["--in-use"]))
-    if shm is not None and memory.mount is not None and memory.mount.is_shm:
-        shm = memory.mount if "--shm" not in sizes else _resized(memory.mount, sizes["--shm"])
-        return replace(memory, mount=shm), replace(shm, point=_SHM)
-    if shm is not None and "--shm" in sizes:
-        shm = _resized(shm, sizes["--shm"])
+    in_shm = memory.mount is not None and memory.mount.is_shm
+    if shm is not None and in_shm:
+        shm = memory.mount  # without the arena
+    if shm is not None and size is not None:
+        shm = replace(shm, size=size, free=max(0, size - (shm.size - shm.free)))
+    if shm is not None and in_shm:
+        memory, shm = replace(memory, mount=shm), replace(shm, point=_SHM)
     return memory, shm
 
 
-def _resized(mount: "MountRoom", size: int) -> "MountRoom":
-    return replace(mount, size=size, free=max(0, size - (mount.size - mount.free)))
-
-
 def _without_arena(memory: "NodeMemory", config: KVRayConfig) -> "NodeMemory":
-    """Return what there is once the arena that this tier has there now is counted as free."""
-    from kvray.store.arena_file import ARENA_FILE
+    """Return the memory with what the tier's present arena takes counted as free."""
+    from kvray.store.arena.file import ARENA_FILE
 
     try:
         taken = (config.node_dir / ARENA_FILE).stat().st_blocks * 512
     except OSError:
         return memory
-    if memory.pool is not None:
-        pages = memory.pool.left + taken // memory.pool.page_bytes
-        return replace(memory, pool=replace(memory.pool, left=pages))
-    mount = memory.mount
+    pool, mount = memory.pool, memory.mount
+    if pool is not None:
+        return replace(memory, pool=replace(pool, left=pool.left + taken // pool.page_bytes))
     return replace(
         memory,
         available=min(memory.total, memory.available + taken),

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from kvray.cli.boundary import boundary
-from kvray.cli.options import ConfigOption, VerboseOption
 from kvray.config import load_config
+from kvray.console.boundary import boundary
+from kvray.console.options import ConfigOption, VerboseOption
 from kvray.errors import ConfigError
 
 MODULE = "kvray.connector"
@@ -23,10 +23,10 @@ kv_connector_config:
   connector_scheduler_class: {scheduler}
   connector_worker_class: {worker}
 kv_cache_config:
-  # The engine's own blocks are reused first; the connector is asked for what comes after them.
+  # The engine reuses its own blocks first, and asks the connector for the tokens after them.
   enable_block_reuse: true
-  # With partial reuse the engine asks for tokens from the middle of a block on. kvray holds whole
-  # blocks and has to answer such a request with no hit at all.
+  # With partial reuse the engine asks from the middle of a block on. kvray has whole blocks and
+  # must decline such a request.
   enable_partial_reuse: false
 """
 
@@ -36,14 +36,18 @@ def connector_config(
     output: Annotated[
         Path | None,
         typer.Option(
-            "--output", "-o", metavar="FILE", help="Write here, not to stdout.", show_default=False
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="The file to write; else stdout.",
+            show_default=False,
         ),
     ] = None,
     verbose: VerboseOption = False,
 ) -> None:
-    """Write the YAML for `trtllm-serve --extra_llm_api_options`.
+    """Write the YAML file for `trtllm-serve --extra_llm_api_options`.
 
-    Without --config the engine reads the file that KVRAY_CONFIG names when it starts.
+    Without --config the engine reads the file in KVRAY_CONFIG when it starts.
     """
     with boundary(verbose=verbose):
         load_config(config)  # a mistake in it shows here and not in an engine's log

@@ -1,4 +1,4 @@
-"""`kvray dashboard`: the Grafana dashboard, put where Ray's Grafana looks, and the alerts."""
+"""`kvray dashboard`: the Grafana dashboard, and the alerts for Prometheus."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,15 +6,15 @@ from typing import Annotated
 import typer
 import yaml
 
-from kvray.cli.boundary import boundary
-from kvray.cli.options import ConfigOption, VerboseOption
 from kvray.config import load_config
+from kvray.console.boundary import boundary
+from kvray.console.options import ConfigOption, VerboseOption
 from kvray.dashboards import ALERTS, DASHBOARD, package_file
 from kvray.errors import ConfigError
 
 dashboard = typer.Typer(
     name="dashboard",
-    help="The Grafana dashboard of the tier, and its Prometheus alerts.",
+    help="Install the Grafana dashboard and the Prometheus alerts.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -29,8 +29,7 @@ TempDirOption = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="What Ray's head was started with as --temp-dir; else that of the local Ray of"
-        " this tier, else /tmp/ray.",
+        help="The --temp-dir of Ray's head; else that of this tier's local Ray, else /tmp/ray.",
         show_default=False,
     ),
 ]
@@ -45,15 +44,15 @@ def install(
         typer.Option(
             "--to",
             metavar="DIR",
-            help="A directory that a Grafana loads dashboards from; then no Ray is looked for.",
+            help="A directory that a Grafana loads dashboards from; this needs no Ray.",
             show_default=False,
         ),
     ] = None,
     verbose: VerboseOption = False,
 ) -> None:
-    """Put the dashboard where Ray's Grafana loads dashboards from: on the node of Ray's head.
+    """Put the dashboard where Ray's Grafana loads it; run this on the node of Ray's head.
 
-    Ray makes that directory anew with every session: repeat this after Ray was restarted.
+    Each Ray session has a new directory: repeat this after a restart of Ray.
     """
     with boundary(verbose=verbose):
         if target is not None:
@@ -62,8 +61,8 @@ def install(
         temp_dir = ray_temp_dir or _temp_dir(load_config(config).cluster_name)
         session = find_session(temp_dir)
         print(f"The dashboard is {put_dashboard(dashboards_dir(session))}.")
-        print("Ray makes that directory anew with every session: repeat this after a restart.")
-        print("`kvray dashboard scrape` prints what Prometheus has to read.")
+        print("Each Ray session has a new directory: repeat this after a restart of Ray.")
+        print("`kvray dashboard scrape` prints the configuration for Prometheus.")
 
 
 @dashboard.command()
@@ -72,23 +71,23 @@ def scrape(
     ray_temp_dir: TempDirOption = None,
     verbose: VerboseOption = False,
 ) -> None:
-    """Print a configuration of Prometheus: where it finds the tier, and the alerts."""
+    """Print a configuration for Prometheus: where the metrics and the alerts are."""
     with boundary(verbose=verbose):
         temp_dir = ray_temp_dir or _temp_dir(load_config(config).cluster_name)
-        find_session(temp_dir)  # else it would scrape nothing, and not say so
+        find_session(temp_dir)  # else Prometheus would find nothing, silently
         print(scrape_config(temp_dir), end="")
 
 
 @dashboard.command()
 def rules(verbose: VerboseOption = False) -> None:
-    """Print the alerts, as a rule file of Prometheus."""
+    """Print the alerts, as a rule file for Prometheus."""
     with boundary(verbose=verbose):
         print(package_file(ALERTS).read_text(), end="")
 
 
 @dashboard.command()
 def show(verbose: VerboseOption = False) -> None:
-    """Print the dashboard's JSON, for Grafana's import."""
+    """Print the dashboard as JSON, for an import into Grafana."""
     with boundary(verbose=verbose):
         print(package_file(DASHBOARD).read_text(), end="")
 
@@ -109,10 +108,10 @@ def find_session(temp_dir: Path) -> Path:
 
 
 def dashboards_dir(session: Path) -> Path:
-    """Return the directory that Ray has told its Grafana to load dashboards from.
+    """Return the directory that Ray's Grafana loads dashboards from.
 
     Raises:
-        ConfigError: the session has no dashboard of Ray's, which makes it.
+        ConfigError: this Ray session runs without Ray's dashboard, which writes it.
     """
     providers = session / _PROVIDERS
     try:
@@ -127,7 +126,7 @@ def dashboards_dir(session: Path) -> Path:
 
 
 def put_dashboard(directory: Path) -> Path:
-    """Write the dashboard into `directory`, whole or not at all; again is fine.
+    """Write the dashboard into `directory`, all of it or nothing. Twice is fine.
 
     Raises:
         ConfigError: it cannot be written there.
@@ -135,7 +134,7 @@ def put_dashboard(directory: Path) -> Path:
     path = directory / f"kvray_{DASHBOARD}"
     text = package_file(DASHBOARD).read_text()
     try:
-        made = path.with_suffix(".new")  # no name that Grafana loads
+        made = path.with_suffix(".new")  # Grafana loads no such name
         made.write_text(text)
         made.chmod(0o644)  # Grafana may be another user
         made.replace(path)
@@ -148,7 +147,7 @@ def put_dashboard(directory: Path) -> Path:
 
 
 def scrape_config(temp_dir: Path) -> str:
-    """Return what of a configuration of Prometheus is about the tier."""
+    """Return the part of a Prometheus configuration that is about the tier."""
     described = {
         "rule_files": [str(package_file(ALERTS))],
         "scrape_configs": [
@@ -160,8 +159,8 @@ def scrape_config(temp_dir: Path) -> str:
 
 
 def _temp_dir(cluster_name: str) -> Path:
-    """Return where the local Ray of the tier has its sessions, or where any Ray has them."""
-    from kvray.actors.local_ray import local_dir
+    """Return the session directory of the tier's local Ray, or the usual one."""
+    from kvray.actors.tier.local_ray import local_dir
 
     own = local_dir(cluster_name) / _RAY_DIR
     return own if own.is_dir() else Path("/tmp/ray")

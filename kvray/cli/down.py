@@ -5,10 +5,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvray.cli.boundary import boundary
-from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
-from kvray.cli.progress import LaunchProgress
 from kvray.config import load_config
+from kvray.console.boundary import boundary
+from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.console.progress import LaunchProgress
+from kvray.errors import ShardUnavailable
 
 
 def down(
@@ -18,30 +19,34 @@ def down(
         bool,
         typer.Option(
             "--flush/--no-flush",
-            help="Whether blocks that are in memory only are written to the NVMe tier before,"
-            " the last used first, for nvme.flush_s at most.",
+            help="First write blocks that are only in memory to the NVMe tier, the latest used"
+            " first, for at most nvme.flush_s.",
         ),
     ] = True,
     verbose: VerboseOption = False,
 ) -> None:
-    """End the tier, free its memory, and end its Ray if `kvray up` started it; again is fine.
+    """End the tier, free its memory, and end its Ray if `kvray up` started it.
 
-    Engines go on without a tier. What is on disk stays, for the next `kvray up`.
+    Running it again is fine. Engines go on without a tier. Blocks on disk stay for the next
+    `kvray up`.
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
         with interrupts.masked():
-            from kvray.actors.claim import owner_of
-            from kvray.actors.launch import take_down
+            from kvray.actors.owner.claim import owner_of
+            from kvray.actors.tier.launch import take_down
 
         progress = LaunchProgress(Console(stderr=True, highlight=False), interrupts)
         with progress, interrupts.held():
             found = take_down(settings, flush=flush, report=progress.flushing)
+        owner = owner_of(settings.node_dir)
+        if owner is not None and not found:
+            raise ShardUnavailable(owner.keeps(settings.node_dir))
         name, console = settings.cluster_name, Console(highlight=False, soft_wrap=True)
         console.print(
             f"The tier [bold]{name}[/] is down." if found else f"No tier {name} was running."
         )
-        if (owner := owner_of(settings.node_dir)) is not None:
+        if owner is not None:
             console.print(
                 f"{owner} of another Ray cluster owns {settings.node_dir}, which stays; run"
                 " `kvray down` with the --address of that cluster."

@@ -1,4 +1,4 @@
-"""`kvray ls`: what is stored, by namespace, and the prefixes of one that are used most."""
+"""`kvray ls`: the stored namespaces, and the most used prefixes of one."""
 
 import json
 import sys
@@ -11,22 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvray.cli.boundary import boundary, stdout_kept
-from kvray.cli.explanation import node_of
-from kvray.cli.hits import hit_share
-from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
+from kvray.cli.text.explanation import node_of
+from kvray.cli.text.hits import tier_share
 from kvray.config import format_size, load_config
-
-EPILOG = """Examples:
-
-kvray ls: every namespace with its model, its replicas, its blocks in memory and on disk, its hits.
-
-kvray ls 3f0a91c2: the 20 prefixes of that namespace that were used most.
-
-kvray ls 3f0a91c2 --hottest 100 --json: a hundred of them, for a program.
-
-Exit status: 0 if there is an answer; 2 if no tier runs or an option is wrong; 130 if it was
-interrupted."""
+from kvray.console.boundary import boundary, stdout_kept
+from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 
 _MODEL_MAX = 40
 
@@ -36,12 +25,12 @@ def ls(
         str | None,
         typer.Argument(
             metavar="NAMESPACE",
-            help="The 8 hex digits of one, for the prefixes in it.",
+            help="List the prefixes of this namespace, named by its 8 hex digits.",
             show_default=False,
         ),
     ] = None,
     hottest: Annotated[
-        int, typer.Option(min=1, max=1000, help="How many prefixes, those used most first.")
+        int, typer.Option(min=1, max=1000, help="How many prefixes to list, the most used first.")
     ] = 20,
     config: ConfigOption = None,
     address: AddressOption = None,
@@ -97,7 +86,7 @@ def namespaces(
 
 
 def prefixes(contents: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the prefixes of all shards, those that several have as one, used most first."""
+    """Return the prefixes of all shards, each once, the most used first."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for shard, answer in contents.items():
         for one in answer["prefixes"]:
@@ -113,26 +102,26 @@ def prefixes(contents: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def namespaces_table(found: Sequence[Mapping[str, Any]]) -> Table:
     """Return one row for each namespace."""
     table = _table("namespace", "model", "dtype", "replicas")
-    for name in ("in memory", "blocks", "on disk", "blocks", "hit tokens"):
+    for name in ("in memory", "blocks", "on disk", "blocks", "from the tier"):
         table.add_column(name, justify="right")
     for one in found:
         fields = one["fields"]
         table.add_row(
             one["namespace"] or "not known",
-            escape(_shortened(str(fields.get("model", "no replica of it is known")))),
+            escape(_shortened(str(fields.get("model", "no known replica")))),
             escape(str(fields.get("kv_dtype", ""))),
             escape(", ".join(one["replicas"])),
             format_size(one["host_bytes"]),
             f"{one['host_blocks']:,}",
             format_size(one["nvme_bytes"]),
             f"{one['nvme_blocks']:,}",
-            hit_share(one),
+            tier_share(one),
         )
     return table
 
 
 def prefixes_table(found: Sequence[Mapping[str, Any]], tokens_per_block: int) -> Table:
-    """Return one row for each prefix; with 0 tokens a block their length in tokens is not known."""
+    """Return one row for each prefix; `tokens_per_block` 0: not known."""
     table = _table("last block", "nodes")
     for name in ("blocks", "tokens", "uses", "last use"):
         table.add_column(name, justify="right")
@@ -153,7 +142,7 @@ def _print(found: Mapping[str, Any], namespace: str | None) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
     entries = found["namespaces"]
     if found["silent"]:
-        console.print(f"No answer from {', '.join(found['silent'])}: what is there is not counted.")
+        console.print(f"No answer from {', '.join(found['silent'])}: their blocks are not counted.")
     if namespace is None:
         console.print(namespaces_table(entries) if entries else "Nothing is stored.")
         return

@@ -1,4 +1,4 @@
-"""`kvray prefetch`: bring a prompt's blocks to a replica's node before the engine is asked."""
+"""`kvray prefetch`: bring a prompt's blocks to a replica before its engine sees the prompt."""
 
 import json
 from dataclasses import asdict
@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from kvray.cli.boundary import boundary, stdout_kept
-from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
 from kvray.cli.token_file import read_tokens
 from kvray.config import load_config
+from kvray.console.boundary import boundary, stdout_kept
+from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 
 
 def prefetch(
@@ -18,11 +18,11 @@ def prefetch(
         Path,
         typer.Argument(
             metavar="TOKENS",
-            help="A file with the prompt's token ids, as one JSON list or apart by white space;"
-            " - is stdin.",
+            help="A file with the prompt's token ids: one JSON list, or numbers between white"
+            " space; - is stdin.",
         ),
     ],
-    replica: Annotated[str, typer.Option(help="The replica, as `kvray status` names it.")],
+    replica: Annotated[str, typer.Option(help="Name of the replica in `kvray status`.")],
     salt: Annotated[
         str | None, typer.Option(help="The request's cache salt.", show_default=False)
     ] = None,
@@ -35,7 +35,10 @@ def prefetch(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Bring what other nodes have of a prompt to the node of a replica."""
+    """Bring a prompt's blocks from other nodes and disk to a replica.
+
+    The next request with this prompt then hits.
+    """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
         token_ids = read_tokens(tokens)
@@ -49,7 +52,7 @@ def prefetch(
             return
         print(
             f"{brought.num_tokens:,} of {len(token_ids):,} tokens are ready for {replica},"
-            f" {brought.staged_tokens:,} of them were brought now."
+            f" {brought.staged_tokens:,} of them came now."
         )
         if brought.reason != "none":
             print(f"Why not more: {brought.reason.replace('_', ' ')}.")

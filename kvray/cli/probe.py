@@ -1,12 +1,12 @@
-"""`kvray probe`: whether this node's shard serves, for whoever starts and watches containers."""
+"""`kvray probe`: whether this node's shard serves, for the probes of containers."""
 
 from typing import Annotated
 
 import typer
 
-from kvray.cli.boundary import boundary
-from kvray.cli.options import ConfigOption, VerboseOption
 from kvray.config import load_config
+from kvray.console.boundary import boundary
+from kvray.console.options import ConfigOption, VerboseOption
 from kvray.errors import ShardUnavailable
 
 EXIT_NOT_SERVING = 1
@@ -15,14 +15,14 @@ EXIT_NOT_SERVING = 1
 def probe(
     config: ConfigOption = None,
     timeout: Annotated[
-        float, typer.Option(min=0.01, max=60, help="Seconds that the shard has to answer.")
+        float, typer.Option(min=0.01, max=60, help="Longest wait for the answer, in seconds.")
     ] = 1.0,
     verbose: VerboseOption = False,
 ) -> None:
-    """Ask this node's shard over its socket whether it serves; exit status 0 if so, else 1.
+    """Ask this node's shard over its socket whether it serves.
 
     Needs no Ray. Run it as the user of the shard, with the configuration of this node. Engines
-    need no such probe: without a shard they serve on.
+    need no such probe: they serve on without a shard.
     """
     with boundary(verbose=verbose):
         from kvray.node.shard_socket import ShardSocket

@@ -1,20 +1,28 @@
-"""`kvray replay`: what policies would have found of a trace of requests."""
+"""`kvray replay`: how policies would have served a trace of requests."""
 
 import sys
+from collections.abc import Sequence
 from decimal import Decimal
+from difflib import get_close_matches
 from pathlib import Path
 from re import fullmatch
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvray.cli.boundary import boundary
-from kvray.cli.options import VerboseOption
-from kvray.cli.picture import PlotOption, check_plot
+from kvray.console.boundary import boundary
+from kvray.console.options import VerboseOption
+from kvray.console.picture import PlotOption, check_plot
 from kvray.errors import ConfigError
 
+if TYPE_CHECKING:
+    from kvray.lab.replay import Comparison, Plan
+
 _MULTIPLES = {"": 1, "k": 1_000, "M": 1_000_000}
+_CAPACITIES = "1k,5k,10k,30k,100k"
 _PLAIN_WIDTH = 120
+
+Names = list[str] | None
 
 
 def replay(
@@ -26,67 +34,53 @@ def replay(
         ),
     ],
     capacity: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="BLOCKS",
-            help="Sizes of the host tier in blocks, such as 5k or 1k,10k; else 1k,5k,10k,30k,100k.",
-            show_default=False,
-        ),
+        Names,
+        typer.Option(metavar="BLOCKS", help=f"Sizes of the host tier. Default: {_CAPACITIES}."),
     ] = None,
     policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="What to replay it through, LRU in any case; else all policies.",
-            show_default=False,
-        ),
+        Names, typer.Option(metavar="NAME", help="s3fifo or gittins, beside lru. Default: all.")
     ] = None,
     nvme: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BLOCKS", help="Put an NVMe tier of that size below.", show_default=False
-        ),
+        str | None, typer.Option(metavar="BLOCKS", help="Put an NVMe tier of this size below.")
     ] = None,
     admission: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="What decides which blocks go to the NVMe tier; else all.",
-            show_default=False,
-        ),
+        Names,
+        typer.Option(metavar="NAME", help="NVMe admission: all, twice or likely. Default: each."),
     ] = None,
     block_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            metavar="N",
-            help="Tokens of a block where the trace does not say it; else 512.",
-            show_default=False,
+            **{"min": 1, "max": 1_000_000, "metavar": "N"},
+            help="Tokens of a block, where the trace does not say it. Default: 512.",
         ),
     ] = None,
     concurrent: Annotated[
         int,
         typer.Option(
-            min=1,
-            max=1_000_000,
-            metavar="N",
+            **{"min": 1, "max": 1_000_000, "metavar": "N"},
             help="Sessions at the same time, where the trace does not say when they began.",
         ),
     ] = 16,
     seed: Annotated[
-        int, typer.Option(metavar="N", help="Of the order in which such sessions begin.")
+        int,
+        typer.Option(
+            min=0, max=2**32 - 1, metavar="N", help="Decides the order in which they begin."
+        ),
     ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     plot: PlotOption = None,
     verbose: VerboseOption = False,
 ) -> None:
-    """Replay a trace of requests, and compare policies by what they would have found.
+    """Replay a trace of requests, and compare how many blocks each policy would have found.
 
-    It needs neither Ray nor a running tier, and moves no bytes. Every policy stands beside LRU,
-    beside Belady's optimum, which knows the future, and beside a cache without an end.
+    Every policy stands beside LRU, beside Belady's optimum, which knows the future, and beside an
+    infinite cache. No bytes are moved: it needs neither Ray nor a running tier.
+
+    A size is a number of blocks, such as 5000, 5k or 1.5M. Names and sizes may be given
+    repeatedly, or separated by commas.
     """
     with boundary(verbose=verbose) as interrupts:
-        host_blocks = parse_sizes(capacity or ["1k,5k,10k,30k,100k"], "--capacity")
+        host_blocks = parse_sizes(capacity or [_CAPACITIES], "--capacity")
         nvme_blocks = _one_size(nvme, "--nvme") if nvme is not None else 0
         if admission and not nvme_blocks:
             raise ConfigError("--admission decides what goes to disk; give --nvme BLOCKS, too.")
@@ -95,43 +89,53 @@ def replay(
         with interrupts.masked():
             from rich.console import Console
 
-            from kvray.cli import replay_report, replay_run
+            from kvray.lab.replay import Plan, report, simulator
 
-        simulator = replay_run.load_simulator()
-        plan = replay_run.make_plan(
-            simulator,
+        admissions = _names(admission, simulator.ADMISSIONS, "--admission")
+        plan = Plan(
+            policies=_names(policy, simulator.POLICIES, "--policy"),
             host_blocks=host_blocks,
             nvme_blocks=nvme_blocks,
-            policies=_split(policy or []),
-            admissions=_split(admission or []),
+            admissions=admissions if nvme_blocks else (None,),
         )
-        found = replay_run.run(
-            trace,
-            plan,
-            simulator,
-            reading={"block_tokens": block_tokens, "concurrent": concurrent, "seed": seed},
-            console=Console(stderr=True, highlight=False),
-        )
+        layout = {"concurrent": concurrent, "seed": seed}
+        found = _replay(trace, plan, block_tokens=block_tokens, **layout)
         if as_json:
-            print(replay_report.to_json(found, concurrent=concurrent, seed=seed))
+            print(report.to_json(found, **layout))
         else:
             width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-            replay_report.print_all(Console(highlight=False, width=width), found)
+            report.print_all(Console(highlight=False, width=width), found)
         if plot is not None:
-            from kvray.cli.replay_plot import draw
+            from kvray.lab.replay.plot import draw
 
             draw(found, plot)
 
 
-def parse_sizes(texts: list[str], option: str) -> list[int]:
-    """Return numbers of blocks, ascending, each once.
+def _replay(path: Path, plan: "Plan", **reading: Any) -> "Comparison":
+    """Read a trace and replay it; a bar shows how far it is."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import Progress
 
-    Args:
-        texts: such as `["1k,5k", "30000"]`.
-        option: what errors call it.
+    from kvray.lab.replay import compare, read_trace, simulator
+
+    console = Console(stderr=True, highlight=False)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("Reading", total=None)
+
+        def show(title: str, done: int, total: int) -> None:
+            bar.update(task, description=escape(title), completed=done, total=total)
+
+        trace = read_trace(path, **reading, progress=lambda *done: show("Reading", *done))
+        bar.reset(task)
+        return compare(trace, plan, simulator.simulate, progress=show)
+
+
+def parse_sizes(texts: list[str], option: str) -> list[int]:
+    """Return numbers of blocks, ascending, each once; texts are such as `["1k,5k", "30000"]`.
 
     Raises:
-        ConfigError: one of them is none.
+        ConfigError: one of them is no size; the message names the option.
     """
     return sorted({_one_size(text, option) for text in _split(texts)})
 
@@ -144,6 +148,17 @@ def _one_size(text: str, option: str) -> int:
             f"{option}: {text!r} is no number of blocks; write for example 5000, 5k or 1.5M."
         )
     return int(size)
+
+
+def _names(given: Names, known: Sequence[str], option: str) -> Sequence[str]:
+    """Return the names that an option has, or all known ones."""
+    names = _split(given or [])
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{option}: there is no {name!r}; {meant}known: {', '.join(known)}.")
+    return names or known
 
 
 def _split(texts: list[str]) -> list[str]:

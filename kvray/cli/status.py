@@ -1,8 +1,9 @@
-"""`kvray status`: what shards, lookup and replicas say of themselves."""
+"""`kvray status`: shards, lookup and replicas, as they report themselves."""
 
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -12,14 +13,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvray.cli.boundary import boundary, stdout_kept
-from kvray.cli.hits import hit_share
-from kvray.cli.memory import memory_sentences, node_name, shares_report
-from kvray.cli.namespaces import namespaces_report
-from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
-from kvray.cli.reasons import MISS_PREFIX
-from kvray.cli.transports import ways, ways_table
+from kvray.cli.text.hits import COMPUTED, SOURCES, source_shares, sources_sentence
+from kvray.cli.text.memory import node_name, shares_report
+from kvray.cli.text.namespaces import namespaces_report
+from kvray.cli.text.transports import node_links, node_links_table
+from kvray.cli.text.unnamed import unnamed_sentences
 from kvray.config import format_size, load_config
+from kvray.console.boundary import boundary, stdout_kept
+from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.trace.reasons import MISS_PREFIX
 
 _ARENA_COLUMNS = ("blocks", "leased_blocks", "evicted", "dropped", "corrupt")
 _SLAB_COLUMNS = ("block", "slabs", "blocks", "free", "longest\nrun", "frag-\nmented", "wasted")
@@ -31,14 +33,9 @@ _NVME_COLUMNS = {
     "evicted": "evicted",
     "corrupt": "corrupt",
 }
-_TOKEN_COLUMNS = {
-    "requests": "requests",
-    "prompt_tokens": "prompt\ntokens",
-    "local_tokens": "own\npool",
-    "hit_tokens": "hit\ntokens",
-}
-_FOR_METRICS = re.compile("_ns_below_|_us_sum$|^uptime_s$")
-"""Of the counters those that only metrics are made of."""
+_COUNTED = {"requests": "requests", "prompt_tokens": "prompt\ntokens"}
+_ELSEWHERE = re.compile("_ns_below_|_us_sum$|^uptime_s$|^hit_tokens|^local_tokens$|^fingerprint_")
+"""Counters that other columns, the metrics or sentences show."""
 
 
 def status(
@@ -47,7 +44,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Show the shards and their memory, the lookup, and the replicas with their hits."""
+    """Show the shards with their memory, the lookup, and the replicas with their hits."""
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
         with interrupts.masked():
@@ -78,14 +75,29 @@ def _print(found: dict[str, Any]) -> None:
     for shard in found["shards"]:
         if shard.get("message"):
             console.print(f"{shard['shard']}: {shard['message']}")
-    for sentence in memory_sentences(found["shards"]):
-        console.print(sentence, markup=False, soft_wrap=True)
-    between = ways(found)
-    if between:
-        console.print(ways_table(between))
+        if stopped := shard.get("stopped_with_lock"):
+            console.print(
+                f"{shard['shard']}: process {stopped['pid']} ({stopped['name']}) is stopped while"
+                f" it has the arena's lock; continue it with `kill -CONT {stopped['pid']}`, or the"
+                " shard ends it.",
+                markup=False,
+                soft_wrap=True,
+            )
+        for remark in shard.get("nvme", {}).get("remarks", ()):
+            console.print(f"{shard['shard']}: {remark}", markup=False, soft_wrap=True)
+    if between := node_links(found):
+        console.print(node_links_table(between))
     replicas = [replica for shard in found["shards"] for replica in shard.get("replicas", [])]
-    if replicas:
-        console.print(replicas_table(replicas))
+    ended = [shard["ended"] for shard in found["shards"] if shard.get("ended", {}).get("ranks")]
+    if replicas or ended:
+        if totals := prompt_totals([*replicas, *ended]):
+            console.print(f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}")
+        if replicas:
+            console.print(replicas_table(replicas))
+        if ended:
+            console.print(ended_line(ended))
+        for says, fix in unnamed_sentences(replicas):
+            console.print(f"{says}; {fix}.", markup=False, soft_wrap=True)
         for line in namespaces_report(found["shards"]) or ():
             console.print(line, soft_wrap=isinstance(line, str))
     else:
@@ -105,7 +117,7 @@ def shards_table(shards: list[dict[str, Any]]) -> Table:
 
 
 def memory_table(shards: list[dict[str, Any]]) -> Table:
-    """Return one row for each block size of each shard, and one for slabs that serve none."""
+    """Return one row for each block size of each shard, and one for its spare slabs."""
     table = Table(
         title="Memory by block size", title_justify="left", box=box.SIMPLE, collapse_padding=True
     )
@@ -142,13 +154,12 @@ def nvme_table(shards: list[dict[str, Any]]) -> Table:
 
 
 def replicas_table(replicas: list[dict[str, Any]]) -> Table:
-    """Return one row for each rank; figures that are zero or unknown here take no column."""
+    """Return one row for each rank; counters that are zero or unknown are left out."""
     table = Table(title="Replicas", title_justify="left", box=box.SIMPLE, collapse_padding=True)
     table.add_column("replica", no_wrap=True)
     table.add_column("rank", justify="right")
-    for name in _TOKEN_COLUMNS.values():
-        table.add_column(name, justify="right")
-    table.add_column("hit\nshare", justify="right")
+    for name in (*_COUNTED.values(), *SOURCES, COMPUTED):
+        table.add_column(name.replace(" ", "\n"), justify="right")
     table.add_column("misses", no_wrap=True)
     table.add_column("others")
     for replica in replicas:
@@ -157,21 +168,38 @@ def replicas_table(replicas: list[dict[str, Any]]) -> Table:
         others = _named(
             counters,
             lambda name: (
-                name not in _TOKEN_COLUMNS
+                name not in _COUNTED
                 and not name.startswith(MISS_PREFIX)
-                and not _FOR_METRICS.search(name)
+                and not _ELSEWHERE.search(name)
             ),
         )
         gone = [] if replica["connected"] else ["[red]gone[/]"]
         table.add_row(
             escape(replica["replica"]),
             str(replica["rank"]),
-            *(str(counters.get(name, "")) for name in _TOKEN_COLUMNS),
-            hit_share(counters),
+            *(str(counters.get(name, "")) for name in _COUNTED),
+            *source_shares(counters).values(),
             "\n".join(misses),
             ", ".join(gone + others),
         )
     return table
+
+
+def ended_line(ended: list[dict[str, Any]]) -> str:
+    """Return the sums of ranks that ended a while ago."""
+    line = f"{sum(one['ranks'] for one in ended)} ranks ended before and are not listed"
+    totals = prompt_totals(ended)
+    if not totals:
+        return f"{line}."
+    return f"{line}: {totals['requests']:,} requests, {totals['hit_tokens']:,} hit tokens."
+
+
+def prompt_totals(replicas: list[dict[str, Any]]) -> Counter[str]:
+    """Return the sums of all counters; empty if no replica had a prompt."""
+    totals: Counter[str] = Counter()
+    for replica in replicas:
+        totals.update(replica["counters"])
+    return totals if totals["prompt_tokens"] else Counter()
 
 
 def _named(counters: dict[str, int], is_wanted: Callable[[str], bool]) -> list[str]:
@@ -207,9 +235,10 @@ def _slab_cells(use: dict[str, Any]) -> list[str]:
 
 
 def _nvme_remark(nvme: dict[str, Any]) -> str:
-    """Return what is not as it should be."""
+    """Return what is wrong with the disk, if anything is."""
     if nvme["message"]:
-        return str(nvme["message"])
+        out = "out: " if nvme.get("state") == "out" else ""
+        return f"{out}{nvme['message']}"
     if nvme["segments_without_room"]:
         return "the disk is full"
     if nvme["write_budget_bytes"] == 0:

@@ -1,4 +1,4 @@
-"""`kvray sweep`: a node's arenas, and the removal of those that nobody uses. Needs no Ray."""
+"""`kvray sweep`: lists a node's arenas and removes those that nobody uses. Needs no Ray."""
 
 import json
 import sys
@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvray.cli.boundary import boundary
-from kvray.cli.options import ConfigOption, VerboseOption
 from kvray.config import format_size, load_config
+from kvray.console.boundary import boundary
+from kvray.console.options import ConfigOption, VerboseOption
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvray.actors.census import Finding
+    from kvray.actors.owner.inventory import Finding
 
 _EXIT_LEFT = 1
 _OUTCOMES = {
@@ -38,23 +38,26 @@ def sweep(
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir", metavar="DIR", help="Where to look; else arena.dir.", show_default=False
+            "--dir",
+            metavar="DIR",
+            help="The directory to look in; else arena.dir.",
+            show_default=False,
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be removed, and remove nothing.")
+        bool, typer.Option("--dry-run", help="Show the arenas, and remove none.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Show this node's arenas, and remove those without a shard and without attached engines.
+    """Remove this node's arenas that have neither a shard nor an engine.
 
-    Only this user's are looked at. Exits with 1 if something could not be removed.
+    It looks at the arenas of this user only, and lists all of them.
     """
     with boundary(verbose=verbose) as interrupts:
         parent = directory or load_config(config).arena.dir
         with interrupts.masked():
-            from kvray.actors.census import find_arenas
+            from kvray.actors.owner.inventory import find_arenas
 
         swept = [_swept(finding, dry_run=dry_run) for finding in find_arenas(parent)]
         if as_json:
@@ -66,7 +69,7 @@ def sweep(
 
 
 def _swept(finding: "Finding", *, dry_run: bool) -> dict[str, Any]:
-    """Remove the arena if nobody uses it; return what was found and what became of it."""
+    """Remove the arena if nobody uses it; return what it was, and the outcome."""
     outcome, problem = str(finding.use), None
     if outcome == "unused" and not dry_run:
         outcome, problem = _remove(finding.path)
@@ -76,8 +79,8 @@ def _swept(finding: "Finding", *, dry_run: bool) -> dict[str, Any]:
 
 
 def _remove(directory: Path) -> tuple[str, str | None]:
-    """Return what became of an arena that nobody used, and why if it is left."""
-    from kvray.actors.census import look_at, remove_unused
+    """Remove an arena that nobody used; return the outcome, and why it is left if it is."""
+    from kvray.actors.owner.inventory import look_at, remove_unused
 
     try:
         if remove_unused(directory):
@@ -86,8 +89,8 @@ def _remove(directory: Path) -> tuple[str, str | None]:
         return "left", str(error)
     except OSError as error:
         return "left", f"{error.filename} ({error.strerror}); remove it by hand."
-    use = look_at(directory).use  # somebody may have come meanwhile
-    return ("left", "files of others are in it.") if use == "unused" else (use, None)
+    use = look_at(directory).use  # a process may have attached meanwhile
+    return ("left", "it has files of others.") if use == "unused" else (use, None)
 
 
 def _print(parent: Path, swept: list[dict[str, Any]]) -> None:

@@ -8,10 +8,10 @@ from kvray.errors import ConfigError
 
 
 def read_tokens(path: Path) -> list[int]:
-    """Return the token ids in a file: one JSON list, or numbers apart by white space; - is stdin.
+    """Return the token ids in a file: one JSON list, or numbers between white space; - is stdin.
 
     Raises:
-        ConfigError: there are none in it.
+        ConfigError: it has none.
     """
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text()
@@ -20,7 +20,7 @@ def read_tokens(path: Path) -> list[int]:
         raise ConfigError(f"{path} cannot be read as token ids ({error}).") from None
     if not isinstance(found, list) or not found or any(type(token) is not int for token in found):
         raise ConfigError(
-            f"{path} must hold token ids, as one JSON list such as [1, 15043] or apart by white"
-            " space."
+            f"{path} must have token ids: one JSON list such as [1, 15043], or numbers between"
+            " white space."
         )
     return found

@@ -1,4 +1,4 @@
-"""`kvray top`: nodes and replicas of a tier as they work, refreshed until Ctrl-C."""
+"""`kvray top`: the nodes and replicas of a tier at work, refreshed until Ctrl-C."""
 
 import sys
 import time
@@ -8,29 +8,18 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from kvray.cli.boundary import boundary, stdout_kept
-from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
-from kvray.cli.rates import History
-from kvray.cli.top_view import view
+from kvray.cli.text.rates import History
+from kvray.cli.text.top_view import view
 from kvray.config import load_config
+from kvray.console.boundary import boundary, stdout_kept
+from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.errors import KVRayError
 
 if TYPE_CHECKING:
     from kvray.client import Client
 
-EPILOG = """Examples:
-
-kvray top: every second what the last five have brought; Ctrl-C ends it.
-
-kvray top -n 5: every five seconds.
-
-kvray top --once: one look, of a second, for a script or a ticket.
-
-A tier that goes away is said and waited for. Exit status: 0 after Ctrl-C; 2 if Ray cannot be
-reached at the start, or with --once no tier answers, or an option is wrong."""
-
 _WINDOW_S = 5.0
-"""Over which rates are taken: engines report once a second."""
+"""Rates are averages over this time: engines report once a second."""
 _ANSWER_S = 5.0
 
 
@@ -38,14 +27,15 @@ def top(
     interval: Annotated[
         float, typer.Option("--interval", "-n", min=0.2, max=3600, help="Seconds between looks.")
     ] = 1.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print what one interval brought, and end.")
-    ] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one interval, and end.")] = False,
     config: ConfigOption = None,
     address: AddressOption = None,
     verbose: VerboseOption = False,
 ) -> None:
-    """Show memory, hits, misses and rates of all nodes and replicas, live."""
+    """Show memory, hits, misses and rates of all nodes and replicas, live.
+
+    If the tier goes away, the view says so and waits for it.
+    """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
         with interrupts.masked():
@@ -60,7 +50,7 @@ def top(
             try:
                 _watch(client, console, interval)
             except KeyboardInterrupt:
-                return  # that is how one ends it
+                return  # the usual end
 
 
 def _print_once(client: "Client", console: Console, interval: float) -> None:
@@ -73,7 +63,7 @@ def _print_once(client: "Client", console: Console, interval: float) -> None:
 
 def _watch(client: "Client", console: Console, interval: float) -> None:
     history = History(max(_WINDOW_S, 2 * interval))
-    # What is no terminal gets one frame after the other.
+    # A file gets one frame after the other.
     screen = console.is_terminal
     with Live(view(history), console=console, screen=screen, auto_refresh=False) as live:
         while True:
@@ -87,7 +77,7 @@ def _watch(client: "Client", console: Console, interval: float) -> None:
 
 
 def _look(client: "Client", history: History) -> str:
-    """Take the tier's status; return why there is none."""
+    """Add the tier's status; return why there is none, or an empty text."""
     try:
         history.add(time.monotonic(), client.status(timeout_s=_ANSWER_S))
     except KVRayError as error:

@@ -1,19 +1,19 @@
-"""`kvray up`: start the tier, and a local Ray for it if there is no cluster."""
+"""`kvray up`: start the tier, and a local Ray cluster if there is none."""
 
 from typing import Annotated
 
 import typer
 
-from kvray.cli.boundary import boundary
 from kvray.cli.launching import carry_out, show_plan
-from kvray.cli.options import (
+from kvray.config import load_config
+from kvray.console.boundary import boundary
+from kvray.console.options import (
     AddressOption,
     ConfigOption,
     PlanOption,
     RecreateOption,
     VerboseOption,
 )
-from kvray.config import load_config
 from kvray.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def up(
         typer.Option(
             min=1,
             max=65535,
-            help="Port of the local Ray's head; else a free one.",
+            help="Port of the local Ray's head; a free one by default.",
             show_default=False,
         ),
     ] = None,
@@ -35,29 +35,30 @@ def up(
     wait: Annotated[
         bool,
         typer.Option(
-            help="Wait until every node that is meant has its shard; without, nodes may join later."
+            help="Wait until every chosen node has its shard; otherwise nodes may join later."
         ),
     ] = True,
     recreate: RecreateOption = False,
     plan: PlanOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Start the tier and wait until it serves; again is fine.
+    """Start the tier and wait until it serves; running it again is fine.
 
-    A tier that runs with other settings is brought to these, one node after the other, with its
-    arenas kept. Without an address it starts a Ray on this machine, which goes on after this
-    command and ends with `kvray down`.
+    A tier that runs with other settings gets the new ones, one node after the other, and keeps its
+    arenas. Without an address, this command starts a Ray on this machine that runs until
+    `kvray down`.
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
-        if port is not None and settings.ray.address is not None:
-            raise ConfigError(
-                f"--port is for a local Ray, but the tier goes on the one at"
-                f" {settings.ray.address}; leave one of the two out."
-            )
+        for option, given in (("--port", port is not None), ("--dashboard", dashboard)):
+            if given and settings.ray.address is not None:
+                raise ConfigError(
+                    f"{option} is for a local Ray, but ray.address names the one at"
+                    f" {settings.ray.address}; leave one of the two out."
+                )
         with interrupts.masked():
-            from kvray.actors.launch import preview
-            from kvray.actors.rollout import Rollout
+            from kvray.actors.tier.launch import preview
+            from kvray.actors.tier.rollout import Rollout
 
         rollout = Rollout(recreate=recreate)
         if plan:

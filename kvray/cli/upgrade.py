@@ -1,19 +1,19 @@
-"""`kvray upgrade`: have a tier that runs go on with the code that is installed now."""
+"""`kvray upgrade`: restart a running tier with the installed code."""
 
 from typing import Annotated
 
 import typer
 
-from kvray.cli.boundary import boundary
 from kvray.cli.launching import carry_out, show_plan
-from kvray.cli.options import (
+from kvray.config import load_config
+from kvray.console.boundary import boundary
+from kvray.console.options import (
     AddressOption,
     ConfigOption,
     PlanOption,
     RecreateOption,
     VerboseOption,
 )
-from kvray.config import load_config
 from kvray.errors import ShardUnavailable
 
 
@@ -22,22 +22,22 @@ def upgrade(
     address: AddressOption = None,
     restart: Annotated[
         bool,
-        typer.Option("--all", help="Also parts whose code has not changed.", show_default=False),
+        typer.Option("--all", help="Restart all parts, changed or not.", show_default=False),
     ] = False,
     recreate: RecreateOption = False,
     plan: PlanOption = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Make anew what runs other code than its node has installed, one node after the other.
+    """Restart every part that runs other code than its node has installed, node by node.
 
-    Arenas are kept, and engines that are attached go on. Install the new version on every node
-    first. Interrupted, it goes on where it was when it is run again.
+    Arenas stay, and attached engines go on. Install the new version on every node first. Run the
+    command again after an interruption; it continues where it was.
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
         with interrupts.masked():
-            from kvray.actors.launch import preview
-            from kvray.actors.rollout import Rollout
+            from kvray.actors.tier.launch import preview
+            from kvray.actors.tier.rollout import Rollout
 
         rollout = Rollout(upgrade=True, restart=restart, recreate=recreate)
         planned = preview(settings, rollout)

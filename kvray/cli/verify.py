@@ -1,4 +1,4 @@
-"""`kvray verify`: check the bytes of every block in this node's arena, while it is in use."""
+"""`kvray verify`: check every block of this node's arena while it is in use."""
 
 import json
 import time
@@ -12,10 +12,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from kvray.cli.boundary import boundary
-from kvray.cli.interrupts import Interrupts
-from kvray.cli.options import ConfigOption, VerboseOption
 from kvray.config import KVRayConfig, format_size, load_config
+from kvray.console.boundary import boundary
+from kvray.console.interrupts import Interrupts
+from kvray.console.options import ConfigOption, VerboseOption
 from kvray.errors import ShardUnavailable
 
 EXIT_CORRUPT = 1
@@ -30,10 +30,10 @@ def verify(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Check the bytes of every block in this node's shared memory; engines go on meanwhile.
+    """Check every stored block of this node, and the tables that find it.
 
-    Blocks whose bytes are wrong are quarantined and never served. Needs no Ray. Exits with 1 if
-    there were any.
+    Engines go on meanwhile. A block with wrong bytes is quarantined and never served. The shard
+    mends the tables. Needs no Ray.
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config)
@@ -43,7 +43,7 @@ def verify(
             print(json.dumps({"arenas": found, "errors": [str(error) for error in errors]}))
         elif found or not errors:
             _print(found, settings.arena.dir)
-        if any(arena["corrupt"] for arena in found):
+        if any(arena["corrupt"] or arena["damage"] for arena in found):
             raise typer.Exit(EXIT_CORRUPT)
         if errors:
             raise errors[0]
@@ -52,8 +52,8 @@ def verify(
 def _directories(settings: KVRayConfig, *, all_arenas: bool) -> list[Path]:
     if not all_arenas:
         return [settings.node_dir]
-    from kvray.actors.ownership import is_own
-    from kvray.store.arena import ARENA_FILE
+    from kvray.actors.owner.ownership import is_own
+    from kvray.store.arena.file import ARENA_FILE
 
     found = sorted(settings.arena.dir.glob("kvray-*"))
     return [path for path in found if is_own(path) and (path / ARENA_FILE).exists()]
@@ -62,12 +62,12 @@ def _directories(settings: KVRayConfig, *, all_arenas: bool) -> list[Path]:
 def _verify_each(
     directories: list[Path], lock_wait_s: float, interrupts: Interrupts
 ) -> tuple[list[dict[str, Any]], list[ShardUnavailable]]:
-    """Check every arena that can be; return what was found, and why the others cannot."""
+    """Check every arena that can be checked; return the results, and the errors of the others."""
     found: list[dict[str, Any]] = []
     errors: list[ShardUnavailable] = []
     for directory in directories:
         try:
-            # A signal waits for the end of a batch: nothing may stay leased.
+            # A signal waits for the end of a batch: no lease may stay behind.
             with interrupts.held():
                 found.append(_verify(directory, lock_wait_s, interrupts))
         except ShardUnavailable as error:
@@ -76,7 +76,7 @@ def _verify_each(
 
 
 def _verify(directory: Path, lock_wait_s: float, interrupts: Interrupts) -> dict[str, Any]:
-    """Check one arena, with a bar on a terminal; return what was found."""
+    """Check one arena, with a bar on a terminal; return the result."""
     from kvray.store import Arena
     from kvray.store.scan import scan
 
@@ -109,6 +109,7 @@ def _verify(directory: Path, lock_wait_s: float, interrupts: Interrupts) -> dict
             "bytes": found.num_bytes,
             "seconds": round(time.perf_counter() - start, 3),
             "corrupt": list(found.corrupt),
+            "damage": dict(found.damage),
             "skipped": found.skipped,
         }
     finally:
@@ -126,6 +127,13 @@ def _print(found: list[dict[str, Any]], parent: Path) -> None:
             names = ", ".join(corrupt[:_NAMES_MAX]) + (", ..." if corrupt[_NAMES_MAX:] else "")
             console.print(
                 f"{escape(arena['directory'])}: [red]corrupt[/], now quarantined: {names}"
+            )
+        if damage := arena["damage"]:
+            names = ", ".join(f"{count} {name}" for name, count in damage.items())
+            console.print(
+                f"{escape(arena['directory'])}: [red]tables damaged[/]: {names}. The shard that"
+                " serves it mends them within minutes, else the next `kvray up` does; test the"
+                " memory of this node."
             )
 
 

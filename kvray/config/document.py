@@ -13,6 +13,15 @@ _BYTES_MAX = 2**20
 _DEPTH_MAX = 6
 """Deeper than any setting lies; what is below belongs to the value above."""
 
+_REMEDIES = {
+    "'\\t'": "indent with spaces, not with tabs",
+    "tag": "write the plain value, without a tag",
+    "mapping values are not allowed": "put each key on a line of its own, and a text with a colon"
+    " in quotes",
+    "": "check indentation, brackets and quotes there",
+}
+"""What to do, by a part of what the parser says."""
+
 SettingPath = tuple[str, ...]
 """Names from the top on, as in ("arena", "capacity"); entries of a list by their number."""
 
@@ -57,13 +66,13 @@ def read_document(path: Path) -> Document:
 
 def _read_text(path: Path) -> str:
     try:
+        if path.is_fifo():  # opening it would wait for a writer, for ever
+            raise ConfigError(
+                f"{path} is a pipe, but every part of the tier reads the configuration; name a"
+                " file."
+            )
         with path.open("rb") as file:
             raw = file.read(_BYTES_MAX + 1)
-        if len(raw) > _BYTES_MAX:
-            raise ConfigError(
-                f"{path} has more than {_BYTES_MAX} bytes; name a configuration of kvray."
-            )
-        return raw.decode("utf-8")
     except IsADirectoryError:
         raise ConfigError(
             f"{path} is a directory and cannot be read; name the file in it, such as"
@@ -74,6 +83,10 @@ def _read_text(path: Path) -> str:
             f"The configuration file {path} cannot be read ({error.strerror}); name an existing"
             " file that this user may read."
         ) from None
+    if len(raw) > _BYTES_MAX:
+        raise ConfigError(f"{path} has more than {_BYTES_MAX} bytes; name a file of settings.")
+    try:
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is no UTF-8 text (byte {error.start} is {error.object[error.start]:#04x});"
@@ -84,7 +97,7 @@ def _read_text(path: Path) -> str:
 def _lines(
     node: yaml.Node, at: SettingPath, path: Path, visited: set[int]
 ) -> Iterator[tuple[SettingPath, int]]:
-    """Yield where everything stands; what aliases repeat stands where it is first.
+    """Yield the line of everything; an alias has the line of what it repeats.
 
     Raises:
         ConfigError: a key stands twice in one mapping; YAML would take the last.
@@ -113,16 +126,8 @@ def _lines(
 
 
 def _not_yaml(path: Path, error: yaml.YAMLError) -> str:
-    """Return the sentence for what the parser does not take."""
     mark = getattr(error, "problem_mark", None)
     where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
     said = getattr(error, "problem", None) or " ".join(str(error).split())
-    if "'\\t'" in said:
-        remedy = "indent with spaces, not with tabs"
-    elif "tag" in said:
-        remedy = "write the plain value, without a tag"
-    elif "mapping values are not allowed" in said:
-        remedy = "put each key on a line of its own, and a text with a colon in quotes"
-    else:
-        remedy = "check indentation, brackets and quotes there"
+    remedy = next(remedy for part, remedy in _REMEDIES.items() if part in said)
     return f"{where}: this is not valid YAML: {said}; {remedy}."

@@ -1,4 +1,4 @@
-"""Values from several sources laid over each other, and which source each of them has."""
+"""Values from several sources, later ones on top, and the source of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Origin:
 
     kind: Kind
     where: str = ""
-    """File and line, or the variable; empty where `kind` says it all."""
+    """File and line, or the variable; empty if `kind` says everything."""
 
     def __str__(self) -> str:
         return self.where or self.kind
@@ -30,12 +30,12 @@ COMMAND_LINE = Origin(kind="command line")
 
 @dataclass(slots=True)
 class Layers:
-    """What is given so far; what is put later lies above."""
+    """The values so far; a later one wins."""
 
     values: dict[str, Any] = field(default_factory=dict)
     """Section -> key -> value, as a file has it."""
     origins: dict[SettingPath, Origin] = field(default_factory=dict)
-    """Of everything that was given, sections included."""
+    """The origin of everything that was given, sections included."""
 
     @classmethod
     def of_document(cls, name: str, document: Document) -> "Layers":
@@ -46,56 +46,46 @@ class Layers:
         return cls(document.values, origins)
 
     def put(self, dotted: str, value: Any, origin: Origin) -> None:
-        """Lay one value over what is there.
+        """Set one value, over the earlier ones.
 
         Raises:
             ConfigError: there is a value where its section should be.
         """
         path = tuple(dotted.split("."))
-        put_value(self.values, path, value)
+        values = self.values
+        for depth, section in enumerate(path[:-1], 1):
+            if values.get(section) is None:
+                values[section] = {}
+            if not isinstance(values[section], dict):
+                raise ConfigError(
+                    f"{'.'.join(path[:depth])} must be a section with keys, not"
+                    f" {shown(values[section])}; {dotted} cannot be set in it."
+                )
+            values = values[section]
+        values[path[-1]] = value
         for length in range(1, len(path)):
             self.origins.setdefault(path[:length], origin)
         self.origins[path] = origin
 
     def put_environment(self, given: Mapping[str, str]) -> None:
-        """Lay what the environment says over what is there."""
+        """Set what the environment says."""
         for dotted, value in given.items():
-            origin = Origin(kind="environment", where=variable_of(dotted))
-            self.put(dotted, value, origin)
+            self.put(dotted, value, Origin(kind="environment", where=variable_of(dotted)))
 
     def put_overrides(self, given: Mapping[str, Any]) -> None:
-        """Lay what a caller says over what is there; None is no value."""
+        """Set what a caller says; None is no value."""
         for dotted, value in given.items():
             if value is not None:
                 self.put(dotted, value, COMMAND_LINE)
 
     def origin_of(self, path: SettingPath, *, at_least: int = 1) -> Origin:
-        """Return the origin of a value, or of what it was given as a part of.
+        """Return the origin of a value, or of the mapping or section that it was given with.
 
         Args:
             path: of the value.
-            at_least: names that what was given must have: 1 takes that of the section too.
+            at_least: the least number of names in the path that is looked at; 1 is a section's.
         """
         for length in range(len(path), at_least - 1, -1):
             if (found := self.origins.get(path[:length])) is not None:
                 return found
         return DEFAULT
-
-
-def put_value(values: dict[str, Any], path: SettingPath, value: Any) -> None:
-    """Set one value of nested sections, which are made where they are missing.
-
-    Raises:
-        ConfigError: there is a value where its section should be.
-    """
-    *sections, key = path
-    for depth, section in enumerate(sections, 1):
-        if values.get(section) is None:
-            values[section] = {}
-        if not isinstance(values[section], dict):
-            raise ConfigError(
-                f"{'.'.join(path[:depth])} must be a section with keys, not"
-                f" {shown(values[section])}; {'.'.join(path)} cannot be set in it."
-            )
-        values = values[section]
-    values[key] = value

@@ -1,14 +1,13 @@
-"""Which setting was meant by a name that is none."""
+"""Which setting was meant by an unknown name."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvray.config.schema import setting_rows
 from kvray.config.sections import NodeConfig
 
-_NEAR = 0.6
 _NEAR_ELSEWHERE = 0.75
-"""How alike names of another section must be, which is said less surely."""
+"""How alike the name of a setting in another section must be, which is a bolder guess."""
 
 
 def nearest(sections: Sequence[str], key: str) -> list[str]:
@@ -16,46 +15,30 @@ def nearest(sections: Sequence[str], key: str) -> list[str]:
 
     The settings beside it come first, then those of that name in other sections.
     """
-    siblings = list(_names_in(sections))
-    near = difflib.get_close_matches(key.lower(), siblings, n=1, cutoff=_NEAR)
-    if near:
+    if near := difflib.get_close_matches(key.lower(), names_in(sections), n=1):
         return [".".join((*sections, near[0]))]
     elsewhere = {
-        name: max(_alike(key, name.rpartition(".")[2]), _alike(key, name)) for name in _all_names()
+        row.name: max(_alike(key, row.name.rpartition(".")[2]), _alike(key, row.name))
+        for row in setting_rows()
     }
-    best = max(elsewhere.values())
-    if best < _NEAR_ELSEWHERE:
-        return []
+    best = max(_NEAR_ELSEWHERE, *elsewhere.values())
     return [name for name, ratio in elsewhere.items() if ratio == best]
 
 
 def names_in(sections: Sequence[str]) -> list[str]:
-    """Return the names of what can be set in a section, itself sections included."""
-    return sorted(_names_in(sections))
-
-
-def _names_in(sections: Sequence[str]) -> Iterator[str]:
+    """Return the names of what can be set in a section, its sections included."""
     within = [part for part in sections if not part.isdigit()]
     if within == ["nodes"]:
-        yield from NodeConfig.model_fields
-        return
+        return sorted(NodeConfig.model_fields)
     if within[:1] == ["nodes"]:
         within = within[1:]  # its sections have the names of those at the top
-    names = {
-        name.split(".")[len(within)]: None
-        for name in _all_names()
-        if name.split(".")[: len(within)] == within and name.count(".") >= len(within)
-    }
-    yield from names
-
-
-def _all_names() -> list[str]:
-    return [row.name for row in setting_rows()]
+    at = "".join(f"{part}." for part in within)
+    names = (row.name.removeprefix(at) for row in setting_rows() if row.name.startswith(at))
+    return sorted({name.partition(".")[0] for name in names})
 
 
 def _alike(one: str, other: str) -> float:
-    matcher = difflib.SequenceMatcher(None, _flat(one), _flat(other))
-    return float(matcher.ratio())
+    return difflib.SequenceMatcher(None, _flat(one), _flat(other)).ratio()
 
 
 def _flat(name: str) -> str:

@@ -104,7 +104,8 @@ def _kind(found: dict[str, Any]) -> str:
     """Return in words what a value may be."""
     if "anyOf" in found:
         kinds = [_kind(one) for one in found["anyOf"] if one.get("type") != "null"]
-        return "size" if kinds == ["whole number from 1", "text"] else " or ".join(kinds)
+        is_size = kinds[0].startswith("whole number from 1 to") and kinds[1:] == ["text"]
+        return "size" if is_size else " or ".join(kinds)
     if "enum" in found:
         return ", ".join(found["enum"])
     if found.get("type") in ("integer", "number"):

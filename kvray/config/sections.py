@@ -69,6 +69,11 @@ class ArenaConfig(_Section):
     lease_warn_s: Seconds = Field(
         default=60.0, gt=0, description="leases older than this are named"
     )
+    stopped_s: Seconds = Field(
+        default=30.0,
+        gt=0,
+        description="how long a stopped process may keep the arena's lock; then it is ended",
+    )
     namespace_quota: Size | None = Field(
         default=None, description="bytes that the blocks of one namespace may take; none: no bound"
     )
@@ -145,7 +150,7 @@ class StagingConfig(_Section):
     lease_s: Seconds = Field(
         default=5.0, gt=0, description="lease at the holder; renewed while blocks are on their way"
     )
-    fetches_max: int = Field(default=4, ge=1, description="fetches of a node at once")
+    fetches_max: int = Field(default=4, ge=1, le=1024, description="fetches of a node at once")
     bytes_in_flight: Size = Field(
         default=256 * 2**20, description="bytes on their way to a node at once"
     )
@@ -158,7 +163,7 @@ class ConnectorConfig(_Section):
     model_key: str | None = Field(
         default=None,
         min_length=1,
-        description="names model and revision when no checkpoint can be read",
+        description="names model and revision; then no checkpoint is read or waited for",
     )
     verify_on_load: Literal["auto", "always", "never"] = Field(
         default="auto", description="check checksums of loaded blocks; auto: when loading to CPU"
@@ -182,18 +187,18 @@ class ConnectorConfig(_Section):
         description="longest wait of the engine's scheduler for blocks of other nodes; 0: never",
     )
     saves_max: int = Field(
-        default=256, ge=1, description="passes whose saves may wait; more are dropped"
+        default=256, ge=1, le=65_536, description="passes whose saves may wait; more are dropped"
     )
 
 
 class SecurityConfig(_Section):
     """Who may do what; see docs/security.md."""
 
-    auth_token_file: Path | None = Field(
+    auth_token_file: AbsolutePath | None = Field(
         default=None,
         description="file with the token that clearing and ending the tier ask for; none: no token",
     )
-    tenant_secret_file: Path | None = Field(
+    tenant_secret_file: AbsolutePath | None = Field(
         default=None,
         description="file, on every node, with the secret that keeps tenants apart; none: no"
         " tenants",

@@ -12,9 +12,11 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _FORM = r"\s*(\d+(?:\.\d+)?)\s*({units})?\s*"
 _MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB"}
 """What is meant by units that begin with these letters."""
+_SIZE_MAX = 2**60
+"""More bytes than any machine has, and few enough for every computation with them."""
 _SCHEMA = {
     "anyOf": [
-        {"type": "integer", "minimum": 1},
+        {"type": "integer", "minimum": 1, "maximum": _SIZE_MAX},
         {"type": "string", "pattern": f"^{_FORM.format(units='|'.join(filter(None, _UNITS)))}$"},
     ],
     "examples": ["64GiB", "1.5TiB", "512MiB", 1073741824],
@@ -25,7 +27,7 @@ def parse_size(value: object) -> int:
     """Return `value` in bytes: a whole number, or text such as `64GiB`.
 
     Raises:
-        ValueError: no such unit, or the size is not positive.
+        ValueError: no such unit, or the size is not positive or more than any machine has.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -37,6 +39,10 @@ def parse_size(value: object) -> int:
         size = int(Decimal(found[1]) * _UNITS[found[2]])
     if size <= 0:
         raise ValueError(f"{shown(value)} is not a positive size; write for example 64GiB")
+    if size > _SIZE_MAX:
+        raise ValueError(
+            f"{shown(value)} is more than any machine has; write at most {exact_size(_SIZE_MAX)}"
+        )
     return size
 
 

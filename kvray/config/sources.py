@@ -176,4 +176,5 @@ def _validated(layers: Layers) -> KVRayConfig:
 
 
 def _contradicting(found: Contradiction, layers: Layers) -> ConfigError:
-    return ConfigError(located(layers.origin_of(found.path), found.sentence))
+    path, sentence = found
+    return ConfigError(located(layers.origin_of(path), sentence))

@@ -9,6 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 LABEL_PATTERN = r"^[^=\s]+=[^=\s]+$"
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|sec|m|min|h)\s*")
+_SECONDS_MAX = 366 * 86_400
+"""More would be refused by the waits of Python and of the kernel."""
 _SECONDS = {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 
 
@@ -46,6 +48,12 @@ def _plain_seconds(value: object) -> object:
     return value
 
 
+def _bounded(seconds: float) -> float:
+    if seconds > _SECONDS_MAX:
+        raise ValueError(f"{seconds:g} seconds are more than a year; write a number such as 30")
+    return seconds
+
+
 def _absolute(path: Path) -> Path:
     if not path.is_absolute():
         raise ValueError(
@@ -59,8 +67,8 @@ def _listed(value: object) -> object:
     return [one.strip() for one in value.split(",")] if isinstance(value, str) else value
 
 
-Seconds = Annotated[float, BeforeValidator(_plain_seconds)]
-"""A duration: a number without a unit."""
+Seconds = Annotated[float, BeforeValidator(_plain_seconds), AfterValidator(_bounded)]
+"""A duration: a number without a unit, at most a year."""
 
 AbsolutePath = Annotated[
     Path,

@@ -23,6 +23,7 @@ __all__ = [
     "KvCacheConnectorWorker",
     "RequestData",
     "SchedulerOutput",
+    "asks_every_rank",
     "find_upstream",
 ]
 
@@ -183,6 +184,15 @@ def find_upstream(modules: Sequence[str] = UPSTREAM_MODULES) -> ModuleType | Non
             if error.name is None or not f"{path}.".startswith(f"{error.name}."):
                 raise
     return None
+
+
+def asks_every_rank() -> bool:
+    """Whether the runtime asks every rank's connector under attention data parallelism.
+
+    Its classes have `supports_attention_dp` exactly then.
+    """
+    halves = (KvCacheConnectorScheduler, KvCacheConnectorWorker)
+    return all(hasattr(half, "supports_attention_dp") for half in halves)
 
 
 if not TYPE_CHECKING:

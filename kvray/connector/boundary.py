@@ -1,7 +1,7 @@
-"""The one place where errors of the tier, and our own defects, end: the engine goes on without.
+"""Stops errors of the tier, and our own defects, so that the engine goes on without the tier.
 
-Whatever leaves a connector's method ends its engine. So all that may fail without harm, which is
-everything but what follows a promise, is done inside `Boundary.around`.
+An exception that leaves a connector's method ends its engine. So everything that may fail without
+harm runs inside `Boundary.around`: all but what follows a promise.
 """
 
 import logging
@@ -17,7 +17,7 @@ _NO_DIGITS = str.maketrans("", "", "0123456789")
 
 
 class Boundary:
-    """One engine's; it counts what it stops in `errors` and says each cause once."""
+    """Counts what it stops in `errors`, and logs each cause once; one for each engine."""
 
     def __init__(self, totals: Counter[str]) -> None:
         """Count in `totals`."""
@@ -25,13 +25,13 @@ class Boundary:
         self._said: set[str] = set()
 
     def around(self, what: str) -> "_Guard":
-        """Return a context in which any exception ends; `what` tells people what is lost."""
+        """Return a context that stops any exception; the log says that `what` is lost."""
         return _Guard(self, what)
 
-    def stop(self, what: str, error: Exception) -> None:
+    def stop(self, what: str, error: BaseException) -> None:
         """Count `error`, and log it if its like was not logged before."""
         self._totals["errors"] += 1
-        # Without the digits, which are another request's each time.
+        # Digits differ from request to request.
         cause = f"{what} {type(error).__name__} {error}".translate(_NO_DIGITS)
         if cause in self._said or len(self._said) >= _SAID_MAX:
             return

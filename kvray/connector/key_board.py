@@ -1,13 +1,17 @@
-"""The key board: how the keys of saved blocks get to the ranks without travelling.
+"""The key board: slots of the arena by which ranks on one node get the keys of saved blocks.
 
 A key has 32 bytes and every rank needs those of all blocks that it saves. The leader writes them
 into slots of the arena that it has reserved, round and round, and the metadata says where. Nobody
-else ever finds these slots, as they are never committed; when the leader ends or dies they come
-back like every other reserved slot.
+else ever finds these slots, because they are never committed. When the leader ends or dies they
+come back like every other reserved slot.
 
-Why a rank never takes wrong keys: it reads them when a pass begins, and the leader writes those of
-the pass after only when every rank has answered for this one (`get_finished` gathers from all). If
-that should ever not hold, the checksum beside the place tells, and the blocks are not saved.
+Keys for which the board has no room travel with the metadata, 32 bytes a block. So do all keys
+where ranks are on several nodes. Only a pass that computes many tokens has so many keys, and beside
+its work their sending is nothing. After the pass the request may have ended.
+
+A rank never takes wrong keys. It reads them when a pass begins, and the leader writes the next
+pass's keys only when every rank has answered for this one (`get_finished` gathers from all). Should
+that ever fail, the checksum beside the place differs, and the blocks are not saved.
 """
 
 import secrets
@@ -15,15 +19,13 @@ import secrets
 import numpy as np
 import xxhash
 
-from kvray.block import KEY_BYTES, BlockKey, split_keys
 from kvray.connector.meta import Board, KeyRun
+from kvray.identity.block import KEY_BYTES, BlockKey, split_keys
 from kvray.store import Arena, Reservation
-from kvray.store.tables import Array
+from kvray.store.arena.tables import Array
 
 _BOARD_BYTES = 16 * 2**10
 """Smallest board; one slot is mostly more."""
-_INLINE_MAX = 4096
-"""Keys that travel with a pass; the rest is saved after the next."""
 
 
 class KeyBoard:
@@ -61,31 +63,8 @@ class KeyBoard:
         return KeyRun(start, len(keys), xxhash.xxh3_64_intdigest(packed))
 
     def close(self) -> None:
-        """Give the slots back, unless their arena has been given up."""
-        if not self.arena.retired:
-            self.arena.abort(self._reservation)
-
-
-class InlineKeys:
-    """In place of a board, for ranks that do not share the leader's node: the keys travel."""
-
-    def __init__(self) -> None:
-        """Take the keys of a first pass."""
-        self._left = _INLINE_MAX
-
-    def begin_pass(self) -> None:
-        """Take the keys of the pass that is being planned."""
-        self._left = _INLINE_MAX
-
-    @property
-    def room(self) -> int:
-        """How many keys may still travel with this pass."""
-        return self._left
-
-    def publish(self, keys: list[BlockKey]) -> bytes:
-        """Return `keys`, at most `room` of them, end to end."""
-        self._left -= len(keys)
-        return b"".join(keys)
+        """Give the slots back; those of an arena that was left have come back with that."""
+        self.arena.abort(self._reservation)
 
 
 def open_board(arena: Arena, *, block_bytes: int) -> KeyBoard | None:
@@ -100,16 +79,11 @@ def open_board(arena: Arena, *, block_bytes: int) -> KeyBoard | None:
 
 
 def read_keys(arena: Arena, board: Board, run: KeyRun) -> list[BlockKey] | None:
-    """Return the keys of `run`; None if they are not there any more."""
+    """Return the keys of `run`; None if they are gone."""
     keys_per_slot = len(arena.slot_bytes(board.slots[0])) // KEY_BYTES
     views = _views(arena, board, keys_per_slot, run.start, run.num_keys)
     packed = b"".join(view.tobytes() for view in views)
-    return unpack_keys(packed) if xxhash.xxh3_64_intdigest(packed) == run.check else None
-
-
-def unpack_keys(packed: bytes) -> list[BlockKey]:
-    """Return the keys that lie end to end in `packed`."""
-    return split_keys(packed)
+    return split_keys(packed) if xxhash.xxh3_64_intdigest(packed) == run.check else None
 
 
 def _views(arena: Arena, board: Board, keys_per_slot: int, start: int, count: int) -> list[Array]:

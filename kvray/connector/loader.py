@@ -1,38 +1,60 @@
-"""Loads of one rank: from the slots that its leases name into the pages that the metadata names."""
+"""Loads of one rank: from the slots that its leases name into the pages that the metadata names.
+
+Each load is checked after its copies: its lease is still the promised one, its holder the one that
+took it, and its blocks are the requested ones. Leased blocks cannot change, but the check does not
+trust that the lease held all the while. On the host it runs before the pass, on a device after the
+copies, before anything of their pass is returned or saved.
+"""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvray.connector.cache_layout import Part
-from kvray.connector.engine import Engine, release_leases
+from kvray.connector.device.pool import Load, Pool, Ticket
 from kvray.connector.meta import LoadPlan
+from kvray.connector.model.cache_layout import Part
 from kvray.connector.parking import Parking
-from kvray.connector.pool import Load, Pool
-from kvray.connector.saver import Saver
+from kvray.connector.releases import release_at, release_leases
+from kvray.connector.shared_state import SharedState
 from kvray.errors import LeaseExpired
-from kvray.store import Arena, Lease
-from kvray.store.lease import places
+from kvray.store import Arena, Lease, Membership
+from kvray.store.arena.lease import places
+from kvray.store.arena.tables import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Begun:
+    """A load that is under way."""
+
+    plan: LoadPlan
+    arena: Arena
+    lease: Lease
+    holder: Membership
+    """Who had the lease before the first copy."""
+    slots: Array
+    """What is copied."""
+    ticket: Ticket
 
 
 class Loader:
-    """Keeps what was promised; whatever cannot be kept is raised, and ends the engine."""
+    """Loads what was promised; a promise that it cannot keep is raised, and ends the engine."""
 
     def __init__(
-        self, engine: Engine, parts: Sequence[Part], pool: Pool, saver: Saver, parking: Parking
+        self, shared: SharedState, parts: Sequence[Part], pool: Pool, parking: Parking
     ) -> None:
-        """Load `parts` into `pool`; `saver` ends the leases behind copies that take longer."""
-        self._engine = engine
+        """Load `parts` into `pool`."""
+        self._shared = shared
         self._parts = parts
-        self._wanted = engine.wanted[engine.part_rank]
+        self._part_requests = shared.pool.part_requests[shared.args.part_rank]
         self._pool = pool
-        self._saver = saver
         self._parking = parking
+        self._begun: list[_Begun] = []
+        self._fault: Exception | None = None
 
     def load(self, plans: Sequence[LoadPlan], stream: Any) -> None:
-        """Begin to copy all that was promised; each lease ends behind its copies.
+        """Begin to copy all that was promised; `settle` ends it, on the host before this returns.
 
         Raises:
             CorruptBlock, LayoutMismatch, LeaseExpired: it cannot be kept.
@@ -42,67 +64,112 @@ class Loader:
             for arena_id in dict.fromkeys(self._place(plan)[0] for plan in plans):
                 self._load(arena_id, [one for one in plans if self._is_in(one, arena_id)], stream)
                 left = [one for one in left if not self._is_in(one, arena_id)]
+            if all(one.ticket.done() for one in self._begun):
+                self.settle()  # on the host, before the pass
         except BaseException:
-            release_plans(self._engine, left)
+            release_plans(self._shared, left)
             raise
 
+    def settle(self) -> None:
+        """Wait for all copies that were begun, check them and end their leases.
+
+        A pass waits for its copies itself, so this is hardly ever waited for.
+
+        Raises:
+            CorruptBlock, LeaseExpired: what was loaded may be wrong.
+            TierError: the device failed.
+        """
+        while self._begun:
+            one = self._begun.pop()
+            try:
+                one.ticket.wait()
+                self._check(one)
+            except Exception as error:  # noqa: BLE001 - a failed check is a failed load
+                self.fail(error)
+            finally:
+                release_leases(self._shared, one.arena, one.lease)
+        if self._fault is not None:
+            raise self._fault
+
+    def fail(self, error: Exception) -> None:
+        """Raise `error` in every later call, too.
+
+        A runtime may fail the requests of the pass and go on, with their pages, which may have
+        wrong bytes, in its own reuse tree.
+        """
+        self._fault = error
+
+    def close(self) -> None:
+        """End the leases of what was begun; no pass will use it. Twice is fine."""
+        while self._begun:
+            one = self._begun.pop()
+            release_leases(self._shared, one.arena, one.lease)
+
     def _load(self, arena_id: str, plans: Sequence[LoadPlan], stream: Any) -> None:
-        engine = self._engine
-        arena = engine.link.arena_named(arena_id)
+        arena = self._shared.link.arena_named(arena_id)
         if arena is None:
             raise LeaseExpired(
-                f"Arena {arena_id}, of which the leader promised blocks, is not attached here;"
-                " ranks on one node must see one arena, and an engine whose ranks are on several"
-                " nodes needs gpus_per_node."
+                f"Arena {arena_id}, of which the leader promised blocks, was never attached here,"
+                " or nothing is leased in it now. Ranks on one node must see one arena, and an"
+                " engine whose ranks are on several nodes needs gpus_per_node."
             )
-        loads = {plan.request_id: list(self._loads_of(arena, plan)) for plan in plans}
-        flat = [load for each in loads.values() for load in each]
-        ticket = self._pool.load(arena, flat, stream)
-        for plan in plans:
-            if self._pool.is_host:
-                self._check(arena, plan, loads[plan.request_id], verify=engine.verifies_loads)
-            engine.totals["loaded_blocks"] += _count(plan)
-        leases = [self._place(plan)[1] for plan in plans]
-        self._saver.finish(ticket, partial(release_leases, engine, arena, *leases))
+        holders = [arena.holder_of(self._place(plan)[1]) for plan in plans]
+        loads = [list(self._loads_of(arena, plan)) for plan in plans]
+        ticket = self._pool.load(arena, [load for each in loads for load in each], stream)
+        for plan, holder, each in zip(plans, holders, loads, strict=True):
+            self._begun.append(
+                _Begun(
+                    plan=plan,
+                    arena=arena,
+                    lease=self._place(plan)[1],
+                    holder=holder,
+                    slots=_slots_of(each),
+                    ticket=ticket,
+                )
+            )
+            self._shared.figures.totals["loaded_blocks"] += plan.pages[0].num_blocks
+
+    def _check(self, one: _Begun) -> None:
+        """Check the bytes that were copied.
+
+        Raises:
+            CorruptBlock, LeaseExpired: they may differ from those that were promised.
+        """
+        if one.arena.holder_of(one.lease) != one.holder:
+            raise LeaseExpired(
+                f"The holder of lease {one.lease.lease_id} changed while its blocks were copied for"
+                f" request {one.plan.request_id}; they may be wrong, so the engine must not go on."
+            )
+        verify = self._pool.is_host and self._shared.verifies_loads
+        one.arena.check(one.lease, one.slots, verify=verify)
 
     def _loads_of(self, arena: Arena, plan: LoadPlan) -> Iterator[Load]:
         """Yield what to copy of each part; blocks behind a window have no page."""
         slots = arena.leased_slots(self._place(plan)[1])
         num_blocks = plan.leased_blocks
-        found = places(self._wanted, num_blocks, first=plan.first, stop=num_blocks)
+        found = places(self._part_requests, num_blocks, first=plan.first, stop=num_blocks)
         loads = []
         for part, (block, at) in zip(self._parts, found, strict=True):
             pages = plan.pages[part.group].ids()[block - plan.first :]
             here = pages >= 0
             loads.append(Load(part, slots[at][: len(pages)][here], pages[here]))
-        is_checked = self._parking.is_checked(plan.request_id)
-        if self._engine.verifies_loads and self._engine.loads_later and not is_checked:
-            self._check(arena, plan, loads, verify=True)
+        is_checked = self._parking.is_checked(plan.request_id, self._place(plan))
+        if self._shared.verifies_loads and self._shared.loads_later and not is_checked:
+            arena.check(self._place(plan)[1], _slots_of(loads), verify=True)
         yield from loads
 
-    def _check(self, arena: Arena, plan: LoadPlan, loads: list[Load], *, verify: bool) -> None:
-        chosen = np.concatenate([load.slots for load in loads])
-        arena.check(self._place(plan)[1], chosen, verify=verify)
-
     def _place(self, plan: LoadPlan) -> tuple[str, Lease]:
-        return plan.leased.of(self._engine.part_rank)
+        return plan.leased.of(self._shared.args.part_rank)
 
     def _is_in(self, plan: LoadPlan, arena_id: str) -> bool:
         return self._place(plan)[0] == arena_id
 
 
-def release_plans(engine: Engine, plans: Sequence[LoadPlan]) -> None:
+def release_plans(shared: SharedState, plans: Sequence[LoadPlan]) -> None:
     """End this rank's leases of loads that will not be made."""
     for plan in plans:
-        release_at(engine, *plan.leased.of(engine.part_rank))
+        release_at(shared, *plan.leased.of(shared.args.part_rank))
 
 
-def release_at(engine: Engine, arena_id: str, lease: Lease) -> None:
-    """End a lease of this rank; one in an arena that is gone has gone with it."""
-    arena = engine.link.arena_named(arena_id)
-    if arena is not None:
-        release_leases(engine, arena, lease)
-
-
-def _count(plan: LoadPlan) -> int:
-    return len(plan.pages[0].packed) // 4
+def _slots_of(loads: Sequence[Load]) -> Array:
+    return np.concatenate([load.slots for load in loads])

@@ -1,9 +1,9 @@
-"""What the leader tells all ranks for one pass: small, because every rank waits for it.
+"""The metadata that the leader sends to all ranks for one pass; every rank waits for it.
 
 Slots and keys do not travel. A rank reads its slots from the lease record that a load names, and
-the keys of a save from the key board (`key_board`); both lie in the node's arena. What is left are
-4 bytes a block and layer group, the page; and 32 a saved block, its key, if ranks are on several
-nodes. Classes are tuples because those pickle to the least.
+the keys of a save from the key board (`key_board`); both lie in the node's arena. The rest is the
+page, 4 bytes a block and layer group, and if ranks are on several nodes the key, 32 bytes a saved
+block. Classes are tuples because tuples have the smallest pickles.
 """
 
 from typing import NamedTuple
@@ -11,26 +11,31 @@ from typing import NamedTuple
 import numpy as np
 
 from kvray.store import Lease
-from kvray.store.tables import Array
+from kvray.store.arena.tables import Array
 
 
-class Pages(NamedTuple):
+class PageIds(NamedTuple):
     """Page ids of consecutive blocks of one request, -1 where a block has no page."""
 
     packed: bytes
     """i32 each, little endian."""
 
     @classmethod
-    def of(cls, page_ids: list[int]) -> "Pages":
+    def of(cls, page_ids: list[int]) -> "PageIds":
         """Pack `page_ids`."""
         return cls(np.asarray(page_ids, dtype="<i4").tobytes())
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks have an id, -1 included."""
+        return len(self.packed) // 4
 
     def ids(self) -> Array:
         """Return them as i64."""
         return np.frombuffer(self.packed, dtype="<i4").astype(np.int64)
 
 
-class Leased(NamedTuple):
+class RankLeases(NamedTuple):
     """Where each rank has its lease of a prefix."""
 
     arena_ids: tuple[str, ...]
@@ -44,7 +49,7 @@ class Leased(NamedTuple):
 
 
 class Release(NamedTuple):
-    """A lease that a rank is to end, as nobody will read by it; the leader cannot from its node."""
+    """A lease on another node, which its rank must end: nobody will read by it."""
 
     rank: int
     arena_id: str
@@ -55,12 +60,12 @@ class LoadPlan(NamedTuple):
     """Blocks of one request to be copied from leased slots before the pass."""
 
     request_id: int
-    leased: Leased
+    leased: RankLeases
     leased_blocks: int
     """Blocks of the prefix that is leased, from its root."""
     first: int
     """The first block to copy; those before are in the engine's pool."""
-    pages: tuple[Pages, ...]
+    pages: tuple[PageIds, ...]
     """For each layer group the pages of the blocks from `first` on."""
 
 
@@ -82,7 +87,7 @@ class SavePlan(NamedTuple):
     keys: KeyRun | bytes
     """Of the block before the first, unless that is the prompt's first, and of each block; the
     keys themselves if ranks are on several nodes."""
-    pages: tuple[Pages, ...]
+    pages: tuple[PageIds, ...]
     """For each layer group."""
 
 
@@ -90,7 +95,7 @@ class ParkPlan(NamedTuple):
     """A lease whose blocks every rank makes ready while the request waits."""
 
     request_id: int
-    leased: Leased
+    leased: RankLeases
 
 
 class Board(NamedTuple):
@@ -113,14 +118,17 @@ class ConnectorMeta(NamedTuple):
     is_fenced: bool = False
     """Whether pages that are being saved may be given to others from this pass on."""
     replica: str = ""
-    """What the leader calls the replica."""
+    """The leader's name for the replica."""
     priorities: tuple[bytes, ...] = ()
     """For each save the retention priorities of its blocks, one byte each, or none if they have the
     default; empty if all have."""
     tenants: tuple[int, ...] = ()
-    """For each save what an arena knows its tenant by; empty if there are no tenants."""
+    """For each save the tenant's number in an arena; empty if there are no tenants."""
+    model: str = ""
+    """With loads, the fingerprint in `namespace`, which a rank may not know yet."""
 
     def __reduce__(self) -> tuple[type["ConnectorMeta"], tuple[object, ...]]:
-        """Pickle to no more than is needed: hardly a request has priorities or a tenant."""
-        without = 0 if self.tenants else 1 if self.priorities else 2
+        """Leave out empty trailing fields: hardly a request has priorities or a tenant."""
+        optional = (self.model, self.tenants, self.priorities)
+        without = next((at for at, value in enumerate(optional) if value), len(optional))
         return type(self), tuple(self)[: len(self) - without]

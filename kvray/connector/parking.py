@@ -1,91 +1,163 @@
 """Parked requests: the engine schedules others while the blocks of these are made ready.
 
-Nothing of the engine's memory is written meanwhile. What is made ready is the node's copy: each
-rank checks its own blocks in a thread of its own. Should one prove wrong, the engine is told to go
-on all the same, as nothing else can be told to it, and stopped before it can read the block.
+Nobody writes the engine's memory meanwhile: each rank checks the node's copy of its own blocks, in
+a thread of its own. If a block proves wrong, a runtime that takes failed loads back is told so. Any
+other runtime is told that the request may go on, and is stopped before it can read the block.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from dataclasses import dataclass
 from itertools import islice
+from queue import SimpleQueue
 
-from kvray.connector.engine import Engine
 from kvray.connector.meta import ParkPlan
+from kvray.connector.shared_state import SharedState
 from kvray.errors import CorruptBlock, KVRayError
+from kvray.store import Lease
 
-_VERDICTS_MAX = 8192
-"""Kept for requests that may never come back; blocks of a forgotten one are checked once more."""
+_CHECKS_MAX = 8192
+"""Checks kept for requests that may never return; a forgotten one is checked once more."""
+
+_CLOSE_S = 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class _Check:
+    """A request's blocks, and what the thread that looks at them found.
+
+    The thread writes, `has_ended` last; the executor's thread reads checks that have ended. If the
+    thread has died, all its checks have ended.
+    """
+
+    request_id: int
+    place: tuple[str, Lease]
+    """Its arena, and this rank's lease there."""
+    thread: threading.Thread
+    is_sound: bool = False
+    error: KVRayError | None = None
+    has_ended: bool = False
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the thread will still answer."""
+        return not self.has_ended and self.thread.is_alive()
 
 
 class Parking:
-    """One rank's parked requests.
+    """One rank's parked requests; used by the engine's executor thread.
 
-    What crosses threads: `_verdicts`, in which the thread notes what became of a request and from
-    which the executor's thread takes it, each by one operation on a dictionary.
+    What crosses threads: `_queue`, and each `_Check` in it.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, shared: SharedState) -> None:
         """Start with none, and without a thread."""
-        self._engine = engine
-        self._thread: ThreadPoolExecutor | None = None
-        self._under_way: set[int] = set()
+        self._shared = shared
+        self._thread: threading.Thread | None = None
+        self._queue: SimpleQueue[_Check | None] = SimpleQueue()
+        self._checks: dict[int, _Check] = {}
         self._waiting: set[int] = set()
-        self._verdicts: dict[int, KVRayError | None] = {}
+        self._failed: set[int] = set()
 
     def begin(self, plan: ParkPlan) -> None:
-        """Begin to make the blocks of a request ready."""
-        if not self._engine.verifies_loads:
+        """Begin to make the blocks of a request ready.
+
+        If that fails, they are checked when they are loaded.
+        """
+        self._forget(plan.request_id)
+        if not self._shared.verifies_loads:
             return
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "kvray-parking")
-        for request_id in list(islice(self._verdicts, max(0, len(self._verdicts) - _VERDICTS_MAX))):
-            del self._verdicts[request_id]
-        self._verdicts.pop(plan.request_id, None)
-        self._under_way.add(plan.request_id)
-        self._thread.submit(self._verify, plan)
+        for request_id in list(islice(self._checks, max(0, len(self._checks) - _CHECKS_MAX))):
+            self._forget(request_id)
+        with self._shared.boundary.around("the check of a parked request"):
+            if self._thread is None or not self._thread.is_alive():
+                thread = threading.Thread(target=self._work, name="kvray-parking", daemon=True)
+                thread.start()
+                self._thread = thread
+            place = plan.leased.of(self._shared.args.part_rank)
+            check = _Check(request_id=plan.request_id, place=place, thread=self._thread)
+            self._checks[plan.request_id] = check
+            self._queue.put(check)
 
     def finished(self, started: list[int]) -> list[int]:
         """Return the requests that may go on, each once after it was among `started`."""
         self._waiting.update(started)
         if not self._waiting:
             return []
-        self._under_way.difference_update(list(self._verdicts))
-        ready = [one for one in self._waiting if one not in self._under_way]
+        now, ready = time.monotonic(), []
+        for request_id in self._waiting:
+            promise = self._shared.parked.get(request_id)
+            if promise is not None:
+                promise.heard_at = now
+            check = self._checks.get(request_id)
+            if check is None or not check.is_pending:
+                ready.append(request_id)
+                if check is not None and check.error is not None:
+                    self._failed.add(request_id)
         self._waiting.difference_update(ready)
-        for request_id in ready:
-            if request_id in self._engine.told:
-                self._engine.told[request_id] = True
         return ready
 
-    def is_checked(self, request_id: int) -> bool:
-        """Whether the request was parked and its blocks are sound.
+    def take_failed(self) -> set[int]:
+        """Return the requests that were reported as ready and must be computed, each once.
+
+        The runtime takes their pages back and asks about them once more. Ranks that each have a
+        share of a request could not do that alone, and would have to agree.
+        """
+        if not self._failed or self._shared.args.num_parts_ranks > 1:
+            return set()
+        failed = set(self._failed)
+        for request_id in failed:
+            self._forget(request_id)
+        return failed
+
+    def is_checked(self, request_id: int, place: tuple[str, Lease]) -> bool:
+        """Whether the request was parked with the lease at `place`, and its blocks are sound.
 
         Raises:
             CorruptBlock, LeaseExpired: they are not, or could not be read.
         """
-        if request_id not in self._verdicts:
+        check = self._checks.get(request_id)
+        self._forget(request_id)
+        if check is None or check.place != place:
             return False
-        error = self._verdicts.pop(request_id)
-        if error is not None:
-            raise error
-        return True
+        if check.error is not None:
+            raise check.error
+        return check.is_sound
 
     def close(self) -> None:
-        """End the thread; what it has begun is finished. Twice is fine."""
+        """End the thread after its present check. Twice is fine."""
+        for check in self._checks.values():
+            check.has_ended = True
         if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+            self._queue.put(None)
+            self._thread.join(_CLOSE_S)
+            self._thread = None
 
-    def _verify(self, plan: ParkPlan) -> None:
-        error: KVRayError | None = None
-        try:
-            arena_id, lease = plan.leased.of(self._engine.part_rank)
-            arena = self._engine.link.arena_named(arena_id)
-            if arena is None:
-                error = CorruptBlock(f"Arena {arena_id} went away while a request was parked.")
-            elif not arena.sound(lease, slice(None)).all():
-                error = CorruptBlock(
-                    f"A block promised to request {plan.request_id} proved corrupt while it was"
-                    " parked; set connector.load: sync to have blocks checked before."
-                )
-        except KVRayError as raised:
-            error = raised
-        self._verdicts[plan.request_id] = error
+    def _forget(self, request_id: int) -> None:
+        self._checks.pop(request_id, None)
+        self._failed.discard(request_id)
+
+    def _work(self) -> None:
+        """Check parked requests, one after the other; an exception is an answer, too."""
+        while (check := self._queue.get()) is not None:
+            try:
+                if not check.has_ended:
+                    self._verify(check)
+            except KVRayError as error:
+                check.error = error
+            except BaseException as error:  # noqa: BLE001 - others wait for this thread
+                self._shared.boundary.stop("the check of a parked request", error)
+            finally:
+                check.has_ended = True
+
+    def _verify(self, check: _Check) -> None:
+        arena_id, lease = check.place
+        arena = self._shared.link.arena_named(arena_id)
+        if arena is None:
+            raise CorruptBlock(f"Arena {arena_id} went away while a request was parked.")
+        if not arena.sound(lease, slice(None)).all():
+            raise CorruptBlock(
+                f"A block promised to request {check.request_id} proved corrupt while it was"
+                " parked; set connector.load: sync to have blocks checked before."
+            )
+        check.is_sound = True

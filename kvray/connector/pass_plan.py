@@ -1,17 +1,19 @@
-"""The plan of one pass: which promised blocks are loaded before it, which full ones saved after."""
+"""Plans one pass: promised blocks to load before it, full blocks to save after it."""
 
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvray.connector.engine import Engine, release_prefix
-from kvray.connector.key_board import InlineKeys, KeyBoard, open_board
-from kvray.connector.meta import ConnectorMeta, LoadPlan, Pages, ParkPlan, SavePlan
+from kvray.connector.key_board import KeyBoard, open_board
+from kvray.connector.meta import ConnectorMeta, KeyRun, LoadPlan, PageIds, ParkPlan, SavePlan
+from kvray.connector.prefix_finder import PrefixFinder
 from kvray.connector.promise import Promise
+from kvray.connector.releases import release_prefix
+from kvray.connector.request.retention import read_priorities
 from kvray.connector.request_state import RequestState
-from kvray.connector.retention import read_priorities
-from kvray.connector.staging import Staging
+from kvray.connector.shared_state import SharedState
 from kvray.errors import LeaseExpired
+from kvray.trace.reasons import DropReason
 
 _BOARD_RETRY_S = 0.1
 
@@ -19,29 +21,27 @@ _BOARD_RETRY_S = 0.1
 class PassPlanner:
     """Plans pass after pass for one engine; used by its executor thread."""
 
-    def __init__(self, staging: Staging) -> None:
-        """Start with nothing planned; `staging` leases what an engine takes of an offer."""
-        self._staging = staging
+    def __init__(self, finder: PrefixFinder) -> None:
+        """Start with nothing planned; `finder` leases what an engine takes of an offer."""
+        self._finder = finder
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
         self._priorities: list[bytes] = []
         self._tenants: list[int] = []
         self._parks: list[ParkPlan] = []
         self._board: KeyBoard | None = None
-        self._inline = InlineKeys()
         self._retry_at = 0.0
         self._unfenced: set[int] = set()
         """Requests whose pages may still be read, and that were in every pass since."""
         self._scheduled: set[int] = set()
 
-    def begin(self, engine: Engine) -> "PassPlanner":
+    def begin(self, shared: SharedState) -> "PassPlanner":
         """Begin the plan of the coming pass."""
-        self._engine = engine
+        self._shared = shared
         self._loads, self._saves, self._priorities, self._tenants = [], [], [], []
         self._scheduled.clear()
-        for board in (self._board, self._inline):
-            if board is not None:
-                board.begin_pass()
+        if self._board is not None:
+            self._board.begin_pass()
         return self
 
     def park(self, request_id: int, promise: Promise) -> None:
@@ -52,68 +52,72 @@ class PassPlanner:
         """Note that the engine keeps the pages of a finished request until they were read."""
         self._unfenced.discard(request_id)
 
-    def add_load(self, state: RequestState, report: Any, promise: Promise) -> None:
-        """Plan what a request needs that is scheduled for the first time, and was promised blocks.
+    def add_load(self, state: RequestState, report: Any, promise: Promise, *, is_new: bool) -> None:
+        """Plan a request that was promised blocks and is scheduled for the first time.
+
+        The engine may not call it new, see `RequestState.extend`.
 
         Raises:
             LayoutMismatch, LeaseExpired: the promise cannot be kept; the engine must not go on.
         """
-        engine, tokens_per_block = self._engine, state.tokens_per_block
+        shared, tokens_per_block = self._shared, state.tokens_per_block
         try:
-            self._extend(state, report, is_new=True)
+            self._extend(state, report, is_new=is_new)
             taken, is_sure = promise.taken(
-                report.computed_position, tokens_per_block, is_exact=engine.is_flat
+                report.computed_position, tokens_per_block, is_exact=shared.pool.is_flat
             )
             if taken:
-                promise = self._narrowed(state, promise, taken)
+                promise = self._narrow(state, promise, taken)
                 pages = state.load_pages(promise.first, promise.first + taken)
                 load = LoadPlan(
                     request_id=state.request_id,
                     leased=promise.prefix.leased(),
                     leased_blocks=promise.prefix.num_blocks,
                     first=promise.first,
-                    pages=tuple(map(Pages.of, pages)),
+                    pages=tuple(map(PageIds.of, pages)),
                 )
         except BaseException:
-            release_prefix(engine, promise.prefix)
+            release_prefix(shared, promise.prefix)
             raise
         if taken:
             self._loads.append(load)
         else:
-            release_prefix(engine, promise.prefix)
+            release_prefix(shared, promise.prefix)
         start = report.computed_position
         if not promise.is_parked and is_sure:
             start += taken * tokens_per_block
-        with engine.boundary.around("a save"):
+        with shared.boundary.around("a save"):
             self._save(state, start + report.num_scheduled_tokens)
 
     def add(self, state: RequestState, report: Any, *, is_new: bool) -> None:
-        """Plan what any other request needs."""
+        """Plan any other request."""
         self._extend(state, report, is_new=is_new)
         state.rewind(report.computed_position)
         self._save(state, report.computed_position + report.num_scheduled_tokens)
 
     def finish(self) -> ConnectorMeta:
         """Return the metadata of the pass."""
-        gone = self._unfenced - self._scheduled
-        is_fenced = bool(gone) or self._engine.has_windows
+        shared = self._shared
+        is_fenced = bool(self._unfenced - self._scheduled) or shared.pool.has_windows
         if is_fenced:
             self._unfenced.clear()
         self._unfenced.update(plan.request_id for plan in self._saves)
         parks, self._parks = tuple(self._parks), []
-        releases = tuple(self._engine.to_release)
-        self._engine.to_release.clear()
+        releases = tuple(shared.to_release)
+        del shared.to_release[: len(releases)]  # `Promises`' thread may add more meanwhile
+        name = shared.pool.model_name
         return ConnectorMeta(
-            namespace=self._engine.namespace_digest,
+            namespace=shared.pool.namespace_digest,
             loads=tuple(self._loads),
             saves=tuple(self._saves),
             parks=parks,
             releases=releases,
             board=self._board.place if self._saves and self._board is not None else None,
             is_fenced=is_fenced,
-            replica=self._engine.replica,
+            replica=shared.pool.replica,
             priorities=tuple(self._priorities) if any(self._priorities) else (),
             tenants=tuple(self._tenants) if any(self._tenants) else (),
+            model=name.name if self._loads and not name.is_given else "",
         )
 
     def close(self) -> None:
@@ -124,22 +128,22 @@ class PassPlanner:
 
     def _extend(self, state: RequestState, report: Any, *, is_new: bool) -> None:
         if not is_new:
-            self._scheduled.add(state.request_id)  # a replay has lost the pages it had
+            self._scheduled.add(state.request_id)  # a replayed request has lost its pages
         pages = _pages(report, len(state.windowed))
         state.extend(report.new_tokens, pages, new=is_new, priorities=read_priorities(report))
 
-    def _narrowed(self, state: RequestState, promise: Promise, taken: int) -> Promise:
+    def _narrow(self, state: RequestState, promise: Promise, taken: int) -> Promise:
         """Return a promise whose leases have what the first `taken` blocks of the offer need."""
         end = promise.first + taken
-        if end == promise.prefix.num_blocks or not self._engine.has_windows:
+        if end == promise.prefix.num_blocks or not self._shared.pool.has_windows:
             return promise
-        prefix = self._staging.narrowed(self._engine, promise.prefix, state.keys_until(end))
+        prefix = self._finder.narrow(self._shared, promise.prefix, state.keys_until(end))
         if prefix is None:
             raise LeaseExpired(
                 f"The engine took {taken} of {promise.num_blocks} blocks offered for request"
                 f" {state.request_id}, whose last window is not in the tier."
             )
-        release_prefix(self._engine, promise.prefix)
+        release_prefix(self._shared, promise.prefix)
         promise.prefix = prefix
         return promise
 
@@ -148,40 +152,45 @@ class PassPlanner:
         first, end = state.num_saved, state.savable(computed_tokens)
         if end == first:
             return
-        board = self._usable_board()
-        if board is None:
-            return  # the blocks stay as they are, the next pass may save them
-        before = 1 if first else 0
-        end = min(end, first + board.room - before)
-        if end <= first:
+        if self._shared.link.arena is None:
+            # The blocks stay as they are, the next pass may save them. But pages that a window has
+            # passed are given to others by then, and no report says so.
+            if any(state.windowed):
+                self._shared.figures.dropped.count(end - first, DropReason.STORE_DOWN)
+                state.num_saved = end
             return
-        keys = board.publish(state.keys_until(end)[first - before :])
+        board, before = self._usable_board(), 1 if first else 0
+        middle = min(end, first + max(0, board.room - before)) if board is not None else first
+        if board is not None and middle > first:
+            keys = state.keys_until(middle)[first - before :]
+            self._add_save(state, first, middle, board.publish(keys))
+        if middle < end:
+            keys = state.keys_until(end)[max(0, middle - 1) :]
+            self._add_save(state, middle, end, b"".join(keys))
         state.num_saved = end
+        if not first and state.prefix_digest:
+            self._shared.figures.prefix_digests.note_stored(state.prefix_digest)
+
+    def _add_save(self, state: RequestState, first: int, end: int, keys: KeyRun | bytes) -> None:
+        pages = tuple(PageIds.of(group[first:end]) for group in state.pages)
         self._saves.append(
-            SavePlan(
-                request_id=state.request_id,
-                depth=first,
-                keys=keys,
-                pages=tuple(Pages.of(group[first:end]) for group in state.pages),
-            )
+            SavePlan(request_id=state.request_id, depth=first, keys=keys, pages=pages)
         )
         self._priorities.append(state.priorities.of(first, end))
         self._tenants.append(state.tenant_id)
-        if not first and state.opening:
-            self._engine.openings.note_stored(state.opening)
 
-    def _usable_board(self) -> KeyBoard | InlineKeys | None:
-        """Return the board in the arena that is there now, opened if it has none yet.
+    def _usable_board(self) -> KeyBoard | None:
+        """Return the board in the present arena, and open it if there is none yet.
 
-        Ranks on other nodes could not read it, and get the keys themselves.
+        None if there is none, or if ranks on other nodes could not read it.
         """
-        arena = self._engine.link.arena
-        if self._engine.spans_nodes:
-            return None if arena is None else self._inline
+        arena = self._shared.link.arena
+        if self._shared.spans_nodes:
+            return None
         if self._board is not None and self._board.arena is not arena:
-            self._board = None  # it went with its arena
+            self._board = None  # it is gone with its arena
         if self._board is None and arena is not None and time.monotonic() >= self._retry_at:
-            self._board = open_board(arena, block_bytes=self._engine.part_bytes)
+            self._board = open_board(arena, block_bytes=self._shared.pool.part_bytes)
             if self._board is None:
                 self._retry_at = time.monotonic() + _BOARD_RETRY_S
         return self._board

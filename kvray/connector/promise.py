@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from kvray.connector.prefix import Prefix
+from kvray.connector.leased_prefix import LeasedPrefix
 from kvray.errors import LeaseExpired
 
 
@@ -11,28 +11,38 @@ from kvray.errors import LeaseExpired
 class Promise:
     """Matched tokens that the leader has offered to the engine and holds in leases."""
 
-    prefix: Prefix
+    prefix: LeasedPrefix
     """The whole of it, from its root."""
     first: int
     """Blocks that the engine had itself."""
     end: int
-    """Where the promised blocks end; what is leased beyond failed its checksum."""
+    """Where the promised blocks end; leased blocks after it failed their checksum."""
     request: Any
     """The engine's request, which knows how much of the offer was taken."""
     is_parked: bool = False
     """Whether the engine waits for the blocks before it schedules the request again."""
-    expires_at: float | None = None
-    """When a parked one is given up, once the engine was told that it may go on."""
+    heard_at: float = 0.0
+    """When the engine last asked about a parked request, or was told that it may go on."""
+    is_given_up: bool = False
+    """Whether its leases were ended because nobody asked for too long."""
 
     @property
     def num_blocks(self) -> int:
         """How many blocks were offered."""
         return self.end - self.first
 
+    def cancel(self, start: int, end: int, tokens_per_block: int) -> None:
+        """Keep less: the engine will not use the tokens from `start` to `end`."""
+        if end >= self.end * tokens_per_block:
+            self.end = min(self.end, max(self.first, -(-start // tokens_per_block)))
+        elif start <= self.first * tokens_per_block:
+            # A block that is handed back in part is loaded whole.
+            self.first = max(self.first, end // tokens_per_block)
+
     def taken(self, position: int, tokens_per_block: int, *, is_exact: bool) -> tuple[int, bool]:
         """Return how many blocks of the offer the engine counts on, and whether that is sure.
 
-        If it is not sure it may be less.
+        If not, it may be less.
 
         Args:
             position: where the engine's first report of the request says that it stands: after

@@ -1,79 +1,149 @@
-"""All promises of one engine: kept while it may come for them, released, remembered as lost.
+"""All promises of one engine: kept while it may claim them, then released and remembered as lost.
 
-TensorRT-LLM has no way to take a promise back. One that was used is a load. One that was not is
-released, and remembered as lost: should the engine come to count on it all the same, the only
-right thing left is to stop it.
+TensorRT-LLM has no way to take a promise back. A promise that is used becomes a load. Any other is
+released and remembered as lost: if the engine counts on it after all, it must be stopped.
 """
 
+import threading
 import time
 from collections import OrderedDict
 
-from kvray.connector.engine import Engine, release_prefix
 from kvray.connector.promise import Promise
+from kvray.connector.releases import release_prefix
 from kvray.connector.request_state import RequestState
+from kvray.connector.shared_state import SharedState
 from kvray.errors import LeaseExpired
 
 _LOST_MAX = 65_536
 """Requests remembered whose promise was given up; those of longest ago are forgotten."""
 
+_CLOSE_S = 5.0
+
 
 class Promises:
-    """The requests that have a promise; used by the engine's executor thread."""
+    """The requests that have a promise; used by the engine's executor thread.
+
+    What crosses threads: `_parked`, guarded by the lock. A parked request may be cancelled without
+    a word, and an idle engine makes no pass that could give its promise up, so a thread does that.
+    Whichever thread takes a promise out of `_parked` ends its leases: the executor's thread after
+    loading from them, or the watching thread, after which nothing can load from them.
+    """
 
     def __init__(self) -> None:
         """Start with none."""
         self._states: dict[int, RequestState] = {}
         self._lost = Lost()
+        self._lock = threading.Lock()
+        self._parked: dict[int, tuple[SharedState, Promise]] = {}
+        self._watcher: threading.Thread | None = None
+        self._closing = threading.Event()
 
-    def keep(self, engine: Engine, state: RequestState, promise: Promise) -> None:
+    def keep(self, shared: SharedState, state: RequestState, promise: Promise) -> None:
         """Take a promise in; from now on it is taken or released."""
         state.promise = promise
         self._states[state.request_id] = state
         if promise.is_parked:
-            engine.told[state.request_id] = False
+            promise.heard_at = time.monotonic()
+            shared.parked[state.request_id] = promise
+            with self._lock:
+                self._parked[state.request_id] = shared, promise
+                if self._watcher is None or not self._watcher.is_alive():
+                    self._watcher = threading.Thread(
+                        target=self._watch, name="kvray-promises", daemon=True
+                    )
+                    self._watcher.start()
 
-    def take(self, engine: Engine, state: RequestState) -> Promise:
-        """Hand the promise of a request over to the caller, who ends its leases."""
-        promise, state.promise = state.promise, None
-        assert promise is not None, "the caller has looked"
-        del self._states[state.request_id]
-        engine.told.pop(state.request_id, None)
+    def take(self, shared: SharedState, state: RequestState) -> Promise:
+        """Hand the promise of a request over to the caller, who ends its leases.
+
+        Raises:
+            LeaseExpired: they have ended by time.
+        """
+        promise = self._take(shared, state)
+        if promise is None:
+            raise _given_up(state.request_id)
         return promise
 
-    def release(self, engine: Engine, state: RequestState) -> None:
+    def release(self, shared: SharedState, state: RequestState) -> None:
         """Give up what a request was promised, if it was anything."""
         if state.promise is not None:
-            release_prefix(engine, self.take(engine, state).prefix)
+            promise = self._take(shared, state)
+            if promise is not None:
+                release_prefix(shared, promise.prefix)
 
     def forget(self, request_id: int) -> None:
-        """The request has ended, or begins anew: nothing of it is lost any more."""
+        """The request has ended, or starts over: nothing of it is lost any more."""
         self._lost.forget(request_id)
 
-    def check(self, request_id: int, position: int, tokens_per_block: int) -> None:
-        """See `Lost.check`."""
+    def check(
+        self, shared: SharedState, request_id: int, position: int, tokens_per_block: int
+    ) -> None:
+        """Accept a first report whose position does not count on what was given up.
+
+        Raises:
+            LeaseExpired: the engine counts on it.
+        """
+        state = self._states.get(request_id)
+        if state is not None and state.promise is not None and state.promise.is_given_up:
+            self._lose(shared, state)
         self._lost.check(request_id, position, tokens_per_block)
 
-    def settle(self, engine: Engine) -> None:
-        """Release what the pass did not use, but for what the engine may still come for.
+    def settle(self, shared: SharedState) -> None:
+        """Release promises that the pass did not use, unless the engine may still claim them.
 
-        That is what a parked request waits for, until the engine was told that it may go on and
-        `park_lease_s` longer; and every offer of a runtime that says itself what it will not use.
+        That is what a parked request waits for, while the engine asks after it and `park_lease_s`
+        longer; and every offer of a runtime that says itself what it will not use.
         """
-        if not self._states:
-            return
-        now = time.monotonic()
         for state in list(self._states.values()):
             promise = state.promise
             assert promise is not None, "only requests with a promise are in the list"
-            if promise.is_parked:
-                if promise.expires_at is None and engine.was_told(state.request_id):
-                    promise.expires_at = now + engine.config.connector.park_lease_s
-                if promise.expires_at is None or now < promise.expires_at:
-                    continue
-            elif engine.takes_offers_later:
-                continue
-            self._lost.note(state.request_id, promise.first)
-            self.release(engine, state)
+            is_awaited = promise.is_parked or shared.takes_offers_later
+            if promise.is_given_up or not is_awaited:
+                self._lose(shared, state)
+
+    def close(self) -> None:
+        """End the thread; all promises have been released. Twice is fine."""
+        self._closing.set()
+        with self._lock:
+            watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            watcher.join(_CLOSE_S)
+
+    def _lose(self, shared: SharedState, state: RequestState) -> None:
+        assert state.promise is not None, "the caller has looked"
+        self._lost.note(state.request_id, state.promise.first)
+        self.release(shared, state)
+
+    def _take(self, shared: SharedState, state: RequestState) -> Promise | None:
+        """Take a promise out; None if its leases have ended by time."""
+        promise, state.promise = state.promise, None
+        assert promise is not None, "the caller has looked"
+        del self._states[state.request_id]
+        shared.parked.pop(state.request_id, None)
+        with self._lock:
+            self._parked.pop(state.request_id, None)
+            return None if promise.is_given_up else promise
+
+    def _watch(self) -> None:
+        """Give up late promises until none is parked; runs in a thread of its own."""
+        wait_s: float | None = 0.0
+        while wait_s is not None and not self._closing.wait(wait_s):
+            wait_s = self._give_up_late()
+
+    def _give_up_late(self) -> float | None:
+        """End leases that nobody asks about; return when to look again, None if never."""
+        now, late, left_s = time.monotonic(), list[tuple[SharedState, Promise]](), list[float]()
+        with self._lock:
+            for request_id, (shared, promise) in list(self._parked.items()):
+                left_s.append(promise.heard_at + shared.config.connector.park_lease_s - now)
+                if left_s[-1] <= 0:
+                    promise.is_given_up = True
+                    late.append(self._parked.pop(request_id))
+            if not self._parked:
+                self._watcher = None  # whoever parks next starts another
+        for shared, promise in late:
+            release_prefix(shared, promise.prefix)
+        return min((one for one in left_s if one > 0), default=None)
 
 
 class Lost:
@@ -84,24 +154,28 @@ class Lost:
         self._blocks: OrderedDict[int, int] = OrderedDict()
 
     def note(self, request_id: int, first: int) -> None:
-        """Remember that nothing after the first `first` blocks is promised any more."""
+        """Remember that blocks after the first `first` are no longer promised."""
         self._blocks[request_id] = first
         if len(self._blocks) > _LOST_MAX:
             self._blocks.popitem(last=False)
 
     def forget(self, request_id: int) -> None:
-        """The request was asked about anew, or has ended."""
+        """The request was asked about again, or has ended."""
         self._blocks.pop(request_id, None)
 
     def check(self, request_id: int, position: int, tokens_per_block: int) -> None:
-        """Let a first report pass that stands where the engine is without the promise.
+        """Accept a first report whose position does not count on the promise.
 
         Raises:
             LeaseExpired: the engine counts on what was given up.
         """
         first = self._blocks.pop(request_id, None)
         if first is not None and position > first * tokens_per_block:
-            raise LeaseExpired(
-                f"Request {request_id} comes back for tokens that were promised to it, but their"
-                " lease has been given up; raise connector.park_lease_s if it was parked for long."
-            )
+            raise _given_up(request_id)
+
+
+def _given_up(request_id: int) -> LeaseExpired:
+    return LeaseExpired(
+        f"Request {request_id} comes back for tokens that were promised to it, but their lease has"
+        " been given up; raise connector.park_lease_s if it was parked for long."
+    )

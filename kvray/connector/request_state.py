@@ -1,14 +1,14 @@
-"""What the leader keeps of a request between its first query and its end; pure."""
+"""The leader's record of a request between its first query and its end; pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvray.arrival import Arrivals
-from kvray.block import BlockKey
 from kvray.connector.promise import Promise
-from kvray.connector.retention import Priorities
+from kvray.connector.request.retention import Priorities
 from kvray.errors import LayoutMismatch
-from kvray.keys import MediaItem, chain_keys
+from kvray.identity.block import BlockKey
+from kvray.identity.keys import MediaItem, chain_keys
+from kvray.trace.arrival import Arrivals
 
 NO_PAGE = -1
 
@@ -22,8 +22,8 @@ class RequestState:
     tokens_per_block: int
     media: tuple[MediaItem, ...] = ()
     tenant_id: int = 0
-    """What an arena knows the request's tenant by; 0: it has none."""
-    opening: bytes = b""
+    """The tenant's number in an arena; 0: none."""
+    prefix_digest: bytes = b""
     """Digest of how the prompt begins."""
     windowed: tuple[bool, ...] = (False,)
     """For each layer group, whether its blocks may have no page."""
@@ -31,16 +31,26 @@ class RequestState:
     keys: list[BlockKey] = field(default_factory=list)
     pages: tuple[list[int], ...] = ()
     """For each layer group the page of each block, in prompt order."""
+    allocated: Sequence[Sequence[int]] = ()
+    """For each layer group the pages that the engine named at the request's allocation."""
+    is_reported: bool = False
+    """Whether the engine has reported it since it was asked about."""
+    is_later_life: bool = False
+    """Whether the engine reports deltas to an earlier request of its id."""
     priorities: Priorities = field(default_factory=Priorities)
     num_saved: int = 0
     """Leading blocks that are in the tier, or were handed to the workers to save."""
+    num_full: int = 0
+    """Leading blocks that are full after the last pass; those not saved by the end are lost."""
     num_found: int = 0
     """Leading blocks that were in the tier when the prompt was matched."""
     arrivals: Arrivals = ()
-    """How the blocks that were found came to this node, as far as they were not there."""
+    """How the found blocks came to this node, as far as they were not there."""
     promise: Promise | None = None
+    is_unsaved: bool = False
+    """Nothing more of it is saved: its pages depend on more than its keys say."""
     _prompt: list[int] | None = None
-    """What `prompt_keys` was given, until the first report."""
+    """The tokens that `prompt_keys` got, until the first report."""
     _tail: list[int] = field(default_factory=list)
     """The tokens that no key covers yet."""
 
@@ -62,13 +72,26 @@ class RequestState:
     ) -> None:
         """Take an engine's report: deltas over the request's life, the first with all so far.
 
+        TensorRT-LLM remembers what it has reported of an id, also when the request has ended. Of
+        a later request of that id it names only what goes beyond the longest one before it, which
+        is of no use: such a request has the tokens that it was asked about with, and the pages
+        that it was given at its allocation.
+
         Args:
             tokens: new ones.
             pages: for each layer group those of new blocks.
-            new: whether it is the first report.
+            new: whether the engine reports its id for the first time.
             priorities: of the first group's new blocks, see `retention`.
         """
-        at = 0 if new or not self.pages else len(self.pages[0])
+        self.is_later_life = not new and (self.is_later_life or not self.is_reported)
+        if self.is_later_life and not self.is_reported:
+            known = self.allocated if len(self.allocated) == len(self.windowed) else ()
+            self.pages = tuple(list(group) for group in known or ((),) * len(self.windowed))
+            self._prompt = None
+        self.is_reported = True
+        if self.is_later_life:
+            return
+        at = 0 if new else len(self.pages[0])
         self.priorities.extend(priorities, at=at, count=len(pages[0]))
         if new:
             # Mostly what the query was given; a replay may have grown.
@@ -96,13 +119,20 @@ class RequestState:
             if len(pages) < end - first or (not may_miss and min(pages, default=0) < 0):
                 raise LayoutMismatch(
                     f"The engine took {end - first} blocks for request {self.request_id} but names"
-                    f" pages for {sum(page >= 0 for page in pages)} of them; it would read what"
-                    " nobody has written."
+                    f" pages for {sum(page >= 0 for page in pages)} of them; it would read pages"
+                    " that nobody has written."
                 )
         return found
 
+    def unlike_at(self, seed: bytes, media: Sequence[MediaItem]) -> int | None:
+        """Return the first token at which another chain leaves this one; None: it is this one."""
+        if seed != self.seed:
+            return 0
+        unlike = set(media).symmetric_difference(self.media)
+        return min((item.position for item in unlike), default=None)
+
     def rewind(self, position: int) -> None:
-        """Have saved what was computed, if the engine has dropped a pass that it had planned."""
+        """Save computed blocks again if the engine dropped a pass that was planned."""
         done = max(self.num_found, position // self.tokens_per_block)
         self.num_saved = min(self.num_saved, done)
 
@@ -112,7 +142,9 @@ class RequestState:
         Args:
             computed_tokens: leading tokens whose KV is in the pool after the pass.
         """
-        end = min(computed_tokens, self.num_tokens) // self.tokens_per_block
+        if self.is_unsaved:
+            return self.num_saved
+        end = self.num_full = min(computed_tokens, self.num_tokens) // self.tokens_per_block
         end = min(end, *map(len, self.pages)) if self.pages else 0
         for group, may_miss in zip(self.pages, self.windowed, strict=True):
             if not may_miss and end > self.num_saved:
@@ -141,8 +173,3 @@ class RequestState:
             ],
         )
         self._tail = self._tail[len(self.keys) * self.tokens_per_block - start :]
-
-
-def promised_blocks_max(num_tokens: int, tokens_per_block: int) -> int:
-    """Return how many leading blocks may be promised: at least one token must be computed."""
-    return (num_tokens - 1) // tokens_per_block

@@ -28,15 +28,17 @@ from typing import Any
 
 import numpy as np
 
-from kvray.block import BlockKey
-from kvray.connector.cache_layout import Part
-from kvray.connector.pool import Pool, Ticket
-from kvray.connector.reads import Reads
+from kvray.connector.device.pool import Pool, Ticket
+from kvray.connector.figures.dropped_blocks import DroppedBlocks
+from kvray.connector.model.cache_layout import Part
+from kvray.connector.pending_reads import PendingReads
 from kvray.errors import KVRayError
+from kvray.identity.block import BlockKey
 from kvray.node import NodeLink
 from kvray.store import Arena, Reservation
-from kvray.store.layout import DEFAULT_PRIORITY
-from kvray.store.tables import Array
+from kvray.store.arena.layout import DEFAULT_PRIORITY
+from kvray.store.arena.tables import Array
+from kvray.trace.reasons import DropReason
 
 _log = logging.getLogger("kvray.connector")
 
@@ -45,13 +47,6 @@ _STALL_S = 0.25
 """Longest that the engine's thread waits for one piece; then the rest of the pass is not saved."""
 _PIECE_BYTES = 32 * 2**20
 _CAUSES_MAX = 32
-
-_AWAY = "the tier is not there"
-_BUSY = "the arena stayed locked"
-_FULL = "all else in the arena is leased, or the block before them is not there"
-_MANY = "too many saves wait"
-_SLOW = "the copy took too long"
-_ENDED = "the connector was shut down"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +73,7 @@ class Job:
 
 
 class Saver:
-    """Saves of one rank; `submit`, `fence`, `finish` and `close` are the engine's threads'."""
+    """Saves of one rank; `submit`, `fence` and `close` are the engine's threads'."""
 
     def __init__(
         self,
@@ -86,14 +81,16 @@ class Saver:
         *,
         saves_max: int,
         totals: Counter[str],
-        reads: Reads,
-        namespace: int = 0,
+        drops: DroppedBlocks,
+        reads: PendingReads,
     ) -> None:
-        """Save blocks of `namespace` through `link`; at most `saves_max` jobs may wait."""
+        """Save blocks through `link`; at most `saves_max` jobs may wait."""
         self._link = link
-        self._namespace = namespace
+        self.namespace = 0
+        """For which they count; set before the first of them is submitted."""
         self._saves_max = saves_max
         self._totals = totals
+        self._drops = drops
         self._reads = reads
         self._jobs: deque[Job] = deque()
         self._unfinished: deque[Callable[[], None]] = deque()
@@ -114,9 +111,11 @@ class Saver:
             return
         with self._guard:
             is_full = len(self._jobs) >= self._saves_max
-            why = _ENDED if self._closing else _MANY if is_full else None
+            why = (
+                DropReason.SHUT_DOWN if self._closing else DropReason.TOO_MANY if is_full else None
+            )
             if why is not None:
-                self._drop(len(job.keys), why)
+                self._drops.count(len(job.keys), why)
                 return
             self._reads.begin(job.request_id)
             self._jobs.append(job)
@@ -133,7 +132,7 @@ class Saver:
             while self._jobs or self._beginning is not None:
                 if not self._wait_for_progress():
                     self._abandoned = self._beginning is not None
-                    self._drop_waiting(_SLOW)
+                    self._drop_waiting(DropReason.TOO_SLOW)
                     return
 
     def drain(self) -> None:
@@ -142,15 +141,6 @@ class Saver:
         with self._guard:
             while (self._unfinished or self._is_finishing) and self._wait_for_progress():
                 pass
-
-    def finish(self, ticket: Ticket, action: Callable[[], None]) -> None:
-        """Do `action` when the copies of `ticket` have ended."""
-        if ticket.done() or self._forked:
-            action()
-            return
-        with self._guard:
-            self._unfinished.append(partial(_behind, ticket, action))
-            self._guard.notify_all()
 
     def close(self, timeout_s: float) -> None:
         """Save what waits, for at most `timeout_s`, and end the thread. Twice is fine."""
@@ -202,27 +192,27 @@ class Saver:
                 why = self._begin_piece(job, done, stop)
                 done = stop
                 if why is not None:
-                    self._drop(count - stop, why)
+                    self._drops.count(count - stop, why)
                     break
         except Exception as error:  # noqa: BLE001 - a defect must not end the thread; it is logged
-            self._drop(count - done, str(error) or repr(error))
-            self._say_defect(error)
+            self._fail(error, num_blocks=count - done)
         with self._guard:
             # Behind its pieces: a request is read until the last of them has ended.
             self._unfinished.append(partial(self._reads.end, job.request_id))
 
-    def _begin_piece(self, job: Job, start: int, stop: int) -> str | None:
+    def _begin_piece(self, job: Job, start: int, stop: int) -> DropReason | None:
         """Begin the blocks from `start` to `stop`; return why nothing after them can be saved."""
         arena, keys = self._link.arena, job.keys[start:stop]
         if arena is None:
-            self._drop(len(keys), _AWAY)
-            return _AWAY
+            self._drops.count(len(keys), DropReason.STORE_DOWN)
+            return DropReason.STORE_DOWN
         reservation = self._reserve(arena, job, keys, start)
         if reservation is None:
-            self._drop(len(keys), _BUSY)
+            why = DropReason.STORE_DOWN if arena.retired else DropReason.ARENA_BUSY
+            self._drops.count(len(keys), why)
             with self._guard:
-                self._drop_waiting(_BUSY)  # each of them would hold the engine up as long again
-            return _BUSY
+                self._drop_waiting(why)  # each of them would hold the engine up as long again
+            return why
         self._totals["existing_blocks"] += reservation.existing
         if len(reservation.slots):
             pages = job.pages[start:stop][reservation.rows]
@@ -232,12 +222,13 @@ class Saver:
                 self._settle(arena, lambda: arena.abort(reservation))
                 raise
             if not self._was_begun_in_time(is_last=stop == len(job.keys)):
-                self._drop(len(reservation.slots) + reservation.dropped, _SLOW)
+                self._drops.count(len(reservation.slots) + reservation.dropped, DropReason.TOO_SLOW)
                 self._finish_later(ticket, partial(self._give_back, arena, reservation))
-                return _SLOW
-            self._finish_later(ticket, partial(self._commit, arena, reservation, ticket))
-        self._drop(reservation.dropped, _FULL)
-        return _FULL if reservation.dropped else None
+                return DropReason.TOO_SLOW
+            commit = partial(self._commit, arena, reservation, ticket)
+            self._finish_later(ticket, commit, num_blocks=len(reservation.slots))
+        self._drops.count(reservation.dropped, DropReason.NO_ROOM)
+        return DropReason.NO_ROOM if reservation.dropped else None
 
     def _reserve(
         self, arena: Arena, job: Job, keys: Sequence[BlockKey], start: int
@@ -249,7 +240,7 @@ class Saver:
             depth=job.depth + start,
             part=job.part.index,
             block_bytes=job.part.block_bytes,
-            namespace=job.tenant_id or self._namespace,
+            namespace=job.tenant_id or self.namespace,
             priority=np.frombuffer(priorities, np.uint8) if priorities else DEFAULT_PRIORITY,
             # Blocks behind a window are gone, and nobody asks for them.
             needs_parent=job.part.window_blocks is None,
@@ -265,17 +256,31 @@ class Saver:
             self._guard.notify_all()
             return not self._abandoned
 
-    def _finish_later(self, ticket: Ticket, action: Callable[[], None]) -> None:
-        """Do `action` behind the copies of `ticket`: now if they have ended and made the sums."""
+    def _finish_later(
+        self, ticket: Ticket, action: Callable[[], None], *, num_blocks: int = 0
+    ) -> None:
+        """Do `action` behind the copies of `ticket`: now if they have ended and made the sums.
+
+        If it fails then, `num_blocks` more are not saved.
+        """
         if ticket.sums is not None:
             action()
         else:
-            self._unfinished.append(partial(_behind, ticket, action))
+            self._unfinished.append(partial(self._finish_save, ticket, action, num_blocks))
+
+    def _finish_save(self, ticket: Ticket, action: Callable[[], None], num_blocks: int) -> None:
+        try:
+            ticket.wait()
+            action()
+        except Exception as error:  # noqa: BLE001 - as in `_begin`
+            self._fail(error, num_blocks=num_blocks)
 
     def _commit(self, arena: Arena, reservation: Reservation, ticket: Ticket) -> None:
         sums = ticket.sums if ticket.sums is not None else arena.sums(reservation)
         if self._settle(arena, lambda: arena.commit(reservation, sums)):
             self._totals["stored_blocks"] += len(reservation.slots)
+        else:
+            self._drops.count(len(reservation.slots), DropReason.STORE_DOWN)
 
     def _give_back(self, arena: Arena, reservation: Reservation) -> None:
         self._settle(arena, lambda: arena.abort(reservation))
@@ -292,40 +297,26 @@ class Saver:
         try:
             finish()
         except Exception as error:  # noqa: BLE001 - as in `_begin`
-            self._totals["errors"] += 1
-            self._say_defect(error)
+            self._fail(error)
 
-    def _say_defect(self, error: Exception) -> None:
-        """Log one that is no error of the tier, once."""
+    def _fail(self, error: Exception, *, num_blocks: int = 0) -> None:
+        """Count an error and the blocks that are not saved for it; log each error once."""
+        self._totals["errors"] += 1
+        self._drops.count(num_blocks, DropReason.ERROR)
         said = repr(error)
         with self._guard:
-            if isinstance(error, KVRayError) or said in self._said:
-                return
-            if len(self._said) >= _CAUSES_MAX:
+            if said in self._said or len(self._said) >= _CAUSES_MAX:
                 return
             self._said.add(said)
-        _log.exception("kvray: a defect while saving; the engine goes on (said once)")
+        if isinstance(error, KVRayError):
+            _log.warning("kvray: a save failed; the engine goes on: %s (said once)", error)
+        else:
+            _log.error(
+                "kvray: a defect while saving; the engine goes on (said once)", exc_info=error
+            )
 
-    def _drop_waiting(self, why: str) -> None:
+    def _drop_waiting(self, why: DropReason) -> None:
         for job in self._jobs:
             self._reads.end(job.request_id)
-            self._drop(len(job.keys), why)
+            self._drops.count(len(job.keys), why)
         self._jobs.clear()
-
-    def _drop(self, num_blocks: int, why: str) -> None:
-        """Count blocks that are not saved; say each cause once."""
-        with self._guard:
-            self._totals["dropped_blocks"] += num_blocks
-            if num_blocks and why not in self._said and len(self._said) < _CAUSES_MAX:
-                self._said.add(why)
-                _log.warning(
-                    "kvray: %d blocks were not saved, nor will be what follows them in their"
-                    " prompts: %s (said once)",
-                    num_blocks,
-                    why,
-                )
-
-
-def _behind(ticket: Ticket, action: Callable[[], None]) -> None:
-    ticket.wait()
-    action()

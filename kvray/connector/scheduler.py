@@ -1,7 +1,7 @@
 """The leader's half of the connector: matches prompts, promises what is leased, plans each pass.
 
 Everything here runs on the engine's executor thread. Nothing waits longer than the arena's
-`lock_wait_s`, but for blocks of other nodes (`staging`), at most `stage_wait_s` a request.
+`lock_wait_s`, except for blocks that the shard stages: at most `stage_wait_s` a request.
 """
 
 import logging
@@ -10,26 +10,28 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
-from kvray.arrival import runs_between
 from kvray.connector.base import KvCacheConnectorScheduler
-from kvray.connector.engine import (
-    Engine,
-    engine_for,
-    registered_engine,
-    release_prefix,
-    shut_down_at_exit,
-)
-from kvray.connector.identity import Identity
 from kvray.connector.meta import ConnectorMeta
-from kvray.connector.noting import note_bypassed, note_request
 from kvray.connector.pass_plan import PassPlanner
 from kvray.connector.prefill_rate import PrefillRate
+from kvray.connector.prefix_finder import PrefixFinder, PromptQuery
 from kvray.connector.promise import Promise
 from kvray.connector.promises import Promises
-from kvray.connector.request_state import RequestState, promised_blocks_max
-from kvray.connector.staging import Staging
-from kvray.keys import request_seed
-from kvray.opening import opening_digest
+from kvray.connector.releases import release_prefix
+from kvray.connector.request.fields import NO_REQUEST, id_of, only_generates
+from kvray.connector.request_identifier import AskedRequest
+from kvray.connector.request_outcome import record_answer, record_bypassed, record_unnamed
+from kvray.connector.request_state import RequestState
+from kvray.connector.shared_state import (
+    registered_state,
+    shared_state_for,
+    shut_down_at_exit,
+)
+from kvray.errors import ConfigError
+from kvray.identity.block import BlockKey
+from kvray.identity.keys import request_seed
+from kvray.trace.prefix_digest import prefix_digest
+from kvray.trace.reasons import DropReason, MissReason
 
 _log = logging.getLogger("kvray.connector")
 
@@ -55,11 +57,11 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             ConfigError: a setting cannot be used; the engine's start-up fails with the sentence.
         """
         super().__init__(llm_args)
-        self._own_engine = self._engine = engine_for(llm_args, self.config_path)
+        self._own_shared = self._shared = shared_state_for(llm_args, self.config_path)
         self._states: OrderedDict[int, RequestState] = OrderedDict()
         self._promises = Promises()
-        self._staging = Staging()
-        self._planner = PassPlanner(self._staging)
+        self._finder = PrefixFinder()
+        self._planner = PassPlanner(self._finder)
         self._prefill = PrefillRate()
         self._warned_unaligned = False
         self._is_shut_down = False
@@ -79,93 +81,112 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             for them instead of taking part in the coming pass).
         """
         began_ns = time.perf_counter_ns()
+        request_id = id_of(request)
+        if request_id == NO_REQUEST:
+            self._shared.figures.totals["bypassed_requests"] += 1
+            return 0, False
         self.request_reset(request)
-        with self._engine.boundary.around("a request"):
-            self._engine = registered_engine(self._engine)
-            hit = self._match(self._engine, request, num_computed_tokens)
-            self._engine.timings.match.observe(time.perf_counter_ns() - began_ns)
-            return hit, hit > 0 and self._engine.loads_later
-        self._forget(request.request_id)  # what was not answered is not promised either
+        with self._shared.boundary.around("a request"):
+            self._shared = registered_state(self._shared)
+            hit = self._match(request, num_computed_tokens)
+            self._shared.figures.call_times.match.observe(time.perf_counter_ns() - began_ns)
+            return hit, hit > 0 and self._shared.loads_later
+        self._forget(request_id)  # what was not answered is not promised either
         return 0, False
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        """Nothing: pages are taken from the reports, which also have those of later chunks."""
+        """Note the pages of a request, and check its promise against the engine's own request.
+
+        The first cache manager asks with a copy of it, which lacks what Python knows of it.
+
+        Raises:
+            ConfigError: the request has media that the copy did not show, and was promised tokens.
+        """
+        self.update_state_after_alloc_by_layer_group(request, [block_ids])
+        state = self._states.get(id_of(request))
+        if state is not None and self._shared.pool.is_flat:
+            self._confirm(state, request)
 
     def update_state_after_alloc_by_layer_group(
         self, request: Any, block_ids_by_layer_group: list[list[int]]
     ) -> None:
-        """Nothing; see `update_state_after_alloc`."""
+        """Note the pages of a request, in case its reports do not name them."""
+        with self._shared.boundary.around("an allocation"):
+            state = self._states.get(id_of(request))
+            if state is not None and (state.is_reported or only_generates(request)):
+                # Another request of this id, which was not asked about: it has other tokens.
+                self._forget(state.request_id)
+            elif state is not None:
+                state.allocated = block_ids_by_layer_group
 
     def build_connector_meta(self, scheduler_output: Any) -> ConnectorMeta:
         """Return what the workers load before and save after the coming pass.
 
         Raises:
-            LayoutMismatch, LeaseExpired: what was promised has no place to go, or is held no
-                longer. The engine counts on it and cannot be told, so it must not go on.
+            LayoutMismatch, LeaseExpired: a promise has no place to go, or its lease has ended. The
+                engine counts on it and cannot be told, so it must not go on.
         """
         began_ns = time.perf_counter_ns()
-        engine = self._engine
-        plan = self._planner.begin(engine)
+        shared = self._shared
+        plan = self._planner.begin(shared)
         reports = list(_reports(scheduler_output))
-        self._measure(engine, reports)
+        self._measure(reports)
         for report, is_new in reports:
             state = self._states.get(report.request_id)
-            if is_new:
-                self._promises.check(
-                    report.request_id, report.computed_position, engine.args.tokens_per_block
-                )
+            if is_new or state is None or not state.is_reported:
+                size = shared.args.tokens_per_block
+                self._promises.check(shared, report.request_id, report.computed_position, size)
             if state is None:
                 continue
             self._states.move_to_end(report.request_id)
-            if is_new and state.promise is not None:
-                plan.add_load(state, report, self._promises.take(engine, state))
+            if state.promise is not None:
+                plan.add_load(state, report, self._promises.take(shared, state), is_new=is_new)
                 continue
-            with engine.boundary.around("a save"):
+            with shared.boundary.around("a save"):
                 plan.add(state, report, is_new=is_new)
                 continue
             self._forget(report.request_id)
-        self._promises.settle(engine)
+        self._promises.settle(shared)
         meta = plan.finish()
-        engine.timings.plan.observe(time.perf_counter_ns() - began_ns)
+        shared.figures.call_times.plan.observe(time.perf_counter_ns() - began_ns)
         return meta
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         """Return whether a save still reads the blocks of the finished request; twice is fine."""
-        self._forget(request.request_id)
-        self._promises.forget(request.request_id)
-        self._staging.forget(request.request_id)
-        is_read = self._engine.is_being_read(request.request_id)
+        request_id = id_of(request)
+        self._forget(request_id)
+        self._promises.forget(request_id)
+        self._finder.forget(request_id)
+        is_read = self._shared.is_being_read(request_id)
         if is_read:
-            self._planner.pin(request.request_id)
+            self._planner.pin(request_id)
         return is_read
 
     def request_finished_by_layer_group(
         self, request: Any, cache_block_ids_by_layer_group: list[list[int]]
     ) -> bool:
-        """See `request_finished`."""
+        """As `request_finished`: no call needs the blocks, whatever their groups."""
         return self.request_finished(request, [])
 
     def request_reset(self, request: Any) -> None:
-        """Forget a request whose blocks were taken away; it begins anew, or is asked about anew."""
-        self._forget(request.request_id)
-        self._promises.forget(request.request_id)
+        """Forget a request whose blocks were taken away: it starts over, or is asked about again.
+
+        The engine calls it; so does each query, which replaces what was promised before.
+        """
+        self._forget(id_of(request))
+        self._promises.forget(id_of(request))
 
     def cancel_load(self, request: Any, start: int, end: int) -> None:
         """Keep less than was promised: the engine will not use the tokens from `start` to `end`."""
-        state = self._states.get(request.request_id)
+        state = self._states.get(id_of(request))
         if state is None or state.promise is None:
             return
-        promise, size = state.promise, state.tokens_per_block
-        if end >= promise.end * size:
-            promise.end = min(promise.end, max(promise.first, -(-start // size)))
-        elif start <= promise.first * size:
-            # Of a block of which only a part is handed back all is loaded.
-            promise.first = max(promise.first, end // size)
-        if not promise.num_blocks:
-            self._promises.release(self._engine, state)
+        state.promise.cancel(start, end, state.tokens_per_block)
+        if not state.promise.num_blocks:
+            self._promises.release(self._shared, state)
 
     def wait_for_initialization(self) -> None:
-        """Nothing to wait for: an engine without its tier starts all the same."""
+        """Return at once: an engine starts without its tier all the same."""
 
     def shutdown(self) -> None:
         """Release what is promised and let go of the tier. Twice is fine."""
@@ -173,109 +194,110 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             self._forget(request_id)
         if not self._is_shut_down:
             self._is_shut_down = True
-            with self._engine.boundary.around("the end"):
+            self._promises.close()
+            with self._shared.boundary.around("the end"):
                 self._planner.close()
-            self._staging.close()
-            self._own_engine.close()
+            self._finder.close()
+            self._own_shared.close()
 
-    def _match(self, engine: Engine, request: Any, num_computed_tokens: int) -> int:
-        """Return how many tokens are promised to `request`, and count the rest by reason."""
-        totals, tokens_per_block = engine.totals, engine.args.tokens_per_block
-        identity = engine.identify(request)
-        if identity is None:
-            totals["bypassed_requests"] += 1
-            note_bypassed(engine, request.request_id)
+    def _match(self, request: Any, num_computed_tokens: int) -> int:
+        """Promise what can be loaded of a prompt, record it, and return how many tokens it is."""
+        shared = self._shared
+        asked = shared.identifier.read(request, num_computed_tokens)
+        if asked is None:
+            record_bypassed(shared, request.request_id)
             return 0
-        state = self._remember(engine, request.request_id, identity)
-        tokens = request.get_tokens(0)
-        keys = state.prompt_keys(tokens)
-        wanted = keys[: promised_blocks_max(len(tokens), tokens_per_block)]
-        first, rest = divmod(num_computed_tokens, tokens_per_block)
-        reason = "unaligned"
-        began, waited_s = time.monotonic(), self._staging.waited_s(request.request_id)
-        if rest:
-            self._warn_unaligned(num_computed_tokens)
-        else:
-            reason = self._promise(engine, state, request, wanted, first)
-        stage_s = self._staging.waited_s(request.request_id)
+        if not shared.pool.complete_namespace():
+            record_unnamed(shared, asked)
+            return 0
+        state = self._remember(asked)
+        keys = state.prompt_keys(asked.tokens)[: asked.num_askable(state.tokens_per_block)]
+        began, waited_s = time.monotonic(), self._finder.waited_s(asked.request_id)
+        reason = self._promise(state, request, keys, num_computed_tokens)
+        stage_s = self._finder.waited_s(asked.request_id)
         lease_s = time.monotonic() - began - (stage_s - waited_s)
-        hit = state.promise.num_blocks * tokens_per_block if state.promise else 0
-        totals["requests"] += 1
-        totals["prompt_tokens"] += len(tokens)
-        totals["local_tokens"] += num_computed_tokens
-        totals["hit_tokens"] += hit
-        if state.promise is not None:
-            ways = runs_between(state.arrivals, state.promise.first, state.promise.end)
-            for start, stop, way, _ in ways:
-                totals[f"hit_tokens_from_{way}"] += (stop - start) * tokens_per_block
-        missed = len(wanted) * tokens_per_block - num_computed_tokens - hit
-        if missed > 0:
-            totals[f"miss_tokens_{reason}"] += missed
-        if wanted:
-            state.opening = opening_digest(
-                tokens, salt=identity.salt, lora=identity.lora, media=identity.media
-            )
-            if state.num_saved:
-                engine.openings.note_stored(state.opening)
-            elif reason == "not_stored":
-                engine.openings.note_missed(state.opening, missed)
-        note_request(
-            engine,
-            state,
-            wanted=wanted,
-            first=first,
-            reason=reason,
-            stage_s=stage_s,
-            lease_s=lease_s,
-        )
-        return hit
+        record_answer(shared, asked, state, keys, reason=reason, stage_s=stage_s, lease_s=lease_s)
+        return state.promise.num_blocks * state.tokens_per_block if state.promise else 0
 
-    def _remember(self, engine: Engine, request_id: int, identity: Identity) -> RequestState:
+    def _remember(self, asked: AskedRequest) -> RequestState:
         """Open the state of a request."""
+        shared, identity = self._shared, asked.identity
+        size, seed = shared.args.tokens_per_block, shared.pool.namespace_digest
         state = RequestState(
-            request_id=request_id,
-            seed=request_seed(engine.namespace_digest, salt=identity.salt, lora=identity.lora),
-            tokens_per_block=engine.args.tokens_per_block,
+            request_id=asked.request_id,
+            seed=request_seed(seed, salt=identity.salt, lora=identity.lora),
+            tokens_per_block=size,
             media=identity.media,
             tenant_id=identity.tenant_id,
-            windowed=engine.windowed,
+            windowed=shared.pool.windowed,
         )
-        self._states[request_id] = state
+        if asked.num_askable(size):
+            state.prefix_digest = prefix_digest(
+                asked.tokens, salt=identity.salt, lora=identity.lora, media=identity.media
+            )
+        self._states[asked.request_id] = state
         if len(self._states) > _STATES_MAX:
             self._drop_oldest()
         return state
 
     def _promise(
-        self, engine: Engine, state: RequestState, request: Any, keys: list[Any], first: int
-    ) -> str:
-        """Promise what of `keys` is here after the first `first`; return why not more."""
-        matched, reason = self._staging.match(
-            engine, state.request_id, keys, first, tokens_per_s=self._prefill.tokens_per_s
-        )
+        self, state: RequestState, request: Any, keys: list[BlockKey], num_computed_tokens: int
+    ) -> MissReason:
+        """Promise what of `keys` is here after the engine's own tokens; return why not more."""
+        shared = self._shared
+        first, rest = divmod(num_computed_tokens, state.tokens_per_block)
+        if rest:
+            self._warn_unaligned(num_computed_tokens)
+            return "unaligned"
+        query = PromptQuery(state.request_id, keys, first, self._prefill.tokens_per_s)
+        matched, reason = self._finder.find(shared, query)
         if matched is None:
             return reason
-        # A corrupt block, and what follows it, is saved anew when it is computed.
+        # A corrupt block, and what follows it, is saved again once it is computed.
         state.num_found = state.num_saved = matched.end
         state.arrivals = matched.arrivals
         if matched.end <= first:
-            release_prefix(engine, matched.prefix)
+            release_prefix(shared, matched.prefix)
             return reason
         promise = Promise(
             prefix=matched.prefix,
             first=first,
             end=matched.end,
             request=request,
-            is_parked=engine.loads_later,
+            is_parked=shared.loads_later,
         )
-        self._promises.keep(engine, state, promise)
+        self._promises.keep(shared, state, promise)
         if promise.is_parked:
             self._planner.park(state.request_id, promise)
         return reason
 
-    def _measure(self, engine: Engine, reports: list[tuple[Any, bool]]) -> None:
+    def _confirm(self, state: RequestState, request: Any) -> None:
+        """Check that the request is the one that was keyed; save nothing of it if it is not."""
+        shared, shown = self._shared, None
+        with shared.boundary.around("a request"):
+            shown = shared.identifier.identify(request)
+        unlike_at: int | None = 0
+        if shown is None:
+            shared.identifier.hides_media = True
+        else:
+            digest = shared.pool.namespace_digest
+            seed = request_seed(digest, salt=shown.salt, lora=shown.lora)
+            unlike_at = state.unlike_at(seed, shown.media)
+        if unlike_at is None:
+            return
+        state.is_unsaved = True
+        if state.promise is not None and state.promise.end * state.tokens_per_block > unlike_at:
+            raise ConfigError(
+                f"Request {state.request_id} was asked about as one of text, was promised tokens,"
+                " and has more than text; the engine must not go on with them. Set"
+                " kv_cache_config.use_kv_cache_manager_v2: true where there is one, or serve this"
+                " model without kv_connector_config."
+            )
+
+    def _measure(self, reports: list[tuple[Any, bool]]) -> None:
         """Keep the engine's speed up to date, where it decides anything."""
-        if engine.asks_peers:
-            with engine.boundary.around("the speed of prefill"):
+        if self._shared.may_stage:
+            with self._shared.boundary.around("the speed of prefill"):
                 num_tokens = sum(report.num_scheduled_tokens for report, _ in reports)
                 requests = {report.request_id for report, _ in reports}
                 self._prefill.plan(requests, num_tokens, time.monotonic())
@@ -283,7 +305,10 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     def _forget(self, request_id: int) -> None:
         state = self._states.pop(request_id, None)
         if state is not None:
-            self._promises.release(self._engine, state)
+            self._promises.release(self._shared, state)
+            is_down = self._shared.link.arena is None
+            reason = DropReason.STORE_DOWN if is_down else DropReason.NO_PAGE
+            self._shared.figures.dropped.count(state.num_full - state.num_saved, reason)
 
     def _drop_oldest(self) -> None:
         """Forget the request unseen for longest that the engine does not wait for."""

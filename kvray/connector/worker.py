@@ -10,20 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvray.block import BlockKey, namespace_id
 from kvray.connector.base import KvCacheConnectorWorker
-from kvray.connector.cache_layout import CacheLayout, Part
-from kvray.connector.engine import engine_for, shut_down_at_exit
-from kvray.connector.key_board import read_keys, unpack_keys
-from kvray.connector.loader import Loader, release_at, release_plans
+from kvray.connector.device.opening import open_pool
+from kvray.connector.device.pool import Pool
+from kvray.connector.key_board import read_keys
+from kvray.connector.loader import Loader, release_plans
 from kvray.connector.meta import Board, ConnectorMeta, KeyRun
+from kvray.connector.model.cache_layout import CacheLayout, Part
+from kvray.connector.model.flat_pool import refuse_flat_pool
+from kvray.connector.model.read_layout import layout_of_tensor, read_layout
 from kvray.connector.parking import Parking
-from kvray.connector.pool import Pool, open_pool
-from kvray.connector.read_layout import layout_of_tensor, read_layout
-from kvray.connector.refusals import refuse_flat_pool
+from kvray.connector.releases import release_at
 from kvray.connector.saver import Job, Saver
+from kvray.connector.shared_state import shared_state_for, shut_down_at_exit
 from kvray.errors import ConfigError, LayoutMismatch
+from kvray.identity.block import BlockKey, namespace_id, split_keys
 from kvray.store import Arena
+from kvray.trace.reasons import DropReason
 
 if TYPE_CHECKING:
     import torch
@@ -46,14 +49,13 @@ class KvRayWorker(KvCacheConnectorWorker):
             ConfigError: a setting cannot be used; the engine's start-up fails with the sentence.
         """
         super().__init__(llm_args)
-        self._engine = engine_for(llm_args, self.config_path)
-        self._namespace = b""
+        self._shared = shared_state_for(llm_args, self.config_path)
         self._parts: tuple[Part, ...] = ()
         self._pool: Pool | None = None
         self._saver: Saver | None = None
         self._loader: Loader | None = None
         self._attended: Arena | None = None
-        self._parking = Parking(self._engine)
+        self._parking = Parking(self._shared)
         self._started: object | None = None
         self._saved: object | None = None
         self._jobs: list[Job] = []
@@ -68,7 +70,7 @@ class KvRayWorker(KvCacheConnectorWorker):
             ConfigError: the pool's layout, or a model that cannot be told from others.
             LayoutMismatch: another replica claims the same `model_key` with another layout.
         """
-        refuse_flat_pool(self._engine.args, tuple(kv_cache_tensor.shape))
+        refuse_flat_pool(self._shared.args, tuple(kv_cache_tensor.shape))
         self._register(layout_of_tensor(kv_cache_tensor, may_be_latent=self._may_be_latent))
 
     def register_kv_cache_layout(self, layout: Any) -> None:
@@ -78,10 +80,10 @@ class KvRayWorker(KvCacheConnectorWorker):
             ConfigError, LayoutMismatch: as `register_kv_caches`.
         """
         read = read_layout(layout, may_be_latent=self._may_be_latent)
-        if read.tokens_per_block != self._engine.args.tokens_per_block:
+        if read.tokens_per_block != self._shared.args.tokens_per_block:
             raise ConfigError(
                 f"The KV cache has {read.tokens_per_block} tokens in a block, the engine's"
-                f" arguments say {self._engine.args.tokens_per_block}; set"
+                f" arguments say {self._shared.args.tokens_per_block}; set"
                 " kv_cache_config.tokens_per_block to what the cache has."
             )
         self._register(read)
@@ -102,13 +104,14 @@ class KvRayWorker(KvCacheConnectorWorker):
         was_dropped = self._started is not None and self._started is not self._saved
         self._started, self._jobs = meta, []
         for release in meta.releases:
-            if release.rank == self._engine.part_rank:
-                release_at(self._engine, release.arena_id, release.lease)
+            if release.rank == self._shared.args.part_rank:
+                release_at(self._shared, release.arena_id, release.lease)
         pool, saver, loader = self._pool, self._saver, self._loader
-        if pool is None or saver is None or loader is None or meta.namespace != self._namespace:
+        shared = self._shared
+        if pool is None or saver is None or loader is None or not shared.pool.may_load(meta):
             self._refuse(meta)
             return
-        self._engine.follow(meta.replica)
+        shared.pool.follow(meta.replica)
         if meta.is_fenced or was_dropped:
             saver.fence()
             pool.fence(stream)
@@ -116,9 +119,11 @@ class KvRayWorker(KvCacheConnectorWorker):
         for park in meta.parks:
             self._parking.begin(park)
         loader.load(meta.loads, stream)
-        if meta.saves:
-            with self._engine.boundary.around("a save"):
-                self._jobs = list(self._jobs_of(pool, meta))
+        if meta.saves and shared.pool.namespace_digest:
+            saver.namespace = namespace_id(shared.pool.namespace_digest)
+            self._note_saves(pool, meta)
+        elif meta.saves:
+            self._drop(_num_saved(meta), DropReason.NO_POOL)
 
     def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None:
         """Have what follows on `stream` wait for the layer's loaded bytes."""
@@ -137,20 +142,27 @@ class KvRayWorker(KvCacheConnectorWorker):
 
         Raises:
             LayoutMismatch: the pass did not wait for all that it needed; its answers are void.
+            CorruptBlock, LeaseExpired: what it loaded may be wrong, so the engine must not go on.
         """
-        meta, pool, saver = self._metadata, self._pool, self._saver
+        meta, pool, saver, loader = self._metadata, self._pool, self._saver, self._loader
         if meta is not self._started or meta is self._saved:
             return
         self._saved = meta
-        if pool is None or saver is None:
+        if pool is None or saver is None or loader is None:
             return
-        mark = pool.mark(stream)
-        with self._engine.boundary.around("a save"):
+        try:
+            mark = pool.mark(stream)
+            loader.settle()
+        except Exception as error:
+            loader.fail(error)
+            self._drop(sum(len(job.keys) for job in self._jobs), DropReason.VOID)
+            raise
+        with self._shared.boundary.around("a save"):
             for job in self._jobs:
                 saver.submit(replace(job, mark=mark))
         if self._jobs and pool.is_host:
             saver.fence()
-        elif self._jobs and self._engine.args.partial_reuse:
+        elif self._jobs and self._shared.args.partial_reuse:
             saver.drain()
 
     def get_finished(
@@ -158,21 +170,34 @@ class KvRayWorker(KvCacheConnectorWorker):
     ) -> tuple[list[int], list[int]]:
         """Return the requests whose blocks are read no more, and those that may be scheduled.
 
-        Takes no lock and makes no call. Each id is returned once, after it was handed in.
+        Each id is returned once, after it was handed in. Takes no lock and makes no call, but for
+        the loads of a pass that was dropped.
+
+        Raises:
+            CorruptBlock, LayoutMismatch, LeaseExpired: as `wait_for_save`, after which not every
+                runtime ends the engine.
         """
+        if self._loader is not None:
+            self._loader.settle()
         self._saving += finished_gen_req_ids
-        saved = [one for one in self._saving if not self._engine.is_being_read(one)]
+        saved = [one for one in self._saving if not self._shared.is_being_read(one)]
         if saved:
             self._saving = [one for one in self._saving if one not in saved]
         return saved, self._parking.finished(started_loading_req_ids)
 
     def take_failed_load_requests(self) -> set[int]:
-        """Return no request: a load that fails is raised, as few runtimes would ask for it here."""
+        """Return no request: a load that fails in its pass is raised, before the pass."""
         return set()
 
     def take_failed_async_load_requests(self) -> set[int]:
-        """See `take_failed_load_requests`."""
-        return set()
+        """Return parked requests that were said to be ready, and whose blocks proved wrong.
+
+        A runtime that asks takes their pages back and computes them; any other is stopped when
+        such a request comes back.
+
+        Source: `connectors/mooncake_store/worker.py` on a branch of TensorRT-LLM.
+        """
+        return self._parking.take_failed()
 
     def shutdown(self) -> None:
         """Flush saves for a bounded time and let go of the tier. Twice is fine."""
@@ -181,51 +206,61 @@ class KvRayWorker(KvCacheConnectorWorker):
         self._is_shut_down = True
         self._close_pool()
         self._parking.close()
-        self._engine.unregister()
-        self._engine.close()
+        self._shared.pool.unregister()
+        self._shared.close()
 
     @property
     def _may_be_latent(self) -> bool:
-        return self._engine.args.is_mla is not False
+        return self._shared.args.is_mla is not False
 
     def _register(self, layout: CacheLayout) -> None:
-        engine = self._engine
+        shared = self._shared
         self._close_pool()
-        self._namespace = engine.register(layout).digest()
+        shared.register(layout)
         self._parts = layout.parts(
-            engine.part_rank,
-            engine.num_parts_ranks,
-            engine.args.tokens_per_block,
-            ranks_per_node=engine.args.ranks_per_node,
+            shared.args.part_rank,
+            shared.args.num_parts_ranks,
+            shared.args.tokens_per_block,
+            ranks_per_node=shared.args.ranks_per_node,
         )
-        self._pool = open_pool(layout, self._parts, has_hooks=not engine.args.is_compiled)
+        self._pool = open_pool(layout, self._parts, has_hooks=not shared.args.is_compiled)
         self._saver = Saver(
-            engine.link,
-            saves_max=engine.config.connector.saves_max,
-            totals=engine.totals,
-            reads=engine.reads,
-            namespace=namespace_id(self._namespace),
+            shared.link,
+            saves_max=shared.config.connector.saves_max,
+            totals=shared.figures.totals,
+            drops=shared.figures.dropped,
+            reads=shared.pending_reads,
         )
-        self._loader = Loader(engine, self._parts, self._pool, self._saver, self._parking)
+        self._loader = Loader(shared, self._parts, self._pool, self._parking)
         self._attended = None
         self._attend()
 
     def _attend(self) -> None:
         """Have copies from and to the arena that is there now be as fast as they can be."""
-        arena, pool = self._engine.link.arena, self._pool
+        arena, pool = self._shared.link.arena, self._pool
         if arena is not None and arena is not self._attended and pool is not None:
-            with self._engine.boundary.around("the arena's registration"):
+            with self._shared.boundary.around("the arena's registration"):
                 pool.attend(arena)
             self._attended = arena
 
+    def _drop(self, num_blocks: int, reason: DropReason) -> None:
+        self._shared.figures.dropped.count(num_blocks, reason)
+
     def _refuse(self, meta: ConnectorMeta) -> None:
         """Release what was promised for a pool that this rank does not have, and stop if any."""
-        release_plans(self._engine, meta.loads)
+        release_plans(self._shared, meta.loads)
+        self._drop(_num_saved(meta), DropReason.NO_POOL)
         if meta.loads:
             raise LayoutMismatch(
                 "The leader promised blocks of another namespace than this rank's pool; give every"
                 " rank the same engine arguments."
             )
+
+    def _note_saves(self, pool: Pool, meta: ConnectorMeta) -> None:
+        with self._shared.boundary.around("a save"):
+            self._jobs = list(self._jobs_of(pool, meta))
+            return
+        self._drop(_num_saved(meta), DropReason.ERROR)
 
     def _jobs_of(self, pool: Pool, meta: ConnectorMeta) -> Iterator[Job]:
         """Yield a job for each run of blocks of each part that this rank stores."""
@@ -236,9 +271,9 @@ class KvRayWorker(KvCacheConnectorWorker):
         for plan, packed, tenant in zip(saves, priorities, tenants, strict=False):
             keys = self._keys_of(plan.keys, meta.board)
             if keys is None:
-                self._engine.totals["dropped_blocks"] += len(plan.pages[0].packed) // 4
+                self._drop(plan.pages[0].num_blocks, DropReason.KEYS_LOST)
                 continue
-            before = len(keys) - len(plan.pages[0].packed) // 4
+            before = len(keys) - plan.pages[0].num_blocks
             for part in stored:
                 pages = plan.pages[part.group].ids()
                 for start, stop in _runs(pages >= 0):
@@ -258,17 +293,23 @@ class KvRayWorker(KvCacheConnectorWorker):
     def _keys_of(self, keys: KeyRun | bytes, board: Board | None) -> list[BlockKey] | None:
         """Return the keys of a save; None if they are nowhere any more."""
         if isinstance(keys, bytes):
-            return unpack_keys(keys)
-        arena = None if board is None else self._engine.link.arena_named(board.arena_id)
+            return split_keys(keys)
+        arena = None if board is None else self._shared.link.arena_named(board.arena_id)
         return None if arena is None or board is None else read_keys(arena, board, keys)
 
     def _close_pool(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
         if self._saver is not None:
             self._saver.close(_FLUSH_S)
             self._saver = self._loader = None
         if self._pool is not None:
             self._pool.close()
             self._pool = None
+
+
+def _num_saved(meta: ConnectorMeta) -> int:
+    return sum(plan.pages[0].num_blocks for plan in meta.saves if plan.pages)
 
 
 def _runs(here: Any) -> Iterator[tuple[int, int]]:

@@ -1,30 +1,30 @@
-"""Which shards have which parts: one object for all blocks that are held alike."""
+"""Sets of holders: one object for all blocks with the same holders."""
 
 from collections.abc import Iterator
 
 
 class Incarnation:
-    """What one shard says that it has, from one full announcement to the next."""
+    """The announced blocks of one shard, from one full announcement to the next."""
 
     __slots__ = ("is_ended", "is_kept", "is_silent", "numbers", "shard")
 
     def __init__(self, shard: str) -> None:
-        """Begin; nothing is held yet."""
+        """Start without blocks."""
         self.shard = shard
         self.is_ended = False
         self.is_kept = False
-        """Ended, but its entries stay until the shard has said anew what it has."""
+        """It has ended, but its entries stay until the shard has announced everything again."""
         self.is_silent = False
         self.numbers: set[int] = set()
-        """Of the holdings that name it."""
+        """Numbers of the holdings that name it."""
 
 
 Masks = dict[Incarnation, int]
-"""Whose, and which parts: bit n for part n. Not changed once it is a holding's."""
+"""Incarnation -> its parts, bit n for part n. Never changed once a holding has it."""
 
 
 class Holding:
-    """Who has which parts of certain blocks; those that are held alike share it."""
+    """The holders of some blocks and their parts; blocks with the same holders share it."""
 
     __slots__ = ("live", "masks", "num_keys", "seen")
 
@@ -37,7 +37,7 @@ class Holding:
 
 
 class Holdings:
-    """All holdings that some key has, by number; 0 is nobody's."""
+    """All holdings that some key has, by number; 0 stands for no holders."""
 
     def __init__(self) -> None:
         """Start empty."""
@@ -47,18 +47,18 @@ class Holdings:
         self._changes = 0
 
     def __len__(self) -> int:
-        """Return the first number that was never given."""
+        """Return the first unused number."""
         return len(self._holdings)
 
     def __iter__(self) -> Iterator[Holding]:
         return (self._holdings[number] for number in self._numbers.values())
 
     def masks(self, number: int) -> Masks:
-        """Return who has what, those included who have ended."""
+        """Return the holders, ended ones included."""
         return self._holdings[number].masks
 
     def number_of(self, masks: Masks) -> int:
-        """Return the number of the holding that stands for `masks`, which it keeps."""
+        """Return the number of the holding for `masks`, which keeps them."""
         if not masks:
             return 0
         name = frozenset(masks.items())
@@ -72,7 +72,7 @@ class Holdings:
         return number
 
     def count(self, number: int, change: int) -> None:
-        """Note that so many keys more, or fewer, are held so; the last one ends the holding."""
+        """Add to the number of keys with this holding; at 0 the holding ends."""
         holding = self._holdings[number]
         if not number:
             return
@@ -84,11 +84,11 @@ class Holdings:
             self._free.append(number)
 
     def shards_changed(self) -> None:
-        """Note that somebody ended, fell silent or was heard again."""
+        """Note that a shard ended, fell silent or was heard again."""
         self._changes += 1
 
     def live(self, number: int) -> dict[str, int]:
-        """Return shard -> mask of its parts, of those that can be asked for them."""
+        """Return shard -> mask of its parts, of the shards that can be asked."""
         holding = self._holdings[number]
         if holding.seen != self._changes:
             holding.seen = self._changes

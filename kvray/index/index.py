@@ -5,17 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvray.block import KEY_BYTES
 from kvray.errors import ConfigError
+from kvray.identity.block import KEY_BYTES
 from kvray.index.holdings import Holdings, Incarnation, Masks
 from kvray.index.key_table import Array, KeyTable
 
 PARTS_MAX = 1024
-"""Parts of a block that the index can tell apart: far more than any replica has ranks."""
+"""Parts of a block that the index can tell apart: far more than ranks of any replica."""
 
 _PART_BITS = PARTS_MAX.bit_length() - 1
+_WAYS_PURGED = 1000
 _HEAD = 512
-"""Of so many leading keys all must be held before the others of a long prompt are looked for."""
+"""Keys of a long prompt to look up first; the rest only if all of these are held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +25,13 @@ class Match:
 
     num_blocks: int
     holders: dict[str, int]
-    """Shard -> leading blocks of which it has every part by itself; those of others besides may be
-    put together from the parts of several."""
+    """Shard -> leading blocks of which it has every part. Further blocks may have their parts on
+    several shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Consecutive blocks that the same shards have the same parts of."""
+    """Consecutive blocks with the same holders of the same parts."""
 
     stop: int
     """The first block after it; it begins where the run before ended."""
@@ -40,21 +41,21 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """Blocks of which a part has no holder any more, while others have other parts."""
+    """Partial blocks: one part has lost its last holder, other parts still have holders."""
 
     keys: bytes
     """32 bytes each, end to end."""
     parts: int
-    """Mask of the parts that went."""
+    """Mask of the lost parts."""
     shards: tuple[str, ...]
-    """Those that have what is left."""
+    """The holders of the other parts."""
 
 
 class Index:
     """Key -> holders; single-threaded, no clock, no I/O.
 
-    A shard that is dropped, or that starts anew, is not found any more from that moment on. Its
-    entries stay until `purge` has come by: that goes in slices, so that no call takes long.
+    A shard that is dropped or restarts is not found from that moment on. Its entries stay until
+    `purge` removes them, in slices so that no call takes long.
     """
 
     def __init__(self) -> None:
@@ -62,12 +63,12 @@ class Index:
         self._table = KeyTable()
         self._holdings = Holdings()
         self._shards: dict[str, Incarnation] = {}
-        # Ended ones that still have entries.
+        # Ended incarnations that still have entries.
         self._ended: list[Incarnation] = []
         self._purged = 0
 
     def __len__(self) -> int:
-        """Return how many keys some shard has that was not dropped."""
+        """Return the number of keys with a holder that was not dropped."""
         return sum(
             holding.num_keys
             for holding in self._holdings
@@ -76,16 +77,16 @@ class Index:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that the entries take, those to be purged included."""
+        """Memory of all entries, those to be purged included."""
         return self._table.num_bytes
 
     @property
     def is_purged(self) -> bool:
-        """Whether nothing is left of shards that were dropped or began anew."""
+        """Whether no entries are left of shards that were dropped or started over."""
         return not any(one.numbers for one in self._ended)
 
     def entries(self) -> dict[str, int]:
-        """Return shard -> parts it has announced."""
+        """Return shard -> number of its announced parts."""
         entries = dict.fromkeys(self._shards, 0)
         for holding in self._holdings:
             for one, mask in holding.masks.items():
@@ -97,7 +98,7 @@ class Index:
         """Enter parts of blocks that `shard` now has; `keys` end to end, 32 bytes each.
 
         Raises:
-            ConfigError: there is not one part in range for each key; nothing was entered.
+            ConfigError: keys and parts differ in number, or a part is out of range.
         """
         packed, numbers = _entries(keys, parts)
         one = self._shards.setdefault(shard, Incarnation(shard))
@@ -109,10 +110,10 @@ class Index:
             )
 
     def remove(self, shard: str, keys: bytes, parts: Sequence[int]) -> list[Loss]:
-        """Take out parts that `shard` no longer has; unknown ones are passed over.
+        """Remove parts that `shard` no longer has; unknown ones are ignored.
 
         Returns:
-            The blocks of which a part has no holder any more.
+            The blocks that lost the last holder of a part.
 
         Raises:
             ConfigError: as `add`.
@@ -131,14 +132,14 @@ class Index:
         return losses
 
     def drop(self, shard: str) -> None:
-        """Forget all that `shard` has."""
+        """Forget all blocks of `shard`."""
         self._end(shard)
         self.settle(shard)
 
     def restart(self, shard: str) -> None:
-        """Forget all that `shard` has, because it says anew what that is.
+        """Forget all blocks of `shard`, because it announces them again.
 
-        Until it has said so, and `settle` is called, no block is a loss because of it.
+        Until it has done so and `settle` is called, its blocks are no losses.
         """
         self.settle(shard)
         one = self._end(shard)
@@ -146,24 +147,25 @@ class Index:
             one.is_kept = True
 
     def settle(self, shard: str) -> None:
-        """Note that `shard` has said all that it has: what it had before besides is gone."""
+        """Note that `shard` has announced everything: its other former blocks are gone."""
         for one in self._ended:
             if one.shard == shard:
                 one.is_kept = False
 
     def silence(self, shard: str) -> None:
-        """Leave `shard` out of what is found until it is heard; it still counts as a holder."""
+        """Leave `shard` out of answers until it is heard; it still counts as a holder."""
         self._set_silent(shard, True)
 
     def hear(self, shard: str) -> None:
-        """Have `shard` found again."""
+        """Have `shard` in answers again."""
         self._set_silent(shard, False)
 
     def purge(self, slots_max: int) -> list[Loss]:
-        """Take out some of the entries of shards that were dropped or began anew.
+        """Remove some of the entries of shards that were dropped or started over.
 
         Args:
-            slots_max: how many slots of the table to look at; there are some 3 for each key.
+            slots_max: how many slots of the table to visit; a key has about 3. Fewer are visited
+                while the entries to remove have many different holdings, each of which is work.
 
         Returns:
             As `remove`.
@@ -172,6 +174,7 @@ class Index:
         chosen = self._to_purge()
         if not chosen.any():
             return []
+        slots_max = slots_max * _WAYS_PURGED // max(_WAYS_PURGED, int(np.count_nonzero(chosen)))
         stop = min(self._purged + slots_max, self._table.num_slots)
         keys = self._table.keys_at(self._table.with_values(chosen, self._purged, stop))
         self._purged = stop
@@ -182,9 +185,9 @@ class Index:
         return self._change(keys, no_parts, lambda masks, _: _without_ended(masks))
 
     def match(self, keys: bytes, num_parts: int) -> Match:
-        """Return the longest run of leading `keys` of which all parts are there.
+        """Return the longest run of leading `keys` with holders of all parts.
 
-        The parts of a block may be with different shards, as those of ranks on several nodes are.
+        Different shards may hold the parts of a block, as with ranks on several nodes.
 
         Args:
             keys: keys in prefix order, 32 bytes each, end to end.
@@ -209,11 +212,10 @@ class Index:
         return Match(num_blocks=len(packed), holders=holders)
 
     def locate(self, keys: bytes) -> list[Run]:
-        """Return who has which parts of `keys`, 32 bytes each, end to end.
+        """Return the holders of `keys`, 32 bytes each, end to end.
 
         Returns:
-            Runs from the first key to the last one that somebody has; in between there may be some
-            that nobody has.
+            Runs from the first key to the last one with a holder; keys in between may have none.
 
         Raises:
             ConfigError: the last key is not whole.
@@ -229,7 +231,7 @@ class Index:
         return [Run(stop=stop, holders=holders) for stop, holders in found]
 
     def still_lost(self, keys: bytes, parts: int) -> bytes:
-        """Return those of `keys` that no shard has all of `parts` of, silent ones included."""
+        """Return those of `keys` that lack a holder of one of `parts`; silent shards count."""
         packed = _pack(keys)
         numbers = self._table.values(packed, self._table.find(packed))
         different, which = np.unique(numbers, return_inverse=True)
@@ -241,7 +243,7 @@ class Index:
         return b"".join(keys[KEY_BYTES * row : KEY_BYTES * (row + 1)] for row in rows.tolist())
 
     def _runs(self, packed: Array, offset: int) -> Iterator[tuple[int, int, int]]:
-        """Return start, stop and holding of each run of keys that are held alike."""
+        """Yield start, stop and holding of each run of keys with the same holders."""
         if not len(packed):
             return
         numbers = self._table.values(packed, self._table.find(packed))
@@ -254,10 +256,10 @@ class Index:
     def _change(
         self, keys: Array, parts: Array, change: Callable[[Masks, int], Masks]
     ) -> list[Loss]:
-        """Change who has `keys`, no two of which are equal; return what was lost by it."""
+        """Change the holders of `keys`, no two of which are equal; return the losses."""
         places = self._table.find(keys)
         before = self._table.values(keys, places)
-        # There are few different ones, however many keys.
+        # Keys are many, different pairs are few.
         codes = before.astype(np.int64) << _PART_BITS | parts
         different, which, counts = np.unique(codes, return_inverse=True, return_counts=True)
         after, losses = np.zeros(len(different), dtype=np.uint32), []
@@ -270,7 +272,7 @@ class Index:
                 shards = tuple(sorted({one.shard for one in _without_ended(changed)}))
                 gone = keys[which == at].tobytes()
                 losses.append(Loss(keys=gone, parts=lost, shards=shards))
-        # Only now: a number that was given up would be given again while keys still have it.
+        # Last, so that no number is reused while keys still have it.
         for code, count in zip(different.tolist(), counts.tolist(), strict=True):
             self._holdings.count(code >> _PART_BITS, -count)
         self._table.put(keys, places, after[which])
@@ -291,7 +293,7 @@ class Index:
             self._holdings.shards_changed()
 
     def _to_purge(self) -> Array:
-        """Return which holdings name somebody whose entries are to go."""
+        """Return a mask of the holdings that name an incarnation to purge."""
         chosen = np.zeros(len(self._holdings), dtype=bool)
         for one in self._ended:
             if _is_over(one):
@@ -315,7 +317,7 @@ def _entries(keys: bytes, parts: Sequence[int]) -> tuple[Array, Array]:
 
 
 def _rounds(packed: Array) -> Iterator[Array]:
-    """Return rows such that no key is twice among those of one round."""
+    """Yield rows in rounds; no round has a key twice."""
     order = np.argsort(packed[:, 0])
     words = packed[order, 0]
     same = np.flatnonzero(words[1:] == words[:-1]) + 1
@@ -327,7 +329,7 @@ def _rounds(packed: Array) -> Iterator[Array]:
 
 
 def _with(masks: Masks, one: Incarnation, mask: int) -> Masks:
-    """Return `masks` with that of `one` replaced; what is empty is not in it."""
+    """Return `masks` with the mask of `one` replaced; an empty mask is left out."""
     others = {other: theirs for other, theirs in masks.items() if other is not one}
     return {**others, one: mask} if mask else others
 
@@ -354,10 +356,10 @@ def _has_all(live: dict[str, int], whole: int) -> bool:
 
 
 def _lost(before: Masks, after: Masks) -> int:
-    """Return the parts that nobody has any more because a shard gave the whole block up.
+    """Return the parts without holders because a shard dropped the whole block.
 
-    A shard that keeps other parts of the block has not given it up: it may have let go what lies
-    outside a window, of which nobody is in need.
+    A shard that keeps other parts has not dropped the block: it may have evicted parts outside a
+    window, which no engine needs.
     """
     if not after:
         return 0

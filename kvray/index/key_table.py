@@ -1,9 +1,9 @@
-"""Millions of keys and a small number for each, as arrays; vectorised over keys.
+"""Maps millions of keys to small numbers, in arrays; vectorised over keys.
 
-A key's bucket follows from its first 8 bytes, which are uniform, being sha256. A bucket has 16
-ways; the few keys that find none free spill into a dict. The table grows by linear hashing: a few
-buckets at a time are split in two, so that no call ever has to rehash the whole, and growing is a
-copy of rows. Nothing in it is an object that Python's garbage collector would walk.
+The first 8 bytes of a key, uniform as part of a sha256, choose its bucket. A bucket has 16 ways;
+the few keys that find none free spill into a dict. The table grows by linear hashing: it splits
+a few buckets at a time, so that no call has to rehash the whole, and growing copies rows. It has no
+objects for Python's garbage collector to walk.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvray.block import KEY_BYTES
+from kvray.identity.block import KEY_BYTES
 
 Array = npt.NDArray[Any]
 
@@ -20,12 +20,12 @@ NOWHERE = -1
 """Place of a key that is not in the table."""
 
 _SPILLED = -2
-"""Place of a key that its bucket had no way for."""
+"""Place of a key that spilled."""
 
 _WAYS = 16
 _WAY_BITS = _WAYS.bit_length() - 1
 _MEAN_KEYS = 5
-"""Keys in a bucket, on average: those that are to be split next have up to twice as many."""
+"""Average keys of a bucket; those to be split next have up to twice as many."""
 
 _BUCKETS_MIN = 1024
 _SPLIT = 1024
@@ -35,20 +35,20 @@ _SPLIT = 1024
 class KeyTable:
     """Key -> number from 1 to 2**32 - 1.
 
-    It never shrinks. Keys are rows of four u64. A place is where `find` found a key; it is good
-    until the next `put`.
+    It never shrinks. Keys are rows of four u64. `find` returns the place of a key, valid until
+    the next `put`.
     """
 
     def __init__(self) -> None:
         """Start empty."""
         self._num_buckets = _BUCKETS_MIN
         self._level = _BUCKETS_MIN.bit_length() - 1
-        # A tag of 0 is a free way, whose value is 0 and whose key is anything.
+        # A tag of 0 marks a free way: its value is 0, its key arbitrary.
         self._tags: Array = np.zeros((_BUCKETS_MIN, _WAYS), dtype=np.uint32)
         self._values: Array = np.zeros((_BUCKETS_MIN, _WAYS), dtype=np.uint32)
         self._keys: Array = np.zeros((_BUCKETS_MIN, _WAYS, 4), dtype="<u8")
         self._has_spilled: Array = np.zeros(_BUCKETS_MIN, dtype=bool)
-        # Bucket -> the keys that it had no way for.
+        # Bucket -> its spilled keys.
         self._spilled: dict[int, dict[bytes, int]] = {}
         self._len = 0
 
@@ -57,7 +57,7 @@ class KeyTable:
 
     @property
     def num_slots(self) -> int:
-        """Ways of all buckets: what `with_values` counts in."""
+        """Ways of all buckets, the unit of `with_values`."""
         return self._num_buckets * _WAYS
 
     @property
@@ -85,7 +85,7 @@ class KeyTable:
         return places
 
     def values(self, keys: Array, places: Array) -> Array:
-        """Return the number of each key, whose place is known; 0 where there is none."""
+        """Return the number of each key at its place; 0 where there is none."""
         values: Array = self._values.reshape(-1).take(np.maximum(places, 0))
         values[places < 0] = 0
         for at, bucket, key in self._named(keys, np.flatnonzero(places == _SPILLED)):
@@ -93,11 +93,11 @@ class KeyTable:
         return values
 
     def put(self, keys: Array, places: Array, values: Array) -> None:
-        """Give each key a new number; 0 takes it out.
+        """Give each key a new number; 0 removes it.
 
         Args:
             keys: no two are equal.
-            places: where they are.
+            places: from `find`.
             values: u32, shape [num_keys].
         """
         here = places >= 0
@@ -116,9 +116,9 @@ class KeyTable:
         """Return the places from slot `start` to `stop` of keys whose number is `chosen`.
 
         Args:
-            chosen: bool, one for each number from 0 on; what is beyond its end is not chosen.
-            start: the first slot that is looked at.
-            stop: the first one that is not.
+            chosen: bool for each number from 0 on; numbers beyond its end are not chosen.
+            start: the first slot to visit.
+            stop: the slot after the last.
         """
         values = self._values[: self._num_buckets].reshape(-1)[start:stop]
         known = np.minimum(values, len(chosen) - 1)
@@ -130,11 +130,11 @@ class KeyTable:
         return keys
 
     def spilled_keys(self) -> Array:
-        """Return the keys that `with_values` does not see."""
+        """Return the keys that `with_values` does not visit."""
         return _joined(self._spilled.values())
 
     def _buckets(self, keys: Array) -> Array:
-        """Return each key's bucket; those that were split have one bit more."""
+        """Return each key's bucket; a split bucket uses one bit more."""
         split = (keys[:, 0] & np.uint64((2 << self._level) - 1)).astype(np.int64)
         return np.where(split < self._num_buckets, split, split & ((1 << self._level) - 1))
 
@@ -166,11 +166,11 @@ class KeyTable:
         self._insert(_joined(spilled), np.array(values, dtype=np.uint32))
 
     def _reserve(self, num_buckets: int) -> None:
-        """Make the arrays long enough; the system moves their pages, not their bytes."""
+        """Lengthen the arrays; the system remaps their pages and copies no bytes."""
         rows = num_buckets + 8 * _SPLIT
         for array in (self._tags, self._values, self._keys, self._has_spilled):
             if num_buckets > len(array):
-                # Nobody has a view of it between two calls.
+                # No view of it lives between two calls.
                 array.resize((rows, *array.shape[1:]), refcheck=False)
 
     def _insert(self, keys: Array, values: Array) -> None:
@@ -209,7 +209,7 @@ class KeyTable:
             del self._spilled[bucket]
 
     def _named(self, keys: Array, rows: Array) -> Iterator[tuple[int, int, bytes]]:
-        """Return row, bucket and key as plain values: few, those of full buckets."""
+        """Yield row, bucket and key as plain values; only full buckets have such keys."""
         keys = keys[rows]
         joined, buckets = keys.tobytes(), self._buckets(keys).tolist()
         for nth, (row, bucket) in enumerate(zip(rows.tolist(), buckets, strict=True)):

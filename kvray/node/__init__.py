@@ -1,17 +1,17 @@
-"""What any process of a node reaches without Ray: the arena, and its shard's socket."""
+"""The parts of a tier that any process of a node reaches without Ray: arena and shard socket."""
 
 from kvray.node.link import NodeLink, attach
-from kvray.node.openings import Openings
+from kvray.node.prefix_digests import PrefixDigests
 from kvray.node.registrations import Registration
 from kvray.node.request_notes import RequestNotes
-from kvray.node.stage_calls import StageCalls, Staged
+from kvray.node.stage_calls import StageCalls, StageReply
 
 __all__ = [
     "NodeLink",
-    "Openings",
+    "PrefixDigests",
     "Registration",
     "RequestNotes",
     "StageCalls",
-    "Staged",
+    "StageReply",
     "attach",
 ]

@@ -1,4 +1,4 @@
-"""What found the arena busy and is to be done all the same: releases, aborts, late commits."""
+"""Calls that found the arena busy and must still be made: releases, aborts, late commits."""
 
 import logging
 import time
@@ -16,7 +16,7 @@ its other work."""
 _WAITING_MAX = 4096
 
 Deferred = Callable[[Arena], bool]
-"""Something to do with the arena; False: busy, try again."""
+"""A call on the arena; False: busy, try again."""
 
 
 class DeferredCalls:
@@ -49,7 +49,8 @@ class DeferredCalls:
         for _ in range(len(self._waiting)):
             arena, action = self._waiting.popleft()
             try:
-                done = arena.retired or action(arena)
+                # In a retired arena too, which its leases keep mapped.
+                done = action(arena)
             except KVRayError as error:
                 _log.debug("kvray: a deferred call has become void: %s", error)
                 continue

@@ -1,42 +1,42 @@
-"""Says why two replicas that are asked for the same text share no blocks."""
+"""Explains why two replicas that get the same text share no blocks."""
 
 from collections.abc import Mapping
 
 _VALUE_MAX = 48
-"""Characters of a value that are shown."""
+"""Characters shown of a value."""
 _BEFORE = 8
-"""How many of them stand before the first one that differs."""
+"""How many of them precede the first difference."""
 
 
 def explain(num_tokens: int, replica: str, difference: Mapping[str, tuple[object, object]]) -> str:
-    """Return some lines for people: what was missed, how the namespaces differ, what to do.
+    """Return lines for people: the missed tokens, how the namespaces differ, what to do.
 
     Args:
-        num_tokens: missed tokens of prompts that begin as some that `replica` has stored.
-        replica: who has stored them.
+        num_tokens: missed tokens of prompts whose first tokens `replica` has stored.
+        replica: the other one.
         difference: field of the namespace -> (value here, value there).
     """
     rows = [(name, *_shown(_text(mine), _text(its))) for name, (mine, its) in difference.items()]
     names, ours = (max((len(row[at]) for row in rows), default=0) for at in (0, 1))
     return "\n".join(
         [
-            f"kvray: {num_tokens:,} tokens were missed here of prompts that begin as some that"
-            f" replica {replica!r} has stored, in another namespace, which cannot be shared:",
+            f"kvray: {num_tokens:,} tokens were missed in prompts that begin like some of replica"
+            f" {replica!r}. It stored those in another namespace, which cannot be shared:",
             *(f"  {name:{names}}  here {mine:{ours}}  there {its}" for name, mine, its in rows),
             "Start both replicas with the same model and engine arguments to have them share; if"
-            " the difference is meant, nothing has to be done.",
+            " the difference is meant, ignore this.",
         ]
     )
 
 
 def _text(value: object) -> str:
-    """Return a value as it is, or with quotes where it could not be seen without them."""
+    """Return a value, in quotes if its edges would be invisible without them."""
     text = str(value)
     return text if text.isprintable() and text.strip() == text != "" else repr(value)
 
 
 def _shown(mine: str, theirs: str) -> tuple[str, str]:
-    """Return both values, of long ones the part where they begin to differ."""
+    """Return both values; of long ones the part where they begin to differ."""
     if max(len(mine), len(theirs)) <= _VALUE_MAX:
         return mine, theirs
     pairs = enumerate(zip(mine, theirs, strict=False))

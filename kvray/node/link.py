@@ -2,8 +2,8 @@
 
 One link a directory and process, shared by all who ask (a rank-0 engine process has a scheduler
 and a worker). A daemon thread attaches, notices a retired arena, registers replicas with the
-shard, sends their figures, and retries what found the arena busy; a second one populates the
-mapping. An engine that started before its shard, or outlives it, joins again by itself.
+shard, sends their figures, and retries calls that found the arena busy; a second one populates
+the mapping. An engine that started before its shard, or outlives it, joins again by itself.
 """
 
 import logging
@@ -19,9 +19,9 @@ from kvray.node.deferred import Deferred, DeferredCalls
 from kvray.node.registrations import Registration, Registrations
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena, Membership
-from kvray.store.access import OWN_USER, Access
-from kvray.store.arena_file import ARENA_FILE, holds_arena
-from kvray.store.prefault import Populator
+from kvray.store.arena.file import ARENA_FILE, holds_arena
+from kvray.store.arena.prefault import Populator
+from kvray.store.machine.access import OWN_USER, Access
 
 _log = logging.getLogger("kvray.node")
 
@@ -30,8 +30,8 @@ _REPORT_S = 1.0
 _RETRY_S = 0.005
 _LAST_FLUSH_S = 2.0
 _PREVIOUS_S = 10.0
-"""How long a retired arena stays mapped, so that promises made just before are kept; its memory
-is not free before."""
+"""How long an arena that was replaced stays mapped at least: its leader may be a moment behind, and
+lease there once more. After that it stays as long as a living process has a lease in it."""
 
 T = TypeVar("T")
 
@@ -56,8 +56,8 @@ class NodeLink:
         self._access = access
         self._arena: Arena | None = None
         self._populator: Populator | None = None
-        self._previous: Arena | None = None
-        self._previous_until = 0.0
+        self._previous: tuple[tuple[Arena, float], ...] = ()
+        """Arenas that were replaced and are still mapped, with when each may be closed."""
         self._members: list[tuple[object, object, object]] = []
         self._members_lock = threading.Lock()
         self._socket = ShardSocket(directory)
@@ -81,12 +81,12 @@ class NodeLink:
         return arena if usable else None
 
     def arena_named(self, arena_id: str) -> Arena | None:
-        """Return the arena of that id if it is the present one or the one before it.
+        """Return the arena of that id if it is the present one, or an earlier one with leases.
 
-        What was leased in an arena stays readable after its owner retired it, for as long as it
-        is mapped: a promise made just before is kept.
+        What was leased in an arena stays readable after its owner retired it: a promise is kept,
+        however often the tier is replaced meanwhile.
         """
-        for arena in (self._arena, self._previous):
+        for arena in (self._arena, *(arena for arena, _ in self._previous)):
             if arena is not None and arena.arena_id == arena_id and not self._forked:
                 return arena
         return None
@@ -153,8 +153,10 @@ class NodeLink:
         self._flush_until_done()
         self._attempt(self._report)
         self._socket.close()
-        self._close_previous()
         self._stop_populating()
+        for arena, _ in self._previous:
+            arena.close()
+        self._previous = ()
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -164,7 +166,7 @@ class NodeLink:
         return os.getpid() != self._pid
 
     def _run(self) -> None:
-        """Background thread. What crosses: `_arena` (written here alone), `_deferred`."""
+        """Background thread. What crosses: `_arena`, `_previous` (written here), `_deferred`."""
         look_at = report_at = 0.0
         while True:
             with self._wake:
@@ -178,6 +180,7 @@ class NodeLink:
             now = time.monotonic()
             if now >= look_at:
                 self._attempt(self._try_attach)
+                self._attempt(self._close_previous)
                 look_at = now + self._attach_retry_s
             if now >= report_at:
                 self._attempt(self._report)
@@ -197,16 +200,14 @@ class NodeLink:
 
     def _try_attach(self) -> None:
         """Map the arena that is there now, if it is not the one we have."""
-        if self._previous is not None and time.monotonic() >= self._previous_until:
-            self._close_previous()
         if self._arena is not None and not self._is_superseded(self._arena):
             return
         if self._arena is not None:
-            _log.info("kvray: arena %s is no more", self._arena.arena_id)
+            _log.info("kvray: arena %s was given up", self._arena.arena_id)
             self._stop_populating()
-            self._close_previous()
-            self._previous, self._arena = self._arena, None
-            self._previous_until = time.monotonic() + _PREVIOUS_S
+            # In this order: `arena_named` finds it at any time.
+            self._previous = (*self._previous, (self._arena, time.monotonic() + _PREVIOUS_S))
+            self._arena = None
         arena = None
         try:
             self._access.check_trust(self.directory)
@@ -230,12 +231,19 @@ class NodeLink:
             self._populator = None
 
     def _close_previous(self) -> None:
-        if self._previous is not None:
-            self._previous.close()
-            self._previous = None
+        """Unmap replaced arenas that hold no promised block.
+
+        Ranks read by leases that their leader's process has: one of any living holder counts.
+        """
+        now = time.monotonic()
+        for entry in self._previous:
+            arena, until = entry
+            if now >= until and arena.leave(unless_leased=True):
+                self._previous = tuple(one for one in self._previous if one is not entry)
+                arena.close()
 
     def _is_superseded(self, arena: Arena) -> bool:
-        """Whether `arena` was given up, or its file removed by hand and another made."""
+        """Whether `arena` was given up, or its file was replaced by hand."""
         path = self.directory / ARENA_FILE
         return arena.retired or (path.exists() and not holds_arena(path, arena.arena_id))
 

@@ -5,12 +5,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvray.block import Namespace
 from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
-from kvray.node.openings import Openings
+from kvray.identity.block import Namespace
+from kvray.node.prefix_digests import PrefixDigests
 from kvray.node.request_notes import RequestNotes, packed
 from kvray.node.shard_socket import ShardSocket
-from kvray.store import Membership, Wanted
+from kvray.store import Membership, PartRequest
 
 _log = logging.getLogger("kvray.node")
 
@@ -27,11 +27,11 @@ class Registration:
     namespace: Namespace
     counters: Callable[[], dict[str, int]]
     """Figures for `kvray status`: totals since the engine started."""
-    openings: Openings | None = None
+    prefix_digests: PrefixDigests | None = None
     """What the rank notes of its prompts; None if it notes nothing."""
     requests: RequestNotes | None = None
-    """What it notes of its requests; None if it notes nothing."""
-    wanted: tuple[Wanted, ...] = (Wanted(0),)
+    """Notes on its requests; None if it makes none."""
+    part_requests: tuple[PartRequest, ...] = (PartRequest(0),)
     """The parts that its leases must have."""
     num_ranks: int = 1
     """Ranks that it speaks for, or is spoken for with; 1: itself alone."""
@@ -39,7 +39,8 @@ class Registration:
     """How its engine reads LoRA adapters; None if it knows of none."""
     tenants: str | None = None
     """`TenantSalts.check` of the secret that its salts are derived with; None: they are not."""
-    accepted: bool = False
+    told: Namespace | None = None
+    """The namespace that the shard has accepted; None: it has to hear of the rank again."""
     refusal: str | None = None
     """The shard's sentence, if it refuses."""
     has_peers: bool = False
@@ -55,9 +56,18 @@ class Registration:
             self.replica = replica
             self.former = former
 
+    def renew(self, namespace: Namespace) -> None:
+        """Have the shard told of another namespace, with the next report."""
+        self.namespace = namespace
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the shard knows the rank by its namespace of now, which others may renew."""
+        return self.told is self.namespace
+
 
 class Registrations:
-    """What the shard has to be told, and told again when it is another one. Thread-safe."""
+    """The ranks that the shard must know; each new shard is told again. Thread-safe."""
 
     def __init__(
         self, socket: ShardSocket, membership: Callable[[], tuple[str, Membership] | None]
@@ -105,7 +115,7 @@ class Registrations:
         """Note that there is a new shard or connection, which has to hear all again."""
         with self._lock:
             for registration in self._all:
-                registration.accepted = False
+                registration.told = None
 
     def report(self) -> None:
         """Tell the shard of every rank, changed or not: a shard that was restarted knows none."""
@@ -136,8 +146,9 @@ class Registrations:
             self._leave(registration, registration.former)
         if not registration.accepted:
             self._register(registration)
-        openings, requests = registration.openings, registration.requests
-        notes = openings.waiting() if openings is not None else []
+        namespace = registration.namespace
+        prefix_digests, requests = registration.prefix_digests, registration.requests
+        notes = prefix_digests.waiting() if prefix_digests is not None else []
         asked = requests.take() if requests is not None else []
         try:
             reply = self._socket.call(
@@ -146,7 +157,7 @@ class Registrations:
                 replica=registration.replica,
                 rank=registration.rank,
                 counters=registration.counters(),
-                openings=notes,
+                openings=notes,  # so it is called on the socket
                 requests=packed(asked),
                 leaving=leaving,
             )
@@ -157,14 +168,14 @@ class Registrations:
         known = bool(reply.get("known"))
         if requests is not None and not known:
             requests.give_back(asked)
-        registration.accepted = known and not leaving
+        registration.told = namespace if known and not leaving else None
         registration.has_peers = reply.get("peers") is True
-        if openings is not None and known:
-            openings.reported(len(notes), reply.get("incompatible", []))
+        if prefix_digests is not None and known:
+            prefix_digests.reported(len(notes), reply.get("incompatible", []))
 
     def _leave(self, registration: Registration, former: str) -> None:
         """Take a rank's former name off the list; its figures go on under the new one."""
-        registration.accepted = False
+        registration.told = None
         self._socket.call(
             "report",
             timeout_s=_CALL_TIMEOUT_S,
@@ -176,22 +187,22 @@ class Registrations:
         registration.former = None
 
     def _register(self, registration: Registration) -> None:
-        membership = self._membership()
+        membership, namespace = self._membership(), registration.namespace
         reply = self._socket.call(
             "register",
             timeout_s=_CALL_TIMEOUT_S,
             replica=registration.replica,
             rank=registration.rank,
-            namespace=registration.namespace.to_wire(),
-            wanted=[list(one) for one in registration.wanted],
+            namespace=namespace.to_wire(),
+            wanted=[list(one) for one in registration.part_requests],
             num_ranks=registration.num_ranks,
             holder=None if membership is None else [membership[0], *membership[1]],
             adapters=registration.adapters,
             tenants=registration.tenants,
         )
-        # Else it has been told of a place in an arena that was left meanwhile.
-        registration.accepted = membership == self._membership()
+        # Otherwise it was told of a place in an arena that this process has left meanwhile.
+        registration.told = namespace if membership == self._membership() else None
         registration.has_peers = reply.get("peers") is True
         registration.refusal = None
-        if registration.openings is not None:
-            registration.openings.tell_again()
+        if registration.prefix_digests is not None:
+            registration.prefix_digests.tell_again()

@@ -3,7 +3,7 @@
 import contextlib
 from collections import OrderedDict, deque
 
-from kvray.request_note import NOTES_MAX, RequestNote, pack
+from kvray.trace.request_note import NOTES_MAX, RequestNote, pack
 
 _WAITING_MAX = 512
 _SAID_MAX = 2048
@@ -13,7 +13,7 @@ class RequestNotes:
     """The latest requests of one rank.
 
     The engine's thread notes, in about a microsecond and without a lock; the link's thread takes
-    and reports. What crosses is `_waiting`, a deque; of too many the oldest goes.
+    and reports. Both use `_waiting`, a deque; of too many the oldest goes.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class RequestNotes:
         return [self._waiting.popleft() for _ in range(count)]
 
     def give_back(self, notes: list[RequestNote]) -> None:
-        """Have `notes`, which could not be reported, wait again as far as there is room."""
+        """Put back `notes` that could not be reported, as far as there is room."""
         room = _WAITING_MAX - len(self._waiting)
         self._waiting.extendleft(reversed(notes[max(0, len(notes) - room) :]))
 

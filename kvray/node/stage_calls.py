@@ -1,7 +1,7 @@
-"""Asks the shard to bring blocks of other nodes here; the engine's scheduler waits for it.
+"""Asks the shard to stage blocks of other nodes here; the engine's scheduler waits for it.
 
-So it has a connection of its own, which no report can hold up, and no answer takes longer than the
-wait that is asked for: what is late belongs to a connection that is closed by then.
+So it has a connection of its own, which no report can hold up. No call takes longer than its wait:
+at its end the connection is closed, and a late answer with it.
 """
 
 import os
@@ -14,17 +14,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvray.arrival import ARRIVALS_MAX, Arrival, Arrivals
-from kvray.block import BlockKey
 from kvray.breaker import Breaker
 from kvray.errors import KVRayError
+from kvray.identity.block import BlockKey
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Lease
-
-STORE_DOWN = "store_down"
-TOO_SLOW = "too_slow"
-NOT_STORED = "not_stored"
-_REASONS = (NOT_STORED, TOO_SLOW, "corrupt", "cheaper_to_recompute", STORE_DOWN, "none")
+from kvray.trace.arrival import ARRIVALS_MAX, Arrival, Arrivals
+from kvray.trace.reasons import STAGE_REASONS, StageReason
 
 _WAY_S = 0.005
 _WAY_SHARE = 0.2
@@ -33,17 +29,17 @@ _KEYS_MAX = 65_536
 """Blocks of a prompt that are asked for; more would fill a frame."""
 _UNREAD_MAX = 64
 _OF_ANOTHER_KIND = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
-"""What reading an answer raises that has not the fields of one."""
+"""Raised by reading an answer that lacks its fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """What the shard made of a call."""
+class StageReply:
+    """The shard's answer to a call."""
 
     num_blocks: int
     """Leading blocks that are here, for every rank."""
-    reason: str
-    """Why it is not more."""
+    reason: StageReason
+    """Why there are not more."""
     leases: dict[int, tuple[str, Lease]] = field(default_factory=dict)
     """Of each rank on another node (its arena, its lease of those blocks); ours to end."""
     arrivals: Arrivals = field(default=(), compare=False)
@@ -76,7 +72,7 @@ class StageCalls:
         wait_s: float,
         tokens_per_s: float,
         verify_from: int | None = None,
-    ) -> Staged:
+    ) -> StageReply:
         """Return what of `keys` is here after `wait_s` at most; raises nothing of the shard's.
 
         Args:
@@ -111,9 +107,9 @@ class StageCalls:
             is_late = time.monotonic() - began >= wait_s
             self._unread.append(token)
             self._breaker.fail(time.monotonic(), str(error))
-            return Staged(num_blocks=0, reason=TOO_SLOW if is_late else STORE_DOWN)
+            return StageReply(num_blocks=0, reason="too_slow" if is_late else "store_down")
         self._breaker.succeed()
-        if staged.reason == STORE_DOWN:
+        if staged.reason == "store_down":
             # It answers, but cannot find out either; it may soon, and has breakers of its own.
             self._breaker.fail(time.monotonic(), staged.reason)
         else:
@@ -125,11 +121,11 @@ class StageCalls:
         self._socket.close()
 
 
-def _read(reply: dict[str, Any], *, num_keys: int) -> Staged:
+def _read(reply: dict[str, Any], *, num_keys: int) -> StageReply:
     reason = reply["reason"]
-    return Staged(
+    return StageReply(
         num_blocks=min(max(int(reply["num_blocks"]), 0), num_keys),
-        reason=reason if reason in _REASONS else STORE_DOWN,
+        reason=reason if reason in STAGE_REASONS else "store_down",
         leases={
             int(rank): (str(arena_id), _lease(*numbers))
             for rank, (arena_id, *numbers) in (reply.get("leases") or {}).items()
@@ -141,5 +137,5 @@ def _read(reply: dict[str, Any], *, num_keys: int) -> Staged:
     )
 
 
-def _lease(lease_id: int, page: int, num_slots: int) -> Lease:
-    return Lease(lease_id=int(lease_id), page=int(page), num_slots=int(num_slots))
+def _lease(lease_id: int, page: int, num_slots: int, check: int) -> Lease:
+    return Lease(lease_id=int(lease_id), page=int(page), num_slots=int(num_slots), check=int(check))

@@ -1,11 +1,11 @@
 """The host tier: a node's arena in shared memory, and what is decided over its tables."""
 
-from kvray.store.arena import Arena, PartRead
-from kvray.store.arena_file import ArenaSpec
-from kvray.store.holders import Membership
-from kvray.store.lease import Held, Lease, Wanted
-from kvray.store.owner import ArenaOwner
-from kvray.store.slots import Reservation
+from kvray.store.arena.arena import Arena, PartRead
+from kvray.store.arena.file import ArenaSpec
+from kvray.store.arena.holders import Membership
+from kvray.store.arena.lease import Held, Lease, PartRequest
+from kvray.store.arena.owner import ArenaOwner
+from kvray.store.arena.slots import Reservation
 
 __all__ = [
     "Arena",
@@ -15,6 +15,6 @@ __all__ = [
     "Lease",
     "Membership",
     "PartRead",
+    "PartRequest",
     "Reservation",
-    "Wanted",
 ]

@@ -1,16 +1,16 @@
-"""In which order blocks are written to the tier below, so that what is there can be used alone."""
+"""The order in which blocks are written to the tier below: no block before its ancestors."""
 
 from collections.abc import Callable
 
 import numpy as np
 
-from kvray.store.tables import Array, Tables
+from kvray.store.arena.tables import Array, Tables
 
 
 def paths_to(tables: Tables, slots: Array, is_below: Callable[[Array], Array]) -> list[Array]:
     """Return what has to be written so that `slots` and all their ancestors are below.
 
-    Nothing is changed. No lock is needed, but then what it returns may be out of date.
+    Nothing is changed. Without the lock the result may be out of date.
 
     Args:
         tables: of the tier that they leave.
@@ -21,7 +21,7 @@ def paths_to(tables: Tables, slots: Array, is_below: Callable[[Array], Array]) -
         Paths of slots, each from a block to one of its descendants; the block before a path is
         below, or in an earlier path, or there is none.
     """
-    parent = tables.slot_parent
+    parent = tables.parents()
     wanted = np.zeros(len(parent), dtype=bool)
     level = slots
     while len(level):

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvray.store.layout import READY
-from kvray.store.tables import Tables
+from kvray.store.arena.layout import READY
+from kvray.store.arena.tables import Tables
 from kvray.store.use_counts import UseCounts
 
 
@@ -36,7 +36,7 @@ def hot_prefixes(
     slots = slots[tables.slot_part[slots] == tables.slot_part[slots].min()]
     counts, used_at = uses.of(tables, slots)
     below = np.full(tables.geometry.num_slots, -1, dtype=np.int64)
-    parents = tables.slot_parent[slots].astype(np.int64)
+    parents = tables.parents(slots).astype(np.int64)
     has_parent = parents >= 0
     np.maximum.at(below, parents[has_parent], counts[has_parent].astype(np.int64))
     is_end = counts > below[slots]

@@ -1,42 +1,40 @@
-"""Which blocks of a node stay: policies that follow what happens in its tiers. Thread-safe."""
+"""Which blocks of a node stay: policies that follow the events in its tiers. Thread-safe."""
 
 import threading
 import time
 
 import numpy as np
 
-from kvray.store import key_index, slabs
-from kvray.store.arena import Arena
-from kvray.store.eviction import choose_victims
-from kvray.store.layout import READY
+from kvray.store.arena import key_index, slabs
+from kvray.store.arena.arena import Arena
+from kvray.store.arena.eviction import choose_victims
+from kvray.store.arena.layout import NO_SLOTS, READY
+from kvray.store.arena.tables import Array, Tables
+from kvray.store.duplicates import DuplicateBlocks, Question
 from kvray.store.nvme.store import NvmeStore
 from kvray.store.policy import ADMISSIONS, POLICIES, Policy
 from kvray.store.policy.observer import Observer
-from kvray.store.spare_blocks import Question, SpareBlocks
-from kvray.store.tables import Array, Tables
 from kvray.store.use_counts import UseCounts
 
 _UNKNOWN = -1e30
-"""Rank of blocks of which nothing is known but when they were used: below all others."""
-_SPARE = -1e30
+"""Rank of blocks of which only the last use is known: below all others."""
+_DUPLICATE = -1e30
 """Rank of blocks that another node keeps, likewise."""
 _NEW = 1e30
 """Rank of blocks that have come since the last look: above all others."""
 _GOING_SHARE = 1 / 8
 """Of a size's blocks, those that count as going next: what is used much is not among them."""
 _GOING_MAX = 4096
-_NOTHING = np.empty(0, dtype=np.int64)
 
 
 class Retention:
     """The policies of an arena and of the store below it, and what is admitted there.
 
-    The lock guards the policies, which many ask; it is kept for a look at tables or a ranking,
-    never for I/O.
+    The lock guards the policies, which many threads ask. It is held for a look at tables or a
+    ranking, never for I/O.
     """
 
     def __init__(self, arena: Arena, policy: str, admission: str) -> None:
-        """Decide by the names in `POLICIES` and `ADMISSIONS`."""
         num_slots = arena.tables.geometry.num_slots
         self._arena = arena
         self._lock = threading.Lock()
@@ -44,24 +42,29 @@ class Retention:
         self._admission = ADMISSIONS[admission](num_slots, self._policy)
         self._observer = Observer(lambda: arena.tables, lambda: arena.section(arena.lock_wait_s))
         self._below: _Below | None = None
-        self._spares = SpareBlocks(num_slots)
+        self._duplicates = DuplicateBlocks(num_slots)
         self.uses = UseCounts(num_slots)
         """Of the arena's blocks, for people; read without the lock."""
 
     def put_below(self, store: NvmeStore) -> None:
-        """Decide on the blocks of `store` too; those that are there are told by when they came."""
+        """Decide on the blocks of `store` too; the blocks already there rank by their last use."""
         with self._lock:
             num_slots = store.geometry.num_slots
             self._below = _Below(store, self._policy.beside(num_slots), np.zeros(num_slots, bool))
 
+    def drop_below(self) -> None:
+        """Decide on the arena alone from now on: the store below it is to be closed."""
+        with self._lock:
+            self._below = None
+
     def observe(self) -> None:
-        """Learn from what has happened in the arena since the last time."""
+        """Learn from the events in the arena since the last call."""
         with self._lock:
             now = time.monotonic()
             used = self._observer.observe(self._policy, self._admission, now=now)
             self.uses.note(self._arena.tables, used, now=now)
             if self._below is not None and len(used):
-                # What is used above is as good below.
+                # A use above counts below as well.
                 slots = find_alike(self._arena.tables, used, self._below.store.tables)
                 both = slots >= 0
                 self._below.take_over(slots[both], self._policy, used[both])
@@ -70,21 +73,21 @@ class Retention:
     def rank(self, slots: Array) -> Array:
         """Return a number for each of `slots` of the arena, f8: the lowest is to go first."""
         ranks = self._rank_alone(slots)
-        spare = self.are_spare(slots)
-        if spare.any():
+        mask = self.are_duplicates(slots)
+        if mask.any():
             # Below all others, and among themselves as they were.
-            different, order = np.unique(ranks[spare], return_inverse=True)
-            ranks[spare] = _SPARE * (2.0 - order / len(different))
-        # What was given up goes before all others.
+            different, order = np.unique(ranks[mask], return_inverse=True)
+            ranks[mask] = _DUPLICATE * (2.0 - order / len(different))
+        # Blocks that were given up go before all others.
         ranks[self._arena.tables.slot_tick[slots] == 0] = -np.inf
         return ranks
 
     def admits(self, slots: Array) -> Array:
         """Return a mask of the arena's blocks that are worth their write to the tier below.
 
-        What another node keeps is not: that node will write it.
+        A duplicate is not: the node that keeps it will write it.
         """
-        admitted = ~self.are_spare(slots)
+        admitted = ~self.are_duplicates(slots)
         names = self._arena.tables.slot_key[slots[admitted], 0].view(np.int64)
         with self._lock:
             admitted[admitted] = self._admission.admits(
@@ -95,64 +98,58 @@ class Retention:
     # -- what other nodes keep ----------------------------------------------------------------
 
     def ask(self, free_share: float) -> Question:
-        """Return blocks that go next, and of which it was not asked of late whether they are spare.
+        """Return blocks that go next and that no recent question was about.
 
         For one thread at a time.
 
         Args:
-            free_share: of a size's blocks, as long as more than that has room nothing goes soon.
+            free_share: of a size's blocks; while more than that is free, nothing goes soon.
         """
         tables = self._arena.tables
-        sizes = np.unique(tables.slab_block_bytes)
-        going = [_NOTHING]
-        for size in sizes[sizes > 0].tolist():
+        going = [NO_SLOTS]
+        for size in slabs.block_sizes(tables):
             if _has_less(tables, size, free_share):
                 within = slabs.slots_of(tables, size)
                 count = min(int(_GOING_SHARE * len(within)), _GOING_MAX)
-                going.append(
-                    choose_victims(
-                        tables, count, within=within, protect=_NOTHING, rank=self._rank_alone
-                    )
-                )
+                going.append(choose_victims(tables, count, within=within, rank=self._rank_alone))
         # If there are several sizes, some of each.
         most = _GOING_MAX // max(1, len(going) - 1)
         slots = np.concatenate([some[:most] for some in going])
         # Without our lock: what is noted of questions is for who asks only.
-        return self._spares.ask(tables, slots, now=time.monotonic())
+        return self._duplicates.ask(tables, slots, now=time.monotonic())
 
-    def answer(self, question: Question, spare: Array) -> None:
-        """Note which of the blocks in question are spare, as a mask: another node keeps them."""
+    def answer(self, question: Question, mask: Array) -> None:
+        """Note which of the blocks in question are duplicates, as a mask."""
         with self._lock:
-            self._spares.note(question, spare, now=time.monotonic())
+            self._duplicates.note(question, mask, now=time.monotonic())
 
-    def are_spare(self, slots: Array) -> Array:
-        """Return a mask of the arena's blocks that are known to be spare at the moment."""
+    def are_duplicates(self, slots: Array) -> Array:
+        """Return a mask of `slots`, set for blocks that another node is known to keep."""
         with self._lock:
-            return self._spares.among(self._arena.tables, slots, now=time.monotonic())
+            return self._duplicates.among(self._arena.tables, slots, now=time.monotonic())
 
     # -- the tier below -----------------------------------------------------------------------
 
     def rank_below(self, slots: Array) -> Array:
         """Return a number for each of `slots` of the store, f8: the lowest is to go first."""
         with self._lock:
-            assert self._below is not None, "there is a store to rank"
-            return self._below.rank(slots)
+            return np.zeros(len(slots)) if self._below is None else self._below.rank(slots)
 
     def demoted(self, slots: Array, copies: Array) -> None:
-        """Note that `slots` of the store have what is in the arena's slots `copies`."""
+        """Note that `slots` of the store have the blocks of the arena's slots `copies`."""
         with self._lock:
             if self._below is not None:
                 self._below.take_over(slots, self._policy, copies)
 
     def evicted_below(self, slots: Array) -> None:
-        """Note that what was in `slots` of the store is there no longer."""
+        """Note that the blocks in `slots` of the store have gone."""
         with self._lock:
             if self._below is not None:
                 self._below.policy.freed(slots)
                 self._below.is_known[slots] = False
 
     def promoted(self, copies: Array, slots: Array) -> None:
-        """Note that the arena's slots `copies` have what is in `slots` of the store."""
+        """Note that the arena's slots `copies` have the blocks of the store's `slots`."""
         with self._lock:
             if self._below is not None:
                 known = self._below.is_known[slots]
@@ -160,16 +157,15 @@ class Retention:
                 self._observer.known(copies[known])
 
     def _rank_alone(self, slots: Array) -> Array:
-        """Return the policy's ranks."""
         with self._lock:
             ranks = self._policy.rank(slots, now=time.monotonic())
-            # The policy would take them for what was in their slots before.
+            # The policy would take them for the blocks that were in their slots before.
             ranks[~self._observer.has_seen(slots)] = _NEW
         return ranks
 
 
 class _Below:
-    """A store, and what is known of its blocks."""
+    """A store, and the policy of its blocks."""
 
     def __init__(self, store: NvmeStore, policy: Policy, is_known: Array) -> None:
         self.store = store
@@ -193,17 +189,11 @@ class _Below:
 
 def find_alike(tables: Tables, slots: Array, others: Tables) -> Array:
     """Return where other tables have the blocks that are in `slots`, -1 where they do not."""
-    found = np.full(len(slots), -1, dtype=np.int64)
-    parts = tables.slot_part[slots]
-    for part in np.unique(parts).tolist():
-        rows = np.flatnonzero(parts == part)
-        at = key_index.find(others, tables.slot_key[slots[rows]], part)
-        found[rows] = np.where(others.slot_state[at] == READY, at, -1)
-    return found
+    found = key_index.find(others, tables.slot_key[slots], tables.slot_part[slots])
+    return np.where(others.slot_state[found] == READY, found, -1)
 
 
 def _has_less(tables: Tables, block_bytes: int, free_share: float) -> bool:
     """Return whether less than a share of all blocks of a size that there can be has room."""
-    usable = slabs.usable(tables, block_bytes)
-    num_slabs = int(np.count_nonzero(np.isin(tables.slab_block_bytes, (0, block_bytes))))
-    return slabs.num_available(tables, block_bytes) < free_share * num_slabs * usable
+    most = slabs.num_possible(tables, block_bytes)
+    return slabs.num_available(tables, block_bytes) < free_share * most

@@ -1,22 +1,23 @@
 """The walk over an arena's READY blocks that checks each of them, while others go on using it.
 
-Blocks are leased a batch at a time: what is being summed cannot go, all else may. A block that is
-evicted before the walk comes to it is passed over, and one that is stored behind the walk is not
-looked at; its own writer has just summed it.
+Blocks are leased a batch at a time, so that no block goes while it is summed. A block that is
+evicted before the walk comes to it is passed over. A block that is stored behind the walk is not
+checked; its writer has just summed it.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvray.errors import ShardUnavailable
-from kvray.store import payload
-from kvray.store.arena import Arena
-from kvray.store.layout import READY
-from kvray.store.lease import Lease
-from kvray.store.tables import Array, Tables
+from kvray.store.arena import audit, payload, slabs
+from kvray.store.arena.arena import Arena
+from kvray.store.arena.layout import READY
+from kvray.store.arena.lease import Lease
+from kvray.store.arena.tables import Array, Tables
 
 BATCH_BYTES = 64 * 2**20
 _PATIENT_S = 5.0
@@ -38,6 +39,8 @@ class Scan:
     """Bytes of those."""
     corrupt: tuple[str, ...]
     """The first 8 hex digits of the key of each block that had not its checksum."""
+    damage: Mapping[str, int]
+    """What is wrong in the tables -> in how many rows; see docs/arena_format.md."""
     skipped: int
     """Blocks that could not be leased: they went meanwhile, or the arena stayed busy."""
 
@@ -47,13 +50,14 @@ def scan(arena: Arena, report: Report, *, batch_bytes: int = BATCH_BYTES) -> Sca
 
     Args:
         arena: the arena, of which this process is a holder.
-        report: how far the walk is; what it raises ends the walk, and nothing stays leased.
+        report: told how far the walk is; an exception in it ends the walk and its leases.
         batch_bytes: bytes that are leased at once; always at least one block.
 
     Raises:
         LeaseExpired: this process is no holder.
         ShardUnavailable: the arena was retired meanwhile.
     """
+    damage = _audit(arena)
     total = arena.stats()["resident_bytes"]
     blocks = num_bytes = walked = skipped = 0
     corrupt: list[str] = []
@@ -61,17 +65,37 @@ def scan(arena: Arena, report: Report, *, batch_bytes: int = BATCH_BYTES) -> Sca
     wait_s = _PATIENT_S
     for chosen, block_bytes in _batches(arena.tables, batch_bytes):
         held = _lease(arena, chosen, wait_s)
-        # An arena that stays busy, as one without a shard may, is not waited for at each batch.
+        # An arena without a shard may stay busy: do not wait for it at each batch.
         wait_s = 0.0 if held is None else _PATIENT_S
         if held is not None:
             blocks += held.num_slots
-            num_bytes += held.num_slots * _block_bytes(arena.tables, chosen)
+            # Only while it is leased does its slab keep its block size.
+            num_bytes += held.num_slots * int(arena.tables.block_bytes(chosen[:1])[0])
             corrupt += _check(arena, held)
         skipped += len(chosen) - (held.num_slots if held else 0)
         walked += len(chosen) * block_bytes
         report(min(walked, total), total)
     report(total, total)
-    return Scan(blocks=blocks, num_bytes=num_bytes, corrupt=tuple(corrupt), skipped=skipped)
+    return Scan(
+        blocks=blocks,
+        num_bytes=num_bytes,
+        corrupt=tuple(corrupt),
+        damage=damage,
+        skipped=skipped,
+    )
+
+
+def _audit(arena: Arena) -> dict[str, int]:
+    """Return what is wrong in the tables, looked at under the lock where it seems wrong."""
+    damage: Counter[str] = Counter()
+    for share in audit.shares(arena.tables):
+        found = audit.lasting(arena.tables, share)
+        if found:
+            with arena.section(_PATIENT_S) as entered:
+                if entered:
+                    found = audit.both(found, audit.find(arena.tables, share))
+        damage.update({name: len(rows) for name, rows in found.items()})
+    return dict(damage)
 
 
 def _batches(tables: Tables, batch_bytes: int) -> Iterator[tuple[Array, int]]:
@@ -81,8 +105,10 @@ def _batches(tables: Tables, batch_bytes: int) -> Iterator[tuple[Array, int]]:
         block_bytes = int(tables.slab_block_bytes[slab])
         if not block_bytes:
             continue
+        usable = slabs.usable(tables, block_bytes)
         start = slab * per_slab
-        ready = start + np.flatnonzero(tables.slot_state[start : start + per_slab] == READY)
+        # A slot outside of its slab has no bytes to check.
+        ready = start + np.flatnonzero(tables.slot_state[start : start + usable] == READY)
         at_once = max(1, batch_bytes // block_bytes)
         for first in range(0, len(ready), at_once):
             yield ready[first : first + at_once], block_bytes
@@ -109,15 +135,10 @@ def _check(arena: Arena, held: Lease) -> list[str]:
         if not len(chosen):
             return []
         bad = chosen[~payload.verify(tables, chosen)]
-        names = [tables.slot_key[slot].tobytes().hex()[:8] for slot in bad]
+        names = [tables.name(slot) for slot in bad]
         if names:
             arena.leased_slots(held)  # raises if it ended: then what was read is void
             arena.quarantine(bad, wait_s=_PATIENT_S)
         return names
     finally:
         arena.release(held, wait_s=_PATIENT_S)
-
-
-def _block_bytes(tables: Tables, chosen: Array) -> int:
-    """Return the block size of a batch; only while it is leased does its slab keep it."""
-    return int(tables.slab_block_bytes[chosen[0] // tables.geometry.slots_per_slab])

@@ -2,17 +2,16 @@
 
 import numpy as np
 
-from kvray.store.tables import Array, Tables
+from kvray.store.arena.tables import Array, Tables
 
 
 class UseCounts:
-    """For people: what decides about blocks is their policy. Of two uses between looks one counts.
+    """Counts for people; the policy decides about blocks. Of two uses between looks one counts.
 
-    What is known of a slot ends with the block in it.
+    A slot's count ends with the block in it.
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Have seen no use."""
         self._number = np.zeros(num_slots, dtype="<u8")
         self._count = np.zeros(num_slots, dtype=np.uint32)
         self._at = np.zeros(num_slots)
@@ -25,6 +24,6 @@ class UseCounts:
         self._number[slots], self._at[slots] = numbers, now
 
     def of(self, tables: Tables, slots: Array) -> tuple[Array, Array]:
-        """Return the uses of the blocks in `slots`, and when the last was; 0: none was seen."""
+        """Return the uses of the blocks in `slots`, and the time of the last; 0: none was seen."""
         same = self._number[slots] == tables.slot_number[slots]
         return np.where(same, self._count[slots], 0), np.where(same, self._at[slots], 0.0)

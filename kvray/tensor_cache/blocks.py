@@ -1,7 +1,7 @@
 """Runs of blocks in this node's arena, as bytes: written where missing, read where sound.
 
 Whatever the tier does (it may be gone, busy, full or damaged), a caller gets fewer blocks and no
-error: the cache may be slow or away, who uses it goes on.
+error.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvray.block import BlockKey
 from kvray.errors import CorruptBlock, KVRayError
+from kvray.identity.block import BlockKey
 from kvray.node import NodeLink
 from kvray.store import Arena, Lease, Reservation
-from kvray.store.tables import Array
+from kvray.store.arena.tables import Array
 
 _log = logging.getLogger("kvray.tensor_cache")
 
@@ -33,11 +33,11 @@ Source = Callable[[Array], tuple[Array, Array]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What became of the blocks of one write."""
+    """The result of one write."""
 
     stored: int = 0
     existing: int = 0
-    """Blocks that the arena had, or that another writer is bringing."""
+    """Blocks that the arena had already, or that another writer is writing."""
 
 
 class LeasedRun:
@@ -74,7 +74,7 @@ class LeasedRun:
         return len(pool)
 
     def drop_damaged(self) -> None:
-        """Take those blocks out of service that lost their checksum."""
+        """Take blocks out of service whose bytes lost their checksum."""
         self._arena.sound(self._lease, slice(None))
 
     def _read(self, first: int, pool: Array) -> None:
@@ -205,7 +205,7 @@ class ArenaBlocks:
         self._until_done(arena, lambda arena: arena.commit(reservation, checksums))
 
     def _until_done(self, arena: Arena, action: Callable[[Arena], bool]) -> None:
-        """Do what must not be lost: now, or from the link's thread if the arena is busy."""
+        """Act now, or from the link's thread if the arena is busy: the action must not be lost."""
         with self._tolerant(arena):
             if not action(arena):
                 self._link.defer(arena, action)
@@ -214,7 +214,7 @@ class ArenaBlocks:
     def _tolerant(self, arena: Arena) -> Iterator[None]:
         """End the body early, and without an error, at whatever the tier refuses.
 
-        This is the boundary of the tensor cache: who uses it goes on without.
+        This is the boundary of the tensor cache: its user goes on without the tier.
         """
         try:
             yield

@@ -1,63 +1,58 @@
 """The tensor cache: stores and retrieves KV tensors by their tokens, in this node's arena."""
 
-import contextlib
 import logging
 import os
 import platform
-import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import torch
 
-from kvray.block import namespace_id
 from kvray.config import KVRayConfig, cache_dir, load_config
 from kvray.errors import ConfigError, LayoutMismatch
-from kvray.fingerprint import fingerprint_model
-from kvray.keys import request_seed
+from kvray.identity.block import BlockKey, namespace_id
+from kvray.identity.fingerprint import fingerprint_model
+from kvray.identity.keys import request_seed
 from kvray.node import Registration, attach
-from kvray.store.access import Access
-from kvray.store.tables import Array
+from kvray.store.arena.tables import Array
+from kvray.store.machine.access import Access
 from kvray.tensor_cache import layout
 from kvray.tensor_cache.blocks import ArenaBlocks, Source
+from kvray.tensor_cache.counters import CacheCounters
 from kvray.tensor_cache.instances import Instances
 from kvray.tensor_cache.layout import KV, Heads
+from kvray.tensor_cache.lifetime import Lifetime
 from kvray.tensor_cache.metadata import TensorMetadata
-from kvray.tensor_cache.prompt import Mask, Prompt, Tokens, read_prompt
-from kvray.tensor_cache.saver import Saver
+from kvray.tensor_cache.prompt import Mask, MaskedPrompt, Tokens, read_prompt
+from kvray.tensor_cache.staging import Staging
+from kvray.tensor_cache.store_queue import StoreQueue
+from kvray.trace.arrival import Arrivals
 
 _log = logging.getLogger("kvray.tensor_cache")
 
 _CLOSE_S = 30.0
 _FLUSH_S = 60.0
+_PREFETCH_S = 10.0
 _STEP_BYTES = 16 * 2**20
 """Bytes converted at a time: bounds the memory that it takes."""
 _WAITING_BYTES_MAX = 2**30
 """Copies of tensors that may wait for the background."""
 
-_instances = Instances()
-
-
-@dataclass(slots=True)
-class _Counters:
-    """Totals since the cache was made, as `kvray status` shows them."""
-
-    stored_tokens: int = 0
-    dropped_tokens: int = 0
-    hit_tokens: int = 0
-    missed_tokens: int = 0
+_instances: "Instances[TensorCache]" = Instances()
 
 
 class TensorCache:
     """KV tensors in the node's tier, found by their tokens; all methods from any thread.
 
-    Only full blocks of `metadata.tokens_per_block` tokens are stored and found. Without a tier
-    nothing is stored and nothing found, which is logged once; when the tier appears, or comes
-    back, the cache uses it. A tensor may be on any device; what is retrieved is on the CPU.
+    Only full blocks of `metadata.tokens_per_block` tokens are stored and found. What the node has
+    on disk, and what other nodes have, is staged when it is asked for. A call waits for that for
+    `connector.stage_wait_s` at most; later blocks are there for a later call. Without a tier
+    nothing is stored and nothing found, and the log says so once. The cache uses the tier when it
+    appears or comes back. A tensor may be on any device; retrieved tensors are on the CPU.
 
     Source: the contract of LMCache's LMCacheEngine and LMCacheEngineBuilder.
     """
@@ -70,21 +65,18 @@ class TensorCache:
             metadata: the model and the shape of its tensors.
 
         Raises:
-            ConfigError: no configuration, or `metadata.model` is a path without a checkpoint.
+            ConfigError: no configuration, arguments of another kind, or `metadata.model` is a path
+                without a checkpoint.
         """
-        self.config = config or load_config()
+        self.config = _checked(config, metadata)
         self.metadata = metadata
         self.namespace = metadata.namespace(fingerprint=_fingerprint(metadata.model))
         self._seed = request_seed(self.namespace.digest(), salt=metadata.salt)
         self._step = max(1, _STEP_BYTES // metadata.block_bytes)
-        self._counters = _Counters()
-        self._pid = os.getpid()
-        # Guards `_counters`, `_closed` and `_users`; notified when the last user has gone.
-        self._state = threading.Condition()
-        self._closed = False
-        self._users = 1  # this object, until it is closed
+        self._counters = CacheCounters()
+        self._lifetime = Lifetime(self._leave)
         connector, access = self.config.connector, Access.of(self.config.arena.group)
-        self._saver = Saver(saves_max=connector.saves_max, bytes_max=_WAITING_BYTES_MAX)
+        self._stores = StoreQueue(saves_max=connector.saves_max, bytes_max=_WAITING_BYTES_MAX)
         self._place = (self.config.node_dir, metadata.rank)
         self._name = _instances.claim_name(
             self._place, connector.replica or f"{platform.node()}-{os.getpid()}"
@@ -109,6 +101,8 @@ class TensorCache:
             namespace=self.namespace,
             counters=self.counters,
         )
+        self._staging = Staging(self._link, self._registration)
+        self._wait_s = connector.stage_wait_s
         self._link.register(self._registration)
 
     # -- by instance id -----------------------------------------------------------------------
@@ -122,7 +116,7 @@ class TensorCache:
         Raises:
             ConfigError: it exists with another configuration or other metadata.
         """
-        settings = config or load_config()
+        settings = _checked(config, metadata)
         return _instances.get_or_create(
             instance_id, settings, metadata, lambda: cls(settings, metadata)
         )
@@ -180,7 +174,7 @@ class TensorCache:
                 f"The KV is of {heads[0].shape[1]} tokens where tokens and mask ask for"
                 f" {expected}; give the KV of exactly the tokens that the mask does not leave out."
             )
-        with self._using():
+        with self._lifetime.using():
             if blocking:
                 return self._store(prompt, self._packing(heads), renew=not skip_existing)
             self._store_later(prompt, heads, renew=not skip_existing)
@@ -193,7 +187,7 @@ class TensorCache:
 
         Args:
             tokens: token ids, shape [num_tokens].
-            mask: booleans, shape [num_tokens], False for leading tokens whose KV is not wanted
+            mask: booleans, shape [num_tokens], False for leading tokens whose KV is left out
                 (it must be in the tier all the same). Their number is a multiple of
                 tokens_per_block.
             return_tuple: False: one tensor [num_layers, 2, ...] instead of a pair for each layer.
@@ -207,11 +201,17 @@ class TensorCache:
             ConfigError: tokens or a mask that cannot be read, or the cache is closed.
         """
         prompt = self._read_prompt(tokens, mask)
-        with self._using():
+        with self._lifetime.using():
+            _, arrivals, reason = self._find(prompt.keys, wait_s=self._wait_s)
             blob = self._load(prompt)
         found = layout.num_tokens(blob, self.metadata)
-        wanted = prompt.num_tokens - prompt.num_masked
-        self._count(hit_tokens=found, missed_tokens=wanted - found)
+        self._counters.add_request(
+            prompt,
+            num_found=found,
+            arrivals=arrivals,
+            reason=reason,
+            tokens_per_block=self.metadata.tokens_per_block,
+        )
         ret_mask = torch.zeros(prompt.num_tokens, dtype=torch.bool, device="cpu")
         ret_mask[prompt.num_masked : prompt.num_masked + found] = True
         if not found:
@@ -219,48 +219,58 @@ class TensorCache:
         return (layout.pairs_of(blob) if return_tuple else blob), ret_mask
 
     def lookup(self, tokens: Tokens) -> int:
-        """Return how many leading tokens are stored now, a multiple of tokens_per_block.
+        """Return how many leading tokens can be retrieved now, a multiple of tokens_per_block.
 
         They are neither held nor read: `retrieve` may find fewer.
 
         Raises:
             ConfigError: tokens that cannot be read, or the cache is closed.
         """
+        return self.prefetch(tokens, timeout_s=self._wait_s)
+
+    def prefetch(self, tokens: Tokens, timeout_s: float = _PREFETCH_S) -> int:
+        """Stage blocks from the node's disk and other nodes, and return as `lookup`.
+
+        Args:
+            tokens: token ids, shape [num_tokens].
+            timeout_s: how long to wait for it; `staging.deadline_s` bounds it, too.
+
+        Raises:
+            ConfigError: tokens that cannot be read, or the cache is closed.
+        """
         prompt = self._read_prompt(tokens, None)
-        with self._using():
-            return self._blocks.count(prompt.keys) * self.metadata.tokens_per_block
+        with self._lifetime.using():
+            return self._find(prompt.keys, wait_s=timeout_s)[0] * self.metadata.tokens_per_block
 
     def counters(self) -> dict[str, int]:
-        """Return totals of tokens since this cache was made, as `kvray status` shows them."""
-        with self._state:
-            return asdict(self._counters)
+        """Return totals since this cache was made, as `kvray status` shows them.
+
+        A call of `retrieve` is a request, and what its mask leaves out are tokens of the caller's
+        own. Hits are counted by where they came from, misses by reason.
+        """
+        return self._counters.totals()
 
     # -- its life -----------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
         """Whether it cannot be used any more: closed, or this is a forked child of its process."""
-        return self._closed or os.getpid() != self._pid
+        return self._lifetime.closed
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Wait for the stores with blocking=False; False: not done within `timeout_s`."""
-        return self._saver.flush(timeout_s)
+        return self._stores.flush(timeout_s)
 
     def close(self) -> None:
         """Finish what is under way, within a deadline, and leave the tier. Twice is fine."""
-        with self._state:
-            if self.closed:
-                return
-            self._closed = True
+        if not self._lifetime.end():
+            return
         deadline = time.monotonic() + _CLOSE_S
-        given_up = self._saver.close(_CLOSE_S)
+        given_up = self._stores.close(_CLOSE_S)
         if given_up:
             _log.warning("kvray: %d stores were given up at close", given_up)
-        self._let_go()
-        with self._state:
-            # Whoever is last leaves the arena: what he copies is still leased or reserved.
-            if not self._state.wait_for(lambda: self._users <= 0, deadline - time.monotonic()):
-                _log.warning("kvray: calls are still under way after close")
+        if not self._lifetime.wait(deadline):
+            _log.warning("kvray: calls are still under way after close")
 
     def __enter__(self) -> "TensorCache":
         return self
@@ -273,68 +283,60 @@ class TensorCache:
     ) -> None:
         self.close()
 
-    @contextlib.contextmanager
-    def _using(self) -> Iterator[None]:
-        """Keep the arena for a call."""
-        with self._state:
-            if self.closed:
-                raise ConfigError(
-                    "This TensorCache is closed (or belongs to the parent of this forked process);"
-                    " make a new one."
-                )
-            self._users += 1
-        try:
-            yield
-        finally:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        with self._state:
-            self._users -= 1
-            last = self._users == 0
-        if last:
-            self._leave()
-            with self._state:
-                self._users = -1
-                self._state.notify_all()
-
     def _leave(self) -> None:
+        self._staging.close()
         self._link.unregister(self._registration)
         self._link.detach()
         _instances.release_name(self._place, self._name)
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _read_prompt(self, tokens: Tokens, mask: Mask | None) -> Prompt:
+    def _read_prompt(self, tokens: Tokens, mask: Mask | None) -> MaskedPrompt:
         size = self.metadata.tokens_per_block
         return read_prompt(tokens, mask, tokens_per_block=size, seed=self._seed)
 
-    def _store(self, prompt: Prompt, source: Source, *, renew: bool) -> int:
+    def _find(self, keys: Sequence[BlockKey], *, wait_s: float) -> tuple[int, Arrivals, str]:
+        """Stage `keys`, as far as any node has them.
+
+        Returns:
+            How many leading ones are here, how they came, and why there are not more.
+        """
+        here = self._blocks.count(keys)
+        if here == len(keys):
+            return here, (), "none"
+        staged = self._staging.stage(keys, wait_s=wait_s)
+        if staged.num_blocks > here:
+            here = self._blocks.count(keys)
+        return here, staged.arrivals, staged.reason
+
+    def _store(self, prompt: MaskedPrompt, source: Source, *, renew: bool) -> int:
         """Store the blocks of the suffix; return the tokens that were new."""
         size = self.metadata.tokens_per_block
+        if prompt.first:  # without those before it, nothing of the suffix could be found
+            self._find(prompt.keys[: prompt.first], wait_s=self._wait_s)
         written = self._blocks.write(prompt.keys, prompt.first, source, renew=renew)
         dropped = prompt.num_blocks - written.stored - written.existing
-        self._count(stored_tokens=written.stored * size, dropped_tokens=dropped * size)
+        self._counters.add(stored_tokens=written.stored * size, dropped_tokens=dropped * size)
         return written.stored * size
 
-    def _store_later(self, prompt: Prompt, heads: Heads, *, renew: bool) -> None:
-        """Copy what has to be stored and hand it to the background."""
+    def _store_later(self, prompt: MaskedPrompt, heads: Heads, *, renew: bool) -> None:
+        """Copy the blocks that are missing and queue them for the background."""
         here = 0 if renew else max(0, self._blocks.count(prompt.keys) - prompt.first)
         missing = np.arange(here, prompt.num_blocks)
         size = len(missing) * self.metadata.block_bytes
         if not len(missing) or self._link.arena is None:
-            self._count(dropped_tokens=len(missing) * self.metadata.tokens_per_block)
+            self._counters.add(dropped_tokens=len(missing) * self.metadata.tokens_per_block)
             return
         later = replace(prompt, first=prompt.first + here)
-        if self._saver.has_room(size):
+        if self._stores.has_room(size):
             copy = layout.pack(heads, missing, self.metadata)
 
             def store() -> None:
                 self._store(later, lambda blocks: (copy, blocks), renew=renew)
 
-            if self._saver.submit(size, store):
+            if self._stores.submit(size, store):
                 return
-        self._count(dropped_tokens=len(missing) * self.metadata.tokens_per_block)
+        self._counters.add(dropped_tokens=len(missing) * self.metadata.tokens_per_block)
         self._blocks.say_once(
             "saves",
             "kvray: KV was not stored: too many stores wait for the background (said once)",
@@ -348,7 +350,7 @@ class TensorCache:
 
         return pack
 
-    def _load(self, prompt: Prompt) -> torch.Tensor:
+    def _load(self, prompt: MaskedPrompt) -> torch.Tensor:
         """Return the KV of the blocks of the suffix that are here and sound, as one tensor."""
         metadata, done = self.metadata, 0
         blob = layout.empty_blob(0, metadata)
@@ -360,18 +362,13 @@ class TensorCache:
             heads = layout.heads_of(blob, metadata)
             pool = layout.empty_block_bytes(min(found, self._step), metadata)
             while done < found:
-                wanted = min(found - done, self._step)
-                sound = held.read(prompt.first + done, pool[:wanted])
+                count = min(found - done, self._step)
+                sound = held.read(prompt.first + done, pool[:count])
                 layout.unpack(pool[:sound], heads, done, metadata)
                 done += sound
-                if sound < wanted:
+                if sound < count:
                     break
         return layout.first_tokens(blob, done * metadata.tokens_per_block, metadata)
-
-    def _count(self, **tokens: int) -> None:
-        with self._state:
-            for name, number in tokens.items():
-                setattr(self._counters, name, getattr(self._counters, name) + number)
 
 
 def _fingerprint(model: str) -> str | None:
@@ -379,3 +376,23 @@ def _fingerprint(model: str) -> str | None:
     if not Path(model).exists() and not model.startswith(("/", "./", "../", "~")):
         return None
     return fingerprint_model(Path(model).expanduser(), cache_dir=cache_dir() / "fingerprints")
+
+
+def _checked(config: object, metadata: object) -> KVRayConfig:
+    """Return the configuration that is meant.
+
+    Raises:
+        ConfigError: it is none, or the metadata are none.
+    """
+    if not isinstance(metadata, TensorMetadata):
+        raise ConfigError(f"metadata must be a kvray.TensorMetadata, not a {_kind(metadata)}.")
+    if config is not None and not isinstance(config, KVRayConfig):
+        raise ConfigError(
+            "config must be what kvray.load_config(path) returns, or None for what it"
+            f" finds, not a {_kind(config)}."
+        )
+    return config or load_config()
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__

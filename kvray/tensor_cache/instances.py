@@ -3,25 +3,37 @@
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
 from kvray.tensor_cache.metadata import TensorMetadata
 
-if TYPE_CHECKING:
-    from kvray.tensor_cache.cache import TensorCache
-
 Place = tuple[Path, int]
 """Directory of the tier, and rank."""
 
 
-class Instances:
-    """Registry of caches by id; one that was closed, or came here by a fork, is none."""
+class Instance(Protocol):
+    """A cache."""
+
+    config: KVRayConfig
+    metadata: TensorMetadata
+
+    @property
+    def closed(self) -> bool:
+        """Whether it cannot be used any more."""
+        ...
+
+
+T = TypeVar("T", bound=Instance)
+
+
+class Instances(Generic[T]):
+    """Registry of caches by id; a cache that is closed, or came here by a fork, does not count."""
 
     def __init__(self) -> None:
         """Start without any."""
-        self._caches: dict[str, TensorCache] = {}
+        self._caches: dict[str, T] = {}
         self._names: set[tuple[Place, str]] = set()
         # Held while a cache is made, so that two threads that ask for one id get one cache.
         self._making = threading.Lock()
@@ -32,8 +44,8 @@ class Instances:
         instance_id: str,
         config: KVRayConfig,
         metadata: TensorMetadata,
-        make: "Callable[[], TensorCache]",
-    ) -> "TensorCache":
+        make: Callable[[], T],
+    ) -> T:
         """Return the cache of this id, made by `make` if there is none.
 
         Raises:
@@ -46,27 +58,27 @@ class Instances:
             _check_same(instance_id, found, config, metadata)
             return found
 
-    def get(self, instance_id: str) -> "TensorCache | None":
+    def get(self, instance_id: str) -> T | None:
         """Return the cache of this id, or None."""
         found = self._caches.get(instance_id)
         return None if found is None or found.closed else found
 
-    def pop(self, instance_id: str) -> "TensorCache | None":
+    def pop(self, instance_id: str) -> T | None:
         """Forget the cache of this id and return it; None if there is none."""
         with self._making:
             found = self.get(instance_id)
             self._caches.pop(instance_id, None)
             return found
 
-    def claim_name(self, place: Place, wanted: str) -> str:
-        """Return `wanted`, or with a number behind it if another cache here reports under it."""
+    def claim_name(self, place: Place, name: str) -> str:
+        """Return `name`, with a number behind it if another cache here reports under it."""
         with self._naming:
-            name, number = wanted, 1
-            while (place, name) in self._names:
+            unique, number = name, 1
+            while (place, unique) in self._names:
                 number += 1
-                name = f"{wanted}.{number}"
-            self._names.add((place, name))
-            return name
+                unique = f"{name}.{number}"
+            self._names.add((place, unique))
+            return unique
 
     def release_name(self, place: Place, name: str) -> None:
         """Let another cache have the name."""
@@ -75,7 +87,7 @@ class Instances:
 
 
 def _check_same(
-    instance_id: str, found: "TensorCache", config: KVRayConfig, metadata: TensorMetadata
+    instance_id: str, found: Instance, config: KVRayConfig, metadata: TensorMetadata
 ) -> None:
     different = found.metadata.difference(metadata)
     if found.config != config:

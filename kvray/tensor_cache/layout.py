@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvray.errors import LayoutMismatch
-from kvray.store.tables import Array
+from kvray.store.arena.tables import Array
 from kvray.tensor_cache.metadata import TensorMetadata
 
 KV: TypeAlias = Sequence[Sequence[torch.Tensor]] | torch.Tensor

@@ -6,12 +6,11 @@ from urllib.parse import quote
 
 import torch
 
-from kvray.block import Namespace
 from kvray.errors import ConfigError
+from kvray.identity.block import Namespace
 
 TensorLayout = Literal["huggingface", "vllm"]
-"""Order of a layer's keys or values: `"huggingface"` is [num_heads, num_tokens, head_size],
-`"vllm"` is [num_tokens, num_heads, head_size]."""
+"""Order of the dimensions of one layer's keys or values; see `TensorMetadata`."""
 
 ENGINE = "kvray.tensor_cache 1"
 """Name and version of the format in which blocks are stored (see `layout`)."""
@@ -23,35 +22,48 @@ _COUNTS = ("num_layers", "num_kv_heads", "head_size", "tokens_per_block", "world
 class TensorMetadata:
     """The model whose KV is cached, and the shape in which its tensors come and go.
 
-    Two caches share blocks exactly if all but `layout` is equal: blocks are stored in one order,
-    whichever order the tensors have.
+    Two caches share blocks exactly if all fields but `layout` are equal. Blocks are stored in one
+    order, whichever order the tensors have.
+
+    Args:
+        model: path of a checkpoint, or any name. A path stands for the checkpoint's content,
+            wherever it lies; the first cache reads all of it. Two models of one name share
+            blocks: tell them apart by `revision`.
+        dtype: element type of the tensors, of at most 8 bytes; nothing is ever converted.
+        num_layers: layers with keys and values.
+        num_kv_heads: heads of keys and values that this rank holds.
+        head_size: elements of one head's key or value for one token.
+        layout: order of the dimensions of one layer's keys or values:
+            "huggingface" is [num_kv_heads, num_tokens, head_size],
+            "vllm" is [num_tokens, num_kv_heads, head_size]. Neither has a batch dimension. A KV
+            is a (keys, values) pair of such tensors for each layer, or one tensor with
+            [num_layers, 2] in front.
+        tokens_per_block: tokens that are stored, found and evicted as one.
+        revision: revision of a model that is given by name.
+        variant: whatever else changes this model's KV: an adapter, weight quantisation, RoPE
+            scaling.
+        rank: this process among the `world_size` processes that share the heads or layers, from
+            0. Each rank has blocks of its own; ranks that must agree take the least of their
+            `lookup`s.
+        world_size: number of those processes.
+        salt: text or number that keeps tenants apart: caches of different salts never share.
 
     Raises:
         ConfigError: a value that no model has.
     """
 
     model: str
-    """Path of a checkpoint, whose content then stands for it wherever it lies; else any name. Two
-    models of one name share blocks: tell them apart by `revision`."""
     dtype: torch.dtype
-    """Element type of the tensors; nothing is ever converted."""
     num_layers: int
     num_kv_heads: int
-    """Heads of keys and values that this rank holds."""
     head_size: int
     layout: TensorLayout = "huggingface"
     tokens_per_block: int = 32
-    """Tokens that are stored, found and evicted as one."""
     revision: str = ""
-    """Revision of a model that is named."""
     variant: str = ""
-    """What else makes this model's KV differ: an adapter, weight quantisation, RoPE scaling."""
     rank: int = 0
-    """This process among the `world_size` over which heads or layers are dealt. Each rank has
-    blocks of its own; ranks that must agree take the least of their `lookup`s."""
     world_size: int = 1
     salt: str | int | None = None
-    """Keeps tenants apart: caches of different salts never share."""
 
     def __post_init__(self) -> None:
         values: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}

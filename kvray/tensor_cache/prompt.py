@@ -1,4 +1,4 @@
-"""What is asked about: the keys of a token list's full blocks, and where the mask begins."""
+"""A prompt as a caller gives it: the keys of its full blocks, and where its mask begins."""
 
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -7,23 +7,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvray import keys
-from kvray.block import BlockKey
 from kvray.errors import ConfigError
+from kvray.identity import keys
+from kvray.identity.block import BlockKey
 
 Tokens: TypeAlias = keys.Tokens | torch.Tensor
 Mask: TypeAlias = torch.Tensor | npt.NDArray[Any] | list[bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """A token list as blocks, of which a suffix is meant."""
+class MaskedPrompt:
+    """A token list as blocks, and the suffix of them that a call is about."""
 
     num_tokens: int
     num_masked: int
-    """Tokens that the mask leaves out, all of them leading ones."""
+    """Leading tokens that the mask leaves out."""
     first: int
-    """Index of the first block that is meant."""
+    """Index of the first block of the suffix."""
     keys: list[BlockKey]
     """Keys of all full blocks, those that the mask leaves out too."""
 
@@ -33,7 +33,9 @@ class Prompt:
         return max(0, len(self.keys) - self.first)
 
 
-def read_prompt(tokens: Tokens, mask: Mask | None, *, tokens_per_block: int, seed: bytes) -> Prompt:
+def read_prompt(
+    tokens: Tokens, mask: Mask | None, *, tokens_per_block: int, seed: bytes
+) -> MaskedPrompt:
     """Return what `tokens` and `mask` ask about.
 
     Args:
@@ -44,7 +46,7 @@ def read_prompt(tokens: Tokens, mask: Mask | None, *, tokens_per_block: int, see
         seed: what `request_seed` returned.
 
     Raises:
-        ConfigError: tokens that are not integers, or a mask that is none of a suffix or begins
+        ConfigError: tokens that are not integers, or a mask that selects no suffix or begins
             inside a block.
 
     Source: suffix masks that begin at a chunk, as in LMCache's LMCacheEngine.
@@ -59,7 +61,7 @@ def read_prompt(tokens: Tokens, mask: Mask | None, *, tokens_per_block: int, see
             f" multiple of tokens_per_block = {tokens_per_block}, for example"
             f" {first * tokens_per_block}."
         )
-    return Prompt(
+    return MaskedPrompt(
         num_tokens=len(packed),
         num_masked=num_masked,
         first=first,

@@ -1,4 +1,4 @@
-"""Transports: ways to bring bytes from one node's memory into another's."""
+"""Transports: they move bytes from one node's memory to another's."""
 
 from kvray.transport.opening import open_transports
 from kvray.transport.transport import Transport

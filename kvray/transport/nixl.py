@@ -1,21 +1,22 @@
 """One-sided pushes by NIXL, over RDMA where UCX finds a device and over TCP otherwise.
 
-Each end has two agents. Others push through the *inbound* one: it does nothing by itself, and to
-destroy it is the fence behind which nothing that was sent to it can write any more. This node's own
-pushes go through the *outbound* one, which is given up after an error, so that a broken push harms
-no other and none that comes in. Every agent has a name of its own: peers cannot mistake one
+Each end has two agents. Others push through the *inbound* one, which does nothing by itself.
+Destroying it is the fence: pushes that were sent to it cannot write after that. This node's own
+pushes go through the *outbound* one. It is replaced after an error, so that a broken push harms no
+other push, in either direction. Every agent has a name of its own: peers cannot mistake one
 incarnation for the next.
 
-NIXL knows no deadline: a push to a peer that is frozen stays under way for ever, and one that was
-given up may still land. It runs in a process of its own, for a frozen peer that wakes can abort it.
+NIXL knows no deadline: a push to a frozen peer never ends, and one that was given up may still
+write. It runs in a process of its own, because a frozen peer that wakes can abort that process.
 """
 
 import importlib
+import os
 import secrets
 import struct
 import threading
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,40 +28,57 @@ from kvray.transport.transport import Array, require_inside, runs
 
 _MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
 
+_DEVICES = Path("/sys/class/infiniband")
+
 _PROGRESS_DELAY_US = 10_000
-"""Fallback wake-up of an agent's progress thread, which is driven by poll; NIXL's own value of 0
-spins a whole core."""
+"""Fallback wake-up of an agent's progress thread, which poll drives; NIXL's own value of 0 keeps a
+whole core busy."""
 
 _POLL_S = 0.0002
 _PEERS_MAX = 256
-"""An outbound agent that knows so many targets, most of them long gone, is replaced."""
+"""An outbound agent with this many targets, most of them long gone, is replaced."""
 
 _HEAD = struct.Struct("<8sQQQ")
-"""Magic, where the memory begins, its bytes, and where the greeting goes; metadata follows."""
+"""Magic, address of the memory, its bytes, address for handshakes; the agent's metadata follows."""
 _MAGIC = b"kvrynixl"
-_GREETING_BYTES = 8
+_HANDSHAKE_BYTES = 8
 
 
-def choose_wires(environ: MutableMapping[str, str]) -> None:
-    """Have UCX use TCP where there is no RDMA device; before the first agent of the process.
+def choose_wires(environ: MutableMapping[str, str], drivers: Collection[str]) -> None:
+    """Tell UCX what to use, before the first agent of the process makes it read that.
 
-    Between nodes there is nothing else then, and where several are on one machine, shared memory
-    would be tried across what separates them. Who set UCX_TLS knows better.
+    Without an RDMA device nodes have only TCP between them. Where several nodes share a machine,
+    UCX would also try shared memory across their separation.
+
+    A machine without EFA devices goes without UCX's module for them. The module loads the system's
+    libefa, and with it a second libibverbs and libnl beside those of NIXL's wheel. When the process
+    ends, one libnl frees what the other allocated, which is a segmentation fault.
+
+    Args:
+        environ: of this process. Variables that are set stay as they are.
+        drivers: of the machine's RDMA devices, from `rdma_drivers`.
     """
-    if not has_rdma():
+    if not drivers:
         environ.setdefault("UCX_TLS", "tcp")
+    if "efa" not in drivers:
+        environ.setdefault("UCX_MODULES", "^efa")
+
+
+def rdma_drivers(devices: Path = _DEVICES) -> list[str]:
+    """Return the kernel driver's name of each RDMA device of this machine."""
+    try:
+        return [(device / "device" / "driver").resolve().name for device in devices.iterdir()]
+    except OSError:
+        return []
 
 
 def has_rdma() -> bool:
     """Return whether this machine has an RDMA device."""
-    try:
-        return any(Path("/sys/class/infiniband").iterdir())
-    except OSError:
-        return False
+    return bool(rdma_drivers())
 
 
 class NixlTransport:
-    """This node's end; see `Transport`. The owner of the bytes pushes."""
+    """This node's end of the `Transport`; the owner of the bytes pushes."""
 
     name = "nixl"
     writes_late = True
@@ -83,7 +101,7 @@ class NixlTransport:
 
     @property
     def address(self) -> bytes:
-        """See `Transport`."""
+        """The address of the inbound agent."""
         inbound = self._inbound
         if inbound is None:
             raise TransportUnavailable("The transport nixl of this node has no agent at present.")
@@ -92,7 +110,7 @@ class NixlTransport:
     def send(
         self, address: bytes, sources: Array, targets: Array, sizes: Array, *, timeout_s: float
     ) -> None:
-        """Push a piece; see `Transport`."""
+        """Push a piece."""
         deadline = time.monotonic() + timeout_s
         target = _parse(address, targets, sizes)
         require_inside(sources, sizes, len(self._memory), whose="this node's")
@@ -101,18 +119,18 @@ class NixlTransport:
             outbound.push(target, (sources, targets, sizes), deadline=deadline)
         except TransferError:
             with self._lock:
-                # Pushes of other threads go on; it is destroyed with the last of them.
+                # The pushes of other threads go on; the agent is destroyed after the last.
                 if self._outbound is outbound:
                     self._outbound = None
             raise
 
     def receive(self, parcel: Any, targets: Array, sizes: Array) -> None:
-        """Do nothing: the push has ended, and the bytes are here."""
+        """Do nothing: when the push has ended, the bytes are here."""
 
     def renew(self) -> None:
-        """See `Transport`."""
+        """Replace the inbound agent."""
         with self._lock:
-            self._inbound = None  # which destroys it: nobody else ever has it
+            self._inbound = None  # which destroys it: there is no other reference
             self._incarnation += 1
             if not self._closed:
                 self._inbound = _Agent(self._nixl, self._memory, has_thread=True)
@@ -142,16 +160,16 @@ class NixlTransport:
 
 
 class _Agent:
-    """One agent with the memory registered; destroyed when nobody refers to it any more."""
+    """One agent with the memory registered; destroyed with its last reference."""
 
     def __init__(self, nixl: Any, memory: Array, *, has_thread: bool) -> None:
-        """Register `memory`; without a thread nothing moves but while a push is waited for."""
+        """Register `memory`; without a thread, bytes move only while a push is waited for."""
         self._nixl = nixl
-        # Both are mapped for as long as they are registered.
+        # Both stay mapped for as long as they are registered.
         self._memory = memory
-        self._greeting = np.zeros(_GREETING_BYTES, dtype=np.uint8)
+        self._handshake = np.zeros(_HANDSHAKE_BYTES, dtype=np.uint8)
         self._base = memory.ctypes.data
-        self._peers: dict[bytes, _Peer] = {}
+        self._peers: dict[bytes, _RemoteAgent] = {}
         self._peers_lock = threading.Lock()
         config = nixl.nixlAgentConfig()
         config.useProgThread = has_thread
@@ -162,15 +180,15 @@ class _Agent:
             with _mapped(nixl):
                 self._agent = nixl.nixlAgent(f"kvray-{secrets.token_hex(8)}", config)
                 backend = self._agent.createBackend("UCX", {})
-                greeting = self._greeting.ctypes.data
-                areas = [(self._base, len(memory), 0, ""), (greeting, _GREETING_BYTES, 0, "")]
+                handshake = self._handshake.ctypes.data
+                areas = [(self._base, len(memory), 0, ""), (handshake, _HANDSHAKE_BYTES, 0, "")]
                 self._agent.registerMem(nixl.nixlRegDList(nixl.DRAM_SEG, areas), [backend])
                 metadata = bytes(self._agent.getLocalMD())
         except TransferError as error:
             raise TransportUnavailable(
                 f"NIXL cannot be used on this node ({error}); see `kvray doctor`."
             ) from None
-        self.address = _HEAD.pack(_MAGIC, self._base, len(memory), greeting) + metadata
+        self.address = _HEAD.pack(_MAGIC, self._base, len(memory), handshake) + metadata
 
     @property
     def num_peers(self) -> int:
@@ -179,22 +197,22 @@ class _Agent:
     def push(
         self, target: "_Target", blocks: tuple[Array, Array, Array], *, deadline: float
     ) -> None:
-        """Write blocks (sources, targets, sizes) into a peer's memory; if there are none, greet it.
+        """Write blocks (sources, targets, sizes) into a target's memory; without any, shake hands.
 
-        The first write to a peer takes some 50 ms more than the next: a greeting spares them.
+        The first write to a target takes some 50 ms more than the next: a handshake spends them.
         """
         sources, targets, sizes = blocks
         if not len(sources):
-            own = self._greeting.ctypes.data - self._base
-            sources, targets = np.array([own]), np.array([target.greeting - target.base])
-            sizes = np.array([_GREETING_BYTES])
+            own = self._handshake.ctypes.data - self._base
+            sources, targets = np.array([own]), np.array([target.handshake - target.base])
+            sizes = np.array([_HANDSHAKE_BYTES])
         edges = runs(sources, sizes, targets)
         first, last = edges[:-1], edges[1:] - 1
         lengths = sources[last] + sizes[last] - sources[first]
         local = self._descriptors(self._base + sources[first], lengths)
         remote = self._descriptors(target.base + targets[first], lengths)
         peer = self._peer(target.metadata)
-        # One after the other: a piece is whole sooner, and is checked while the next is under way.
+        # One piece after the other: each is whole sooner, and is checked while the next one moves.
         if not peer.turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise TransferTimeout(
                 "A push waited too long for the one before it; the other node is slow or frozen."
@@ -206,7 +224,7 @@ class _Agent:
             peer.turn.release()
 
     def _write(self, local: Any, remote: Any, name: str, deadline: float) -> None:
-        """Write from and to what two lists describe, and wait until that has ended."""
+        """Write between the ranges of two lists, and wait for the end."""
         nixl, agent = self._nixl, self._agent
         handle = agent.createXferReq(nixl.NIXL_WRITE, local, remote, name)
         try:
@@ -228,19 +246,19 @@ class _Agent:
         rows[:, 0], rows[:, 1] = addresses, lengths
         return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, rows)
 
-    def _peer(self, metadata: bytes) -> "_Peer":
-        """Return the agent of that metadata, which is made known once."""
+    def _peer(self, metadata: bytes) -> "_RemoteAgent":
+        """Return the remote agent of that metadata; load it the first time."""
         with self._peers_lock:
             peer = self._peers.get(metadata)
             if peer is None:
                 with _mapped(self._nixl):
                     name = self._agent.loadRemoteMD(metadata)
-                peer = _Peer(name.decode() if isinstance(name, bytes) else name)
+                peer = _RemoteAgent(name.decode() if isinstance(name, bytes) else name)
                 self._peers[metadata] = peer
             return peer
 
 
-class _Peer:
+class _RemoteAgent:
     """An agent of another node that this one pushes to."""
 
     def __init__(self, name: str) -> None:
@@ -249,38 +267,56 @@ class _Peer:
 
 
 def bindings() -> Any:
-    """Return NIXL's own bindings: its Python classes fix the progress thread's delay at 0."""
+    """Return NIXL's bindings; its Python classes would fix the progress thread's delay at 0.
+
+    Every agent is made after this call, so this is where UCX is told what to use.
+
+    Raises:
+        TransportUnavailable: NIXL is not installed, or its wheel does not load.
+    """
+    choose_wires(os.environ, rdma_drivers())
     for name in _MODULES:
         try:
             return importlib.import_module(f"{name}._bindings")
-        except ImportError:
-            continue
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] == name:
+                continue
+            raise _broken(name, error) from None
+        except ImportError as error:
+            raise _broken(name, error) from None
     raise TransportUnavailable(
         "NIXL is not installed; run `pip install 'kvray[nixl]'`, or `pip install nixl-cu12` for the"
         " wheel of one CUDA version."
     )
 
 
+def _broken(name: str, error: ImportError) -> TransportUnavailable:
+    return TransportUnavailable(
+        f"{name} is installed and does not load ({error}); install another version of it, or leave"
+        " nixl out of staging.transports."
+    )
+
+
 class _Target(NamedTuple):
-    """What an address says."""
+    """The fields of an address."""
 
     base: int
-    greeting: int
+    handshake: int
     metadata: bytes
 
 
 def _parse(address: bytes, targets: Array, sizes: Array) -> _Target:
-    """Return what an address says, whose memory has to have room for `targets`."""
+    """Read an address; its memory has to have room for `targets`."""
     if len(address) <= _HEAD.size or not address.startswith(_MAGIC):
-        raise TransferError("A piece cannot go by nixl to an address of something else.")
-    _, base, length, greeting = _HEAD.unpack_from(address)
+        raise TransferError("nixl cannot send a piece to an address of another transport.")
+    _, base, length, handshake = _HEAD.unpack_from(address)
     require_inside(targets, sizes, length, whose="the other node's")
-    return _Target(base, greeting, address[_HEAD.size :])
+    return _Target(base, handshake, address[_HEAD.size :])
 
 
 @contextmanager
 def _mapped(nixl: Any) -> Iterator[None]:
-    """Turn NIXL's exceptions into ours; they have no base but Exception."""
+    """Turn NIXL's exceptions, which have no base class of their own, into ours."""
     try:
         yield
     except tuple(

@@ -1,9 +1,9 @@
 """Pieces through Ray's object store: works wherever Ray does.
 
-A piece is one object, the answer of the source's actor: Ray copies each run of its blocks straight
-from the arena into the object, brings that to the target's node, and shows it to the target without
-a copy. Who is asked by other means than a call of an actor must copy what `send` returned before
-the source's leases end.
+A piece is one object, the answer of the source's actor. Ray copies each run of its blocks straight
+from the arena into the object, moves the object to the target's node, and shows it to the target
+without a copy. A caller of `send` that is no Ray actor must copy the answer before the source's
+lease ends.
 """
 
 import secrets
@@ -17,7 +17,7 @@ _MAGIC = b"kvray-object-ref:"
 
 
 class ObjectRefTransport:
-    """This node's end; see `Transport`. The target copies for itself, so nothing lands late."""
+    """This node's end of the `Transport`; the target copies for itself, so nothing arrives late."""
 
     name = "object_ref"
     writes_late = False
@@ -45,7 +45,7 @@ class ObjectRefTransport:
 
     @property
     def address(self) -> bytes:
-        """See `Transport`; it names this end to people only, for the target copies for itself."""
+        """An address for people only: the target copies for itself."""
         if self._closed:
             raise TransportUnavailable("The transport object_ref of this node was closed.")
         return _MAGIC + self._token + self._incarnation.to_bytes(4, "little")
@@ -53,11 +53,11 @@ class ObjectRefTransport:
     def send(
         self, address: bytes, sources: Array, targets: Array, sizes: Array, *, timeout_s: float
     ) -> list[Array]:
-        """Return views of the runs of blocks; see `Transport`."""
+        """Return views of the runs of blocks."""
         if self._closed or not address.startswith(_MAGIC):
             raise TransferError(
-                "A piece cannot go by object_ref to an address of something else, or from an end"
-                " that was closed."
+                "object_ref cannot send a piece to an address of another transport,"
+                " or from a closed end."
             )
         require_inside(sources, sizes, len(self._memory), whose="this node's")
         edges = runs(sources, sizes)
@@ -68,7 +68,7 @@ class ObjectRefTransport:
         ]
 
     def receive(self, parcel: Any, targets: Array, sizes: Array) -> None:
-        """Copy the runs of a piece to their places; see `Transport`."""
+        """Copy the runs of a piece to their places."""
         arrived = sum(len(run) for run in parcel)
         if arrived != int(sizes.sum()):
             raise TransferError(f"A piece of {int(sizes.sum())} bytes came as {arrived} bytes.")
@@ -87,7 +87,7 @@ class ObjectRefTransport:
                 rest, at = rest[count:], at + count
 
     def renew(self) -> None:
-        """Count the incarnations; nothing could land late."""
+        """Count the incarnation; nothing could arrive late."""
         self._incarnation += 1
 
     def status(self) -> dict[str, Any]:

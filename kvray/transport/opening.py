@@ -1,4 +1,4 @@
-"""Open the transports that this node can have."""
+"""Opens the transports that this node can have."""
 
 from collections.abc import Sequence
 
@@ -19,10 +19,10 @@ def open_transports(
 
     Args:
         names: of transports, the best first.
-        memory: u8, of this node; must stay where it is until they are closed.
+        memory: u8, of this node; must stay mapped until the ends are closed.
 
     Returns:
-        The ends by name, in that order; and for each that this node cannot have, why.
+        The ends by name, in that order; and the reason for each that this node cannot have.
     """
     opened: dict[str, Transport] = {}
     missing: dict[str, str] = {}

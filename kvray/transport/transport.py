@@ -1,4 +1,4 @@
-"""What every transport is: two ends that move pieces between the memory of two nodes."""
+"""The protocol of transports: two ends that move pieces between the memory of two nodes."""
 
 from typing import Any, Protocol
 
@@ -13,27 +13,27 @@ Array = npt.NDArray[Any]
 class Transport(Protocol):
     """One node's end: the source of pieces for others, and the target of theirs.
 
-    Both ends have a plain u8 array as memory, and name bytes in it by offset and size. A piece is
-    what one `send` moves: blocks that lie anywhere in the source's memory, each to its own place in
-    the target's. `send` runs at the source; what it returns travels to the target and is given to
-    `receive` there, after which the bytes are in place. Thread-safe.
+    Both ends have a plain u8 array as memory, and name bytes in it by offset and size. One `send`
+    moves one piece: blocks from anywhere in the source's memory, each to its own place in the
+    target's. `send` runs at the source, and its answer travels to the target. After `receive` there
+    has taken the answer, the bytes are in place. Thread-safe.
     """
 
     name: str
     writes_late: bool
-    """Whether a piece that failed or missed its deadline may still land, until `renew`."""
+    """Whether a piece that failed or missed its deadline may still arrive, until `renew`."""
 
     piece_bytes: int
-    """How much one `send` is to move at most: more is no faster, by measurement."""
+    """The largest useful piece: more is no faster, by measurement."""
     bytes_max: int | None
-    """How much may be on its way to one end at once; None: as much as one likes."""
+    """The most bytes on their way to one end at once; None: no bound."""
 
     @property
     def address(self) -> bytes:
-        """What a source needs to send here; another one after each `renew`.
+        """The address that a source sends to; each `renew` changes it.
 
         Raises:
-            TransportUnavailable: this end was closed, or could not be made anew.
+            TransportUnavailable: this end was closed, or could not be renewed.
         """
         ...
 
@@ -42,7 +42,7 @@ class Transport(Protocol):
     ) -> Any:
         """Move a piece to `address`; the source's part.
 
-        A piece of no blocks moves nothing, and makes what connection there is to be.
+        A piece of no blocks only makes the connection.
 
         Args:
             address: of the target's end.
@@ -52,19 +52,19 @@ class Transport(Protocol):
             timeout_s: longest time it may take.
 
         Returns:
-            What the target's `receive` is given; can be pickled.
+            The parcel for the target's `receive`; it can be pickled.
 
         Raises:
             TransferTimeout: it took longer.
-            TransferError: the target is gone, or the address or an offset is none of its.
+            TransferError: the target is gone, or the address or an offset is not its own.
         """
         ...
 
     def receive(self, parcel: Any, targets: Array, sizes: Array) -> None:
-        """Have a piece in place; the target's part.
+        """Put a piece in place; the target's part.
 
         Args:
-            parcel: what the source's `send` returned.
+            parcel: the answer of the source's `send`.
             targets: offsets in this memory, i64 [num_blocks].
             sizes: bytes of each block, i64 [num_blocks].
 
@@ -74,10 +74,10 @@ class Transport(Protocol):
         ...
 
     def renew(self) -> None:
-        """End this target: what was sent to it before can write no more; begin a new one.
+        """Replace this end's target, so that earlier pieces cannot write any more.
 
         Raises:
-            TransportUnavailable: there is no new one; the next call tries again.
+            TransportUnavailable: there is no new target; the next call tries again.
         """
         ...
 
@@ -91,12 +91,12 @@ class Transport(Protocol):
 
 
 def runs(starts: Array, sizes: Array, *others: Array) -> Array:
-    """Return the edges of the runs of blocks that lie one right after the other.
+    """Return the edges of the runs of adjacent blocks.
 
     Args:
         starts: offsets of the blocks, i64 [num_blocks].
         sizes: bytes of each.
-        others: further offsets, in which the blocks of a run must lie in a row as well.
+        others: further offsets in which the blocks of a run must be adjacent as well.
 
     Returns:
         i64 [num_runs + 1]: the first block of each run, and the number of blocks.
@@ -110,10 +110,10 @@ def runs(starts: Array, sizes: Array, *others: Array) -> Array:
 
 
 def require_inside(offsets: Array, sizes: Array, num_bytes: int, *, whose: str) -> None:
-    """Refuse blocks that do not lie in a memory of `num_bytes`.
+    """Refuse blocks outside a memory of `num_bytes`.
 
     Raises:
-        TransferError: one does not.
+        TransferError: a block lies outside.
     """
     if len(offsets) and (int(offsets.min()) < 0 or int((offsets + sizes).max()) > num_bytes):
         raise TransferError(f"A piece has blocks that lie outside {whose} arena.")

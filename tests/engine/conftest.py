@@ -1,12 +1,14 @@
 """Engines on the tiny model, with pools that show any read of a byte nobody wrote."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from kvray.reference.engine import ReferenceEngine
+from kvray.lab.reference.engine import ReferenceEngine
+from kvray.lab.reference.model import BlockModel
 from tests.engine import fake_connector
 
 BLOCK = 16
@@ -63,3 +65,19 @@ def wait_until(condition: Callable[[], bool], *, timeout_s: float = 30.0) -> Non
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.02)
+
+
+def forward_block(
+    model: BlockModel,
+    pasts: Sequence[tuple[torch.Tensor, torch.Tensor]] | None,
+    tokens: Sequence[int],
+    block_index: int,
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Run one block through all layers; return the last logits, and what each layer returned."""
+    step = model.begin(tokens, block_index)
+    empty = torch.empty(1, model.geometry.num_kv_heads, 0, model.geometry.head_dim)
+    kvs = [
+        model.layer(index, step, (empty, empty) if pasts is None else pasts[index])
+        for index in range(model.geometry.num_layers)
+    ]
+    return model.logits(step), kvs

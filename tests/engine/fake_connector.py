@@ -15,7 +15,7 @@ from kvray.connector.base import (
     KvCacheConnectorWorker,
     SchedulerOutput,
 )
-from kvray.reference.llm_args import KvConnectorConfig
+from kvray.lab.reference.llm_args import KvConnectorConfig
 
 Key = tuple[str | None, tuple[int, ...]]
 
@@ -28,7 +28,7 @@ CONFIG = KvConnectorConfig(
 
 @dataclass
 class State:
-    """What a test sets and what it reads."""
+    """The settings of a test, and the record that it reads."""
 
     store: dict[Key, torch.Tensor] = field(default_factory=dict)
     calls: list[tuple[Any, ...]] = field(default_factory=list)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.reference.engine import ReferenceEngine
+from kvray.lab.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
 from tests.engine.conftest import make_prompt, wait_until
 from tests.engine.fake_connector import State
@@ -39,7 +39,7 @@ def engine(directory: Path) -> Iterator[ReferenceEngine]:
 
 @pytest.fixture
 def state(engine: ReferenceEngine) -> State:
-    """What the connector of rank 0 saw."""
+    """The record of the connector of rank 0."""
     return fake_connector.state
 
 

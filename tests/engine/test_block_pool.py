@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvray.errors import CapacityError
-from kvray.reference.block_pool import BlockPool
+from kvray.lab.reference.block_pool import BlockPool
 
 SIZE = 2
 NUM_BLOCKS = 8

@@ -2,19 +2,19 @@
 
 import torch
 
-from kvray.reference.cache_manager import KVCacheManager
-from kvray.reference.model import KVGeometry
-from kvray.reference.request import LlmRequest, LlmRequestState
-from kvray.reference.scheduler import ScheduledRequests, schedule
+from kvray.lab.reference.cache_manager import KVCacheManager
+from kvray.lab.reference.engine_options import EngineOptions
+from kvray.lab.reference.model import KVGeometry
+from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
+from kvray.lab.reference.scheduler import schedule
 from tests.engine.conftest import BLOCK, make_prompt
 
 GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=2, head_dim=4)
 
 
 def make_cache(num_blocks: int = 8, **options: bool) -> KVCacheManager:
-    return KVCacheManager(
-        GEOMETRY, num_blocks=num_blocks, tokens_per_block=BLOCK, poison=True, **options
-    )
+    chosen = {"num_blocks": num_blocks, "tokens_per_block": BLOCK, "poison": True, **options}
+    return KVCacheManager(GEOMETRY, EngineOptions(**chosen))
 
 
 def test_pool_has_the_layout_of_the_contract() -> None:

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.reference.gloo_ranks import CollectiveError, GlooRanks
-from kvray.reference.model import BlockModel, make_tiny_causal_lm
-from kvray.reference.ranks import SingleRank
-from kvray.reference.tensor_split import split_causal_lm
-from tests.engine.conftest import BLOCK, make_prompt
+from kvray.lab.reference.model import BlockModel, make_tiny_causal_lm
+from kvray.lab.reference.ranks import CollectiveError, GlooRanks, SingleRank
+from kvray.lab.reference.tensor_split import split_causal_lm
+from tests.engine.conftest import BLOCK, forward_block, make_prompt
 
 TIMEOUT_S = 10.0
 
@@ -74,7 +73,7 @@ def test_rank_that_leaves_fails_the_others_at_once(tmp_path: Path) -> None:
     started = time.monotonic()
     first, second = on_ranks(2, tmp_path, act)
     assert isinstance(first, CollectiveError)
-    assert "Start the engine anew" in str(first)
+    assert "Restart the engine" in str(first)
     assert second is None
     assert time.monotonic() - started < TIMEOUT_S / 2
 
@@ -105,16 +104,15 @@ def test_diagnosis_takes_the_place_of_what_gloo_says(tmp_path: Path) -> None:
 def test_ranks_have_their_heads_of_the_kv_and_all_of_the_logits(tmp_path: Path, size: int) -> None:
     """Two KV heads: with four ranks, two hold the same one."""
     tokens = make_prompt(BLOCK)
-    whole, kvs = BlockModel(make_tiny_causal_lm(), tokens_per_block=BLOCK).forward_block(
-        None, tokens, 0
-    )
+    one = BlockModel(make_tiny_causal_lm(), tokens_per_block=BLOCK)
+    whole, kvs = forward_block(one, None, tokens, 0)
 
     def act(ranks: GlooRanks) -> Any:
         causal_lm = make_tiny_causal_lm()
         split_causal_lm(causal_lm, ranks)
         model = BlockModel(causal_lm, tokens_per_block=BLOCK)
         assert model.geometry.num_kv_heads == 1
-        return model.forward_block(None, tokens, 0)
+        return forward_block(model, None, tokens, 0)
 
     make_tiny_causal_lm()  # transformers imports on first use, which two threads may not share
     results = on_ranks(size, tmp_path, act)

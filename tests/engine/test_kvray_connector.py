@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.lookup import Lookup
-from kvray.actors.ownership import sweep
-from kvray.actors.shard import Shard
-from kvray.actors.shard_settings import ShardSettings
+from kvray.actors.lookup.lookup import Lookup
+from kvray.actors.owner.ownership import sweep
+from kvray.actors.shard.settings import ShardSettings
+from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.errors import KVRayError
-from kvray.reference import KvConnectorConfig, Replica
+from kvray.lab.reference import KvConnectorConfig, Replica
 from tests.engine.conftest import BLOCK, MakeEngine, make_prompt
 
 Expected = Callable[..., tuple[int, ...]]
@@ -192,7 +192,7 @@ def test_a_flipped_byte_is_a_shorter_hit_and_not_a_wrong_answer(
     make_engine(connector=CONNECTOR).generate(prompt, max_tokens=1)
     tier.wait_for(lambda: tier.stored() >= 6)
     engine = make_engine(connector=CONNECTOR)
-    arena = engine.connector.worker._engine.link.arena  # type: ignore[union-attr]
+    arena = engine.connector.worker._shared.link.arena  # type: ignore[union-attr]
     victim = int((arena.tables.slot_depth * (arena.tables.slot_state == 2)).argmax())
     slab, row = divmod(victim, arena.tables.geometry.slots_per_slab)
     arena.tables.rows(slab)[row, 5] ^= 1

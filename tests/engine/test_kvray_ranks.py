@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvray.actors.ownership import sweep
+from kvray.actors.owner.ownership import sweep
 from kvray.config import load_config
 from tests.engine.conftest import BLOCK, make_prompt
 from tests.engine.test_kvray_connector import CONNECTOR, Tier

@@ -1,14 +1,16 @@
 """The arithmetic of a step depends on its block's index alone."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvray.errors import ConfigError
-from kvray.reference.checkpoint import load_checkpoint
-from kvray.reference.model import BlockModel, make_tiny_causal_lm, write_tiny_checkpoint
-from tests.engine.conftest import BLOCK, make_prompt
+from kvray.lab.reference.checkpoint import load_checkpoint
+from kvray.lab.reference.model import BlockModel, make_tiny_causal_lm, write_tiny_checkpoint
+from kvray.lab.reference.tokenizer import read
+from tests.engine.conftest import BLOCK, forward_block, make_prompt
 
 TOKENS = make_prompt(5 * BLOCK)
 
@@ -21,8 +23,8 @@ def model() -> BlockModel:
 def prefill(model: BlockModel, tokens: list[int]) -> tuple[torch.Tensor, list]:
     pasts, logits = None, torch.empty(0)
     for index in range(-(-len(tokens) // BLOCK)):
-        logits, pasts = model.forward_block(
-            pasts, tokens[index * BLOCK : (index + 1) * BLOCK], index
+        logits, pasts = forward_block(
+            model, pasts, tokens[index * BLOCK : (index + 1) * BLOCK], index
         )
     assert pasts is not None
     return logits, pasts
@@ -35,7 +37,7 @@ def test_kv_of_generated_tokens_equals_that_of_prompt_tokens_bit_for_bit(model: 
         rows: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         for known in range(1, BLOCK + 1):
             tokens = TOKENS[index * BLOCK : index * BLOCK + known]
-            _, kvs = model.forward_block(pasts, tokens, index)
+            _, kvs = forward_block(model, pasts, tokens, index)
             rows.append(kvs)
         at = [index * BLOCK + known for known in range(BLOCK)]
         for layer, (keys, values) in enumerate(whole):
@@ -48,7 +50,7 @@ def test_kv_of_generated_tokens_equals_that_of_prompt_tokens_bit_for_bit(model: 
 def test_rows_without_a_token_change_nothing(model: BlockModel) -> None:
     _, pasts = prefill(model, TOKENS[:BLOCK])
     short = TOKENS[BLOCK : BLOCK + 5]
-    one, _ = model.forward_block(pasts, short, 1)
+    one, _ = forward_block(model, pasts, short, 1)
     step = model.begin(short, 1)
     with torch.inference_mode():
         step.hidden[:, 5:] = 1e6
@@ -92,3 +94,21 @@ def test_unknown_models_are_named_in_one_sentence(name: str, message: str) -> No
 def test_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no checkpoint"):
         load_checkpoint(tmp_path, tokens_per_block=BLOCK)
+
+
+def test_a_gguf_file_is_read_without_the_bars_of_other_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+    from transformers import modeling_gguf_pytorch_utils as gguf
+
+    def from_pretrained(source: Path, **options: object) -> list[int]:
+        assert (source, options["gguf_file"]) == (tmp_path, "model.gguf")
+        return list(gguf.tqdm([1, 2], desc="Converting"))
+
+    monkeypatch.setattr(
+        transformers, "AutoTokenizer", SimpleNamespace(from_pretrained=from_pretrained)
+    )
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert read("AutoTokenizer", tmp_path / "model.gguf") == [1, 2]
+    assert capfd.readouterr().err == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvray.errors import ConfigError
-from kvray.reference.engine import ReferenceEngine
+from kvray.lab.reference.engine import ReferenceEngine
 from kvray.store import Arena
 from tests.engine.conftest import BLOCK, make_prompt, wait_until
 from tests.engine.test_kvray_connector import CONNECTOR
@@ -52,7 +52,7 @@ def spread(
     )
     lookup = nodes.line.lookup
     wait_until(lambda: len(lookup.replica(name, time.monotonic())) == 2)
-    wait_until(lambda: engine.connector.scheduler._engine.asks_peers)  # type: ignore[union-attr]
+    wait_until(lambda: engine.connector.scheduler._shared.may_stage)  # type: ignore[union-attr]
     return engine
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvray.reference.engine import ReferenceEngine
+from kvray.lab.reference.engine import ReferenceEngine
 from tests.engine.fake_connector import CONFIG, State
 
 TEXT = """The harbour of the old town lies between two rocky hills. In the morning the fishing

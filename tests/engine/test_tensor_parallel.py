@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.reference.engine import ReferenceEngine
+from kvray.lab.reference.engine import ReferenceEngine
 from tests.engine import fake_connector
 from tests.engine.conftest import BLOCK, make_prompt, wait_until
 from tests.engine.fake_connector import State
@@ -61,7 +61,7 @@ def engine(directory: Path) -> Iterator[ReferenceEngine]:
 
 @pytest.fixture
 def state(engine: ReferenceEngine) -> Iterator[State]:
-    """What the test may set of the leader's half."""
+    """The settings of the leader's half."""
     yield fake_connector.state
     fake_connector.state.is_async_load = fake_connector.state.is_async_save = False
 
@@ -140,7 +140,7 @@ def test_rank_that_is_killed_or_frozen_ends_the_engine_with_a_sentence(
         pending = engine.submit(make_prompt(60), max_tokens=190)
         os.kill(engine.rank_pids[0], signum)
         told = "was killed by SIGKILL" if signum == signal.SIGKILL else "waited in vain"
-        with pytest.raises(KVRayError, match=rf"dead: .*{told}.*Start the engine anew"):
+        with pytest.raises(KVRayError, match=rf"dead: .*{told}.*Restart the engine"):
             pending.result(SOON_S)
         with pytest.raises(KVRayError, match="dead"):
             engine.submit([1])
@@ -162,7 +162,7 @@ def test_error_of_one_rank_is_told_by_all(directory: Path, name: str) -> None:
 def test_ranks_end_with_their_leader() -> None:
     code = f"""
 import time
-from kvray.reference.engine import ReferenceEngine
+from kvray.lab.reference.engine import ReferenceEngine
 engine = ReferenceEngine("tiny", tokens_per_block={BLOCK}, num_blocks=16, num_threads=1,
                          tensor_parallel_size=2)
 print(*engine.rank_pids, flush=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvray.errors import ConfigError
-from kvray.reference import weights
+from kvray.lab.reference import weights
 
 CONTENT = b"GGUF" + bytes(1000)
 
@@ -93,11 +93,11 @@ def test_half_made_directory_is_made_again(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with pytest.raises(ConfigError, match="disk full"):
-        weights.unpack_once(target, fail)
+        weights.make_once(target, fail)
     assert not target.exists()
     stale = tmp_path / "checkpoint.partial" / "checkpoint"
     stale.mkdir(parents=True)
-    made = weights.unpack_once(target, lambda directory: directory.mkdir())
+    made = weights.make_once(target, lambda directory: directory.mkdir())
     assert made == target
-    assert weights.unpack_once(target, fail) == target
+    assert weights.make_once(target, fail) == target
     assert not stale.parent.exists()

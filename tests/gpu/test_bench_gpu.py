@@ -1,19 +1,17 @@
 """`kvray bench gpu` on a real GPU, with a small model."""
 
-import io
 import json
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
-from kvray.cli.bench.gpu import GpuScale, run
-from kvray.cli.bench.gpu_machine import Machine
-from kvray.cli.bench.gpu_model import Shapes
-from kvray.cli.bench.gpu_report import to_json
-from kvray.cli.interrupts import Interrupts
+from kvray.console.interrupts import Interrupts
+from kvray.lab.bench.gpu import GpuScale, measure_gpu
+from kvray.lab.bench.gpu_device import GpuDevice
+from kvray.lab.bench.gpu_model import Shapes
+from kvray.lab.bench.runner import running
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,15 +34,11 @@ SMALL = Shapes(
 def test_a_small_run_gives_every_figure() -> None:
     scale = GpuScale(shapes=SMALL, lengths=(64, 1024), num_blocks=16, pairs=2, prefill_pairs=2)
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvray-test-") as directory:
-        found = run(
-            scale,
-            Machine("cuda:0"),
-            directory=Path(directory),
-            console=Console(file=io.StringIO()),
-            interrupts=Interrupts(),
-        )
+        with running(Interrupts()) as runner:
+            device = GpuDevice("cuda:0")
+            report = measure_gpu(scale, device, arena_dir=Path(directory), runner=runner)
         assert list(Path(directory).iterdir()) == []
-    figures = json.loads(to_json(found, scale))
+    figures = json.loads(report.to_json())
     assert figures["gpu_h2d_ratio_4mib"] > 0.1
     assert figures["gpu_d2h_ratio_128kib_busy"] > 0.1
     assert figures["ttft_loaded_ms_1k"] > 0

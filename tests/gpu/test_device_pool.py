@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvray.connector.cache_layout import Part, Region, Step
-from kvray.connector.cuda_device import CudaDevice
-from kvray.connector.device import BATCHED, PAGEABLE, SINGLE
-from kvray.connector.gpu import DevicePool
-from kvray.connector.pool import Load
+from kvray.connector.device.cuda_device import CudaDevice
+from kvray.connector.device.device import BATCHED, PAGEABLE, SINGLE
+from kvray.connector.device.gpu import DevicePool
+from kvray.connector.device.pool import Load
+from kvray.connector.model.cache_layout import LayerRange, Part, Region
 from kvray.store import Arena
-from kvray.store.tables import Array
+from kvray.store.arena.tables import Array
 from tests.unit.connector.gpu_pages import (
     even_steps,
     open_arena,
@@ -145,7 +145,7 @@ def test_elements_come_back_and_the_rest_is_nan(
 def test_regions_and_parts_land_where_they_belong(
     arena: Arena, make_pool: Callable[..., DevicePool]
 ) -> None:
-    whole = (Step(tuple(range(NUM_LAYERS)), 0, 4096),)
+    whole = (LayerRange(tuple(range(NUM_LAYERS)), 0, 4096),)
     own = part_of(pages_of(SMALL, gap=64), region(NUM_PAGES, whole, device="cuda"))
     shared = part_of(pages_of(SMALL), index=1)
     pool = make_pool(own, shared)
@@ -301,8 +301,8 @@ def test_two_pools_of_a_process_share_an_arena_and_each_lets_go_of_its_own(
 def test_making_a_pool_makes_no_call_to_cuda() -> None:
     code = """
 import torch
-from kvray.connector.cuda_device import CudaDevice
-from kvray.connector.gpu import DevicePool
+from kvray.connector.device.cuda_device import CudaDevice
+from kvray.connector.device.gpu import DevicePool
 from tests.unit.connector.gpu_pages import even_steps, part_of, region
 part, device = part_of(region(1, even_steps(1, 8))), CudaDevice(torch.device("cuda:0"))
 DevicePool([part], num_layers=1, has_hooks=True, device=device)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvray.cli.chaos.nodes import Machine, Node
 from kvray.config import environ_for
-from kvray.reference.llm_args import KvConnectorConfig
+from kvray.lab.chaos.machine import Machine
+from kvray.lab.chaos.node import Node
+from kvray.lab.reference.llm_args import KvConnectorConfig
 
 CONNECTOR = KvConnectorConfig(
     connector_module="kvray.connector",

@@ -11,9 +11,9 @@ import psutil
 import pytest
 import ray
 
-from kvray.actors import connection, local_ray, tier
-from kvray.actors.local_ray import LocalRay
-from kvray.actors.ownership import sweep
+from kvray.actors.owner.ownership import sweep
+from kvray.actors.tier import connection, local_ray, tier
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig, load_config
 from tests.ray.cluster import TwoNodes, open_two_nodes
 

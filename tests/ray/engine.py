@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvray.block import Namespace
-from kvray.node import Openings, Registration, attach
-from kvray.opening import opening_digest
+from kvray.identity.block import Namespace
+from kvray.node import PrefixDigests, Registration, attach
+from kvray.trace.prefix_digest import prefix_digest
 from tests.unit.store.small_arena import chain, fetch, store
 
 NAMESPACE = Namespace(
@@ -37,17 +37,17 @@ def main() -> None:
     registration = Registration(
         replica="one", rank=0, namespace=NAMESPACE, counters=lambda: {"hits": 1}
     )
-    openings = Openings()
+    prefix_digests = PrefixDigests()
 
     def register(replica: str, **changes: Any) -> None:
-        """Register a rank that notes openings, in a namespace with `changes`."""
+        """Register a rank that notes prefix digests, in a namespace with `changes`."""
         link.register(
             Registration(
                 replica=replica,
                 rank=0,
                 namespace=replace(NAMESPACE, **changes),
-                counters=lambda: openings.counted({_MISSED: 10_000}, _MISSED),
-                openings=openings,
+                counters=lambda: prefix_digests.counted({_MISSED: 10_000}, _MISSED),
+                prefix_digests=prefix_digests,
             )
         )
 
@@ -55,8 +55,8 @@ def main() -> None:
         "chain": chain,
         "fetch": fetch,
         "link": link,
-        "opening_digest": opening_digest,
-        "openings": openings,
+        "prefix_digest": prefix_digest,
+        "prefix_digests": prefix_digests,
         "register": register,
         "registration": registration,
         "store": store,

@@ -6,7 +6,8 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from kvray.cli.chaos.nodes import Machine, Node
+from kvray.lab.chaos.machine import Machine
+from kvray.lab.chaos.node import Node
 
 OFTEN = {"RAY_metrics_report_interval_ms": "1000"}
 """Variables of nodes whose figures are to be there soon; Ray's own interval is ten seconds."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from kvray.reference.replica import Replica
+from kvray.lab.reference.replica import Replica
 from tests.ray.cluster import TwoNodes, wait_for
 
 TOKENS_PER_BLOCK = 32

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvray.actors import tier
+from kvray.actors.tier import tier
 from kvray.client import Client
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
@@ -57,9 +57,21 @@ def test_who_may_not_end_a_tier_does_not_end_its_ray_either(tmp_path: Path) -> N
         assert refused.stderr.count("\n") == 1
         assert "security.auth_token_file" in refused.stderr
         assert shell.run("status").returncode == 0
-        path.chmod(0o644)
-        unsafe = shell.run("down", **token)
-        assert (unsafe.returncode, "has mode 0644" in unsafe.stderr) == (2, True)
-        path.chmod(0o600)
         assert shell.run("down", **token).returncode == 0
+        assert shell.leftovers() == []
+
+
+def test_a_broken_token_is_refused_at_up_and_never_keeps_its_user_from_down(tmp_path: Path) -> None:
+    variable = "KVRAY_SECURITY__AUTH_TOKEN_FILE"
+    with open_shell("broken") as shell:
+        path = shell.directory / "token.yaml"
+        token = {variable: write_token(path)}
+        path.chmod(0o644)
+        refused = shell.run("up", **token)
+        assert (refused.returncode, "has mode 0644" in refused.stderr) == (2, True)
+        assert shell.leftovers() == []
+        path.chmod(0o600)
+        assert shell.run("up", **token).returncode == 0
+        path.chmod(0o644)
+        assert shell.run("down").returncode == 0
         assert shell.leftovers() == []

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import ray
 
-from kvray.actors.async_calls import ActorCalls
-from kvray.actors.local_ray import LocalRay
-from kvray.actors.ray_calls import NAMESPACE, list_actors
+from kvray.actors.names import NAMESPACE
+from kvray.actors.ray_glue.async_calls import ActorCalls
+from kvray.actors.ray_glue.calls import list_actors
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import ConfigError, ShardUnavailable
 from tests.ray.conftest import TIMEOUT_S
 from tests.unit.actors.small_shard import wait_for
@@ -77,7 +78,7 @@ def test_what_is_late_is_not_waited_for_and_harms_no_later_call(other: Any) -> N
     asyncio.run(scene())
 
 
-def test_one_that_was_made_anew_is_found_under_its_name(local: LocalRay) -> None:
+def test_one_that_was_recreated_is_found_under_its_name(local: LocalRay) -> None:
     async def scene() -> None:
         call = ActorCalls()
         with pytest.raises(ShardUnavailable, match="kvray up"):
@@ -101,7 +102,7 @@ def test_while_ray_tells_of_no_actor_few_threads_ask(
         time.sleep(0.5)
         raise ShardUnavailable("Ray's head is back.")
 
-    monkeypatch.setattr("kvray.actors.async_calls.get_actor", hang)
+    monkeypatch.setattr("kvray.actors.ray_glue.async_calls.get_actor", hang)
 
     async def scene() -> None:
         call = ActorCalls()

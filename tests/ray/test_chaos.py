@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvray.cli.chaos.network import why_impossible
-from kvray.cli.chaos.schedule import KINDS
+from kvray.lab.chaos.network import why_impossible
+from kvray.lab.chaos.schedule import KINDS
 from tests.ray.command_line import SHM, Shell, open_shell
 
 pytestmark = pytest.mark.ray
@@ -93,4 +93,4 @@ def test_an_interrupted_run_leaves_nothing(shell: Shell) -> None:
 
 def engines_run(shell: Shell) -> bool:
     """Return whether the replicas have started, or are about to."""
-    return sum("kvray.reference.replica_child" in one for one in shell.commands()) == 3
+    return sum("kvray.lab.reference.replica_child" in one for one in shell.commands()) == 3

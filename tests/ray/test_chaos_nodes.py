@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvray.cli.chaos import nodes as nodes_module
-from kvray.cli.chaos.keeper import processes_of
-from kvray.cli.chaos.network import why_impossible
-from kvray.cli.chaos.nodes import Machine
 from kvray.errors import ConfigError
+from kvray.lab.chaos import machine as machine_module
+from kvray.lab.chaos.cleanup import processes_of
+from kvray.lab.chaos.machine import Machine
+from kvray.lab.chaos.network import why_impossible
 from tests.ray.cluster import TwoNodes, open_two_nodes, wait_for
 
 pytestmark = pytest.mark.ray
@@ -23,7 +23,7 @@ NO_NETWORK = why_impossible()
 
 STARTING = """
 import time
-from kvray.cli.chaos.nodes import Machine
+from kvray.lab.chaos.machine import Machine
 
 machine = Machine(num_nodes=1)
 print(machine.directory, machine.scratch, flush=True)
@@ -119,7 +119,7 @@ def test_a_machine_that_does_not_start_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(nodes_module, "_OBJECT_STORE_BYTES", 1)
+    monkeypatch.setattr(machine_module, "_OBJECT_STORE_BYTES", 1)
     with pytest.raises(ConfigError, match="The Ray node head did not start; it said: "):
         Machine(num_nodes=1)
     assert list(tmp_path.iterdir()) == []

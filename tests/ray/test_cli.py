@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvray.actors import tier
-from kvray.actors.local_ray import LocalRay
-from kvray.actors.ray_calls import list_actors
+from kvray.actors.ray_glue.calls import list_actors
+from kvray.actors.tier import tier
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig
 from tests.ray.command_line import SHM, Shell, open_shell
 from tests.ray.conftest import Engine
@@ -55,7 +55,7 @@ def test_tier_on_a_ray_of_its_own_goes_up_and_down(shell: Shell) -> None:
     assert [shard["state"] for shard in found["shards"]] == ["serving"]
 
     assert "Aborted" in shell.run("clear").stderr
-    assert shell.run("clear", "--yes").stdout == "0 blocks have gone.\n"
+    assert shell.run("clear", "--yes").stdout == "0 blocks were evicted.\n"
     healthy = shell.run("doctor", "--json")
     found = {one["check"]: one for one in json.loads(healthy.stdout)["findings"]}
     assert found["arena"]["verdict"] == found["socket"]["verdict"] == "ok"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvray.actors import connection
-from kvray.actors.local_ray import LocalRay
+from kvray.actors.tier import connection
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import ConfigError, ShardUnavailable
 
 pytestmark = pytest.mark.ray
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def run(code: str, **environ: str) -> "subprocess.CompletedProcess[str]":
     """Run `code` in a process that has no connection to Ray yet."""
     return subprocess.run(
-        [sys.executable, "-c", f"from kvray.actors import connection\n{code}"],
+        [sys.executable, "-c", f"from kvray.actors.tier import connection\n{code}"],
         cwd=ROOT,
         env=os.environ | environ,
         capture_output=True,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvray.cli.demo.stage import shareable_tokens
+from kvray.lab.demo.engines import shareable_tokens
 from tests.ray.command_line import SHM, Shell, open_shell
 
 pytestmark = pytest.mark.ray
@@ -53,7 +53,7 @@ def ray_begins(shell: Shell) -> bool:
 
 
 def engines_run(shell: Shell) -> bool:
-    return sum("kvray.reference.replica_child" in one for one in shell.commands()) == 2
+    return sum("kvray.lab.reference.replica_child" in one for one in shell.commands()) == 2
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvray.actors.local_ray import LocalRay
-from kvray.actors.ray_calls import list_actors
+from kvray.actors.ray_glue.calls import list_actors
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig
 from tests.ray.command_line import ROOT, Shell, open_shell
 

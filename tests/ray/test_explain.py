@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvray.actors.local_ray import LocalRay
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.cli.app import app
 from kvray.client import Client
 from kvray.config import KVRayConfig
-from kvray.reference.engine import ReferenceEngine
+from kvray.lab.reference.engine import ReferenceEngine
 from tests.ray.cluster import CONNECTOR
 from tests.unit.actors.small_shard import wait_for
 

@@ -11,18 +11,12 @@ import psutil
 import pytest
 import ray
 
-from kvray.actors import tier
-from kvray.actors.local_ray import LocalRay
-from kvray.actors.ownership import sweep
-from kvray.actors.ray_calls import (
-    LOOKUP_NAME,
-    SHARD_PREFIX,
-    SUPERVISOR_NAME,
-    call,
-    get_actor,
-    list_actors,
-)
-from kvray.actors.supervisor import START_S
+from kvray.actors.names import LOOKUP_NAME, SHARD_PREFIX, SUPERVISOR_NAME
+from kvray.actors.owner.ownership import sweep
+from kvray.actors.ray_glue.calls import call, get_actor, list_actors
+from kvray.actors.supervisor.supervisor import START_S
+from kvray.actors.tier import tier
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.client import Client
 from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable
@@ -126,12 +120,12 @@ def _shards_or_none() -> int:
         return -1
 
 
-def test_a_lookup_that_was_ended_for_good_is_made_anew(running: KVRayConfig, one: Engine) -> None:
+def test_a_lookup_that_was_ended_for_good_is_recreated(running: KVRayConfig, one: Engine) -> None:
     ray.kill(get_actor(LOOKUP_NAME))
     wait_for(lambda: matched(running) == 5, "a new lookup")
 
 
-def test_a_shard_that_was_ended_for_good_is_made_anew(running: KVRayConfig, one: Engine) -> None:
+def test_a_shard_that_was_ended_for_good_is_recreated(running: KVRayConfig, one: Engine) -> None:
     (name,) = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
     ray.kill(get_actor(name))
     wait_for(lambda: serves_as(epoch=2), "a new shard")
@@ -181,7 +175,7 @@ def test_status_tells_which_shard_hangs(running: KVRayConfig, local: LocalRay) -
 
 
 @pytest.mark.parametrize("kind", ["Lookup", "Shard"])
-def test_a_frozen_part_is_ended_and_started_anew(
+def test_a_frozen_part_is_ended_and_restarted(
     kind: str, running: KVRayConfig, local: LocalRay, one: Engine
 ) -> None:
     frozen = actor_process(local, kind)

@@ -13,12 +13,13 @@ import numpy as np
 import psutil
 import pytest
 
-from kvray.block import BlockKey
-from kvray.cli.chaos.network import Network, why_impossible
 from kvray.errors import KVRayError
+from kvray.identity.block import BlockKey
+from kvray.lab.chaos.network import Network, why_impossible
 from kvray.node.shard_socket import ShardSocket
-from kvray.store import Arena, payload
-from kvray.store.layout import READY
+from kvray.store import Arena
+from kvray.store.arena import payload
+from kvray.store.arena.layout import READY
 from tests.ray.cluster import SETTINGS, TwoNodes, open_two_nodes, wait_for
 from tests.unit.actors.small_shard import NAMESPACE
 
@@ -186,4 +187,4 @@ def test_no_ready_slot_changes_when_a_pusher_wakes_whose_targets_shard_died_mean
         settle(network, wire)
         assert not target.changed()
     wait_for(lambda: serving(nodes) == 2, "the movers", timeout_s=60)
-    assert any(mover["doubtful_slots_total"] for mover in movers(nodes))
+    assert any(mover["fenced_slots_total"] for mover in movers(nodes))

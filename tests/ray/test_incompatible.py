@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvray.actors import tier
-from kvray.actors.local_ray import LocalRay
+from kvray.actors.tier import tier
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig
 from tests.ray.command_line import open_shell
 from tests.ray.conftest import TIMEOUT_S, Engine
@@ -20,9 +20,9 @@ def test_status_shows_which_misses_are_incompatible_and_why(
     one, two = engine(running), engine(running)
     assert one.say("register('one', model='sha256:ab')") == "None"
     assert two.say("register('two', model='sha256:ab', tp_layout='tp2')") == "None"
-    one.say("openings.note_stored(opening_digest(range(100)))")
-    wait_for(lambda: one.say("openings.waiting()") == "[]", "the report")
-    asked = "openings.note_missed(opening_digest(range(100)), 96)"
+    one.say("prefix_digests.note_stored(prefix_digest(range(100)))")
+    wait_for(lambda: one.say("prefix_digests.waiting()") == "[]", "the report")
+    asked = "prefix_digests.note_missed(prefix_digest(range(100)), 96)"
     wait_for(lambda: two.say(asked) and is_incompatible(), "the finding")
     with open_shell("incompatible") as shell:
         environ = {"KVRAY_CLUSTER_NAME": running.cluster_name, **local.environ()}

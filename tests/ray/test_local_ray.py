@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvray.actors import local_ray
-from kvray.actors.local_ray import LocalRay
+from kvray.actors.tier import local_ray
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import ConfigError
 from tests.unit.actors.small_shard import wait_for
 
@@ -172,7 +172,7 @@ import time; time.sleep(60)
 
 def starting(name: str, until: str, *args: str) -> "subprocess.Popen[str]":
     """Return a process that starts a cluster and has got as far as saying `until`."""
-    code = f"from kvray.actors import local_ray\n{STARTING}"
+    code = f"from kvray.actors.tier import local_ray\n{STARTING}"
     process = subprocess.Popen(
         [sys.executable, "-c", code, name, *args], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import ray
 
-from kvray.actors import tier
-from kvray.actors.local_ray import LocalRay
-from kvray.actors.shard_actor import memory_claims
+from kvray.actors.shard.actor import memory_claims
+from kvray.actors.tier import tier
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig
-from kvray.store.capacity import MemoryClaims
+from kvray.store.machine.capacity import MemoryClaims
 from tests.ray.conftest import TIMEOUT_S
 from tests.unit.actors.small_shard import wait_for
 

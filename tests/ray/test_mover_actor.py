@@ -9,11 +9,11 @@ import psutil
 import pytest
 import ray
 
-from kvray.actors.local_ray import LocalRay
-from kvray.actors.mover_actor import create_mover
-from kvray.actors.orders import FetchOrder, FetchReport, Span
-from kvray.actors.ownership import sweep
-from kvray.actors.ray_calls import call
+from kvray.actors.mover.actor import create_mover
+from kvray.actors.mover.orders import FetchOrder, FetchReport, Span
+from kvray.actors.owner.ownership import sweep
+from kvray.actors.ray_glue.calls import call
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig
 from kvray.errors import KVRayError
 from kvray.store import Arena, ArenaOwner
@@ -101,7 +101,7 @@ def test_blocks_are_brought_by_either_transport(make_node: MakeNode, transport: 
     assert report.sources[a.name].transport == transport
     assert is_right(b.arena, keys, block_bytes=BLOCK)
     assert b.status()["bytes_fetched"] == a.status()["bytes_sent"] == 30 * BLOCK
-    assert call(a.actor.status, timeout_s=TIMEOUT_S)["offers"] == 0
+    assert call(a.actor.status, timeout_s=TIMEOUT_S)["read_leases"] == 0
 
 
 def test_two_movers_that_fetch_from_each_other_never_wait_for_each_other(

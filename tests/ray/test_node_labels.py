@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import ray
 
-from kvray.actors import tier
-from kvray.actors.local_ray import LocalRay
+from kvray.actors.tier import tier
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
 from tests.ray.conftest import TIMEOUT_S, Engine, config_with

@@ -8,8 +8,8 @@ import psutil
 import pytest
 import ray
 
-from kvray.actors.local_ray import LocalRay
-from kvray.actors.ray_calls import call
+from kvray.actors.ray_glue.calls import call
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import TransferError
 from kvray.transport.object_ref import ObjectRefTransport
 from kvray.transport.transport import Array

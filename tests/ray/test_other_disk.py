@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvray.reference.replica import Replica
+from kvray.lab.reference.replica import Replica
 from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_two_nodes, wait_for
 
 pytestmark = pytest.mark.ray

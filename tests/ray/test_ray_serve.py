@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from kvray import Client
-from kvray.actors import tier
-from kvray.actors.local_ray import LocalRay
-from kvray.actors.ray_calls import list_actors
+from kvray.actors.ray_glue.calls import list_actors
+from kvray.actors.tier import tier
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig, load_config
 from tests.ray.command_line import ROOT, Shell, open_shell
 from tests.ray.conftest import actor_process
@@ -31,7 +31,7 @@ pytest.importorskip("ray.serve")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
 
 EXAMPLE = ROOT / "examples" / "ray_serve"
-CHILD = "kvray.reference.replica_child"
+CHILD = "kvray.lab.reference.replica_child"
 BLOCK = 32
 LONG_TOKENS = 3000
 DEADLINE_S = 180.0

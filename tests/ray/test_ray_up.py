@@ -44,7 +44,7 @@ def test_ray_up_launches_a_head_whose_tier_outlives_a_second_ray_up() -> None:
     found = json.loads(done.stdout)
     first, second = found["first"], found["second"]
     assert (first["state"], first["capacity_bytes"]) == ("serving", 64 * 2**20)
-    # Ray was started anew, and the shard took the arena over.
+    # Ray was restarted, and the shard took the arena over.
     assert second["arena_id"] == first["arena_id"]
     assert (first["shard_epoch"], second["shard_epoch"]) == (1, 2)
     assert found["arenas"] == [], "`kvray down` has freed the memory"

@@ -9,21 +9,15 @@ from typing import Any
 import pytest
 
 import kvray
-from kvray.actors import tier
-from kvray.actors.local_ray import LocalRay
-from kvray.actors.ray_calls import (
-    LOOKUP_NAME,
-    SUPERVISOR_NAME,
-    call,
-    get_actor,
-    kill_actor,
-    list_actors,
-)
-from kvray.actors.rollout import Rollout
+from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME
+from kvray.actors.ray_glue.calls import call, get_actor, kill_actor, list_actors
+from kvray.actors.tier import tier
+from kvray.actors.tier.local_ray import LocalRay
+from kvray.actors.tier.rollout import Rollout
 from kvray.client import Client
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
-from kvray.store.layout import FORMAT_VERSION
+from kvray.store.arena.layout import FORMAT_VERSION
 from tests.ray.command_line import Shell, open_shell
 from tests.ray.conftest import TIMEOUT_S, Engine, actor_process, config_with
 from tests.unit.actors.small_shard import wait_for
@@ -75,7 +69,7 @@ def test_other_settings_of_a_shard_come_with_a_new_one_that_keeps_the_arena(
     other = config_with(arena__free_target=0.2, shard__silent_s=2.5)
     (shard,) = tier.up(other, timeout_s=TIMEOUT_S, told=done.append)
     life.check_kept(shard)
-    assert [sentence.partition(" was made anew: ")[0] for sentence in done] == [
+    assert [sentence.partition(" was restarted: ")[0] for sentence in done] == [
         "The supervisor",
         "The lookup",
         shard["shard"],
@@ -106,10 +100,10 @@ def test_a_supervisor_that_ray_starts_again_has_the_settings_of_the_last_up(
 
 def _free_target(name: str) -> object:
     try:
-        vintage = call(get_actor(name).vintage, timeout_s=1.0)
+        build = call(get_actor(name).build_info, timeout_s=1.0)
     except kvray.errors.ShardUnavailable:
         return None  # Ray is about to start it
-    return vintage["settings"]["arena.free_target"]
+    return build["settings"]["arena.free_target"]
 
 
 def test_a_rollout_that_was_interrupted_is_finished_by_the_next_up(
@@ -162,7 +156,7 @@ def test_shards_of_nodes_that_are_not_meant_any_more_end(running: KVRayConfig) -
     elsewhere = config_with(shard__resource="kvray_shard")
     done: list[str] = []
     assert tier.up(elsewhere, timeout_s=TIMEOUT_S, wait=False, told=done.append) == []
-    assert any("not meant to have a shard any more" in sentence for sentence in done)
+    assert any("no longer one of the nodes that get a shard" in sentence for sentence in done)
     assert not running.node_dir.exists()
     assert not any(name.startswith("kvray-shard-") for name in list_actors())
 
@@ -213,7 +207,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installation
     with open_shell("upgrade") as shell:
         made = Installation(shell, tmp_path_factory.mktemp("site") / "kvray")
         assert "nothing to upgrade; start it with `kvray up`" in made.say("upgrade", status=2)
-        assert "it would be started, with a Ray on this machine" in made.say("up", "--plan")
+        assert "It would be started, with a Ray on this machine" in made.say("up", "--plan")
         assert shell.leftovers() == []
         made.say("up")
         yield made
@@ -229,20 +223,20 @@ def test_upgrade_goes_on_with_the_installed_code_and_the_same_blocks(
     engine = Engine(installed.shell.node_dir)
     try:
         engine.say(f"store(link.arena, chain({NUM_BLOCKS})) and None")
-        assert "nothing would be done" in installed.say("upgrade", "--plan")
+        assert "Nothing would be done" in installed.say("upgrade", "--plan")
         installed.replace("__init__.py", kvray.__version__, "0.99.0")
         change = f"kvray is 0.99.0 now and was {kvray.__version__}."
-        assert installed.say("upgrade", "--plan").count(f"would be made anew: {change}") == 3
+        assert installed.say("upgrade", "--plan").count(f"would be restarted: {change}") == 3
         assert installed.shard()["pid"] == before["pid"]
 
         done = installed.say("upgrade")
-        assert done.count(f"was made anew: {change}") == 3
+        assert done.count(f"was restarted: {change}") == 3
         assert f"{NUM_BLOCKS} blocks in memory as before" in done
         after = installed.shard()
         assert after["arena"]["arena_id"] == before["arena"]["arena_id"]
         assert after["arena"]["shard_epoch"] == before["arena"]["shard_epoch"] + 1
         assert engine.say(FETCHED) == "True"
-        assert "was made anew" not in installed.say("upgrade")
+        assert "was restarted" not in installed.say("upgrade")
     finally:
         engine.close()
 
@@ -253,10 +247,10 @@ def test_an_upgrade_that_costs_blocks_says_so_and_waits_for_a_word(
 ) -> None:
     before = installed.shard()["arena"]
     was = f"FORMAT_VERSION = {FORMAT_VERSION}"
-    installed.replace("store/layout.py", was, "FORMAT_VERSION = 99")
+    installed.replace("store/arena/layout.py", was, "FORMAT_VERSION = 99")
     refused = installed.say("upgrade", status=2)
     assert f"the arena's format is 99 now and was {FORMAT_VERSION}" in refused
     assert "--recreate" in refused
     assert installed.shard()["arena"]["shard_epoch"] == before["shard_epoch"]
-    assert "was made anew" in installed.say("upgrade", "--recreate")
+    assert "was restarted" in installed.say("upgrade", "--recreate")
     assert installed.shard()["arena"]["arena_id"] != before["arena_id"]

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import ray
 
-from kvray.actors import tier
-from kvray.actors.local_ray import LocalRay
-from kvray.actors.ray_calls import LOOKUP_NAME, call, get_actor
+from kvray.actors.names import LOOKUP_NAME
+from kvray.actors.ray_glue.calls import call, get_actor
+from kvray.actors.tier import tier
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.client import Client
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable

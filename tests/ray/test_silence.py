@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.block import BlockKey
-from kvray.cli.chaos.network import why_impossible
+from kvray.identity.block import BlockKey
+from kvray.lab.chaos.network import why_impossible
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena
 from tests.ray.cluster import SETTINGS, TwoNodes, open_two_nodes, wait_for

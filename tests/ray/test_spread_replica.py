@@ -14,11 +14,11 @@ import psutil
 import pytest
 
 from kvray.errors import KVRayError
-from kvray.reference.engine import ReferenceEngine
-from kvray.reference.output import Output
-from kvray.reference.replica import Replica
+from kvray.lab.reference.engine import ReferenceEngine
+from kvray.lab.reference.output import Output
+from kvray.lab.reference.replica import Replica
 from kvray.store import Arena
-from kvray.store.layout import LIMBO, RESERVED
+from kvray.store.arena.layout import LIMBO, RESERVED
 from tests.ray.cluster import SETTINGS, TwoNodes, open_two_nodes, wait_for
 from tests.ray.test_two_nodes import CONNECTOR
 

@@ -3,9 +3,10 @@
 import pytest
 import ray
 
-from kvray.actors import tier
-from kvray.actors.ray_calls import SUPERVISOR_NAME, call, get_actor, list_actors, mapped_errors
-from kvray.actors.supervisor import plan_nodes
+from kvray.actors.names import SUPERVISOR_NAME
+from kvray.actors.ray_glue.calls import call, get_actor, list_actors, mapped_errors
+from kvray.actors.supervisor.supervisor import plan_nodes
+from kvray.actors.tier import tier
 from kvray.client import Client
 from kvray.config import KVRayConfig, ShardConfig
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable

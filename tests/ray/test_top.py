@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from kvray.actors import tier
-from kvray.actors.local_ray import LocalRay
+from kvray.actors.tier import tier
+from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig
 from tests.ray.command_line import open_shell
 from tests.ray.conftest import TIMEOUT_S

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvray.reference.replica import Replica
+from kvray.lab.reference.replica import Replica
 from tests.ray.cluster import CONNECTOR, SETTINGS, open_two_nodes, wait_for
 from tests.ray.outages import Outages
 from tests.ray.scrape import OFTEN, scrape, total
@@ -57,7 +57,9 @@ def sharing(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[S
 def _without_nixl(directory: Path) -> dict[str, str]:
     """Return variables of a node that has no NIXL: what is found first cannot be imported."""
     for name in ("nixl", "nixl_cu12", "nixl_cu13"):
-        (directory / f"{name}.py").write_text('raise ImportError("not on this node")\n')
+        (directory / f"{name}.py").write_text(
+            'raise ModuleNotFoundError("not on this node", name=__name__)\n'
+        )
     return {"PYTHONPATH": str(directory)}
 
 
@@ -106,12 +108,17 @@ def test_status_explain_and_both_nodes_metrics_say_by_what_a_hit_came_and_from_w
     sharing: Sharing, request: pytest.FixtureRequest
 ) -> None:
     way = "nixl" if has_nixl(request) else "object_ref"
-    sharing.compute(prompt := make_prompt("counted"))
     first, second = sharing.shards()
     name, hits = name_of(sharing.second, second), f"hit_tokens_from_{way}"
-    hits_before, moved_before = counters_of(second, name).get(hits, 0), _moved(second, way)
-
-    sharing.second.generate([prompt], max_tokens=1)
+    # A mover that does not answer for a second, on a machine that stalls, is given up, though its
+    # blocks come: how they came is not known then, and another prompt is tried.
+    for attempt in range(3):
+        sharing.compute(prompt := make_prompt(f"counted {attempt}"))
+        second = sharing.shards()[1]
+        hits_before, moved_before = counters_of(second, name).get(hits, 0), _moved(second, way)
+        sharing.second.generate([prompt], max_tokens=1)
+        if _moved(sharing.shards()[1], way) > moved_before:
+            break
 
     said = json.loads(sharing.say("explain", "--last", "--replica", name, "--json"))
     ((explained,), silent) = said["requests"], said["silent"]
@@ -163,8 +170,8 @@ def test_doctor_says_which_transport_is_used_and_why(
 
 
 def _check_order(said: str, before: list[dict[str, Any]]) -> None:
-    """Check that each node's parts were made anew, one after the other, and why."""
-    lines = [line.partition(" was made anew: ") for line in said.splitlines()]
+    """Check that each node's parts were restarted, one after the other, and why."""
+    lines = [line.partition(" was restarted: ") for line in said.splitlines()]
     made = {who: why for who, found, why in lines if found}
     ids = sorted(node_of(shard) for shard in before)
     parts = [
@@ -180,7 +187,7 @@ def _check_order(said: str, before: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("sharing", ["nixl"], indirect=True)
 def test_other_settings_come_node_after_node_and_blocks_stay_on_both(sharing: Sharing) -> None:
-    """Comes last: with their processes, what shards and movers say they have moved begins anew."""
+    """Comes last: with their processes, what shards and movers say they have moved starts over."""
     first, second = sharing.first, sharing.second
     prompts = make_prompt("computed on the first"), make_prompt("computed on the second")
     expected = sharing.compute(prompts[0]), sharing.compute(prompts[1], second)
@@ -199,7 +206,7 @@ def test_other_settings_come_node_after_node_and_blocks_stay_on_both(sharing: Sh
     if before[0]["node_id"] > before[1]["node_id"]:
         one, other = other, one
     assert outages.seen == [nobody, one, nobody, other, nobody]
-    assert "nothing would be done" in sharing.say("upgrade", "--plan")
+    assert "Nothing would be done" in sharing.say("upgrade", "--plan")
     wait_for(lambda: _are_ready(sharing.status()), "movers and replicas", timeout_s=60)
     after = sharing.shards()
     for was, now in zip(before, after, strict=True):

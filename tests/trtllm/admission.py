@@ -1,4 +1,4 @@
-"""Which requests are in the coming batch, and what they get: pages, and what can be loaded.
+"""The choice of the coming batch, and its pages and loads.
 
 With one pool the connector is asked when a request gets its pages, and all of its offer is taken.
 With layer groups it is asked apart from that, some of the offer may be taken, and pages come with
@@ -31,11 +31,11 @@ class Admission:
         self.active: list[LlmRequest] = []
         self.pinned: list[LlmRequest] = []
         self.dummy: LlmRequest | None = None
-        """What every batch that generates is padded with."""
-        self.honour: Callable[[LlmRequest, int], int] = lambda _request, offer: offer
-        """How many tokens of an offer are taken."""
+        """Pads every batch that generates."""
+        self.accept: Callable[[LlmRequest, int], int] = lambda _request, offer: offer
+        """Returns how many tokens of an offer the engine takes."""
         self.defers: Callable[[LlmRequest], bool] = lambda _request: False
-        """Whether a request that was asked about ahead is left out of the batch."""
+        """Says whether a request that was asked about ahead is left out of the batch."""
         self._manager = manager
         self._cache = cache
         self._has_groups = has_groups
@@ -118,7 +118,7 @@ class Admission:
         local, end, is_async = request.offer
         if not is_asked:
             return local, 0
-        taken = self.honour(request, end - local) if self._cache.is_reused else 0
+        taken = self.accept(request, end - local) if self._cache.is_reused else 0
         if self._resolves_late and taken < end - local:
             self._manager.cancel_load(request, local + taken, end)
         self._manager.commit(request, taken, is_async)

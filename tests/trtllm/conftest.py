@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.shard import Shard
+from kvray.actors.shard.shard import Shard
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import FLAT
 from tests.trtllm.version import STAND_INS, Version, installed

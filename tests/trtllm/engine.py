@@ -46,7 +46,7 @@ class Engine:
         """Whether the second cache manager is in use, which describes layer groups."""
         self.is_overlapped = is_overlapped
         self.at: dict[str, Callable[[Engine], None]] = {}
-        """What happens at a point of every iteration: asked, loaded, passed, ended."""
+        """Called at a point of every iteration: asked, loaded, passed or ended."""
         ranks = range(num_ranks) if owner is None else [owner]
         self.memories = [
             Memory(shape, rank=rank if owner is None else 0, num_pages=num_pages) for rank in ranks
@@ -89,13 +89,16 @@ class Engine:
         """Whether the coming batch is loaded for, and then put off."""
         self.num_polls = 0
         self.failure: BaseException | None = None
-        """What the connector ended this engine with."""
+        """The error of the connector that ended this engine."""
         self._previous: list[LlmRequest] = []
         self._ids = itertools.count(1)
 
-    def submit(self, tokens: list[int], *, max_new: int = 1, **fields: Any) -> LlmRequest:
+    def submit(
+        self, tokens: list[int], *, max_new: int = 1, request_id: int | None = None, **fields: Any
+    ) -> LlmRequest:
+        """Take a request in, under an id of its own or one that an ended request had."""
         request = LlmRequest(
-            next(self._ids),
+            next(self._ids) if request_id is None else request_id,
             tokens,
             known=self.stand_in.REQUEST_FIELDS,
             max_new_tokens=max_new,
@@ -179,9 +182,10 @@ class Engine:
         request.is_ended = True
 
     def preempt(self, request: LlmRequest) -> None:
-        """Take a request's pages away and have it begin anew."""
+        """Take a request's pages away and have it start over."""
         self._hand_back(request)
         self._let_go(request)
+        self.manager.forget(request)
         if self.stand_in.RESOLVES_LATE:
             self.manager.reset(request)
         request.restart()
@@ -193,7 +197,7 @@ class Engine:
         self.cache.extend(request, end, history=0)
         self.model.expect(request, 0, end)
         for memory in self.memories:
-            memory.take_as_wanted()
+            memory.fill_as_expected()
         self.manager.cancel_load(request, start, end)
         request.offer = (end, offered, is_async)
 
@@ -219,11 +223,11 @@ class Engine:
 
     @property
     def totals(self) -> Any:
-        return self.workers[0]._engine.totals
+        return self.workers[0]._shared.figures.totals
 
     @property
     def arena(self) -> Any:
-        return self.workers[0]._engine.link.arena
+        return self.workers[0]._shared.link.arena
 
     def _happen(self, point: str) -> None:
         if point in self.at:
@@ -253,7 +257,7 @@ class Engine:
                 self._let_go(request)
 
     def _hand_back(self, request: LlmRequest) -> None:
-        if request.offer is None or request.request_id in self.manager.seen or request.is_parked:
+        if request.offer is None or request.was_reported or request.is_parked:
             return
         start, end, _ = request.offer
         if self.stand_in.RESOLVES_LATE and end > start:
@@ -269,5 +273,3 @@ class Engine:
         for requests in (self.admission.active, self.admission.waiting, self._previous):
             if request in requests:
                 requests.remove(request)
-        if self.has_groups:
-            self.manager.forget(request)

@@ -38,7 +38,7 @@ class Region:
         self.labels = [f"{name} {layer} {role}".encode() for layer, role in self.buffers]
         self.memory = torch.full((num_pages, self.size + gap), POISON, dtype=torch.uint8)
         self.pages = self.memory.numpy()[:, : self.size]
-        self.wanted = self.pages.copy()
+        self.expected = self.pages.copy()
         self.gaps = self.memory.numpy()[:, self.size :]
 
     def tokens_of(self, pages: Any, page: int) -> Any:
@@ -69,12 +69,12 @@ class Memory:
     def poison(self, group: int, page: int) -> None:
         """Have a page hold nothing: it was taken, or given back."""
         for region in self.groups[group]:
-            region.pages[page] = region.wanted[page] = POISON
+            region.pages[page] = region.expected[page] = POISON
 
     def copy(self, group: int, source: int, target: int, num_tokens: int) -> None:
         """Copy the first tokens of a page, as the engine does to reuse a part of a block."""
         for region in self.groups[group]:
-            for pages in (region.pages, region.wanted):
+            for pages in (region.pages, region.expected):
                 rows = region.tokens_of(pages, source)[:, :num_tokens]
                 region.tokens_of(pages, target)[:, :num_tokens] = rows
 
@@ -82,12 +82,12 @@ class Memory:
         """Note that a page should hold the tokens of a block before `end`."""
         for region in self.groups[group]:
             content = region.content(request, block, end)
-            region.tokens_of(region.wanted, page)[:, : content.shape[1]] = content
+            region.tokens_of(region.expected, page)[:, : content.shape[1]] = content
 
-    def take_as_wanted(self) -> None:
-        """Have all pages hold what they should."""
+    def fill_as_expected(self) -> None:
+        """Fill all pages with the expected bytes."""
         for region in itertools.chain(*self.groups):
-            region.pages[:] = region.wanted
+            region.pages[:] = region.expected
 
     def compute(
         self, request: LlmRequest, group: int, block: int, page: int, start: int, end: int
@@ -96,7 +96,7 @@ class Memory:
         first, last = max(start - block * BLOCK, 0), min(end - block * BLOCK, BLOCK)
         for region in self.groups[group]:
             content = region.content(request, block, end)[:, first:last]
-            for pages in (region.pages, region.wanted):
+            for pages in (region.pages, region.expected):
                 region.tokens_of(pages, page)[:, first:last] = content
 
     def corrupt_rows(self, request: LlmRequest, group: int, block: int, page: int, end: int) -> int:
@@ -111,7 +111,7 @@ class Memory:
     def stray_rows(self) -> int:
         """Return how many pages differ from what they should hold, wherever they are."""
         return sum(
-            int((region.pages != region.wanted).any(axis=1).sum())
+            int((region.pages != region.expected).any(axis=1).sum())
             + int((region.gaps != POISON).sum())
             for regions in self.groups
             for region in regions

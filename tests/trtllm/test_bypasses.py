@@ -5,40 +5,127 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from kvray.errors import ConfigError
 from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.engine import Engine
-from tests.trtllm.version import Version
+from tests.trtllm.llm_request import PLACEHOLDERS
+from tests.trtllm.version import WITH_GROUPS, Version, on
 
 PROMPT = list(range(100, 140))
+SEEN = [*PROMPT[:6], *PLACEHOLDERS, *PROMPT[16:]]
+"""A prompt with a picture at token 6; one block lies before it."""
 UNTOLD: dict[str, dict[str, Any]] = {
     "media_without_digests": {"multimodal_embedding": object(), "multimodal_positions": [3]},
-    "media_beside_the_request": {"py_multimodal_data": {"image": object()}},
     "prompt_embeddings": {"prompt_embedding_table": object(), "prompt_vocab_size": 8},
     "an_adapter_without_a_path": {"lora_task_id": 3},
     "positions_of_its_own": {"position_ids": [1, 2]},
+}
+UNBOUND: dict[str, dict[str, Any]] = {
+    "media_beside_the_request": {"py_multimodal_data": {"image": object()}},
     "an_encoder": {"encoder_tokens": [1, 2]},
 }
+"""Attributes that a copy of a request lacks, at least in some version."""
+LLAVA = {"vocab_size": 32_064, "image_token_index": PLACEHOLDERS[0], "vision_config": {"depth": 2}}
 
 
-@pytest.mark.parametrize("fields", UNTOLD.values(), ids=UNTOLD)
+@pytest.fixture(params=["first_manager", "second_manager"])
+def is_flat(request: pytest.FixtureRequest, version: Version) -> bool:
+    """Whether the first cache manager is in use, which asks with copies."""
+    if request.param == "second_manager" and not version.stand_in.HAS_GROUPS:
+        pytest.skip("this version has one cache manager")
+    return bool(request.param == "first_manager")
+
+
+@pytest.mark.parametrize("fields", (UNTOLD | UNBOUND).values(), ids=UNTOLD | UNBOUND)
 def test_what_cannot_be_told_is_neither_saved_nor_loaded(
-    make_engine: MakeEngine, fields: dict[str, Any]
+    make_engine: MakeEngine, fields: dict[str, Any], is_flat: bool
 ) -> None:
-    engine = make_engine()
+    engine = make_engine(is_flat=is_flat)
     engine.serve(PROMPT, max_new=9, **fields)
     engine.close()
-    warm = make_engine()
+    warm = make_engine(is_flat=is_flat)
     assert warm.serve(PROMPT, **fields).num_hit == 0
     assert engine.totals["stored_blocks"] == warm.totals["loaded_blocks"] == 0
-    assert warm.totals["bypassed_requests"] == 1
+    if fields in UNTOLD.values() or not is_flat:
+        assert warm.totals["bypassed_requests"] == 1
 
 
-def test_media_with_digests_are_shared_by_their_digests(make_engine: MakeEngine) -> None:
-    cold = make_engine()
+def test_media_that_a_copy_does_not_show_are_told_by_the_tokens_they_stand_for(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAVA))
+    cold = make_engine(is_flat=True, model=str(tmp_path))
+    for fields in ({}, seen(1)):
+        cold.serve(SEEN, **fields)
+    cold.serve(PROMPT)
+    cold.close()
+    assert cold.totals["bypassed_requests"] == 2
+    warm = make_engine(is_flat=True, model=str(tmp_path))
+    assert warm.serve(PROMPT).num_hit == 36
+    assert warm.serve(SEEN, **seen(2)).num_hit == 0
+
+
+@on(*WITH_GROUPS)
+def test_text_is_told_by_the_request_itself_where_the_engine_asks_with_it(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAVA))
+    cold = make_engine(model=str(tmp_path))
+    cold.serve(SEEN)
+    cold.close()
+    assert make_engine(model=str(tmp_path)).serve(SEEN).num_hit == 36
+
+
+def test_a_promise_that_ends_before_what_was_not_shown_is_kept(make_engine: MakeEngine) -> None:
+    cold = make_engine(is_flat=True)
+    cold.serve(SEEN[:6])
+    cold.close()
+    assert make_engine(is_flat=True).serve(SEEN, **picture(1), **turned(3)).num_hit == 4
+
+
+def test_a_promise_is_not_kept_to_a_request_that_turns_out_to_have_more_than_text(
+    make_engine: MakeEngine,
+) -> None:
+    cold = make_engine(is_flat=True)
+    cold.serve(SEEN)
+    cold.close()
+    warm = make_engine(is_flat=True)
+    warm.submit(SEEN, **seen(1))
+    with pytest.raises(ConfigError, match="more than text"):
+        warm.run()
+    assert warm.totals["loaded_blocks"] == 0
+
+
+def test_an_engine_that_hides_media_is_promised_nothing_from_then_on(
+    make_engine: MakeEngine,
+) -> None:
+    cold = make_engine(is_flat=True)
+    cold.serve(SEEN)
+    cold.close()
+    warm = make_engine(is_flat=True)
+    warm.serve([7, *SEEN], **seen(1))
+    assert warm.serve(SEEN, **seen(2)).num_hit == warm.serve(SEEN).num_hit == 0
+
+
+def test_pictures_of_one_digest_whose_keys_are_turned_unlike_are_not_shared(
+    make_engine: MakeEngine, is_flat: bool
+) -> None:
+    cold = make_engine(is_flat=is_flat)
+    cold.serve(SEEN, **picture(1), **turned(3))
+    cold.close()
+    warm = make_engine(is_flat=is_flat)
+    assert warm.serve(SEEN, **picture(1), **turned(4)).num_hit == (0 if is_flat else 4)
+
+
+def test_media_with_digests_are_shared_by_their_digests(
+    make_engine: MakeEngine, is_flat: bool
+) -> None:
+    cold = make_engine(is_flat=is_flat)
     cold.serve(PROMPT, **picture(1))
     cold.close()
-    assert make_engine().serve(PROMPT, **picture(1)).num_hit == 36
+    assert make_engine(is_flat=is_flat).serve(PROMPT, **picture(1)).num_hit == 36
 
 
 def test_what_follows_other_media_is_not_shared(make_engine: MakeEngine) -> None:
@@ -49,6 +136,19 @@ def test_what_follows_other_media_is_not_shared(make_engine: MakeEngine) -> None
     assert make_engine().serve(PROMPT, **picture(2)).num_hit == 4
 
 
+def test_adapters_are_not_served_where_no_path_of_theirs_is_bound(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    fields = {"lora_task_id": 1, "py_lora_path": str(adapter(tmp_path, "a"))}
+    engine = make_engine(is_flat=True)
+    engine.serve(PROMPT, **fields)
+    engine.close()
+    warm = make_engine(is_flat=True)
+    assert warm.serve(PROMPT, **fields).num_hit == engine.totals["stored_blocks"] == 0
+    assert warm.totals["bypassed_requests"] == 1
+
+
+@on(*WITH_GROUPS)
 def test_adapters_are_told_apart_by_what_is_in_them(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
@@ -83,6 +183,17 @@ def picture(digest: int) -> dict[str, Any]:
         "multimodal_positions": [6],
         "multimodal_lengths": [10],
     }
+
+
+def seen(digest: int) -> dict[str, Any]:
+    """Return a picture for which the input processor made no digest."""
+    return {"py_multimodal_data": {"image": digest}}
+
+
+def turned(number: int) -> dict[str, Any]:
+    """Return how keys are turned at a picture, as it has `number` rows."""
+    positions = torch.arange(3 * len(SEEN)).reshape(3, 1, -1) * number
+    return {"py_multimodal_data": {"image": 1, "mrope_config": {"mrope_position_ids": positions}}}
 
 
 def adapter(directory: Path, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""What one engine has computed a new one loads, byte for byte, however its requests come."""
+"""A new engine loads the blocks that another has computed, byte for byte."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvray.store.layout import READY
+from kvray.store.arena.layout import READY
 from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.shapes import BLOCK, FLAT, MLA, Shape, with_dtype
 from tests.trtllm.version import Version

@@ -22,7 +22,7 @@ def warm_engine(make_engine: MakeEngine, shape: Shape = FLAT) -> Engine:
 
 @on(*WITH_GROUPS)
 @SHAPES
-def test_a_request_whose_blocks_were_taken_away_begins_anew(
+def test_a_request_whose_blocks_were_taken_away_starts_over(
     make_engine: MakeEngine, shape: Shape
 ) -> None:
     warm = warm_engine(make_engine, shape)
@@ -37,7 +37,7 @@ def test_a_request_whose_blocks_were_taken_away_begins_anew(
 
 
 @on(*WITH_GROUPS)
-def test_a_replay_within_its_first_pass_is_asked_about_and_loaded_anew(
+def test_a_replay_within_its_first_pass_is_asked_about_and_loaded_again(
     make_engine: MakeEngine,
 ) -> None:
     warm = warm_engine(make_engine)
@@ -107,7 +107,7 @@ def test_the_tail_of_a_late_offer_may_be_handed_back(
     warm = warm_engine(make_engine, shape)
     late = warm.submit(PROMPT, max_new=4)
     warm.admission.defers = lambda request: request is late
-    warm.admission.honour = lambda _request, offer: min(offer, taken * BLOCK)
+    warm.admission.accept = lambda _request, offer: min(offer, taken * BLOCK)
     warm.step()
     warm.admission.defers = lambda _request: False
     warm.run()

@@ -1,10 +1,12 @@
 """Caches with several layer groups, windows, gaps and bytes that all ranks share."""
 
+import threading
 from typing import Any
 
 import pytest
 
 from tests.trtllm.conftest import MakeEngine
+from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import ALL_WINDOWS, BLOCK, REPLICATED, WINDOWED, GroupShape, Shape
 from tests.trtllm.version import WITH_GROUPS, Version, on
 
@@ -49,6 +51,24 @@ def test_pages_that_a_window_has_passed_go_to_others_and_are_saved_before(
 
 
 @on(*WITH_GROUPS)
+@pytest.mark.parametrize("shape", [WINDOWED, ALL_WINDOWS], ids=lambda shape: shape.name)
+def test_pages_that_a_window_passed_while_the_tier_was_away_are_not_saved_later(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, shape: Shape
+) -> None:
+    cold = make_engine(shape=shape)
+    monkeypatch.setattr(type(cold.workers[0]._shared.link), "arena", None)
+    cold.submit(PROMPT, max_new=9)
+    cold.step()
+    monkeypatch.undo()
+    cold.run()
+    cold.close()
+    assert cold.totals["dropped_blocks_store_down"] == 10
+    warm = make_engine(shape=shape)
+    warm.serve(PROMPT[:9])
+    assert warm.serve(PROMPT).num_hit <= 8
+
+
+@on(*WITH_GROUPS)
 @pytest.mark.parametrize("shape", [SEVERAL, WINDOWED, ALL_WINDOWS], ids=lambda shape: shape.name)
 @pytest.mark.parametrize("taken", [0, 1, 3, 8])
 def test_an_offer_that_is_taken_in_part_is_loaded_in_part(
@@ -58,8 +78,43 @@ def test_an_offer_that_is_taken_in_part_is_loaded_in_part(
     cold.serve(PROMPT, max_new=9)
     cold.close()
     warm = make_engine(shape=shape)
-    warm.admission.honour = lambda _request, offer: min(offer, taken * BLOCK)
+    warm.admission.accept = lambda _request, offer: min(offer, taken * BLOCK)
     assert warm.serve(PROMPT, max_new=9).num_hit == taken * BLOCK
+
+
+@on(*WITH_GROUPS)
+@pytest.mark.parametrize("load", ["sync", "async"])
+@pytest.mark.parametrize("trouble", ["busy", "retired"])
+def test_part_of_an_offer_is_loaded_from_an_arena_that_is_busy_or_was_given_up(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, load: str, trouble: str
+) -> None:
+    cold = make_engine(shape=WINDOWED)
+    cold.serve(PROMPT, max_new=9)
+    cold.close()
+    monkeypatch.setenv("KVRAY_CONNECTOR__LOAD", load)
+    warm = make_engine(shape=WINDOWED)
+    warm.admission.accept = lambda _request, offer: min(offer, 3 * BLOCK)
+
+    def make_trouble(_engine: Engine) -> None:
+        warm.at.clear()
+        if trouble == "busy":
+            tries, lease_for = iter(range(3)), warm.arena.lease_for
+            monkeypatch.setattr(
+                warm.arena,
+                "lease_for",
+                lambda *args, **named: (
+                    None if next(tries, None) is not None else lease_for(*args, **named)
+                ),
+            )
+        else:  # for this thread; what runs beside it would leave the arena
+            own = threading.get_ident()
+            monkeypatch.setattr(
+                type(warm.arena), "retired", property(lambda _: threading.get_ident() == own)
+            )
+
+    warm.at["asked"] = make_trouble
+    assert warm.serve(PROMPT, max_new=9).num_hit == 3 * BLOCK
+    monkeypatch.undo()
 
 
 @on(*WITH_GROUPS)
@@ -86,6 +141,6 @@ def test_bytes_that_all_ranks_share_are_stored_once(make_engine: MakeEngine) -> 
     cold = make_engine(shape=REPLICATED, num_ranks=2)
     cold.serve(PROMPT)
     cold.close()
-    stored = [worker._engine.totals["stored_blocks"] for worker in cold.workers]
+    stored = [worker._shared.figures.totals["stored_blocks"] for worker in cold.workers]
     assert stored == [2 * 10, 10]
     assert make_engine(shape=REPLICATED, num_ranks=2).serve(PROMPT).num_hit == 36

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvray.actors.shard import Shard
+from kvray.actors.shard.shard import Shard
 from tests.trtllm.conftest import leased
 from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import LlmRequest
@@ -32,7 +32,7 @@ WHO = st.integers(0, 7)
 """Place among those to whom something may happen, if there are so many."""
 STEP = st.just(("step",))
 ACTIONS = st.one_of(
-    st.tuples(st.just("submit"), PROMPTS, st.sampled_from([0, 0, 1]), st.integers(1, 9)),
+    st.tuples(st.just("submit"), PROMPTS, st.sampled_from([0, 0, 1]), st.integers(1, 9), WHO),
     *[STEP] * 4,
     st.tuples(st.just("cancel"), WHO),
     st.tuples(st.just("take_away"), WHO),
@@ -54,12 +54,18 @@ class Life:
         self.shape = shape
         self.num_ranks = num_ranks
         self.engine: Engine | None = None
+        self.requests: list[LlmRequest] = []
         patch.setenv("KVRAY_CONNECTOR__MODEL_KEY", f"{shape.name} of {num_ranks}")
 
-    def submit(self, prompt: list[int], salt: int, max_new: int) -> None:
+    def submit(self, prompt: list[int], salt: int, max_new: int, again: int) -> None:
+        """Submit a request, under the id of one that has ended if there are so many."""
         name = self.version.stand_in.SALT_FIELD
         salts = [None, 7 if name == "cache_salt_id" else "tenant"]
-        self.engine.submit(prompt, max_new=max_new, **{name: salts[salt]})
+        ended = [one.request_id for one in self.requests if self._is_over(one)]
+        request_id = ended[again] if again < len(ended) else None
+        fields = {name: salts[salt], "request_id": request_id}
+        self.requests = [one for one in self.requests if one.request_id != request_id]
+        self.requests.append(self.engine.submit(prompt, max_new=max_new, **fields))
 
     def step(self) -> None:
         self.engine.step()
@@ -79,15 +85,16 @@ class Life:
         self.engine.drops_batch = True
 
     def choose(self, remainder: int, blocks: int) -> None:
-        """Choose anew who is left out of batches, and how much of an offer is taken."""
+        """Choose again who is left out of batches, and how much of an offer is taken."""
         self.engine.admission.defers = lambda request: request.request_id % 4 == remainder
-        self.engine.admission.honour = lambda _request, offer: min(offer, blocks * BLOCK)
+        self.engine.admission.accept = lambda _request, offer: min(offer, blocks * BLOCK)
 
     def replace(self, options: dict[str, Any]) -> None:
         """End the engine when it has done all it was given, and start another."""
         self.finish()
         self.patch.setenv("KVRAY_CONNECTOR__LOAD", options["load"])
         others = {name: value for name, value in options.items() if name != "load"}
+        self.requests = []
         self.engine = Engine(self.version, shape=self.shape, num_ranks=self.num_ranks, **others)
         wait_for(lambda: self.engine.arena is not None, "joining the tier")
 
@@ -98,6 +105,13 @@ class Life:
         self.engine.run()
         assert self.engine.model.corrupt_rows == self.engine.totals["errors"] == 0
         self.engine.close()
+
+    def _is_over(self, request: LlmRequest) -> bool:
+        """Whether the engine has ended a request, and waits for nothing in its name."""
+        manager = self.engine.manager
+        transfers = [*manager.new, *manager.pending, *manager.finished_here]
+        busy = {one for each in transfers for one in (*each.saving, *each.loading)}
+        return request.is_ended and request.request_id not in busy | set(manager.loaded)
 
     def _may_go(self) -> list[LlmRequest]:
         """Return who may be stopped; engines with groups wait for a transfer's end first."""

@@ -32,13 +32,13 @@ def test_every_row_names_tests_that_exist(row: list[str]) -> None:
 
 
 def test_every_sentence_that_refuses_a_set_up_is_on_the_page(version: Version) -> None:
-    refusals = version.module("refusals")
+    refusals = version.module("model.refusals")
     policy = SimpleNamespace(capacity_scheduler_policy="MAX_UTILIZATION")
     llm_args = SimpleNamespace(scheduler_config=policy)
     checkpoint = SimpleNamespace(recurrent="mamba", is_encoder_decoder=True, has_fp4_cache=False)
     page = " ".join(PAGE.split())
     for reasons in (
-        refusals._parallelism(llm_args),
+        refusals._parallelism(llm_args, asks_every_rank=True),
         refusals._decoding(llm_args, None),
         refusals._cache(llm_args, None, checkpoint),
         refusals._model(checkpoint),

@@ -73,7 +73,7 @@ def test_a_request_that_comes_back_too_late_stops_the_engine_and_loads_nothing(
 
 
 @on(*WITH_GROUPS)
-def test_a_request_that_lost_its_blocks_while_parked_is_promised_them_anew(
+def test_a_request_that_lost_its_blocks_while_parked_is_promised_them_again(
     warm: Engine, shard: Any
 ) -> None:
     request = warm.submit(PROMPT)
@@ -87,31 +87,48 @@ def test_a_request_that_lost_its_blocks_while_parked_is_promised_them_anew(
 
 
 def test_a_request_that_waits_long_for_its_blocks_keeps_them(
-    warm: Engine, monkeypatch: pytest.MonkeyPatch
+    warm: Engine, version: Version, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Time runs from when the engine was told; before, it has no way to come back."""
-    worker = warm.workers[0]
-    finished = worker.get_finished
-    opened_at = time.monotonic() + 3 * SHORT_LEASE_S
-    held: list[int] = []
-
-    def hold(saving: list[int], loading: list[int]) -> Any:
-        held.extend(loading)
-        if time.monotonic() < opened_at:
-            return [], []
-        ready, held[:] = list(held), []
-        return finished(saving, ready)
-
-    monkeypatch.setattr(worker, "get_finished", hold)
+    parking = version.module("parking").Parking
+    verify = parking._verify
+    monkeypatch.setattr(
+        parking, "_verify", lambda *args: time.sleep(3 * SHORT_LEASE_S) or verify(*args)
+    )
     request = warm.submit(PROMPT)
     warm.run()
     assert request.num_hit == 36
 
 
+def test_what_a_cancelled_request_was_parked_for_is_released_while_the_engine_is_idle(
+    warm: Engine, shard: Any
+) -> None:
+    victim = warm.submit(PROMPT)
+    warm.step()
+    warm.kill(victim)
+    wait_for(lambda: leased(shard) == 0, "the end of the parked lease")
+
+
+@on("feature_branch")
+def test_a_runtime_that_takes_failed_loads_back_computes_them(warm: Engine) -> None:
+    def rot(engine: Engine) -> None:
+        engine.at.clear()
+        flip_a_byte(engine.arena, depth=4)
+
+    warm.at["asked"] = rot
+    request = warm.submit(PROMPT, max_new=5)
+    while not request.is_ended:
+        warm.step()
+        for request_id in warm.workers[0].take_failed_async_load_requests():
+            assert request_id == request.request_id
+            warm.preempt(request)
+    assert request.num_hit == 16
+
+
 @on(*WITH_GROUPS)
 @pytest.mark.parametrize("taken", [0, 1, 5])
 def test_a_parked_request_may_take_less_than_was_offered(warm: Engine, taken: int) -> None:
-    warm.admission.honour = lambda _request, offer: min(offer, taken * BLOCK)
+    warm.admission.accept = lambda _request, offer: min(offer, taken * BLOCK)
     assert warm.serve(PROMPT, max_new=5).num_hit == taken * BLOCK
 
 

@@ -12,7 +12,7 @@ from tests.trtllm.version import WITH_GROUPS, on
 PROMPT = list(range(100, 140))
 LONG = list(range(200))
 CONSTANT_BYTES = 700
-"""What any metadata with a load and a save may have beside its blocks."""
+"""The most bytes of metadata beside the blocks of a load and a save."""
 
 
 @pytest.mark.parametrize("shape", [FLAT, MLA], ids=lambda shape: shape.name)
@@ -31,7 +31,7 @@ def test_a_latent_cache_is_stored_once_for_all_ranks(make_engine: MakeEngine) ->
     cold = make_engine(shape=MLA, num_ranks=2)
     cold.serve(PROMPT)
     cold.close()
-    assert [one._engine.totals["stored_blocks"] for one in cold.workers] == [10, 0]
+    assert [one._shared.figures.totals["stored_blocks"] for one in cold.workers] == [10, 0]
 
 
 def test_a_prefix_counts_only_if_every_rank_has_it(

@@ -58,7 +58,7 @@ def test_halves_are_subclasses_of_the_version_s_own_and_constructed_at_once(
     worker, scheduler = make_halves(version)
     assert isinstance(worker, version.stand_in.KvCacheConnectorWorker)
     assert isinstance(scheduler, version.stand_in.KvCacheConnectorScheduler)
-    assert worker._engine is scheduler._engine
+    assert worker._shared is scheduler._shared
     scheduler.shutdown()
     worker.shutdown()
 
@@ -95,7 +95,7 @@ def test_settings_of_our_own_would_not_pass_the_version_s_check(version: Version
 @pytest.mark.parametrize("what", REFUSED)
 def test_set_ups_that_a_connector_serves_wrongly_are_refused(version: Version, what: str) -> None:
     changes, cure = REFUSED[what]
-    with pytest.raises(version.module("engine").ConfigError, match=cure):
+    with pytest.raises(version.module("shared_state").ConfigError, match=cure):
         make_halves(version, **changes)
 
 
@@ -103,7 +103,7 @@ def test_set_ups_that_a_connector_serves_wrongly_are_refused(version: Version, w
 @pytest.mark.parametrize("what", REFUSED_BY_LAYER_GROUPS)
 def test_set_ups_of_the_second_cache_manager_are_refused(version: Version, what: str) -> None:
     changes, cure = REFUSED_BY_LAYER_GROUPS[what]
-    with pytest.raises(version.module("engine").ConfigError, match=cure):
+    with pytest.raises(version.module("shared_state").ConfigError, match=cure):
         make_halves(version, **changes)
 
 
@@ -117,7 +117,7 @@ def test_several_windows_and_evictions_are_refused_where_one_pool_is_handed_over
             scheduler.shutdown()
             worker.shutdown()
             continue
-        with pytest.raises(version.module("engine").ConfigError, match="first cache manager"):
+        with pytest.raises(version.module("shared_state").ConfigError, match="first cache manager"):
             make_halves(version, **changes)
 
 
@@ -127,7 +127,9 @@ def test_attention_dp_is_refused_where_rank_0_is_asked_alone(version: Version) -
         assert version.worker_class.supports_attention_dp is True
         assert version.scheduler_class.supports_attention_dp is True
         return
-    with pytest.raises(version.module("engine").ConfigError, match="unset enable_attention_dp"):
+    with pytest.raises(
+        version.module("shared_state").ConfigError, match="unset enable_attention_dp"
+    ):
         make_halves(version, **changes)
 
 
@@ -136,9 +138,9 @@ def test_a_pool_that_is_not_the_whole_cache_is_refused(
     version: Version, shard: Any, shape: tuple[int, ...]
 ) -> None:
     worker, scheduler = make_halves(version)
-    pool = version.module("read_layout").torch.zeros(shape)
+    pool = version.module("model.read_layout").torch.zeros(shape)
     try:
-        with pytest.raises(version.module("engine").ConfigError, match="kvray serves pools"):
+        with pytest.raises(version.module("shared_state").ConfigError, match="kvray serves pools"):
             worker.register_kv_caches(pool)
     finally:
         scheduler.shutdown()
@@ -157,3 +159,10 @@ def test_without_a_tier_an_engine_serves_on(
     engine = make_engine(waits_for_tier=False)
     assert engine.serve(list(range(30)), max_new=5).num_hit == 0
     assert engine.totals["miss_tokens_store_down"] > 0
+
+
+def test_prefix_reservations_are_offered_by_neither_half(version: Version) -> None:
+    """A branch refuses to start with a connector that has some of the methods and not all."""
+    for half in (version.scheduler_class, version.worker_class):
+        for name in ("reserve_prefix", "release_prefix_reservation", "get_finished_prefix_loads"):
+            assert name not in vars(half)

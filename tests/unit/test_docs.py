@@ -10,7 +10,7 @@ import pytest
 from typer.main import get_command
 
 from kvray.cli.app import app
-from kvray.cli.reasons import COUNTED
+from kvray.trace.reasons import COUNTED
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-ENGINE_WING = ("kvray.node", "kvray.connector", "kvray.tensor_cache", "kvray.reference")
+ENGINE_WING = ("kvray.node", "kvray.connector", "kvray.tensor_cache", "kvray.lab.reference")
 
 CODE = """
 import importlib, pkgutil, sys

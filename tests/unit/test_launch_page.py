@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from kvray.actors.changes import EFFECTS
+from kvray.actors.tier.changes import EFFECTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "launch.md"
 

@@ -57,6 +57,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     with tarfile.open(sdist) as archive:
         archive.extractall(scratch / "unpacked", filter="data")
     (source,) = (scratch / "unpacked").iterdir()
+    assert (source / ".ci" / "venv.py").exists(), "`make demo` begins with it"
     with zipfile.ZipFile(build(source, scratch / "wheel", "wheel")) as wheel:
         return wheel.namelist()
 

@@ -1,5 +1,6 @@
 import contextlib
 import struct
+import time
 
 import msgpack
 import numpy as np
@@ -99,3 +100,28 @@ def test_a_good_reply_raises_nothing() -> None:
 def test_maps_inside_may_be_keyed_by_numbers() -> None:
     frame = wire.encode({"leases": {1: ["far", 7]}})
     assert wire.decode(frame[wire.LENGTH.size :]) == {"leases": {1: ["far", 7]}}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        b"\xdd" + (2**22 - 100).to_bytes(4, "big") + b"\x80" * (2**22 - 100),
+        b"\xdc\x20\x00" + (b"\xdc\x01\x00" + b"\x80" * 256) * 2**13,
+        b"\xde\xff\xff" + bytes(2 * 0xFFFF),
+        b"\x91" * 2**21,
+        b"\xdd" + (2**21).to_bytes(4, "big") + bytes(2**21),
+    ],
+    ids=["long", "many", "wide", "deep", "numbers"],
+)
+def test_a_frame_of_many_small_things_is_refused_before_they_are_made(values: bytes) -> None:
+    began = time.process_time()
+    with pytest.raises(errors.TransferError):
+        wire.decode(b"\x81\xa1x" + values)
+    assert time.process_time() - began < 0.2
+
+
+def test_as_many_lists_and_maps_as_a_frame_may_have_are_carried() -> None:
+    most = wire._ITEMS_MAX - 2  # beside the message and the list that they are in
+    assert wire.decode(msgpack.packb({"x": [[]] * most})) == {"x": [[]] * most}
+    with pytest.raises(errors.TransferError, match="too many lists and maps"):
+        wire.decode(msgpack.packb({"x": [[]] * (most + 1)}))

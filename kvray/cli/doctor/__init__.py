@@ -1,4 +1,4 @@
-"""`kvray doctor`: what is wrong between an engine, its node and the tier, each with its fix."""
+"""`kvray doctor`: faults between an engine, its node and the tier, each with its fix."""
 
 from kvray.cli.doctor.command import doctor
 

@@ -1,6 +1,7 @@
-"""Can a process here use its node's arena? Mount, user, file, lock, socket, clock, in that order.
+"""Checks whether a process here can use its node's arena: mount, user, file, lock, socket, clock.
 
-It is the order in which an engine attaches; what the first fault explains is not reported again.
+That is the order in which an engine attaches. The first fault ends the walk where it explains the
+next ones.
 """
 
 import os
@@ -21,11 +22,13 @@ from kvray.config import KVRayConfig, format_size
 from kvray.errors import CapacityError, KVRayError, ShardUnavailable
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena, ArenaSpec
-from kvray.store.access import Access
-from kvray.store.arena_file import ARENA_FILE
-from kvray.store.capacity import read_mount
-from kvray.store.fit import enlarged, remount_command
-from kvray.store.mounts import mount_of
+from kvray.store.arena.file import ARENA_FILE
+from kvray.store.machine import lockers
+from kvray.store.machine.access import Access
+from kvray.store.machine.capacity import read_mount
+from kvray.store.machine.fit import enlarged, remount_command
+from kvray.store.machine.mounts import mount_of
+from kvray.store.machine.side_file import ARENA_BYTE
 
 _MEMORY = ("tmpfs", "hugetlbfs", "ramfs")
 _ANSWER_S = 2.0
@@ -36,9 +39,9 @@ _ROUNDS = 3
 
 
 def arena_findings(config: KVRayConfig) -> Iterator[Finding]:
-    """Yield what stands between a process of this user and container and its node's shard.
+    """Yield what keeps a process of this user and container from its node's shard.
 
-    Joins the arena for a moment, as an engine does, and reads some of its memory.
+    It joins the arena for a moment, as an engine does, and reads some of its memory.
     """
     yield (mount := _mount(config))
     if mount.verdict == "fault":
@@ -61,12 +64,12 @@ def arena_findings(config: KVRayConfig) -> Iterator[Finding]:
 def why_not_here(
     shards: Sequence[Mapping[str, Any]], node_id: str, directory: Path
 ) -> Finding | None:
-    """Return why no arena is to be looked for in `directory`; None if one is.
+    """Return why this node has no arena in `directory`; None if it should have one.
 
     Args:
         shards: of the tier, as `Client.status` has them.
         node_id: Ray's, of this node.
-        directory: where the configuration of this process says that it is.
+        directory: of the arena, by the configuration of this process.
     """
     own = [shard for shard in shards if str(shard["shard"]).endswith(node_id[:12])]
     if not own:
@@ -76,8 +79,8 @@ def why_not_here(
         return None
     return hint(
         "arena",
-        f"this node's shard has its arena in {theirs}, and the configuration here says {directory}",
-        "give engines of this node the settings of arena.dir and cluster_name that its Ray has",
+        f"this node's shard has its arena in {theirs}, but the configuration here says {directory}",
+        "give the engines of this node the arena.dir and cluster_name that its Ray has",
     )
 
 
@@ -95,19 +98,19 @@ def _mount(config: KVRayConfig) -> Finding:
     if kind not in _MEMORY:
         return hint(
             "mount",
-            f"arena.dir {where} is on {kind}, which is a disk and no memory",
+            f"arena.dir {where} is on {kind}, which is no memory",
             "set arena.dir to a tmpfs, such as /dev/shm, or to a hugetlbfs mount",
         )
     room = read_mount(where)
     if room is None:
         return ok("mount", f"{where} is {kind} without a limit of its own")
     needed = ArenaSpec.of(config).geometry().file_bytes
-    # As if it were empty: what fills it may be the arena itself, under another name.
+    # As if it were empty: the arena itself may fill it, under another name.
     larger = enlarged(replace(room, free=room.size), needed)
     if larger is not None and not _may_have_arena(config.node_dir):
         return fault(
             "mount",
-            f"arena.dir {where} has {format_size(room.size)}, and an arena of"
+            f"arena.dir {where} has {format_size(room.size)}, but an arena of"
             f" {format_size(config.arena.capacity)} takes {format_size(needed)}",
             f"lower arena.capacity, or `{remount_command(larger)}` (in a container: a larger"
             " --shm-size or emptyDir)",
@@ -123,7 +126,7 @@ def _may_have_arena(directory: Path) -> bool:
     try:
         return (directory / ARENA_FILE).exists()
     except PermissionError:
-        return True  # which is the next finding
+        return True  # the next check reports it
 
 
 def _directory(config: KVRayConfig) -> Finding:
@@ -144,12 +147,12 @@ def _directory(config: KVRayConfig) -> Finding:
         return fault(
             "user",
             f"{directory} belongs to {_user(found.st_uid)} with mode"
-            f" {stat.S_IMODE(found.st_mode):04o}, and this is {_user(os.geteuid())}",
-            "run engine and Ray as the same user (in Kubernetes the same runAsUser), or set"
+            f" {stat.S_IMODE(found.st_mode):04o}, but this is {_user(os.geteuid())}",
+            "run engine and Ray as one user (in Kubernetes with one runAsUser), or set"
             " arena.group to a group of both",
         )
     try:
-        # As an engine does, also one that root runs and that could open whatever it likes.
+        # The check of an engine, which binds root too.
         Access.of(config.arena.group).check_trust(directory)
     except KVRayError as error:
         says, _, fix = str(error).rstrip(".").partition("; ")
@@ -174,7 +177,7 @@ def _no_directory(config: KVRayConfig) -> Finding:
     return fault(
         "arena",
         says,
-        "start it with `kvray up`; if its shard serves on this node (`kvray status`), this"
+        "start it with `kvray up`. If its shard serves on this node (`kvray status`), this"
         " container does not see the shard's memory: mount the same volume at arena.dir",
     )
 
@@ -184,21 +187,21 @@ def _no_arena(directory: Path, error: ShardUnavailable) -> Finding:
     if not os.path.lexists(path):
         return fault(
             "arena",
-            f"{directory} has no arena: its shard is still preparing it, or has died",
-            "wait for `kvray status` to say serving; if it does not, run `kvray up`",
+            f"{directory} has no arena, because its shard still prepares it or has died",
+            "wait until `kvray status` says serving; if it does not, run `kvray up`",
         )
     if not os.access(path, os.R_OK | os.W_OK, effective_ids=True):
         owner = _user(path.lstat().st_uid)
         return fault(
             "user",
-            f"{path} belongs to {owner} and cannot be opened by {_user(os.geteuid())}",
-            "run engine and Ray as the same user, and mount the volume read-write",
+            f"{path} belongs to {owner}, and {_user(os.geteuid())} cannot open it",
+            "run engine and Ray as one user, and mount the volume read-write",
         )
     return fault(
         "arena",
         str(error).rstrip("."),
-        f"install the same version of kvray here and in Ray (this is {__version__}); if they are"
-        " equal, run `kvray down`, then `kvray up`",
+        f"install the same version of kvray here and in Ray (this is {__version__}); if it is"
+        " the same, run `kvray down`, then `kvray up`",
     )
 
 
@@ -214,19 +217,22 @@ def _joined(arena: Arena) -> Finding:
     except CapacityError:
         return fault(
             "holders",
-            f"all {len(arena.tables.holder_generation)} places of the arena are taken by living"
-            " processes",
+            f"living processes have all {len(arena.tables.holder_generation)} places of the arena",
             "raise arena.holders_max, then `kvray down` and `kvray up`; `kvray sweep --dry-run`"
             " names the processes",
         )
     except ShardUnavailable as error:
+        pids = arena.side_file.lockers().get(ARENA_BYTE, set())
+        who = ", ".join(
+            f"process {pid} ({lockers.name_of(pid)}, state {lockers.state_of(pid)})" for pid in pids
+        )
         return fault(
             "lock",
-            str(error).rstrip("."),
-            "find who holds it with `kvray sweep --dry-run` and `lslocks`: a process that is"
-            " stopped in the middle of a change, or one in a container without a common /proc",
+            str(error).rstrip(".") + (f"; {who} has the lock" if who else ""),
+            "find its process with `kvray sweep --dry-run` and `lslocks`; it may be stopped in the"
+            " middle of a change, or be in a container with another /proc",
         )
-    return ok("lock", "taken and given back as an engine does")
+    return ok("lock", "can be taken, as an engine takes it")
 
 
 def _socket(directory: Path, arena_id: str) -> Iterator[Finding]:
@@ -239,8 +245,8 @@ def _socket(directory: Path, arena_id: str) -> Iterator[Finding]:
         yield fault(
             "socket",
             str(error).split(";")[0].rstrip("."),
-            "look at the shard with `kvray status`; engines go on with what is in the arena, but"
-            " are brought nothing and are not counted",
+            "look at the shard with `kvray status`; meanwhile engines use what is in the arena, get"
+            " no blocks from elsewhere, and are not counted",
         )
         return
     finally:
@@ -254,10 +260,9 @@ def _same_arena(answer: dict[str, Any], arena_id: str, took_s: float) -> Finding
     if answer.get("arena_id") != arena_id:
         return fault(
             "socket",
-            f"the shard behind the socket owns arena {answer.get('arena_id')}, and the file that"
-            f" is mapped here is {arena_id}",
-            "mount one directory, not socket and file from two; if the tier was just restarted,"
-            " look again",
+            f"the shard behind the socket owns arena {answer.get('arena_id')}, but the file that is"
+            f" mapped here is {arena_id}",
+            "mount one directory for both; if the tier has just restarted, look again",
         )
     return ok("socket", f"{answer.get('shard')} answered in {1e3 * took_s:.1f} ms")
 
@@ -270,26 +275,26 @@ def _same_version(answer: dict[str, Any]) -> Finding:
             f"kvray is {__version__} here and {theirs or 'older'} in the shard",
             "install the same version in the engine's image and in Ray's",
         )
-    return ok("versions", f"kvray {__version__}, as the shard")
+    return ok("versions", f"kvray {__version__}, here and in the shard")
 
 
 def _same_clock(answer: dict[str, Any], began: float, ended: float) -> Finding:
-    """Leases and holders carry monotonic times, which a time namespace may shift."""
+    """Compare the clocks: leases have monotonic times, which a time namespace may shift."""
     theirs = answer.get("monotonic_s")
     if not isinstance(theirs, float):
-        return skipped("clock", "the shard does not say what its clock shows")
+        return skipped("clock", "the shard does not tell its time")
     apart = max(began - theirs, theirs - ended, 0.0)
     if apart > _CLOCKS_APART_S:
         return fault(
             "clock",
             f"the monotonic clock here and the shard's are {apart:.0f} s apart",
-            "run engine and Ray in the same time namespace of the same machine",
+            "run engine and Ray in one time namespace",
         )
-    return ok("clock", "the shard's clock and this one are the same")
+    return ok("clock", "the shard has the same time")
 
 
 def _copies(arena: Arena) -> Finding:
-    """Copy a piece of the arena into private memory, as a load to a pool on the host does."""
+    """Copy a piece of the arena to private memory, as a load to a pool on the host does."""
     source = arena.tables.data[:_COPY_BYTES]
     target = np.zeros_like(source)
     rates = []

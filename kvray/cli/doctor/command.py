@@ -1,4 +1,4 @@
-"""`kvray doctor`: what between engine, node and tier is wrong or could be better, with the fix."""
+"""`kvray doctor`: runs the checks and prints each fault and hint with its fix."""
 
 import json
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvray.cli.boundary import EXIT_ERROR, boundary, stdout_kept
 from kvray.cli.doctor.finding import Finding, fault, ok
 from kvray.cli.doctor.hits import hit_findings
 from kvray.cli.doctor.tier import tier_findings
-from kvray.cli.interrupts import Interrupts
-from kvray.cli.options import AddressOption, ConfigOption, VerboseOption
-from kvray.cli.transports import ways, ways_table
+from kvray.cli.text.transports import node_links, node_links_table
 from kvray.config import KVRayConfig, load_config
+from kvray.console.boundary import EXIT_ERROR, boundary, stdout_kept
+from kvray.console.interrupts import Interrupts
+from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.errors import KVRayError
 
 _COLOURS = {"ok": "green", "hint": "yellow", "fault": "red", "skipped": "dim"}
@@ -30,16 +30,16 @@ def doctor(
     here: Annotated[
         bool,
         typer.Option(
-            "--here", help="This machine and container only: what an engine needs. Asks no Ray."
+            "--here", help="Only this machine or container, as an engine sees it. Asks no Ray."
         ),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     verbose: VerboseOption = False,
 ) -> None:
-    """Look for what is wrong with the tier and say how to mend it.
+    """Find faults of the tier, and say how to mend them.
 
     Run it where Ray runs, and with --here in an engine's container. It joins the arena for a
-    moment, as an engine does, and changes nothing. Ends with status 2 if something does not work.
+    moment, as an engine does, and changes nothing.
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})
@@ -68,7 +68,7 @@ def doctor(
 def _ask_tier(
     settings: KVRayConfig, interrupts: Interrupts
 ) -> tuple[dict[str, Any] | None, str, list[Finding]]:
-    """Return the tier's status, None if it cannot be had, this node's id, and what it tells."""
+    """Return the tier's status or None, this node's id, and the findings about the tier."""
     with interrupts.masked():
         import ray
 
@@ -84,10 +84,10 @@ def _ask_tier(
 
 
 def _as_json(findings: list[Finding], found: dict[str, Any] | None) -> dict[str, Any]:
-    made = [] if found is None else ways(found)
+    made = [] if found is None else node_links(found)
     return {
         "findings": [asdict(finding) for finding in findings],
-        "transports": [asdict(way) for way in made],
+        "transports": [asdict(link) for link in made],
     }
 
 
@@ -101,17 +101,17 @@ def _print(console: Console, findings: list[Finding], found: dict[str, Any] | No
         verdict = f"[{colour}]{finding.verdict}[/]"
         table.add_row(verdict, escape(finding.check), escape(finding.says))
     console.print(table)
-    if found is not None and (made := ways(found)):
-        console.print(ways_table(made))
+    if found is not None and (made := node_links(found)):
+        console.print(node_links_table(made))
     for line in _to_do(findings):
         console.print(line, markup=False, soft_wrap=True)
 
 
 def _to_do(findings: list[Finding]) -> Iterator[str]:
-    """Yield one sentence for each finding that has a fix, the faults first."""
-    wanting = [one for one in findings if one.verdict == "fault"]
-    wanting += [one for one in findings if one.verdict == "hint"]
-    for one in wanting:
+    """Yield one sentence for each fault, then one for each hint."""
+    unfixed = [one for one in findings if one.verdict == "fault"]
+    unfixed += [one for one in findings if one.verdict == "hint"]
+    for one in unfixed:
         yield f"{one.verdict} ({one.check}): {one.says}; {one.fix}."
-    if not wanting:
+    if not unfixed:
         yield "Nothing is wrong."

@@ -1,11 +1,11 @@
-"""What a check of `kvray doctor` found."""
+"""The result of one check of `kvray doctor`."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["ok", "hint", "fault", "skipped"]
-"""`hint`: it works, but not as well as it could. `fault`: it does not work. `skipped`: could not be
-looked at, and `says` has the reason."""
+"""`hint`: it works, but not as well as it could. `fault`: it does not work. `skipped`: it was not
+checked, and `says` has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,12 +13,12 @@ class Finding:
     """One line of the report."""
 
     check: str
-    """What was looked at, in a word or two."""
+    """The thing that was checked, in a word or two."""
     verdict: Verdict
     says: str
-    """What was found, as a sentence."""
+    """The result, as a sentence without its full stop."""
     fix: str = ""
-    """What to do; there is one for every hint and every fault."""
+    """The remedy; every hint and every fault has one."""
 
 
 def ok(check: str, says: str) -> Finding:
@@ -27,15 +27,15 @@ def ok(check: str, says: str) -> Finding:
 
 
 def hint(check: str, says: str, fix: str) -> Finding:
-    """Return what could be better."""
+    """Return that `check` works, but could be better."""
     return Finding(check=check, verdict="hint", says=says, fix=fix)
 
 
 def fault(check: str, says: str, fix: str) -> Finding:
-    """Return what does not work."""
+    """Return that `check` does not work."""
     return Finding(check=check, verdict="fault", says=says, fix=fix)
 
 
 def skipped(check: str, says: str) -> Finding:
-    """Return why `check` could not look."""
+    """Return why nothing was checked."""
     return Finding(check=check, verdict="skipped", says=says)

@@ -1,4 +1,4 @@
-"""Why is the hit rate what it is? A walk through `kvray status`, the first explanation first.
+"""Explains the hit rate: a walk through the tier's status, the first explanation first.
 
 The questions are those of the decision tree in docs/faq.md, in its order.
 """
@@ -8,17 +8,22 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvray.cli.doctor.finding import Finding, fault, hint, ok
-from kvray.cli.reasons import COUNTED, MISS_PREFIX, REASONS
+from kvray.cli.text.hits import sources_sentence
+from kvray.cli.text.reasons import REASONS
+from kvray.cli.text.unnamed import unnamed_sentences
+from kvray.trace.reasons import COUNTED, MISS_PREFIX
 
 _LITTLE = 0.05
-"""A reason with a smaller share of the missed tokens explains nothing."""
+"""A reason with a smaller share of the missed tokens is left out."""
 
 
 def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield why tokens are missed; `status` is what `Client.status` returned."""
     shards = status["shards"]
     replicas = [replica for shard in shards for replica in shard.get("replicas", [])]
-    if not replicas:
+    ended = [shard["ended"] for shard in shards if shard.get("ended", {}).get("ranks")]
+    num_ranks = len(replicas) + sum(one["ranks"] for one in ended)
+    if not num_ranks:
         yield hint(
             "replicas",
             "no engine has registered with this tier",
@@ -29,12 +34,14 @@ def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
     if not any(replica["connected"] for replica in replicas):
         yield hint(
             "replicas",
-            f"none of the {len(replicas)} ranks that had registered is connected now",
+            f"{num_ranks} ranks have registered, and none is connected now",
             "look at the engines' logs for lines that begin with kvray:",
         )
-    totals = _totals(replicas)
-    if not totals["requests"]:
-        yield from _no_requests(totals, len(replicas))
+    for says, fix in unnamed_sentences(replicas):
+        yield hint("checkpoint", says, fix)
+    totals = _totals([*replicas, *ended])
+    if not totals["prompt_tokens"]:
+        yield from _no_requests(totals, num_ranks)
         return
     yield _rate(totals)
     yield from _alone(replicas)
@@ -53,37 +60,30 @@ def _no_requests(totals: Mapping[str, int], num_ranks: int) -> Iterator[Finding]
     if totals["bypassed_requests"]:
         yield fault(
             "requests",
-            f"all {totals['bypassed_requests']} requests went past the cache: what they were asked"
-            " with cannot be told from others (a LoRA adapter or medium without an identity)",
+            f"all {totals['bypassed_requests']} requests bypassed the cache, because a LoRA adapter"
+            " or medium of theirs has no identity",
             "look at the engines' logs for the reason, and at docs/tensorrt_llm.md",
         )
     else:
         yield hint(
             "requests",
-            f"{num_ranks} ranks are registered and none was asked for anything yet",
-            "send a prompt of at least two blocks of tokens, then the same at another replica",
+            f"{num_ranks} ranks are registered, and none has had a request yet",
+            "send a prompt of at least two blocks of tokens, then the same to another replica",
         )
 
 
 def _rate(totals: Mapping[str, int]) -> Finding:
-    asked = max(1, totals["prompt_tokens"] - totals["local_tokens"])
-    share = totals["hit_tokens"] / asked
-    says = (
-        f"{share:.0%} of the {asked} prompt tokens that the engines did not have themselves came"
-        " from the tier"
-    )
-    return ok("hit rate", says)
+    return ok("hit rate", f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}")
 
 
 def _alone(replicas: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Yield where replicas cannot share, as each has a namespace of its own."""
+    """Yield a hint if no two replicas can share, because each has its own namespace."""
     spaces = {replica["namespace"] for replica in replicas}
     names = {replica["replica"] for replica in replicas}
     if len(names) > 1 and len(spaces) == len(names):
         yield hint(
             "namespaces",
-            f"each of the {len(names)} replicas has a namespace of its own, so none shares with"
-            " another",
+            f"each of the {len(names)} replicas has its own namespace, so they share nothing",
             "start them with the same model and engine arguments; `kvray status` shows the fields"
             " that differ",
         )
@@ -109,18 +109,27 @@ def _not_kept(shards: list[dict[str, Any]], totals: Mapping[str, int]) -> Iterat
     if dropped:
         yield hint(
             "saves",
-            f"{dropped} blocks were not stored, since everything in their arena was leased",
+            f"{dropped} blocks were not stored, because their arena was full of leased blocks",
             "raise arena.capacity, or look for engines with long leases in the shards' logs",
         )
     if totals["dropped_blocks"]:
         yield hint(
             "saves",
-            f"{totals['dropped_blocks']} blocks were not stored, since saves did not keep up",
-            "raise connector.saves_max, or give the engine a core more",
+            f"{totals['dropped_blocks']} blocks were not stored{_why_not(totals)}",
+            "see the reason in docs/metrics.md; if saves were too slow (too_many, too_slow), raise"
+            " connector.saves_max, or give the engine one more core",
         )
     if totals["errors"]:
         yield hint(
             "errors",
-            f"the connectors met {totals['errors']} errors, after which requests were computed",
+            f"the connectors had {totals['errors']} errors, and computed these requests",
             "look at the engines' logs for lines that begin with kvray:, and report defects",
         )
+
+
+def _why_not(totals: Mapping[str, int]) -> str:
+    """Return ": 3 too_slow, 2 no_room", for example; empty for engines of older versions."""
+    prefix = "dropped_blocks_"
+    found = sorted((-count, name) for name, count in totals.items() if name.startswith(prefix))
+    reasons = ", ".join(f"{-count} {name.removeprefix(prefix)}" for count, name in found if count)
+    return f": {reasons}" if reasons else ""

@@ -1,7 +1,8 @@
-"""What this machine, or container, gives a process: software, limits, memory, network devices."""
+"""Checks this machine or container: software, limits, memory, network devices."""
 
 import platform
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ from pathlib import Path
 from kvray import __version__
 from kvray.cli.doctor.finding import Finding, fault, hint, ok, skipped
 from kvray.config import KVRayConfig, format_size
-from kvray.store.arena_file import ARENA_FILE
-from kvray.store.cgroup import limiting_cgroups
+from kvray.errors import ConfigError
+from kvray.identity.secret_file import read_secret
+from kvray.store.arena.file import ARENA_FILE
+from kvray.store.machine.cgroup import limiting_cgroups
 from kvray.transport.nixl import has_rdma
 
 _PACKAGES = ("ray", "torch", "msgpack", "numpy", "xxhash", "nixl", "tensorrt_llm")
@@ -22,9 +25,8 @@ _NETWORK = Path("/sys/class/net")
 _PROBE_S = 60.0
 _NIXL_PROBE = """
 import numpy as np
-from kvray.transport.nixl import NixlTransport, choose_wires
+from kvray.transport.nixl import NixlTransport
 import os
-choose_wires(os.environ)
 end = NixlTransport(np.zeros(1 << 20, dtype=np.uint8))
 print(end.status()["library"], os.environ.get("UCX_TLS", "any"))
 end.close()
@@ -37,12 +39,13 @@ print("ray" in sys.modules)
 
 
 def machine_findings(config: KVRayConfig) -> Iterator[Finding]:
-    """Yield what this machine and container are, and which of their limits are in the way."""
+    """Yield the findings about this machine or container."""
     yield _software()
     yield _connector()
     yield _open_files()
     yield _locked_memory(config)
     yield _memory_limit(config)
+    yield from _secrets(config)
     yield _nixl(config)
     yield _devices()
 
@@ -58,7 +61,7 @@ def _software() -> Finding:
 
 
 def _connector() -> Finding:
-    """Import what an engine imports, in a process of its own: it must not bring Ray with it."""
+    """Import the connector in another process, as an engine does: it must not import Ray."""
     answer = _probe(_CONNECTOR_PROBE)
     if answer is None or answer.returncode:
         return fault(
@@ -66,7 +69,7 @@ def _connector() -> Finding:
             f"kvray.connector cannot be imported: {_last_line(answer)}",
             "install kvray with its requirements where the engine runs: `pip install kvray`",
         )
-    return ok("connector", "kvray.connector can be imported, and brings no Ray")
+    return ok("connector", "kvray.connector can be imported, without Ray")
 
 
 def _open_files() -> Finding:
@@ -82,14 +85,14 @@ def _open_files() -> Finding:
 
 
 def _locked_memory(config: KVRayConfig) -> Finding:
-    """RDMA registers the whole arena, which counts as locked memory."""
+    """Compare the limit with the arena, all of which RDMA locks."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     allowed = "any amount of" if soft == resource.RLIM_INFINITY else format_size(soft)
     is_short = soft != resource.RLIM_INFINITY and soft < config.arena.capacity
     if is_short and has_rdma():
         return fault(
             "locked memory",
-            f"a process may lock {allowed} memory, and RDMA locks the arena's"
+            f"a process may lock {allowed} memory, but RDMA locks the arena's"
             f" {format_size(config.arena.capacity)}",
             "start Ray with `ulimit -l unlimited`, in a container with `--ulimit memlock=-1`",
         )
@@ -97,7 +100,7 @@ def _locked_memory(config: KVRayConfig) -> Finding:
 
 
 def _memory_limit(config: KVRayConfig) -> Finding:
-    """A tmpfs counts towards the cgroup of who touches it first: the shard, when it makes it."""
+    """Compare the limit with the arena: a tmpfs counts for the cgroup that touches it first."""
     limits = limiting_cgroups()
     if not limits:
         return ok("cgroup", "no limit on memory")
@@ -109,22 +112,41 @@ def _memory_limit(config: KVRayConfig) -> Finding:
         return ok("cgroup", says)
     return hint(
         "cgroup",
-        f"{says}, and an arena made here would take {format_size(config.arena.capacity)}",
+        f"{says}, but an arena made here would take {format_size(config.arena.capacity)}",
         "raise the container's memory limit by arena.capacity where the shard runs, or lower"
         " arena.capacity",
     )
 
 
+def _secrets(config: KVRayConfig) -> Iterator[Finding]:
+    """Yield whether this user can read the configuration's secrets."""
+    for name in ("auth_token_file", "tenant_secret_file"):
+        path = getattr(config.security, name)
+        if path is None:
+            continue
+        try:
+            read_secret(path, setting=f"security.{name}")
+        except ConfigError as error:
+            says, _, fix = str(error).rstrip(".").rpartition("; ")
+            yield fault("secret", says.rstrip("."), fix)
+        else:
+            yield ok("secret", f"this user can read the file of security.{name}, and others cannot")
+
+
 def _nixl(config: KVRayConfig) -> Finding:
-    """Make real agents, in a process of its own: the library may abort, or hang."""
+    """Make real agents, in another process: the library may abort or hang."""
     if "nixl" not in config.staging.transports:
-        return skipped("NIXL", "staging.transports does not have it")
+        return skipped("NIXL", "staging.transports does not name it")
     answer = _probe(_NIXL_PROBE)
     if answer is None or answer.returncode:
+        says = f"blocks of other nodes come through Ray's object store: {_last_line(answer)}"
+        if answer is not None and answer.returncode > 0:  # a sentence of ours, with its fix
+            return hint("NIXL", says, "do so where Ray runs; engines do not need NIXL")
         return hint(
             "NIXL",
-            f"blocks of other nodes come through Ray's object store: {_last_line(answer)}",
-            "where Ray runs, `pip install 'kvray[nixl]'`; in the engine's image it is not needed",
+            says,
+            "install another version of NIXL's wheel where Ray runs; until then set"
+            " staging.transports: [object_ref], because movers may end like this process",
         )
     library, wires = answer.stdout.split()[-2:]
     return ok("NIXL", f"{library} makes agents, over {wires}")
@@ -138,7 +160,7 @@ def _devices() -> Finding:
 
 
 def _probe(code: str) -> "subprocess.CompletedProcess[str] | None":
-    """Run `code` in an interpreter of its own; None if it did not end in time."""
+    """Run `code` in another interpreter; None if it did not end in time."""
     try:
         return subprocess.run(
             [sys.executable, "-c", code],
@@ -154,6 +176,8 @@ def _probe(code: str) -> "subprocess.CompletedProcess[str] | None":
 def _last_line(answer: "subprocess.CompletedProcess[str] | None") -> str:
     if answer is None:
         return f"no answer within {_PROBE_S:.0f} s"
+    if answer.returncode < 0:
+        return f"a process that used it ended by {signal.Signals(-answer.returncode).name}"
     lines = answer.stderr.strip().splitlines()
     return lines[-1] if lines else f"it ended with status {answer.returncode}"
 

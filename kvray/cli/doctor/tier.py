@@ -1,33 +1,33 @@
-"""Is the tier whole? Lookup, shards, movers, disks and what joins the nodes, by `kvray status`."""
+"""Checks the parts of the tier by its status: lookup, shards, disks, links between nodes."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvray.cli.doctor.finding import Finding, fault, hint, ok
-from kvray.cli.memory import node_name
-from kvray.cli.transports import Way, ways
+from kvray.cli.text.memory import node_name
+from kvray.cli.text.transports import NodeLink, node_links
 from kvray.config import format_size
 
 _PASSING = ("starting", "preparing", "flushing")
 
 
 def tier_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield what is wrong with the parts; `status` is what `Client.status` returned."""
+    """Yield the findings about all parts; `status` is what `Client.status` returned."""
     shards = status["shards"]
     yield ok("lookup", f"answers, and knows {status['lookup']['keys']} keys")
     if not shards:
         yield fault(
             "shards",
             "no node has a shard",
-            "start nodes with the shard.resource or shard.label of the configuration, or unset"
-            " them",
+            "start nodes with the configuration's shard.resource or shard.label, or unset these",
         )
     for shard in shards:
         yield _shard(shard)
         yield from _corrupt(shard)
+        yield from _pages(shard)
         yield from _disk(shard)
-    for way in ways(dict(status)):
-        yield _way(way)
+    for link in node_links(dict(status)):
+        yield _link(link)
 
 
 def _shard(shard: Mapping[str, Any]) -> Finding:
@@ -43,8 +43,8 @@ def _shard(shard: Mapping[str, Any]) -> Finding:
         return fault(
             check,
             f"does not answer: {message}",
-            "wait some seconds: a frozen or dead shard is started anew; if it stays, look whether"
-            " Ray has lost the node (`ray status`)",
+            "wait some seconds, because a frozen or dead shard is restarted; if it does not answer"
+            " then, see in `ray status` whether Ray has lost the node",
         )
     return fault(check, f"is {state}: {message}", "correct what it says, then run `kvray up`")
 
@@ -54,9 +54,34 @@ def _corrupt(shard: Mapping[str, Any]) -> Iterator[Finding]:
     if corrupt:
         yield hint(
             f"shard {node_name(dict(shard))}",
-            f"{corrupt} blocks did not have their checksum; they were not used",
+            f"{corrupt} blocks did not have their checksum and were not used",
             "run `kvray verify`, and test this node's memory and disk",
         )
+
+
+def _pages(shard: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield the pages that the arena got, and the command that would get it larger ones."""
+    memory = shard.get("memory")
+    if not memory:
+        return
+    check = f"pages {node_name(dict(shard))}"
+    mapped, huge, nodes = memory["mapped_bytes"], memory["huge_bytes"], memory["numa_nodes"]
+    page, over = format_size(memory["huge_page_bytes"]), memory["interleaved_nodes"]
+    spread = ""
+    if nodes > 1:
+        spread = f", interleaved over {over} NUMA nodes"
+        if not over:
+            spread = f", not interleaved over the {nodes} NUMA nodes"
+    if memory["command"] is None:
+        pages = f"huge pages of {page}" if huge else "small pages"
+        yield ok(check, f"its memory is in {pages}{spread}")
+        return
+    share = f"{100 * huge // max(1, mapped)} %" if huge else "none"
+    yield hint(
+        check,
+        f"{share} of its memory is in huge pages{spread}",
+        f"for pages of {page} run `{memory['command']}` as root, then `kvray down` and `kvray up`",
+    )
 
 
 def _disk(shard: Mapping[str, Any]) -> Iterator[Finding]:
@@ -64,37 +89,43 @@ def _disk(shard: Mapping[str, Any]) -> Iterator[Finding]:
     if nvme is None:
         return
     check = f"disk {node_name(dict(shard))}"
+    for remark in nvme.get("remarks", ()):
+        says, _, fix = str(remark).rstrip(".").partition("; ")
+        yield hint(check, says, fix)
     if nvme["message"]:
+        out = "is out, and the node goes on with its memory: " if nvme.get("state") == "out" else ""
         yield fault(
-            check, str(nvme["message"]).rstrip("."), "mend the disk, then restart the shard"
+            check,
+            f"{out}{str(nvme['message']).rstrip('.')}",
+            "mend the disk; the shard then takes it back by itself",
         )
     elif nvme["segments_without_room"]:
         yield hint(check, "the disk is full", "free room on it, or lower nvme.capacity")
     elif nvme["write_budget_bytes"] == 0:
-        yield hint(check, "the day's writes are used up", "raise nvme.write_gib_per_day")
+        yield hint(check, "the day's budget of writes is used up", "raise nvme.write_gib_per_day")
     elif not nvme["is_direct"]:
         yield hint(
             check,
-            "goes through the page cache, since its file system has no direct I/O",
+            "goes through the page cache, because its file system has no direct I/O",
             "put nvme.dir on ext4 or xfs on a local disk",
         )
     else:
         yield ok(check, f"{format_size(nvme['file_bytes'])} of blocks")
 
 
-def _way(way: Way) -> Finding:
-    check = f"way {way.source[:12]} > {way.target[:12]}"
-    if way.transport is None:
+def _link(link: NodeLink) -> Finding:
+    check = f"link {link.source[:12]} > {link.target[:12]}"
+    if link.transport is None:
         return fault(
             check,
-            f"nothing can be moved: {way.why}",
-            "start the movers anew with `kvray up`, or see staging.transports",
+            f"no block can be moved: {link.why}",
+            "restart the movers with `kvray up`, or see staging.transports",
         )
-    rate = f", {format_size(way.bytes_per_s)}/s lately" if way.bytes_per_s else ""
-    if way.breaker != "closed":
+    rate = f", {format_size(link.bytes_per_s)}/s lately" if link.bytes_per_s else ""
+    if link.breaker != "closed":
         return hint(
             check,
-            f"{way.transport} is left alone for a while after: {way.error}",
-            "it is tried again by itself; if it stays, check the network between these nodes",
+            f"{link.transport} is left out for a while after: {link.error}",
+            "it is tried again by itself; if that fails, check the network between these nodes",
         )
-    return ok(check, f"{way.transport}{rate} ({way.why})")
+    return ok(check, f"{link.transport}{rate} ({link.why})")

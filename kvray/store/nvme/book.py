@@ -1,6 +1,6 @@
-"""The records of all slots, as they are or soon will be on disk, and which pages are to be written.
+"""The records of all slots, as they are or soon will be on disk, and which pages must be written.
 
-Whoever uses a book holds the store's lock. A page is copied under it and written without it, so
+The user of a book holds the store's lock. A page is copied under it and written without it, so
 that the lock is never held over I/O and no record changes under the device's hands.
 """
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvray.store.layout import Array, Geometry, align
+from kvray.store.arena.layout import Array, Geometry, align
 from kvray.store.nvme.memory import aligned
 from kvray.store.nvme.record import RECORD, RECORDS_PER_PAGE
 
@@ -27,7 +27,6 @@ class RecordBook:
     """One record a slot; all zero where there is no block."""
 
     def __init__(self, geometry: Geometry) -> None:
-        """Make the empty book of a tier of that geometry."""
         self._slots_per_slab = geometry.slots_per_slab
         rows = align(geometry.slots_per_slab, RECORDS_PER_PAGE)
         memory = aligned(geometry.num_slabs * rows * RECORD.itemsize)
@@ -59,12 +58,12 @@ class RecordBook:
         self._dirty[slab, row // RECORDS_PER_PAGE] = True
 
     def forget(self, slab: int) -> None:
-        """A slab has a new file, whose table is empty: nothing of the old one is written."""
+        """Forget a slab's records: it has a new file, whose table is empty."""
         self._tables[slab] = np.zeros((), dtype=RECORD)
         self._dirty[slab] = False
 
     def take_dirty(self) -> list[Pages]:
-        """Return copies of all pages that are to be written; they count as written from now on."""
+        """Return copies of all pages that must be written; they count as written from now on."""
         taken = []
         for slab in np.flatnonzero(self._dirty.any(axis=1)).tolist():
             pages = np.flatnonzero(self._dirty[slab])
@@ -76,6 +75,6 @@ class RecordBook:
         return taken
 
     def give_back(self, taken: list[Pages]) -> None:
-        """Note that pages which were taken are to be written all the same: it has failed."""
+        """Note that the pages `taken` must still be written: their write failed."""
         for one in taken:
             self._dirty[one.slab, one.pages] = True

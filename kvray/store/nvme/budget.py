@@ -1,4 +1,4 @@
-"""How much may be written to a device that wears out; pure but for `load` and `save`."""
+"""How much may be written to a device that wears out; pure except for `load` and `save`."""
 
 import contextlib
 import json
@@ -16,17 +16,17 @@ _SAVED = 1 / 24
 class WriteBudget:
     """A day's bytes, given out evenly: in any 24 hours no more than these are spent.
 
-    Times are seconds since 1970, because a restart must not give the same bytes twice. A clock that
-    is put back costs the time until it has caught up. One thread spends and saves; any may ask.
+    Times are seconds since 1970, because a restart must not give the same bytes twice. If the clock
+    is put back, nothing is given until it has caught up. One thread spends and saves; any may ask.
     """
 
     def __init__(self, bytes_per_day: float | None, *, now: float) -> None:
-        """Begin with as much as can be saved up; None: without bounds."""
+        """Begin with as much as can be saved up; None: no limit."""
         self.bytes_per_day = bytes_per_day
-        # What is saved up counts towards the day: the rest of it comes evenly.
+        # The savings count towards the day: the rest of it comes evenly.
         self._saved_max = (bytes_per_day or 0.0) * _SAVED
         self._per_s = (bytes_per_day or 0.0) * (1 - _SAVED) / _DAY_S
-        # What is saved up, and since when: replaced together, for whoever asks meanwhile.
+        # The savings and their time: replaced together, for other threads that ask meanwhile.
         self._state = (self._saved_max, now)
 
     def available(self, now: float) -> int | None:
@@ -34,13 +34,13 @@ class WriteBudget:
         return None if self.bytes_per_day is None else max(0, int(self._at(now)[0]))
 
     def spend(self, num_bytes: int, now: float) -> None:
-        """Note what was written, be it more than was there: it is made up for before the next."""
+        """Note what was written. It may exceed the savings; then the next write waits longer."""
         if self.bytes_per_day is not None:
             saved, at = self._at(now)
             self._state = saved - num_bytes, at
 
     def load(self, directory: Path) -> None:
-        """Go on where a process before has stopped; without a ledger that can be read, as new."""
+        """Continue from the ledger of an earlier process; without a readable one, start as new."""
         now = self._state[1]
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             noted = json.loads((directory / LEDGER_FILE).read_text())
@@ -50,7 +50,7 @@ class WriteBudget:
                 self._state = self._at(now)
 
     def save(self, directory: Path) -> None:
-        """Leave a ledger for the next process; without room for it, it begins as new."""
+        """Leave a ledger for the next process; without room for it, that one starts as new."""
         if self.bytes_per_day is None:
             return
         with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
 """Which bytes of memory go to or come from which bytes of a file, in few large transfers. Pure."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
-from kvray.store.layout import Array
+from kvray.store.arena.layout import Array
+from kvray.store.arena.payload import runs
 from kvray.store.nvme.disk import BUFFERS_MAX
 
 
@@ -37,18 +37,12 @@ def cut(
     starts, offsets = starts[order], offsets[order]
     most = min(max(1, chunk_bytes // io_bytes), BUFFERS_MAX)
     made = []
-    for first, last in _runs(offsets, io_bytes):
+    for first, last in runs(np.diff(offsets) != io_bytes, len(offsets)):
         for at in range(first, last, most):
             stop = min(at + most, last)
             buffers = [
                 memory[starts[at + one] : starts[at + one] + (end - one) * io_bytes]
-                for one, end in _runs(starts[at:stop], io_bytes)
+                for one, end in runs(np.diff(starts[at:stop]) != io_bytes, stop - at)
             ]
             made.append(Chunk(rows=order[at:stop], offset=int(offsets[at]), buffers=buffers))
     return made
-
-
-def _runs(places: Array, step: int) -> list[tuple[int, int]]:
-    """Return (first, end) of each run of `places` that ascend by `step`."""
-    breaks = np.flatnonzero(np.diff(places) != step) + 1
-    return list(pairwise([0, *breaks.tolist(), len(places)]))

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvray.errors import CapacityError, TierError
-from kvray.store.access import OWN_USER, Access
-from kvray.store.layout import Array
+from kvray.store.arena.layout import Array
+from kvray.store.machine.access import OWN_USER, Access
+from kvray.store.nvme.memory import aligned
+from kvray.store.nvme.record import PAGE_BYTES
 
 _log = logging.getLogger("kvray.nvme")
 
@@ -23,6 +25,7 @@ BUFFERS_MAX = 1024
 
 _Call = Callable[[int, list[memoryview], int], int]
 
+_PROBE_FILE = "probe"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -47,7 +50,7 @@ class DiskFile:
             CapacityError: the file system is full.
             TierError: the device failed.
         """
-        with _mapped(self.path, "written"):
+        with device_errors(self.path, "written"):
             self._transfer(os.pwritev, buffers, offset)
 
     def read(self, buffers: Sequence[Array], offset: int) -> None:
@@ -56,7 +59,7 @@ class DiskFile:
         Raises:
             TierError: the device failed, or the file ends before.
         """
-        with _mapped(self.path, "read"):
+        with device_errors(self.path, "read"):
             self._transfer(os.preadv, buffers, offset)
             if not self.is_direct:
                 length = sum(one.nbytes for one in buffers)
@@ -69,7 +72,7 @@ class DiskFile:
         Raises:
             CapacityError, TierError: as `write`.
         """
-        with _mapped(self.path, "written"):
+        with device_errors(self.path, "written"):
             os.fdatasync(self._fd)
             if not self.is_direct:
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -80,7 +83,7 @@ class DiskFile:
         Raises:
             CapacityError, TierError: as `write`.
         """
-        with _mapped(self.path, "made"):
+        with device_errors(self.path, "made"):
             os.posix_fallocate(self._fd, 0, size)
 
     def size(self) -> int:
@@ -123,7 +126,6 @@ class Disk:
     """Opens and names files; says once if they have to go through the page cache."""
 
     def __init__(self, access: Access = OWN_USER) -> None:
-        """Make files for whom `access` says."""
         self._access = access
         self._has_told = False
 
@@ -135,7 +137,7 @@ class Disk:
         """
         file = self._open(path, os.O_RDWR)
         try:
-            with _mapped(path, "opened"):
+            with device_errors(path, "opened"):
                 self._access.give(path)  # an earlier owner may have let in somebody else
         except BaseException:
             file.close()
@@ -151,7 +153,7 @@ class Disk:
         """
         file = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
-            with _mapped(path, "made"):
+            with device_errors(path, "made"):
                 self._access.give(path)
             file.allocate(size)
         except BaseException:
@@ -163,26 +165,42 @@ class Disk:
 
     def rename(self, source: Path, target: Path) -> None:
         """Give a file its name, for good once the directory is synced."""
-        with _mapped(source, "renamed"):
+        with device_errors(source, "renamed"):
             os.rename(source, target)
 
     def remove(self, path: Path) -> None:
         """Take a file's name away; who has it open can still use it."""
-        with _mapped(path, "removed"):
+        with device_errors(path, "removed"):
             os.unlink(path)
 
     def sync_directory(self, directory: Path) -> None:
         """Return when the names in `directory` survive a power loss."""
-        with _mapped(directory, "written"):
+        with device_errors(directory, "written"):
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(fd)
             finally:
                 os.close(fd)
 
+    def check_writable(self, directory: Path) -> None:
+        """Write a page to a new file in `directory`, and remove it; a full disk is no fault.
+
+        Raises:
+            TierError: the device failed.
+        """
+        path = directory / _PROBE_FILE
+        with contextlib.suppress(CapacityError):
+            with device_errors(path, "removed"):
+                path.unlink(missing_ok=True)  # of a process that ended here
+            with contextlib.closing(self.create(path, PAGE_BYTES)) as file:
+                file.write([aligned(PAGE_BYTES)], 0)
+                file.sync()
+        with device_errors(path, "removed"):
+            path.unlink(missing_ok=True)
+
     def free_bytes(self, directory: Path) -> int:
         """Return how much the file system of `directory` can still take from this user."""
-        with _mapped(directory, "looked at"):
+        with device_errors(directory, "looked at"):
             stat = os.statvfs(directory)
         return stat.f_bavail * stat.f_frsize
 
@@ -198,7 +216,7 @@ class Disk:
 
     def _open(self, path: Path, flags: int) -> DiskFile:
         flags |= os.O_CLOEXEC
-        with _mapped(path, "opened"):
+        with device_errors(path, "opened"):
             try:
                 return DiskFile(
                     path, os.open(path, flags | os.O_DIRECT, 0o600), is_direct=True, disk=self
@@ -213,8 +231,13 @@ class Disk:
 
 
 @contextlib.contextmanager
-def _mapped(path: Path, what: str) -> Iterator[None]:
-    """Map errors of the operating system to ours, in sentences that say what to do."""
+def device_errors(path: Path, what: str) -> Iterator[None]:
+    """Map errors of the operating system to ours, in sentences that say what to do.
+
+    Raises:
+        CapacityError: the file system is full.
+        TierError: anything else.
+    """
     try:
         yield
     except OSError as error:

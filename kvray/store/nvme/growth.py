@@ -1,13 +1,13 @@
 """Slabs that have no file because the disk is full: taken out of the tables until there is room.
 
-Pure, like `slabs`: the caller holds the store's lock. A closed slab serves a block size of which
-none fits, and its first slot is in LIMBO: so it is neither spare nor chosen to be cleared.
+Pure, like `slabs`: the caller holds the store's lock. A closed slab serves a block size that fits
+nowhere, and its first slot is in LIMBO. So it is not spare, and nobody chooses it to be cleared.
 """
 
 import numpy as np
 
-from kvray.store.layout import FREE, LIMBO, Array
-from kvray.store.tables import Tables
+from kvray.store.arena.layout import FREE, LIMBO, Array
+from kvray.store.arena.tables import Tables
 
 CLOSED = 2**62
 """In place of the block size that a closed slab serves."""

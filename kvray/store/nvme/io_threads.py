@@ -1,4 +1,4 @@
-"""Several transfers at a time: as many as there are threads, and none of them waits in a queue."""
+"""Several transfers at a time: as many as there are threads, without a queue."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +17,12 @@ class IoThreads:
         self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), "kvray-nvme")
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Do all `tasks`, in no order; return when none of them is under way any more.
+        """Do all `tasks`, in no order; return when all of them have ended.
 
-        A caller has at most `num_threads` of its tasks under way. After the first that fails none
-        is begun.
+        At most `num_threads` tasks of a caller are under way. After the first failure none begins.
 
         Raises:
-            Exception: what the first that failed has raised.
+            Exception: the error of the first task that failed.
         """
         turns = iter(tasks)
         helpers = []
@@ -34,7 +33,7 @@ class IoThreads:
         try:
             _take_turns(turns)
         finally:
-            # Also after an error: what others have begun still uses the caller's memory.
+            # Also after an error: tasks that others have begun still use the caller's memory.
             ended = [one for one in helpers if not one.cancel()]
             errors = [error for one in ended if (error := one.exception()) is not None]
         if errors:

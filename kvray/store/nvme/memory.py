@@ -4,8 +4,8 @@ import mmap
 
 import numpy as np
 
-from kvray.store.layout import Array, Geometry
-from kvray.store.tables import Tables
+from kvray.store.arena.layout import Array, Geometry
+from kvray.store.arena.tables import Tables
 
 _NORESERVE = 0x4000
 """MAP_NORESERVE of Linux, which Python names from 3.11 on only: tables are mostly never touched."""

@@ -13,14 +13,14 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from kvray.errors import ShardUnavailable
-from kvray.store import key_index, slots
-from kvray.store.layout import READY, Array
+from kvray.store.arena import key_index, slots
+from kvray.store.arena.layout import READY, Array
+from kvray.store.arena.tables import Tables
 from kvray.store.nvme.book import RecordBook
 from kvray.store.nvme.io_threads import IoThreads
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Promoted
 from kvray.store.nvme.transfers import check_same, chunk_bytes, moves, read_tasks
-from kvray.store.tables import Tables
 
 _log = logging.getLogger("kvray.nvme")
 
@@ -37,7 +37,7 @@ class Reader:
         files: SegmentFiles,
         *,
         threads: IoThreads,
-        section: Callable[[], AbstractContextManager[None]],
+        section: Callable[[], AbstractContextManager[bool]],
     ) -> None:
         """Read from `files` what `tables` have; `section` is the store's lock."""
         self.num_unreadable = self.read_bytes = 0
@@ -140,14 +140,13 @@ class Reader:
             self._hits[good] = np.where(self._hits_of[good] == numbers, self._hits[good], 0) + 1
             self._hits_of[good] = numbers
             self.num_unreadable += int(np.count_nonzero(unreadable))
-            sizes = tables.slab_block_bytes[good // tables.geometry.slots_per_slab]
-            self.read_bytes += int(sizes.sum())
+            self.read_bytes += int(tables.block_bytes(good).sum())
         if len(bad):
             _log.error(
                 "%d blocks of the NVMe tier do not have their checksum, the first of key %s; they"
                 " are out of service",
                 len(bad),
-                tables.slot_key[bad[0]].tobytes().hex()[:8],
+                tables.name(bad[0]),
             )
         if unreadable.any():
             _log.error(

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from kvray.block import KEY_BYTES
-from kvray.store.layout import ALIGNMENT, Array, Geometry, align
+from kvray.identity.block import KEY_BYTES
+from kvray.store.arena.layout import ALIGNMENT, Array, Geometry, align
 
 MAGIC = b"KVRAYNVM"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PAGE_BYTES = ALIGNMENT
 """What is written at once: header, or so many bytes of a table, or a multiple of it of payload."""
 
@@ -61,6 +61,8 @@ RECORD = np.dtype(
 RECORDS_PER_PAGE = PAGE_BYTES // RECORD.itemsize
 CLUSTER_NAME_BYTES = HEADER["cluster_name"].itemsize
 
+_DERIVED = ("stride", "num_slots", "table_offset", "payload_offset", "file_bytes")
+"""Fields of the header that follow from the geometry and the block size."""
 _SUMMED_BYTES = RECORD.itemsize - 8
 _ROW_STEP = 0x9E3779B97F4A7C15
 """Odd constant that makes the seed of one row tell nothing about that of the next."""
@@ -112,9 +114,7 @@ def make_header(
     header["segment_id"] = segment_id
     header["number"] = number
     header["created"] = created
-    for name in ("block_bytes", "stride", "num_slots"):
-        header[name] = getattr(shape, name)
-    for name in ("table_offset", "payload_offset", "file_bytes"):
+    for name in ("block_bytes", *_DERIVED):
         header[name] = getattr(shape, name)
     header["checksum"] = _header_checksum(header.tobytes())
     return header.tobytes().ljust(PAGE_BYTES, b"\0")
@@ -144,8 +144,7 @@ def refusal(page: bytes, *, cluster_name: str, number: int, geometry: Geometry) 
     if not 0 < block_bytes <= geometry.slab_bytes:
         return "geometry"
     shape = SegmentShape.of(geometry, block_bytes)
-    names = ("stride", "num_slots", "table_offset", "payload_offset", "file_bytes")
-    same = all(int(header[name]) == getattr(shape, name) for name in names)
+    same = all(int(header[name]) == getattr(shape, name) for name in _DERIVED)
     return None if same else "geometry"
 
 

@@ -16,19 +16,18 @@ from pathlib import Path
 
 import numpy as np
 
-from kvray.store import key_index
-from kvray.store.layout import PRIORITY_MAX, READY, Array, Geometry
+from kvray.store.arena import key_index
+from kvray.store.arena.layout import PRIORITY_MAX, READY, Array, Geometry
+from kvray.store.arena.tables import Tables
 from kvray.store.nvme.book import RecordBook
-from kvray.store.nvme.disk import Disk
+from kvray.store.nvme.disk import Disk, device_errors
 from kvray.store.nvme.memory import aligned
 from kvray.store.nvme.record import RECORD, is_empty, is_sound
 from kvray.store.nvme.segment import Segment, number_of, open_segment, unfinished
-from kvray.store.tables import Tables
 
 _log = logging.getLogger("kvray.nvme")
 
 _NUMBER_MAX = 2**62
-_PART_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,7 @@ class RecoveryReport:
 
     blocks: int
     """Blocks that are in the index."""
-    orphans: int
+    parentless: int
     """Those among them whose parent did not survive: no match before it is stored again."""
     segments: int
     damaged: int
@@ -78,7 +77,9 @@ def survey(disk: Disk, directory: Path, *, cluster_name: str, geometry: Geometry
             disk.remove(path)
         segments: list[Segment] = []
         aside, last = [], -1
-        for path in sorted(directory.iterdir()):
+        with device_errors(directory, "listed"):
+            paths = sorted(directory.iterdir())
+        for path in paths:
             number = number_of(path)
             if number is None:
                 continue
@@ -130,12 +131,12 @@ def read_tables(segments: Sequence[Segment], book: RecordBook, tables: Tables) -
     kept, records = slots[latest], records[latest]
     full = _fill(tables, kept, records)
     book.bury(kept[full])
-    orphans = _link(tables, kept[~full], records[~full])
+    parentless = _link(tables, kept[~full], records[~full])
     _free_empty_slabs(tables)
     tables.undo.settle()
     return RecoveryReport(
         blocks=int(np.count_nonzero(~full)),
-        orphans=orphans,
+        parentless=parentless,
         segments=len(segments),
         duplicates=int(np.count_nonzero(~latest)),
         crowded=int(np.count_nonzero(full)),
@@ -146,7 +147,6 @@ def read_tables(segments: Sequence[Segment], book: RecordBook, tables: Tables) -
 
 
 def _put_aside(disk: Disk, path: Path, reason: str) -> str:
-    """Rename a file that cannot be used; return its new name."""
     target = path.with_name(f"{path.name}.{reason}")
     attempt = 1
     while target.exists():
@@ -198,7 +198,7 @@ def _latest(records: Array) -> Array:
     """Return a mask of the records of which none of the same block is younger."""
     latest = np.ones(len(records), dtype=bool)
     # Digests: two of one block are among those with one first word, and hardly any others.
-    word = records["key"][:, 0] ^ records["part"].astype("<u8") * _PART_STEP
+    word = key_index.words(records["key"][:, 0], records["part"])
     order = np.argsort(word, kind="stable")
     same = word[order][1:] == word[order][:-1]
     alike = np.zeros(len(records), dtype=bool)

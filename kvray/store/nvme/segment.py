@@ -4,13 +4,13 @@ import contextlib
 import re
 import secrets
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from kvray.errors import TierError
-from kvray.store.layout import Array, Geometry
+from kvray.store.arena.layout import Array, Geometry
+from kvray.store.arena.payload import runs
 from kvray.store.nvme.disk import Disk, DiskFile
 from kvray.store.nvme.memory import aligned
 from kvray.store.nvme.record import (
@@ -70,8 +70,7 @@ class Segment:
         Raises:
             CapacityError, TierError: as `DiskFile.write`.
         """
-        ends = [*(np.flatnonzero(np.diff(pages) != 1) + 1).tolist(), len(pages)]
-        for start, end in pairwise([0, *ends]):
+        for start, end in runs(np.diff(pages) != 1, len(pages)):
             run, page = records[start:end].reshape(-1), int(pages[start])
             seal(run, segment_id=self.segment_id, first_row=page * RECORDS_PER_PAGE)
             self.file.write([run.view("u1")], self.shape.table_offset + page * PAGE_BYTES)
@@ -161,7 +160,6 @@ def open_segment(
 
 
 def _discard(disk: Disk, file: DiskFile) -> None:
-    """Leave nothing of a file that could not be made whole."""
     file.close()
     with contextlib.suppress(TierError):
         disk.remove(file.path)

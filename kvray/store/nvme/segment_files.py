@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvray.errors import CapacityError
-from kvray.store.layout import Array, Geometry
+from kvray.store.arena.layout import Array, Geometry
 from kvray.store.nvme.disk import Disk
 from kvray.store.nvme.record import SegmentShape
 from kvray.store.nvme.segment import Segment, create_segment

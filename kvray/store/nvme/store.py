@@ -12,6 +12,7 @@ a segment file. Invariants:
 """
 
 import contextlib
+import errno
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,25 +20,34 @@ from pathlib import Path
 
 import numpy as np
 
-from kvray.errors import CapacityError, ConfigError, ShardUnavailable
-from kvray.store import key_index, lease, slots
-from kvray.store.access import Access
-from kvray.store.eviction import keep_evictable
-from kvray.store.layout import DEFAULT_PRIORITY, READY, Array
-from kvray.store.lock import OWNER_BYTE, SideFile
+from kvray.errors import CapacityError, ConfigError, ShardUnavailable, TierError
+from kvray.store.arena import key_index, lease, slots
+from kvray.store.arena.eviction import keep_evictable
+from kvray.store.arena.layout import DEFAULT_PRIORITY, READY, Array
+from kvray.store.arena.tables import Tables
+from kvray.store.machine.access import Access
+from kvray.store.machine.side_file import OWNER_BYTE, SideFile
 from kvray.store.nvme import growth, recovery
 from kvray.store.nvme.book import RecordBook
-from kvray.store.nvme.disk import Disk
+from kvray.store.nvme.disk import Disk, device_errors
 from kvray.store.nvme.io_threads import IoThreads
 from kvray.store.nvme.memory import private_tables
 from kvray.store.nvme.reader import Reader
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats, Pending, Promoted
 from kvray.store.nvme.writer import Writer
-from kvray.store.tables import Tables
 
 OWNER_FILE = "owner"
-_NOBODY = np.empty(0, dtype=np.int64)
+_UNFIT = (
+    errno.EACCES,
+    errno.EEXIST,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EPERM,
+)
+"""What a directory that was chosen wrongly fails with; anything else is its device's fault."""
 _ROOT = np.zeros((1, 4), dtype="<u8")
 
 
@@ -71,7 +81,8 @@ class NvmeStore:
         self._book = RecordBook(self.geometry)
         self._owner_file = _own(directory, access)
         with contextlib.ExitStack() as on_failure:
-            on_failure.callback(self._owner_file.unlock, OWNER_BYTE)
+            on_failure.callback(self._owner_file.discard)
+            self._disk.check_writable(directory)
             found = recovery.survey(
                 self._disk, directory, cluster_name=spec.cluster_name, geometry=self.geometry
             )
@@ -114,7 +125,19 @@ class NvmeStore:
                 self._is_closed = True
             self._threads.close()
             self._files.close()
-            self._owner_file.unlock(OWNER_BYTE)
+            self._owner_file.discard()
+
+    def check_in_place(self) -> None:
+        """Refuse to go on in files that no path leads to any more; waits for the device.
+
+        Raises:
+            TierError: the directory was removed, unmounted or mounted over, or the device failed.
+        """
+        with device_errors(self.directory, "looked at"):
+            if not self._owner_file.is_current():
+                raise TierError(
+                    f"{self.directory} was removed, unmounted or mounted over; mount the disk."
+                )
 
     # -- tables only --------------------------------------------------------------------------
 
@@ -129,8 +152,8 @@ class NvmeStore:
         """
         tables = self.tables
         found = key_index.find(tables, keys, part)
-        sizes = tables.slab_block_bytes[found // tables.geometry.slots_per_slab]
-        return found, np.where((found >= 0) & (tables.slot_state[found] == READY), sizes, 0)
+        is_here = (found >= 0) & (tables.slot_state[found] == READY)
+        return found, np.where(is_here, tables.block_bytes(found), 0)
 
     def reserve(
         self,
@@ -145,15 +168,8 @@ class NvmeStore:
     ) -> Pending:
         """Reserve a slot for each key of a chain that is not here, evicting others if need be.
 
-        Args:
-            keys: in prefix order, u64 [num_keys, 4].
-            parent: key before the first one, shape [1, 4], which must be here or under way; None if
-                the chain starts here.
-            depth: place of the first key in its chain.
-            part: whose bytes.
-            block_bytes: bytes of one block.
-            namespace: whose the blocks are, see `block.namespace_id`; 0: not known.
-            priority: retention priority, 0 to 100: what is lower goes first. One, or one a key, u8.
+        Arguments as for `Arena.reserve`, but `keys` are u64 of shape [num_keys, 4] and `parent` is
+        [1, 4]. The parent must be here or under way.
 
         Returns:
             The slots, to be given to `write` or `abort`; those of leading missing keys only.
@@ -193,15 +209,8 @@ class NvmeStore:
             slots.abort(self.tables, pending.reservation)
 
     def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:
-        """See `ArenaOwner.changes_since`."""
-        # Without the lock: what is missed by a moment is seen the next time.
-        changed = np.flatnonzero(self.tables.slot_version != seen)
-        if not len(changed):
-            return changed, changed.astype(bool), self.tables.slot_key[changed]
-        with self._section():
-            seen[changed] = self.tables.slot_version[changed]
-            ready = self.tables.slot_state[changed] == READY
-            return changed, ready, self.tables.slot_key[changed]
+        """Return `Tables.changes_since`."""
+        return self.tables.changes_since(seen, self._section)
 
     def touch(self, used: Array) -> None:
         """Note that blocks were used, in this tier or above: they do not go soon."""
@@ -211,7 +220,7 @@ class NvmeStore:
     def evict(self, victims: Array) -> Array:
         """Evict those of `victims` that can go without any other; return those that went."""
         with self._section():
-            victims = keep_evictable(self.tables, victims, protect=_NOBODY)
+            victims = keep_evictable(self.tables, victims)
             slots.evict(self.tables, victims)
             self._book.bury(victims)
         return victims
@@ -305,12 +314,12 @@ class NvmeStore:
     # -- private ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _section(self) -> Iterator[None]:
+    def _section(self) -> Iterator[bool]:
         """Have the tables to oneself, for a moment: what fails in here has changed nothing."""
         with self._lock:
             self._check_open()
             try:
-                yield
+                yield True
             except BaseException:
                 self.tables.undo.roll_back()
                 raise
@@ -326,17 +335,30 @@ class NvmeStore:
 
 
 def _own(directory: Path, access: Access) -> SideFile:
-    """Take the owner's lock of a directory, which ends with this process."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        access.check_own(directory)
-        access.give_directory(directory)
-        file = SideFile.at(directory / OWNER_FILE)
-    except OSError as error:
-        raise ConfigError(
-            f"{directory} cannot be used for the NVMe tier ({error.strerror}); make it a directory"
-            " that this user may write to."
-        ) from None
+    """Take the owner's lock of a directory, which ends with this process.
+
+    Where an unmounted disk or a slip of the pen leaves out more than nvme.dir itself, nothing is
+    made: it would be on another disk than the one that was meant.
+    """
+    with device_errors(directory, "used for the NVMe tier"):
+        try:
+            directory.parent.mkdir(exist_ok=True)
+            directory.mkdir(exist_ok=True, mode=0o700)
+            access.check_own(directory)
+            access.give_directory(directory)
+            file = SideFile.at(directory / OWNER_FILE)
+        except OSError as error:
+            if error.errno not in _UNFIT:
+                raise
+            if not directory.parent.parent.exists():
+                raise ConfigError(
+                    f"The NVMe tier cannot be in {directory}, because {directory.parent.parent}"
+                    " does not exist; mount the disk, or correct nvme.dir."
+                ) from None
+            raise ConfigError(
+                f"{directory} cannot be used for the NVMe tier ({error.strerror}); make it a"
+                " directory that this user may write to."
+            ) from None
     if not file.try_lock(OWNER_BYTE):
         raise ShardUnavailable(
             f"Process {file.holder_of(OWNER_BYTE)} owns {directory}; end its tier with `kvray"

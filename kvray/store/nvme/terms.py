@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from kvray.errors import ConfigError
-from kvray.store.layout import Array, Geometry
+from kvray.store.arena.layout import Array, Geometry
+from kvray.store.arena.slots import Reservation
 from kvray.store.nvme.record import CLUSTER_NAME_BYTES, SegmentShape
-from kvray.store.slots import Reservation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,12 @@ from functools import partial
 import numpy as np
 
 from kvray.errors import ConfigError, TierError
-from kvray.store import payload
-from kvray.store.layout import Array, align
+from kvray.store.arena import payload
+from kvray.store.arena.layout import Array, align
+from kvray.store.arena.tables import Tables
 from kvray.store.nvme.chunks import Chunk, cut
 from kvray.store.nvme.io_threads import Task
 from kvray.store.nvme.segment import Segment
-from kvray.store.tables import Tables
 
 _CHUNK_BYTES_MIN = 2**20
 """What one transfer moves at least: from here on a device is at full speed."""

@@ -8,14 +8,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from kvray.errors import CapacityError, TierError
-from kvray.store import slots
-from kvray.store.layout import RESERVED, Array, align
+from kvray.store.arena import slots
+from kvray.store.arena.layout import NO_SLOTS, RESERVED, Array, align
+from kvray.store.arena.tables import Tables
 from kvray.store.nvme import growth
 from kvray.store.nvme.book import Pages, RecordBook
 from kvray.store.nvme.io_threads import IoThreads
@@ -23,14 +23,11 @@ from kvray.store.nvme.record import RECORD
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion
 from kvray.store.nvme.transfers import check_same, chunk_bytes, moves, write_tasks
-from kvray.store.tables import Tables
 
 _log = logging.getLogger("kvray.nvme")
 
 _RETRY_S = 10.0
 """How often a full disk is looked at again."""
-
-_NONE = np.empty(0, dtype=np.int64)
 
 
 class Writer:
@@ -43,7 +40,7 @@ class Writer:
         files: SegmentFiles,
         *,
         threads: IoThreads,
-        section: Callable[[], AbstractContextManager[None]],
+        section: Callable[[], AbstractContextManager[bool]],
         verifies: bool,
     ) -> None:
         """Write to `files` what `tables` and `book` say; `section` is the store's lock.
@@ -155,7 +152,6 @@ class Writer:
     def _record(
         self, demotions: Sequence[Demotion], targets: Array, stored: Array, checksums: Array
     ) -> None:
-        """Enter what is written into the book."""
         records = np.zeros(len(targets), dtype=RECORD)
         tables = self._tables
         records["key"] = tables.slot_key[targets]
@@ -163,7 +159,7 @@ class Writer:
             records["parent"] = np.vstack([one.pending.parents for one in demotions])
         records["part"] = tables.slot_part[targets]
         records["depth"] = tables.slot_depth[targets]
-        records["length"] = tables.slab_block_bytes[targets // self._per_slab]
+        records["length"] = tables.block_bytes(targets)
         records["payload_checksum"] = checksums
         records["sequence"] = tables.slot_number[targets]
         records["used"] = tables.slot_tick[targets]
@@ -175,12 +171,11 @@ class Writer:
     def _settle(
         self, demotions: Sequence[Demotion], masks: list[Array], checksums: list[Array]
     ) -> None:
-        """Make what is recorded READY, and give back the rest."""
         with self._section():
             for demotion, mask, sums in zip(demotions, masks, checksums, strict=True):
                 whole = demotion.pending.reservation
-                slots.commit(self._tables, replace(whole, slots=whole.slots[mask]), sums[mask])
-                slots.abort(self._tables, replace(whole, slots=whole.slots[~mask]))
+                slots.commit(self._tables, whole.only(mask), sums[mask])
+                slots.abort(self._tables, whole.only(~mask))
 
     def _abandon(self, demotions: Sequence[Demotion], targets: Array) -> None:
         """Nothing of a call that failed is stored."""
@@ -192,7 +187,6 @@ class Writer:
     # -- records ------------------------------------------------------------------------------
 
     def _write_records(self) -> None:
-        """Write the pages of the book that have changed."""
         with self._section():
             taken = self._book.take_dirty()
         with contextlib.ExitStack() as on_failure:
@@ -226,10 +220,9 @@ class Writer:
 
 
 def _joined(arrays: list[Array]) -> Array:
-    return np.concatenate([_NONE, *arrays])
+    return np.concatenate([NO_SLOTS, *arrays])
 
 
 def _split(values: Array, demotions: Sequence[Demotion]) -> list[Array]:
-    """Return the rows of `values` that belong to each demotion."""
     ends = np.cumsum([len(one.arena_slots) for one in demotions])
     return np.split(values, ends[:-1]) if len(ends) else []

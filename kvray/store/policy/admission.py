@@ -12,42 +12,38 @@ _LIKELY = 0.05
 
 
 class Admission(Protocol):
-    """Decides on blocks of the host tier. Single-threaded, no clock, no I/O."""
+    """Decides on blocks of the host tier. Single-threaded, no clock, no I/O.
+
+    It hears what a `Policy` hears of them; an event that it does not define does nothing.
+    """
 
     def used(self, use: Use) -> None:
-        """See `Policy.used`."""
+        """Note an event as `Policy.used` does."""
+        return
 
     def stored(self, use: Use) -> None:
-        """See `Policy.stored`."""
+        """Note an event as `Policy.stored` does."""
+        return
 
     def answered(self, request: int, num_tokens: int) -> None:
-        """See `Policy.answered`."""
+        """Note an event as `Policy.answered` does."""
+        return
 
     def admits(self, slots: Array, names: Array, *, now: float) -> Array:
         """Return a mask of the blocks in `slots`, which are to leave the tier: those to write."""
 
 
-class Everything:
+class Everything(Admission):
     """Admits every block."""
 
     def __init__(self, num_slots: int, policy: Policy) -> None:
-        """Need nothing."""
-
-    def used(self, use: Use) -> None:
-        """See `Policy.used`."""
-
-    def stored(self, use: Use) -> None:
-        """See `Policy.stored`."""
-
-    def answered(self, request: int, num_tokens: int) -> None:
-        """See `Policy.answered`."""
+        pass
 
     def admits(self, slots: Array, names: Array, *, now: float) -> Array:
-        """See `Admission.admits`."""
         return np.ones(len(slots), dtype=bool)
 
 
-class Twice:
+class Twice(Admission):
     """Admits a block that was found since it was stored, or that leaves for the second time."""
 
     def __init__(self, num_slots: int, policy: Policy) -> None:
@@ -57,18 +53,12 @@ class Twice:
         self._was_found = np.zeros(num_slots, dtype=bool)
 
     def used(self, use: Use) -> None:
-        """See `Policy.used`."""
         self._was_found[use.slots] = True
 
     def stored(self, use: Use) -> None:
-        """See `Policy.stored`."""
         self._was_found[use.slots] = False
 
-    def answered(self, request: int, num_tokens: int) -> None:
-        """See `Policy.answered`."""
-
     def admits(self, slots: Array, names: Array, *, now: float) -> Array:
-        """See `Admission.admits`."""
         admitted: Array = self._was_found[slots]
         admitted |= np.array([name in self._ghosts for name in names.tolist()], dtype=bool)
         for name in names[~admitted].tolist():
@@ -79,30 +69,26 @@ class Twice:
         return admitted
 
 
-class Likely:
+class Likely(Admission):
     """Admits a block that is likely enough to be used again, as `Gittins` has learned."""
 
     def __init__(self, num_slots: int, policy: Policy) -> None:
-        """Learn from `policy`, or beside it if it is another."""
+        """Learn from `policy` if it is a `Gittins`, else beside it."""
         self._is_own = not isinstance(policy, Gittins)
         self._learner = policy if isinstance(policy, Gittins) else Gittins(num_slots)
 
     def used(self, use: Use) -> None:
-        """See `Policy.used`."""
         if self._is_own:
             self._learner.used(use)
 
     def stored(self, use: Use) -> None:
-        """See `Policy.stored`."""
         if self._is_own:
             self._learner.stored(use)
 
     def answered(self, request: int, num_tokens: int) -> None:
-        """See `Policy.answered`."""
         if self._is_own:
             self._learner.answered(request, num_tokens)
 
     def admits(self, slots: Array, names: Array, *, now: float) -> Array:
-        """See `Admission.admits`."""
         admitted: Array = self._learner.chance(slots, now=now) >= _LIKELY
         return admitted

@@ -1,4 +1,4 @@
-"""What promises the fewest hits for the time it takes up goes first: see `prompts` and `hazard`.
+"""The block that promises the fewest hits for its time goes first: see `prompts` and `hazard`.
 
 Source: Gittins, "Bandit processes and dynamic allocation indices", 1979, for the index; Beckmann,
 Chen and Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018, for learning
@@ -7,7 +7,7 @@ such a thing by age and class of what is cached.
 
 import numpy as np
 
-from kvray.store.policy.policy import Array, Use
+from kvray.store.policy.policy import Array, Policy, Use
 from kvray.store.policy.prompts import Prompts
 
 _ROOT, _FOUND, _STORED, _LAST = range(4)
@@ -18,16 +18,16 @@ _END = 4
 """A prompt that uses all blocks of another but for the last three goes on with it."""
 
 _COPY = 0.5
-"""What a block with a copy in the tier below is worth, beside one that is here only."""
+"""Worth of a block with a copy in the tier below, relative to a block without."""
 
 _NOWHERE = -1
 
 _OPEN_MAX = 4096
-"""Requests whose answers are waited for."""
+"""Requests whose answers are awaited."""
 
 
-class Gittins:
-    """See `Policy`."""
+class Gittins(Policy):
+    """Ranks by the hits that a block promises for the time it takes up its place."""
 
     keeps_order = False
 
@@ -36,13 +36,12 @@ class Gittins:
         self._prompts = Prompts() if prompts is None else prompts
         self._prompt, self._hits, self._depth = np.zeros((3, num_slots), dtype=np.int64)
         self._copy = np.full(num_slots, _NOWHERE, dtype=np.int64)
-        """Where the block in each slot is in the other tier as well, as far as is known."""
+        """Slot of the same block in the other tier, as far as is known."""
         self._above: Gittins | None = None
         # Request -> the number of its prompt, the oldest first.
         self._open: dict[int, int] = {}
 
     def used(self, use: Use) -> None:
-        """See `Policy.used`."""
         prompts, slots, names = self._prompts, use.slots, use.names.tolist()
         number = self._begin(use)
         prompts.use(number, names, now=use.now)
@@ -59,7 +58,6 @@ class Gittins:
             self._end(number, use, names)
 
     def stored(self, use: Use) -> None:
-        """See `Policy.stored`."""
         prompts, slots, names = self._prompts, use.slots, use.names.tolist()
         number = self._number_of(use)
         num_known = prompts.use(number, names, now=use.now)
@@ -74,7 +72,7 @@ class Gittins:
         self._end(number, use, names)
 
     def freed(self, slots: Array) -> None:
-        """See `Policy.freed`; what has left the tier below is the more worth in this one."""
+        """What has left the tier below is the more worth in this one."""
         above, copies = self._above, self._copy[slots]
         if above is not None:
             known = copies != _NOWHERE
@@ -82,13 +80,11 @@ class Gittins:
             above._copy[copies[above._copy[copies] == slots]] = _NOWHERE
 
     def answered(self, request: int, num_tokens: int) -> None:
-        """See `Policy.answered`."""
         number = self._open.pop(request, None)
         if number is not None:
             self._prompts.answer(number, num_tokens)
 
     def copied(self, slots: Array, source: "Gittins", theirs: Array) -> None:
-        """See `Policy.copied`."""
         self._prompt[slots] = source._prompt[theirs]
         self._hits[slots] = source._hits[theirs]
         self._depth[slots] = source._depth[theirs]
@@ -98,13 +94,12 @@ class Gittins:
             self._copy[slots], source._copy[theirs] = theirs, slots
 
     def beside(self, num_slots: int) -> "Gittins":
-        """See `Policy.beside`."""
         below = Gittins(num_slots, self._prompts)
         below._above = self
         return below
 
     def rank(self, slots: Array, *, now: float) -> Array:
-        """See `Policy.rank`; what has a copy below is worth less here: it is not lost."""
+        """What has a copy below is worth less here: it is not lost."""
         worth = self._prompts.worth(*self._facts(slots), now=now)
         if self._above is None:
             has_copy = (self._copy.take(slots) != _NOWHERE) & (worth > 0)
@@ -131,7 +126,7 @@ class Gittins:
         number = None if use.request is None else self._open.get(use.request)
         if number is None and use.parent >= 0:
             number = int(self._prompt[use.parent])
-        # Another prompt may have used the parent since. Whose blocks end there, goes on.
+        # Another prompt may have used the parent since: only a prompt that ends there continues.
         if number is None or self._prompts.num_stored(number) != use.depth:
             number = self._begin(use)
         return number

@@ -2,9 +2,9 @@
 
 A class is a combination of factors, such as the turn of its conversation and the length of its
 prompt. From what was used again at which age, and what was not, a rate of return is estimated for
-every class and age. From the rates follow the chance that a block returns at all, and its Gittins
-index: the best ratio, over all spans for which it may still be kept, of the hits expected to the
-time that it would take up its place.
+every class and age. The rates give the chance that a block returns at all, and its Gittins index:
+the best ratio, over all spans for which it may still be kept, of expected hits to the time that it
+would take up its place.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ _WIDTHS = np.diff(np.append(_EDGES, 2 * _EDGES[-1]))
 
 _FACTOR_PRIOR = 1.0
 _CLASS_PRIOR = 4.0
-"""Returns that are taken for seen, at the rate that all others suggest, before those of a factor's
-value or of a class are believed."""
+"""Assumed returns, at the rate that all others suggest: they outweigh the first few real ones of a
+factor's value or of a class."""
 _SWEEPS = 4
 
 
@@ -52,10 +52,10 @@ def rates_of(
         for some in (cells, cells[has_returned])
     )
     for counts in (ended, returned):
-        # Whose value is known by now was one of those of whom it was not.
+        # A value that is known by now was unknown before: count it in both.
         by_value = np.moveaxis(counts, unknown, 0)
         by_value[0] = by_value.sum(axis=0)
-    # Who was given up on at an age was there for half of it.
+    # An observation that ended without a return at an age counts for half of that age.
     at_risk = ended[..., ::-1].cumsum(axis=-1)[..., ::-1] - 0.5 * (ended - returned)
     by_class = num_classes, NUM_AGES
     return _fit(_smooth(returned.reshape(by_class)), _smooth(at_risk.reshape(by_class)), factors)

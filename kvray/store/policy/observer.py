@@ -1,8 +1,8 @@
 """Tells policies what happens in an arena, as far as its tables show it.
 
-Whoever leases a prefix gives all its blocks one tick, and whoever stores one gives its blocks one
-number: blocks that came to the same one since the last look belong to one prompt. So writers and
-readers tell nobody anything, and pay nothing. Of two uses between two looks the later is seen.
+A lease of a prefix gives all its blocks one tick, and a store gives its blocks one number. Blocks
+that got the same one since the last look belong to one prompt. So writers and readers send nothing
+and pay nothing. Of two uses between two looks only the later is seen.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,23 +11,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvray.store import key_index
-from kvray.store.layout import READY
+from kvray.store.arena import key_index
+from kvray.store.arena.layout import NO_SLOTS, READY
+from kvray.store.arena.tables import Tables
 from kvray.store.policy.admission import Admission
 from kvray.store.policy.policy import Array, Policy, Use
-from kvray.store.tables import Tables
 
 Section = Callable[[], AbstractContextManager[bool]]
 """Has the tables stand still; False: not now."""
 
 
-_NOTHING = np.empty(0, dtype=np.int64)
 _NAMESPACES_MAX = 4096
-"""Whose parts are remembered; beyond that they are learned anew."""
+"""Whose parts are remembered; beyond that they are learned again."""
 
 
 class _Rows(NamedTuple):
-    """What the tables say of the slots that have changed."""
+    """The rows of the tables of the slots that have changed."""
 
     slots: Array
     tick: Array
@@ -44,8 +43,8 @@ class _Rows(NamedTuple):
 class Observer:
     """Looks at the tables of one tier; single-threaded.
 
-    A block that has several parts is one block to a policy: it is told of the lowest part, and the
-    slots of the others have whatever that one has.
+    A block that has several parts is one block to a policy. The policy hears of the lowest part;
+    the slots of the other parts copy its facts.
     """
 
     def __init__(self, tables: Callable[[], Tables], section: Section) -> None:
@@ -77,13 +76,13 @@ class Observer:
         """
         rows = self._changed()
         if rows is None:
-            return _NOTHING
+            return NO_SLOTS
         slots = rows.slots
         same = self._is_held[slots] & (rows.number == self._number[slots])
         freed = slots[self._is_held[slots] & ~(rows.is_ready & same)]
         is_new = rows.is_ready & ~same
         is_used = rows.is_ready & (rows.tick != self._tick[slots]) & (rows.tick != rows.number)
-        # Who stores a block gives its tick to those before it: no use. 0: it was given up.
+        # A store gives its tick to the blocks before it: that is no use. 0: it was given up.
         is_used &= (rows.tick != 0) & ~np.isin(rows.tick, rows.number)
         self._tick[slots], self._number[slots] = rows.tick, rows.number
         self._version[slots], self._is_held[slots] = rows.version, rows.is_ready
@@ -98,7 +97,7 @@ class Observer:
             use = Use(slots[run], rows.name[run], depth, depth + len(run), now, parent)
             for one in (policy, *others):
                 (one.stored if is_stored else one.used)(use)
-        self._copy_to_twins(policy, slots[is_new | is_used])
+        self._copy_to_other_parts(policy, slots[is_new | is_used])
         used_slots: Array = slots[is_used]
         return used_slots
 
@@ -109,14 +108,14 @@ class Observer:
         return seen
 
     def known(self, slots: Array) -> None:
-        """Have seen what is in these slots now: the policy was told of it otherwise."""
+        """Count these slots as seen: the policy learned of their blocks in another way."""
         tables = self._tables()
         self._tick[slots], self._number[slots] = tables.slot_tick[slots], tables.slot_number[slots]
         self._version[slots], self._is_held[slots] = tables.slot_version[slots], True
 
     def _changed(self) -> _Rows | None:
         tables = self._tables()
-        # Without the lock: what is missed by a moment is seen the next time.
+        # Without the lock: the next look sees what this one misses by a moment.
         is_changed = tables.slot_tick != self._tick
         is_changed |= tables.slot_version != self._version
         slots = np.flatnonzero(is_changed)
@@ -134,7 +133,7 @@ class Observer:
                 name=tables.slot_key[slots, 0].view(np.int64),
                 part=tables.slot_part[slots],
                 depth=tables.slot_depth[slots].astype(np.int64),
-                parent=tables.slot_parent[slots],
+                parent=tables.parents(slots),
                 namespace=tables.slot_namespace[slots],
             )
 
@@ -151,8 +150,8 @@ class Observer:
                 is_first |= mine & (rows.part == min(parts))
         return is_first
 
-    def _copy_to_twins(self, policy: Policy, slots: Array) -> None:
-        """Have the other parts of blocks be known by what is known of their first."""
+    def _copy_to_other_parts(self, policy: Policy, slots: Array) -> None:
+        """Copy what is known of the first part of blocks to their other parts."""
         tables = self._tables()
         namespaces = tables.slot_namespace[slots]
         for namespace in np.unique(namespaces).tolist():
@@ -164,9 +163,9 @@ class Observer:
             keys = np.unique(tables.slot_key[mine], axis=0)
             theirs = key_index.find(tables, keys, first)
             for part in others:
-                twins = key_index.find(tables, keys, part)
-                both = (theirs >= 0) & (twins >= 0)
-                policy.copied(twins[both], policy, theirs[both])
+                copies = key_index.find(tables, keys, part)
+                both = (theirs >= 0) & (copies >= 0)
+                policy.copied(copies[both], policy, theirs[both])
 
 
 def _runs(rows: _Rows, by: Array, mask: Array) -> Iterator[tuple[int, Array]]:

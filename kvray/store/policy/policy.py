@@ -1,4 +1,4 @@
-"""What decides which blocks of a tier go first; `kvray replay` says how well each decides."""
+"""Policies decide which blocks of a tier go first; `kvray replay` says how well each does."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -13,7 +13,7 @@ class Use(NamedTuple):
     slots: Array
     """Where they are, in prefix order."""
     names: Array
-    """The first 8 bytes of each one's key, i64: what is known of blocks that are not there."""
+    """The first 8 bytes of each block's key, i64: they name blocks that have left the tier too."""
     depth: int
     """Place of the first of them in the prompt."""
     length: int
@@ -23,14 +23,14 @@ class Use(NamedTuple):
     parent: int = -1
     """Slot of the block before the first one; -1: it is the prompt's first."""
     request: int | None = None
-    """What the same request's other blocks are known by, if that is known."""
+    """A number that all blocks of the request share; None: not known."""
 
 
 class Policy(Protocol):
     """Ranks the blocks of one tier. Single-threaded, no clock, no I/O.
 
-    It knows slots by their numbers, and need not look after families: that a parent goes after its
-    children is for the caller to see to.
+    It knows slots by their numbers, and need not look after families: the caller makes sure
+    that a parent goes after its children. An event that a policy does not define does nothing.
     """
 
     keeps_order: bool
@@ -44,12 +44,14 @@ class Policy(Protocol):
 
     def freed(self, slots: Array) -> None:
         """Note that the blocks in these slots have left the tier."""
+        return
 
     def answered(self, request: int, num_tokens: int) -> None:
         """Note that a request, which was named in a `Use`, has ended with so many tokens."""
+        return
 
     def copied(self, slots: Array, source: Any, theirs: Array) -> None:
-        """Take over what the policy of another tier knows of blocks that are in this one as well.
+        """Copy from another tier's policy the facts of blocks that are in this tier as well.
 
         Args:
             slots: where they are here.

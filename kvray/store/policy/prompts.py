@@ -1,10 +1,10 @@
-"""The prompts that used blocks, and what became of a sample of their blocks.
+"""The prompts that used blocks, and a sample of their blocks: did these return?
 
 Of every prompt a few blocks are watched, whether they stay in a tier or not. When a later prompt
 uses one, it has returned, at an age that is the time since. From that `hazard` learns what blocks
 are worth, by the turn of their conversation, the length of their prompt, how much of it was new,
-the length of the answer, and their own kind. Lengths are classed by where the prompts seen so far
-part in equal shares, so that none is written down here.
+the length of the answer, and their own kind. The prompts seen so far, cut into equal shares, give
+the classes of length; no length is written down here.
 """
 
 import math
@@ -37,10 +37,9 @@ _LEARN_SHARE = 0.05
 
 
 class Prompts:
-    """Prompts by number, which grows for ever; single-threaded, no clock."""
+    """Prompts by number, which only grows; single-threaded, no clock."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._count = 0
         self._time = np.zeros(_PROMPTS)
         columns = np.zeros((6, _PROMPTS), dtype=np.int64)
@@ -61,7 +60,7 @@ class Prompts:
         self._watchers: dict[int, tuple[int, int]] = {}
         self._ends: dict[int, int] = {}
         self._names: dict[int, list[int]] = {}
-        # Prompts whose class is to be worked out anew.
+        # Prompts whose class is to be worked out again.
         self._changed: list[int] = []
         self._cuts = tuple(np.zeros(classes - 1) for classes in (_LENGTHS, _NEWS, _ANSWERS))
         self._worth: Array | None = None
@@ -221,7 +220,7 @@ class Prompts:
         if self._changed:
             self._classify(np.array(self._changed))
             self._changed.clear()
-        # Whoever goes on with a conversation finds its blocks once more; others make it oftener.
+        # The next turn of a conversation finds its blocks once more; other prompts add to that.
         kinds = np.where(hits > self._turn.take(rows), TRUNK, OWN)
         kinds[depths == self._length.take(rows) - 1] = LAST
         classes: Array = self._class.take(rows) * _FACTORS[-1] + kinds

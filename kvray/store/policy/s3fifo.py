@@ -1,4 +1,4 @@
-"""S3-FIFO: newcomers on probation in a small queue, a main one for what was used there.
+"""S3-FIFO: new blocks on probation in a small queue, a main one for blocks used there.
 
 Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. The queues are
 kept as numbers of their blocks, and turned when blocks have left them.
@@ -8,21 +8,20 @@ from collections import OrderedDict
 
 import numpy as np
 
-from kvray.store.policy.policy import Array, Use
+from kvray.store.policy.policy import Array, Policy, Use
 
 _SMALL_SHARE = 0.1
 _USES_MAX = 3
 _AFTER = 2.0**60
-"""Added to the rank of what goes only when nothing else is left."""
+"""Added to the rank of a block that goes only when no other is left."""
 
 
-class S3FIFO:
-    """See `Policy`."""
+class S3FIFO(Policy):
+    """New blocks on probation in a small queue, a main queue for blocks that were used there."""
 
     keeps_order = False
 
     def __init__(self, num_slots: int) -> None:
-        """Rank blocks in slots 0 to `num_slots` - 1."""
         self._ghosts_max = num_slots
         # Names of blocks that left the small queue, the oldest first. In a plain dict the first one
         # is the harder to find, the more were deleted before it.
@@ -35,11 +34,9 @@ class S3FIFO:
         self._name = np.zeros(num_slots, dtype=np.int64)
 
     def used(self, use: Use) -> None:
-        """See `Policy.used`."""
         self._uses[use.slots] = np.minimum(self._uses[use.slots] + 1, _USES_MAX)
 
     def stored(self, use: Use) -> None:
-        """See `Policy.stored`."""
         slots = use.slots
         self._uses[slots] = 0
         self._name[slots] = use.names
@@ -48,7 +45,6 @@ class S3FIFO:
         self._enqueue(slots[::-1])
 
     def freed(self, slots: Array) -> None:
-        """See `Policy.freed`."""
         main, small = slots[self._is_main[slots]], slots[~self._is_main[slots]]
         for name in self._name[small].tolist():
             self._ghosts.pop(name, None)
@@ -60,11 +56,8 @@ class S3FIFO:
         self._place[slots] = 0
         self._turn(behind_small, behind_main)
 
-    def answered(self, request: int, num_tokens: int) -> None:
-        """See `Policy.answered`."""
-
     def copied(self, slots: Array, source: "S3FIFO", theirs: Array) -> None:
-        """See `Policy.copied`; a block that was here before counts as used."""
+        """A block that was here before counts as used."""
         is_new = self._place[slots] == 0
         self._uses[slots[~is_new]] = np.maximum(
             self._uses[slots[~is_new]], source._uses[theirs[~is_new]]
@@ -75,11 +68,9 @@ class S3FIFO:
         self._enqueue(new[::-1])
 
     def beside(self, num_slots: int) -> "S3FIFO":
-        """See `Policy.beside`."""
         return S3FIFO(num_slots)
 
     def rank(self, slots: Array, *, now: float) -> Array:
-        """See `Policy.rank`."""
         is_main = self._is_main[slots]
         place: Array = self._place[slots].astype(np.float64)
         ranks: Array = place + self._next * np.where(is_main, 1 + self._uses[slots], 0)
@@ -90,19 +81,19 @@ class S3FIFO:
         elif num_due < len(small):
             order = np.argpartition(place[small], num_due)
             ranks[small[order[num_due:]]] += _AFTER
-        # Used on probation: it would only change over into the main queue.
+        # A block used on probation would only move to the main queue.
         ranks[small[self._uses[slots[small]] > 1]] += 2 * self._next
         return ranks
 
     def _come_back(self, names: Array) -> list[bool]:
-        """Return which of `names` are ghosts' no longer."""
+        """Return which of `names` were ghosts; they are ghosts no longer."""
         known = [name in self._ghosts for name in names.tolist()]
         for name in names[known].tolist():
             self._ghosts.pop(name, None)
         return known
 
     def _turn(self, small: int, main: int) -> None:
-        """Have what stood before these places in their queues, and stays, enter the main one."""
+        """Move the blocks before these places that stay to the end of the main queue."""
         passed = np.flatnonzero(
             (self._place > 0)
             & (self._place < np.where(self._is_main, main, small))

@@ -16,7 +16,11 @@ HAS_GROUPS = True
 RESOLVES_LATE = True
 SALT_FIELD = "cache_salt"
 
-REQUEST_FIELDS = main_line.REQUEST_FIELDS | {"py_connector_prefix_end": None}
+BOUND = (*main_line.BOUND, "multimodal_item_runs")
+REQUEST_FIELDS = main_line.REQUEST_FIELDS | {
+    "py_connector_prefix_end": None,
+    "multimodal_item_runs": None,
+}
 
 RequestData = main_line.RequestData
 SchedulerOutput = main_line.SchedulerOutput
@@ -42,6 +46,8 @@ class KvCacheConnectorScheduler(main_line.KvCacheConnectorScheduler):
 
 
 class Manager(main_line.Manager):
+    bound = BOUND
+
     def cancel_load(self, request: Any, start: int, end: int) -> None:
         self.scheduler.cancel_load(request, start, end)
 

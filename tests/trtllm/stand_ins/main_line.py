@@ -1,4 +1,4 @@
-"""TensorRT-LLM's main line: layer groups, short honours, replays, attention data parallelism.
+"""TensorRT-LLM's main line: layer groups, partly taken offers, replays, attention data parallelism.
 
 Source: `pyexecutor/connectors/kv_cache_connector.py` and `kv_cache_layout.py` of that line.
 """
@@ -17,9 +17,26 @@ HAS_GROUPS = True
 RESOLVES_LATE = False
 SALT_FIELD = "cache_salt"
 
+_NEW = (
+    "cache_salt",
+    "multimodal_item_run_cu_offsets",
+    "multimodal_run_positions",
+    "multimodal_run_lengths",
+    "encoder_tokens",
+)
+BOUND = (
+    *(name for name in v1_3rc.BOUND if name != "cache_salt_id"),
+    *_NEW,
+    "try_get_encoder_output_len",
+)
+"""Source: `GenericLlmRequest` in cpp/tensorrt_llm/nanobind/batch_manager/bindings.cpp of the
+branches lowsfer/TensorRT-LLM at 61997fd2 and patchychen-nv/TensorRT-LLM at b9d514f4, of summer
+2026. `encoder_output_len`, which raises for requests without an encoder, is not read. Uuids of
+media go into the constructor and cannot be read; they are part of the digests."""
+
 REQUEST_FIELDS = {
     name: value for name, value in v1_3rc.REQUEST_FIELDS.items() if name != "cache_salt_id"
-} | {"cache_salt": None, "multimodal_item_runs": None}
+} | dict.fromkeys(_NEW)
 
 
 @dataclass
@@ -120,6 +137,8 @@ def llm_args(*, cache: dict[str, Any], **changes: Any) -> Any:
 class Manager(v1_3rc.Manager):
     """Asks and commits apart, so that an engine may take less of an offer."""
 
+    bound = BOUND
+
     def __init__(
         self,
         workers: list[Any],
@@ -163,6 +182,12 @@ class Manager(v1_3rc.Manager):
             return
         self.scheduler.update_state_after_alloc_by_layer_group(request, [[*one] for one in groups])
 
+    def request_finished(self, request: Any, groups: list[list[int]]) -> bool:
+        is_saving = super().request_finished(request, groups)
+        if self.is_attention_dp:  # others keep what they know of an id
+            self.forget(request)
+        return is_saving
+
     def tell_finished(self, request: Any, groups: list[list[int]]) -> bool:
         if self.is_flat:
             return super().tell_finished(request, groups)
@@ -188,7 +213,10 @@ class Manager(v1_3rc.Manager):
             )
         tokens, groups = request.get_tokens(0), cache.pages_of(request)
         num_tokens, counts = self.seen.get(request.request_id, (0, [0] * len(groups)))
-        self.seen[request.request_id] = (len(tokens), [len(pages) for pages in groups])
+        self.seen[request.request_id] = (
+            max(num_tokens, len(tokens)),
+            [max(count, len(pages)) for pages, count in zip(groups, counts, strict=True)],
+        )
         fresh = [pages[count:] for pages, count in zip(groups, counts, strict=True)]
         return RequestData(
             request.request_id,
@@ -214,7 +242,7 @@ class Manager(v1_3rc.Manager):
             super().handle_metadata()
 
     def forget(self, request: Any) -> None:
-        """Have a request whose blocks were taken away, or that has ended, reported anew."""
+        """Have a request whose blocks were taken away reported again."""
         self.seen.pop(request.request_id, None)
         self.external_loads.pop(request.request_id, None)
         self.loaded.pop(request.request_id, None)

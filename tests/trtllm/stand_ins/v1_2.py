@@ -9,6 +9,7 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+from tests.trtllm.llm_request import BoundRequest
 from tests.trtllm.stand_ins.classes_1_2 import (
     KvCacheConnectorConfig,
     KvCacheConnectorScheduler,
@@ -31,24 +32,52 @@ HAS_GROUPS = False
 RESOLVES_LATE = False
 SALT_FIELD = "cache_salt_id"
 
+BOUND = (
+    "request_id",
+    "prompt_len",
+    "orig_prompt_len",
+    "max_new_tokens",
+    "state",
+    "context_current_position",
+    "context_chunk_size",
+    "is_generation_only_request",
+    "is_dummy_request",
+    "get_tokens",
+    "prompt_embedding_table",
+    "prompt_vocab_size",
+    "multimodal_embedding",
+    "multimodal_hashes",
+    "multimodal_positions",
+    "multimodal_lengths",
+    "mrope_rotary_cos_sin",
+    "mrope_position_deltas",
+    "position_ids",
+    "lora_task_id",
+    "lora_weights",
+    "lora_config",
+    "cache_salt_id",
+)
+"""Attributes that the bindings have, but for figures, sampling and the states of transfers.
+
+Source: `GenericLlmRequest` in cpp/tensorrt_llm/nanobind/batch_manager/bindings.cpp of
+NVIDIA/TensorRT-LLM at cc8cd5af, and pybind's of the same time. The first builds of 1.1 (0159d905)
+lack `cache_salt_id`, and have no salts. Prompts' extra ids, language adapters and an encoder's
+features go into the constructor and cannot be read.
+"""
+
 REQUEST_FIELDS = {
-    "cache_salt_id": None,
-    "lora_task_id": None,
-    "prompt_embedding_table": None,
-    "prompt_vocab_size": None,
-    "mrope_rotary_cos_sin": None,
-    "multimodal_hashes": None,
-    "multimodal_positions": None,
-    "multimodal_lengths": None,
-    "multimodal_embedding": None,
+    **dict.fromkeys(BOUND[BOUND.index("prompt_embedding_table") :]),
     "encoder_tokens": None,
-    "position_ids": None,
     "is_dummy_request": False,
     "is_generation_only_request": False,
     "py_lora_path": None,
     "py_multimodal_data": None,
     "py_prompt_embedding_table": None,
 }
+"""More attributes of Python's subclass, which sets `py_lora_path` and `py_multimodal_data` always.
+
+Source: `LlmRequest.__init__` in pyexecutor/llm_request.py.
+"""
 
 
 class Policy(Enum):
@@ -112,10 +141,11 @@ class Transfers:
 class Manager:
     """Between executor and connector; the ranks of one engine in one object.
 
-    What rank 0 says is pickled for the others, as MPI's broadcast does it.
+    The answers of rank 0 are pickled for the others, as MPI's broadcast does it.
     """
 
     is_attention_dp = False
+    bound = BOUND
 
     def __init__(self, workers: list[Any], scheduler: Any) -> None:
         self.workers = workers
@@ -129,7 +159,9 @@ class Manager:
         self.output: Any = None
         self.sent: list[tuple[int, Any]] = []
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
+    def get_num_new_matched_tokens(self, original: Any, num_computed_tokens: int) -> int:
+        """Ask and commit in one, as C++ does for the first cache manager: with a copy."""
+        request = BoundRequest(original, self.bound)
         if request.is_generation_only_request:
             raise RuntimeError("no connector for requests that only generate")
         count, is_async = self._ask(request, num_computed_tokens)
@@ -163,7 +195,8 @@ class Manager:
     def deltas(self, request: Any, cache: Any) -> tuple[Any, ...]:
         tokens, pages = request.get_tokens(0), cache.pages_of(request)[0]
         num_tokens, (num_pages,) = self.seen.get(request.request_id, (0, [0]))
-        self.seen[request.request_id] = (len(tokens), [len(pages)])
+        # The record of an id only grows, also if a later request of that id is shorter.
+        self.seen[request.request_id] = (max(num_tokens, len(tokens)), [max(num_pages, len(pages))])
         return (
             request.request_id,
             tokens[num_tokens:],
@@ -172,6 +205,7 @@ class Manager:
         )
 
     def span(self, request: Any, tokens: list[int]) -> tuple[int, int]:
+        request.was_reported = True
         if request.state == "CONTEXT_INIT":
             left = request.prompt_len - request.context_current_position
             return request.context_current_position, min(left, request.context_chunk_size)
@@ -188,6 +222,8 @@ class Manager:
         for request in context:
             if request.request_id in self.new[0].loading:
                 request.state = "DISAGG_GENERATION_TRANS_IN_PROGRESS"
+                for new in self.new:  # the original takes the place of its copy
+                    new.loading[request.request_id] = request
         return [one for one in context if one.request_id not in self.new[0].loading]
 
     def handle_metadata(self) -> None:
@@ -233,7 +269,7 @@ class Manager:
         return list(everywhere[0].saving.values())
 
     def forget(self, request: Any) -> None:
-        """Nothing: this version keeps what it knows of ended requests."""
+        """Nothing: this version keeps what it knows of ended requests, for ever."""
 
     def _ask(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         count, is_async = self.scheduler.get_num_new_matched_tokens(request, num_computed_tokens)

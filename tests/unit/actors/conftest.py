@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.ownership import sweep
-from kvray.actors.shard import Shard
+from kvray.actors.owner.ownership import sweep
+from kvray.actors.shard.shard import Shard
 from tests.far import Far
 from tests.unit.actors.shard_process import ShardProcess, shard_process
 from tests.unit.actors.small_mover import FarPeer, MakeNode, NearPeer, Node

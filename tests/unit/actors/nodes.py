@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from kvray.actors.arguments import unpacked
-from kvray.actors.orders import FetchOrder, FetchReport, SourceReport, Span
-from kvray.actors.peers import Peers
-from kvray.actors.replica_stager import ReplicaStager
-from kvray.actors.replicas import Reader, Replicas
-from kvray.actors.stager import Prefix, Stager, StagingSettings
-from kvray.block import BlockKey
+from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport, Span
+from kvray.actors.ray_glue.arguments import unpacked
+from kvray.actors.staging.peers import Peers
+from kvray.actors.staging.replica_stager import ReplicaStager
+from kvray.actors.staging.replicas import Reader, Replicas
+from kvray.actors.staging.stager import Prefix, Stager, StagingSettings
 from kvray.errors import ShardUnavailable
+from kvray.identity.block import BlockKey
 from kvray.index import Run
-from kvray.store import Arena, Wanted
+from kvray.store import Arena, PartRequest
 from tests.unit.store.small_arena import PATIENT_S, SLOT, make_arena, spec
 
 SETTINGS = StagingSettings(deadline_s=2.0, call_timeout_s=0.2, handover_s=5.0, fetches_max=2)
@@ -64,7 +64,7 @@ class Nodes:
         self.may_move = asyncio.Event()
         self.may_move.set()
         self.blocks_per_step = 10**6
-        """After so many blocks a mover asks anew whether it may go on."""
+        """After so many blocks a mover asks again whether it may go on."""
 
     @classmethod
     def make(cls, parent: Path, names: str = "ab", *, num_slabs: int = 8) -> "Nodes":
@@ -116,7 +116,7 @@ class Nodes:
         }
 
     async def ask(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
-        """See `Ask`."""
+        """As `Ask`."""
         self.calls.append((actor, method))
         if actor in self.gone:
             raise ShardUnavailable(f"There is no {actor}.")
@@ -132,7 +132,7 @@ class Nodes:
         if (other := self.others.get(f"{actor}.{method}")) is not None:
             answer = other(*args)
             return await answer if asyncio.iscoroutine(answer) else answer
-        if method in ("ping", "meet"):
+        if method in ("ping", "connect"):
             return None
         if method == "promote":
             return 0
@@ -218,7 +218,7 @@ class Nodes:
         parent: BlockKey,
         depth: int,
     ) -> int:
-        held = source.mover.lease_for(keys, [[Wanted(span.part)]])
+        held = source.mover.lease_for(keys, [[PartRequest(span.part)]])
         assert held is not None
         if not held.num_blocks:
             return 0
@@ -239,8 +239,10 @@ class Nodes:
         return held.num_blocks - made.dropped
 
 
-def prefix_of(keys: Sequence[BlockKey], *wanted: Wanted, seconds_per_block: float = 0.0) -> Prefix:
-    parts = wanted or (Wanted(0),)
+def prefix_of(
+    keys: Sequence[BlockKey], *requests: PartRequest, seconds_per_block: float = 0.0
+) -> Prefix:
+    parts = requests or (PartRequest(0),)
     return Prefix(
         keys=tuple(keys),
         readers=(parts,),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvray.actors.shard import Shard
+from kvray.actors.shard.shard import Shard
 from tests.unit.actors.small_shard import Line, open_arena, settings_for, wait_until_serving
 from tests.unit.store.small_arena import SLOT, chain, store
 

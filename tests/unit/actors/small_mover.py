@@ -7,12 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvray.actors.mover import Mover, MoverSettings, Peer
-from kvray.actors.orders import FetchOrder, FetchReport, Offer, SendOrder, Span, Want
-from kvray.block import BlockKey
+from kvray.actors.mover.mover import Mover, MoverSettings, RemoteMover
+from kvray.actors.mover.orders import (
+    FetchOrder,
+    FetchReport,
+    LeaseRequest,
+    ReadLease,
+    SendOrder,
+    Span,
+)
 from kvray.errors import ShardUnavailable
-from kvray.store import Arena, Wanted, payload
-from kvray.store.layout import READY, RESERVED
+from kvray.identity.block import BlockKey
+from kvray.store import Arena, PartRequest
+from kvray.store.arena import payload
+from kvray.store.arena.layout import READY, RESERVED
 from tests.far import Far
 from tests.unit.store.small_arena import content, make_arena, spec
 
@@ -40,7 +48,9 @@ def settings_for(directory: Path, **changes: Any) -> MoverSettings:
 class Node:
     """A directory, the arena in it as its owner has it, and a mover."""
 
-    def __init__(self, directory: Path, name: str, peers: dict[str, Peer], **asked: int) -> None:
+    def __init__(
+        self, directory: Path, name: str, peers: dict[str, RemoteMover], **asked: int
+    ) -> None:
         directory.mkdir()
         self.directory = directory
         self.name = name
@@ -85,7 +95,7 @@ class Node:
             self.far.kill()
         self.arena.close()
 
-    def _peer(self, name: str) -> Peer:
+    def _peer(self, name: str) -> RemoteMover:
         if name not in self._peers:
             raise ShardUnavailable(f"There is no {name}.")
         return self._peers[name]
@@ -103,8 +113,8 @@ class NearPeer:
     def __init__(self, mover: Mover) -> None:
         self._mover = mover
 
-    def offer(self, want: Want, *, timeout_s: float) -> Offer:
-        return self._mover.offer(want)
+    def lease(self, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
+        return self._mover.lease(request)
 
     def send(self, order: SendOrder, *, timeout_s: float) -> Any:
         return self._mover.send(order)
@@ -119,9 +129,9 @@ class FarPeer:
     def __init__(self, far: Far) -> None:
         self._far = far
 
-    def offer(self, want: Want, *, timeout_s: float) -> Offer:
-        offer: Offer = self._far.call("offer", want, timeout_s=timeout_s)
-        return offer
+    def lease(self, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
+        lease: ReadLease = self._far.call("lease", request, timeout_s=timeout_s)
+        return lease
 
     def send(self, order: SendOrder, *, timeout_s: float) -> Any:
         return self._far.call("send", order, timeout_s=timeout_s)
@@ -161,7 +171,7 @@ def is_right(arena: Arena, keys: list[BlockKey], *, part: int = 0, block_bytes: 
     """Return whether all of `keys` are READY with the bytes that a test stored."""
     if not keys:
         return True
-    held = arena.lease_for(keys, [[Wanted(part)]])
+    held = arena.lease_for(keys, [[PartRequest(part)]])
     if held is None or held.num_blocks < len(keys):
         return False
     slots = arena.leased_slots(held.leases[0])
@@ -184,5 +194,5 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None
         time.sleep(0.01)
 
 
-def _no_peer(name: str) -> Peer:
+def _no_peer(name: str) -> RemoteMover:
     raise ShardUnavailable(f"There is no {name}.")

@@ -1,17 +1,19 @@
 """What the tests of a shard build: small shards without Ray, and a lookup that they announce to."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvray.actors.lookup import Announcement, Answer, Lookup
-from kvray.actors.nvme_tier import NvmeSettings
-from kvray.actors.shard import Shard
-from kvray.actors.shard_settings import ShardSettings
-from kvray.block import BlockKey, Namespace
+from kvray.actors.lookup.lookup import Announcement, Answer, Lookup
+from kvray.actors.shard.nvme_tier import NvmeSettings
+from kvray.actors.shard.settings import ShardSettings
+from kvray.actors.shard.shard import Shard
 from kvray.errors import ShardUnavailable
+from kvray.identity.block import BlockKey, Namespace
+from kvray.index import Run
 from kvray.store import Arena
 from tests.unit.store.nvme.small_store import spec as nvme_spec
 from tests.unit.store.small_arena import PATIENT_S, spec
@@ -38,23 +40,38 @@ OTHER_LAYOUT = replace(NAMESPACE, kv_dtype="float8", part_bytes=256)
 
 
 class Line:
-    """Brings announcements to a lookup, which can be cut off, slow, or replaced."""
+    """Brings announcements to a lookup, which can be cut off, slow, or replaced.
+
+    The actor takes one call at a time, so calls of several shards' threads wait for `turn` here.
+    """
 
     def __init__(self) -> None:
         self.lookup = Lookup()
+        self.turn = threading.Lock()
         self.cut = False
         self.hang_s = 0.0
+        self.late = 0
+        """Answers that are said to be late, before one is given."""
         self.heard: list[Announcement] = []
 
-    def announce(self, announcement: Announcement) -> Answer:
+    def announce(self, announcement: Announcement) -> Answer | None:
         time.sleep(self.hang_s)
+        if self.late:
+            self.late -= 1
+            return None
         if self.cut:
             raise ShardUnavailable("The lookup is cut off.")
-        self.heard.append(announcement)
-        return self.lookup.announce(announcement, time.monotonic())
+        with self.turn:
+            self.heard.append(announcement)
+            return self.lookup.announce(announcement, time.monotonic())
+
+    def locate(self, keys: bytes) -> list[Run]:
+        with self.turn:
+            return self.lookup.locate(keys, time.monotonic())
 
     def matched(self, keys: list[BlockKey]) -> int:
-        return self.lookup.index.match(b"".join(keys), 1).num_blocks
+        with self.turn:
+            return self.lookup.index.match(b"".join(keys), 1).num_blocks
 
 
 def settings_for(directory: Path, **changes: Any) -> ShardSettings:

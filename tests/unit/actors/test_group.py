@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from kvray.actors.shard import Shard
+from kvray.actors.shard.shard import Shard
 from tests.unit.actors.small_shard import Line, settings_for, wait_for, wait_until_serving
 
 GROUP, MEMBER = 54321, 12345
@@ -28,7 +28,7 @@ _ENGINE = textwrap.dedent(
     import logging, os, sys
     from pathlib import Path
     from kvray import node
-    from kvray.store.access import Access
+    from kvray.store.machine.access import Access
     directory, user, group, access = sys.argv[1:]
     os.setgroups([int(group)])
     os.setresgid(int(user), int(user), int(user))

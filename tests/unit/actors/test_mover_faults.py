@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.block import BlockKey
-from kvray.store import ArenaOwner, payload
-from kvray.store.layout import READY
-from kvray.store.tables import Array
+from kvray.identity.block import BlockKey
+from kvray.store import ArenaOwner
+from kvray.store.arena import payload
+from kvray.store.arena.layout import READY
+from kvray.store.arena.tables import Array
 from kvray.transport.nixl import NixlTransport
 from tests.unit.actors.small_mover import MakeNode, Node, is_right, span, wait_until
 from tests.unit.store.small_arena import chain, store
@@ -68,7 +69,7 @@ def test_pusher_that_was_stopped_and_wakes_changes_no_ready_slot(
     thread.join()
     [report] = reports
     arrived = report.here[0]
-    assert target.mover.status()["doubtful_slots_total"] > 0
+    assert target.mover.status()["fenced_slots_total"] > 0
     assert arrived < 60
     assert report.sources["a"].error is not None
     ArenaOwner(target.arena).adopt()  # the shard there is killed and comes back meanwhile
@@ -95,8 +96,8 @@ def test_slots_in_doubt_are_no_ones_until_the_fence(pusher: Node, target: Node) 
     thread.join()
     wait_until(lambda: target.num_reserved == 0)
     status = target.mover.status()
-    assert status["doubtful_slots"] == 0
-    assert status["doubtful_slots_total"] > 0
+    assert status["fenced_slots"] == 0
+    assert status["fenced_slots_total"] > 0
     assert status["transports"]["nixl"]["incarnation"] == 1
     assert reports[0].here[0] < 60
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.actors.ownership import sweep
-from kvray.actors.shard import Shard
-from kvray.block import BlockKey
+from kvray.actors.owner.ownership import sweep
+from kvray.actors.shard.shard import Shard
+from kvray.identity.block import BlockKey
 from kvray.node.shard_socket import ShardSocket
-from kvray.store.arena_file import ARENA_FILE
+from kvray.store.arena.file import ARENA_FILE
 from tests.unit.actors.small_shard import (
     NAMESPACE,
     Line,
@@ -39,7 +39,7 @@ class Node:
     shard: Shard | None = None
     line: Line = field(default_factory=Line)
 
-    def start(self, **changes: Any) -> Shard:
+    def start(self, *, is_restart: bool = False, **changes: Any) -> Shard:
         directory = self.parent / "shm"
         settings = settings_for(
             directory,
@@ -48,7 +48,7 @@ class Node:
             policy="lru",
             admission="all",
         )
-        self.shard = Shard("kvray-shard-n", settings, self.line.announce)
+        self.shard = Shard("kvray-shard-n", settings, self.line.announce, is_restart=is_restart)
         self.shard.start()
         return self.shard
 

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from kvray.actors.shard import Shard
+from kvray.actors.shard.shard import Shard
 from kvray.errors import ConfigError
 from tests.unit.actors.small_shard import Line, settings_for
 

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.actors.ownership import sweep
-from kvray.actors.shard import Shard
-from kvray.block import BlockKey
+from kvray.actors.owner.ownership import sweep
+from kvray.actors.shard.shard import Shard
 from kvray.errors import ConfigError, ShardUnavailable
-from kvray.keys import chain_keys, request_seed
+from kvray.identity.block import BlockKey
+from kvray.identity.keys import chain_keys, request_seed
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import ArenaOwner
 from tests.unit.actors.nodes import SETTINGS, Nodes
@@ -94,11 +94,9 @@ def tier() -> Iterator[Tier]:
         nodes = Nodes({name: open_arena(parent / name) for name in shards})
         stack.callback(nodes.close)
         calls.nodes = nodes
-        nodes.others["kvray-lookup.locate"] = lambda keys: line.lookup.locate(
-            keys, time.monotonic()
-        )
+        nodes.others["kvray-lookup.locate"] = line.locate
         engine = stack.enter_context(contextlib.closing(ShardSocket(parent / "a")))
-        nodes.others["kvray-shard-b.promote"] = shards["b"].promote
+        nodes.others["kvray-shard-b.promote"] = shards["b"].requests.promote
         made = Tier(a=shards["a"], b=shards["b"], nodes=nodes, engine=engine)
         made.register()
         wait_for(lambda: made.ask("report", counters={})["peers"], "hearing of the other")
@@ -145,7 +143,7 @@ def test_what_the_other_node_has_on_disk_only_is_known_and_comes_too(tier: Tier)
     leases = tier.nodes["a"].arena.lease(keys)
     assert leases
     assert fetch(tier.nodes["a"].arena, keys, leases[0])
-    assert tier.a.status()["staging"]["roused_blocks"] == 33
+    assert tier.a.status()["staging"]["promoted_blocks"] == 33
     assert tier.b.status()["nvme"]["promoted_blocks"] == 33
 
 
@@ -196,13 +194,13 @@ def test_a_prefetch_brings_a_prompt_before_its_engine_sees_it(tier: Tier) -> Non
     keys = chain_keys(tokens, tokens_per_block=32, seed=seed)
     store(tier.nodes["b"].arena, keys)
     wait_for(lambda: known(tier, keys))
-    found = tier.a.prefetch("r", tokens.tobytes(), salt="tenant")
+    found = tier.a.requests.prefetch("r", tokens.tobytes(), salt="tenant")
     assert found == {"num_tokens": 160, "staged_tokens": 160, "num_blocks": 5, "reason": "none"}
-    again = tier.a.prefetch("r", tokens.tobytes(), salt="tenant")
+    again = tier.a.requests.prefetch("r", tokens.tobytes(), salt="tenant")
     assert (again["num_tokens"], again["staged_tokens"]) == (160, 0)
-    assert tier.a.prefetch("r", tokens[:1].tobytes())["num_blocks"] == 0
+    assert tier.a.requests.prefetch("r", tokens[:1].tobytes())["num_blocks"] == 0
     with pytest.raises(ConfigError, match="No rank of 'unknown'"):
-        tier.a.prefetch("unknown", tokens.tobytes())
+        tier.a.requests.prefetch("unknown", tokens.tobytes())
 
 
 def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier: Tier) -> None:
@@ -217,15 +215,15 @@ def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier: Tier) -> None:
     store(tier.nodes["b"].arena, KEYS)
     wait_for(lambda: known(tier, KEYS))
     packed = b"".join(KEYS)
-    assert tier.a.stage_ranks("r", [0], 2.0, 0.0, None, packed) == {
+    assert tier.a.requests.stage_ranks("r", [0], 2.0, 0.0, None, packed) == {
         "num_blocks": 12,
         "reason": "none",
     }
-    assert tier.a.stage("r", 0, packed, 2.0)["num_blocks"] == 12
-    leases = tier.a.lease_ranks("r", [0], "token", packed)
+    assert tier.a.requests.stage("r", 0, packed, 2.0)["num_blocks"] == 12
+    leases = tier.a.requests.lease_ranks("r", [0], "token", packed)
     assert leases[0][0] == arena.arena_id
-    tier.a.release_ranks("token")
-    assert tier.a.lease_ranks("r", [0], "token", packed) == {}
+    tier.a.requests.release_ranks("token")
+    assert tier.a.requests.lease_ranks("r", [0], "token", packed) == {}
 
 
 def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier: Tier) -> None:
@@ -240,5 +238,5 @@ def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier: Tier) -> None
     stopper = threading.Thread(target=stop_soon, name="stopper")
     stopper.start()
     with pytest.raises(ShardUnavailable):
-        tier.a.stage("r", 0, b"".join(KEYS), 5.0)
+        tier.a.requests.stage("r", 0, b"".join(KEYS), 5.0)
     stopper.join()

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvray import wire
-from kvray.actors.engine_requests import EngineRequests
-from kvray.actors.shard import Shard
+from kvray.actors.shard.engine_requests import EngineRequests
+from kvray.actors.shard.shard import Shard
 from kvray.errors import KVRayError
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable
 
-from kvray.replay import Outcome, Simulator, Trace
-from tests.unit.replay.lru import lru_hits
+from kvray.lab.replay import Outcome, Trace
+from tests.unit.lab.replay.lru import lru_hits
 
 
 def simulate(
@@ -42,22 +42,15 @@ def simulate(
     )
 
 
-STAND_IN = Simulator(
-    simulate=simulate,
-    policies=("lru", "double"),
-    admissions=("all", "half"),
-    everything="all",
-)
-
 if __name__ == "__main__":
     import sys
-    from dataclasses import replace
 
-    from kvray.cli import main, replay_run
+    from kvray.cli import main
+    from kvray.lab.replay import simulator
 
-    simulator = STAND_IN
+    simulator.simulate = simulate
+    simulator.POLICIES, simulator.ADMISSIONS = ("lru", "double"), ("all", "half")
     if "--slow" in sys.argv:
         sys.argv.remove("--slow")
-        simulator = replace(STAND_IN, policies=("lru", "slow"))
-    replay_run.load_simulator = lambda: simulator
+        simulator.POLICIES = ("lru", "slow")
     main()

@@ -1,23 +1,32 @@
 """Bad input: one sentence, exit status 2, nothing left behind."""
 
+import itertools
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TextIO
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 import kvray
+from kvray.actors.owner.ownership import as_owner
+from kvray.cli.app import app as cli_app
 from tests.unit.cli.conftest import RunKvray
 
 COMMANDS = (
     *("up", "down", "status", "verify", "clear", "sweep", "connector-config", "demo", "replay"),
     *("doctor", "probe", "upgrade", "explain", "ls", "top", "prefetch"),
-    *("bench local", "bench connector", "bench gpu"),
+    *("bench local", "bench connector", "bench gpu", "bench staging", "bench nvme"),
     *("config show", "config fit", "config schema"),
     *("dashboard install", "dashboard scrape", "dashboard rules", "dashboard show"),
 )
+ROOT = Path(__file__).parents[3]
 
 
 def assert_refused(
@@ -51,10 +60,27 @@ def open_port() -> Iterator[int]:
         yield int(server.getsockname()[1])
 
 
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """A directory whose path is short enough for Ray's sockets."""
+    with tempfile.TemporaryDirectory(prefix="kvt-") as made:
+        yield Path(made)
+
+
 def test_help_names_every_command(run_kvray: RunKvray) -> None:
     done = run_kvray("--help")
     assert done.returncode == 0
     assert all(command.split()[0] in done.stdout for command in COMMANDS)
+    assert all(panel in done.stdout for panel in ("Run a tier", "Look at it", "Try and measure"))
+
+
+def test_help_flows_within_80_columns(run_kvray: RunKvray) -> None:
+    lines = [line.rstrip() for line in run_kvray("up", "--help", COLUMNS="80").stdout.splitlines()]
+    assert max(map(len, lines)) <= 80
+    prose = lines[lines.index("", 2) : next(i for i, one in enumerate(lines) if "Options ─" in one)]
+    for line, following in itertools.pairwise(prose):
+        if line and following:
+            assert len(f"{line} {following.split()[0]}") > 79, "broken where the source breaks"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -62,7 +88,9 @@ def test_every_command_explains_itself(run_kvray: RunKvray, command: str) -> Non
     done = run_kvray(*command.split(), "--help")
     assert done.returncode == 0
     assert "--verbose" in done.stdout
-    assert "Examples:" in done.stdout or " " in command, "commands of a group explain each other"
+    assert "Exit status:" in done.stdout
+    assert f"kvray {command}" in done.stdout.partition("Examples:")[2], "an example to copy"
+    assert "<bool>" not in done.stdout
 
 
 def test_version_is_the_package_s(run_kvray: RunKvray) -> None:
@@ -88,11 +116,62 @@ def test_unknown_setting_is_refused_with_the_nearest_one(
     assert_refused(done, tmp_path, "did you mean arena.capacity", kept={"kvray.yaml"})
 
 
-@pytest.mark.parametrize("size", ["-1GiB", "-5", "0", "much"])
+@pytest.mark.parametrize("size", ["-1GiB", "-5", "0", "much", str(10**30), "9" * 14 + "TiB"])
 def test_size_that_is_none_is_refused(run_kvray: RunKvray, tmp_path: Path, size: str) -> None:
     (tmp_path / "kvray.yaml").write_text(f"arena: {{capacity: {size}}}\n")
     done = run_kvray("up", "-c", "kvray.yaml")
-    assert_refused(done, tmp_path, "arena.capacity", "64GiB", kept={"kvray.yaml"})
+    assert_refused(done, tmp_path, "arena.capacity", "; write ", kept={"kvray.yaml"})
+
+
+def test_configuration_that_is_a_pipe_is_not_waited_for(
+    run_kvray: RunKvray, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    done = run_kvray("config", "show", "-c", "pipe")
+    assert_refused(done, tmp_path, "pipe is a pipe", "name a file", kept={"pipe"})
+
+
+def test_working_directory_that_is_gone_is_said(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = "import os, sys; os.rmdir(os.getcwd()); from kvray.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "status"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=gone,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert_refused(done, tmp_path, "The working directory was removed")
+
+
+@pytest.mark.parametrize("args", [["--version"], ["--help"], ["config", "show"]])
+def test_stdout_that_cannot_be_written_is_said(args: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = _kvray_to(full, args)
+    assert done.returncode == 2
+    assert done.stderr == "kvray: stdout cannot be written: No space left on device.\n"
+
+
+def test_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        done = _kvray_to(pipe, ["config", "show"])
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_closed_stdout_is_said() -> None:
+    shell = f"exec {sys.executable} -m kvray config show >&-"
+    done = subprocess.run(shell, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvray: stdout is closed")
+
+
+def _kvray_to(stdout: TextIO, args: list[str]) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "kvray", *args]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False)
 
 
 def test_missing_configuration_is_named(run_kvray: RunKvray, tmp_path: Path) -> None:
@@ -118,9 +197,81 @@ def test_port_in_use_is_refused(run_kvray: RunKvray, tmp_path: Path, open_port: 
     assert_refused(done, tmp_path, f"Port {open_port}", "choose another --port")
 
 
-def test_port_and_address_exclude_each_other(run_kvray: RunKvray, tmp_path: Path) -> None:
-    done = run_kvray("up", "--port", "7000", "--address", "10.0.0.5:6379")
+@pytest.mark.parametrize("option", [["--port", "7000"], ["--dashboard"]])
+def test_what_is_for_a_local_ray_and_an_address_exclude_each_other(
+    run_kvray: RunKvray, tmp_path: Path, option: list[str]
+) -> None:
+    done = run_kvray("up", *option, "--address", "10.0.0.5:6379")
     assert_refused(done, tmp_path, "leave one of the two out")
+
+
+def test_arena_that_cannot_fit_is_refused_before_a_ray_is_started(
+    run_kvray: RunKvray, short_dir: Path
+) -> None:
+    done = run_kvray("up", KVRAY_ARENA__CAPACITY="100TiB", TMPDIR=str(short_dir))
+    assert_refused(done, short_dir, "The arena needs", "lower arena.capacity")
+
+
+def test_directory_for_rays_files_is_one_that_ray_can_use(
+    run_kvray: RunKvray, tmp_path: Path
+) -> None:
+    (tmp_path / "é").mkdir()
+    done = run_kvray("up", TMPDIR=str(tmp_path / "é"))
+    assert_refused(done, tmp_path, "set TMPDIR", kept={"é"})
+
+
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_shard_of_another_ray_is_named(run_kvray: RunKvray, short_dir: Path, command: str) -> None:
+    node_dir = short_dir / "kvray-taken"
+    node_dir.mkdir(mode=0o700)
+    with as_owner(node_dir) as is_owner:
+        assert is_owner
+        done = run_kvray(command, **_tier_in(short_dir, "taken"))
+    assert_refused(done, short_dir, f"owns {node_dir}", "`kvray down`", kept={"kvray-taken"})
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes directories of other users")
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_tier_of_another_user_is_not_taken_for_none(
+    run_kvray: RunKvray, short_dir: Path, command: str
+) -> None:
+    node_dir = short_dir / "kvray-theirs"
+    node_dir.mkdir()
+    os.chown(node_dir, 65534, 65534)
+    done = run_kvray(command, **_tier_in(short_dir, "theirs"))
+    assert_refused(done, short_dir, "belongs to another user", kept={"kvray-theirs"})
+
+
+def _tier_in(directory: Path, name: str) -> dict[str, str]:
+    """Return the environment of a tier whose files are all in one directory."""
+    where = str(directory)
+    return {"KVRAY_CLUSTER_NAME": name, "KVRAY_ARENA__DIR": where, "TMPDIR": where}
+
+
+def test_every_number_has_bounds_and_is_held_to_them() -> None:
+    app = typer.main.get_command(cli_app)
+    numbers = [
+        (path, parameter)
+        for path, parameter in _parameters(app, ())
+        if "int" in (kind := str(parameter.type_descriptor.annotation)) or "float" in kind
+    ]
+    assert len(numbers) > 10
+    for path, number in numbers:
+        assert number.min is not None, (path, number.name)
+        assert number.max is not None, (path, number.name)
+        option = [number.opts[0]] if number.opts[0].startswith("-") else []
+        for value in (number.min - 1, number.max + 1, "nan", "inf", "1" + "0" * 400, "x", ""):
+            done = CliRunner().invoke(cli_app, [*path, *option, str(value)])
+            assert done.exit_code == 2, (path, number.name, value, done.output)
+            assert "Invalid value" in done.output or "No such option" in done.output
+
+
+def _parameters(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, below in getattr(command, "commands", {}).items():
+        yield from _parameters(below, (*path, name))
+    if not hasattr(command, "commands"):
+        yield from ((path, parameter) for parameter in command.params)
 
 
 def test_status_without_a_tier_says_how_to_start_one(run_kvray: RunKvray, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_only_what_was_set_is_shown_if_asked_for(run: Run) -> None:
     done = run("config", "show", "--changed", text="arena: {capacity: 8GiB}")
     rows = [line.split() for line in done.stdout.splitlines() if "arena." in line]
     assert rows == [["arena.capacity", "8GiB", "kvray.yaml:1"]]
-    assert "as by default" in run("config", "show", "--changed", text="").stdout
+    assert "has its default" in run("config", "show", "--changed", text="").stdout
 
 
 def test_the_table_names_the_file_and_shows_sizes_with_units(run: Run) -> None:

@@ -2,11 +2,11 @@
 
 import json
 
-from kvray.replay import belady
-from kvray.replay.simulator import ADMISSIONS, POLICIES
+from kvray.lab.replay import belady
+from kvray.lab.replay.simulator import ADMISSIONS, POLICIES
 from tests.unit.cli.conftest import RunKvray
-from tests.unit.replay.excerpts import SESSIONS, excerpt
-from tests.unit.replay.lru import lru_hits
+from tests.unit.lab.replay.excerpts import SESSIONS, excerpt
+from tests.unit.lab.replay.lru import lru_hits
 
 
 def test_all_policies_are_replayed(run_kvray: RunKvray) -> None:

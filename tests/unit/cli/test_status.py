@@ -1,9 +1,17 @@
 from typing import Any
 
+import pytest
 from rich.console import Console
 from rich.table import Table
 
-from kvray.cli.status import memory_table, replicas_table, shards_table
+from kvray.cli.status import (
+    _print,
+    ended_line,
+    memory_table,
+    prompt_totals,
+    replicas_table,
+    shards_table,
+)
 
 ARENA = {
     "resident_bytes": 3 * 2**20,
@@ -16,8 +24,8 @@ ARENA = {
 }
 
 
-def text_of(table: Table) -> str:
-    console = Console(width=80, highlight=False)
+def text_of(table: Table, width: int = 80) -> str:
+    console = Console(width=width, highlight=False)
     with console.capture() as capture:
         console.print(table)
     return capture.get()
@@ -37,6 +45,21 @@ def test_shard_that_gets_ready_shows_how_far_it_is() -> None:
 def test_shard_that_does_not_answer_says_so() -> None:
     shard = {"shard": "kvray-shard-0123456789ab", "state": "unreachable", "message": "no answer"}
     assert "unreachable" in text_of(shards_table([shard]))
+
+
+def test_process_that_is_stopped_with_the_lock_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stopped = {"pid": 4242, "name": "[bold]engine", "since": 1.0}
+    shard = {"shard": "kvray-shard-01", "state": "serving", "arena": ARENA}
+    found = {"cluster_name": "c", "lookup": {"keys": 0}, "shards": [shard]}
+    _print(found)
+    assert "stopped" not in capsys.readouterr().out
+    _print({**found, "shards": [{**shard, "stopped_with_lock": stopped}]})
+    line = "kvray-shard-01: process 4242 ([bold]engine) is stopped while it has the arena's lock"
+    said = capsys.readouterr().out
+    assert line in said
+    assert "kill -CONT 4242" in said
 
 
 SLABS = {
@@ -73,12 +96,18 @@ def test_replica_shows_hits_and_misses_by_reason() -> None:
         "prompt_tokens": 900,
         "local_tokens": 32,
         "hit_tokens": 512,
+        "hit_tokens_from_host": 450,
+        "hit_tokens_from_nvme": 22,
+        "hit_tokens_from_nixl": 30,
+        "hit_tokens_from_object_ref": 10,
         "miss_tokens_not_stored": 320,
         "miss_tokens_arena_busy": 0,
         "stored_blocks": 10,
     }
-    words = " ".join(text_of(replicas_table([make_replica(counters=counters)])).split())
-    assert "r-1 0 7 900 32 512 56.9% 320 not stored 10 stored blocks" in words
+    table = replicas_table([make_replica(counters=counters)])
+    words = " ".join(text_of(table, width=120).split())
+    shares = "4% 50% 2% 4% 40%"
+    assert f"r-1 0 7 900 {shares} 320 not stored 10 stored blocks" in words
     assert "busy" not in words
 
 
@@ -88,3 +117,18 @@ def test_replica_that_is_gone_is_marked() -> None:
 
 def test_name_of_a_replica_is_no_markup() -> None:
     assert "[red]" in text_of(replicas_table([make_replica(replica="[red]")]))
+
+
+def test_who_ended_a_while_ago_is_a_sum() -> None:
+    ended = [
+        {"ranks": 40, "counters": {"requests": 1500, "prompt_tokens": 9000, "hit_tokens": 700}},
+        {"ranks": 2, "counters": {}},
+    ]
+    assert ended_line(ended) == (
+        "42 ranks ended before and are not listed: 1,500 requests, 700 hit tokens."
+    )
+    assert ended_line(ended[1:]) == "2 ranks ended before and are not listed."
+    assert (
+        prompt_totals([make_replica(counters={"prompt_tokens": 1}), *ended])["prompt_tokens"]
+        == 9001
+    )

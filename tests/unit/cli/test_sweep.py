@@ -185,7 +185,7 @@ def test_what_cannot_be_removed_is_told_and_exits_with_1(
 def test_files_of_others_beside_an_arena_are_left_and_told(dead: Path, sweep: Sweep) -> None:
     (dead / "precious").touch()
     arena = sweep(status=1)["kvray-dead"]
-    assert (arena["outcome"], arena["problem"]) == ("left", "files of others are in it.")
+    assert (arena["outcome"], arena["problem"]) == ("left", "it has files of others.")
     assert [path.name for path in dead.iterdir()] == ["precious"]
     assert sweep() == {}
 

@@ -23,7 +23,7 @@ def test_tokens_are_read_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_are_no_tokens_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "prompt.json").write_text(text)
 
-    with pytest.raises(ConfigError, match=r"prompt\.json (must hold token ids|cannot be read)"):
+    with pytest.raises(ConfigError, match=r"prompt\.json (must have token ids|cannot be read)"):
         read_tokens(tmp_path / "prompt.json")
 
 

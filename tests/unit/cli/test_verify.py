@@ -15,7 +15,7 @@ import pytest
 
 from kvray.store import Arena
 from tests.unit.cli.conftest import RunKvray
-from tests.unit.store.small_arena import SLOT, chain, make_arena, spec, store
+from tests.unit.store.small_arena import SLOT, chain, make_arena, overwrite, spec, store
 
 KEYS = chain(20)
 WAIT_S = 20.0
@@ -76,6 +76,35 @@ def test_a_wrong_block_is_named_and_exits_with_1(
     assert run_kvray("verify", KVRAY_ARENA__DIR=str(parent)).returncode == 0
 
 
+def test_damaged_tables_are_said_and_exit_with_1(
+    run_kvray: RunKvray, parent: Path, make: MakeArena
+) -> None:
+    arena = make()
+    arena.tables.slot_parent[int(store(arena, KEYS).slots[7])] = 2**20
+    done = run_kvray("verify", KVRAY_ARENA__DIR=str(parent))
+    assert done.returncode == 1
+    assert "tables damaged: 1 parents, 1 children." in done.stdout
+    damage = {"parents": 1, "children": 1}
+    assert (
+        json.loads(run_kvray("verify", "--json", KVRAY_ARENA__DIR=str(parent)).stdout)["arenas"][0][
+            "damage"
+        ]
+        == damage
+    )
+
+
+def test_overwritten_tables_are_said_in_a_sentence(
+    run_kvray: RunKvray, parent: Path, make: MakeArena
+) -> None:
+    arena = make()
+    store(arena, KEYS)
+    overwrite(arena.tables)
+    done = run_kvray("verify", KVRAY_ARENA__DIR=str(parent))
+    assert done.returncode == 1
+    assert "tables damaged" in done.stdout
+    assert done.stderr == ""
+
+
 def test_json_has_every_figure(run_kvray: RunKvray, parent: Path, make: MakeArena) -> None:
     arena = make()
     name = spoil(arena, int(store(arena, KEYS).slots[7]))
@@ -90,6 +119,7 @@ def test_json_has_every_figure(run_kvray: RunKvray, parent: Path, make: MakeAren
             "blocks": 20,
             "bytes": 20 * SLOT,
             "corrupt": [name],
+            "damage": {},
             "skipped": 0,
         }
     ]

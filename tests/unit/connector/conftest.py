@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.shard import Shard
-from kvray.actors.shard_settings import ShardSettings
+from kvray.actors.shard.settings import ShardSettings
+from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.store import Arena
 from tests.unit.actors.small_shard import Line, wait_for, wait_until_serving
@@ -67,7 +67,7 @@ def make_pair(
 ) -> Iterator[MakePair]:
     """Make connectors that end with the test, with the code of either kind of pool."""
     if request.param == "device":
-        monkeypatch.setattr("kvray.connector.cache_layout.CacheLayout.is_host", False)
+        monkeypatch.setattr("kvray.connector.model.cache_layout.CacheLayout.is_host", False)
         monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", "always")
     pairs: list[Pair] = []
 
@@ -82,7 +82,7 @@ def make_pair(
 
 
 def arena_of(pair: Pair) -> Arena:
-    arena = pair.worker._engine.link.arena
+    arena = pair.worker._shared.link.arena
     assert arena is not None
     return arena
 
@@ -93,4 +93,4 @@ def leased(pair: Pair) -> int:
 
 
 def wait_for_arena(pair: Pair) -> None:
-    wait_for(lambda: pair.worker._engine.link.arena is not None, "joining the tier")
+    wait_for(lambda: pair.worker._shared.link.arena is not None, "joining the tier")

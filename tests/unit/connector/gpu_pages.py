@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvray.connector.cache_layout import Part, Region, Step
+from kvray.connector.model.cache_layout import LayerRange, Part, Region
 from kvray.store import Arena, ArenaSpec
-from kvray.store.payload import offsets
-from kvray.store.tables import Array
+from kvray.store.arena.payload import offsets
+from kvray.store.arena.tables import Array
 from tests.unit.store.small_arena import chain
 
 PATIENT_S = 5.0
@@ -51,10 +51,10 @@ def slot_views(arena: Arena, slots: Sequence[int] | Array, block_bytes: int) -> 
     return [tables.data[start : start + block_bytes] for start in starts]
 
 
-def even_steps(num_layers: int, layer_bytes: int) -> tuple[Step, ...]:
+def even_steps(num_layers: int, layer_bytes: int) -> tuple[LayerRange, ...]:
     """Return a step a layer, in the layers' order."""
     return tuple(
-        Step((layer,), layer * layer_bytes, (layer + 1) * layer_bytes)
+        LayerRange((layer,), layer * layer_bytes, (layer + 1) * layer_bytes)
         for layer in range(num_layers)
     )
 
@@ -65,7 +65,7 @@ def part_of(*regions: Region, index: int = 0) -> Part:
 
 def region(
     num_pages: int,
-    steps: tuple[Step, ...],
+    steps: tuple[LayerRange, ...],
     *,
     gap: int = 0,
     device: str = "cpu",

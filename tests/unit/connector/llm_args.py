@@ -5,6 +5,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from kvray.connector import base
+from kvray.connector.model.engine_args import EngineArgs, read_engine_args
+
 LLAMA = {
     "model_type": "llama",
     "num_hidden_layers": 4,
@@ -27,3 +30,8 @@ def checkpoint(directory: Path, config: dict[str, Any], **files: Any) -> str:
     for name, content in {"config": config, **files}.items():
         (directory / f"{name}.json").write_text(json.dumps(content))
     return str(directory)
+
+
+def read_args(llm_args: Any) -> EngineArgs:
+    """Return the settings of `llm_args`, as a start of the engine would."""
+    return read_engine_args(llm_args, asks_every_rank=base.asks_every_rank())

@@ -17,14 +17,13 @@ from typing import Any, cast
 import torch
 
 from kvray.config import load_config
-from kvray.connector.cache_layout import CacheLayout
-from kvray.connector.engine import Engine
-from kvray.connector.engine_args import read_engine_args
-from kvray.connector.identity import identify
-from kvray.connector.read_layout import layout_of_tensor, read_layout
-from kvray.keys import chain_keys, request_seed
+from kvray.connector.model.cache_layout import CacheLayout
+from kvray.connector.model.read_layout import layout_of_tensor, read_layout
+from kvray.connector.request.identity import identify
+from kvray.connector.shared_state import SharedState
+from kvray.identity.keys import chain_keys, request_seed
 from kvray.node import NodeLink, Registration
-from tests.unit.connector.llm_args import LLAMA
+from tests.unit.connector.llm_args import LLAMA, read_args
 
 NUM_LAYERS, NUM_PAGES = 4, 2
 TOKEN_ELEMS = 32
@@ -80,8 +79,8 @@ def keys_of(named: Named, root: Path) -> list[bytes] | None:
     """Return the keys of all full blocks, made by a new engine; None if they have none."""
     with engine_version(named.engine):
         engine = make_engine(named, root)
-        digest = engine.register(make_layout(named)).digest()
-    identity = identify(make_request(named, root), engine.adapters.fingerprint)
+        engine.register(make_layout(named))
+    identity = identify(make_request(named, root), engine.identifier.adapters.fingerprint)
     if identity is None:
         return None
     return cast(
@@ -89,13 +88,13 @@ def keys_of(named: Named, root: Path) -> list[bytes] | None:
         chain_keys(
             list(named.tokens),
             tokens_per_block=engine.args.tokens_per_block,
-            seed=request_seed(digest, salt=identity.salt, lora=identity.lora),
+            seed=request_seed(engine.pool.namespace_digest, salt=identity.salt, lora=identity.lora),
             media=identity.media,
         ),
     )
 
 
-def make_engine(named: Named, root: Path) -> Engine:
+def make_engine(named: Named, root: Path) -> SharedState:
     kwargs = {} if named.rope_theta is None else {"rope_theta": named.rope_theta}
     llm_args = SimpleNamespace(
         model=str(mount(root, "model", named.model)),
@@ -112,7 +111,7 @@ def make_engine(named: Named, root: Path) -> Engine:
         ),
     )
     link = cast(NodeLink, Link())
-    return Engine(read_engine_args(llm_args), load_config(environ={}), link)
+    return SharedState(read_args(llm_args), load_config(environ={}), link)
 
 
 def make_request(named: Named, root: Path) -> Any:

@@ -118,7 +118,7 @@ class Pair:
 
     @property
     def totals(self) -> dict[str, int]:
-        return self.worker._engine.totals
+        return self.worker._shared.figures.totals
 
     def close(self) -> None:
         self.scheduler.shutdown()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from kvray.connector.device import SINGLE, Event
-from kvray.connector.pieces import Pieces
-from kvray.store.tables import Array
+from kvray.connector.device.device import SINGLE, Event
+from kvray.connector.device.pieces import Pieces
+from kvray.store.arena.tables import Array
 
 
 class SimulatedDevice:

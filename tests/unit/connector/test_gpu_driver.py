@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvray.connector import cuda_driver
-from kvray.connector.cuda_device import CudaDevice
-from kvray.connector.cuda_driver import CudaDriver
-from kvray.connector.device import BATCHED, PAGEABLE, SINGLE
-from kvray.connector.pieces import Pieces
+from kvray.connector.device import cuda_driver
+from kvray.connector.device.cuda_device import CudaDevice
+from kvray.connector.device.cuda_driver import CudaDriver
+from kvray.connector.device.device import BATCHED, PAGEABLE, SINGLE
+from kvray.connector.device.pieces import Pieces
 from kvray.errors import TierError
 
 STREAM = 0x5EED_0000_0001

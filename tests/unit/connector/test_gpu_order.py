@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvray.connector import stages
-from kvray.connector.gpu import DevicePool
-from kvray.connector.pool import Load, Ticket
+from kvray.connector.device import stages
+from kvray.connector.device.gpu import DevicePool
+from kvray.connector.device.pool import Load, Ticket
 from kvray.errors import LayoutMismatch
 from kvray.store import Arena
-from kvray.store.tables import Array
+from kvray.store.arena.tables import Array
 from tests.unit.connector.gpu_pages import (
     even_steps,
     open_arena,

@@ -2,19 +2,20 @@
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from kvray.connector import pinned
-from kvray.connector.cache_layout import Part, Step
-from kvray.connector.device import HostDevice
-from kvray.connector.gpu import DevicePool
-from kvray.connector.pool import Load
+from kvray.connector.device import pinned
+from kvray.connector.device.device import HostDevice
+from kvray.connector.device.gpu import DevicePool
+from kvray.connector.device.pool import Load
+from kvray.connector.model.cache_layout import LayerRange, Part
 from kvray.errors import LayoutMismatch, ShardUnavailable, TierError
 from kvray.store import Arena, ArenaOwner
-from kvray.store.tables import Array
+from kvray.store.arena.tables import Array
 from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.gpu_pages import (
     even_steps,
@@ -44,7 +45,7 @@ def one_region(*, num_pages: int = 8, layer_bytes: int = 40, gap: int = 0) -> Pa
 
 def two_regions() -> Part:
     """Keys in layer order and, further apart, something that all layers read."""
-    rest = (Step((0, 1, 2), 0, 24),)
+    rest = (LayerRange((0, 1, 2), 0, 24),)
     return part_of(region(8, even_steps(NUM_LAYERS, 16), gap=8), region(8, rest, gap=104))
 
 
@@ -221,6 +222,28 @@ def test_an_arena_that_is_over_is_let_go_when_the_next_one_comes(arena: Arena, e
         wait_for(lambda: sum(map(len, device.registered)) == 2**20, "letting go")
     pool.close()
     assert device.registered == []
+
+
+@pytest.mark.parametrize("end", ["retired", "closed"])
+def test_an_arena_that_is_over_is_let_go_without_a_next_one(
+    arena: Arena, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "_LOOK_S", 0.01)
+    device = CountingDevice()
+    pool = pool_of(one_region(), device=device)
+    with open_arena(capacity=2**18, slab=2**16) as before:
+        path = f"{before.directory}/arena"
+        pool.attend(before)
+        wait_for(lambda: pool.registered_bytes(before) == 2**18, "registering")
+        if end == "retired":
+            ArenaOwner(before).retire()
+        before.close()
+        wait_for(lambda: not device.registered, "letting go")
+        wait_for(lambda: path not in Path("/proc/self/maps").read_text(), "unmapping")
+    pool.attend(arena)
+    wait_for(lambda: pool.registered_bytes(arena) == 2**20, "registering the next")
+    assert pool._leaving == []
+    pool.close()
 
 
 def test_a_closed_arena_is_not_copied_from(arena: Arena) -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.connector.cache_layout import Part, Step
-from kvray.connector.stages import BEFORE_ALL, PIECE_BYTES, STAGE_BYTES, Span, Stage, Stages
+from kvray.connector.device.stages import BEFORE_ALL, PIECE_BYTES, STAGE_BYTES, Span, Stage, Stages
+from kvray.connector.model.cache_layout import LayerRange, Part
 from tests.unit.connector.gpu_pages import even_steps, part_of, region
 
 MUCH = 2**40
@@ -55,13 +55,13 @@ def test_parts_and_regions_of_one_layer_land_together() -> None:
 
 
 def test_bytes_of_several_layers_land_before_the_first_of_them() -> None:
-    steps = (Step((0,), 0, PIECE_BYTES), Step((2, 1), PIECE_BYTES, 3 * PIECE_BYTES))
+    steps = (LayerRange((0,), 0, PIECE_BYTES), LayerRange((2, 1), PIECE_BYTES, 3 * PIECE_BYTES))
     stages = stages_of(part_of(region(1, steps)))
     assert [stage.layers for stage in stages] == [{0}, {1, 2}]
 
 
 def test_bytes_that_no_layer_of_the_engine_reads_land_before_the_pass() -> None:
-    steps = (Step((0,), 0, PIECE_BYTES), Step((1, 2), PIECE_BYTES, 3 * PIECE_BYTES))
+    steps = (LayerRange((0,), 0, PIECE_BYTES), LayerRange((1, 2), PIECE_BYTES, 3 * PIECE_BYTES))
     stages = stages_of(part_of(region(1, steps)), num_layers=2)
     assert [stage.layers for stage in stages] == [{BEFORE_ALL}, {0}]
 
@@ -78,7 +78,7 @@ def test_stages_have_every_byte_once_and_never_after_its_layer(
     order.shuffle(layers)
     steps, at = [], 0
     for layer, size in zip(layers, sizes, strict=True):
-        steps.append(Step((layer,), at, at + size))
+        steps.append(LayerRange((layer,), at, at + size))
         at += size
     stages = stages_of(part_of(region(1, tuple(steps))), num_bytes=num_bytes)
     spans = sorted((span.start, span.size) for stage in stages for span in stage.spans)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvray.actors.shard import Shard
-from kvray.block import BlockKey
+from kvray.actors.shard.shard import Shard
 from kvray.connector.key_board import KeyBoard, open_board, read_keys
-from kvray.connector.meta import ConnectorMeta, KeyRun, Leased, LoadPlan, Pages, SavePlan
+from kvray.connector.meta import ConnectorMeta, KeyRun, LoadPlan, PageIds, RankLeases, SavePlan
+from kvray.identity.block import BlockKey
 from kvray.store import Arena, Lease
 from tests.unit.connector.conftest import MakePair, arena_of
 
@@ -69,9 +69,9 @@ def test_the_board_is_never_found_nor_counted_as_a_block(arena: Arena, board: Ke
 
 def test_metadata_costs_four_bytes_a_block_and_a_small_constant() -> None:
     def meta(num_blocks: int) -> bytes:
-        lease = Lease(lease_id=2**40, page=7, num_slots=num_blocks)
-        pages = (Pages.of(list(range(num_blocks))),)
-        load = LoadPlan(3, Leased(("a" * 32,), (lease,)), num_blocks, 0, pages)
+        lease = Lease(lease_id=2**40, page=7, num_slots=num_blocks, check=2**63)
+        pages = (PageIds.of(list(range(num_blocks))),)
+        load = LoadPlan(3, RankLeases(("a" * 32,), (lease,)), num_blocks, 0, pages)
         save = SavePlan(3, 0, KeyRun(0, num_blocks, 2**63), pages)
         made = ConnectorMeta(namespace=b"n" * 32, loads=(load,), saves=(save,))
         assert pickle.loads(pickle.dumps(made)) == made  # noqa: S301 (made right here)
@@ -82,4 +82,4 @@ def test_metadata_costs_four_bytes_a_block_and_a_small_constant() -> None:
 
 
 def test_pages_are_packed_as_they_are() -> None:
-    assert Pages.of([5, -1, 2**31 - 1]).ids().tolist() == [5, -1, 2**31 - 1]
+    assert PageIds.of([5, -1, 2**31 - 1]).ids().tolist() == [5, -1, 2**31 - 1]

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvray.actors.shard import Shard
+from kvray.actors.shard.shard import Shard
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.connector.meta import ConnectorMeta
 from kvray.errors import ConfigError, LayoutMismatch, LeaseExpired
 from kvray.store import Arena
+from tests.unit.connector.model.test_cache_layout import buffers
 from tests.unit.connector.pair import BLOCK, args_for
-from tests.unit.connector.test_cache_layout import buffers
 
 PROMPT = list(range(100, 140))
 WINDOW = 10
@@ -133,7 +133,7 @@ class GroupedEngine:
 
     @property
     def arena(self) -> Arena:
-        arena = self.worker._engine.link.arena
+        arena = self.worker._shared.link.arena
         assert arena is not None
         return arena
 
@@ -221,7 +221,7 @@ def test_an_offer_can_be_cut_or_called_off(engine: GroupedEngine) -> None:
     assert engine.arena.stats()["leased_blocks"] == 0
 
 
-def test_a_reset_request_begins_anew(engine: GroupedEngine) -> None:
+def test_a_reset_request_starts_over(engine: GroupedEngine) -> None:
     stored(engine, window_from=0)
     request = Request(2, PROMPT)
     engine.query(request)

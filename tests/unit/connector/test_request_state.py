@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.block import BlockKey
-from kvray.connector.request_state import RequestState, promised_blocks_max
+from kvray.connector.request.identity import Identity
+from kvray.connector.request_identifier import AskedRequest
+from kvray.connector.request_state import RequestState
 from kvray.errors import LayoutMismatch
-from kvray.keys import MediaItem, chain_keys
+from kvray.identity.block import BlockKey
+from kvray.identity.keys import MediaItem, chain_keys
 
 BLOCK = 4
 SEED = b"s" * 32
@@ -129,4 +131,57 @@ def test_a_replay_starts_with_its_own_pages() -> None:
 
 
 def test_at_least_one_token_is_left_to_compute() -> None:
-    assert [promised_blocks_max(n, BLOCK) for n in (1, 4, 5, 8, 9)] == [0, 0, 1, 1, 2]
+    identity = Identity(salt=None, lora=None, media=())
+    prompts = [
+        AskedRequest(request_id=1, tokens=[0] * n, prompt_len=n, num_computed=0, identity=identity)
+        for n in (1, 4, 5, 8, 9)
+    ]
+    assert [prompt.num_askable(BLOCK) for prompt in prompts] == [0, 0, 1, 1, 2]
+
+
+def test_a_later_request_of_an_id_has_the_pages_of_its_allocation_and_its_own_tokens() -> None:
+    state = state_of(list(range(10)))
+    state.allocated = [[5, 6, 7]]
+    state.extend([8, 9], [[7]], new=False)
+    assert state.load_pages(0, 3) == ([5, 6, 7],)
+    assert list(save(state, 10)) == [0, 1]
+    state.extend([10, 11, 12], [[3]], new=False)
+    assert not save(state, 13)
+    assert state.keys_until(3) == keys_of(list(range(10)))
+
+
+@pytest.mark.parametrize("allocated", [[], [[5, 6, 7]]])
+def test_a_later_request_whose_pages_are_not_known_for_all_groups_loads_nothing(
+    allocated: list[list[int]],
+) -> None:
+    state = state_of(list(range(12)), windowed=(False, True))
+    state.allocated = allocated
+    state.extend([], [[], []], new=False)
+    with pytest.raises(LayoutMismatch, match="0 of them"):
+        state.load_pages(0, 1)
+    assert not save(state, 12)
+
+
+def test_one_that_is_reported_again_after_all_is_like_any_other() -> None:
+    state = state_of([1, 2, 3, 4])
+    state.extend([], [[]], new=False)
+    state.extend([1, 2, 3, 4], [[9]], new=True)
+    state.extend([5, 6, 7, 8], [[8]], new=False)
+    assert list(save(state, 8)) == [0, 1]
+    assert state.pages == ([9, 8],)
+
+
+def test_two_chains_part_where_their_seeds_or_media_do() -> None:
+    one, two = (MediaItem(position=at, digest=b"d") for at in (5, 9))
+    state = state_of(list(range(20)), media=(one, two))
+    assert state.unlike_at(SEED, [one, two]) is None
+    assert state.unlike_at(SEED, [one]) == 9
+    assert state.unlike_at(SEED, [MediaItem(position=5, digest=b"e"), two]) == 5
+    assert state.unlike_at(b"t" * 32, [one, two]) == 0
+
+
+def test_what_is_not_all_in_its_keys_is_not_saved() -> None:
+    state = state_of(list(range(20)))
+    state.extend(list(range(20)), [list(range(5))], new=True)
+    state.is_unsaved = True
+    assert state.savable(20) == 0

@@ -15,18 +15,21 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvray import node
-from kvray.actors.shard import Shard
-from kvray.block import BlockKey
+from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.connector import saver as saver_module
-from kvray.connector.cache_layout import Part, Region, Step
-from kvray.connector.pool import Copied, HostPool
-from kvray.connector.reads import Reads
+from kvray.connector.device.pool import Copied, HostPool
+from kvray.connector.figures.dropped_blocks import DroppedBlocks
+from kvray.connector.model.cache_layout import LayerRange, Part, Region
+from kvray.connector.pending_reads import PendingReads
 from kvray.connector.saver import Job, Saver
-from kvray.keys import chain_keys
+from kvray.errors import TierError
+from kvray.identity.block import BlockKey
+from kvray.identity.keys import chain_keys
 from kvray.node import NodeLink
 from kvray.store import Arena, ArenaOwner
 from tests.unit.actors.small_shard import wait_for
+from tests.unit.store.conftest import Child
 
 BLOCK_BYTES = 64
 
@@ -58,12 +61,15 @@ def keys_of(seed: int, count: int) -> list[BlockKey]:
 
 
 def new_saver(link: NodeLink, saves_max: int = 256) -> Saver:
-    return Saver(link, saves_max=saves_max, totals=Counter(), reads=Reads())
+    counts: Counter[str] = Counter()
+    return Saver(
+        link, saves_max=saves_max, totals=counts, drops=DroppedBlocks(counts), reads=PendingReads()
+    )
 
 
 def job_of(rows: Any, keys: list[BlockKey], **fields: Any) -> Job:
     """Return the job of saving all of `rows`, which stays the engine's memory."""
-    region = Region(pages=torch.from_numpy(rows), steps=(Step((0,), 0, BLOCK_BYTES),))
+    region = Region(pages=torch.from_numpy(rows), steps=(LayerRange((0,), 0, BLOCK_BYTES),))
     part = Part(index=0, group=0, regions=(region,), window_blocks=None, is_stored_here=True)
     plain = {"parent": None, "depth": 0, "pool": HostPool([part]), "request_id": 1}
     return Job(part=part, keys=keys, pages=np.arange(len(keys)), **{**plain, **fields})
@@ -100,7 +106,12 @@ def test_what_was_submitted_before_close_is_stored(
     assert len(stored(link, keys)) == 5
     saver.close(10)
     saver.submit(job_of(rows_of(5), keys_of(2, 5)))
-    assert totals(saver) == {"stored_blocks": 5, "existing_blocks": 0, "dropped_blocks": 5}
+    assert totals(saver) == {
+        "stored_blocks": 5,
+        "existing_blocks": 0,
+        "dropped_blocks": 5,
+        "dropped_blocks_shut_down": 5,
+    }
 
 
 def test_blocks_that_are_there_are_not_written_again(
@@ -190,7 +201,7 @@ def test_a_fence_does_not_wait_for_a_copy_that_stands_still(
     go_on.set()
     saver.close(10)
     assert len(stored(link, keys)) == 0
-    assert totals(saver)["dropped_blocks"] == 5
+    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_too_slow"] == 5
     arena = link.arena
     assert arena is not None
     assert (arena.tables.slot_state == 0).all()
@@ -211,7 +222,7 @@ def test_too_many_waiting_saves_are_dropped(
     go_on.set()
     saver.close(10)
     assert totals(saver)["stored_blocks"] + totals(saver)["dropped_blocks"] == 6
-    assert totals(saver)["dropped_blocks"] >= 3
+    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_too_many"] >= 3
     assert len([one for one in caplog.messages if "too many saves" in one]) == 1
 
 
@@ -227,7 +238,7 @@ def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(
     saver.fence()
     arena._lock.release()
     assert time.monotonic() - started < 1
-    assert totals(saver)["dropped_blocks"] == 8
+    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_arena_busy"] == 8
     assert [one for one in caplog.messages if "stayed locked" in one]
 
 
@@ -239,8 +250,8 @@ def test_a_save_whose_parent_is_not_there_is_dropped_and_said(
         saver.submit(job_of(rows_of(2), keys[2:], parent=keys[1], depth=2))
     saver.fence()
     saver.close(10)
-    assert totals(saver)["dropped_blocks"] == 4
-    assert len([one for one in caplog.messages if "the block before them" in one]) == 1
+    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_no_room"] == 4
+    assert len([one for one in caplog.messages if "parent block is missing" in one]) == 1
 
 
 def test_a_defect_does_not_end_the_thread_nor_hold_the_engine_up(
@@ -252,7 +263,7 @@ def test_a_defect_does_not_end_the_thread_nor_hold_the_engine_up(
         patch.setattr(Arena, "write_slots", lambda *args: 1 / 0)
         saver.submit(job_of(rows_of(2), keys))
         saver.fence()
-        wait_for(lambda: totals(saver)["dropped_blocks"] == 2)
+        wait_for(lambda: totals(saver)["dropped_blocks_error"] == 2)
     assert (arena.tables.slot_state == 0).all()
     saver.submit(job_of(rows_of(2), keys))
     saver.close(10)
@@ -269,7 +280,7 @@ def test_without_a_tier_blocks_are_dropped_and_said_once(
         saver.fence()
     saver.close(10)
     link.detach()
-    assert totals(saver)["dropped_blocks"] == 4
+    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_store_down"] == 4
     assert len([one for one in caplog.messages if "the tier is not there" in one]) == 1
 
 
@@ -360,14 +371,62 @@ def test_slots_of_an_abandoned_copy_come_back_when_it_has_ended(
     assert (arena.tables.slot_state == 0).all()
 
 
-def test_an_action_behind_a_copy_waits_for_it(
-    link: NodeLink, make_saver: Callable[..., Saver]
+def test_blocks_whose_copy_fails_on_the_device_are_counted(
+    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saver, ended = make_saver(), threading.Event()
-    copy = LaterCopy(threading.Event(), lambda: None)
-    saver.finish(copy, ended.set)
-    assert not ended.wait(0.05)
-    copy._may_end.set()
-    assert ended.wait(10)
-    saver.finish(copy, ended.clear)
-    assert not ended.is_set()
+    def fail(self: LaterCopy) -> None:
+        raise TierError("The device has failed.")
+
+    monkeypatch.setattr(LaterCopy, "wait", fail)
+    saver = make_saver()
+    job, _ = later_job(rows_of(3), keys_of(90, 3))
+    saver.submit(job)
+    saver.close(10)
+    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_error"] == 3
+
+
+def test_blocks_of_an_arena_that_is_replaced_before_their_commit_are_counted(
+    link: NodeLink, make_saver: Callable[..., Saver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, has_tried = make_saver(), threading.Event()
+
+    def find_it_locked(*_: Any) -> bool:
+        has_tried.set()
+        return False
+
+    monkeypatch.setattr(Arena, "commit", find_it_locked)
+    monkeypatch.setattr(Arena, "retired", property(lambda _: has_tried.is_set()))
+    saver.submit(job_of(rows_of(3), keys_of(91, 3)))
+    saver.close(10)
+    assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_store_down"] == 3
+
+
+@pytest.mark.parametrize("place", ["waits for the lock", "is about to commit"])
+def test_saver_that_goes_on_after_its_link_was_closed_keeps_no_lock(
+    link: NodeLink, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    arena, reached, go_on = link.arena, threading.Event(), threading.Event()
+    assert arena is not None
+    saver, other, commit = new_saver(link), Child(link.directory), Arena.commit
+    monkeypatch.setattr(saver_module, "_RESERVE_WAIT_S", 60.0)
+    monkeypatch.setattr(Arena, "commit", lambda *a: (reached.set(), go_on.wait(60), commit(*a))[2])
+    job = job_of(rows_of(2), keys_of(92, 2))
+    try:
+        if place == "is about to commit":
+            saver.submit(job)
+            assert reached.wait(60)
+        assert other.say("arena._lock.acquire(60)") == "True"
+        if place == "waits for the lock":
+            saver.submit(job)
+            wait_for(lambda: arena.tables.waiting[0])
+        saver.close(0.01)
+        link.detach()
+        assert saver._thread.is_alive()
+        other.say("arena._lock.release()")
+        go_on.set()
+        saver._thread.join(60)
+        assert totals(saver)["dropped_blocks_error"] == 2
+        assert other.say("arena.join('other'), arena.lease(small.chain(1))").endswith(", [])")
+        assert other.say("arena._lock.acquire(0)") == "True"
+    finally:
+        other.kill()

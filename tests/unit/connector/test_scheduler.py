@@ -5,10 +5,10 @@ import pickle
 
 import pytest
 
-from kvray.actors.shard import Shard
-from kvray.connector.base import SchedulerOutput
+from kvray.actors.shard.shard import Shard
+from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.connector.key_board import KeyBoard
-from kvray.errors import LayoutMismatch, ShardUnavailable
+from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
 from kvray.store import Arena
 from tests.unit.connector.conftest import MakePair, arena_of, leased
 from tests.unit.connector.pair import BLOCK, Request, args_for
@@ -92,6 +92,66 @@ def test_a_promise_that_was_taken_without_blocks_ends_the_engine_and_leaves_no_l
     assert leased(pair) == 0
 
 
+def test_a_promise_to_a_later_request_of_an_id_is_kept_from_its_allocation(
+    shard: Shard, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    request = Request(1, PROMPT)
+    pair.query(request)
+    meta = pair.scheduler.build_connector_meta(later(request, 0))
+    assert list(meta.loads[0].pages[0].ids()) == request.block_ids[:9]
+    pair.worker.bind_connector_meta(meta)
+    pair.worker.start_load_kv(None)
+    assert pair.totals["errors"] == 0
+
+
+def test_one_whose_pages_nobody_has_told_stops_the_engine_and_leaves_no_lease(
+    shard: Shard, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    assert pair.scheduler.get_num_new_matched_tokens(Request(1, PROMPT), 0) == (9 * BLOCK, False)
+    with pytest.raises(LayoutMismatch, match="0 of them"):
+        pair.scheduler.build_connector_meta(later(Request(1, PROMPT), 0))
+    assert leased(pair) == 0
+
+
+def test_one_that_counts_on_a_promise_given_up_stops_the_engine(
+    shard: Shard, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    request = Request(1, PROMPT)
+    pair.query(request)
+    pair.scheduler.build_connector_meta(SchedulerOutput())
+    with pytest.raises(LeaseExpired, match="given up"):
+        pair.scheduler.build_connector_meta(later(request, 9 * BLOCK))
+
+
+def test_a_later_request_of_an_id_that_nobody_has_asked_about_is_not_taken_for_the_first(
+    shard: Shard, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    pair.query(Request(1, PROMPT[:6]))
+    pair.plan(Request(1, PROMPT[:6], block_ids=[0, 1]))
+    pair.scheduler.update_state_after_alloc(Request(1, range(50, 90)), list(range(5, 15)))
+    output = later(Request(1, range(50, 90)), 0)
+    output.cached_requests[0].new_tokens = list(range(56, 90))
+    output.cached_requests[0].new_block_ids = list(range(7, 15))
+    assert pair.scheduler.build_connector_meta(output).saves == ()
+
+
+def later(request: Request, position: int) -> SchedulerOutput:
+    """Return the output of a pass that computes the rest of a request whose id is not new."""
+    left = len(request.tokens) - position
+    report = RequestData(request.request_id, [], [], position, left)
+    return SchedulerOutput(cached_requests=[report])
+
+
 def test_asking_again_replaces_the_promise(shard: Shard, make_pair: MakePair) -> None:
     pair = make_pair()
     pair.serve(Request(1, PROMPT))
@@ -124,7 +184,7 @@ def test_cancelled_requests_are_forgotten_oldest_first(
     assert list(pair.scheduler._states) == [7, 8, 1]
 
 
-def test_a_corrupt_block_shortens_the_promise_and_is_saved_anew(
+def test_a_corrupt_block_shortens_the_promise_and_is_saved_again(
     shard: Shard, make_pair: MakePair
 ) -> None:
     pair = make_pair()
@@ -206,6 +266,12 @@ def test_a_defect_in_planning_a_save_costs_the_save_only(
 
 def test_a_prompt_whose_tokens_are_no_ids_goes_without(shard: Shard, make_pair: MakePair) -> None:
     assert make_pair().query(Request(1, [2**40] * 9)) == 0
+
+
+def test_a_request_without_an_id_goes_without(shard: Shard, make_pair: MakePair) -> None:
+    scheduler = make_pair().scheduler
+    assert scheduler.get_num_new_matched_tokens(object(), 0) == (0, False)
+    scheduler.update_state_after_alloc(object(), [1])
 
 
 def test_a_scheduler_without_a_worker_says_what_to_do(

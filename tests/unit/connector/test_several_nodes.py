@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvray.breaker import Breaker
-from kvray.connector import staging
+from kvray.connector import prefix_finder
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.errors import ConfigError, LeaseExpired
 from kvray.node import link as link_module
@@ -61,7 +61,7 @@ def nodes(running_nodes: TwoNodes, monkeypatch: pytest.MonkeyPatch) -> TwoNodes:
     """Nodes whose arenas are empty."""
     monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
     monkeypatch.setattr(Breaker, "state", lambda *_: "closed")
-    monkeypatch.setattr(staging, "_ABSENT_S", 0.0)
+    monkeypatch.setattr(prefix_finder, "_ABSENT_S", 0.0)
     running_nodes.gone.clear()
     running_nodes.clear()
     return running_nodes
@@ -109,7 +109,9 @@ def test_a_fresh_engine_loads_on_every_node_what_another_stored_there(
 ) -> None:
     fresh = make_replica()
     assert fresh.serve(Request(2, PROMPT)) == NUM_WANTED * BLOCK
-    assert [one._engine.totals["loaded_blocks"] for one in fresh.workers] == [NUM_WANTED] * 2
+    assert [one._shared.figures.totals["loaded_blocks"] for one in fresh.workers] == [
+        NUM_WANTED
+    ] * 2
     released(nodes)
 
 
@@ -130,17 +132,17 @@ def test_nothing_is_promised_before_all_ranks_are_known(
 ) -> None:
     fresh = make_replica(meets=False)
     assert fresh.query(Request(2, PROMPT)) == (0, False)
-    assert fresh.engine.totals["miss_tokens_store_down"] == NUM_WANTED * BLOCK
+    assert fresh.engine.figures.totals["miss_tokens_store_down"] == NUM_WANTED * BLOCK
 
 
 def test_ranks_of_one_engine_have_its_leaders_name_after_a_pass(
     nodes: TwoNodes, make_replica: MakeReplica
 ) -> None:
     replica = make_replica(meets=False)
-    first, second = (worker._engine for worker in replica.workers)
-    assert first.replica != second.replica
+    first, second = (worker._shared for worker in replica.workers)
+    assert first.pool.replica != second.pool.replica
     replica.meet(nodes)
-    assert first.replica == second.replica
+    assert first.pool.replica == second.pool.replica
 
 
 @pytest.mark.parametrize("loser", [0, 1])
@@ -163,7 +165,7 @@ def test_a_flipped_byte_on_any_node_is_a_shorter_hit_and_no_dead_engine(
     fresh = make_replica()
     assert fresh.serve(Request(2, PROMPT)) == 4 * BLOCK
     missed = (NUM_WANTED - 4) * BLOCK
-    assert fresh.engine.totals["miss_tokens_corrupt"] == missed
+    assert fresh.engine.figures.totals["miss_tokens_corrupt"] == missed
     fresh.flush()
     assert make_replica().serve(Request(3, PROMPT)) == NUM_WANTED * BLOCK
     released(nodes)
@@ -236,7 +238,7 @@ def test_a_node_that_is_away_means_no_promise_and_no_lease(
 ) -> None:
     nodes.gone.add(NAMES[1])
     assert stored.query(Request(2, PROMPT)) == (0, False)
-    assert stored.engine.totals["miss_tokens_store_down"] == NUM_WANTED * BLOCK
+    assert stored.engine.figures.totals["miss_tokens_store_down"] == NUM_WANTED * BLOCK
     released(nodes)
 
 
@@ -245,7 +247,7 @@ def test_a_leader_whose_own_arena_is_busy_gives_the_other_leases_back(
 ) -> None:
     monkeypatch.setattr(stored.arenas[0], "lease_for", lambda *_, **__: None)
     assert stored.query(Request(2, PROMPT)) == (0, False)
-    assert stored.engine.totals["miss_tokens_arena_busy"] == NUM_WANTED * BLOCK
+    assert stored.engine.figures.totals["miss_tokens_arena_busy"] == NUM_WANTED * BLOCK
     stored.do(SchedulerOutput())
     released(nodes)
 
@@ -281,7 +283,7 @@ def test_a_rank_whose_arena_is_not_the_named_one_stops_the_engine_if_it_counts_o
     request = Request(2, PROMPT)
     stored.query(request)
     with monkeypatch.context() as patch:
-        patch.setattr(stored.workers[1]._engine.link, "arena_named", lambda _: None)
+        patch.setattr(stored.workers[1]._shared.link, "arena_named", lambda _: None)
         with pytest.raises(LeaseExpired, match="gpus_per_node"):
             stored.plan(request)
 
@@ -374,10 +376,10 @@ class SpreadGroups:
         self.run(request, taken=0)
         for one in self.ranks:
             one.flush()
-        engine, lookup = self.leader.worker._engine, nodes.line.lookup
+        engine, lookup = self.leader.worker._shared, nodes.line.lookup
         wait_for(
             lambda: (
-                len(lookup.replica(engine.replica, time.monotonic())) == 2 and engine.asks_peers
+                len(lookup.replica(engine.pool.replica, time.monotonic())) == 2 and engine.may_stage
             ),
             "the ranks' registration",
         )
@@ -416,7 +418,7 @@ def test_a_prefix_counts_only_where_its_last_window_is_on_every_node(
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4, 8])
-def test_an_offer_with_windows_that_is_taken_in_part_is_leased_anew_on_every_node(
+def test_an_offer_with_windows_that_is_taken_in_part_is_leased_again_on_every_node(
     nodes: TwoNodes, groups: SpreadGroups, taken: int
 ) -> None:
     groups.store(nodes, window_from=0)

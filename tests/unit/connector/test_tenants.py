@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvray.actors.shard import Shard
-from kvray.actors.shard_settings import ShardSettings
+from kvray.actors.shard.settings import ShardSettings
+from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.meta import ConnectorMeta
 from kvray.errors import ConfigError
-from kvray.keys import pack_tokens
-from kvray.store.quotas import name_of
-from kvray.tenant import tenant_id
+from kvray.identity.keys import pack_tokens
+from kvray.identity.tenant import tenant_id
+from kvray.store.arena.quotas import name_of
 from tests.unit.actors.small_shard import Line, wait_for
 from tests.unit.connector.conftest import MakePair, start_shard, wait_for_arena
 from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
@@ -73,7 +73,7 @@ def test_what_a_tenant_stored_is_not_found_by_a_guess_of_its_salt(
     assert ask(pair, 1, "acme/1") == 0
     monkeypatch.delenv("KVRAY_SECURITY__TENANT_SECRET_FILE")
     without = make_pair(args_for(kwargs="another engine"))
-    assert without.scheduler._engine.tenants is None
+    assert without.scheduler._shared.identifier.tenants is None
     assert ask(without, 2, "acme/1") == 0
 
 
@@ -155,7 +155,7 @@ def test_a_tenant_is_kept_within_its_quota_and_takes_nobody_elses_blocks(
 
 def prefetch(shard: Shard, pair: Pair, salt: str | None) -> int:
     tokens = pack_tokens(PROMPT).tobytes()
-    answer = shard.prefetch(pair.worker._engine.replica, tokens, salt=salt)
+    answer = shard.requests.prefetch(pair.worker._shared.pool.replica, tokens, salt=salt)
     return int(answer["num_blocks"])
 
 
@@ -165,7 +165,7 @@ def has_registered(shard: Shard) -> bool:
 
 def test_metadata_is_as_small_as_before_where_there_are_no_tenants() -> None:
     plain = ConnectorMeta(namespace=b"n", replica="r")
-    assert len(plain.__reduce__()[1]) == len(plain) - 2
+    assert len(plain.__reduce__()[1]) == len(plain) - 3
     full = ConnectorMeta(tenants=(5,))
     made, fields = full.__reduce__()
     assert made(*fields) == full  # type: ignore[arg-type]

@@ -1,10 +1,13 @@
 """Tiers that come late, go early and come back: the engine goes on, and joins what is there."""
 
+import time
+
 import pytest
 
-from kvray.actors.shard import Shard
+from kvray.actors.shard.shard import Shard
+from kvray.node import link as link_module
 from tests.unit.actors.small_shard import wait_for
-from tests.unit.connector.conftest import MakePair, start_shard, wait_for_arena
+from tests.unit.connector.conftest import MakePair, arena_of, start_shard, wait_for_arena
 from tests.unit.connector.pair import BLOCK, Pair, Request
 
 PROMPT = list(range(100, 140))
@@ -74,6 +77,32 @@ def test_the_tiers_end_between_promise_and_load_does_not_break_the_promise(
     assert pair.serve(Request(3, PROMPT)) == 0
     pair.flush()
     assert pair.serve(Request(4, PROMPT)) == 9 * BLOCK
+    shard.stop(retire=True, timeout_s=10)
+
+
+def test_a_promise_is_kept_however_often_the_tier_is_replaced_before_its_load(
+    environment: dict[str, str], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_PREVIOUS_S", 0.0)
+    shard = start_shard()
+    pair = make_pair()
+    wait_for_arena(pair)
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    promised = arena_of(pair)
+    request = Request(2, PROMPT)
+    assert pair.query(request) == 9 * BLOCK
+    for _ in range(2):
+        shard.stop(retire=True, timeout_s=10)
+        shard = start_shard()
+        wait_for_arena(pair)
+    time.sleep(0.1)
+    pair.plan(request)
+    pair.worker.start_load_kv(None)
+    for index in range(9):
+        assert (pair.pool[request.block_ids[index]] == pair.content(request, index)).all()
+    link = pair.worker._shared.link
+    wait_for(lambda: link.arena_named(promised.arena_id) is None, "unmapping")
     shard.stop(retire=True, timeout_s=10)
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvray.actors.shard import Shard
+from kvray.actors.shard.shard import Shard
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.connector.meta import ConnectorMeta
@@ -194,7 +194,7 @@ def test_pages_that_may_be_given_away_are_fenced_off_once(warm: Pair) -> None:
     warm.query(second)
     warm.plan(second)
     warm.query(second)
-    assert warm.plan(second).is_fenced, "it began anew, with other pages"
+    assert warm.plan(second).is_fenced, "it started over, with other pages"
 
 
 def test_what_a_dropped_pass_was_to_save_is_saved_by_the_next(warm: Pair) -> None:
@@ -221,6 +221,8 @@ def test_a_pass_that_did_not_wait_for_its_layers_fails(warm: Pair) -> None:
     warm.worker.wait_for_layer_load(0, None)
     with pytest.raises(LayoutMismatch, match=r"without the hook"):
         warm.worker.wait_for_save(None)
+    with pytest.raises(LayoutMismatch, match=r"without the hook"):
+        warm.worker.get_finished([], [])  # where every runtime ends the engine
 
 
 def test_a_pass_that_was_dropped_is_fenced_off_from_the_next(warm: Pair) -> None:
@@ -232,9 +234,9 @@ def test_a_pass_that_was_dropped_is_fenced_off_from_the_next(warm: Pair) -> None
 
 
 def test_blocks_of_a_request_are_free_once_they_were_read(warm: Pair) -> None:
-    reads = warm.worker._engine.reads
+    reads = warm.worker._shared.pending_reads
     reads.begin(7)
-    is_host = warm.worker._engine.is_host_pool
+    is_host = warm.worker._shared.pool.is_host
     assert warm.scheduler.request_finished(Request(7, [1]), []) is not is_host
     assert warm.worker.get_finished([7, 8], []) == ([7, 8] if is_host else [8], [])
     assert warm.worker.get_finished([], []) == ([], [])

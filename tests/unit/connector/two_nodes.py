@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from kvray.actors.ray_calls import LOOKUP_NAME
-from kvray.actors.shard import Shard
-from kvray.actors.shard_settings import ShardSettings
+from kvray.actors.names import LOOKUP_NAME
+from kvray.actors.shard.settings import ShardSettings
+from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.connector.base import RequestData, SchedulerOutput
@@ -52,7 +52,7 @@ class TwoNodes:
     def drop_handovers(self) -> None:
         """Have the shards give up what they keep for whoever asked."""
         for shard in self.shards.values():
-            shard._loop.call(shard._stager()._stager.handovers.close, 10)
+            shard._loop.call(shard._require_serving().stager._stager.handovers.close, 10)
 
     def clear(self) -> None:
         self.drop_handovers()
@@ -71,7 +71,7 @@ class TwoNodes:
             return getattr(self.line.lookup, method)(*args, time.monotonic())
         if actor in self.gone or actor not in self.shards:
             raise ShardUnavailable(f"{actor} is gone.")
-        call = functools.partial(getattr(self.shards[actor], method), *args)
+        call = functools.partial(getattr(self.shards[actor].requests, method), *args)
         answer = asyncio.get_running_loop().run_in_executor(None, call)
         try:
             return await asyncio.wait_for(answer, timeout_s)
@@ -112,11 +112,11 @@ class SpreadReplica:
 
     @property
     def engine(self) -> Any:
-        return self.workers[0]._engine
+        return self.workers[0]._shared
 
     @property
     def arenas(self) -> list[Arena]:
-        return [worker._engine.link.arena for worker in self.workers]
+        return [worker._shared.link.arena for worker in self.workers]
 
     def meet(self, nodes: TwoNodes) -> None:
         """Do a pass, from which on the ranks have one name, and wait until the shards know it."""
@@ -124,8 +124,8 @@ class SpreadReplica:
         lookup = nodes.line.lookup
         wait_for(
             lambda: (
-                len(lookup.replica(self.engine.replica, time.monotonic())) == 2
-                and self.engine.asks_peers
+                len(lookup.replica(self.engine.pool.replica, time.monotonic())) == 2
+                and self.engine.may_stage
             ),
             "the ranks' registration",
         )

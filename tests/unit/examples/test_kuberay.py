@@ -18,7 +18,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from kvray.actors.shard_settings import ShardSettings
+from kvray.actors.shard.settings import ShardSettings
 from kvray.cli.app import app
 from kvray.cli.connector_config import render
 from kvray.config import KVRayConfig, load_config, parse_size
@@ -205,7 +205,7 @@ while :; do sleep 0.05; done
 """
 
 
-def test_a_ray_that_ends_is_started_anew_in_its_container_until_that_is_to_end(
+def test_a_ray_that_ends_is_restarted_in_its_container_until_that_is_to_end(
     tmp_path: Path,
 ) -> None:
     worker = containers("raycluster.yaml")["ray-worker"]

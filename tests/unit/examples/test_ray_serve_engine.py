@@ -65,7 +65,7 @@ def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(engine: Any) -
 def test_a_caller_that_goes_while_its_request_is_handed_over_leaves_no_request(
     engine: Any,
 ) -> None:
-    calls = engine._replica._calls._calls
+    calls = engine._replica._calls
 
     async def go() -> Any:
         os.kill(engine._replica.pid, signal.SIGSTOP)

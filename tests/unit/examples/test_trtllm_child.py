@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvray.errors import ConfigError, KVRayError
-from kvray.reference import KvConnectorConfig, Replica
+from kvray.lab.reference import KvConnectorConfig, Replica
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0

@@ -2,6 +2,7 @@ import hashlib
 import struct
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -267,7 +268,7 @@ def test_what_a_dropped_shard_had_is_lost_when_it_is_purged(halves: Index) -> No
     assert halves.purge(EVERYTHING) == []
 
 
-def test_a_shard_that_begins_anew_loses_only_what_it_does_not_say_again(halves: Index) -> None:
+def test_a_shard_that_starts_over_loses_only_what_it_does_not_say_again(halves: Index) -> None:
     halves.restart("a")
     assert halves.purge(EVERYTHING) == []
     halves.add("a", KEYS[0], [0])
@@ -304,3 +305,19 @@ def test_keys_that_are_not_whole_are_refused(whole: int, rest: int) -> None:
     for ask in (Index().locate, lambda keys: Index().match(keys, 1)):
         with pytest.raises(ConfigError, match="no whole number of keys"):
             ask(bytes(32 * whole + rest))
+
+
+def test_a_slice_of_a_purge_is_smaller_where_blocks_are_held_in_many_ways() -> None:
+    index = Index()
+    random = np.random.default_rng(0)
+    keys = random.integers(1, 2**63, (8192, 4), dtype="<u8")
+    for shard in range(13):
+        held = keys[(np.arange(8192) >> shard) & 1 == 1] if shard < 12 else keys
+        index.add(f"s{shard}", held.tobytes(), [0] * len(held))
+    index.drop("s12")
+    slices = 0
+    while not index.is_purged:
+        index.purge(100_000)
+        slices += 1
+    assert slices > 1, "4,096 ways of being held are changed bit by bit"
+    assert sum(index.entries().values()) == 12 * 4096

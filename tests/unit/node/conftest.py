@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvray.actors.ownership import sweep
-from kvray.actors.shard import Shard
+from kvray.actors.owner.ownership import sweep
+from kvray.actors.shard.shard import Shard
 from tests.unit.actors.small_shard import Line, settings_for, wait_until_serving
 
 StartShard = Callable[..., Shard]

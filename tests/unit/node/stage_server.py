@@ -6,8 +6,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kvray import wire
+from kvray.actors.shard.engine_server import EngineServer
 from tests.unit.node.peer import request_on
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
@@ -18,6 +20,9 @@ class StageServer:
 
     def __init__(self, directory: Path) -> None:
         """Take the place of the socket in `directory`; `close` gives it back."""
+        # The shard binds its socket again when it finds another in its place.
+        self._unguarded = mock.patch.object(EngineServer, "keep_bound")
+        self._unguarded.start()
         self._path = directory / wire.SOCKET_FILE
         self._real = directory / "real"
         self._path.rename(self._real)
@@ -48,6 +53,7 @@ class StageServer:
             thread.join()
         self._listener.close()
         self._real.rename(self._path)
+        self._unguarded.stop()
 
     def _accept(self) -> None:
         while True:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kvray.actors.lookup import Lookup
-from kvray.actors.ownership import sweep
-from kvray.actors.shard import Shard
-from kvray.block import Namespace
-from kvray.node import NodeLink, Openings, Registration, attach
+from kvray.actors.lookup.lookup import Lookup
+from kvray.actors.owner.ownership import sweep
+from kvray.actors.shard.shard import Shard
+from kvray.identity.block import Namespace
+from kvray.node import NodeLink, PrefixDigests, Registration, attach
 from kvray.node import link as link_module
-from kvray.opening import opening_digest
+from kvray.trace.prefix_digest import prefix_digest
 from tests.unit.actors.small_shard import (
     NAMESPACE,
     Line,
@@ -26,8 +26,8 @@ from tests.unit.actors.small_shard import (
     wait_until_serving,
 )
 
-PROMPT = opening_digest(list(range(500)))
-OTHER_PROMPT = opening_digest(list(range(1, 501)))
+PROMPT = prefix_digest(list(range(500)))
+OTHER_PROMPT = prefix_digest(list(range(1, 501)))
 MISSED = "miss_tokens_not_stored"
 FOUND = "miss_tokens_incompatible"
 
@@ -42,7 +42,7 @@ class Replica:
     name: str
     shard: Shard
     link: NodeLink
-    openings: Openings = field(default_factory=Openings)
+    prefix_digests: PrefixDigests = field(default_factory=PrefixDigests)
     missed_tokens: int = 0
 
     def register(self, namespace: Namespace) -> None:
@@ -51,14 +51,14 @@ class Replica:
                 replica=self.name,
                 rank=0,
                 namespace=namespace,
-                counters=lambda: self.openings.counted({MISSED: self.missed_tokens}, MISSED),
-                openings=self.openings,
+                counters=lambda: self.prefix_digests.counted({MISSED: self.missed_tokens}, MISSED),
+                prefix_digests=self.prefix_digests,
             )
         )
 
-    def miss(self, opening: bytes, num_tokens: int) -> None:
+    def miss(self, prefix_digest: bytes, num_tokens: int) -> None:
         self.missed_tokens += num_tokens
-        self.openings.note_missed(opening, num_tokens)
+        self.prefix_digests.note_missed(prefix_digest, num_tokens)
 
     def restart_shard(self, line: Line) -> None:
         self.shard.stop(retire=False, timeout_s=10)
@@ -73,7 +73,7 @@ class Replica:
         return entry["counters"]
 
     def wait_until_told(self) -> None:
-        wait_for(lambda: not self.openings.waiting(), "the report")
+        wait_for(lambda: not self.prefix_digests.waiting(), "the report")
 
 
 StartReplica = Callable[[str], Replica]
@@ -116,14 +116,14 @@ def pair_of(start: StartReplica, mine: Namespace, theirs: Namespace) -> tuple[Re
     a, b = start("a"), start("b")
     a.register(mine)
     b.register(theirs)
-    a.openings.note_stored(PROMPT)
+    a.prefix_digests.note_stored(PROMPT)
     a.wait_until_told()
     return a, b
 
 
 def wait_until_known(line: Line) -> None:
-    """Return when the lookup knows an opening, which the tests' first replica has stored."""
-    wait_for(lambda: line.lookup.status(0.0)["openings"], "the announcement")
+    """Return when the lookup knows a prefix digest, which the tests' first replica has stored."""
+    wait_for(lambda: line.lookup.status(0.0)["prefix_digests"], "the announcement")
 
 
 def num_heard(line: Line, shard: str) -> int:
@@ -136,7 +136,7 @@ def test_a_miss_of_what_another_namespace_has_is_counted_and_explained(
     _, b = pair_of(start, TP1, TP2)
     wait_until_known(line)
     b.miss(PROMPT, 480)
-    b.openings.note_stored(PROMPT)
+    b.prefix_digests.note_stored(PROMPT)
     b.miss(OTHER_PROMPT, 64)
     wait_for(lambda: b.counters() == {MISSED: 64, FOUND: 480}, "the finding")
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -182,12 +182,12 @@ def test_what_was_noted_while_the_lookup_was_away_is_answered_later(
     wait_for(lambda: (b.counters() or {}).get(FOUND, 0) >= 480, "the finding")
 
 
-def test_a_restarted_shard_learns_anew_what_is_in_use(start: StartReplica, line: Line) -> None:
+def test_a_restarted_shard_learns_again_what_is_in_use(start: StartReplica, line: Line) -> None:
     a, b = pair_of(start, TP1, TP2)
     wait_until_known(line)
     a.restart_shard(line)
     line.lookup = Lookup()
-    a.openings.note_stored(PROMPT)
+    a.prefix_digests.note_stored(PROMPT)
     wait_until_known(line)
     b.miss(PROMPT, 480)
     wait_for(lambda: b.counters() == {MISSED: 0, FOUND: 480}, "the finding")
@@ -201,7 +201,7 @@ def test_what_a_replica_noted_last_arrives_when_it_ends(
     b.register(TP2)
     monkeypatch.setattr(link_module, "_REPORT_S", 60.0)
     time.sleep(0.1)
-    a.openings.note_stored(PROMPT)
+    a.prefix_digests.note_stored(PROMPT)
     a.link.detach()
     monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
     wait_until_known(line)

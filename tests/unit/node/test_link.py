@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 import os
 import subprocess
@@ -9,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from kvray.block import Namespace
+from kvray.actors.shard.shard import Shard
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
+from kvray.identity.block import Namespace
 from kvray.node import NodeLink, Registration, attach, deferred
 from kvray.node import link as link_module
-from kvray.store import Arena, Wanted, prefault
-from kvray.store.pages import ArenaPages
+from kvray.store import Arena, PartRequest
+from kvray.store.arena import prefault
+from kvray.store.machine.pages import ArenaPages
+from kvray.store.machine.side_file import HOLDER_BYTES
 from kvray.wire import FRAME_MAX
 from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, wait_for
 from tests.unit.node.conftest import StartShard
@@ -128,25 +132,113 @@ def test_a_retired_arena_is_left_for_its_successor(
     assert arena_of(link).arena_id != first.arena_id
 
 
-def test_what_was_leased_in_a_retired_arena_can_still_be_read_for_a_while(
-    start_shard: StartShard, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+def mapped(directory: Path) -> int:
+    """Return how many arenas of `directory` this process has mapped, removed ones included."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return len({line.split()[4] for line in lines if f"{directory}/arena" in line})
+
+
+def replace(shard: Shard, start_shard: StartShard, link: NodeLink) -> Shard:
+    """Have the tier replaced, and the link follow."""
+    shard.stop(retire=True, timeout_s=5)
+    successor = start_shard()
+    wait_for(lambda: link.arena is not None, "following")
+    return successor
+
+
+def test_what_was_leased_is_readable_until_released_however_often_the_tier_is_replaced(
+    start_shard: StartShard, make_link: MakeLink, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "_PREVIOUS_S", 0.5)
+    monkeypatch.setattr(link_module, "_PREVIOUS_S", 0.0)
+    shard = start_shard()
+    link = make_link()
+    held = []
+    for number in range(3):
+        arena, keys = arena_of(link), chain(3, seed=str(number))
+        store(arena, keys)
+        leases = arena.lease(keys)
+        assert leases
+        held.append((arena, keys, leases[0]))
+        shard = replace(shard, start_shard, link)
+    time.sleep(0.1)
+    assert mapped(directory) == 4
+    for arena, keys, lease in held:
+        assert link.arena_named(arena.arena_id) is arena
+        assert fetch(arena, keys, lease)
+    for arena, _, lease in held:
+        assert arena.release(lease)
+    wait_for(lambda: mapped(directory) == 1, "unmapping")
+    with pytest.raises(ShardUnavailable):
+        held[0][0].leased_slots(held[0][2])
+
+
+def test_an_arena_of_which_nothing_is_leased_is_unmapped_soon(
+    start_shard: StartShard, make_link: MakeLink, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_PREVIOUS_S", 0.2)
+    shard = start_shard()
+    link = make_link()
+    for _ in range(2):
+        shard = replace(shard, start_shard, link)
+    assert mapped(directory) == 3
+    wait_for(lambda: mapped(directory) == 1, "unmapping")
+
+
+def test_an_arena_is_mapped_while_another_process_that_lives_has_a_lease_in_it(
+    start_shard: StartShard, make_link: MakeLink, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank reads by a lease that its leader's process has taken."""
+    monkeypatch.setattr(link_module, "_PREVIOUS_S", 0.0)
     shard = start_shard()
     link = make_link()
     first = arena_of(link)
-    keys = chain(3)
-    store(first, keys)
-    held = first.lease(keys)
-    assert held
-    shard.stop(retire=True, timeout_s=5)
-    start_shard()
-    wait_for(lambda: link.arena is not None)
-    assert link.arena_named(first.arena_id) is first
-    assert fetch(first, keys, held[0])
+    store(first, chain(3))
+    leader = Arena(directory, lock_wait_s=1)
+    leader.join("leader")
+    leases = leader.lease(chain(3))
+    assert leases
+    replace(shard, start_shard, link)
+    time.sleep(0.1)
+    assert fetch(first, chain(3), leases[0])
+    leader.side_file.unlock(HOLDER_BYTES + leader.holder)  # as if it had died
     wait_for(lambda: link.arena_named(first.arena_id) is None, "unmapping")
+    leader.close()
+
+
+def test_a_release_that_found_a_retired_arena_busy_is_done_all_the_same(
+    start_shard: StartShard, make_link: MakeLink, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_PREVIOUS_S", 0.0)
+    shard = start_shard()
+    link = make_link()
+    first = arena_of(link)
+    store(first, chain(3))
+    leases = first.lease(chain(3))
+    assert leases
+    replace(shard, start_shard, link)
+    assert first._lock.acquire(1)
+    assert not first.release(*leases)
+    link.defer(first, lambda arena: arena.release(*leases))
+    time.sleep(0.1)
+    first._lock.release()
+    wait_for(lambda: mapped(directory) == 1, "unmapping")
+
+
+def test_the_end_of_a_link_unmaps_everything(
+    start_shard: StartShard, make_link: MakeLink, directory: Path
+) -> None:
+    shard = start_shard()
+    link = make_link()
+    first = arena_of(link)
+    store(first, chain(3))
+    leases = first.lease(chain(3))
+    shard = replace(shard, start_shard, link)
+    shard.stop(retire=True, timeout_s=5)
+    assert leases
+    link.detach()
+    assert mapped(directory) == 0
     with pytest.raises(ShardUnavailable):
-        first.leased_slots(held[0])
+        first.leased_slots(leases[0])
 
 
 def test_an_arena_removed_by_hand_is_left_for_its_successor(
@@ -340,6 +432,23 @@ def test_a_refused_rank_is_accepted_once_the_other_is_gone(
     assert waiting.accepted
 
 
+def test_a_namespace_that_is_renewed_during_a_report_is_told_with_the_next(
+    start_shard: StartShard, make_link: MakeLink
+) -> None:
+    shard, renewed = start_shard(), dataclasses.replace(NAMESPACE, model="renewed")
+
+    def counters() -> dict[str, int]:
+        if one.namespace is NAMESPACE:
+            one.renew(renewed)
+        return {}
+
+    one = dataclasses.replace(registration(), counters=counters)
+    make_link().register(one)
+    digest = renewed.digest().hex()[:8]
+    wait_for(lambda: shard.status()["replicas"][0]["namespace"] == digest)
+    wait_for(lambda: one.accepted)
+
+
 REGISTERED = """
 import time
 from pathlib import Path
@@ -501,14 +610,15 @@ def _use_as_a_child(link: NodeLink, arena: Arena) -> int:
     return 3 if time.monotonic() - began > 1 else 0
 
 
-def test_a_forked_child_may_attach_anew(start_shard: StartShard, directory: Path) -> None:
+def test_a_forked_child_may_attach_again(start_shard: StartShard, directory: Path) -> None:
     start_shard()
     first = attach(directory, label="parent", lock_wait_s=0.05, attach_retry_s=0.02)
     child = os.fork()
     if child == 0:
         link = attach(directory, label="child", lock_wait_s=0.05, attach_retry_s=0.02)
-        # Its side files are its parent's: a fork has no arena, and says so instead of hanging.
-        status = 0 if link is not first and link.arena is None else 1
+        # What it opens again is its own, its locks too.
+        arena = link.arena
+        status = 0 if link is not first and arena is not None and arena.match([]) == 0 else 1
         link.detach()
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -552,7 +662,7 @@ def test_a_rank_tells_what_it_reads_and_where_it_holds_leases(
                 rank=1,
                 namespace=NAMESPACE,
                 counters=dict,
-                wanted=(Wanted(2), Wanted(5, 16)),
+                part_requests=(PartRequest(2), PartRequest(5, 16)),
                 num_ranks=4,
                 adapters="plain",
             )

@@ -2,7 +2,7 @@
 
 from kvray.node import RequestNotes
 from kvray.node.request_notes import packed
-from kvray.request_note import NOTES_MAX, RequestNote
+from kvray.trace.request_note import NOTES_MAX, RequestNote
 
 
 def note(request_id: int, *, end: int = 0) -> RequestNote:

@@ -12,15 +12,15 @@ import pytest
 from kvray import wire
 from kvray.breaker import Breaker
 from kvray.errors import ShardUnavailable
-from kvray.node import StageCalls, Staged
+from kvray.node import StageCalls, StageReply
 from kvray.store import Lease
 from tests.unit.node.peer import Peer, Script, request_on
 from tests.unit.store.small_arena import chain
 
 KEYS = chain(6)
-MISS = Staged(num_blocks=0, reason="not_stored")
-GONE = Staged(num_blocks=0, reason="store_down")
-LATE = Staged(num_blocks=0, reason="too_slow")
+MISS = StageReply(num_blocks=0, reason="not_stored")
+GONE = StageReply(num_blocks=0, reason="store_down")
+LATE = StageReply(num_blocks=0, reason="too_slow")
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Breaker, "state", lambda *_: "closed")
 
 
-def ask(calls: StageCalls, wait_s: float = 5.0) -> Staged:
+def ask(calls: StageCalls, wait_s: float = 5.0) -> StageReply:
     return calls.stage(KEYS, replica="one", rank=2, wait_s=wait_s, tokens_per_s=1000.0)
 
 
@@ -65,7 +65,7 @@ def test_the_shard_hears_what_is_wanted_by_whom_and_until_when(
 ) -> None:
     heard: list[dict[str, Any]] = []
     peer.scripts = [answering({"num_blocks": 4, "reason": "too_slow"}, heard=heard)]
-    assert ask(calls) == Staged(num_blocks=4, reason="too_slow")
+    assert ask(calls) == StageReply(num_blocks=4, reason="too_slow")
     assert heard[0].pop("wait_s") < 5.0
     assert heard[0].pop("token")
     assert heard == [
@@ -82,11 +82,11 @@ def test_the_shard_hears_what_is_wanted_by_whom_and_until_when(
 
 
 def test_leases_of_ranks_on_other_nodes_come_with_the_answer(peer: Peer, calls: StageCalls) -> None:
-    leases = {1: ["far", 7, 3, 4], "3": ["farther", 8, 0, 4]}
+    leases = {1: ["far", 7, 3, 4, 5], "3": ["farther", 8, 0, 4, 6]}
     peer.scripts = [answering({"num_blocks": 4, "reason": "none", "leases": leases})]
     assert ask(calls).leases == {
-        1: ("far", Lease(lease_id=7, page=3, num_slots=4)),
-        3: ("farther", Lease(lease_id=8, page=0, num_slots=4)),
+        1: ("far", Lease(lease_id=7, page=3, num_slots=4, check=5)),
+        3: ("farther", Lease(lease_id=8, page=0, num_slots=4, check=6)),
     }
 
 
@@ -116,7 +116,7 @@ def test_more_blocks_than_were_asked_for_are_none(peer: Peer, calls: StageCalls)
 
 def test_an_unknown_reason_is_the_stores_fault(peer: Peer, calls: StageCalls) -> None:
     peer.scripts = [answering({"num_blocks": 1, "reason": ["odd"]})]
-    assert ask(calls) == Staged(num_blocks=1, reason="store_down")
+    assert ask(calls) == StageReply(num_blocks=1, reason="store_down")
 
 
 def test_without_a_shard_the_answer_is_that_it_is_away(calls: StageCalls) -> None:
@@ -193,7 +193,7 @@ def test_a_late_answer_is_never_taken_for_the_next(
 
 
 @pytest.mark.parametrize("garbage", [b"\xff" * 8, wire.LENGTH.pack(3) + b"\x93\x01\x02" + b"more"])
-def test_after_garbage_the_next_call_is_answered_anew(
+def test_after_garbage_the_next_call_is_answered_again(
     peer: Peer, calls: StageCalls, impatient: None, garbage: bytes
 ) -> None:
     def answer(connection: socket.socket) -> None:
@@ -202,7 +202,7 @@ def test_after_garbage_the_next_call_is_answered_anew(
 
     peer.scripts = [answer, answering({"num_blocks": 3, "reason": "not_stored"})]
     assert ask(calls) == GONE
-    assert ask(calls) == Staged(num_blocks=3, reason="not_stored")
+    assert ask(calls) == StageReply(num_blocks=3, reason="not_stored")
 
 
 def test_a_shard_that_cannot_find_out_is_left_alone_for_a_moment(

@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from kvray.store import Arena, ArenaOwner
-from kvray.store.lock import ArenaLock, SideFile
+from kvray.store.machine.lock import ArenaLock
+from kvray.store.machine.side_file import SideFile
 from tests.unit.store import small_arena
 
 

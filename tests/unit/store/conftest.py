@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvray.store import Arena
-from kvray.store.tables import Tables
+from kvray.store.arena.tables import Tables
 from tests.unit.store.small_arena import make_arena, make_tables
 
 ROOT = Path(__file__).parents[3]

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from kvray.block import BlockKey
-from kvray.store import key_index, lease, payload
-from kvray.store.layout import FREE, LIMBO, PAGE_SLOTS, QUARANTINED, READY, RESERVED
-from kvray.store.tables import Tables
+from kvray.identity.block import BlockKey
+from kvray.store.arena import key_index, lease, payload
+from kvray.store.arena.layout import FREE, LIMBO, PAGE_SLOTS, QUARANTINED, READY, RESERVED
+from kvray.store.arena.tables import Tables
 from tests.unit.store.small_arena import content
 
 

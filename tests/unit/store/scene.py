@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvray.store import lease, slabs, slots
-from kvray.store.lease import Lease
-from kvray.store.tables import Tables
+from kvray.store.arena import lease, slabs, slots
+from kvray.store.arena.lease import Lease
+from kvray.store.arena.tables import Tables
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
     SLOT,
@@ -70,7 +70,7 @@ OPERATIONS: dict[str, Operation] = {
     "reserve below": lambda tables, scene: reserve(
         tables, chain(5, seed="new"), parent=TRUNK[-1], depth=6, holder=DYING
     ),
-    "reserve what orphans need": lambda tables, scene: reserve(
+    "reserve what parentless blocks need": lambda tables, scene: reserve(
         tables, TRUNK[:3] + RIGHT, holder=DYING
     ),
     "reserve another size": lambda tables, scene: reserve(

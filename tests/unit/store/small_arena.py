@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kvray.block import BlockKey
-from kvray.store import Arena, ArenaSpec, Lease, Reservation, key_index, lease, slots
-from kvray.store.eviction import choose_victims
-from kvray.store.layout import DEFAULT_PRIORITY, Geometry
-from kvray.store.tables import Array, Tables
+from kvray.identity.block import BlockKey
+from kvray.store import Arena, ArenaSpec, Lease, Reservation
+from kvray.store.arena import key_index, lease, slots
+from kvray.store.arena.eviction import choose_victims
+from kvray.store.arena.layout import DEFAULT_PRIORITY, Geometry
+from kvray.store.arena.tables import Array, Tables
 
 SLOT = 4096
 PATIENT_S = 5.0
@@ -129,7 +130,9 @@ def find(tables: Tables, keys: list[BlockKey], part: int = 0) -> list[int]:
 
 
 def matched(tables: Tables, keys: list[BlockKey], *, num_parts: int = 1) -> int:
-    return lease.match(tables, key_index.pack_keys(keys), map(lease.Wanted, range(num_parts)))[0]
+    return lease.match(tables, key_index.pack_keys(keys), map(lease.PartRequest, range(num_parts)))[
+        0
+    ]
 
 
 def take(tables: Tables, keys: list[BlockKey], *, holder: int = 0, now: float = 0.0) -> Lease:
@@ -146,6 +149,14 @@ def evict(tables: Tables, count: int, *, protect: Array = NOBODY) -> int:
     victims = choose_victims(tables, count, within=within, protect=protect)
     slots.evict(tables, victims)
     return len(victims)
+
+
+def overwrite(tables: Tables, seed: int = 0) -> None:
+    """Fill every table, but not the header, with bytes of nothing."""
+    chance = np.random.default_rng(seed)
+    for name, _, _ in tables.geometry.tables():
+        column = getattr(tables, name)
+        column.reshape(-1).view("u1")[:] = chance.integers(0, 256, column.nbytes)
 
 
 # -- over a real arena --------------------------------------------------------------------------

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from kvray.actors.shard import Shard
-from kvray.actors.shard_settings import ShardSettings
-from kvray.block import BlockKey
+from kvray.actors.shard.settings import ShardSettings
+from kvray.actors.shard.shard import Shard
 from kvray.errors import ShardUnavailable
+from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaSpec, Lease
-from kvray.store.tables import Array
+from kvray.store.arena.tables import Array
 from tests.unit.actors.small_shard import Line
 from tests.unit.store.small_arena import SLOT, chain, pool_of
 

@@ -5,8 +5,8 @@ import re
 import numpy as np
 
 from kvray.store import Arena
-from kvray.store.layout import FORMAT_VERSION, HEADER, Geometry
-from kvray.store.tables import Tables
+from kvray.store.arena.layout import FORMAT_VERSION, HEADER, Geometry
+from kvray.store.arena.tables import Tables
 from tests.unit.store.conftest import ROOT
 from tests.unit.store.small_arena import chain, content, store
 

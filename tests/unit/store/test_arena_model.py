@@ -20,11 +20,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvray.block import BlockKey
 from kvray.errors import CorruptBlock
+from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, Lease, Reservation
-from kvray.store.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
-from kvray.store.lock import HOLDER_BYTES
+from kvray.store.arena.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
+from kvray.store.machine.side_file import HOLDER_BYTES
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import SLOT, chain, content, make_arena, pool_of, spec, store
 
@@ -78,10 +78,10 @@ class ArenaLife(RuleBasedStateMachine):
 
     # -- what may change ----------------------------------------------------------------------
 
-    def settle(self, *, added: Iterable[BlockKey] = (), orphans: bool = False) -> None:
+    def settle(self, *, added: Iterable[BlockKey] = (), parentless: bool = False) -> None:
         """Bring the model up to date after a call that may have evicted, and stored `added`.
 
-        `orphans`: a writer gave up, so blocks that others stored below its own may stand alone.
+        `parentless`: a writer gave up, so blocks that others stored below its own may stand alone.
         """
         before, links = self.ready, self.links
         self.ready = self.look()
@@ -90,7 +90,7 @@ class ArenaLife(RuleBasedStateMachine):
         leased = np.flatnonzero(self.arenas[0].tables.slot_leases).tolist()
         assert not {before[key] for key in gone} & set(leased), "a leased block was evicted"
         used = self.look(READY, RESERVED)
-        for child, parent in () if orphans else links.items():
+        for child, parent in () if parentless else links.items():
             assert child not in used or parent in used, "a parent was evicted before its child"
 
     def look(self, *states: int) -> dict[BlockKey, int]:
@@ -153,7 +153,7 @@ class ArenaLife(RuleBasedStateMachine):
         if one in self.held and one.reservation is not None:
             self.held.discard(one)
             assert self.arenas[one.holder].abort(one.reservation)
-            self.settle(orphans=True)
+            self.settle(parentless=True)
 
     @rule(target=leases, holder=holders, which=prefixes, length=st.integers(1, 12))
     def lease(self, holder: int, which: int, length: int) -> object:
@@ -228,7 +228,7 @@ class ArenaLife(RuleBasedStateMachine):
         assert ArenaOwner(survivor).bury_dead(limbo_s=limbo_s) == ["model"]
         self.forget(dead)
         arena.join("model")
-        self.settle(orphans=True)
+        self.settle(parentless=True)
 
     @precondition(lambda self: len(self.held) > 1)
     @rule(leaver=holders)
@@ -236,7 +236,7 @@ class ArenaLife(RuleBasedStateMachine):
         self.arenas[leaver].leave()
         self.forget(leaver)
         self.arenas[leaver].join("model")
-        self.settle(orphans=True)
+        self.settle(parentless=True)
 
     @precondition(lambda self: self.look(LIMBO, QUARANTINED))
     @rule(holder=holders)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvray.store import Arena
-from kvray.store.tables import Array
+from kvray.store.arena.tables import Array
 from tests.unit.store.fork_server import Workers
 from tests.unit.store.invariants import check_bytes, check_invariants
 from tests.unit.store.small_arena import make_arena

@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvray.block import BlockKey
+from kvray.identity.block import BlockKey
+from kvray.store.arena.tables import Array, Tables
 from kvray.store.demotion import paths_to
-from kvray.store.tables import Array, Tables
 from tests.unit.store.small_arena import chain, make_tables, put
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvray.store import Arena, ArenaOwner, Lease
-from kvray.store.layout import FREE, READY
+from kvray.store.arena.layout import FREE, READY
 from tests.unit.store.dying import OPERATIONS, TRUNK, Dying
 from tests.unit.store.invariants import check_bytes, check_contents, check_invariants
 from tests.unit.store.small_arena import SLOT, chain, fetch, make_arena, spec, store

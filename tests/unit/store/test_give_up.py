@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from kvray.block import BlockKey
+from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner
-from kvray.store.eviction import choose_victims
+from kvray.store.arena.eviction import choose_victims
 from tests.unit.store.small_arena import NOBODY, chain, fetch, store
 
 

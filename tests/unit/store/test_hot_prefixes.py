@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from kvray.store import key_index
-from kvray.store.arena import Arena
+from kvray.store.arena import key_index
+from kvray.store.arena.arena import Arena
 from kvray.store.hot_prefixes import HotPrefix, hot_prefixes
 from kvray.store.use_counts import UseCounts
 from tests.unit.store.small_arena import chain, store

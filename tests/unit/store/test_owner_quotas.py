@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 
 from kvray.errors import ConfigError
-from kvray.store import Arena, ArenaOwner, owner
-from kvray.store.layout import DEFAULT_PRIORITY
+from kvray.store import Arena, ArenaOwner
+from kvray.store.arena import owner
+from kvray.store.arena.layout import DEFAULT_PRIORITY
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import SLOT, chain, store
 

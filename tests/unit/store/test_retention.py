@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvray.block import BlockKey
-from kvray.store import Arena, ArenaOwner, key_index
+from kvray.identity.block import BlockKey
+from kvray.store import Arena, ArenaOwner
+from kvray.store.arena import key_index
+from kvray.store.arena.tables import Array
 from kvray.store.policy import POLICIES
 from kvray.store.retention import Retention
-from kvray.store.tables import Array
 from tests.unit.store.small_arena import PATIENT_S, chain, make_arena, store
 
 
@@ -88,7 +89,7 @@ def test_an_arena_is_kept_with_room_by_every_policy(arena: Arena, policy: str) -
     assert num_blocks >= 40, "no more goes than has to"
 
 
-def test_of_what_goes_next_the_spare_goes_first_in_its_own_order(arena: Arena) -> None:
+def test_of_what_goes_next_duplicates_go_first_in_its_own_order(arena: Arena) -> None:
     retention = Retention(arena, "lru", "all")
     lots = [chain(8, seed=str(number)) for number in range(7)]
     for keys in lots:
@@ -96,20 +97,20 @@ def test_of_what_goes_next_the_spare_goes_first_in_its_own_order(arena: Arena) -
         retention.observe()
     question = retention.ask(0.25)
     assert question.keys.tobytes() == b"".join(lots[0][1:]), "an eighth, from the tail"
-    spare = np.arange(7) >= 3
-    retention.answer(question, spare)
+    duplicate = np.arange(7) >= 3
+    retention.answer(question, duplicate)
     slots = np.concatenate([slots_of(arena, keys) for keys in reversed(lots)])
     first = slots[np.argsort(retention.rank(slots), kind="stable")]
-    assert set(first[:4]) == set(question.slots[spare])
+    assert set(first[:4]) == set(question.slots[duplicate])
     assert set(first[4:8]) == set(slots_of(arena, lots[0])) - set(first[:4])
     assert first[8:].tolist() == [slot for keys in lots[1:] for slot in slots_of(arena, keys)]
-    assert retention.are_spare(slots).sum() == 4
+    assert retention.are_duplicates(slots).sum() == 4
     # What was given up goes before even that.
     ArenaOwner(arena).give_up(b"".join(lots[6][7:]), [0])
     assert slots[retention.rank(slots).argmin()] == slots_of(arena, lots[6])[7]
 
 
-def test_spare_blocks_keep_the_order_in_which_they_were_used(arena: Arena) -> None:
+def test_duplicates_keep_the_order_in_which_they_were_used(arena: Arena) -> None:
     retention = Retention(arena, "lru", "all")
     for number in range(56):
         store(arena, chain(1, seed=str(number)))
@@ -121,14 +122,14 @@ def test_spare_blocks_keep_the_order_in_which_they_were_used(arena: Arena) -> No
     assert np.argsort(ranks)[:7].tolist() == before.tolist()
 
 
-def test_what_is_spare_is_not_worth_its_write(arena: Arena) -> None:
+def test_duplicates_are_not_worth_its_write(arena: Arena) -> None:
     retention = Retention(arena, "lru", "all")
     slots = store(arena, chain(56)).slots
     retention.observe()
     question = retention.ask(0.25)
     retention.answer(question, np.arange(7) % 2 == 0)
-    assert (retention.admits(slots) != retention.are_spare(slots)).all()
-    assert retention.are_spare(slots).sum() == 4
+    assert (retention.admits(slots) != retention.are_duplicates(slots)).all()
+    assert retention.are_duplicates(slots).sum() == 4
 
 
 def test_nothing_is_asked_about_while_there_is_room(arena: Arena) -> None:
@@ -152,13 +153,13 @@ def test_what_was_said_is_forgotten_with_the_block_its_use_and_time(
     retention.observe()
     question = retention.ask(0.25)
     retention.answer(question, np.ones(7, dtype=bool))
-    assert retention.are_spare(slots).sum() == 7
+    assert retention.are_duplicates(slots).sum() == 7
     used = np.flatnonzero(slots == question.slots[0])[0]
     use(arena, keys[used])
-    assert retention.are_spare(slots).sum() == 6
+    assert retention.are_duplicates(slots).sum() == 6
     assert ArenaOwner(arena).evict_ahead(0.24, retention.rank) == 5
-    assert retention.are_spare(slots).sum() == 1, "what was spare went"
+    assert retention.are_duplicates(slots).sum() == 1, "what was duplicate went"
     store(arena, chain(5, seed="new"))
-    assert retention.are_spare(np.arange(64)).sum() == 1
+    assert retention.are_duplicates(np.arange(64)).sum() == 1
     now += 31
-    assert not retention.are_spare(np.arange(64)).any()
+    assert not retention.are_duplicates(np.arange(64)).any()

@@ -10,7 +10,7 @@ import pytest
 
 from kvray.errors import LeaseExpired, ShardUnavailable
 from kvray.store import Arena, ArenaOwner
-from kvray.store.layout import QUARANTINED, READY
+from kvray.store.arena.layout import QUARANTINED, READY
 from kvray.store.scan import scan
 from tests.unit.store.conftest import Child
 from tests.unit.store.invariants import check_invariants

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.actors.shard import Shard, sweep
+from kvray.actors.shard.shard import Shard, sweep
 from kvray.store import Arena
-from kvray.store.layout import FREE, READY
+from kvray.store.arena.layout import FREE, READY
 from tests.unit.actors.small_shard import Line, wait_for, wait_until_serving
 from tests.unit.store.fork_server import Workers
 from tests.unit.store.invariants import check_bytes, check_invariants

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvray.actors.lookup import Announcement, Answer
-from kvray.actors.shard import Shard
-from kvray.actors.shard_settings import ShardSettings
+from kvray.actors.lookup.lookup import Announcement, Answer
+from kvray.actors.shard.settings import ShardSettings
+from kvray.actors.shard.shard import Shard
 from kvray.config import KVRayConfig, load_config
 from kvray.tensor_cache import TensorCache, TensorMetadata
 

@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvray.actors.shard import Shard
+from kvray.actors.shard.shard import Shard
 from kvray.errors import ConfigError, LayoutMismatch
+from kvray.tensor_cache import TensorCache
 from tests.unit.tensor_cache.conftest import BLOCK, METADATA, MakeCache, changed, wait_until
 from tests.unit.tensor_cache.kv import assert_same, cut, pairs, random_blob, suffix_mask
 
@@ -220,7 +221,7 @@ def test_a_background_that_is_full_drops_and_says_so(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = make_cache()
-    monkeypatch.setattr(cache._saver, "has_room", lambda size: False)
+    monkeypatch.setattr(cache._stores, "has_room", lambda size: False)
     for _ in range(2):
         cache.store(TOKENS, random_blob(len(TOKENS), METADATA), blocking=False)
     assert cache.counters()["dropped_tokens"] == 2 * len(TOKENS)
@@ -300,9 +301,10 @@ def test_the_shard_shows_each_cache_with_its_figures(make_cache: MakeCache, shar
     def shown() -> dict[str, Any]:
         return {one["replica"]: one["counters"] for one in shard.status()["replicas"]}
 
-    figures = {"stored_tokens": 0, "dropped_tokens": 0, "hit_tokens": 0, "missed_tokens": 0}
-    wait_until(lambda: shown().get("test") == {**figures, "stored_tokens": 20})
-    wait_until(lambda: shown().get("test.2") == {**figures, "hit_tokens": 20, "missed_tokens": 1})
+    stored = {"stored_tokens": 20, "dropped_tokens": 0}
+    hit = {"requests": 1, "prompt_tokens": 21, "local_tokens": 0, "hit_tokens": 20}
+    wait_until(lambda: shown().get("test") == stored)
+    wait_until(lambda: shown().get("test.2") == {**hit, "hit_tokens_from_host": 20})
 
 
 def test_the_last_figures_of_a_closed_cache_stay(make_cache: MakeCache, shard: Shard) -> None:
@@ -313,3 +315,23 @@ def test_the_last_figures_of_a_closed_cache_stay(make_cache: MakeCache, shard: S
     shown = {one["replica"]: one["counters"] for one in shard.status()["replicas"]}
     assert shown["test.2"]["stored_tokens"] == len(TOKENS)
     keeps_the_link.close()
+
+
+# -- what is no argument ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "metadata", "words"),
+    [
+        ("kvray.yaml", METADATA, "load_config.*not a str"),
+        ({}, METADATA, "load_config.*not a dict"),
+        (None, {"model": "tiny"}, "TensorMetadata, not a dict"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_in_a_sentence(
+    given: Any, metadata: Any, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        TensorCache(given, metadata)
+    with pytest.raises(ConfigError, match=words):
+        TensorCache.get_or_create("one", given, metadata)

@@ -40,7 +40,7 @@ def test_a_destroyed_cache_is_closed_and_its_id_free(config: KVRayConfig) -> Non
     assert again is not made
 
 
-def test_a_cache_that_was_closed_is_made_anew(config: KVRayConfig) -> None:
+def test_a_cache_that_was_closed_is_recreated(config: KVRayConfig) -> None:
     with TensorCache.get_or_create("one", config, METADATA):
         pass
     assert TensorCache.get("one") is None

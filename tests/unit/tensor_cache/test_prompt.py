@@ -5,14 +5,14 @@ import pytest
 import torch
 
 from kvray.errors import ConfigError
-from kvray.keys import chain_keys
-from kvray.tensor_cache.prompt import Prompt, read_prompt
+from kvray.identity.keys import chain_keys
+from kvray.tensor_cache.prompt import MaskedPrompt, read_prompt
 
 SEED = bytes(32)
 TOKENS = list(range(10))
 
 
-def read(tokens: Any, mask: Any = None) -> Prompt:
+def read(tokens: Any, mask: Any = None) -> MaskedPrompt:
     return read_prompt(tokens, mask, tokens_per_block=4, seed=SEED)
 
 

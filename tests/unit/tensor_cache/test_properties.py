@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvray.actors.shard import Shard
+from kvray.actors.shard.shard import Shard
 from kvray.config import KVRayConfig
 from kvray.tensor_cache import TensorCache, TensorMetadata
 from tests.unit.tensor_cache.conftest import BLOCK, METADATA, changed

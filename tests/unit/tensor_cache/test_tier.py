@@ -7,16 +7,18 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvray.actors.shard import Shard
+from kvray.actors.shard.shard import Shard
 from kvray.config import KVRayConfig
+from kvray.node import StageCalls
 from kvray.store import Arena
-from kvray.store.layout import READY
+from kvray.store.arena.layout import READY
 from kvray.tensor_cache import TensorCache
 from tests.unit.tensor_cache.conftest import (
     BLOCK,
@@ -59,6 +61,103 @@ def own_shards() -> Iterator[list[Shard]]:
         shard.stop(retire=True, timeout_s=10)
 
 
+# -- what the arena does not have -----------------------------------------------------------------
+
+
+@pytest.fixture
+def config_with_disk(own_config: KVRayConfig, tmp_path: Path) -> KVRayConfig:
+    """The same with blocks on disk, and patience: this machine may be busy."""
+    disk = {"dir": tmp_path, "capacity": 2**24, "segment": 2**20, "free_reserve": 1}
+    return own_config.model_copy(
+        update={
+            "nvme": own_config.nvme.model_copy(update={**disk, "admission": "all"}),
+            "connector": own_config.connector.model_copy(update={"stage_wait_s": 5.0}),
+        }
+    )
+
+
+@pytest.fixture
+def on_disk(config_with_disk: KVRayConfig, own_shards: list[Shard], make_cache: MakeCache) -> None:
+    """A shard whose arena is empty, and which has BLOB on disk."""
+    before = start_shard(config_with_disk)
+    with TensorCache(config_with_disk, METADATA) as cache:
+        assert cache.store(TOKENS, BLOB) == len(TOKENS)
+    before.stop(retire=True, timeout_s=10, flush=True)
+    own_shards.append(start_shard(config_with_disk))
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_what_is_on_disk_is_found_and_counted_as_such(
+    make_cache: MakeCache, config_with_disk: KVRayConfig
+) -> None:
+    cache = make_cache(config_with_disk)
+    kv, ret_mask = cache.retrieve([*TOKENS, 1])
+    assert_same(kv, BLOB)
+    assert int(ret_mask.sum()) == len(TOKENS)
+    cache.retrieve(TOKENS)
+    assert {name: value for name, value in cache.counters().items() if value} == {
+        "requests": 2,
+        "prompt_tokens": 2 * len(TOKENS) + 1,
+        "hit_tokens": 2 * len(TOKENS),
+        "hit_tokens_from_nvme": len(TOKENS),
+        "hit_tokens_from_host": len(TOKENS),
+    }
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_lookup_counts_what_is_on_disk(
+    make_cache: MakeCache, config_with_disk: KVRayConfig
+) -> None:
+    assert make_cache(config_with_disk).lookup(TOKENS) == len(TOKENS)
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_nothing_is_left_where_it_is_for_being_slower_than_a_model_that_nobody_knows(
+    make_cache: MakeCache, config_with_disk: KVRayConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, speeds = StageCalls.stage, list[float]()
+
+    def note(calls: StageCalls, *args: Any, tokens_per_s: float, **named: Any) -> Any:
+        speeds.append(tokens_per_s)
+        return stage(calls, *args, tokens_per_s=tokens_per_s, **named)
+
+    monkeypatch.setattr(StageCalls, "stage", note)
+    assert make_cache(config_with_disk).lookup(TOKENS) == len(TOKENS)
+    assert set(speeds) == {0.0}
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_without_a_wait_only_prefetch_brings_what_is_on_disk(
+    make_cache: MakeCache, config_with_disk: KVRayConfig
+) -> None:
+    connector = config_with_disk.connector.model_copy(update={"stage_wait_s": 0.0})
+    cache = make_cache(config_with_disk.model_copy(update={"connector": connector}))
+    assert cache.lookup(TOKENS) == 0
+    assert cache.prefetch(TOKENS) == len(TOKENS)
+    assert cache.lookup(TOKENS) == len(TOKENS)
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_a_suffix_is_stored_behind_a_prefix_that_is_on_disk(
+    make_cache: MakeCache, config_with_disk: KVRayConfig
+) -> None:
+    longer = [*TOKENS, *range(BLOCK)]
+    whole = random_blob(len(longer), METADATA)
+    cache = make_cache(config_with_disk)
+    mask = suffix_mask(len(longer), len(TOKENS))
+    assert cache.store(longer, cut(whole, len(TOKENS), len(longer), METADATA), mask) == BLOCK
+
+
+@pytest.mark.usefixtures("on_disk")
+def test_threads_that_want_blocks_from_disk_at_once_all_get_them(
+    make_cache: MakeCache, config_with_disk: KVRayConfig
+) -> None:
+    cache = make_cache(config_with_disk)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(cache.lookup, [TOKENS] * 16))
+    assert found == [len(TOKENS)] * 16
+
+
 # -- away and back ------------------------------------------------------------------------------
 
 
@@ -73,11 +172,11 @@ def test_without_a_tier_nothing_is_stored_or_found_and_it_says_so_once(
     assert kv == ()
     assert not ret_mask.any()
     assert cache.lookup(TOKENS) == 0
-    assert cache.counters() == {
-        "stored_tokens": 0,
+    assert {name: value for name, value in cache.counters().items() if value} == {
+        "requests": 1,
+        "prompt_tokens": len(TOKENS),
         "dropped_tokens": 2 * len(TOKENS),
-        "hit_tokens": 0,
-        "missed_tokens": len(TOKENS),
+        "miss_tokens_store_down": len(TOKENS),
     }
     assert len(warnings(caplog)) == 1
     assert "no tier" in warnings(caplog)[0]

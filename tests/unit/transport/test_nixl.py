@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvray.errors import TransferError, TransferTimeout
-from kvray.transport.nixl import choose_wires, has_rdma
+from kvray.transport.nixl import choose_wires, rdma_drivers
 from tests.conformance import MEMORY_BYTES, TRANSPORT_BEHAVIOURS, Couple, check_transport
 from tests.unit.transport.conftest import NixlCouple
 
@@ -23,6 +23,13 @@ from kvray.errors import TransportUnavailable
 from kvray.transport import open_transports
 opened, missing = open_transports(("nixl",), np.zeros(4096, dtype=np.uint8))
 print(opened, missing["nixl"])
+"""
+
+AGENT = """
+import numpy as np
+from kvray.transport.nixl import NixlTransport
+NixlTransport(np.zeros(4096, dtype=np.uint8)).close()
+print("closed")
 """
 
 
@@ -76,12 +83,49 @@ def test_node_without_nixl_says_what_to_install() -> None:
     assert done.stdout.startswith("{} NIXL is not installed; run `pip install"), done.stderr
 
 
-def test_wires_are_tcp_unless_somebody_knows_better() -> None:
-    if has_rdma():
-        pytest.skip("this machine has an RDMA device")
+def test_wires_are_tcp_where_there_is_no_rdma() -> None:
     environ: dict[str, str] = {}
-    choose_wires(environ)
-    assert environ == {"UCX_TLS": "tcp"}
-    chosen = {"UCX_TLS": "rc,tcp"}
-    choose_wires(chosen)
-    assert chosen == {"UCX_TLS": "rc,tcp"}
+    choose_wires(environ, [])
+    assert environ["UCX_TLS"] == "tcp"
+    environ = {}
+    choose_wires(environ, ["mlx5_core"])
+    assert "UCX_TLS" not in environ
+
+
+def test_ucx_loads_its_efa_module_only_for_an_efa_device() -> None:
+    environ: dict[str, str] = {}
+    choose_wires(environ, ["mlx5_core"])
+    assert environ["UCX_MODULES"] == "^efa"
+    environ = {}
+    choose_wires(environ, ["mlx5_core", "efa"])
+    assert "UCX_MODULES" not in environ
+
+
+def test_what_the_environment_says_of_ucx_stands() -> None:
+    environ = {"UCX_TLS": "rc,tcp", "UCX_MODULES": "ib"}
+    choose_wires(environ, [])
+    assert environ == {"UCX_TLS": "rc,tcp", "UCX_MODULES": "ib"}
+
+
+def test_drivers_of_rdma_devices_are_read_from_the_kernel(tmp_path: Path) -> None:
+    assert rdma_drivers(tmp_path / "none") == []
+    driver = tmp_path / "drivers" / "efa"
+    driver.mkdir(parents=True)
+    (tmp_path / "devices" / "rdmap0s6" / "device").mkdir(parents=True)
+    (tmp_path / "devices" / "rdmap0s6" / "device" / "driver").symlink_to(driver)
+    assert rdma_drivers(tmp_path / "devices") == ["efa"]
+
+
+def test_process_that_made_an_agent_ends_cleanly() -> None:
+    # It ended with SIGSEGV where Debian's libibverbs1 and ibverbs-providers are; `.ci/run` runs
+    # this with and without them.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("UCX_")}
+    done = subprocess.run(
+        [sys.executable, "-c", AGENT],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr

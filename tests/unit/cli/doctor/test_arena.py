@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from kvray.actors.ownership import sweep
+from kvray.actors.owner.ownership import sweep
 from kvray.cli.doctor import arena as arena_checks
 from kvray.cli.doctor.arena import arena_findings, why_not_here
 from kvray.cli.doctor.finding import Finding
 from kvray.config import KVRayConfig, load_config
 from kvray.store import Arena
-from kvray.store.arena_file import ARENA_FILE, lock_path
-from kvray.store.capacity import read_mount
+from kvray.store.arena.file import ARENA_FILE, lock_path
+from kvray.store.machine.capacity import read_mount
 from kvray.wire import SOCKET_FILE
 from tests.unit.actors.shard_process import ShardProcess, shard_process
 from tests.unit.store.conftest import Child
@@ -63,6 +63,17 @@ def only_fault(config: KVRayConfig) -> Finding:
     assert found.fix
     assert not found.says.endswith(".")
     return found
+
+
+@contextlib.contextmanager
+def frozen(shard: ShardProcess) -> Iterator[None]:
+    """Have the shard do nothing for the time of a block."""
+    os.kill(shard.pid, signal.SIGSTOP)
+    try:
+        os.waitid(os.P_PID, shard.pid, os.WSTOPPED)
+        yield
+    finally:
+        os.kill(shard.pid, signal.SIGCONT)
 
 
 def test_environment_in_which_everything_works_has_no_fault(
@@ -188,7 +199,7 @@ def test_arena_without_its_lock_file_cannot_be_used(
 
 def test_shard_that_is_still_preparing_is_waited_for(config: KVRayConfig) -> None:
     config.node_dir.mkdir(mode=0o700)
-    assert "preparing" in only_fault(config).says
+    assert "prepares" in only_fault(config).says
 
 
 def test_arena_that_stays_locked_names_what_to_look_for(
@@ -201,6 +212,7 @@ def test_arena_that_stays_locked_names_what_to_look_for(
     finally:
         child.kill()
     assert found.check == "lock"
+    assert f"process {child.process.pid} (" in found.says
     assert "lslocks" in found.fix
 
 
@@ -224,11 +236,8 @@ def test_dead_shard_is_a_matter_of_the_socket(shard: ShardProcess, config: KVRay
 
 
 def test_frozen_shard_is_a_matter_of_the_socket(shard: ShardProcess, config: KVRayConfig) -> None:
-    os.kill(shard.pid, signal.SIGSTOP)
-    try:
+    with frozen(shard):
         found = only_fault(config)
-    finally:
-        os.kill(shard.pid, signal.SIGCONT)
     assert found.check == "socket"
     assert "did not answer" in found.says
 
@@ -237,8 +246,8 @@ def test_stranger_behind_the_socket_does_not_pass_for_a_shard(
     shard: ShardProcess, config: KVRayConfig
 ) -> None:
     path = config.node_dir / SOCKET_FILE
-    path.unlink()
-    with socket.socket(socket.AF_UNIX) as stranger:
+    with frozen(shard), socket.socket(socket.AF_UNIX) as stranger:  # it would bind its own again
+        path.unlink()
         stranger.bind(str(path))
         stranger.listen()
         assert only_fault(config).check == "socket"
@@ -256,7 +265,7 @@ def test_socket_and_file_of_two_arenas_are_told_apart(
         found = only_fault(config_of(parent, cluster_name="mixed"))
     sweep(other.node_dir, 5.0)
     assert "owns arena" in found.says
-    assert "not socket and file from two" in found.fix
+    assert "one directory for both" in found.fix
 
 
 def test_node_without_a_shard_is_not_looked_at() -> None:

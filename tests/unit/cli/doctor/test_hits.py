@@ -6,7 +6,7 @@ import pytest
 
 from kvray.cli.doctor.finding import Finding
 from kvray.cli.doctor.hits import hit_findings
-from kvray.cli.reasons import COUNTED
+from kvray.trace.reasons import COUNTED
 
 
 def status_with(*replicas: dict[str, Any], **arena: int) -> dict[str, Any]:
@@ -39,16 +39,22 @@ def test_engines_that_have_all_gone_are_a_hint() -> None:
 
 
 def test_engines_that_were_asked_for_nothing_are_a_hint() -> None:
-    assert "none was asked" in found(replica(requests=0))["requests"].says
+    assert "none has had a request" in found(replica(requests=0))["requests"].says
 
 
 def test_requests_that_all_went_past_the_cache_are_a_fault() -> None:
     assert found(replica(requests=0, bypassed_requests=7))["requests"].verdict == "fault"
 
 
-def test_hit_rate_leaves_out_what_the_engine_had_itself() -> None:
-    counters = {"requests": 2, "prompt_tokens": 100, "local_tokens": 20, "hit_tokens": 40}
-    assert found(replica(**counters))["hit rate"].says.startswith("50% of the 80 prompt tokens")
+def test_hit_rate_is_of_all_prompt_tokens_by_where_they_came_from() -> None:
+    counters = {"requests": 2, "prompt_tokens": 172, "local_tokens": 160}
+    says = "172 prompt tokens: own pool 93.0%, host 0.0%, disk 0.0%, remote 0.0%, computed 7.0%"
+    assert found(replica(**counters))["hit rate"].says == says
+
+
+def test_a_tensor_cache_is_asked_for_something_too() -> None:
+    counters = {"requests": 3, "prompt_tokens": 1408, "hit_tokens": 1408}
+    assert "requests" not in found(replica(**counters))
 
 
 def test_replicas_that_share_no_namespace_are_named() -> None:
@@ -79,6 +85,9 @@ def test_blocks_that_were_not_stored_are_reported() -> None:
     counters = {"requests": 1, "prompt_tokens": 64}
     assert "arena.capacity" in found(replica(**counters), dropped=3)["saves"].fix
     assert "connector.saves_max" in found(replica(**counters, dropped_blocks=2))["saves"].fix
+    reasons = {"dropped_blocks_no_room": 2, "dropped_blocks_too_slow": 3}
+    said = found(replica(**counters, dropped_blocks=5, **reasons))["saves"].says
+    assert said.endswith("5 blocks were not stored: 3 too_slow, 2 no_room")
 
 
 def test_defects_inside_the_connector_are_reported() -> None:

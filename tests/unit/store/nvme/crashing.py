@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvray.block import BlockKey
-from kvray.store import slabs
-from kvray.store.eviction import choose_victims
-from kvray.store.layout import READY
+from kvray.identity.block import BlockKey
+from kvray.store.arena import slabs
+from kvray.store.arena.eviction import choose_victims
+from kvray.store.arena.layout import READY
 from kvray.store.nvme import NvmeStore
 from tests.unit.store.nvme.small_store import arena_tables, chain_for, open_store, promote, spec
 from tests.unit.store.small_arena import SLOT, chain

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvray.store.layout import Array
+from kvray.store.arena.layout import Array
 from kvray.store.nvme.disk import Disk, DiskFile
 
 SECTOR = 512

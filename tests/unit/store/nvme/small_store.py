@@ -4,14 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
-from kvray.block import BlockKey
-from kvray.store import key_index, payload, slots
-from kvray.store.layout import Geometry
+from kvray.identity.block import BlockKey
+from kvray.store.arena import key_index, payload, slots
+from kvray.store.arena.layout import Geometry
+from kvray.store.arena.tables import Array, Tables
 from kvray.store.nvme import Demotion, NvmeSpec, NvmeStore, Promoted
 from kvray.store.nvme.disk import Disk
 from kvray.store.nvme.memory import aligned
 from kvray.store.nvme.record import PAGE_BYTES, RECORD, SegmentShape
-from kvray.store.tables import Array, Tables
 from tests.unit.store.small_arena import SLOT, content, reserve
 
 SEGMENT = 16 * SLOT

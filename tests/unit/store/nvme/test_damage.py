@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvray.block import BlockKey
-from kvray.store import key_index
-from kvray.store.layout import BUCKET_WAYS, QUARANTINED
+from kvray.identity.block import BlockKey
+from kvray.store.arena import key_index
+from kvray.store.arena.layout import BUCKET_WAYS, QUARANTINED
 from kvray.store.nvme import NvmeStore
 from kvray.store.nvme.record import HEADER, PAGE_BYTES, RECORD, seal
 from tests.unit.store.invariants import check_invariants
@@ -101,7 +101,7 @@ def test_flipped_record_is_skipped_and_counted_once(directory: Path) -> None:
     flip(filled(directory), PAGE_BYTES + 3 * RECORD.itemsize + 40)
     store = open_again(directory)
     report = store.report
-    assert (report.blocks, report.damaged, report.orphans) == (11, 1, 1)
+    assert (report.blocks, report.damaged, report.parentless) == (11, 1, 1)
     assert present(store, KEYS) == 11
     store.flush()
     store.close()
@@ -110,10 +110,10 @@ def test_flipped_record_is_skipped_and_counted_once(directory: Path) -> None:
     again.close()
 
 
-def test_orphans_are_found_again_with_their_parent(directory: Path) -> None:
+def test_parentless_blocks_are_found_again_with_their_parent(directory: Path) -> None:
     flip(filled(directory), PAGE_BYTES)
     store = open_again(directory)
-    assert store.report.orphans == 1
+    assert store.report.parentless == 1
     assert demote(store, KEYS).tolist() == [True], "only the parent is written again"
     assert promote(store, KEYS).sound.all()
     check_invariants(store.tables)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvray.errors import CapacityError, TierError
-from kvray.store.layout import Array
+from kvray.store.arena.layout import Array
 from kvray.store.nvme import NvmeSpec, growth
 from kvray.store.nvme import disk as disk_module
 from kvray.store.nvme import writer as writer_module

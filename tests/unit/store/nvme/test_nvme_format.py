@@ -82,5 +82,5 @@ def test_block_is_found_by_the_page_alone(directory: Path) -> None:
     length = int.from_bytes(record[72:80], "little")
     block = file[payload + slot * stride :][:length]
     assert block == content(keys[2], 3, block_bytes=SLOT + 10).tobytes()
-    seed = int.from_bytes(keys[2][:8], "little")
+    seed = int.from_bytes(keys[2][:8], "little") ^ (3 * STEP % 2**64)
     assert int.from_bytes(record[80:88], "little") == xxhash.xxh3_64_intdigest(block, seed)

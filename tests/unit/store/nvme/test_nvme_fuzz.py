@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvray.store import key_index
+from kvray.store.arena import key_index
+from kvray.store.arena.tables import Array
 from kvray.store.nvme.record import (
     FORMAT_VERSION,
     HEADER,
@@ -20,7 +21,6 @@ from kvray.store.nvme.record import (
     _header_checksum,
     seal,
 )
-from kvray.store.tables import Array
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import SHAPE, demote, open_store, promote, table_of
 from tests.unit.store.small_arena import chain

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvray.block import BlockKey
-from kvray.store.eviction import choose_victims
-from kvray.store.layout import READY
+from kvray.identity.block import BlockKey
+from kvray.store.arena.eviction import choose_victims
+from kvray.store.arena.layout import READY
 from kvray.store.nvme import NvmeStore
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.power import Event, RecordingDisk, after_power_loss

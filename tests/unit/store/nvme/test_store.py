@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from kvray.errors import CapacityError, ConfigError, LayoutMismatch, ShardUnavailable
-from kvray.store import key_index, payload
-from kvray.store.eviction import choose_victims
+from kvray.store.arena import key_index, payload
+from kvray.store.arena.eviction import choose_victims
+from kvray.store.arena.tables import Array
 from kvray.store.nvme import Demotion, NvmeStore
-from kvray.store.tables import Array
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import (
     arena_tables,
@@ -74,7 +74,7 @@ def test_blocks_outlive_the_store(directory: Path) -> None:
     demote(first, tail, parent=keys[-1], depth=20, part=0)
     first.close()
     again = open_store(directory)
-    assert (again.report.blocks, again.report.segments, again.report.orphans) == (25, 2, 0)
+    assert (again.report.blocks, again.report.segments, again.report.parentless) == (25, 2, 0)
     assert promote(again, keys).sound.all()
     assert promote(again, tail).sound.all()
     check_invariants(again.tables)

@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvray.block import BlockKey
-from kvray.store import payload
-from kvray.store.eviction import choose_victims
-from kvray.store.layout import READY
+from kvray.identity.block import BlockKey
+from kvray.store.arena import payload
+from kvray.store.arena.eviction import choose_victims
+from kvray.store.arena.layout import READY
 from kvray.store.nvme import Demotion
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import arena_tables, chain_for, open_store, promote, spec

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from kvray.store.arena.tables import Array
 from kvray.store.policy import ADMISSIONS, LRU, Everything, Gittins, Likely, Policy, Twice
-from kvray.store.tables import Array
 from tests.unit.store.policy.small_cache import use
 
 
@@ -58,7 +58,7 @@ def test_as_many_are_remembered_as_there_are_slots_and_the_latest() -> None:
     assert admits(twice, [0], [10]) == []
 
 
-def test_what_leaves_again_unadmitted_is_remembered_anew() -> None:
+def test_what_leaves_again_unadmitted_is_remembered_again() -> None:
     twice = Twice(2, LRU(2))
     for name in (10, 11, 12, 10):
         assert admits(twice, [0], [name]) == []

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from kvray.store.arena.tables import Array
 from kvray.store.policy import Gittins, gittins, prompts
-from kvray.store.tables import Array
 from tests.unit.store.policy.small_cache import SmallCache, use
 
 HOT, COLD = np.arange(4), np.arange(100, 108)
@@ -75,7 +75,7 @@ def test_a_tier_beside_it_knows_what_it_has_learned() -> None:
     assert (rank(below, np.array([7, 9]), now) == expected).all()
 
 
-def test_what_the_tier_below_has_too_goes_before_its_like_until_it_is_stored_anew() -> None:
+def test_what_the_tier_below_has_too_goes_before_its_like_until_it_is_stored_again() -> None:
     host = Gittins(200)
     now = taught(host)
     below = host.beside(50)

@@ -5,9 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 
+from kvray.store.arena.tables import Array
 from kvray.store.policy import hazard
 from kvray.store.policy.hazard import NUM_AGES
-from kvray.store.tables import Array
 
 EDGES = [0.0, *(4.0 * 2.0**age for age in range(NUM_AGES))]
 """Where the ages begin, and where the last one ends."""

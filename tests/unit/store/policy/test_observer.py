@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvray.store import key_index, slots
+from kvray.store.arena import key_index, slots
+from kvray.store.arena.tables import Array, Tables
 from kvray.store.policy import Use
 from kvray.store.policy.observer import Observer
-from kvray.store.tables import Array, Tables
 from tests.unit.store.small_arena import chain, evict, make_tables, put, reserve, take
 
 

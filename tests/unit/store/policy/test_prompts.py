@@ -61,7 +61,7 @@ def test_of_two_that_it_goes_on_with_the_later_turn_counts() -> None:
 
 def test_turns_are_counted_though_all_earlier_blocks_were_evicted() -> None:
     policy = Gittins(64)
-    for turn in range(4):  # nothing is ever found, all is stored anew
+    for turn in range(4):  # nothing is ever found, all is stored again
         names = list(range(6 * turn + 6))
         policy.stored(use(range(len(names)), names, now=10.0 * turn, request=turn))
         policy.freed(np.arange(len(names)))

@@ -1,0 +1,303 @@
+"""Explains requests and prompts: asks the parts of the tier why blocks were hit or missed.
+
+Answers are plain mappings, as `kvray explain --json` prints them; ranges are in tokens.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvray.actors.explain.block_states import (
+    EVICTED,
+    NEVER_STORED,
+    PARTIAL,
+    STORED,
+    BlockState,
+    StateRun,
+    block_states,
+    state_runs,
+)
+from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, shard_name
+from kvray.actors.ray_glue.arguments import in_pieces
+from kvray.actors.ray_glue.calls import ask_all, call, get_actor
+from kvray.actors.shard.queries import Asked, Prompt, Whereabouts
+from kvray.errors import ConfigError, KVRayError
+from kvray.identity.block import KEY_BYTES, Namespace
+from kvray.trace.arrival import runs_between
+
+_ARRIVES_S = 2.5
+"""How long a request may take to be reported: its engine does so once a second."""
+_POLL_S = 0.25
+_NAMESPACES_MAX = 8
+INCOMPATIBLE = "incompatible"
+
+
+def explain_requests(
+    *, replica: str | None, request_id: int | None, last: int, timeout_s: float
+) -> dict[str, Any]:
+    """Return what came of requests, the latest first, and why.
+
+    Args:
+        replica: whose; None: of all.
+        request_id: which; None: any.
+        last: how many at most.
+        timeout_s: how long each question may take.
+
+    Returns:
+        "requests", and "silent": the shards that did not answer.
+
+    Raises:
+        ConfigError: no such request is known.
+        ShardUnavailable: no tier runs there.
+    """
+    deadline = time.monotonic() + _ARRIVES_S
+    while True:
+        found, silent = _ask_shards("asked", replica, request_id, last, timeout_s=timeout_s)
+        if any(found.values()) or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    asked = [(shard, one) for shard, some in found.items() for one in some]
+    asked.sort(key=lambda pair: -pair[1].note.at)
+    if not asked:
+        raise ConfigError(_not_known(replica, request_id, silent))
+    return {
+        "requests": [_explained(shard, one, timeout_s) for shard, one in asked[:last]],
+        "silent": silent,
+    }
+
+
+def explain_prompt(
+    tokens: bytes,
+    *,
+    replica: str | None,
+    salt: str | int | None,
+    lora: str | None,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Return the blocks of a prompt that are stored now, and the history of the others.
+
+    Args:
+        tokens: its ids, little-endian int32 end to end.
+        replica: in whose namespace; None: in that of each replica that is there.
+        salt: the request's cache salt.
+        lora: path of its adapter, as the nodes have it.
+        timeout_s: how long each question may take.
+
+    Returns:
+        "prompts", one a namespace, and "silent".
+
+    Raises:
+        ConfigError: a value cannot be used, or no such replica is registered.
+        ShardUnavailable: no tier runs there, or a shard did not answer.
+    """
+    shards = _shards(timeout_s)
+    homes = _homes(shards, replica, timeout_s)
+    found, all_silent = [], set()
+    for name, shard in list(homes.items())[:_NAMESPACES_MAX]:
+        prompt: Prompt = call(shards[shard].prompt, name, tokens, salt, lora, timeout_s=timeout_s)
+        answers, silent = _whereabouts(prompt.keys, None, timeout_s)
+        found.append(_prompt(name, prompt, len(tokens) // 4, answers, timeout_s))
+        all_silent |= set(silent)
+    return {"prompts": found, "silent": sorted(all_silent)}
+
+
+# -- requests -------------------------------------------------------------------------------------
+
+
+def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
+    note, size = asked.note, asked.note.tokens_per_block
+    num_parts = asked.namespace.num_parts if asked.namespace else 1
+    ranges = []
+    if note.first:
+        ranges.append(_range(0, note.first * size, "own"))
+    for start, stop, way, source in runs_between(note.arrivals, note.first, note.end):
+        ranges.append(_range(start * size, stop * size, "hit", way=way, source=source))
+    since = 0.0
+    if note.keys:
+        answers, _ = _whereabouts(b"".join(note.keys), note.at, timeout_s)
+        since = max((one.since for one in answers.values()), default=0.0)
+        found = block_states(answers, len(note.keys), num_parts=num_parts, past=True)
+        for run in state_runs(found):
+            start = note.end + run.start * note.step
+            stop = min(note.wanted, note.end + run.stop * note.step)
+            ranges.append(
+                {
+                    **_range(start * size, stop * size, "miss"),
+                    **_left(run),
+                    "reason": _reason(asked, run.block),
+                    "places": _places(run.block),
+                }
+            )
+    if note.num_tokens > note.wanted * size:
+        ranges.append(_range(note.wanted * size, note.num_tokens, "computed"))
+    missed: dict[str, int] = {}
+    for one in ranges:
+        if one["what"] == "miss":
+            count = one["stop"] - one["start"]
+            missed[one["reason"]] = missed.get(one["reason"], 0) + count
+    reason = max(missed, key=lambda name: missed[name], default=note.reason)
+    return {
+        "request_id": note.request_id,
+        "replica": asked.replica,
+        "rank": asked.rank,
+        "node": shard,
+        "at": note.at,
+        "namespace": asked.namespace.digest().hex()[:8] if asked.namespace else "",
+        "num_tokens": note.num_tokens,
+        "tokens_per_block": size,
+        "own_tokens": note.first * size,
+        "hit_tokens": max(0, note.end - note.first) * size,
+        "missed_tokens": sum(missed.values()),
+        "reason": reason,
+        "stage_s": round(note.stage_s, 6),
+        "lease_s": round(note.lease_s, 6),
+        "ranges": ranges,
+        "is_sampled": note.step > 1,
+        "log_since": since,
+        "incompatible": _incompatible(asked.namespace, asked.stored_in, asked.stored_by),
+    }
+
+
+def _reason(asked: Asked, block: BlockState) -> str:
+    """Return why a range was missed, where `not_stored` is more than one reason."""
+    reason = asked.note.reason
+    if reason != "not_stored":
+        return reason
+    if block.state in (EVICTED, PARTIAL):
+        return block.state
+    return INCOMPATIBLE if asked.stored_in is not None and not asked.note.end else NEVER_STORED
+
+
+def _not_known(replica: str | None, request_id: int | None, silent: Sequence[str]) -> str:
+    what = "No request" if request_id is None else f"No request {request_id}"
+    whose = "" if replica is None else f" of replica {replica!r:.80}"
+    missing = f" {', '.join(silent)} did not answer." if silent else ""
+    return (
+        f"{what}{whose} is known: shards remember the latest requests of their node since they"
+        f" started, and a TensorCache notes none.{missing} `kvray status` shows what"
+        " replicas and caches have counted."
+    )
+
+
+# -- prompts --------------------------------------------------------------------------------------
+
+
+def _prompt(
+    replica: str,
+    prompt: Prompt,
+    num_tokens: int,
+    answers: Mapping[str, Whereabouts],
+    timeout_s: float,
+) -> dict[str, Any]:
+    namespace, size = prompt.namespace, prompt.namespace.tokens_per_block
+    num_blocks = len(prompt.keys) // KEY_BYTES
+    found = block_states(answers, num_blocks, num_parts=namespace.num_parts)
+    ranges = [
+        {
+            **_range(run.start * size, run.stop * size, run.block.state),
+            **_left(run),
+            "places": _places(run.block),
+        }
+        for run in state_runs(found)
+    ]
+    if num_tokens > num_blocks * size:
+        ranges.append(_range(num_blocks * size, num_tokens, "computed"))
+    states = [block.state for block in found]
+    stored = next((at for at, state in enumerate(states) if state != STORED), num_blocks)
+    reason = states[stored] if stored < num_blocks else "none"
+    other = None
+    if reason == NEVER_STORED and not stored and prompt.prefix_digest:
+        lookup = get_actor(LOOKUP_NAME)
+        other = call(lookup.elsewhere, namespace, prompt.prefix_digest, timeout_s=timeout_s)
+    return {
+        "replica": replica,
+        "namespace": namespace.digest().hex()[:8],
+        "num_tokens": num_tokens,
+        "tokens_per_block": size,
+        "stored_tokens": stored * size,
+        "reason": INCOMPATIBLE if other else reason,
+        "ranges": ranges,
+        "log_since": max((one.since for one in answers.values()), default=0.0),
+        "incompatible": _incompatible(namespace, *other) if other else None,
+    }
+
+
+def _homes(shards: Mapping[str, Any], replica: str | None, timeout_s: float) -> dict[str, str]:
+    """Return replica -> a shard where it is registered; one of each namespace if none is named.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    answers = ask_all({name: shard.status for name, shard in shards.items()}, timeout_s)
+    homes: dict[str, str] = {}
+    seen: set[str] = set()
+    for name, answer in answers.items():
+        for one in () if isinstance(answer, KVRayError) else answer.get("replicas", ()):
+            is_meant = replica == one["replica"] if replica else one["namespace"] not in seen
+            if one["connected"] and is_meant and one["replica"] not in homes:
+                homes[one["replica"]] = name
+                seen.add(one["namespace"])
+    if not homes:
+        which = "No replica" if replica is None else f"No replica {replica!r:.80}"
+        raise ConfigError(
+            f"{which} is registered now, and without one it is not known how a prompt is keyed;"
+            " `kvray status` shows those that are."
+        )
+    return homes
+
+
+# -- both -----------------------------------------------------------------------------------------
+
+
+def _shards(timeout_s: float) -> dict[str, Any]:
+    shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
+    return {shard_name(node_id): shard for node_id, shard in shards.items()}
+
+
+def _ask_shards(method: str, *args: Any, timeout_s: float) -> tuple[dict[str, Any], list[str]]:
+    """Return what each shard answered, and those that did not."""
+    methods = {name: getattr(shard, method) for name, shard in _shards(timeout_s).items()}
+    answers = ask_all(methods, timeout_s, *args)
+    silent = [name for name, answer in answers.items() if isinstance(answer, KVRayError)]
+    return {name: one for name, one in answers.items() if name not in silent}, silent
+
+
+def _whereabouts(
+    keys: bytes, before: float | None, timeout_s: float
+) -> tuple[dict[str, Whereabouts], list[str]]:
+    if not keys:
+        return {}, []
+    return _ask_shards("whereabouts", before, *in_pieces(keys), timeout_s=timeout_s)
+
+
+def _range(start: int, stop: int, what: str, **more: Any) -> dict[str, Any]:
+    return {"start": start, "stop": stop, "what": what, **more}
+
+
+def _left(run: StateRun) -> dict[str, Any]:
+    """Return when, from where and why blocks left; nothing if they did not."""
+    block = run.block
+    if not block.at:
+        return {}
+    return {
+        "left_at": [run.first_at, run.last_at],
+        "left_node": block.node,
+        "left_tier": block.tier,
+        "left_by": block.cause,
+    }
+
+
+def _places(block: BlockState) -> list[dict[str, str]]:
+    return [{"node": shard, "tier": tier} for shard, tier in block.places]
+
+
+def _incompatible(
+    namespace: Namespace | None, other: Namespace | None, replica: str
+) -> dict[str, Any] | None:
+    if namespace is None or other is None:
+        return None
+    return {
+        "replica": replica,
+        "namespace": other.digest().hex()[:8],
+        "difference": {name: list(both) for name, both in namespace.difference(other).items()},
+    }

@@ -1,0 +1,245 @@
+"""The lookup: knows which shards hold which blocks, from their announcements."""
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvray.actors.lookup.partial_blocks import PartialBlocks
+from kvray.actors.lookup.rank_directory import RankDirectory
+from kvray.actors.lookup.stored_digests import Finding, Note, StoredDigests
+from kvray.actors.lookup.turns import Turns
+from kvray.identity.block import KEY_BYTES, Namespace
+from kvray.index import Index, Match, Run
+
+SILENT_S = 1.5
+"""Silence after which a shard is left out of answers; three of its heartbeats."""
+
+_NAMESPACES_MAX = 128
+_DIGESTS_MAX = 8192
+_PURGED_SLOTS = 100_000
+"""Slots of the index that one announcement purges: some milliseconds of work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """The blocks that came to one shard or left it since its last announcement."""
+
+    shard: str
+    arena_id: str
+    """A new arena counts its epochs again: they are told apart by it."""
+    shard_epoch: int
+    sequence: int
+    """One more than that of the announcement before, whatever happened to that one."""
+    full: bool
+    """It lists all blocks of the shard, or the first of them, and no changes."""
+    added_keys: bytes
+    added_parts: list[int]
+    removed_keys: bytes
+    removed_parts: list[int]
+    prefix_digests: list[Note] = field(default_factory=list)
+    """What engines have noted since, or, if `full`, all that is remembered of it."""
+    more: bool = False
+    """The list did not fit in; the next announcement continues it."""
+    ranks: list[tuple[str, int]] | None = None
+    """Replica and rank of all that are registered with the shard; None: no change."""
+    until: tuple[str, float] | None = None
+    """A lookup's epoch, and the time by its clock (`Answer.now_s`) when the shard gives up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The lookup's answer to an announcement."""
+
+    lookup_epoch: str
+    """New at each start of the lookup: a shard that sees a new one announces everything."""
+    resync: bool
+    """The announcement did not follow the last one and was ignored."""
+    wait_s: float = 0.0
+    """With `resync`: when the shard is to ask for its turn to announce everything."""
+    now_s: float = 0.0
+    """The time of the answer, by the lookup's clock."""
+    took_s: float = 0.0
+    """How long the lookup worked on it; 0 if that is not known."""
+    findings: list[Finding] = field(default_factory=list)
+    """What of the misses among its `prefix_digests` is stored in another namespace."""
+    num_shards: int = 0
+    """Shards that were heard lately, the asking one included."""
+    partial_keys: bytes = b""
+    """Keys of partial blocks, whose remaining parts at the shard are useless; 32 bytes each, end to
+    end."""
+
+
+class Lookup:
+    """Keeps the index in step with announcements.
+
+    A shard numbers its announcements within its epoch and uses no number twice. The lookup refuses
+    one that does not follow the last, with `resync`. The shard then sends a full one, which counts
+    unless a later one was taken. So the index is always what each shard said in an unbroken
+    sequence, whatever is lost, repeated or reordered. A full announcement may be too long for one
+    message: the ones after it then add the rest.
+
+    After a start of the lookup every shard has to announce everything. Only shards with a turn
+    begin, and the answers to the others cost next to nothing. So the time until the index is
+    complete depends on the number of blocks, and never on the number of shards.
+
+    Answers leave out a shard that was silent for too long, until its next announcement. It still
+    counts as a holder: its blocks are gone only when it is dropped or says so.
+    """
+
+    def __init__(self, silent_s: float = SILENT_S) -> None:
+        """Start empty, with a fresh epoch.
+
+        Args:
+            silent_s: how long a shard may be silent.
+        """
+        self.index = Index()
+        self._silent_s = silent_s
+        self._ranks = RankDirectory()
+        self._partial_blocks = PartialBlocks()
+        self._digests = StoredDigests(namespaces_max=_NAMESPACES_MAX, digests_max=_DIGESTS_MAX)
+        self.epoch = secrets.token_hex(8)
+        self._turns = Turns()
+        self._num_resyncs = self._num_queries = self._num_queried = self._num_expired = 0
+        self._last: dict[str, tuple[str, int, int]] = {}
+        self._heard: dict[str, float] = {}
+
+    def announce(self, announcement: Announcement, now: float) -> Answer:
+        """Take an announcement, which is a heartbeat too.
+
+        Raises:
+            ConfigError: its keys and parts do not match; the shard has to resync.
+        """
+        shard = announcement.shard
+        epoch, until = announcement.until or ("", 0.0)
+        if epoch == self.epoch and now > until:
+            self._num_expired += 1
+            return self._refusal(shard, now, wait_s=0.0)
+        if not self._follows(announcement):
+            self._num_resyncs += 1
+            return self._refusal(shard, now, wait_s=self._turns.wait_s(shard, now))
+        if announcement.full and announcement.more:
+            wait_s = self._turns.take(shard, now)
+            if wait_s:
+                return self._refusal(shard, now, wait_s=wait_s)
+        # Forget the sequence until all is in: nothing may build on half an announcement.
+        last = announcement.arena_id, announcement.shard_epoch, announcement.sequence
+        self._last.pop(shard, None)
+        self._take(announcement)
+        self._last[shard] = last
+        self._heard[shard] = now
+        self._turns.go_on(shard, now, more=announcement.more)
+        findings = self._digests.take(announcement.prefix_digests)
+        return Answer(
+            lookup_epoch=self.epoch,
+            resync=False,
+            now_s=now,
+            findings=findings,
+            num_shards=len(self._live(now)),
+            partial_keys=self._partial_blocks.take(shard, self.index),
+        )
+
+    def _refusal(self, shard: str, now: float, *, wait_s: float) -> Answer:
+        return Answer(
+            lookup_epoch=self.epoch,
+            resync=True,
+            wait_s=wait_s,
+            now_s=now,
+            num_shards=len({*self._live(now), shard}),
+        )
+
+    def _take(self, announcement: Announcement) -> None:
+        shard, index = announcement.shard, self.index
+        if announcement.ranks is not None:
+            self._ranks.name(shard, announcement.ranks)
+        if announcement.full:
+            index.restart(shard)
+        removed = index.remove(shard, announcement.removed_keys, announcement.removed_parts)
+        index.add(shard, announcement.added_keys, announcement.added_parts)
+        index.hear(shard)
+        if not announcement.more:
+            index.settle(shard)
+        self._partial_blocks.note(removed + index.purge(_PURGED_SLOTS))
+
+    def _follows(self, announcement: Announcement) -> bool:
+        """Return whether the announcement can be applied to what is known of its shard."""
+        here = announcement.arena_id, announcement.shard_epoch, announcement.sequence
+        arena_id, epoch, sequence = self._last.get(announcement.shard, ("", -1, -1))
+        if announcement.full:
+            return here[0] != arena_id or here[1:] > (epoch, sequence)
+        return here == (arena_id, epoch, sequence + 1)
+
+    def match(self, keys: bytes, num_parts: int, now: float) -> Match:
+        """Match among shards that are not silent, as `Index.match`.
+
+        Raises:
+            ConfigError: as there.
+        """
+        self._live(now)
+        self._count(keys)
+        return self.index.match(keys, num_parts)
+
+    def locate(self, keys: bytes, now: float) -> list[Run]:
+        """Locate among shards that are not silent, as `Index.locate`.
+
+        Raises:
+            ConfigError: as there.
+        """
+        self._live(now)
+        self._count(keys)
+        return self.index.locate(keys)
+
+    def replica(self, replica: str, now: float) -> dict[int, str]:
+        """Return rank -> shard that it is registered with, without those of silent shards."""
+        return self._ranks.replica(replica, self._live(now))
+
+    def elsewhere(self, namespace: Namespace, prefix_digest: bytes) -> tuple[Namespace, str] | None:
+        """Return the likest other namespace in which `digest` was stored, and by whom."""
+        return self._digests.elsewhere(namespace, prefix_digest)
+
+    def shards(self) -> list[str]:
+        """Return the shards that it knows."""
+        return list(self._heard)
+
+    def drop(self, shard: str) -> None:
+        """Forget a shard whose node is gone."""
+        self.index.drop(shard)
+        self._ranks.drop(shard)
+        self._partial_blocks.drop(shard)
+        self._last.pop(shard, None)
+        self._heard.pop(shard, None)
+
+    def status(self, now: float) -> dict[str, Any]:
+        """Return figures for people."""
+        live, entries, keys = self._live(now), self.index.entries(), len(self.index)
+        return {
+            "epoch": self.epoch,
+            "keys": keys,
+            "entries": sum(entries.values()),
+            "bytes": self.index.num_bytes,
+            "bytes_per_key": round(self.index.num_bytes / max(1, keys), 1),
+            "queries": self._num_queries,
+            "queried_blocks": self._num_queried,
+            "resyncs": self._num_resyncs,
+            "expired": self._num_expired,
+            "prefix_digests": len(self._digests),
+            "ranks": len(self._ranks),
+            "silent": sorted(self._heard.keys() - live),
+            "shards": {
+                shard: {"entries": entries.get(shard, 0), "heard_s_ago": round(now - at, 3)}
+                for shard, at in self._heard.items()
+            },
+        }
+
+    def _count(self, keys: bytes) -> None:
+        self._num_queries += 1
+        self._num_queried += len(keys) // KEY_BYTES
+
+    def _live(self, now: float) -> list[str]:
+        """Return the shards that were heard lately, and silence the others in the index."""
+        live = []
+        for shard, at in self._heard.items():
+            if now - at > self._silent_s:
+                self.index.silence(shard)
+            else:
+                live.append(shard)
+        return live

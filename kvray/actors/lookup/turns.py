@@ -1,0 +1,46 @@
+"""Who may say again all that it has: a few shards at a time, the others are told when to come."""
+
+TURNS = 8
+"""Shards at once: while one makes its next piece, the lookup works on those of the others."""
+TURN_S = 5.0
+"""A turn ends after this long without a word from its shard, which may have died."""
+_ASKS_PER_S = 100
+"""Requests for a turn by all shards together: a small part of what the lookup can answer."""
+_WAIT_MIN_S = 0.5
+_WAIT_MAX_S = 10.0
+
+
+class Turns:
+    """The turns that the lookup gives; pure. Without turns all shards would announce at once."""
+
+    def __init__(self) -> None:
+        """Start with all turns free."""
+        # Shard -> when its turn runs out.
+        self._taken: dict[str, float] = {}
+        self._waiting: dict[str, float] = {}
+
+    def take(self, shard: str, now: float) -> float:
+        """Give `shard` a turn if one is free; return 0, or the seconds until it is to ask again."""
+        wait_s = self.wait_s(shard, now)
+        if not wait_s:
+            self._waiting.pop(shard, None)
+            self._taken[shard] = now + TURN_S
+        return wait_s
+
+    def wait_s(self, shard: str, now: float) -> float:
+        """Return the seconds until `shard` is to ask; 0 if a turn is free now."""
+        self._taken = {one: until for one, until in self._taken.items() if until > now}
+        if shard in self._taken or len(self._taken) < TURNS:
+            return 0.0
+        self._waiting = {one: until for one, until in self._waiting.items() if until > now}
+        num_waiting = len(self._waiting.keys() | {shard})
+        wait_s = min(max(num_waiting / _ASKS_PER_S, _WAIT_MIN_S), _WAIT_MAX_S)
+        self._waiting[shard] = now + 2 * wait_s
+        return wait_s
+
+    def go_on(self, shard: str, now: float, *, more: bool) -> None:
+        """Note an announcement of `shard`, and whether `more` of it follows."""
+        if not more:
+            self._taken.pop(shard, None)
+        elif shard in self._taken:
+            self._taken[shard] = now + TURN_S

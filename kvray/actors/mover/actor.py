@@ -1,0 +1,198 @@
+"""The Ray actor around a mover."""
+
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+import ray
+
+from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
+from kvray.actors.mover.mover import Mover, MoverSettings
+from kvray.actors.mover.orders import FetchReport, LeaseRequest, ReadLease, SendOrder
+from kvray.actors.names import MOVER_PREFIX, mover_name
+from kvray.actors.ray_glue.arguments import packed, unpacked
+from kvray.actors.ray_glue.calls import call, create_actor, get_actor, log_to_stderr, node_labels
+from kvray.actors.telemetry.metric_figures import mover_figures
+from kvray.actors.telemetry.metrics_export import MetricsThread
+from kvray.config import KVRayConfig, config_on_node
+from kvray.errors import ShardUnavailable
+
+_SERVED_MAX = 16
+"""Calls of other movers that run at once; the others queue, and miss their deadlines."""
+
+
+class MoverActor:
+    """A node's mover as a named actor; each method is one call of the `Mover`."""
+
+    def __init__(self, name: str, config: KVRayConfig) -> None:
+        """Start the mover; `status` says when it serves. Runs again when Ray restarts it."""
+        log_to_stderr()
+        self._build_info = build_info_of(
+            settings_of(config), ray.get_runtime_context().get_node_id()
+        )
+        self._name = name
+        self._movers = RayMovers()
+        self._mover = Mover(
+            name,
+            mover_settings(config_on_node(config, labels=node_labels())),
+            self._movers.mover,
+            # Ray restarts it, and it attaches to the arena that is there then.
+            ended=lambda: os._exit(1),
+        )
+        self._mover.start()
+        self._metrics = MetricsThread(lambda now: mover_figures(name, self._mover.status()))
+
+    def ping(self) -> None:
+        """Answer; a frozen actor does not."""
+
+    def build_info(self) -> BuildInfo:
+        """Return the code and settings that it runs with."""
+        return self._build_info
+
+    def connect(self, names: list[str]) -> None:
+        """Keep links to these movers."""
+        self._movers.retain(names)
+        self._mover.connect(names)
+
+    @ray.method(concurrency_group="fetch")
+    def fetch(self, *order: Any) -> FetchReport:
+        """Fetch blocks; takes a `FetchOrder`, `packed` or not."""
+        return self._mover.fetch(unpacked(*order))
+
+    @ray.method(concurrency_group="serve")
+    def lease(self, *request: Any) -> ReadLease:
+        """Lease blocks for another mover; takes a `packed` `LeaseRequest`."""
+        return self._mover.lease(unpacked(*request))
+
+    @ray.method(concurrency_group="serve")
+    def send(self, order: SendOrder) -> Any:
+        """Send a piece of a read lease."""
+        return self._mover.send(order)
+
+    @ray.method(concurrency_group="serve")
+    def release(self, token: int, suspects: bytes) -> None:
+        """End a read lease."""
+        self._mover.release(token, suspects)
+
+    def status(self) -> dict[str, Any]:
+        """Return state and figures, for people."""
+        return {
+            **self._mover.status(),
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "pid": os.getpid(),
+        }
+
+    def stop(self) -> None:
+        """End the mover. Twice is fine."""
+        self._mover.stop()
+        self._metrics.stop()
+
+    def __repr__(self) -> str:
+        return f"Mover({self._name.removeprefix(MOVER_PREFIX)})"
+
+
+class RayMovers:
+    """The movers of other nodes, looked up with Ray by name. Thread-safe."""
+
+    def __init__(self) -> None:
+        """Start without handles."""
+        self._handles: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        # Without Ray's head a look-up never returns; the caller must not hang with it.
+        self._lookups = ThreadPoolExecutor(2, "kvray-lookup")
+
+    def mover(self, name: str) -> "RayMover":
+        """Return the mover of that name; its first call looks it up."""
+        return RayMover(name, self)
+
+    def handle(self, name: str, timeout_s: float) -> Any:
+        """Return a mover's handle.
+
+        Raises:
+            ShardUnavailable: there is none of that name, or Ray does not answer.
+        """
+        with self._lock:
+            known = self._handles.get(name)
+        if known is None:
+            try:
+                known = self._lookups.submit(get_actor, name).result(timeout_s)
+            except FutureTimeoutError:
+                raise ShardUnavailable(
+                    f"Ray does not say where {name} is; is its head up?"
+                ) from None
+            with self._lock:
+                self._handles[name] = known
+        return known
+
+    def retain(self, names: Iterable[str]) -> None:
+        """Forget all movers but these."""
+        with self._lock:
+            self._handles = {name: self._handles[name] for name in names if name in self._handles}
+
+    def forget(self, name: str) -> None:
+        """Look a mover up again next time: it may have been replaced."""
+        with self._lock:
+            self._handles.pop(name, None)
+
+
+class RayMover:
+    """The mover of another node, as a `RemoteMover`."""
+
+    def __init__(self, name: str, movers: RayMovers) -> None:
+        """Call the actor `name`."""
+        self._name = name
+        self._movers = movers
+
+    def lease(self, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
+        """Lease blocks there."""
+        lease: ReadLease = self._call("lease", *packed(request), timeout_s=timeout_s)
+        return lease
+
+    def send(self, order: SendOrder, *, timeout_s: float) -> Any:
+        """Have a piece sent here."""
+        return self._call("send", order, timeout_s=timeout_s)
+
+    def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
+        """End a read lease there."""
+        self._movers.handle(self._name, timeout_s).release.remote(token, suspects)
+
+    def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        handle = self._movers.handle(self._name, timeout_s)
+        try:
+            return call(getattr(handle, method), *args, timeout_s=timeout_s)
+        except ShardUnavailable:
+            self._movers.forget(self._name)
+            raise
+
+
+def mover_settings(config: KVRayConfig) -> MoverSettings:
+    """Return the settings of a mover from the configuration."""
+    staging = config.staging
+    return MoverSettings(
+        directory=config.node_dir,
+        lock_wait_s=config.arena.lock_wait_s,
+        transports=staging.transports,
+        call_timeout_s=staging.call_timeout_s,
+        lease_s=staging.lease_s,
+        fetches_max=staging.fetches_max,
+        bytes_in_flight=staging.bytes_in_flight,
+    )
+
+
+def create_mover(node_id: str, config: KVRayConfig, *, name: str | None = None) -> Any:
+    """Return the mover's actor on a node; start it if there is none.
+
+    Args:
+        node_id: the id that Ray gives the node.
+        config: the tier's.
+        name: the actor's; None: the one that the node's shard looks for.
+    """
+    name = name or mover_name(node_id)
+    # Two movers that fetch from each other must never wait for each other.
+    groups = {"fetch": config.staging.fetches_max, "serve": _SERVED_MAX}
+    return create_actor(
+        MoverActor, name, name, config, node_id=node_id, groups=groups, max_concurrency=4
+    )

@@ -1,0 +1,130 @@
+"""Reserved slots that a failed transfer may still write: fenced off until it cannot."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvray.errors import LeaseExpired, TransportUnavailable
+from kvray.store import Arena, Reservation
+from kvray.transport import Transport
+
+PATIENCE_S = 2.0
+"""How long slots stay fenced for the sake of other transfers, which a renewal would end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Fenced:
+    reservation: Reservation
+    since: float
+
+
+class FencedSlots:
+    """The fenced slots of one transport. Thread-safe.
+
+    A slot is fenced when its transfer fails, until the end that the transfer was sent to has been
+    renewed. It stays RESERVED meanwhile, so nobody reads or reuses it. Each transfer belongs to the
+    incarnation whose address its source has.
+    """
+
+    def __init__(self, arena: Arena, transport: Transport) -> None:
+        """Guard what `transport` writes into `arena`."""
+        self._arena = arena
+        self._transport = transport
+        self._lock = threading.Lock()
+        self._renewing = threading.Lock()
+        self._incarnation = 0
+        self._num_transfers = 0
+        self._fenced: list[_Fenced] = []
+        self.num_slots_total = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that are fenced now."""
+        with self._lock:
+            return sum(len(one.reservation.slots) for one in self._fenced)
+
+    @property
+    def incarnation(self) -> int:
+        """How often the transport's end was renewed."""
+        return self._incarnation
+
+    def target(self) -> tuple[int, bytes]:
+        """Return the incarnation and the address that a source sends to.
+
+        Raises:
+            TransportUnavailable: this end has no address at present.
+        """
+        with self._renewing, self._lock:
+            return self._incarnation, self._transport.address
+
+    @contextmanager
+    def transfer(self, reservation: Reservation, incarnation: int) -> Iterator[None]:
+        """Have reserved slots written during the `with` block; fence them if that fails.
+
+        Args:
+            reservation: the slots; aborted if nothing was sent.
+            incarnation: the one whose address the source has.
+
+        Raises:
+            TransportUnavailable: that incarnation has ended.
+        """
+        with self._renewing, self._lock:
+            is_current = incarnation == self._incarnation
+            self._num_transfers += is_current
+        if not is_current:
+            self._arena.abort(reservation)
+            raise TransportUnavailable(
+                f"The transport {self._transport.name} was renewed meanwhile; ask again."
+            )
+        try:
+            yield
+        except LeaseExpired:  # the source had nothing to send
+            self._arena.abort(reservation)
+            raise
+        except BaseException:
+            self.add(reservation, incarnation)
+            raise
+        finally:
+            with self._lock:
+                if incarnation == self._incarnation:
+                    self._num_transfers -= 1
+
+    def add(self, reservation: Reservation, incarnation: int) -> None:
+        """Fence the slots of a failed transfer, or abort them once nothing can write them."""
+        if self._transport.writes_late:
+            with self._lock:
+                if incarnation == self._incarnation:
+                    self.num_slots_total += len(reservation.slots)
+                    self._fenced.append(_Fenced(reservation, time.monotonic()))
+                    return
+        self._arena.abort(reservation)
+
+    def settle(self, *, at_once: bool = False) -> None:
+        """Renew the transport's end if slots are fenced, and free them.
+
+        It waits while other transfers are under way, but no longer than `PATIENCE_S`.
+
+        Args:
+            at_once: renew now, which ends other transfers.
+        """
+        with self._renewing:
+            with self._lock:
+                if not self._fenced:
+                    return
+                waited_s = time.monotonic() - self._fenced[0].since
+                if self._num_transfers and waited_s < PATIENCE_S and not at_once:
+                    return
+            try:
+                self._transport.renew()
+            except TransportUnavailable:
+                return  # the old end may not be gone either; the next sweep tries again
+            with self._lock:
+                self._incarnation += 1
+                self._num_transfers = 0
+                freed, self._fenced = self._fenced, []
+        for one in freed:
+            if not self._arena.abort(one.reservation):
+                with self._lock:
+                    self._fenced.append(one)

@@ -1,0 +1,343 @@
+"""Fetches of a mover: lease blocks at their sources, reserve slots, have them sent, check, commit.
+
+Slots are reserved for the whole order, parents before their children, before anything is sent. Then
+each source gets lanes that fetch one piece after the other: while one lane checks its piece, the
+other's is on its way.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+
+from kvray.actors.mover.fenced_slots import FencedSlots
+from kvray.actors.mover.orders import FetchOrder, FetchReport, LeaseRequest, SendOrder, Span
+from kvray.actors.mover.peer_links import PeerLinks, is_link_error
+from kvray.actors.mover.source import FIRST_BYTES, LeasedBlocks, Pace, Piece, Source
+from kvray.errors import KVRayError, ShardUnavailable, TransferTimeout
+from kvray.identity.block import KEY_BYTES, BlockKey, split_keys
+from kvray.store import Arena, PartRequest
+from kvray.store.arena import lease, payload
+from kvray.store.arena.tables import Array
+from kvray.transport import Transport
+
+NUM_LANES = 2
+_THREADS_MAX = 32
+"""Sources or lanes that run at once; the others wait for their turn."""
+
+_LOCK_WAIT_S = 0.5
+_MARGIN_S = 0.1
+"""A source gives up this much earlier than the asker, so that its reason arrives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchSettings:
+    """The settings of fetches, as plain values."""
+
+    call_timeout_s: float
+    lease_s: float
+    bytes_in_flight: int
+
+
+class Fetches:
+    """The receiving side of a mover. Thread-safe."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        transports: Mapping[str, Transport],
+        fenced: Mapping[str, FencedSlots],
+        links: PeerLinks,
+        settings: FetchSettings,
+    ) -> None:
+        """Fetch into `arena`.
+
+        Args:
+            arena: joined by this process.
+            transports: by name, the best first.
+            fenced: the fenced slots of each transport.
+            links: calls other movers, and knows by which transports they may send.
+            settings: timeouts and bounds.
+        """
+        self._arena = arena
+        self._transports = transports
+        self._fenced = fenced
+        self._links = links
+        self._settings = settings
+        self._in_flight = {
+            name: _BytesInFlight(
+                min(settings.bytes_in_flight, one.bytes_max or settings.bytes_in_flight)
+            )
+            for name, one in transports.items()
+        }
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+        self.num_blocks = 0
+        self.num_corrupt = 0
+
+    def fetch(self, order: FetchOrder, *, deadline: float) -> FetchReport:
+        """Fetch the blocks of an order; as `Mover.fetch`."""
+        sources: dict[str, Source] = {}
+        for index, span in enumerate(order.spans):
+            if self._here(span) < len(span.keys) // KEY_BYTES:
+                sources.setdefault(span.source, Source(name=span.source)).spans.append(index)
+        if sources:
+            try:
+                self._fetch_from(sources, order, deadline)
+            finally:
+                for one in sources.values():
+                    self._finish(one)
+        return FetchReport(
+            here=tuple(self._here(span) for span in order.spans),
+            sources={name: one.report() for name, one in sources.items()},
+        )
+
+    def _fetch_from(
+        self, sources: Mapping[str, Source], order: FetchOrder, deadline: float
+    ) -> None:
+        """Lease at all sources, reserve slots for what they have, and have it sent."""
+        _at_once([partial(self._lease, one, order, deadline) for one in sources.values()])
+        self._reserve(order, sources)
+        _at_once(
+            [
+                partial(self._run_lane, one, deadline)
+                for one in sources.values()
+                for _ in range(NUM_LANES if one.left_bytes > FIRST_BYTES else 1)
+            ]
+        )
+
+    def _lease(self, source: Source, order: FetchOrder, deadline: float) -> None:
+        """Have a source lease the blocks of the order that it has."""
+        addresses = {}
+        for name in self._links.transports_for(source.name):
+            with suppress(KVRayError):
+                source.incarnations[name], addresses[name] = self._fenced[name].target()
+        request = LeaseRequest(
+            groups=tuple((order.spans[i].part, order.spans[i].keys) for i in source.spans),
+            lease_s=self._settings.lease_s,
+            addresses=addresses,
+        )
+        try:
+            timeout_s = _left(deadline, self._settings.call_timeout_s)
+            lease = self._links.mover(source.name).lease(request, timeout_s=timeout_s)
+        except KVRayError as error:
+            source.fail(error)
+            return
+        source.lease = lease
+        source.pace = Pace(most_bytes=self._transports[lease.transport].piece_bytes)
+
+    def _reserve(self, order: FetchOrder, sources: Mapping[str, Source]) -> None:
+        """Reserve slots for all leased blocks, in the order of the spans."""
+        starts = dict.fromkeys(sources, 0)
+        for index, span in enumerate(order.spans):
+            source = sources.get(span.source)
+            if source is None or source.lease is None or index not in source.spans:
+                continue
+            group = source.lease.groups[source.spans.index(index)]
+            leased = LeasedBlocks.read(group)
+            try:
+                source.pieces += self._pieces(span, leased, starts[span.source])
+            except KVRayError as error:
+                source.fail(error)
+            starts[span.source] += len(leased.sizes)
+
+    def _pieces(self, span: Span, leased: LeasedBlocks, start: int) -> list[Piece]:
+        """Reserve slots for the leased head of a span; return the pieces that fill them.
+
+        Args:
+            span: the blocks that were asked for.
+            leased: those that the source has, from the first on.
+            start: place of the first in the read lease.
+        """
+        sizes, checksums = leased.sizes, leased.checksums
+        keys = split_keys(span.keys[: len(sizes) * KEY_BYTES])
+        before = BlockKey(span.parent) if span.parent else None
+        pieces: list[Piece] = []
+        for first, stop in _equal_runs(sizes):
+            size = int(sizes[first])
+            made = self._arena.reserve(
+                keys[first:stop],
+                parent=keys[first - 1] if first else before,
+                depth=span.depth + first,
+                part=span.part,
+                block_bytes=size,
+                namespace=int(leased.namespaces[first]),
+                priority=leased.priorities[first:stop],
+                needs_parent=span.needs_parent or first > 0,
+                wait_s=_LOCK_WAIT_S,
+            )
+            if made is None:
+                self._abort(pieces)
+                raise ShardUnavailable("The arena of this node is busy or retired.")
+            if len(made.slots):
+                rows = made.rows + first
+                blocks = (rows + start).astype("<u4")
+                pieces.append(Piece(blocks, replace(made, rows=rows), checksums[rows], size))
+            if made.dropped:
+                break
+        return pieces
+
+    def _run_lane(self, source: Source, deadline: float) -> None:
+        """Fetch pieces of a source until none is left, or one fails."""
+        if source.lease is None:
+            return
+        in_flight = self._in_flight[source.lease.transport]
+        while (piece := source.take()) is not None:
+            try:
+                in_flight.enter(piece.num_bytes, deadline)
+            except KVRayError as error:  # nothing was sent
+                self._abort([piece])
+                source.fail(error)
+                return
+            try:
+                self._fetch_piece(source, piece, deadline)
+            except KVRayError as error:
+                source.fail(error)
+            finally:
+                in_flight.leave(piece.num_bytes)
+
+    def _fetch_piece(self, source: Source, piece: Piece, deadline: float) -> None:
+        """Have one piece sent and commit it, or fence its slots."""
+        assert source.lease is not None
+        transport = self._transports[source.lease.transport]
+        incarnation = source.incarnations[transport.name]
+        fenced = self._fenced[transport.name]
+        targets = payload.offsets(self._arena.tables, piece.reservation.slots, piece.size)
+        sizes = np.full(len(targets), piece.size, dtype=np.int64)
+        with source.lock:
+            source.began_at = source.began_at or time.monotonic()
+        with fenced.transfer(piece.reservation, incarnation):
+            timeout_s = _left(deadline, self._settings.lease_s)
+            order = SendOrder(
+                token=source.lease.token,
+                blocks=piece.blocks.tobytes(),
+                targets=targets.astype("<i8").tobytes(),
+                timeout_s=max(timeout_s - _MARGIN_S, timeout_s / 2),
+            )
+            began_at = time.monotonic()
+            try:
+                parcel = self._links.mover(source.name).send(order, timeout_s=timeout_s)
+                transport.receive(parcel, targets, sizes)
+            except KVRayError as error:
+                # A renewed end fails all that was sent to it, which says nothing of the transport.
+                if is_link_error(error) and incarnation == fenced.incarnation:
+                    source.link_error = str(error)
+                raise
+        with source.lock:
+            source.pace.note(piece.num_bytes, time.monotonic() - began_at)
+        self._commit(source, piece, incarnation)
+
+    def _commit(self, source: Source, piece: Piece, incarnation: int) -> None:
+        """Make those blocks of a piece READY that have their checksums."""
+        assert source.lease is not None
+        sound = self._arena.sums(piece.reservation) == piece.checksums
+        good = piece.reservation.only(sound)
+        if not self._arena.commit(good, piece.checksums[sound]):
+            self._arena.abort(piece.reservation)
+            raise ShardUnavailable("The arena of this node stays locked; blocks were given up.")
+        if not sound.all():
+            bad = piece.reservation.only(~sound)
+            self._fenced[source.lease.transport].add(bad, incarnation)
+        num_good = int(np.count_nonzero(sound))
+        with source.lock:
+            source.num_blocks += num_good
+            source.num_bytes += num_good * piece.size
+            source.suspects += piece.blocks[~sound].tolist()
+            source.ended_at = time.monotonic()
+        with self._lock:
+            self.num_blocks += num_good
+            self.num_bytes += num_good * piece.size
+            self.num_corrupt += len(sound) - num_good
+
+    def _finish(self, source: Source) -> None:
+        """Free the slots that were not filled, end the read lease, and note the link's result."""
+        self._abort(source.pieces)
+        if source.lease is not None:
+            transport = source.lease.transport
+            if source.num_blocks:
+                incarnation = source.incarnations[transport]
+                self._links.succeed(source.name, transport, incarnation)
+            elif source.link_error:
+                self._links.fail(source.name, transport, source.link_error)
+            suspects = np.array(source.suspects, dtype="<u4").tobytes()
+            with suppress(KVRayError):
+                self._links.mover(source.name).release(
+                    source.lease.token, suspects, timeout_s=self._settings.call_timeout_s
+                )
+
+    def _abort(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self._arena.abort(piece.reservation)
+
+    def _here(self, span: Span) -> int:
+        """Return how many leading blocks of a span are READY here."""
+        if not span.keys:
+            return 0
+        keys = np.frombuffer(span.keys, dtype="<u8").reshape(-1, KEY_BYTES // 8)
+        with self._arena.section(_LOCK_WAIT_S) as entered:
+            if not entered or self._arena.retired:
+                return 0
+            return lease.match(self._arena.tables, keys, [PartRequest(span.part)])[0]
+
+
+class _BytesInFlight:
+    """The bytes on their way to this node: bounded; a wait for room ends with its deadline."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._changed = threading.Condition()
+
+    def enter(self, num_bytes: int, deadline: float) -> None:
+        """Add bytes as soon as there is room; a piece alone always has it.
+
+        Raises:
+            TransferTimeout: there was no room before the deadline.
+        """
+        _left(deadline, 0.0)
+        with self._changed:
+            while self._bytes and self._bytes + num_bytes > self._bytes_max:
+                self._changed.wait(_left(deadline, 1.0))
+            self._bytes += num_bytes
+
+    def leave(self, num_bytes: int) -> None:
+        """Take bytes out."""
+        with self._changed:
+            self._bytes -= num_bytes
+            self._changed.notify_all()
+
+
+def _at_once(calls: Sequence[Callable[[], None]]) -> None:
+    """Run all calls at once, the first in this thread: often it is the only one."""
+    if not calls:
+        return
+    first, *others = calls
+    with ThreadPoolExecutor(min(max(1, len(others)), _THREADS_MAX), "kvray-lane") as pool:
+        futures = [pool.submit(one) for one in others]
+        first()
+        for future in futures:
+            future.result()
+
+
+def _left(deadline: float, longest_s: float) -> float:
+    """Return the seconds until a deadline, or `longest_s` if that is shorter.
+
+    Raises:
+        TransferTimeout: there are none left.
+    """
+    left_s = deadline - time.monotonic()
+    if left_s <= 0:
+        raise TransferTimeout("The blocks did not arrive in time; late ones are left out.")
+    return min(left_s, longest_s)
+
+
+def _equal_runs(sizes: Array) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each run of equal sizes."""
+    edges = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)] if len(sizes) else []
+    return pairwise(edges)

@@ -1,0 +1,290 @@
+"""The mover: fetches blocks of other nodes into this node's arena, and sends this node's to them.
+
+It maps the arena like any other process of the node. It has a process of its own, which a transport
+may take down: leases and reservations then end by the arena's own rules. All threads may call it at
+once; a fetch never waits for a send.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvray.actors.mover.fenced_slots import FencedSlots
+from kvray.actors.mover.fetches import Fetches, FetchSettings
+from kvray.actors.mover.orders import (
+    FetchOrder,
+    FetchReport,
+    LeaseRequest,
+    ReadLease,
+    SendOrder,
+    SourceReport,
+)
+from kvray.actors.mover.peer_links import PeerLinks, RemoteMover
+from kvray.actors.mover.read_leases import ReadLeases
+from kvray.errors import KVRayError, ShardUnavailable
+from kvray.store import Arena
+from kvray.store.arena.file import ARENA_FILE, holds_arena
+from kvray.store.arena.prefault import Populator
+from kvray.transport import open_transports
+
+__all__ = ["Mover", "MoverSettings", "RemoteMover"]
+
+_log = logging.getLogger("kvray.mover")
+
+LABEL = "mover"
+_SWEEP_S = 0.1
+_ATTACH_S = 0.2
+_JOIN_TIMEOUT_S = 10.0
+READ_LEASES_MAX = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoverSettings:
+    """The settings of a mover, as plain values."""
+
+    directory: Path
+    lock_wait_s: float
+    transports: tuple[str, ...]
+    """The best first."""
+    call_timeout_s: float
+    lease_s: float
+    fetches_max: int
+    bytes_in_flight: int
+
+
+class _Attached:
+    """The parts of a mover that belong to one arena."""
+
+    def __init__(
+        self, arena: Arena, settings: MoverSettings, remote: Callable[[str], RemoteMover]
+    ) -> None:
+        self.arena = arena
+        self.populator = Populator(arena.tables)
+        self.transports, self.missing = open_transports(settings.transports, arena.tables.data)
+        self.fenced = {name: FencedSlots(arena, one) for name, one in self.transports.items()}
+        self.read_leases = ReadLeases(
+            arena, self.transports, leases_max=READ_LEASES_MAX, lease_max_s=settings.lease_s
+        )
+        self.links = PeerLinks(self.fenced, remote, call_timeout_s=settings.call_timeout_s)
+        self.fetches = Fetches(
+            arena,
+            self.transports,
+            self.fenced,
+            self.links,
+            FetchSettings(
+                call_timeout_s=settings.call_timeout_s,
+                lease_s=settings.lease_s,
+                bytes_in_flight=settings.bytes_in_flight,
+            ),
+        )
+        self.links.start()
+
+    def close(self) -> None:
+        """End the transports, after which nothing can write any more, and then leave the arena."""
+        self.links.close()
+        self.read_leases.close()
+        for transport in self.transports.values():
+            transport.close()
+        self.populator.stop()
+        self.arena.close()
+
+
+class Mover:
+    """One node's mover; `start` it before use. Thread-safe."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: MoverSettings,
+        remote: Callable[[str], RemoteMover],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Serve the arena in `settings.directory`, as soon as there is one.
+
+        Args:
+            name: the mover's name, everywhere.
+            settings: plain values.
+            remote: returns the mover of a name; raises ShardUnavailable if there is none.
+            ended: called when the arena was retired or replaced, or after a defect in the
+                background thread; the caller starts another mover in another process.
+        """
+        self.name = name
+        self._settings = settings
+        self._remote = remote
+        self._ended = ended
+        self._attached: _Attached | None = None
+        self._message = "it has not looked for an arena yet"
+        self._turns = threading.BoundedSemaphore(settings.fetches_max)
+        self._fetching = 0
+        self._num_fetches = 0
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvray-mover", daemon=True)
+
+    def start(self) -> None:
+        """Attach to the arena in the background; `status` tells when it has."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End transports and leases, and leave the arena. Twice is fine."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_TIMEOUT_S)
+        with self._lock:
+            attached, self._attached = self._attached, None
+        if attached is not None:
+            attached.close()
+
+    def fetch(self, order: FetchOrder) -> FetchReport:
+        """Fetch the blocks of an order; ends within its `deadline_s`.
+
+        A miss, a dead peer or a busy arena raises nothing: the report says what is here and why
+        not more. The slots of late blocks are reused once nothing can write them.
+        """
+        deadline = time.monotonic() + order.deadline_s
+        try:
+            attached = self._require()
+            if not self._turns.acquire(timeout=order.deadline_s):
+                raise ShardUnavailable(
+                    f"{self.name} has {self._settings.fetches_max} fetches under way; raise"
+                    " staging.fetches_max."
+                )
+        except KVRayError as error:
+            return _refused(order, error)
+        with self._lock:
+            self._fetching += 1
+            self._num_fetches += bool(order.spans)
+        try:
+            return attached.fetches.fetch(order, deadline=deadline)
+        finally:
+            with self._lock:
+                self._fetching -= 1
+            self._turns.release()
+
+    def connect(self, names: Iterable[str]) -> None:
+        """Keep links to these movers, in the background, and forget all others."""
+        attached = self._attached
+        if attached is not None:  # else the shard names them again soon
+            attached.links.connect(names)
+
+    def lease(self, request: LeaseRequest) -> ReadLease:
+        """Lease blocks for the mover of another node; as `ReadLeases.grant`.
+
+        Raises:
+            CapacityError, ShardUnavailable, TransportUnavailable: see there.
+        """
+        return self._require().read_leases.grant(request)
+
+    def send(self, order: SendOrder) -> Any:
+        """Send a piece of a read lease; as `ReadLeases.send`.
+
+        Raises:
+            LeaseExpired, ShardUnavailable, TransferError: see there.
+        """
+        return self._require().read_leases.send(order)
+
+    def release(self, token: int, suspects: bytes) -> None:
+        """End a read lease; as `ReadLeases.release`.
+
+        Raises:
+            ShardUnavailable: this mover has no arena.
+        """
+        self._require().read_leases.release(token, suspects)
+
+    def status(self) -> dict[str, Any]:
+        """Return state, transports and figures, for people."""
+        attached = self._attached
+        if attached is None:
+            return {"mover": self.name, "state": "waiting", "message": self._message}
+        fetches, leases = attached.fetches, attached.read_leases
+        return {
+            "mover": self.name,
+            "state": "serving",
+            "arena_id": attached.arena.arena_id,
+            "transports": {
+                name: {"available": True, **one.status()}
+                for name, one in attached.transports.items()
+            }
+            | {name: {"available": False, "reason": why} for name, why in attached.missing.items()},
+            "failing_links": attached.links.status(),
+            "fetches": self._num_fetches,
+            "fetching": self._fetching,
+            "blocks_fetched": fetches.num_blocks,
+            "bytes_fetched": fetches.num_bytes,
+            "bytes_sent": leases.sent_bytes.total(),
+            "sent_bytes": dict(leases.sent_bytes),
+            "corrupt": fetches.num_corrupt,
+            "fenced_slots": sum(one.num_slots for one in attached.fenced.values()),
+            "fenced_slots_total": sum(one.num_slots_total for one in attached.fenced.values()),
+            "read_leases": len(leases),
+        }
+
+    def _require(self) -> _Attached:
+        attached = self._attached
+        if attached is None:
+            raise ShardUnavailable(f"{self.name} has no arena ({self._message}).")
+        return attached
+
+    def _run(self) -> None:
+        """Background thread. `_attached` crosses; only this thread writes it before `stop`."""
+        try:
+            while not self._stopping.is_set():
+                attached = self._attached
+                if attached is None:
+                    self._try_attach()
+                elif self._is_superseded(attached.arena):
+                    self._message = f"arena {attached.arena.arena_id} was given up"
+                    break
+                else:
+                    attached.read_leases.expire()
+                    for fenced in attached.fenced.values():
+                        fenced.settle()
+                self._stopping.wait(_ATTACH_S if attached is None else _SWEEP_S)
+            else:
+                return
+            _log.info("%s ends: %s", self.name, self._message)
+        except Exception:  # noqa: BLE001 - it ends the thread; it is logged, and the mover replaced
+            _log.exception("%s ended by a defect", self.name)
+        self._ended()
+
+    def _try_attach(self) -> None:
+        settings = self._settings
+        arena = None
+        try:
+            arena = Arena(settings.directory, lock_wait_s=settings.lock_wait_s)
+            arena.join(LABEL)
+            attached = _Attached(arena, settings, self._remote)
+        except KVRayError as error:
+            self._message = str(error)
+            if arena is not None:
+                arena.close()
+            return
+        for name, why in attached.missing.items():
+            _log.warning("%s has no transport %s: %s", self.name, name, why)
+        with self._lock:
+            self._attached = attached
+        _log.info("%s attached to arena %s", self.name, arena.arena_id)
+
+    def _is_superseded(self, arena: Arena) -> bool:
+        """Whether `arena` was retired, or its file removed by hand and another made."""
+        path = self._settings.directory / ARENA_FILE
+        return arena.retired or (path.exists() and not holds_arena(path, arena.arena_id))
+
+
+def _refused(order: FetchOrder, error: KVRayError) -> FetchReport:
+    """Return the report of an order that was refused."""
+    report = SourceReport(
+        num_blocks=0,
+        num_bytes=0,
+        seconds=0.0,
+        transport="",
+        error=type(error).__name__,
+        message=str(error),
+    )
+    return FetchReport(
+        here=(0,) * len(order.spans), sources={span.source: report for span in order.spans}
+    )

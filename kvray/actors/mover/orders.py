@@ -1,0 +1,102 @@
+"""Orders to movers and their answers: plain values that travel between processes."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Consecutive blocks of one part that one node has."""
+
+    source: str
+    """Name of the mover on the node that has them."""
+    part: int
+    keys: bytes
+    """32 bytes each, in prefix order."""
+    parent: bytes
+    """Key before the first; empty at the root."""
+    depth: int
+    """Place of the first in its prompt."""
+    needs_parent: bool = True
+    """Whether the blocks are useless without their parent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchOrder:
+    """Blocks that a mover fetches into its arena; parents before their children."""
+
+    spans: tuple[Span, ...]
+    deadline_s: float
+    """Counted from the order's arrival; the mover gives up what is late."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceReport:
+    """The result of a fetch from one node."""
+
+    num_blocks: int
+    num_bytes: int
+    seconds: float
+    transport: str
+    corrupt: int = 0
+    """Blocks that arrived without their checksum."""
+    error: str | None = None
+    """Name of the `kvray.errors` class that ended it early."""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchReport:
+    """The result of a `FetchOrder`; a miss is a value in it, never an exception."""
+
+    here: tuple[int, ...]
+    """For each span, the number of its leading blocks that are READY here."""
+    sources: dict[str, SourceReport] = field(default_factory=dict)
+    """By the name of the source's mover."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseRequest:
+    """Blocks that one mover asks another to lease for reading, and where to send them."""
+
+    groups: tuple[tuple[int, bytes], ...]
+    """Part, and keys of 32 bytes each in prefix order."""
+    lease_s: float
+    """How long the lease holds; each `SendOrder` renews it."""
+    addresses: dict[str, bytes]
+    """Address of each transport of the asker, the best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasedGroup:
+    """The leading blocks of a group that the source has, leased."""
+
+    sizes: bytes
+    """Bytes of each block, u64."""
+    checksums: bytes
+    """As recorded when they were stored, u64."""
+    namespaces: bytes = b""
+    """The namespace of each block, u32, see `block.namespace_id`; empty: not known."""
+    priorities: bytes = b""
+    """Retention priorities, u8; empty: the default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadLease:
+    """What one mover has leased for another, until it is released or runs out."""
+
+    token: int
+    transport: str
+    groups: tuple[LeasedGroup, ...]
+    """As in the `LeaseRequest`; each as long as the source has its blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendOrder:
+    """A piece to send: blocks of a read lease, and where each goes in the asker's memory."""
+
+    token: int
+    blocks: bytes
+    """Places among all leased blocks, group after group, u32."""
+    targets: bytes
+    """Offsets, u64."""
+    timeout_s: float

@@ -1,0 +1,258 @@
+"""Links to the movers of other nodes, each opened by a handshake before the first fetch.
+
+The first piece from a node takes much longer than the next: Ray looks the actor up and transports
+connect. A handshake pays for that beforehand. It is a read lease of no blocks and a piece without
+any, taken when a node appears and again from time to time.
+
+A transport that both ends have may still fail between them, where a firewall lets only Ray's ports
+through. After several failures in a row it is left out of what a source may choose from, so that
+the next transport is used. Handshakes try it again; requests do so only after one has arrived.
+"""
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Protocol
+
+from kvray.actors.mover.fenced_slots import FencedSlots
+from kvray.actors.mover.orders import LeaseRequest, ReadLease, SendOrder
+from kvray.errors import KVRayError, TransferError, TransportUnavailable
+
+_log = logging.getLogger("kvray.mover")
+
+FAILURES_MAX = 2
+"""Failures in a row after which a transport is left out."""
+_AGAIN_S = 60.0
+"""An idle link gets another handshake after this long: connections do not last for ever."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 120.0
+_PEERS_MAX = 128
+"""Nodes that get handshakes; fetches from others work too, with a slower first piece."""
+_LEASE_S = 1.0
+_SWEEP_S = 0.25
+_JOIN_TIMEOUT_S = 5.0
+
+
+class RemoteMover(Protocol):
+    """The mover of another node; calls end within `timeout_s`, at worst with a KVRayError."""
+
+    def lease(self, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
+        """As `Mover.lease`."""
+        ...
+
+    def send(self, order: SendOrder, *, timeout_s: float) -> Any:
+        """As `Mover.send`."""
+        ...
+
+    def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
+        """As `Mover.release`, without waiting for the answer."""
+        ...
+
+
+@dataclass(slots=True)
+class _Link:
+    """One transport from one node."""
+
+    failures: int = 0
+    """In a row."""
+    retry_at: float = 0.0
+    incarnation: int = -1
+    """This node's incarnation that the last successful piece was sent to."""
+    error: str = ""
+
+    @property
+    def is_left_out(self) -> bool:
+        return self.failures >= FAILURES_MAX
+
+
+@dataclass(slots=True)
+class _Peer:
+    links: defaultdict[str, _Link] = field(default_factory=lambda: defaultdict(_Link))
+    last: str = ""
+    """The transport of the last success."""
+    due_at: float = 0.0
+    """When the next handshake is due."""
+    misses: int = 0
+    """Handshakes in a row that failed."""
+
+
+class PeerLinks:
+    """The links from other nodes to this one. Thread-safe; a thread of its own shakes hands."""
+
+    def __init__(
+        self,
+        fenced: Mapping[str, FencedSlots],
+        mover: Callable[[str], RemoteMover],
+        *,
+        call_timeout_s: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start without links.
+
+        Args:
+            fenced: the fenced slots of each transport of this node, the best transport first.
+            mover: returns the mover of a name; raises ShardUnavailable if there is none.
+            call_timeout_s: how long a mover may take to answer.
+            now: monotonic seconds.
+        """
+        self.mover = mover
+        self._fenced = fenced
+        self._call_timeout_s = call_timeout_s
+        self._now = now
+        self._random = Random()
+        self._peers: dict[str, _Peer] = {}
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._closing = False
+        # The peers cross to it, under the lock.
+        self._thread = threading.Thread(target=self._run, name="kvray-handshake", daemon=True)
+
+    def start(self) -> None:
+        """Begin the handshakes."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the handshakes. Twice is fine."""
+        self._closing = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(_JOIN_TIMEOUT_S)
+
+    def connect(self, names: Iterable[str]) -> None:
+        """Keep links to these movers, and forget all others."""
+        kept = list(names)[:_PEERS_MAX]
+        with self._lock:
+            self._peers = {name: self._peers.get(name, _Peer()) for name in kept}
+        self._wake.set()
+
+    def transports_for(self, name: str) -> list[str]:
+        """Return the transports that a source may choose from, the best first."""
+        with self._lock:
+            return self._working(self._peers.get(name, _Peer())) or list(self._fenced)
+
+    def succeed(self, name: str, transport: str, incarnation: int) -> None:
+        """Note that a piece arrived, sent to `incarnation` of this node's end."""
+        with self._lock:
+            if (peer := self._peers.get(name)) is None:
+                return
+            was_left_out = peer.links[transport].is_left_out
+            peer.links[transport] = _Link(incarnation=incarnation)
+            peer.last, peer.misses = transport, 0
+            peer.due_at = self._now() + _AGAIN_S * (0.5 + self._random.random())
+        if was_left_out:
+            _log.info("%s works again from %s", transport, name)
+
+    def fail(self, name: str, transport: str, error: str) -> None:
+        """Note that a piece failed because of its transport."""
+        with self._lock:
+            if (peer := self._peers.get(name)) is None:
+                return
+            link = peer.links[transport]
+            link.failures, link.error = link.failures + 1, error
+            link.retry_at = self._now() + self._pause(link.failures)
+            is_new = link.failures == FAILURES_MAX
+            if is_new:
+                peer.due_at, peer.misses = 0.0, 0  # the next transport shakes hands at once
+        if is_new:
+            _log.warning("%s is left out from %s for now: %s", transport, name, error)
+
+    def handshake(self) -> None:
+        """Shake hands with every peer that is due; takes a second for each that is silent."""
+        for name, transports in self._due():
+            if not self._closing:
+                self._shake(name, transports)
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return one entry for each link whose last piece failed."""
+        with self._lock:
+            return [
+                {
+                    "source": name,
+                    "transport": transport,
+                    "left_out": link.is_left_out,
+                    "failures": link.failures,
+                    "error": link.error,
+                }
+                for name, peer in self._peers.items()
+                for transport, link in peer.links.items()
+                if link.failures
+            ]
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._wake.wait(_SWEEP_S)
+            self._wake.clear()
+            try:
+                self.handshake()
+            except Exception:  # noqa: BLE001 - the thread must go on; the next round tries again
+                _log.exception("a handshake ended by a defect")
+
+    def _working(self, peer: _Peer) -> list[str]:
+        return [one for one in self._fenced if not peer.links[one].is_left_out]
+
+    def _due(self) -> list[tuple[str, list[str]]]:
+        """Return the peers that are due, with the transports to choose from."""
+        now, due = self._now(), []
+        incarnations = {name: fenced.incarnation for name, fenced in self._fenced.items()}
+        with self._lock:
+            for name, peer in self._peers.items():
+                working = self._working(peer)
+                # A source that knows a renewed end by its old address has to connect again.
+                is_stale = (
+                    not peer.misses
+                    and peer.last in working
+                    and peer.links[peer.last].incarnation != incarnations[peer.last]
+                )
+                if working and (is_stale or now >= peer.due_at):
+                    due.append((name, working))
+                due += [
+                    (name, [transport])
+                    for transport, link in peer.links.items()
+                    if link.is_left_out and now >= link.retry_at
+                ]
+        return due
+
+    def _shake(self, name: str, transports: list[str]) -> None:
+        """Have a source send nothing, by the best of `transports` that it has too."""
+        chosen, timeout_s = transports[0], self._call_timeout_s
+        targets: dict[str, tuple[int, bytes]] = {}
+        try:
+            targets |= {one: self._fenced[one].target() for one in transports}
+            addresses = {one: address for one, (_, address) in targets.items()}
+            mover = self.mover(name)
+            request = LeaseRequest(groups=(), lease_s=_LEASE_S, addresses=addresses)
+            lease = mover.lease(request, timeout_s=timeout_s)
+            chosen = lease.transport
+            order = SendOrder(token=lease.token, blocks=b"", targets=b"", timeout_s=timeout_s / 2)
+            mover.send(order, timeout_s=timeout_s)
+            mover.release(lease.token, b"", timeout_s=timeout_s)
+        except KVRayError as error:
+            self._postpone(name, chosen)
+            # A renewed end fails all that was sent to it, which says nothing of the transport.
+            is_current = (
+                chosen in targets and targets[chosen][0] == self._fenced[chosen].incarnation
+            )
+            if is_link_error(error) and is_current:
+                self.fail(name, chosen, str(error))
+        else:
+            self.succeed(name, chosen, targets[chosen][0])
+
+    def _postpone(self, name: str, transport: str) -> None:
+        """Have the next handshake, and the next by a transport that is left out, wait longer."""
+        with self._lock:
+            if (peer := self._peers.get(name)) is not None:
+                peer.misses += 1
+                peer.due_at = self._now() + self._pause(peer.misses)
+                peer.links[transport].retry_at = peer.due_at
+
+    def _pause(self, failures: int) -> float:
+        longest = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(failures - 1, 16))
+        return longest * (0.5 + self._random.random() / 2)
+
+
+def is_link_error(error: KVRayError) -> bool:
+    """Return whether a piece failed because of its transport, as far as can be told."""
+    return isinstance(error, TransferError) and not isinstance(error, TransportUnavailable)

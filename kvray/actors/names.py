@@ -1,0 +1,17 @@
+"""Names of the tier's actors, and the Ray namespace that has them; imports no Ray."""
+
+NAMESPACE = "kvray"
+LOOKUP_NAME = "kvray-lookup"
+SUPERVISOR_NAME = "kvray-supervisor"
+SHARD_PREFIX = "kvray-shard-"
+MOVER_PREFIX = "kvray-mover-"
+
+
+def shard_name(node_id: str) -> str:
+    """Return the actor name of the shard on a Ray node."""
+    return SHARD_PREFIX + node_id[:12]
+
+
+def mover_name(node_id: str) -> str:
+    """Return the actor name of the mover on a Ray node."""
+    return MOVER_PREFIX + node_id[:12]

@@ -1,0 +1,150 @@
+"""The ownership of a node's directory: it belongs to this user, and to one shard at a time.
+
+Where everybody may write, anybody can create a link or a directory of our name. So nothing is done
+in a directory that is not this user's own.
+
+The owner holds the lock on a byte of the owner file; the lock ends with its process. A shard holds
+it for life (`claim`), a command that removes files until it has.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvray.errors import ConfigError
+from kvray.store.arena.file import ARENA_FILE, lock_path
+from kvray.store.arena.retirement import retire_file
+from kvray.store.machine.access import Access
+from kvray.store.machine.access import is_own as is_own_directory
+from kvray.store.machine.side_file import OWNER_BYTE, SideFile
+from kvray.wire import SOCKET_FILE
+
+OWNER_FILE = "owner"
+NOTE_FILE = "owner.json"
+"""Names the owner for people; it counts only if the lock confirms it."""
+_RETRY_S = 0.1
+
+
+def is_own(directory: Path) -> bool:
+    """Return whether `directory` exists, is not a link, and belongs to this user."""
+    try:
+        return is_own_directory(directory.lstat())
+    except OSError:
+        return False
+
+
+def make_directory(directory: Path, access: Access) -> None:
+    """Make the directory, with the rights of `access`; anybody may remove it at any time.
+
+    Raises:
+        ConfigError: it cannot be made, is not this user's, or may not be given to the group.
+    """
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"The arena's directory {directory} cannot be made ({error.strerror}); set arena.dir"
+            " to a tmpfs that this user may write to."
+        ) from None
+    with contextlib.suppress(FileNotFoundError):
+        # In a directory that everybody writes to, a link may have been laid by anybody.
+        access.check_own(directory)
+        access.give_directory(directory)
+
+
+def let_in(directory: Path, arena_id: str, access: Access) -> None:
+    """Let those that `access` names open arena and lock file, whatever mode the files had.
+
+    Raises:
+        ConfigError: they may not be given to the group, or are not this user's.
+    """
+    try:
+        for path in (lock_path(directory, arena_id), directory / ARENA_FILE):
+            access.give(path)
+    except OSError as error:
+        raise ConfigError(
+            f"The permissions of the arena in {directory} cannot be set ({error.strerror}); end"
+            " its tier with `kvray down`, and run every shard as one user."
+        ) from None
+
+
+def open_owner_file(directory: Path) -> SideFile | None:
+    """Return the file of the owner lock; None if the directory has just been removed.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+    try:
+        return SideFile.at(directory / OWNER_FILE)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"{directory / OWNER_FILE} cannot be opened ({error.strerror}); make {directory}"
+            " writable for this user, or choose another arena.dir."
+        ) from None
+
+
+def sweep(directory: Path, wait_s: float = 0.0) -> bool:
+    """Remove what a dead shard left in `directory`; nothing if a shard owns it.
+
+    Args:
+        directory: `KVRayConfig.node_dir`.
+        wait_s: how long to wait for an owner that is ending.
+
+    Returns:
+        Whether nothing is left there.
+    """
+    deadline = time.monotonic() + wait_s
+    while is_own(directory):
+        with as_owner(directory) as is_owner:
+            if is_owner:
+                remove_files(directory)
+        if not directory.exists() or time.monotonic() >= deadline:
+            break
+        time.sleep(_RETRY_S)
+    return not directory.exists()
+
+
+@contextlib.contextmanager
+def as_owner(directory: Path) -> Iterator[bool]:
+    """Have the owner lock for the time of a block; False if some process owns the directory."""
+    file = open_owner_file(directory)
+    if file is None or not file.try_lock(OWNER_BYTE):
+        yield False
+        return
+    try:
+        yield file.is_current()  # else the owner before removed it while it ended
+    finally:
+        file.unlock(OWNER_BYTE)
+
+
+def remove_files(directory: Path) -> None:
+    """Retire the arena in `directory`, if there is one, and remove everything that is ours.
+
+    Only the holder of the owner lock may; others call `sweep`. Files that cannot be removed stay.
+    """
+    with contextlib.suppress(OSError):
+        retire_file(directory / ARENA_FILE)
+    remove_leftovers(directory)
+    for name in (SOCKET_FILE, NOTE_FILE, OWNER_FILE):
+        (directory / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        directory.rmdir()
+
+
+def remove_leftovers(directory: Path, keep: str | None = None) -> None:
+    """Remove what owners that died left behind: half-made arenas, locks of arenas long gone.
+
+    Only the holder of the owner lock may.
+
+    Args:
+        directory: where.
+        keep: id of the arena whose lock is in use.
+    """
+    kept = None if keep is None else lock_path(directory, keep)
+    for pattern in ("arena.*.new", "lock.*"):
+        for path in directory.glob(pattern):
+            if path != kept:
+                path.unlink(missing_ok=True)

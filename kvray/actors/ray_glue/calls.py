@@ -1,0 +1,194 @@
+"""Calls to named actors, each with a deadline and kvray's own errors."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from kvray.actors.names import NAMESPACE
+from kvray.actors.telemetry.log_lines import Lines, Quiet
+from kvray.errors import KVRayError, ShardUnavailable
+
+_HEAD = {"node:__internal_head__": 0.001}
+"""Resource of Ray's head: what the tier has one of is there, and does not go with another node."""
+_POLL_S = 0.1
+
+
+def create_actor(
+    actor: type,
+    name: str,
+    *args: Any,
+    node_id: str | None = None,
+    groups: Mapping[str, int] | None = None,
+    **options: Any,
+) -> Any:
+    """Return the actor of that name, started if it is not there.
+
+    It outlives who started it, is started again as often as it ends, and gets no call twice.
+
+    Args:
+        actor: its class.
+        name: see there.
+        args: of its constructor.
+        node_id: the node of Ray on which it has to be; None: the head.
+        groups: concurrency groups, and how many calls of each there may be at once.
+        options: further ones of Ray's.
+    """
+    if node_id is None:
+        options["resources"] = _HEAD
+    else:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    made = ray.remote(concurrency_groups=dict(groups or {}))(actor)  # type: ignore[call-overload]
+    return made.options(
+        name=name,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        max_restarts=-1,
+        max_task_retries=0,
+        num_cpus=0,
+        **options,
+    ).remote(*args)
+
+
+def get_actor(name: str) -> Any:
+    """Return the handle of a named actor of the tier.
+
+    Raises:
+        ShardUnavailable: there is none of that name.
+    """
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        raise ShardUnavailable(
+            f"There is no actor {name} in this Ray cluster; start the tier with `kvray up`."
+        ) from None
+
+
+def call(method: Any, *args: Any, timeout_s: float) -> Any:
+    """Call an actor's method and wait for at most `timeout_s`.
+
+    Raises:
+        ShardUnavailable: no answer in time, or the actor is gone.
+        KVRayError: what the method raised.
+    """
+    with mapped_errors():
+        return ray.get(method.remote(*args), timeout=timeout_s)
+
+
+def ask_all(
+    methods: Mapping[str, Any],
+    timeout_s: float,
+    *args: Any,
+    meanwhile: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Call all `methods` at once; return what each answered, or the error that it raised.
+
+    `meanwhile` is called every now and then until all have answered.
+    """
+    answers: dict[str, Any] = {}
+    calls = {}
+    for name, method in methods.items():
+        try:
+            with mapped_errors():
+                calls[name] = method.remote(*args)
+        except KVRayError as error:
+            answers[name] = error
+    deadline = time.monotonic() + timeout_s
+    waiting = list(calls.values())
+    while meanwhile is not None and waiting and time.monotonic() < deadline:
+        meanwhile()
+        try:
+            with mapped_errors():
+                _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
+        except KVRayError:
+            break  # below it is said of each what became of it
+    for name, answer in calls.items():
+        try:
+            with mapped_errors():
+                answers[name] = ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
+        except KVRayError as error:
+            answers[name] = error
+    return answers
+
+
+@contextlib.contextmanager
+def mapped_errors() -> Iterator[None]:
+    """Turn Ray's exceptions into kvray's."""
+    try:
+        yield
+    except RayTaskError as error:
+        cause = error.cause if hasattr(error, "cause") else None
+        if isinstance(cause, KVRayError):
+            raise cause from None
+        raise ShardUnavailable(
+            f"An actor of the tier has a defect ({_last_line(error)}); its log has the details."
+        ) from error
+    except GetTimeoutError:
+        raise ShardUnavailable(
+            "An actor of the tier did not answer in time; see `kvray status`."
+        ) from None
+    except RayError as error:
+        raise ShardUnavailable(f"An actor of the tier is gone ({first_line(error)}).") from None
+
+
+def list_actors() -> list[str]:
+    """Return the names of the tier's living actors."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(
+        actor["name"]
+        for actor in named
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith("kvray-")
+    )
+
+
+def kill_actor(name: str) -> None:
+    """End the actor of that name for good, if there is one; Ray forgets the name a moment later."""
+    with contextlib.suppress(KVRayError), mapped_errors():
+        ray.kill(get_actor(name))
+
+
+def await_forgotten(names: Collection[str], timeout_s: float) -> bool:
+    """Wait until Ray has forgotten killed actors, so that the next of that name is a new one."""
+    deadline = time.monotonic() + timeout_s
+    with contextlib.suppress(KVRayError), mapped_errors():
+        while set(names) & set(list_actors()):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+    return False
+
+
+def node_labels() -> dict[str, str]:
+    """Return the labels that Ray has given to the node of this process."""
+    node_id = ray.get_runtime_context().get_node_id()
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return next((node.get("Labels", {}) for node in nodes if node["NodeID"] == node_id), {})
+
+
+def log_to_stderr() -> None:
+    """Have an actor's process write kvray's events, and nobody else's, to its log file."""
+    log = logging.getLogger("kvray")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(Lines(ray.get_runtime_context().get_actor_name() or "kvray"))
+        handler.addFilter(Quiet())
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says first; Ray's go on for pages."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _last_line(error: BaseException) -> str:
+    """Return what a traceback ends with."""
+    return [type(error).__name__, *str(error).strip().splitlines()][-1]

@@ -1,0 +1,90 @@
+"""Everything that kvray takes from inside Ray: no public call does it.
+
+Each function says why it is needed and what happens with a Ray that no longer has it.
+"""
+
+import contextlib
+import importlib
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ray
+
+_KEPT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_CONNECT_TRIES = 1
+
+
+@contextlib.contextmanager
+def few_tries() -> Iterator[None]:
+    """Have Ray give up soon within the block: by default it tries 20 times, for up to 41 s each.
+
+    Without it a command waits for minutes where nobody answers, and then says the same.
+    """
+    with _replaced("ray._private.ray_constants", "NUM_REDIS_GET_RETRIES", _CONNECT_TRIES):
+        yield
+
+
+@contextlib.contextmanager
+def signals_kept() -> Iterator[None]:
+    """Have Ray leave the caller's signal handlers alone: its own end the process at once.
+
+    Ray's handler in Python is not set at all. The one in C++, which comes first, is replaced
+    again. Until then this thread, and those that Ray starts here, take no signal.
+
+    Without it Ray's Python handler is set for a moment, in which no signal is taken.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Ray sets no handler either
+        return
+    handlers = {signum: signal.getsignal(signum) for signum in _KEPT_SIGNALS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _KEPT_SIGNALS)
+    try:
+        with _replaced("ray._private.utils", "set_sigterm_handler", lambda handler: None):
+            yield
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def read_token_again() -> None:
+    """Have Ray read the mode and token of its authentication from the environment again.
+
+    Ray reads both once, at import; the token of a local cluster is known later. Without it Ray
+    refuses the connection, and the error names RAY_AUTH_MODE and RAY_AUTH_TOKEN.
+    """
+    with contextlib.suppress(AttributeError):
+        ray._raylet.Config.initialize("")  # type: ignore[attr-defined]
+        ray._raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
+
+
+def available_resources(node_id: str) -> Mapping[str, float] | None:
+    """Return the resources of a node that nobody has taken; None if Ray does not know them yet.
+
+    `ray.available_resources` has only the sum of all nodes. Without it a node's whole object store
+    counts as not yet in use, so that `arena.capacity: auto` takes less.
+    """
+    try:
+        from ray._private.state import available_resources_per_node
+    except ImportError:
+        return None
+    nodes: Mapping[str, Mapping[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
+    return nodes.get(node_id)
+
+
+@contextlib.contextmanager
+def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
+    """Have a module's attribute be `value` within the block, if there is such an attribute."""
+    try:
+        owner = importlib.import_module(module)
+        before = getattr(owner, name)
+    except (ImportError, AttributeError):
+        yield
+        return
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,223 @@
+"""The Ray actor around a shard."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
+from kvray.actors.lookup.lookup import Announcement, Answer
+from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME, shard_name
+from kvray.actors.owner.admin import check_proof, proof_of
+from kvray.actors.ray_glue.arguments import unpacked
+from kvray.actors.ray_glue.async_calls import ActorCalls
+from kvray.actors.ray_glue.calls import create_actor, log_to_stderr, node_labels
+from kvray.actors.ray_glue.nudge import Nudge
+from kvray.actors.ray_glue.private import available_resources
+from kvray.actors.shard.lookup_line import LookupLine
+from kvray.actors.shard.queries import Asked, Prompt, Whereabouts
+from kvray.actors.shard.settings import ShardSettings
+from kvray.actors.shard.shard import Shard
+from kvray.actors.telemetry.metric_figures import ShardFigures
+from kvray.actors.telemetry.metrics_export import MetricsThread
+from kvray.config import KVRayConfig, config_on_node, ray_memory_threshold
+from kvray.errors import ConfigError, KVRayError
+from kvray.store.arena.file import ARENA_FILE
+from kvray.store.machine.capacity import MemoryClaims
+from kvray.store.machine.pages import ArenaPages
+
+_STOP_TIMEOUT_S = 20.0
+_NUDGE_S = 5.0
+"""How often the supervisor is called, which nobody else calls for long."""
+
+_GROUPS = {"health": 1, "people": 2, "prefetch": 8, "ranks": 8, "leases": 4, "disk": 8}
+"""Threads for calls that may take long, apart: what another shard waits for must not queue behind
+what waits for other shards, or two could wait for each other."""
+
+
+class ShardActor:
+    """A node's shard as a named actor; every method hands over to the `Shard`."""
+
+    def __init__(self, name: str, config: KVRayConfig) -> None:
+        """Start the shard; `status` tells when it serves. Runs again when Ray restarts it."""
+        log_to_stderr()
+        self._build_info = build_info_of(
+            settings_of(config), ray.get_runtime_context().get_node_id()
+        )
+        problem = None
+        is_restart = ray.get_runtime_context().was_current_actor_reconstructed
+        try:
+            config = config_on_node(config, labels=node_labels())
+            if not is_restart:
+                proof_of(config)
+        except ConfigError as error:
+            problem = error  # told by `status`: an actor that cannot be made tells nobody
+        self._name = name
+        self._config = config
+        self._line = LookupLine()
+        self._nudge = Nudge(SUPERVISOR_NAME, every_s=_NUDGE_S)
+        self._pages = ArenaPages(config.node_dir / ARENA_FILE)
+        # Ray starts a shard again that ends by a defect; it then adopts its arena.
+        self._shard = Shard(
+            name,
+            ShardSettings.of(config, memory_claims()),
+            self._announce,
+            crashed=lambda: os._exit(1),
+            ask=ActorCalls(),
+            is_restart=is_restart,
+        )
+        signal.signal(signal.SIGTERM, self._terminate)
+        if problem is None:
+            self._shard.start()
+        else:
+            self._shard.refuse(problem)
+        figures = ShardFigures(name, time.monotonic())
+        self._metrics = MetricsThread(lambda now: figures.of(self._shard.status(), now))
+
+    def status(self) -> dict[str, Any]:
+        """See `Shard.status` and, for "memory", `ArenaPages.figures`."""
+        return {
+            **self._shard.status(),
+            "memory": self._pages.figures(),
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "pid": os.getpid(),
+        }
+
+    @ray.method(concurrency_group="health")
+    def ping(self) -> bool:
+        """Return whether it is starting, even while it is busy; a frozen actor does not answer."""
+        return self._shard.is_starting
+
+    def build_info(self) -> BuildInfo:
+        """Return the code and settings that it runs with, and its state."""
+        return {**self._build_info, "state": self._shard.status()["state"]}
+
+    def admit(self, proof: str) -> None:
+        """See `admin.check_proof`."""
+        check_proof(self._config, proof)
+
+    def clear(self, proof: str = "") -> int:
+        """See `Shard.clear`; `proof` as for `admit`."""
+        check_proof(self._config, proof)
+        return self._shard.clear(_STOP_TIMEOUT_S)
+
+    @ray.method(concurrency_group="people")
+    def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
+        """See `Shard.asked`."""
+        return self._shard.asked(replica=replica, request_id=request_id, last=last)
+
+    @ray.method(concurrency_group="people")
+    def whereabouts(self, before: float | None, *keys: bytes) -> Whereabouts:
+        """See `Queries.whereabouts`; the keys are end to end, `in_pieces`."""
+        return self._shard.queries.whereabouts(b"".join(keys), before)
+
+    @ray.method(concurrency_group="people")
+    def prompt(
+        self, replica: str, tokens: bytes, salt: str | int | None, lora: str | None
+    ) -> Prompt:
+        """See `Queries.prompt`."""
+        return self._shard.queries.prompt(replica, tokens, salt=salt, lora=lora)
+
+    @ray.method(concurrency_group="people")
+    def contents(self, namespace: str | None, hottest: int) -> dict[str, Any]:
+        """See `Queries.contents`."""
+        return self._shard.queries.contents(namespace, hottest)
+
+    @ray.method(concurrency_group="prefetch")
+    def prefetch(
+        self,
+        replica: str,
+        tokens: bytes,
+        salt: str | int | None = None,
+        lora: str | None = None,
+        media: Sequence[tuple[int, bytes]] = (),
+    ) -> dict[str, Any]:
+        """See `ActorRequests.prefetch`."""
+        return self._shard.requests.prefetch(replica, tokens, salt=salt, lora=lora, media=media)
+
+    @ray.method(concurrency_group="prefetch")
+    def stage(self, replica: str, rank: int, keys: bytes, wait_s: float) -> dict[str, Any]:
+        """See `ActorRequests.stage`."""
+        return self._shard.requests.stage(replica, rank, keys, wait_s)
+
+    @ray.method(concurrency_group="ranks")
+    def stage_ranks(
+        self,
+        replica: str,
+        ranks: Sequence[int],
+        wait_s: float,
+        tokens_per_s: float,
+        verify_from: int | None,
+        *keys: bytes,
+    ) -> dict[str, Any]:
+        """See `ActorRequests.stage_ranks`; the keys are end to end, `in_pieces`."""
+        return self._shard.requests.stage_ranks(
+            replica, ranks, wait_s, tokens_per_s, verify_from, *keys
+        )
+
+    @ray.method(concurrency_group="disk")
+    def promote(self, *order: Any) -> int:
+        """See `ActorRequests.promote`; an order that is `packed`, or itself."""
+        return self._shard.requests.promote(unpacked(*order))
+
+    @ray.method(concurrency_group="leases")
+    def lease_ranks(
+        self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
+    ) -> dict[int, list[Any]]:
+        """See `ActorRequests.lease_ranks`; the keys are end to end, `in_pieces`."""
+        return self._shard.requests.lease_ranks(replica, ranks, token, *keys)
+
+    @ray.method(concurrency_group="leases")
+    def release_ranks(self, token: str) -> None:
+        """See `ActorRequests.release_ranks`."""
+        self._shard.requests.release_ranks(token)
+
+    def stop(self, retire: bool, flush: bool = False) -> None:
+        """See `Shard.stop`."""
+        self._shard.stop(retire=retire, timeout_s=_STOP_TIMEOUT_S, flush=flush)
+        self._metrics.stop()
+
+    def _terminate(self, number: int, frame: Any) -> None:
+        """Handle SIGTERM: write blocks that are only in memory to disk, then end this process."""
+
+        def end() -> None:
+            with contextlib.suppress(KVRayError):
+                self._shard.stop(retire=False, timeout_s=_STOP_TIMEOUT_S, flush=True)
+            os._exit(1)  # to Ray this was no orderly end: it starts the shard again if it goes on
+
+        # Ray's own thread, in which signals are handled, must not be kept.
+        threading.Thread(target=end, name="kvray-end", daemon=True).start()
+
+    def _announce(self, announcement: Announcement) -> Answer | None:
+        self._nudge.give(time.monotonic())
+        return self._line.announce(announcement)
+
+    def __repr__(self) -> str:
+        return f"Shard({self._name.removeprefix(SHARD_PREFIX)})"
+
+
+def memory_claims() -> MemoryClaims:
+    """Return the memory that Ray may still take on this actor's node."""
+    node_id = ray.get_runtime_context().get_node_id()
+    nodes = {node["NodeID"]: node for node in ray.nodes()}  # type: ignore[no-untyped-call]
+    store = nodes[node_id]["Resources"].get("object_store_memory", 0)
+    left = available_resources(node_id)
+    if left is None:  # the node has just joined
+        left = {"object_store_memory": store}
+    return MemoryClaims(
+        object_store_bytes=int(left.get("object_store_memory", 0)),  # 0 is left out
+        threshold=ray_memory_threshold(),
+    )
+
+
+def create_shard(node_id: str, config: KVRayConfig) -> Any:
+    """Return the shard's actor on a node, started if it is not there."""
+    name = shard_name(node_id)
+    return create_actor(
+        ShardActor, name, name, config, node_id=node_id, groups=_GROUPS, max_concurrency=4
+    )

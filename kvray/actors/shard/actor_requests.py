@@ -1,0 +1,137 @@
+"""The requests of other actors to a serving shard: blocks for a prompt, for ranks, from disk."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvray.actors.mover.orders import FetchOrder
+from kvray.actors.shard.loop_thread import ANSWER_S, LoopThread
+from kvray.actors.shard.prompt_keys import prompt_keys
+from kvray.actors.shard.serving import Serving
+from kvray.actors.staging.replicas import Replicas
+from kvray.errors import ConfigError
+from kvray.identity.tenant import TenantSalts
+
+
+class ActorRequests:
+    """Hands each request to the shard's event loop and waits for the answer. Thread-safe."""
+
+    def __init__(
+        self,
+        name: str,
+        deadline_s: float,
+        replicas: Replicas,
+        serving: Callable[[], Serving],
+        *,
+        tenants: Callable[[], TenantSalts | None],
+        loop: LoopThread,
+    ) -> None:
+        """Answer for the shard `name`.
+
+        Args:
+            name: see there.
+            deadline_s: how long a prefetch may take.
+            replicas: of the shard's node.
+            serving: returns the shard's parts; raises while it does not serve.
+            tenants: returns what derives the salts of tenants.
+            loop: the shard's.
+        """
+        self._name = name
+        self._deadline_s = deadline_s
+        self._replicas = replicas
+        self._serving = serving
+        self._tenants = tenants
+        self._loop = loop
+
+    def prefetch(
+        self,
+        replica: str,
+        tokens: bytes,
+        *,
+        salt: str | int | None = None,
+        lora: str | None = None,
+        media: Sequence[tuple[int, bytes]] = (),
+    ) -> dict[str, Any]:
+        """Bring a prompt's blocks here for a replica before its engine sees the request.
+
+        Args:
+            replica: one with a rank that has registered here.
+            tokens: see `prompt_keys`, as for the rest.
+            salt: see there.
+            lora: see there.
+            media: see there.
+
+        Returns:
+            num_tokens and num_blocks that lead and are here now for all ranks; staged_tokens that
+            were not here before; the reason why it is not more.
+
+        Raises:
+            ConfigError: a value cannot be used, or no rank of `replica` has registered here.
+            ShardUnavailable: the shard is not serving, or does not answer in time.
+        """
+        first = self._replicas.first_reader(replica)
+        if first is None:
+            raise ConfigError(
+                f"No rank of {replica!r:.80} has registered with {self._name}; prefetch at a node"
+                " where it runs."
+            )
+        rank, reader = first
+        keys = prompt_keys(
+            reader, tokens, salt=salt, lora=lora, media=media, tenants=self._tenants()
+        )
+        if not keys:
+            return {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0, "reason": "none"}
+        found = self._loop.wait(
+            self._serving().stager.prefetch(replica, rank, b"".join(keys)),
+            self._deadline_s + ANSWER_S,
+        )
+        return {
+            "num_tokens": found["num_blocks"] * reader.tokens_per_block,
+            "staged_tokens": found["num_staged"] * reader.tokens_per_block,
+            "num_blocks": found["num_blocks"],
+            "reason": found["reason"],
+        }
+
+    def promote(self, order: FetchOrder) -> int:
+        """Bring blocks from this node's disk into its memory, for another shard.
+
+        Returns:
+            How many blocks came.
+
+        Raises:
+            ShardUnavailable: the shard is not serving, or does not answer in time.
+        """
+        nvme = self._serving().nvme
+        if nvme is None:
+            return 0
+        report = self._loop.wait(nvme.promote(order), order.deadline_s + ANSWER_S)
+        return sum(source.num_blocks for source in report.sources.values())
+
+    def stage(self, replica: str, rank: int, keys: bytes, wait_s: float) -> dict[str, Any]:
+        """See `ReplicaStager.stage_here`, for one rank."""
+        return self.stage_ranks(replica, [rank], wait_s, 0.0, None, keys)
+
+    def stage_ranks(
+        self,
+        replica: str,
+        ranks: Sequence[int],
+        wait_s: float,
+        tokens_per_s: float,
+        verify_from: int | None,
+        *keys: bytes,
+    ) -> dict[str, Any]:
+        """See `ReplicaStager.stage_here`."""
+        stage = self._serving().stager.stage_here
+        answer = stage(replica, ranks, wait_s, tokens_per_s, verify_from, *keys)
+        return self._loop.wait(answer, wait_s + ANSWER_S)
+
+    def lease_ranks(
+        self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
+    ) -> dict[int, list[Any]]:
+        """See `ReplicaStager.lease_here`."""
+        lease = self._serving().stager.lease_here
+        return self._loop.call(lambda: lease(replica, ranks, token, *keys), ANSWER_S)
+
+    def release_ranks(self, token: str) -> None:
+        """See `ReplicaStager.release_here`."""
+        release = self._serving().stager.release_here
+        self._loop.call(lambda: release(token), ANSWER_S)

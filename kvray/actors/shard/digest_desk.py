@@ -1,0 +1,119 @@
+"""The shard's desk for prefix digests: engines note them, and the lookup compares them all."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from kvray.actors.lookup.stored_digests import Finding, Note, Origin, StoredDigests
+from kvray.errors import ConfigError
+from kvray.identity.block import Namespace
+from kvray.trace.prefix_digest import NOTES_MAX, PREFIX_DIGEST_BYTES
+
+_PENDING_MAX = 8192
+_SENT_MAX = 2048
+"""Notes in one announcement, beside those that are told again."""
+_NAMESPACES_MAX = 16
+_DIGESTS_MAX = 4096
+_RANKS_MAX = 4096
+_ANSWERS_MAX = 8
+"""Answers in one reply; a namespace is tens of kilobytes at most."""
+_TOKENS_MAX = 2**31
+_INCOMPATIBLE_MAX = 4096
+
+
+class DigestDesk:
+    """Keeps notes until the lookup has them, and its findings until the engine asks for them.
+
+    State of the shard's event loop; `due` alone may run in another thread while notes come in.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing noted."""
+        self._pending: list[Note] = []
+        self._sent: list[Note] = []
+        self._told = StoredDigests(namespaces_max=_NAMESPACES_MAX, digests_max=_DIGESTS_MAX)
+        self._findings: OrderedDict[tuple[str, int], dict[Namespace, Finding]] = OrderedDict()
+        self._incompatible: OrderedDict[tuple[str, int, bytes], Finding] = OrderedDict()
+        """Replica, rank, digest -> the latest finding, for people."""
+
+    def note(self, origin: Origin, notes: Sequence[Any]) -> None:
+        """Take an engine's notes, each (digest, missed tokens or 0); those beyond the limit go.
+
+        Raises:
+            ConfigError: these are no notes; nothing was taken.
+        """
+        _check_notes(notes)
+        room = _PENDING_MAX - len(self._pending)
+        self._pending.extend((origin, digest, tokens) for digest, tokens in notes[:room])
+
+    def due(self, *, full: bool) -> list[Note]:
+        """Return what to tell the lookup now, and all that it was told before if `full`."""
+        self._sent = self._pending[:_SENT_MAX]
+        return [*self._told.notes(), *self._sent] if full else self._sent
+
+    def settle(self, findings: list[Finding]) -> None:
+        """The lookup has taken what was `due` last, and answered."""
+        for note in self._sent:
+            if note[2] == 0:
+                self._told.add(note)
+        del self._pending[: len(self._sent)]
+        self._sent = []
+        for finding in findings:
+            self._keep(finding)
+
+    def answers(self, replica: str, rank: int) -> list[dict[str, Any]]:
+        """Return, once, what was found for a rank, one mapping a namespace.
+
+        `num_tokens` were missed whose digests `replica` has stored, in a namespace that has the
+        `difference` (field -> [the rank's value, its value]).
+        """
+        kept = self._findings.get((replica, rank), {})
+        answered = [kept.pop(namespace) for namespace in list(kept)[:_ANSWERS_MAX]]
+        if not kept:
+            self._findings.pop((replica, rank), None)
+        return [
+            {
+                "num_tokens": finding.num_tokens,
+                "replica": finding.replica,
+                "difference": finding.origin.namespace.difference(finding.namespace),
+            }
+            for finding in answered
+        ]
+
+    def incompatible(self, replica: str, rank: int, digest: bytes) -> Finding | None:
+        """Return what was found for the misses of a rank with this digest."""
+        return self._incompatible.get((replica, rank, digest))
+
+    def _keep(self, finding: Finding) -> None:
+        """Add a finding to those of its rank, of which there is one a namespace."""
+        origin = finding.origin
+        self._incompatible[origin.replica, origin.rank, finding.prefix_digest] = finding
+        if len(self._incompatible) > _INCOMPATIBLE_MAX:
+            self._incompatible.popitem(last=False)
+        kept = self._findings.setdefault((origin.replica, origin.rank), {})
+        before = kept.get(finding.namespace)
+        kept[finding.namespace] = Finding(
+            origin=origin,
+            num_tokens=finding.num_tokens + (before.num_tokens if before else 0),
+            replica=finding.replica,
+            namespace=finding.namespace,
+        )
+        if len(self._findings) > _RANKS_MAX:
+            self._findings.popitem(last=False)
+
+
+def _check_notes(notes: object) -> None:
+    if not isinstance(notes, list | tuple) or len(notes) > NOTES_MAX:
+        raise ConfigError(f"Notes on digests are a list of at most {NOTES_MAX}.")
+    for note in notes:
+        if not (
+            isinstance(note, list | tuple)
+            and len(note) == 2
+            and isinstance(note[0], bytes)
+            and len(note[0]) == PREFIX_DIGEST_BYTES
+            and isinstance(note[1], int)
+            and 0 <= note[1] < _TOKENS_MAX
+        ):
+            raise ConfigError(
+                f"A note is a digest of {PREFIX_DIGEST_BYTES} bytes and a number of tokens."
+            )

@@ -1,0 +1,123 @@
+"""The requests of engines to their node's shard."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvray.actors.shard.digest_desk import DigestDesk
+from kvray.actors.shard.engine_server import Handler
+from kvray.actors.shard.request_log import RequestLog
+from kvray.actors.shard.serving import Serving
+from kvray.actors.staging.replicas import Replicas, read_reader
+from kvray.errors import ShardUnavailable
+from kvray.identity.block import Namespace
+
+
+class EngineRequests:
+    """Answers the requests of engines; fields come as the wire has them, with the connection."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        desk: DigestDesk,
+        serving: Callable[[], Serving],
+        requests: RequestLog,
+    ) -> None:
+        """Answer for a shard.
+
+        Args:
+            replicas: of the shard's node.
+            desk: takes what they note of their prompts' prefix digests.
+            serving: returns the shard's parts; raises while it does not serve.
+            requests: takes what they note of their requests.
+        """
+        self._replicas = replicas
+        self._desk = desk
+        self._serving = serving
+        self._requests = requests
+
+    def handlers(self) -> dict[str, Handler]:
+        """Return the function for each request."""
+        return {
+            "hello": self._hello,
+            "register": self._register,
+            "report": self._report,
+            "stage": self._stage,
+        }
+
+    def _hello(self, connection: int) -> dict[str, Any]:
+        return self._serving().identity()
+
+    def _register(
+        self,
+        connection: int,
+        replica: str,
+        rank: int,
+        namespace: dict[str, Any],
+        wanted: Any = (),
+        num_ranks: Any = 1,
+        holder: Any = None,
+        adapters: Any = None,
+        tenants: Any = None,
+    ) -> dict[str, Any]:
+        reader = read_reader(
+            Namespace.from_wire(namespace),
+            wanted=wanted,
+            num_ranks=num_ranks,
+            holder=holder,
+            adapters=adapters,
+            tenants=tenants,
+        )
+        self._replicas.register(connection, replica, rank, reader)
+        return {"peers": self._can_stage(replica, rank)}
+
+    def _report(
+        self,
+        connection: int,
+        replica: str,
+        rank: int,
+        counters: dict[str, int],
+        openings: Sequence[Any] = (),
+        requests: Sequence[Any] = (),
+        leaving: bool = False,
+    ) -> dict[str, Any]:
+        origin = self._replicas.report(connection, replica, rank, counters, leaving=leaving)
+        if origin is None:
+            return {"known": False}
+        self._desk.note(origin, openings)
+        self._requests.note(origin, requests)
+        return {
+            "known": True,
+            "incompatible": self._desk.answers(replica, rank),
+            "peers": self._can_stage(replica, rank),
+        }
+
+    def _can_stage(self, replica: str, rank: int) -> bool:
+        """Return whether it is worth a rank's while to ask for more than the arena has."""
+        try:
+            serving = self._serving()
+        except ShardUnavailable:
+            return False  # it writes its last blocks to disk, and still counts
+        return serving.has_more() or serving.stager.has_ranks_elsewhere(replica, rank)
+
+    async def _stage(
+        self,
+        connection: int,
+        replica: str,
+        rank: int,
+        keys: bytes,
+        wait_s: float,
+        tokens_per_s: float = 0.0,
+        verify_from: Any = None,
+        token: str = "",
+        unread: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        return await self._serving().stager.stage(
+            replica,
+            rank,
+            keys,
+            wait_s,
+            tokens_per_s,
+            verify_from=verify_from,
+            token=token,
+            unread=unread,
+        )

@@ -1,0 +1,129 @@
+"""Evicts a node's blocks ahead of need, and decides which of them go to disk."""
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from kvray.actors.shard.duplicates import Duplicates
+from kvray.actors.shard.nvme_disk import NvmeDisk
+from kvray.actors.shard.nvme_tier import NvmeSettings, NvmeTier
+from kvray.actors.staging.ask import Ask
+from kvray.store import ArenaOwner
+from kvray.store.demoter import Progress
+from kvray.store.nvme import NvmeStore
+from kvray.store.retention import Retention
+from kvray.store.use_counts import UseCounts
+
+_AHEAD_SHARE = 1 / 8
+"""Share of an arena beyond the free target: below it the shard asks which blocks are duplicates."""
+
+
+class EvictionLoop:
+    """Decides what stays in a shard's tiers; used by its event loop."""
+
+    def __init__(
+        self,
+        owner: ArenaOwner,
+        *,
+        free_target: float,
+        policy: str,
+        admission: str,
+        shard: str,
+        ask: Ask,
+        num_shards: Callable[[], int],
+    ) -> None:
+        """Keep the arena of `owner`.
+
+        Args:
+            owner: of the arena, which was adopted.
+            free_target: share of the slots that is kept free.
+            policy: decides which blocks go first, see `kvray.store.policy`.
+            admission: decides which of them are worth a write, likewise.
+            shard: the shard's name.
+            ask: calls the lookup, which knows what other shards have.
+            num_shards: live shards of the tier, as known here.
+        """
+        self._shard = shard
+        self.disk: NvmeDisk | None = None
+        """None: the node is to keep nothing on disk."""
+        self._owner = owner
+        self._free_target = free_target
+        self._retention = Retention(owner.arena, policy, admission)
+        self._round: asyncio.Future[None] | None = None
+        self._duplicates = Duplicates(self._retention, shard=shard, ask=ask, num_shards=num_shards)
+        self._free_share = free_target + _AHEAD_SHARE
+        """Below this free share, blocks may soon be evicted or written to disk."""
+
+    async def open_nvme(
+        self, settings: NvmeSettings, stopping: asyncio.Event, *, is_restart: bool
+    ) -> None:
+        """Keep blocks on disk too; see `NvmeDisk.open`.
+
+        Raises:
+            ConfigError: as there.
+        """
+        owner = self._owner
+        self.disk = NvmeDisk(
+            owner.arena, self._retention, settings, owner.history, shard=self._shard
+        )
+        self._free_share = max(self._free_share, 1.0 - settings.high_watermark)
+        await self.disk.open(stopping, is_restart=is_restart)
+
+    @property
+    def nvme(self) -> NvmeTier | None:
+        """The tier below the arena, if there is one and its disk works now."""
+        return None if self.disk is None else self.disk.tier
+
+    @property
+    def store(self) -> NvmeStore | None:
+        """The blocks on disk, if there is an NVMe tier."""
+        nvme = self.nvme
+        return None if nvme is None else nvme.store
+
+    @property
+    def uses(self) -> UseCounts:
+        """How often the arena's blocks were used, for people."""
+        return self._retention.uses
+
+    @property
+    def num_duplicates(self) -> int:
+        """Blocks of the arena that another shard is known to keep at the moment; any thread."""
+        num_slots = self._owner.arena.tables.geometry.num_slots
+        return int(np.count_nonzero(self._retention.are_duplicates(np.arange(num_slots))))
+
+    def tick(self, now: float) -> None:
+        """Start the next round when the last one is over; called often.
+
+        Raises:
+            KVRayError: the round before ended so; other errors are defects.
+        """
+        if self._round is None or self._round.done():
+            ended, self._round = self._round, None
+            if ended is not None:
+                ended.result()
+            # In a thread, because it ranks all blocks.
+            self._round = asyncio.get_running_loop().run_in_executor(None, self._keep)
+        self._duplicates.tick(now, free_share=self._free_share)
+        if self.disk is not None:
+            self.disk.tick(now)
+
+    async def flush(self, progress: Progress) -> None:
+        """Write blocks that are only in memory to disk, as far as the settings allow."""
+        if self.disk is not None:
+            await self.disk.flush(progress)
+
+    async def close(self) -> None:
+        """End the current round. Twice is fine."""
+        await self._duplicates.close()
+        if self._round is not None:
+            await asyncio.wait([self._round])
+        if self.disk is not None:
+            await self.disk.close()
+
+    def _keep(self) -> None:
+        self._retention.observe()
+        retention = self._retention
+        self._owner.evict_ahead(
+            self._free_target, retention.rank, are_duplicates=retention.are_duplicates
+        )

@@ -1,0 +1,283 @@
+"""A shard's NVMe tier: writes in the background, reads for stages, is flushed at the end.
+
+The event loop asks what the store has and hands work to threads: one that writes, and those of
+`NvmeReads`. They share the arena and the store with it, and any thread may use both.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvray.actors.mover.orders import FetchOrder, FetchReport
+from kvray.actors.shard.nvme_reads import NvmeReads
+from kvray.actors.staging.plan import Peer
+from kvray.actors.staging.runs import runs_of
+from kvray.config import exact_size, format_size
+from kvray.errors import KVRayError, TierError
+from kvray.identity.block import BlockKey
+from kvray.index import Run
+from kvray.store import Arena
+from kvray.store.arena import block_history, key_index
+from kvray.store.arena.block_history import BlockHistory
+from kvray.store.arena.figures import by_namespace
+from kvray.store.arena.layout import READY
+from kvray.store.demoter import Demoter, Progress
+from kvray.store.nvme import NvmeSpec, NvmeStore
+from kvray.store.nvme.budget import WriteBudget
+from kvray.store.nvme.disk import device_errors
+from kvray.store.nvme.record import SegmentShape
+from kvray.store.promoter import Promoter
+from kvray.store.retention import Retention
+from kvray.trace.arrival import NVME
+
+_log = logging.getLogger("kvray.shard")
+
+_IDLE_S = 0.25
+"""How long after a round without writes the next one begins."""
+_HUNG_S = 10.0
+"""The disk counts as hung when a write lasts this long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NvmeSettings:
+    """The settings of an NVMe tier, as plain values."""
+
+    directory: Path
+    spec: NvmeSpec
+    high_watermark: float
+    bytes_per_day: float | None
+    flush_s: float
+    reads_max: int
+
+
+class NvmeTier:
+    """Stands between an arena and a store; used by the shard's event loop unless said otherwise."""
+
+    def __init__(
+        self, arena: Arena, retention: Retention, settings: NvmeSettings, gone: BlockHistory
+    ) -> None:
+        """Open the store and recover its blocks: from a thread, as it waits for the device.
+
+        Args:
+            arena: whose blocks are kept.
+            retention: says which of them leave it next, and are worth it.
+            settings: see there.
+            gone: remembers what has left.
+
+        Raises:
+            CapacityError, TierError: the device has no room, or failed.
+            ConfigError: the directory or the sizes cannot be used.
+            ShardUnavailable: another process has the directory, or the arena stays locked.
+        """
+        began_s = time.monotonic()
+        arena.join("shard")
+        self._arena = arena
+        self._settings = settings
+        self._retention = retention
+        self._history = gone
+        self.store = NvmeStore(settings.directory, settings.spec)
+        """Open until `close`."""
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.store.close)
+            with device_errors(settings.directory, "looked at"):
+                self._remarks = tuple(_remarks(settings))
+            self._budget = WriteBudget(settings.bytes_per_day, now=time.time())
+            self._budget.load(settings.directory)
+            on_failure.pop_all()
+        retention.put_below(self.store)
+        self._recovery_s = time.monotonic() - began_s
+        self._demoter = Demoter(
+            arena,
+            self.store,
+            high_watermark=settings.high_watermark,
+            budget=self._budget,
+            retention=retention,
+        )
+        self._reads = NvmeReads(
+            arena,
+            Promoter(arena, self.store, retention.promoted),
+            settings.directory,
+            reads_max=settings.reads_max,
+        )
+        self._writer = ThreadPoolExecutor(1, "kvray-demote")
+        self._writing: Future[int] | None = None
+        self._writing_since = 0.0
+        self._look_at = 0.0
+        self._said = ""
+
+    # -- what is there ------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> str:
+        """Why the device cannot be used any more; empty while it can."""
+        return self._reads.failure
+
+    @property
+    def may_have_blocks(self) -> bool:
+        """Whether it has, or had, any blocks."""
+        return bool(self.store.report.blocks or self._demoter.counts.demoted_blocks)
+
+    def runs(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> list[Run]:
+        """Return which of `keys` it has, as held by `NVME`."""
+        packed = key_index.pack_keys(keys)
+        return runs_of(NVME, {part: self.store.present(packed, part) for part in parts})
+
+    def may_ask(self, now: float) -> bool:
+        """Return whether the disk may be read now; not while it is hung."""
+        return not self.failure and self._reads.may_ask(now)
+
+    def peer(self) -> Peer:
+        """Return how fast the disk has been lately."""
+        return self._reads.peer()
+
+    def status(self) -> dict[str, Any]:
+        """Return figures for people; from any thread."""
+        return {
+            "directory": str(self._settings.directory),
+            "capacity_bytes": self._settings.spec.capacity,
+            **asdict(self.store.stats()),
+            "namespaces": by_namespace(self.store.tables),
+            **asdict(self._demoter.counts),
+            "promoted_blocks": self._reads.num_blocks,
+            "promoted_bytes": self._reads.num_bytes,
+            "write_budget_bytes": self._budget.available(time.time()),
+            "recovered_blocks": self.store.report.blocks,
+            "recovery_s": self._recovery_s,
+            "message": self._message(time.monotonic()),
+            "remarks": list(self._remarks),
+        }
+
+    def _message(self, now: float) -> str:
+        """Return why blocks are not read or written, if they are not."""
+        if reason := self.failure or self._reads.error:
+            return reason
+        writing, for_s = self._writing, now - self._writing_since
+        if writing is None or writing.done() or for_s < _HUNG_S:
+            return ""
+        return f"{self._settings.directory} has not answered a write for {for_s:.0f} s."
+
+    async def promote(self, order: FetchOrder) -> FetchReport:
+        """Read blocks into the arena; raises nothing: blocks that do not come are a miss."""
+        return await self._reads.promote(order)
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Go on writing the blocks that leave the arena next; called often."""
+        self._reads.tick()
+        if self._writing is not None:
+            if not self._writing.done():
+                return
+            ended, self._writing = self._writing, None
+            self._look_at = now if self._take(ended) else now + _IDLE_S
+        if now >= self._look_at and not self.failure:
+            self._writing, self._writing_since = (
+                self._writer.submit(self._demoter.demote_ahead),
+                now,
+            )
+
+    async def flush(self, progress: Progress) -> None:
+        """Write the blocks that it lacks, the last used first, for `flush_s` at most.
+
+        A disk that stands still for `_HUNG_S` is given up.
+        """
+        if self.failure:
+            return
+        until = time.monotonic() + self._settings.flush_s
+        counts, seen = self._demoter.counts, -1
+        try:
+            work = asyncio.wrap_future(self._writer.submit(self._flush, until, progress))
+            while not work.done() and seen != counts.demoted_bytes:
+                seen = counts.demoted_bytes
+                await asyncio.wait({work}, timeout=_HUNG_S)
+            if work.done():
+                _log.info("Flushed %d blocks to %s", work.result(), self._settings.directory)
+            else:
+                work.cancel()
+                _log.error("%s does not answer; it is not flushed", self._settings.directory)
+        except (KVRayError, RuntimeError) as error:
+            _log.error("The NVMe tier could not be flushed: %s", str(error))
+
+    def _flush(self, until: float, progress: Progress) -> int:
+        return self._demoter.flush(until=until, progress=progress)
+
+    def clear(self, timeout_s: float) -> int:
+        """Evict every block; return how many. From any thread but the loop's.
+
+        Raises:
+            TierError: the device failed, or did not answer within `timeout_s`.
+        """
+        try:
+            work = self._writer.submit(self._clear)
+        except RuntimeError:  # closed meanwhile
+            return 0
+        try:
+            return work.result(timeout_s)
+        except FutureTimeoutError:
+            work.cancel()
+            raise TierError(
+                f"{self._settings.directory} does not answer; look at the device with `dmesg`."
+            ) from None
+
+    def _clear(self) -> int:
+        tables = self.store.tables
+        cleared = self.store.evict(np.flatnonzero(tables.slot_state == READY))
+        words = tables.slot_key[cleared, 0]
+        self._history.note(words, block_history.NVME, block_history.CLEARED, now=time.time())
+        self._retention.evicted_below(cleared)
+        self.store.flush()
+        return len(cleared)
+
+    def _take(self, writing: "Future[int]") -> int:
+        """Return how many blocks a round has written; note an error that ends all writing."""
+        error = writing.exception()
+        if error is None:
+            return writing.result()
+        if not isinstance(error, KVRayError):
+            raise error
+        if isinstance(error, TierError):
+            self._reads.failure = str(error)  # a device that refuses writes is not read either
+        if str(error) != self._said:  # log it once, however often it is tried
+            self._said = str(error)
+            # As text: the error's traceback would keep the arena mapped.
+            _log.error("Blocks could not be written to the NVMe tier: %s", self._said)
+        return 0
+
+    def close(self) -> None:
+        """End reads and writes, and close the store: from a thread. Twice is fine.
+
+        It waits for the device, however long that hangs.
+        """
+        self._writer.shutdown(cancel_futures=True)
+        with contextlib.suppress(KVRayError):
+            self._demoter.close()
+        self.store.close()  # reads under way end with their piece
+        self._reads.close()
+
+
+def _remarks(settings: NvmeSettings) -> Iterator[str]:
+    """Yield what works about the place of the files, but is hardly intended."""
+    where, spec = settings.directory, settings.spec
+    found = os.statvfs(where)
+    size = found.f_blocks * found.f_frsize
+    if spec.free_reserve + SegmentShape.of(spec.geometry(), spec.slot_min).file_bytes > size:
+        yield (
+            f"nvme.free_reserve ({exact_size(spec.free_reserve)}) leaves no room for one segment on"
+            f" the file system of {where}, which has {format_size(size)}, so nothing is ever"
+            " written there; lower nvme.free_reserve."
+        )
+    if os.stat(where).st_dev == os.stat("/").st_dev:
+        yield (
+            f"{where} is on the root file system, and not on a disk of its own; mount one at"
+            " nvme.dir, unless that is meant."
+        )

@@ -1,0 +1,216 @@
+"""The queries of people to a shard: requests, blocks and contents; none of them is urgent."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from kvray.actors.shard.digest_desk import DigestDesk
+from kvray.actors.shard.prompt_keys import prompt_keys
+from kvray.actors.shard.request_log import RequestLog
+from kvray.actors.shard.serving import Serving
+from kvray.actors.staging.replicas import Replicas
+from kvray.errors import ConfigError
+from kvray.identity.block import KEY_BYTES, BlockKey, Namespace, namespace_id, split_keys
+from kvray.identity.tenant import TenantSalts
+from kvray.store.arena import key_index, lease, quotas
+from kvray.store.arena.layout import READY
+from kvray.store.arena.tables import Array, Tables
+from kvray.store.hot_prefixes import hot_prefixes
+from kvray.trace.prefix_digest import prefix_digest
+from kvray.trace.request_note import RequestNote, unpack
+
+KEYS_MAX = 2**17
+"""Blocks of a prompt that one question may be about."""
+_HOTTEST_MAX = 1000
+_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request: its engine's note, and what the lookup found out since."""
+
+    replica: str
+    rank: int
+    note: RequestNote
+    namespace: Namespace | None
+    """Of the replica; None if the shard has forgotten it."""
+    stored_by: str = ""
+    """Replica that had stored such a prompt, in another namespace only."""
+    stored_in: Namespace | None = None
+    """That namespace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """The places and the history of some blocks; one row a block."""
+
+    host: Array
+    """How many of its parts are in memory, i8."""
+    either: Array
+    """How many are in memory or on disk, i8."""
+    left_at: Array
+    """When it last left a tier, in seconds since the epoch, f8; 0: not remembered."""
+    left_tier: Array
+    """An index into `block_history.TIERS`."""
+    left_by: Array
+    """An index into `block_history.CAUSES`."""
+    since: float
+    """The start of the shard's memory of removed blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt as a replica's engine sees it."""
+
+    keys: bytes
+    """Of its full blocks, end to end."""
+    namespace: Namespace
+    prefix_digest: bytes
+
+
+class Queries:
+    """Answers for one shard, from any thread; only `requests` belongs to its event loop."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        desk: DigestDesk,
+        serving: Callable[[], Serving],
+        *,
+        tenants: Callable[[], TenantSalts | None],
+    ) -> None:
+        """Answer from these.
+
+        Args:
+            replicas: of the shard's node.
+            desk: has the lookup's findings.
+            serving: returns the shard's parts; raises while it does not serve.
+            tenants: returns what derives the salts of tenants.
+        """
+        self.requests = RequestLog()
+        """The notes of engines."""
+        self._replicas = replicas
+        self._desk = desk
+        self._serving = serving
+        self._tenants = tenants
+
+    def asked(self, found: Sequence[tuple[str, int, bytes]]) -> list[Asked]:
+        """Return the details of requests that `RequestLog.find` has found."""
+        asked = []
+        for name, rank, packed in found:
+            note = unpack(packed)
+            finding = self._desk.incompatible(name, rank, note.prefix_digest)
+            asked.append(
+                Asked(
+                    replica=name,
+                    rank=rank,
+                    note=note,
+                    namespace=self._replicas.namespace_of(name, rank),
+                    stored_by="" if finding is None else finding.replica,
+                    stored_in=None if finding is None else finding.namespace,
+                )
+            )
+        return asked
+
+    def whereabouts(self, keys: bytes, before: float | None) -> Whereabouts:
+        """Return where blocks are, and when they left; only removals `before` count, if given.
+
+        Raises:
+            ConfigError: `keys` are none, or too many.
+            ShardUnavailable: the shard does not serve.
+        """
+        serving = self._serving()
+        owner, nvme = serving.owner, serving.nvme
+        packed = key_index.pack_keys(_checked(keys))
+        gone = owner.history.of(packed[:, 0], before=before)
+        return Whereabouts(
+            host=_num_parts([owner.arena.tables], packed),
+            either=_num_parts(
+                [owner.arena.tables, *([] if nvme is None else [nvme.store.tables])], packed
+            ),
+            left_at=gone.at,
+            left_tier=gone.tier,
+            left_by=gone.cause,
+            since=owner.history.since,
+        )
+
+    def prompt(
+        self, replica: str, tokens: bytes, *, salt: str | int | None, lora: str | None
+    ) -> Prompt:
+        """Return the keys that a prompt would have in a replica that is registered here.
+
+        Raises:
+            ConfigError: it is not, or a value cannot be used.
+        """
+        first = self._replicas.first_reader(replica)
+        if first is None:
+            raise ConfigError(f"No rank of {replica!r:.80} is registered here now.")
+        reader = first[1]
+        keys = prompt_keys(reader, tokens, salt=salt, lora=lora, tenants=self._tenants())
+        if len(keys) > KEYS_MAX:
+            raise ConfigError(f"A prompt of {len(keys)} blocks is too long; at most {KEYS_MAX}.")
+        # An adapter or a tenant enters the digest by what only keys are made of here.
+        digest = b""
+        if len(tokens) and lora is None and reader.tenants is None:
+            digest = prefix_digest(np.frombuffer(tokens, dtype="<i4"), salt=salt)
+        return Prompt(keys=b"".join(keys), namespace=reader.namespace, prefix_digest=digest)
+
+    def contents(self, namespace: str | None, hottest: int) -> dict[str, Any]:
+        """Return the sizes of each namespace in the tiers and, of one, its most used prefixes.
+
+        Args:
+            namespace: the first 8 hex digits of its digest; None: no prefixes.
+            hottest: how many prefixes.
+        """
+        serving = self._serving()
+        tables, nvme = serving.owner.arena.tables, serving.nvme
+        found: dict[int, dict[str, int]] = {}
+        for tier, held in (("host", tables), ("nvme", nvme.store.tables if nvme else None)):
+            for number, (blocks, size) in quotas.used(held).items() if held is not None else ():
+                one = found.setdefault(number, {})
+                one[f"{tier}_blocks"], one[f"{tier}_bytes"] = blocks, size
+        prefixes = []
+        if namespace is not None:
+            prefixes = hot_prefixes(
+                tables,
+                serving.eviction.uses,
+                namespace=_number(namespace),
+                most=min(hottest, _HOTTEST_MAX),
+                now=time.monotonic(),
+            )
+        return {
+            "namespaces": {quotas.name_of(number): one for number, one in found.items()},
+            "prefixes": [asdict(prefix) for prefix in prefixes],
+        }
+
+
+def _num_parts(tiers: Sequence[Tables], packed: Array) -> Array:
+    """Return how many parts of each block some tier has."""
+    counts = np.zeros(len(packed), dtype=np.int64)
+    known = [np.unique(tables.slot_part[tables.slot_state == READY]) for tables in tiers]
+    for part in np.unique(np.concatenate(known)).tolist():
+        there = np.zeros(len(packed), dtype=bool)
+        for tables in tiers:
+            there |= lease.present(tables, packed, part)
+        counts += there
+    return counts
+
+
+def _checked(keys: object) -> Sequence[BlockKey]:
+    if not isinstance(keys, bytes) or len(keys) % KEY_BYTES or len(keys) > KEYS_MAX * KEY_BYTES:
+        raise ConfigError(f"keys are bytes, {KEY_BYTES} for each of at most {KEYS_MAX} blocks.")
+    return split_keys(keys)
+
+
+def _number(namespace: str) -> int:
+    """Return what an arena knows a namespace by, of which the first digits are given."""
+    try:
+        digest = bytes.fromhex(namespace)
+    except ValueError:
+        digest = b""
+    if len(namespace) != _DIGITS or not digest:
+        raise ConfigError(f"A namespace is named by {_DIGITS} hex digits, not {namespace!r:.40}.")
+    return namespace_id(digest)

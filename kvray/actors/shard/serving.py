@@ -1,0 +1,214 @@
+"""A shard that serves: the parts over its arena, and what they do again and again."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from kvray import __version__
+from kvray.actors.shard.announcer import Announcer
+from kvray.actors.shard.eviction_loop import EvictionLoop
+from kvray.actors.shard.long_leases import LongLeases
+from kvray.actors.shard.loop_thread import pause
+from kvray.actors.shard.nvme_tier import NvmeTier
+from kvray.actors.shard.settings import ShardSettings
+from kvray.actors.shard.stopped import StoppedHolder
+from kvray.actors.staging.peers import Peers
+from kvray.actors.staging.replica_stager import ReplicaStager
+from kvray.actors.staging.replicas import Replicas
+from kvray.actors.staging.stager import Stager
+from kvray.store import ArenaOwner
+from kvray.store.arena.mapped import is_damage
+
+_log = logging.getLogger("kvray.shard")
+
+_LAST_SEND_S = 3.0
+_AUDIT_SHARE = 0.02
+"""Of a core, for looks at the tables: those at large ones take long."""
+_MENDED_S, _MENDS_MAX = 10.0, 5
+"""An error that comes back so often, however the tables are mended, is a defect."""
+
+
+class Serving:
+    """The parts of a shard from the adoption of its arena to its end; used by its event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: ShardSettings,
+        owner: ArenaOwner,
+        eviction: EvictionLoop,
+        *,
+        epoch: int,
+        announcer: Announcer,
+        replicas: Replicas,
+        peers: Peers,
+    ) -> None:
+        """Serve the arena of `owner`.
+
+        Args:
+            name: the shard's.
+            settings: see there.
+            owner: of the arena, which was adopted.
+            eviction: of the same; whoever made it closes it.
+            epoch: of that adoption.
+            announcer: tells the lookup what comes and goes.
+            replicas: of the shard's node.
+            peers: the other shards.
+        """
+        self.owner = owner
+        self.eviction = eviction
+        self.epoch = epoch
+        self._name = name
+        self._settings = settings
+        self._announcer = announcer
+        self._replicas = replicas
+        self._peers = peers
+        self._stopped = StoppedHolder(name, limit_s=settings.stopped_s)
+        self._long_leases = LongLeases(after_s=settings.lease_warn_s)
+        self._sending: asyncio.Future[None] | None = None
+        self._auditing: asyncio.Future[dict[str, int]] | None = None
+        self._audit_at = 0.0
+        self._heartbeat_at = 0.0
+        self._is_due = False
+        self._mended_at: list[float] = []
+        stager = Stager(
+            owner.arena,
+            peers,
+            settings.staging,
+            num_shards=lambda: announcer.num_shards,
+            nvme=lambda: eviction.nvme,
+        )
+        self.stager = ReplicaStager(owner.arena, stager, replicas, peers, settings.staging)
+
+    @property
+    def nvme(self) -> NvmeTier | None:
+        """The node's blocks on disk, if it has such a tier and its disk works now."""
+        return self.eviction.nvme
+
+    def has_more(self) -> bool:
+        """Return whether there may be blocks that are not in the arena but can be staged."""
+        nvme = self.nvme
+        on_disk = nvme is not None and nvme.may_have_blocks
+        return self._announcer.num_shards > 1 or on_disk
+
+    def identity(self) -> dict[str, Any]:
+        """Return what engines are told of the shard, see `hello` in `EngineRequests`."""
+        return {
+            "shard": self._name,
+            "arena_id": self.owner.arena.arena_id,
+            "shard_epoch": self.epoch,
+            "version": __version__,
+            "monotonic_s": time.monotonic(),
+        }
+
+    def status(self) -> dict[str, Any]:
+        """Return the figures of every part; from any thread."""
+        figures = {
+            "arena": self.owner.arena.stats(),
+            "removed_blocks": self.owner.history.counts(),
+            "duplicate_blocks": self.eviction.num_duplicates,
+            "announcements": self._announcer.status(),
+            "replicas": self._replicas.status(),
+            "ended": self._replicas.ended(),
+            "namespaces": self._replicas.namespaces(),
+            "staging": self.stager.status(),
+        }
+        if self.eviction.disk is not None:
+            figures["nvme"] = self.eviction.disk.status()
+        if (stopped := self._stopped.found) is not None:
+            figures["stopped_with_lock"] = stopped
+        return figures
+
+    async def run(self, stopping: asyncio.Event, is_there: Callable[[], Awaitable[bool]]) -> None:
+        """Do the shard's regular work until it has to stop or its arena no longer `is_there`."""
+        while not stopping.is_set():
+            now = time.monotonic()
+            if now >= self._heartbeat_at and not await is_there():
+                break
+            try:
+                self._tick(now)
+            except Exception as error:
+                # Damaged tables must not end the shard, because it is the one that repairs them.
+                if not is_damage(error) or not self._may_mend(now):
+                    raise
+                self._mend(error)
+            await pause(stopping, self._settings.announce_s)
+        self._peers.close()
+        if self._auditing is not None:
+            await asyncio.wait([self._auditing])  # the arena is closed next
+        if self._sending is not None:
+            await asyncio.wait([self._sending], timeout=_LAST_SEND_S)
+
+    def _tick(self, now: float) -> None:
+        if now >= self._heartbeat_at:
+            self._heartbeat_at, self._is_due = now + self._settings.heartbeat_s, True
+            self._bury_and_warn()
+            self._audit(now)
+        self.eviction.tick(now)
+        self.stager.expire()
+        self._peers.tick(now, num_shards=self._announcer.num_shards)
+        if self._announce(is_due=self._is_due):
+            self._is_due = False
+
+    def _audit(self, now: float) -> None:
+        """Begin a look at a share of the tables, unless one is under way; in a thread."""
+        ended = self._auditing
+        if now >= self._audit_at and (ended is None or ended.done()):
+            self._auditing = None
+            for name, count in ended.result().items() if ended is not None else ():
+                _log.error(
+                    "%s: %d %s of its tables were wrong, and are mended; test the memory of"
+                    " this node",
+                    self._name,
+                    count,
+                    name,
+                )
+            loop = asyncio.get_running_loop()
+            self._auditing = loop.run_in_executor(None, self._timed_audit)
+
+    def _timed_audit(self) -> dict[str, int]:
+        """Look, and have the next look wait."""
+        began = time.monotonic()
+        try:
+            return self.owner.audit()
+        finally:
+            ended = time.monotonic()
+            self._audit_at = ended + (ended - began) / _AUDIT_SHARE
+
+    def _may_mend(self, now: float) -> bool:
+        """Note that something made no sense; False if that is a defect, as it comes back."""
+        self._mended_at = [at for at in self._mended_at if at > now - _MENDED_S] + [now]
+        return len(self._mended_at) <= _MENDS_MAX
+
+    def _mend(self, error: Exception) -> None:
+        _log.error("%s: its tables make no sense and are derived again", self._name, exc_info=error)
+        if not self.owner.mend():
+            _log.error("%s: %s", self._name, self.owner.arena.no_entry())
+
+    def _announce(self, *, is_due: bool) -> bool:
+        """Send the changes, or a heartbeat if one is due; return whether anything was sent.
+
+        A lookup that does not answer keeps the shard from announcing, but from nothing else.
+        """
+        self._announcer.name_ranks(self._replicas.connected())
+        if self._sending is not None:
+            if not self._sending.done():
+                return False
+            self._sending.result()
+            self._sending = None
+        if not self._announcer.collect(self.owner, self.eviction.store) and not is_due:
+            return False
+        loop = asyncio.get_running_loop()
+        self._sending = loop.run_in_executor(None, self._announcer.send, self.epoch)
+        return True
+
+    def _bury_and_warn(self) -> None:
+        self._stopped.look(self.owner.arena.side_file, now=time.monotonic())
+        self._replicas.add_up()
+        for label in self.owner.bury_dead(limbo_s=self._settings.limbo_s):
+            _log.warning("%s: holder %s died; its leases ended", self._name, label)
+        newly = self._long_leases.newly(self.owner.arena, now=time.monotonic())
+        for label, num_slots in newly:
+            _log.warning("%s: holder %s has leased %d slots for long", self._name, label, num_slots)

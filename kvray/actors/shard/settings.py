@@ -1,0 +1,101 @@
+"""The settings of a shard, from the configuration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvray.actors.shard.nvme_tier import NvmeSettings
+from kvray.actors.staging.stager import StagingSettings
+from kvray.config import KVRayConfig
+from kvray.identity.tenant import tenant_id
+from kvray.store import ArenaSpec
+from kvray.store.arena.quotas import name_of
+from kvray.store.machine.capacity import MemoryClaims
+from kvray.store.nvme import NvmeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSettings:
+    """The settings of a shard, as plain values."""
+
+    directory: Path
+    spec: ArenaSpec
+    free_target: float
+    limbo_s: float
+    lease_warn_s: float
+    announce_s: float
+    heartbeat_s: float
+    stopped_s: float = 30.0
+    """How long a process that is stopped may keep the arena's lock."""
+    staging: StagingSettings = field(default_factory=StagingSettings)
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the blocks of namespaces may take of the arena, see `quotas.set_quotas`."""
+    policy: str = "gittins"
+    """Decides which blocks are evicted first: see `kvray.store.policy`."""
+    admission: str = "likely"
+    """Decides which evicted blocks are kept on disk."""
+    nvme: NvmeSettings | None = None
+    """None: the node keeps nothing on disk."""
+    group: str | None = None
+    """Its members may open arena and socket too; see `Access`."""
+    tenant_secret_file: Path | None = None
+    """Has what the salts of prompts that are prefetched are derived with; None: no tenants."""
+
+    @classmethod
+    def of(cls, config: KVRayConfig, claims: MemoryClaims | None = None) -> "ShardSettings":
+        """Return what a configuration says; `claims` is what Ray takes of the node's memory."""
+        arena, shard, staging = config.arena, config.shard, config.staging
+        return cls(
+            directory=config.node_dir,
+            spec=ArenaSpec.of(config, claims),
+            free_target=arena.free_target,
+            limbo_s=arena.limbo_s,
+            lease_warn_s=arena.lease_warn_s,
+            stopped_s=arena.stopped_s,
+            announce_s=shard.announce_s,
+            heartbeat_s=shard.heartbeat_s,
+            staging=StagingSettings(
+                deadline_s=staging.deadline_s,
+                call_timeout_s=staging.call_timeout_s,
+                handover_s=staging.handover_s,
+                fetches_max=staging.fetches_max,
+            ),
+            quotas=_quotas(config),
+            policy=arena.policy,
+            admission=config.nvme.admission,
+            nvme=_nvme(config),
+            group=arena.group,
+            tenant_secret_file=config.security.tenant_secret_file,
+        )
+
+
+def _quotas(config: KVRayConfig) -> dict[str, int]:
+    """Return bytes by the hex digits that an arena knows namespaces by, or else tenants."""
+    arena, security = config.arena, config.security
+    for_each = security.tenant_quota or arena.namespace_quota
+    named = {name_of(tenant_id(name)): size for name, size in security.tenant_quotas.items()}
+    return {**({} if for_each is None else {"": for_each}), **arena.quotas, **named}
+
+
+def _nvme(config: KVRayConfig) -> NvmeSettings | None:
+    """Return what the NVMe tier needs to know; its smallest slot is the arena's."""
+    nvme = config.nvme
+    if config.nvme_dir is None:
+        return None
+    per_day = nvme.write_gib_per_day
+    return NvmeSettings(
+        directory=config.nvme_dir,
+        spec=NvmeSpec(
+            cluster_name=config.cluster_name,
+            capacity=nvme.capacity,
+            segment=nvme.segment,
+            slot_min=config.arena.slot_min,
+            free_reserve=nvme.free_reserve,
+            io_threads=nvme.io_threads,
+            group=config.arena.group,
+        ),
+        high_watermark=nvme.high_watermark,
+        bytes_per_day=None if per_day is None else per_day * 2**30,
+        flush_s=nvme.flush_s,
+        reads_max=config.staging.fetches_max,
+    )

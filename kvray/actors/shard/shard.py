@@ -1,0 +1,363 @@
+"""The shard: owns a node's arena, evicts, announces, frees the leases of the dead, serves engines.
+
+All state belongs to one event loop in one thread. The actor around it only hands calls over.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvray.actors.owner.claim import Claim
+from kvray.actors.owner.ownership import let_in, remove_files, sweep
+from kvray.actors.shard.actor_requests import ActorRequests
+from kvray.actors.shard.adoption import open_arena
+from kvray.actors.shard.announcer import Announce, Announcer
+from kvray.actors.shard.engine_requests import EngineRequests
+from kvray.actors.shard.engine_server import EngineServer, check_path
+from kvray.actors.shard.eviction_loop import EvictionLoop
+from kvray.actors.shard.loop_thread import ANSWER_S, LoopThread, pause
+from kvray.actors.shard.queries import Asked, Queries
+from kvray.actors.shard.serving import Serving
+from kvray.actors.shard.settings import ShardSettings
+from kvray.actors.staging.ask import Ask, ask_nobody
+from kvray.actors.staging.peers import Peers
+from kvray.actors.staging.replicas import Replicas
+from kvray.errors import CapacityError, ConfigError, KVRayError, ShardUnavailable
+from kvray.identity.tenant import TenantSalts
+from kvray.store import Arena, ArenaOwner
+from kvray.store.arena.file import ARENA_FILE
+from kvray.store.arena.prefault import Populator
+from kvray.store.machine.access import Access
+from kvray.wire import SOCKET_FILE
+
+_log = logging.getLogger("kvray.shard")
+
+_RETRY_S = 0.1
+_LOST_RETRY_S = 1.0
+"""How often the shard tries to replace an arena whose files were removed."""
+
+
+class Shard:
+    """One node's shard; `start` it, then ask. Thread-safe."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: ShardSettings,
+        announce: Announce,
+        crashed: Callable[[], None] = lambda: None,
+        *,
+        ask: Ask = ask_nobody,
+        is_restart: bool = False,
+    ) -> None:
+        """Own the arena of `settings.directory`.
+
+        Args:
+            name: the shard's name, everywhere.
+            settings: see there.
+            announce: brings announcements to the lookup.
+            crashed: called after the shard has ended by a defect of its own and logged it.
+            ask: calls lookup, mover and other shards, from the shard's event loop.
+            is_restart: whether a shard with these settings has run here before; then it also serves
+                without the directory of its NVMe tier.
+        """
+        self.name = name
+        self._is_restart = is_restart
+        self._lost = ""
+        """Why its last arena was lost; empty if it was not."""
+        self._crashed = crashed
+        self._settings = settings
+        self._announcer = Announcer(name, announce)
+        self._replicas = Replicas()
+        self._ask = ask
+        self._serving: Serving | None = None
+        self._tenants: TenantSalts | None = None
+        self._loop = LoopThread(name, self._main, self._ended)
+        self.queries = Queries(
+            self._replicas,
+            self._announcer.desk,
+            self._require_serving,
+            tenants=lambda: self._tenants,
+        )
+        """Answers people."""
+        self.requests = ActorRequests(
+            name,
+            settings.staging.deadline_s,
+            self._replicas,
+            self._require_serving,
+            tenants=lambda: self._tenants,
+            loop=self._loop,
+        )
+        """Answers other actors."""
+        self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
+        self._stopping = asyncio.Event()
+        self._retire = self._flushes = False
+
+    def start(self) -> None:
+        """Prepare the arena in the background; `status` shows the progress."""
+        self._loop.start()
+
+    def refuse(self, error: KVRayError) -> None:
+        """Stay without an arena, instead of `start`; `status` says why."""
+        self._ended(error)
+
+    def stop(self, *, retire: bool, timeout_s: float, flush: bool = False) -> None:
+        """End the shard. Twice is fine.
+
+        Args:
+            retire: whether its arena and files go too.
+            timeout_s: how long it may take, beside the flush.
+            flush: whether to write blocks that are only in memory to disk before, for the time that
+                the NVMe tier's settings allow; `status` shows the progress.
+
+        Raises:
+            ShardUnavailable: it has not ended in time.
+        """
+        if flush and self._settings.nvme is not None:
+            timeout_s += self._settings.nvme.flush_s
+        if self._loop.is_alive():
+            self._retire, self._flushes = retire, flush
+            self._loop.post(self._stopping.set)
+            if not self._loop.join(timeout_s):
+                raise ShardUnavailable(f"{self.name} did not end within {timeout_s:.0f} s.")
+        if retire:
+            sweep(self._settings.directory)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it does not serve yet; adopting an arena may take long."""
+        return self._state["state"] in ("starting", "preparing")
+
+    def status(self) -> dict[str, Any]:
+        """Return state, and while it serves the figures of its parts."""
+        status = {"shard": self.name, "directory": str(self._settings.directory)}
+        serving, state = self._serving, self._state
+        if serving is not None and state["state"] == "serving":
+            with contextlib.suppress(ShardUnavailable):  # its arena was closed meanwhile
+                return {**status, **state, **serving.status()}
+        return {**status, **self._state}
+
+    def asked(self, *, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
+        """Return the requests that `RequestLog.find` finds for these arguments.
+
+        Raises:
+            ShardUnavailable: the shard does not answer.
+        """
+        find = self.queries.requests.find
+        found = self._loop.call(
+            lambda: find(replica=replica, request_id=request_id, last=last), ANSWER_S
+        )
+        return self.queries.asked(found)
+
+    def clear(self, timeout_s: float) -> int:
+        """Evict every block that nobody leases, on disk too; return how many.
+
+        A block that is in both tiers counts twice.
+
+        Raises:
+            ShardUnavailable: the shard is not serving, or does not answer within `timeout_s`.
+            TierError: the disk failed.
+        """
+        serving = self._require_serving()
+        cleared = self._loop.call(serving.owner.clear, timeout_s)
+        nvme = serving.nvme
+        return cleared + (0 if nvme is None else nvme.clear(timeout_s))
+
+    def _require_serving(self) -> Serving:
+        if self._serving is None or self._state["state"] != "serving":
+            raise ShardUnavailable(f"{self.name} is {self._state['state']}; see `kvray status`.")
+        return self._serving
+
+    async def _main(self) -> None:
+        """Own the arena and serve until told to stop; always close what was opened."""
+        directory = self._settings.directory
+        check_path(directory / SOCKET_FILE)  # before minutes are spent on the arena
+        if self._settings.tenant_secret_file is not None:
+            self._tenants = TenantSalts.read(self._settings.tenant_secret_file)
+        access, mode = Access.of(self._settings.group), 0o700
+        while not self._stopping.is_set():
+            try:
+                with contextlib.suppress(OSError):
+                    mode = stat.S_IMODE(directory.parent.stat().st_mode)
+                await self._own_and_serve(access)
+            except (CapacityError, ConfigError, ShardUnavailable) as error:
+                # It may come back: a mount, or memory that engines still hold.
+                if not self._lost or self._state["state"] == "serving":
+                    raise
+                self._wait_for(f"{self._lost} {error}")
+                with contextlib.suppress(OSError):
+                    directory.parent.mkdir(mode)
+                await pause(self._stopping, _LOST_RETRY_S)
+
+    async def _own_and_serve(self, access: Access) -> None:
+        """Own the arena and serve until told to stop, or until the arena's files were removed."""
+        claim = Claim(self._settings.directory, self.name, access)
+        if not await self._become_owner(claim):
+            return
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(claim.release)
+            stack.callback(self._tidy, claim)
+            arena = await asyncio.get_running_loop().run_in_executor(None, self._open_arena)
+            stack.callback(arena.close)
+            let_in(self._settings.directory, arena.arena_id, access)
+            owner = ArenaOwner(arena, self._settings.quotas)
+            populator = Populator(arena.tables)
+            stack.callback(populator.stop)
+            epoch = await self._adopt(owner)
+            if epoch is not None:
+                await self._serve(owner, epoch, claim, access, stack)
+
+    async def _serve(
+        self,
+        owner: ArenaOwner,
+        epoch: int,
+        claim: Claim,
+        access: Access,
+        stack: contextlib.AsyncExitStack,
+    ) -> None:
+        """Serve with an adopted arena; everything that this opens goes on the stack."""
+        settings = self._settings
+        eviction = EvictionLoop(
+            owner,
+            free_target=settings.free_target,
+            policy=settings.policy,
+            admission=settings.admission,
+            shard=self.name,
+            ask=self._ask,
+            num_shards=lambda: self._announcer.num_shards,
+        )
+        stack.push_async_callback(eviction.close)
+        if settings.nvme is not None:
+            await eviction.open_nvme(settings.nvme, self._stopping, is_restart=self._is_restart)
+        serving = Serving(
+            self.name,
+            settings,
+            owner,
+            eviction,
+            epoch=epoch,
+            announcer=self._announcer,
+            replicas=self._replicas,
+            peers=Peers(self.name, self._ask, call_timeout_s=settings.staging.call_timeout_s),
+        )
+        stack.push_async_callback(serving.stager.close)
+        server = self._make_server(access)
+        stack.push_async_callback(server.close)
+        await server.start()
+        self._serving, self._state, self._lost = serving, {"state": "serving"}, ""
+        path = self._settings.directory / ARENA_FILE
+        mapped = path.stat()
+
+        async def is_there() -> bool:
+            self._lost = _what_is_lost(owner.arena, path, mapped)
+            if not self._lost and not claim.renew():
+                self._lost = f"{path.parent} has another owner now."
+            if not self._lost:
+                await server.keep_bound()
+            return not self._lost
+
+        await serving.run(self._stopping, is_there)
+        if self._stopping.is_set():
+            if self._flushes:
+                await eviction.flush(self._flushing)
+            return
+        _log.error("%s: %s It makes a new arena; engines follow.", self.name, self._lost)
+        self._serving = None
+        self._wait_for(self._lost)
+        with contextlib.suppress(OSError):  # some of its files are gone
+            owner.retire()
+
+    def _make_server(self, access: Access) -> EngineServer:
+        requests = EngineRequests(
+            self._replicas,
+            self._announcer.desk,
+            self._require_serving,
+            self.queries.requests,
+        )
+        path = self._settings.directory / SOCKET_FILE
+        return EngineServer(path, requests.handlers(), self._replicas.disconnect, access)
+
+    async def _become_owner(self, claim: Claim) -> bool:
+        """Wait until the directory is ours; False if the shard has to stop before."""
+        while not self._stopping.is_set():
+            if claim.attempt():
+                return True
+            await pause(self._stopping, _RETRY_S)
+        return False
+
+    async def _adopt(self, owner: ArenaOwner) -> int | None:
+        """Adopt the arena, however long some process keeps its lock.
+
+        Returns:
+            The new epoch; None if the shard has to stop before.
+        """
+        while not self._stopping.is_set():
+            try:
+                return owner.adopt()
+            except ShardUnavailable as error:
+                _log.warning("%s: waits to take the arena over: %s", self.name, error)
+                self._wait_for(str(error))
+                await pause(self._stopping, _RETRY_S)
+        return None
+
+    def _open_arena(self) -> Arena:
+        settings = self._settings
+        return open_arena(
+            settings.directory, settings.spec, shard=self.name, progress=self._preparing
+        )
+
+    def _wait_for(self, message: str) -> None:
+        self._state = {"state": "starting", "done": 0, "total": 0, "message": message}
+
+    def _preparing(self, done: int, total: int) -> None:
+        if self._stopping.is_set():
+            raise ShardUnavailable(f"{self.name} was stopped while it prepared its arena.")
+        self._state = {"state": "preparing", "done": done, "total": total}
+
+    def _flushing(self, done: int, total: int) -> None:
+        self._state = {"state": "flushing", "done": done, "total": total}
+
+    def _tidy(self, claim: Claim) -> None:
+        """Remove the files in the directory if its arena goes or never existed."""
+        directory = self._settings.directory
+        if self._retire or not (directory / ARENA_FILE).exists():
+            with contextlib.suppress(ConfigError):
+                if claim.renew():  # else it is somebody else's
+                    remove_files(directory)
+
+    def _ended(self, error: Exception | None) -> None:
+        """Note why the thread ends; if the shard has served, a new one must follow."""
+        if error is None or (self._stopping.is_set() and isinstance(error, KVRayError)):
+            self._state = {"state": "stopped"}
+            return
+        was_ready = self._state["state"] == "serving" or bool(self._lost)
+        message = str(error)
+        self._state = {"state": "failed", "error": type(error).__name__, "message": message}
+        if isinstance(error, KVRayError):
+            _log.error("%s failed: %s", self.name, message)
+        else:
+            _log.error("%s ended by a defect", self.name, exc_info=error)
+        if was_ready:  # else it would just fail again
+            self._crashed()
+
+
+def _what_is_lost(arena: Arena, path: Path, mapped: os.stat_result) -> str:
+    """Return which file of a served arena can no longer be opened, in a sentence; empty: none.
+
+    Args:
+        arena: that one.
+        path: of its file.
+        mapped: what that was when the arena was mapped.
+    """
+    try:
+        if not os.path.samestat(mapped, path.stat()):
+            return f"{path} is another file than the arena that was served."
+        if arena.side_file.is_current():
+            return ""
+        return f"{arena.side_file.path}, the arena's lock file, was replaced or removed."
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{path} was removed."

@@ -1,0 +1,213 @@
+"""Carries out fetches: by the node's mover from other nodes, by its disk from here.
+
+State of the shard's event loop. A fetch goes on whatever becomes of the stage that started it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import takewhile
+from typing import Any, Protocol
+
+from kvray.actors.mover.orders import FetchOrder, FetchReport, Span
+from kvray.actors.ray_glue.arguments import packed
+from kvray.actors.staging.fetches_in_flight import (
+    Fetch,
+    FetchesInFlight,
+    first_steps,
+    rest_of,
+    spans_of,
+)
+from kvray.actors.staging.peers import Peers, mover_of
+from kvray.actors.staging.plan import FetchStep, Peer
+from kvray.errors import KVRayError
+from kvray.identity.block import BlockKey
+from kvray.index import Run
+from kvray.trace.arrival import NVME
+
+_log = logging.getLogger("kvray.shard")
+
+Spans = tuple[Span, ...]
+
+_PROMOTE_S = 3.0
+"""How long another shard may take to promote blocks from its disk."""
+
+
+class LocalDisk(Protocol):
+    """The blocks of this node that lie on its own disk."""
+
+    def may_ask(self, now: float) -> bool:
+        """Return whether the disk may be read from now."""
+
+    def peer(self) -> Peer:
+        """Return how fast the disk has been lately."""
+
+    def runs(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> list[Run]:
+        """Return which of `keys` it has."""
+
+    async def promote(self, order: FetchOrder) -> FetchReport:
+        """Read blocks into the arena; those that do not come are a miss."""
+
+
+class Fetcher:
+    """The fetches of one shard."""
+
+    def __init__(
+        self,
+        peers: Peers,
+        nvme: Callable[[], LocalDisk | None],
+        *,
+        deadline_s: float,
+        fetches_max: int,
+        waiting_max: int,
+    ) -> None:
+        """Fetch by `peers` and `nvme`.
+
+        Args:
+            peers: calls the movers and the other shards.
+            nvme: returns the node's own disk, if it can be read now.
+            deadline_s: how long a fetch may take.
+            fetches_max: orders that the mover has at once.
+            waiting_max: stages that may wait for one source.
+        """
+        self._peers = peers
+        self._nvme = nvme
+        self._deadline_s = deadline_s
+        self._room = asyncio.Semaphore(fetches_max)
+        self._waiting_max = waiting_max
+        self._waiting: Counter[str] = Counter()
+        """Source -> stages that wait for it."""
+        self.in_flight = FetchesInFlight()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._counts: Counter[str] = Counter()
+        self._by_transport: dict[str, Counter[str]] = {}
+
+    def may_ask(self, others: set[str], failed: frozenset[str]) -> dict[str, Peer]:
+        """Return the sources that may be asked now: the disk as `NVME`, and some of `others`.
+
+        Args:
+            others: shards.
+            failed: movers that are not to be asked.
+        """
+        peers = self._peers.may_ask(others, without=failed)
+        nvme = self._nvme()
+        if nvme is not None and mover_of(NVME) not in failed and nvme.may_ask(time.monotonic()):
+            peers = {NVME: nvme.peer(), **peers}
+        return {name: one for name, one in peers.items() if self._waiting[name] < self._waiting_max}
+
+    @contextlib.contextmanager
+    def waiting_for(self, fetches: Sequence[Fetch]) -> Iterator[None]:
+        """Count a stage as waiting for each source of `fetches`."""
+        sources = {step.shard for fetch in fetches for step in fetch.steps}
+        self._waiting.update(sources)
+        try:
+            yield
+        finally:
+            self._waiting.subtract(sources)
+
+    def start(
+        self, keys: Sequence[BlockKey], steps: Sequence[FetchStep], windowed: frozenset[int]
+    ) -> Fetch:
+        """Start to fetch the first of `steps`, as many as one order takes.
+
+        Args:
+            keys: of the whole prefix.
+            steps: of a plan; none of their blocks is in flight.
+            windowed: parts of which a block is useful without the one before it.
+        """
+        is_own = steps[0].shard == NVME
+        # Disk and mover work one after the other: a child needs its parent.
+        alike = takewhile(lambda step: (step.shard == NVME) == is_own, steps)
+        fetch = Fetch(keys, first_steps([*alike]))
+        self.in_flight.start(fetch)
+        spans = tuple(spans_of(keys, fetch.steps, windowed))
+        task = asyncio.get_running_loop().create_task(self._fetch(fetch, spans))
+        self.tasks.add(task)
+        task.add_done_callback(lambda _: self._finish(task, fetch))
+        return fetch
+
+    def status(self) -> dict[str, Any]:
+        """Return figures for people; from any thread."""
+        names = ("staged_blocks", "promoted_blocks", "staged_bytes", "corrupt_blocks")
+        return {
+            **{name: self._counts[name] for name in names},
+            "under_way": len(self.in_flight),
+            "transports": {name: dict(one) for name, one in list(self._by_transport.items())},
+        }
+
+    def _finish(self, task: "asyncio.Task[None]", fetch: Fetch) -> None:
+        # As a callback of the task: one that is cancelled before it begins ends here too.
+        self.tasks.discard(task)
+        self.in_flight.finish(fetch)
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            _log.error("a fetch ended by a defect", exc_info=defect)
+
+    async def _fetch(self, fetch: Fetch, spans: Spans) -> None:
+        until = time.monotonic() + self._deadline_s
+        try:
+            if fetch.steps[0].shard == NVME:
+                # The disk has its own threads, and must not wait for a node that is silent.
+                if (nvme := self._nvme()) is not None:
+                    await self._order(fetch, nvme.promote, spans, until)
+                return
+            async with self._room:
+                await self._order(fetch, self._peers.fetch, spans, until)
+                if await self._promote_at_sources(fetch, spans, until):
+                    await self._order(fetch, self._peers.fetch, spans, until)
+        except KVRayError as error:
+            _log.warning("%s: blocks could not be fetched: %s", self._peers.shard, error)
+
+    async def _order(
+        self,
+        fetch: Fetch,
+        carry_out: Callable[[FetchOrder], Awaitable[FetchReport]],
+        spans: Spans,
+        until: float,
+    ) -> None:
+        """Have one order carried out, if there is time left."""
+        left_s = until - time.monotonic()
+        if left_s > 0:
+            fetch.report = await carry_out(FetchOrder(spans=spans, deadline_s=left_s))
+            self._count(fetch.report)
+
+    async def _promote_at_sources(self, fetch: Fetch, spans: Spans, until: float) -> bool:
+        """Have the shards whose movers lacked blocks promote them from their disks.
+
+        Returns:
+            Whether the movers are worth another order.
+        """
+        if fetch.report is None or fetch.is_whole:
+            return False
+        missing: dict[str, list[Span]] = {}
+        for step, span, here in zip(fetch.steps, spans, fetch.report.here, strict=False):
+            source = fetch.report.sources.get(mover_of(step.shard))
+            if here < step.stop - step.start and source is not None and source.error is None:
+                missing.setdefault(step.shard, []).append(rest_of(span, here))
+        left_s = min(_PROMOTE_S, max(0.0, until - time.monotonic()))
+        calls = [
+            self._peers.call(
+                shard,
+                "promote",
+                *packed(FetchOrder(spans=tuple(theirs), deadline_s=left_s)),
+                work_s=left_s,
+            )
+            for shard, theirs in missing.items()
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        promoted = sum(answer for answer in answers if isinstance(answer, int))
+        self._counts["promoted_blocks"] += promoted
+        return promoted > 0
+
+    def _count(self, report: FetchReport) -> None:
+        for source in report.sources.values():
+            self._counts["corrupt_blocks"] += source.corrupt
+            if not source.num_blocks:
+                continue
+            counts = self._by_transport.setdefault(source.transport, Counter())
+            counts["blocks"] += source.num_blocks
+            counts["bytes"] += source.num_bytes
+            self._counts["staged_blocks"] += source.num_blocks
+            self._counts["staged_bytes"] += source.num_bytes

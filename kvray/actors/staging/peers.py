@@ -1,0 +1,323 @@
+"""The other actors as one shard sees them: which may be asked, how fast, how they failed."""
+
+import asyncio
+import bisect
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Mapping
+from random import Random
+from typing import Any
+
+from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport
+from kvray.actors.names import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX
+from kvray.actors.ray_glue.arguments import in_pieces, packed
+from kvray.actors.staging.ask import Ask
+from kvray.actors.staging.plan import Peer
+from kvray.actors.staging.rates import Rates
+from kvray.breaker import Breaker
+from kvray.errors import KVRayError, ShardUnavailable, TransferError
+from kvray.index import Run
+
+_HOMES_S = 2.0
+"""How long the whereabouts of a replica's ranks count."""
+_HOMES_MAX = 1024
+_BREAKERS_MAX = 1024
+_FAULTS = frozenset({"ShardUnavailable", "TransferError", "TransferTimeout"})
+"""Errors of a fetch that its source is to blame for, as far as can be told."""
+_CONNECT_S = 5.0
+"""How often the mover's list of other movers is renewed."""
+
+
+def mover_of(shard: str) -> str:
+    """Return the name of the mover on a shard's node."""
+    return MOVER_PREFIX + shard.removeprefix(SHARD_PREFIX)
+
+
+class Peers:
+    """Calls to lookup, movers and other shards, each behind a breaker; state of the event loop.
+
+    A call to an actor that has just failed raises at once, and costs no time. No request has to
+    find out whether the actor answers again; pings do that.
+    """
+
+    def __init__(
+        self,
+        shard: str,
+        ask: Ask,
+        *,
+        call_timeout_s: float,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Call for `shard`.
+
+        Args:
+            shard: its own name.
+            ask: makes the calls.
+            call_timeout_s: how long an answer that needs no work may take.
+            now: monotonic seconds.
+        """
+        self.shard = shard
+        self._ask = ask
+        self._call_timeout_s = call_timeout_s
+        self._now = now
+        self._random = Random(shard)
+        self._breakers: dict[str, Breaker] = {}
+        self._pings: dict[str, asyncio.Task[Any]] = {}
+        self._answering: set[str] = set()
+        """Actors that failed and have answered a ping since."""
+        self._rates = Rates()
+        self._homes: dict[str, tuple[float, dict[int, str]]] = {}
+        self._connecting: asyncio.Task[None] | None = None
+        self._num_shards = 0
+        self._connect_at = 0.0
+
+    def tick(self, now: float, *, num_shards: int) -> None:
+        """Ping and connect where that is due; called often, waits for nothing.
+
+        Args:
+            now: monotonic seconds.
+            num_shards: live shards of the tier, this one included; 0 if that is not known.
+        """
+        for name in list(self._breakers):
+            self._state(name)  # which pings those whose pause is over
+        if num_shards != self._num_shards:
+            self._num_shards, self._connect_at = num_shards, now
+        is_busy = self._connecting is not None and not self._connecting.done()
+        if num_shards > 1 and now >= self._connect_at and not is_busy:
+            self._connect_at = now + _CONNECT_S
+            self._connecting = asyncio.get_running_loop().create_task(self._connect())
+
+    async def locate(self, keys: bytes) -> list[Run]:
+        """Return the holders of `keys`, in their order.
+
+        Raises:
+            ShardUnavailable: the lookup did not answer, or has not lately.
+        """
+        runs: list[Run] = await self.call(LOOKUP_NAME, "locate", *in_pieces(keys))
+        return runs
+
+    async def fetch(self, order: FetchOrder) -> FetchReport:
+        """Have this node's mover fetch blocks, and note how its sources did.
+
+        Raises:
+            ShardUnavailable: the mover did not answer, or has not lately.
+        """
+        for source in {span.source for span in order.spans}:
+            self._breaker(source).begin(self._now())
+        report: FetchReport = await self._call_watched(
+            mover_of(self.shard), "fetch", *packed(order), work_s=order.deadline_s
+        )
+        for source, one in report.sources.items():
+            self._note(source, one)
+        return report
+
+    async def connect(self) -> None:
+        """Have this node's mover shake hands with all others, and forget peers that have left.
+
+        The first request then finds every actor looked up and every link connected.
+
+        Raises:
+            ShardUnavailable: lookup or mover did not answer.
+        """
+        shards = sorted(await self._ask(LOOKUP_NAME, "shards", timeout_s=self._call_timeout_s))
+        movers = [mover_of(shard) for shard in shards]
+        self._retain({LOOKUP_NAME, self.shard, mover_of(self.shard), *shards, *movers})
+        # A mover connects with some movers of a large tier; each begins elsewhere.
+        place = bisect.bisect(shards, self.shard)
+        others = [one for one in movers[place:] + movers[:place] if one != mover_of(self.shard)]
+        own = mover_of(self.shard)
+        await self._ask(own, "connect", others, timeout_s=self._call_timeout_s)
+        nothing = FetchOrder(spans=(), deadline_s=self._call_timeout_s)
+        await self._ask(own, "fetch", nothing, timeout_s=2 * self._call_timeout_s)
+
+    @property
+    def can_fetch(self) -> bool:
+        """Whether this node's mover may be called now."""
+        return self._state(mover_of(self.shard)) != "open"
+
+    async def homes(self, replica: str) -> Mapping[int, str]:
+        """Return rank -> shard for the ranks of `replica`, as the lookup lately said.
+
+        Raises:
+            ShardUnavailable: the lookup did not answer, or has not lately.
+        """
+        at, known = self._homes.get(replica, (float("-inf"), {}))
+        if self._now() - at > _HOMES_S:
+            known = await self.call(LOOKUP_NAME, "replica", replica)
+            self._homes.pop(replica, None)
+            self._homes[replica] = self._now(), known
+            if len(self._homes) > _HOMES_MAX:
+                del self._homes[next(iter(self._homes))]
+        return known
+
+    def forget_homes(self, replica: str) -> None:
+        """Ask the lookup again next time: a rank was not where it should be."""
+        self._homes.pop(replica, None)
+
+    async def call(self, actor: str, method: str, *args: Any, work_s: float = 0.0) -> Any:
+        """Call an actor if it may be called now.
+
+        A caller in a hurry stops waiting but lets the call go on. Otherwise hurried calls alone
+        would never find out that a peer does not answer.
+
+        Args:
+            actor: its name.
+            method: what to call.
+            args: its arguments.
+            work_s: how long the other side may work; the deadline is `call_timeout_s` later.
+
+        Raises:
+            ShardUnavailable: no answer in time, or it is left alone after a failure.
+            KVRayError: the error that it answered with.
+        """
+        breaker = self._breaker(actor)
+        if self._state(actor) == "open":
+            raise ShardUnavailable(f"{actor} is left alone for now: {breaker.error}")
+        breaker.begin(self._now())
+        try:
+            answer = await self._ask(actor, method, *args, timeout_s=work_s + self._call_timeout_s)
+        except (ShardUnavailable, TransferError) as error:
+            self._fail(actor, error)
+            raise
+        except KVRayError:
+            breaker.succeed()
+            raise
+        breaker.succeed()
+        return answer
+
+    def close(self) -> None:
+        """End pings and connecting. Twice is fine."""
+        for task in (*self._pings.values(), self._connecting):
+            if task is not None:
+                task.cancel()
+
+    async def _connect(self) -> None:
+        # A request that needs a silent actor finds that out by itself.
+        with contextlib.suppress(KVRayError):
+            await self.connect()
+
+    async def _call_watched(self, actor: str, method: str, *args: Any, work_s: float) -> Any:
+        """Call as `call`, but give up as soon as the actor does not answer a ping.
+
+        Work may take seconds; a frozen actor is noticed after one.
+
+        Raises:
+            ShardUnavailable, KVRayError: as `call`.
+        """
+        work = asyncio.ensure_future(self.call(actor, method, *args, work_s=work_s))
+        try:
+            while not (await asyncio.wait({work}, timeout=self._call_timeout_s / 2))[0]:
+                ping = asyncio.ensure_future(
+                    self._ask(actor, "ping", timeout_s=self._call_timeout_s)
+                )
+                await asyncio.wait({work, ping}, return_when=asyncio.FIRST_COMPLETED)
+                if not ping.done():
+                    ping.cancel()
+                elif (error := ping.exception()) is not None and not work.done():
+                    self._fail(actor, error)
+                    raise error
+            return await work
+        finally:
+            work.cancel()
+
+    def may_ask(self, shards: Iterable[str], *, without: frozenset[str]) -> dict[str, Peer]:
+        """Return those of `shards` that may be asked for blocks now, with their rates.
+
+        Each shard has them in another order, so that not all fetch a popular block from one.
+
+        Args:
+            shards: names of shards.
+            without: movers to leave out.
+        """
+        found = {}
+        for shard in sorted(shards, key=lambda name: (name < self.shard, name)):
+            mover = mover_of(shard)
+            state = self._state(mover)
+            if shard != self.shard and mover not in without and state != "open":
+                rate = self._rates.of(mover, self._now())
+                found[shard] = Peer(
+                    latency_s=rate.latency_s if rate else 0.0,
+                    bytes_per_s=rate.bytes_per_s if rate else None,
+                    has_failed=state == "half-open",
+                )
+        return found
+
+    def last_transport(self, shard: str) -> str:
+        """Return the transport by which a shard's mover gave blocks last; empty: it never did."""
+        rate = self._rates.latest().get(mover_of(shard))
+        return rate.transport if rate is not None else ""
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return one entry for each process that was called or gave blocks; from any thread."""
+        now, rates = self._now(), self._rates.latest()
+        breakers = dict(self._breakers)
+        return [
+            {
+                "peer": name,
+                "transport": rates[name].transport if name in rates else None,
+                "bytes_per_s": rates[name].bytes_per_s if name in rates else None,
+                "breaker": breakers[name].state(now) if name in breakers else "closed",
+                "error": breakers[name].error if name in breakers else "",
+            }
+            for name in sorted({*rates, *breakers})
+        ]
+
+    def _retain(self, names: set[str]) -> None:
+        """Forget all but these: a node that comes back has another name."""
+        self._breakers = {name: one for name, one in self._breakers.items() if name in names}
+        self._answering &= names
+        self._rates.retain(names)
+
+    def _note(self, source: str, report: SourceReport) -> None:
+        breaker = self._breaker(source)
+        if report.error in _FAULTS:
+            self._fail(source, report.message or report.error or "")
+        else:
+            breaker.succeed()
+        self._rates.note(
+            source,
+            report.transport,
+            num_bytes=report.num_bytes,
+            seconds=report.seconds,
+            now=self._now(),
+        )
+
+    def _state(self, name: str) -> str:
+        """Return the state of a breaker, which stays open until a ping is answered."""
+        known = self._breakers.get(name)
+        if known is None:
+            return "closed"
+        state = known.state(self._now())
+        if state == "half-open" and name not in self._answering:
+            if name not in self._pings:
+                task = asyncio.get_running_loop().create_task(
+                    self._ask(name, "ping", timeout_s=self._call_timeout_s)
+                )
+                self._pings[name] = task
+                task.add_done_callback(lambda done: self._take_ping(name, done))
+            return "open"
+        return state
+
+    def _take_ping(self, name: str, ping: "asyncio.Task[Any]") -> None:
+        del self._pings[name]
+        if ping.cancelled() or name not in self._breakers:
+            return
+        error = ping.exception()
+        if error is None or (
+            isinstance(error, KVRayError) and not isinstance(error, ShardUnavailable)
+        ):
+            self._answering.add(name)
+        else:
+            self._fail(name, error)
+
+    def _fail(self, name: str, error: BaseException | str) -> None:
+        self._answering.discard(name)
+        self._breaker(name).fail(self._now(), str(error))
+
+    def _breaker(self, name: str) -> Breaker:
+        breaker = self._breakers.get(name)
+        if breaker is None:
+            if len(self._breakers) >= _BREAKERS_MAX:
+                del self._breakers[next(iter(self._breakers))]
+            breaker = self._breakers[name] = Breaker(self._random)
+        return breaker

@@ -1,0 +1,331 @@
+"""Plans which blocks to fetch, from which shards, and whether that is worth it; pure."""
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvray.index import Run
+from kvray.store import PartRequest
+from kvray.trace.reasons import StageReason
+
+Mask = npt.NDArray[np.bool_]
+
+CHUNK_BLOCKS = 64
+"""A run up to this long comes from one shard; a longer one is dealt out to all that have it."""
+_ENDS_MAX = 8
+"""Ends of a prefix to compare the costs of."""
+_RUNS_MAX = 64
+"""Runs of all parts that one plan considers, so that it takes milliseconds in any tier; the next
+plan considers what follows."""
+_RUNS_MIN = 4
+_SHARDS_MAX = 16
+"""Shards that one plan chooses from."""
+_CHUNKS_MAX = 32
+"""Chunks of one prefix; a longer prefix has larger chunks."""
+_UNMEASURED_BYTES_PER_S = 10e9
+"""Faster than any measured node, so that unmeasured ones are tried."""
+
+_Stops = dict[int, dict[str, npt.NDArray[np.int64]]]
+"""Part -> shard -> for each block, the end of the run that the shard has from it on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """A shard that has blocks, and how fast it gives them."""
+
+    latency_s: float = 0.0
+    bytes_per_s: float | None = None
+    """None: not measured; counts as free when costs are compared."""
+    has_failed: bool = False
+    """Its last fetch failed: it is used only for blocks that no other shard has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixRequest:
+    """A prefix to stage, as the planner sees it."""
+
+    num_blocks: int
+    parts: tuple[PartRequest, ...]
+    """What makes a block whole for all readers together."""
+    block_bytes: Mapping[int, int]
+    """Part -> bytes of one block of it."""
+    seconds_per_block: float = 0.0
+    """What computing a block costs; 0: unknown, and a fetch is always worth it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchStep:
+    """Blocks `start` to `stop` of one part, to fetch from one shard."""
+
+    shard: str
+    part: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingPlan:
+    """What to fetch, parents before their children."""
+
+    num_blocks: int
+    """Length of the prefix that is here after all steps."""
+    steps: tuple[FetchStep, ...] = field(default=())
+    reason: StageReason = "none"
+    """Why the prefix is not longer."""
+    seconds: float = 0.0
+    """Expected time of the fetch."""
+
+
+def plan_staging(
+    request: PrefixRequest, here: Mapping[int, Mask], runs: Sequence[Run], peers: Mapping[str, Peer]
+) -> StagingPlan:
+    """Return which missing blocks to fetch from where.
+
+    The prefix ends before the first block without a holder, or where going on costs more time than
+    it saves. Of a part with a window it needs the last blocks only. Where the holders change very
+    often the plan ends after some runs: once those are here, the next plan has the rest.
+
+    Args:
+        request: the prefix.
+        here: part -> mask of its blocks that are here.
+        runs: the holders, from the first block on; blocks after the last run have none.
+        peers: the shards that may be asked; of equal ones the first is preferred. Other shards in
+            `runs` are ignored.
+    """
+    begin = int(_ends(request, here)[-1])
+    runs_max = max(_RUNS_MIN, _RUNS_MAX // max(1, len(request.block_bytes)))
+    first = bisect.bisect_right(runs, begin, key=lambda run: run.stop)
+    plan = _plan(request, begin, here, _slice(runs, first, first + runs_max), peers)
+    is_windowed = any(one.window is not None for one in request.parts)
+    if is_windowed and not plan.steps and first + runs_max < len(runs):
+        # A prefix may be of use at its end only.
+        plan = _plan(request, begin, here, _slice(runs, len(runs) - runs_max, len(runs)), peers)
+    return plan
+
+
+def longest_prefix(request: PrefixRequest, here: Mapping[int, Mask]) -> int:
+    """Return how many leading blocks are usable with the blocks `here` of each part."""
+    return int(_ends(request, here)[-1])
+
+
+def _slice(runs: Sequence[Run], first: int, last: int) -> Sequence[Run]:
+    """Return some of the runs, as if the blocks before and after had no holders."""
+    before = [Run(stop=runs[first - 1].stop, holders={})] if first else []
+    return [*before, *runs[first:last]]
+
+
+def _plan(
+    request: PrefixRequest,
+    begin: int,
+    here: Mapping[int, Mask],
+    runs: Sequence[Run],
+    peers: Mapping[str, Peer],
+) -> StagingPlan:
+    """Return the plan for all of `runs`; the first `begin` blocks are here."""
+    held = _held(request, runs, _chosen(request, runs, peers))
+    everywhere = {one.part: here[one.part].copy() for one in request.parts}
+    for parts in held.values():
+        for part, mask in parts.items():
+            everywhere[part] |= mask
+    ends = _ends(request, everywhere)
+    reach = int(ends[-1])
+    stops: _Stops = {}
+    for shard, parts in held.items():
+        for part, mask in parts.items():
+            stops.setdefault(part, {})[shard] = _stops(mask)
+    plans = (
+        _plan_until(request, end, here, stops, peers)
+        for end in _candidates(ends[ends > begin], runs, request.seconds_per_block > 0)
+    )
+    best = max(
+        plans,
+        key=lambda plan: (_saved(request, begin, plan), plan.num_blocks),
+        default=StagingPlan(num_blocks=begin),
+    )
+    if _saved(request, begin, best) < 0:
+        best = StagingPlan(num_blocks=begin)
+    reason: StageReason = "cheaper_to_recompute" if best.num_blocks < reach else "not_stored"
+    if best.num_blocks == request.num_blocks:
+        reason = "none"
+    return StagingPlan(
+        num_blocks=best.num_blocks, steps=best.steps, reason=reason, seconds=best.seconds
+    )
+
+
+def _ends(request: PrefixRequest, here: Mapping[int, Mask]) -> npt.NDArray[np.int64]:
+    """Return the lengths, ascending from 0, of all usable prefixes."""
+    lengths = np.arange(1, request.num_blocks + 1)
+    fits = np.ones(request.num_blocks, dtype=bool)
+    for part, window in request.parts:
+        # The number of blocks in a row that are here up to each.
+        in_a_row = lengths - np.maximum.accumulate(np.where(here[part], 0, lengths))
+        fits &= in_a_row >= (lengths if window is None else np.minimum(lengths, window))
+    return np.append(0, lengths[fits])
+
+
+def _chosen(request: PrefixRequest, runs: Sequence[Run], peers: Mapping[str, Peer]) -> list[str]:
+    """Return the shards to choose from: enough for all parts of the first blocks, then others."""
+    order = sorted(peers, key=lambda shard: peers[shard].has_failed)
+    places = {shard: place for place, shard in enumerate(order)}
+    shards_max = max(_SHARDS_MAX, len(request.block_bytes))
+    all_parts = sum(1 << part for part in request.block_bytes)
+    ranked = [sorted(run.holders.keys() & places.keys(), key=places.__getitem__) for run in runs]
+    chosen: dict[str, None] = {}
+    for run, shards in zip(runs, ranked, strict=True):
+        lacking = all_parts
+        for shard in shards:
+            if shard in chosen:
+                lacking &= ~run.holders[shard]
+        for shard in shards:
+            if lacking & run.holders[shard] and len(chosen) < shards_max:
+                chosen[shard] = None
+                lacking &= ~run.holders[shard]
+    for shards in ranked:
+        for shard in shards[: max(0, shards_max - len(chosen))]:
+            chosen[shard] = None
+    return list(chosen)
+
+
+def _held(
+    request: PrefixRequest, runs: Sequence[Run], shards: Sequence[str]
+) -> dict[str, dict[int, Mask]]:
+    """Return shard -> part -> mask of the blocks it has, of the requested parts."""
+    stops = [min(run.stop, request.num_blocks) for run in runs]
+    lengths = np.diff([0, *stops])
+    held: dict[str, dict[int, Mask]] = {}
+    for shard in shards:
+        by_run = [run.holders.get(shard, 0) for run in runs]
+        # Runs are many, different masks are few.
+        different = sorted(set(by_run))
+        numbers = {bits: number for number, bits in enumerate(different)}
+        of_block = np.repeat([numbers[bits] for bits in by_run], lengths)
+        for part in {one.part for one in request.parts}:
+            has = np.array([bits >> part & 1 == 1 for bits in different])
+            if has.any():
+                mask = np.zeros(request.num_blocks, dtype=bool)
+                mask[: len(of_block)] = has[of_block]
+                held.setdefault(shard, {})[part] = mask
+    return held
+
+
+def _candidates(ends: Any, runs: Sequence[Run], has_price: bool) -> list[int]:
+    """Return the ends to compare: the last and, where costs count, those where holders change."""
+    if not len(ends):
+        return []
+    last = int(ends[-1])
+    if not has_price:
+        return [last]
+    stops = sorted({run.stop for run in runs if run.stop < last}, reverse=True)
+    reachable = set(ends.tolist())
+    return [last, *(stop for stop in stops if stop in reachable)][:_ENDS_MAX]
+
+
+def _saved(request: PrefixRequest, begin: int, plan: StagingPlan) -> float:
+    """Return the seconds that fetching saves over computing; 0 if the costs are not known."""
+    if not request.seconds_per_block:
+        return 0.0
+    return (plan.num_blocks - begin) * request.seconds_per_block - plan.seconds
+
+
+def _plan_until(
+    request: PrefixRequest,
+    end: int,
+    here: Mapping[int, Mask],
+    stops: _Stops,
+    peers: Mapping[str, Peer],
+) -> StagingPlan:
+    """Return the plan that makes the first `end` blocks whole; each has a holder."""
+    deal = _Deal(request, stops, peers)
+    missing = sorted(
+        (start, part, stop)
+        for part, first in _first_needed(request, end).items()
+        for start, stop in _gaps(here[part], first, end)
+    )
+    steps = [step for start, part, stop in missing for step in deal.steps(part, start, stop)]
+    steps.sort(key=lambda step: (step.start, step.part))
+    return StagingPlan(num_blocks=end, steps=tuple(steps), seconds=deal.seconds())
+
+
+def _first_needed(request: PrefixRequest, end: int) -> dict[int, int]:
+    """Return for each part the first block that a prefix of `end` blocks needs of it."""
+    first: dict[int, int] = {}
+    for part, window in request.parts:
+        start = 0 if window is None else max(0, end - window)
+        first[part] = min(start, first.get(part, start))
+    return first
+
+
+def _gaps(here: Mask, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of blocks from `start` to `stop` that are not here."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([True], here[start:stop], [True]))))
+    for begin, end in edges.reshape(-1, 2).tolist():
+        yield start + begin, start + end
+
+
+class _Deal:
+    """Deals blocks out to their holders; the bytes that a shard was dealt count against it."""
+
+    def __init__(self, request: PrefixRequest, stops: _Stops, peers: Mapping[str, Peer]) -> None:
+        self._request = request
+        self._stops = stops
+        self._peers = peers
+        self._dealt: dict[str, int] = {}
+        self._chunk = max(CHUNK_BLOCKS, request.num_blocks // _CHUNKS_MAX)
+
+    def steps(self, part: int, start: int, stop: int) -> list[FetchStep]:
+        """Return the steps that fetch blocks `start` to `stop` of `part`."""
+        dealt: list[FetchStep] = []
+        while start < stop:
+            shard, end = self._choose(part, start, stop)
+            num_bytes = (end - start) * self._request.block_bytes[part]
+            self._dealt[shard] = self._dealt.get(shard, 0) + num_bytes
+            if dealt and dealt[-1].shard == shard:
+                start = dealt.pop().start
+            dealt.append(FetchStep(shard=shard, part=part, start=start, stop=end))
+            start = end
+        return dealt
+
+    def seconds(self) -> float:
+        """Return the time if all shards give at once; unmeasured ones count as free."""
+        return max(
+            (
+                self._peers[shard].latency_s + num_bytes / rate
+                for shard, num_bytes in self._dealt.items()
+                if (rate := self._peers[shard].bytes_per_s)
+            ),
+            default=0.0,
+        )
+
+    def _choose(self, part: int, start: int, stop: int) -> tuple[str, int]:
+        """Return the shard for the next blocks, and where they end."""
+        ends = {
+            shard: min(int(stops[start]), stop)
+            for shard, stops in self._stops[part].items()
+            if stops[start] > start
+        }
+        sure = {shard: end for shard, end in ends.items() if not self._peers[shard].has_failed}
+        ends = sure or ends
+        if len(ends) > 1:
+            # Keep runs long: leave out shards that have only the beginning of one.
+            longest = min(max(ends.values()), start + self._chunk) - start
+            ends = {s: e for s, e in ends.items() if min(e - start, self._chunk) * 2 > longest}
+        shard = min(ends, key=lambda one: self._finish(one, part))
+        end = ends[shard]
+        return shard, end if len(ends) == 1 else min(end, start + self._chunk)
+
+    def _finish(self, shard: str, part: int) -> float:
+        """Return when a shard would be done with one more chunk."""
+        peer = self._peers[shard]
+        num_bytes = self._dealt.get(shard, 0) + self._chunk * self._request.block_bytes[part]
+        return peer.latency_s + num_bytes / (peer.bytes_per_s or _UNMEASURED_BYTES_PER_S)
+
+
+def _stops(mask: Mask) -> npt.NDArray[np.int64]:
+    """Return for each block the end of its run; itself where it is in none."""
+    places = np.arange(len(mask))
+    next_gap = np.minimum.accumulate(np.where(mask, len(mask), places)[::-1])[::-1]
+    return np.where(mask, next_gap, places)

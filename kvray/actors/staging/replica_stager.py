@@ -1,0 +1,322 @@
+"""Stages for all ranks of a replica, on whichever nodes; on the shard's event loop.
+
+The leader's shard stages for the ranks on its own node. At the same time it has the shards of the
+other ranks stage for theirs. A prefix is useful only as far as all of them have it. The other
+shards then lease exactly that in the names of their ranks: each lease ends by its rank's release or
+with its rank. A shard that is asked so asks no other shard: no two can wait for each other.
+"""
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvray.actors.ray_glue.arguments import in_pieces
+from kvray.actors.staging.peers import Peers
+from kvray.actors.staging.rank_leases import RankLeases
+from kvray.actors.staging.ranks_away import RanksAway
+from kvray.actors.staging.replicas import Reader, Replicas
+from kvray.actors.staging.stager import Prefix, Staged, Stager, StagingSettings
+from kvray.actors.staging.verifier import Verifier
+from kvray.errors import ConfigError
+from kvray.identity.block import KEY_BYTES, BlockKey, split_keys
+from kvray.store import Arena
+from kvray.trace.reasons import STAGE_REASONS
+
+_TOKENS_MAX = 64
+_LEASING_SHARE = 0.3
+"""Share of the wait for the second round of calls to other shards."""
+_SUMMING_SHARE = 0.3
+"""Share of the wait for checking the blocks that arrived."""
+"""Reasons, the one that explains a miss best first."""
+
+
+class ReplicaStager:
+    """Answers the stage requests of this node's engines and of other shards."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        stager: Stager,
+        replicas: Replicas,
+        peers: Peers,
+        settings: StagingSettings,
+    ) -> None:
+        """Stage with `stager` for the ranks in `replicas`."""
+        self._stager = stager
+        self._replicas = replicas
+        self._settings = settings
+        self._away = RanksAway(peers, call_timeout_s=settings.call_timeout_s)
+        self._leases = RankLeases(arena, replicas)
+        self._verifier = Verifier(arena, stager.handovers, handover_s=settings.handover_s)
+
+    async def stage(
+        self,
+        replica: str,
+        rank: int,
+        keys: bytes,
+        wait_s: float,
+        tokens_per_s: float = 0.0,
+        *,
+        verify_from: int | None = None,
+        token: str = "",
+        unread: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Answer an engine's `stage`: the blocks here for all ranks after `wait_s` at most.
+
+        Args:
+            replica: name of the asking replica.
+            rank: the asking rank.
+            keys: end to end, of a prompt's blocks from its root.
+            wait_s: longest time that it takes.
+            tokens_per_s: the engine's speed at computing the blocks; 0: not known.
+            verify_from: the first block that is checked before it counts for ranks on other nodes,
+                which the engine cannot check itself; None: none is.
+            token: names the leases of ranks on other nodes; empty: one is made up.
+            unread: tokens of calls whose answers did not arrive; their leases are released.
+
+        Returns:
+            num_blocks and reason; the leases of ranks on other nodes: rank -> [arena_id, lease_id,
+            page, num_slots, check]; and, unless all blocks were here, their arrivals: [stop, way,
+            source] each, as in `Arrival`.
+
+        Raises:
+            ConfigError: a field is invalid, or no such rank is registered.
+        """
+        began = time.monotonic()
+        blocks = keys_of(keys)
+        until = began + _seconds(wait_s, "wait_s", longest=self._settings.deadline_s)
+        tokens_per_s = _seconds(tokens_per_s, "tokens_per_s", longest=math.inf)
+        verify_from = _place(verify_from)
+        leader = self._replicas.reader(replica, rank)
+        if leader is None:
+            raise ConfigError(f"Rank {rank} of {replica!r:.80} has not registered here.")
+        ranks = leader.ranks(rank)
+        is_alone = len(self._replicas.readers(replica, ranks)) == len(ranks)
+        if unread and not is_alone:
+            self._away.release_unread(replica, _tokens(unread))
+        staged_until = until if is_alone else until - (until - began) * _LEASING_SHARE
+        staged, elsewhere = await self._stage_all(
+            replica, ranks, blocks, tokens_per_s, staged_until, verify_from=verify_from
+        )
+        answer: dict[str, Any] = {
+            "num_blocks": staged.num_blocks,
+            "reason": staged.reason,
+            "leases": {},
+        }
+        if staged.num_blocks and staged.arrivals:
+            answer["arrivals"] = staged.arrivals
+        if elsewhere and staged.num_blocks:
+            keys = keys[: staged.num_blocks * KEY_BYTES]
+            (token,) = _tokens([token or secrets.token_hex(16)])
+            leases = await self._away.lease(replica, elsewhere, keys, until, token)
+            if leases is None:
+                return {"num_blocks": 0, "reason": "too_slow", "leases": {}}
+            answer["leases"] = leases
+        return answer
+
+    async def prefetch(self, replica: str, rank: int, keys: bytes) -> dict[str, Any]:
+        """Stage `keys` for all ranks, within `deadline_s`.
+
+        Args:
+            replica: its name.
+            rank: one of its ranks that is registered here.
+            keys: end to end, of a prompt's blocks from its root.
+
+        Returns:
+            num_blocks that are here now, reason, and num_staged that were not here before.
+
+        Raises:
+            ConfigError: no such rank is registered.
+        """
+        blocks = keys_of(keys)
+        reader = self._replicas.reader(replica, rank)
+        if reader is None:
+            raise ConfigError(f"Rank {rank} of {replica!r:.80} has not registered here.")
+        ranks = reader.ranks(rank)
+        prefix = prefix_for(blocks, self._replicas.readers(replica, ranks).values(), 0.0)
+        before = self._stager.num_here(prefix)
+        until = time.monotonic() + self._settings.deadline_s
+        staged, _ = await self._stage_all(replica, ranks, blocks, 0.0, until)
+        return {
+            "num_blocks": staged.num_blocks,
+            "num_staged": max(0, staged.num_blocks - before),
+            "reason": staged.reason,
+        }
+
+    def has_ranks_elsewhere(self, replica: str, rank: int) -> bool:
+        """Return whether a rank speaks for others that are not registered here."""
+        leader = self._replicas.reader(replica, rank)
+        return leader is not None and len(
+            self._replicas.readers(replica, leader.ranks(rank))
+        ) < len(leader.ranks(rank))
+
+    async def stage_here(
+        self,
+        replica: str,
+        ranks: Sequence[int],
+        wait_s: float,
+        tokens_per_s: float,
+        verify_from: int | None,
+        *keys: bytes,
+    ) -> dict[str, Any]:
+        """Stage `keys` for `ranks`, all registered here; answer after `wait_s` at most.
+
+        Args:
+            replica: the one whose leader asks.
+            ranks: those to stage for.
+            wait_s: longest time that it takes.
+            tokens_per_s: as for `stage`.
+            verify_from: the first block that is checked before it counts; None: none is.
+            keys: end to end, in as many pieces as it takes.
+
+        Returns:
+            num_blocks and reason, as in `Staged`.
+
+        Raises:
+            ConfigError: a rank is not registered, or a field is invalid.
+        """
+        here = self._replicas.readers(replica, ranks)
+        if len(here) < len(set(ranks)):
+            missing = sorted(set(ranks) - here.keys())
+            raise ConfigError(f"Ranks {missing} of {replica!r:.80} have not registered here.")
+        wait_s = _seconds(wait_s, "wait_s", longest=self._settings.deadline_s)
+        until = time.monotonic() + wait_s
+        first = _place(verify_from)
+        prefix = prefix_for(keys_of(b"".join(keys)), here.values(), tokens_per_s)
+        if first is not None:
+            wait_s -= wait_s * _SUMMING_SHARE
+        staged = await self._stager.stage(prefix, wait_s=wait_s)
+        if first is not None:
+            staged = await self._verifier.sound(prefix, staged, first, until=until)
+        return {"num_blocks": staged.num_blocks, "reason": staged.reason}
+
+    def lease_here(
+        self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
+    ) -> dict[int, list[Any]]:
+        """Lease for ranks of this node, as `RankLeases.lease`; `keys` end to end, in pieces."""
+        return self._leases.lease(replica, ranks, keys_of(b"".join(keys)), token)
+
+    def release_here(self, token: str) -> None:
+        """Release leases by their token, as `RankLeases.release`."""
+        self._leases.release(token)
+
+    def status(self) -> dict[str, Any]:
+        """Return the stager's figures; from any thread."""
+        return self._stager.status()
+
+    def expire(self) -> None:
+        """Do what is due; called often."""
+        self._stager.handovers.expire(time.monotonic())
+        self._leases.retry()
+
+    async def close(self) -> None:
+        """End all stages, checks and calls. Twice is fine."""
+        await self._away.close()
+        await self._verifier.close()
+        await self._stager.close()
+
+    async def _stage_all(
+        self,
+        replica: str,
+        ranks: Sequence[int],
+        blocks: Sequence[BlockKey],
+        tokens_per_s: float,
+        until: float,
+        *,
+        verify_from: int | None = None,
+    ) -> tuple[Staged, dict[str, list[int]]]:
+        """Stage for all of `ranks`, on whichever nodes.
+
+        Returns:
+            The blocks staged for every one of them, and shard -> its ranks for other shards.
+        """
+        here = self._replicas.readers(replica, ranks)
+        away = [rank for rank in ranks if rank not in here]
+        elsewhere = await self._away.find(replica, away, until)
+        if isinstance(elsewhere, str):
+            return Staged(num_blocks=0, reason=elsewhere), {}
+        wait_s = max(0.0, until - time.monotonic())
+        request = tokens_per_s, verify_from, *in_pieces(b"".join(blocks))
+        answers = await asyncio.gather(
+            self._stager.stage(prefix_for(blocks, here.values(), tokens_per_s), wait_s=wait_s),
+            *(
+                self._away.stage(shard, replica, theirs, wait_s, *request)
+                for shard, theirs in elsewhere.items()
+            ),
+        )
+        num_blocks = min(one.num_blocks for one in answers)
+        reasons = [one.reason for one in answers if one.num_blocks == num_blocks]
+        shortest = Staged(
+            num_blocks=num_blocks,
+            reason=min(reasons, key=STAGE_REASONS.index),
+            arrivals=answers[0].arrivals,
+        )
+        is_longer = any(one.num_blocks > num_blocks for one in answers[1:])
+        if not (num_blocks and is_longer and verify_from is not None and _has_windows(here)):
+            return shortest, elsewhere
+        # The windows at the end of the shorter prefix are other blocks than the checked ones.
+        again, elsewhere = await self._stage_all(
+            replica, ranks, blocks[:num_blocks], tokens_per_s, until, verify_from=verify_from
+        )
+        return (shortest if again.num_blocks == num_blocks else again), elsewhere
+
+
+def prefix_for(
+    blocks: Sequence[BlockKey], readers: Iterable[Reader], tokens_per_s: float
+) -> Prefix:
+    """Return the prefix that `readers` need of `blocks`; an engine computes `tokens_per_s`."""
+    requests, block_bytes, tokens_per_block = [], {}, 0
+    for reader in readers:
+        if not reader.part_requests:
+            raise ConfigError("An engine has not said which parts it reads; update its kvray.")
+        requests.append(reader.part_requests)
+        block_bytes.update({part: reader.part_bytes for part, _ in reader.part_requests})
+        tokens_per_block = reader.tokens_per_block
+    return Prefix(
+        keys=tuple(blocks),
+        readers=tuple(requests),
+        block_bytes=block_bytes,
+        seconds_per_block=tokens_per_block / tokens_per_s if tokens_per_s > 0 else 0.0,
+    )
+
+
+def _has_windows(readers: Mapping[int, Reader]) -> bool:
+    return any(
+        one.window is not None for reader in readers.values() for one in reader.part_requests
+    )
+
+
+def keys_of(keys: object) -> list[BlockKey]:
+    """Return the keys that lie end to end in `keys`.
+
+    Raises:
+        ConfigError: they are not keys.
+    """
+    if not isinstance(keys, bytes) or not keys or len(keys) % KEY_BYTES:
+        raise ConfigError(f"keys are bytes, {KEY_BYTES} for each block and at least one.")
+    return split_keys(keys)
+
+
+def _tokens(tokens: object) -> list[str]:
+    if (
+        not isinstance(tokens, list | tuple)
+        or len(tokens) > _TOKENS_MAX
+        or not all(isinstance(one, str) and 0 < len(one) <= _TOKENS_MAX for one in tokens)
+    ):
+        raise ConfigError(f"Tokens are at most {_TOKENS_MAX} texts, and no longer each.")
+    return list(tokens)
+
+
+def _place(value: object) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise ConfigError(f"verify_from is the place of a block or None, not {value!r:.40}.")
+    return value
+
+
+def _seconds(value: object, name: str, *, longest: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ConfigError(f"{name} is a number from 0 on, not {value!r:.40}.")
+    return min(float(value), longest)

@@ -1,0 +1,337 @@
+"""The replicas whose ranks have registered with a shard, and their figures."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvray.actors.lookup.stored_digests import Origin
+from kvray.errors import ConfigError, LayoutMismatch
+from kvray.identity.block import Namespace
+from kvray.index import PARTS_MAX
+from kvray.store import Membership, PartRequest
+
+_RANKS_MAX = 4096
+ENDED_S = 600.0
+"""How long an ended rank is known by name; then its counts go into a sum."""
+ENDED_MAX = 32
+"""Ended ranks known by name: pods have new names at each start."""
+BACK_S = 15.0
+"""How long each of them is: engines whose connection broke are back within seconds."""
+_NAMESPACES_MAX = 64
+_NAME_MAX = 256
+_COUNTERS_MAX = 256
+_AGE = "uptime_s"
+"""The one counter that the sum leaves out."""
+_PARTS_MAX = 256
+_NAMESPACE_MAX = 64 * 2**10
+"""Characters of all texts of a namespace: the lookup keeps it, and answers carry it."""
+
+MODEL_KEY_PREFIX = "key:"
+"""`Namespace.model` begins with this where a `model_key` was given instead of a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """How a rank reads blocks; staging needs all of it."""
+
+    namespace: Namespace
+    part_requests: tuple[PartRequest, ...] = ()
+    """The parts that its leases must have."""
+    num_ranks: int = 1
+    """Ranks that it asks for: all of the replica, or itself alone."""
+    arena_id: str = ""
+    """The arena in which it has its `member`ship."""
+    member: Membership | None = None
+    adapters: str | None = None
+    """How its engine reads LoRA adapters; None: it did not say."""
+    tenants: str | None = None
+    """`TenantSalts.check` of the secret behind its salts; None: no secret."""
+
+    def ranks(self, rank: int) -> list[int]:
+        """Return the ranks that it asks for as `rank`."""
+        return [rank] if self.num_ranks == 1 else list(range(self.num_ranks))
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one of its parts of a block, on average."""
+        return max(1, _count_of(self.namespace, "part_bytes") // max(1, len(self.part_requests)))
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens that a block has."""
+        return _count_of(self.namespace, "tokens_per_block")
+
+
+@dataclass(slots=True)
+class _Rank:
+    reader: Reader
+    digest: str
+    connection: int | None
+    ended_at: float = 0.0
+    counters: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.reader.namespace
+
+
+class Replicas:
+    """The ranks that use this shard or did lately; the counts of earlier ones are a sum.
+
+    Of too many the oldest goes into the sum, a disconnected one first. One thread changes it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start without any; `clock` gives monotonic seconds."""
+        self._clock = clock
+        self._ranks: dict[tuple[str, int], _Rank] = {}
+        self._num_ended = 0
+        self._ended: Counter[str] = Counter()
+        # By digest; blocks of ended ranks are still there and need their namespaces.
+        self._namespaces: dict[str, Namespace] = {}
+
+    def register(self, connection: int, replica: str, rank: int, reads: Namespace | Reader) -> None:
+        """Enter the rank of a `connection`.
+
+        Args:
+            connection: number of the connection.
+            replica: name of its replica.
+            rank: its number there.
+            reads: its namespace, or how it reads.
+
+        Raises:
+            ConfigError: the name is invalid, or the namespace has fields of wrong types.
+            LayoutMismatch: a connected replica gave the same `model_key` for another layout.
+        """
+        _check_name(replica, rank)
+        reader = reads if isinstance(reads, Reader) else Reader(namespace=reads)
+        namespace = reader.namespace
+        # Computed now: a bad namespace must fail its own engine, not a later status.
+        digest = namespace.digest().hex()[:8]
+        if not isinstance(namespace.model, str):
+            raise ConfigError(f"A namespace's model must be a text, not {namespace.model!r}.")
+        length = sum(len(str(value)) for value in namespace.to_wire().values())
+        if length > _NAMESPACE_MAX:
+            raise ConfigError(
+                f"A namespace of {length} characters exceeds the {_NAMESPACE_MAX} that a shard"
+                " takes; shorten the overrides of the checkpoint's configuration."
+            )
+        for (other, _), entry in self._ranks.items():
+            if other != replica and entry.connection is not None:
+                _check_layout(replica, namespace, other, entry.namespace)
+        self._ranks.pop((replica, rank), None)
+        self._ranks[replica, rank] = _Rank(reader, digest, connection)
+        if len(self._ranks) > _RANKS_MAX:
+            gone = (key for key, entry in self._ranks.items() if entry.connection is None)
+            self._add_up(next(gone, next(iter(self._ranks))))
+
+    def report(
+        self,
+        connection: int,
+        replica: str,
+        rank: int,
+        counters: dict[str, int],
+        *,
+        leaving: bool = False,
+    ) -> Origin | None:
+        """Keep a rank's latest figures and return its origin; None if it has to register first.
+
+        With `leaving` they are its last ones, and it counts as disconnected from then on.
+
+        Raises:
+            ConfigError: the figures are invalid.
+        """
+        _check_name(replica, rank)
+        _check_counters(counters)
+        entry = self._ranks.get((replica, rank))
+        if entry is None or entry.connection != connection:
+            return None
+        entry.counters = dict(counters)
+        if leaving:
+            entry.connection, entry.ended_at = None, self._clock()
+        return Origin(replica=replica, rank=rank, namespace=entry.namespace)
+
+    def reader(self, replica: str, rank: int) -> Reader | None:
+        """Return how a rank reads; None if it is not connected."""
+        entry = self._ranks.get((replica, rank))
+        return None if entry is None or entry.connection is None else entry.reader
+
+    def readers(self, replica: str, ranks: Iterable[int]) -> dict[int, Reader]:
+        """Return how the connected ones of `ranks` read."""
+        found = ((rank, self.reader(replica, rank)) for rank in ranks)
+        return {rank: reader for rank, reader in found if reader is not None}
+
+    def first_reader(self, replica: str) -> tuple[int, Reader] | None:
+        """Return the lowest connected rank of `replica`; None if there is none."""
+        ranks = sorted(rank for name, rank in self.connected() if name == replica)
+        reader = self.reader(replica, ranks[0]) if ranks else None
+        return None if reader is None else (ranks[0], reader)
+
+    def connected(self) -> list[tuple[str, int]]:
+        """Return (replica, rank) of all that are connected; from any thread."""
+        return [key for key, entry in list(self._ranks.items()) if entry.connection is not None]
+
+    def disconnect(self, connection: int) -> None:
+        """Note that the ranks of `connection` are gone."""
+        for entry in self._ranks.values():
+            if entry.connection == connection:
+                entry.connection, entry.ended_at = None, self._clock()
+
+    def add_up(self) -> None:
+        """Put ranks that ended long ago, or are too many, into the sum."""
+        now = self._clock()
+        ended = [(one.ended_at, key) for key, one in self._ranks.items() if one.connection is None]
+        for nth, (at, key) in enumerate(sorted(ended)):
+            kept_s = ENDED_S if nth >= len(ended) - ENDED_MAX else BACK_S
+            if at <= now - kept_s:
+                self._add_up(key)
+
+    def ended(self) -> dict[str, Any]:
+        """Return the number of "ranks" in the sum, and their "counters"."""
+        return {"ranks": self._num_ended, "counters": dict(self._ended)}
+
+    def _add_up(self, key: tuple[str, int]) -> None:
+        entry = self._ranks.pop(key)
+        self._num_ended += 1
+        for name, value in entry.counters.items():
+            if name != _AGE and (name in self._ended or len(self._ended) < _COUNTERS_MAX):
+                self._ended[name] += value
+        self._namespaces.pop(entry.digest, None)
+        self._namespaces[entry.digest] = entry.namespace
+        if len(self._namespaces) > _NAMESPACES_MAX:
+            del self._namespaces[next(iter(self._namespaces))]
+
+    def status(self) -> list[dict[str, Any]]:
+        """Return one entry a rank, in order of registration; from any thread."""
+        return [
+            {
+                "replica": replica,
+                "rank": rank,
+                "connected": entry.connection is not None,
+                "namespace": entry.digest,
+                "counters": entry.counters,
+            }
+            for (replica, rank), entry in list(self._ranks.items())
+        ]
+
+    def namespace_of(self, replica: str, rank: int) -> Namespace | None:
+        """Return the namespace of a rank, connected or not; None if it is forgotten."""
+        entry = self._ranks.get((replica, rank))
+        return None if entry is None else entry.namespace
+
+    def namespaces(self) -> dict[str, dict[str, object]]:
+        """Return every namespace by the digest that `status` gives; from any thread."""
+        ended = {digest: one.to_wire() for digest, one in list(self._namespaces.items())}
+        return ended | {one.digest: one.namespace.to_wire() for one in list(self._ranks.values())}
+
+
+def read_reader(
+    namespace: Namespace,
+    *,
+    wanted: Any = (),
+    num_ranks: Any = 1,
+    holder: Any = None,
+    adapters: Any = None,
+    tenants: Any = None,
+) -> Reader:
+    """Return how a rank reads, from the fields of its registration.
+
+    Args:
+        namespace: of its blocks.
+        wanted: [part, window or None] for each part that its leases must have.
+        num_ranks: ranks that it asks for.
+        holder: [arena_id, row, generation], its membership in the node's arena.
+        adapters: how its engine reads LoRA adapters.
+        tenants: the check of the secret behind its salts.
+
+    Raises:
+        ConfigError: a field is invalid.
+    """
+    if not (
+        isinstance(wanted, list | tuple)
+        and len(wanted) <= _PARTS_MAX
+        and all(map(_is_part_request, wanted))
+    ):
+        raise ConfigError(f"wanted is a list of at most {_PARTS_MAX} [part, window or None].")
+    if not _is_count(num_ranks) or not 1 <= num_ranks <= _RANKS_MAX:
+        raise ConfigError(f"num_ranks is a number from 1 to {_RANKS_MAX}, not {num_ranks!r:.40}.")
+    if holder is not None and not (
+        isinstance(holder, list | tuple)
+        and len(holder) == 3
+        and isinstance(holder[0], str)
+        and all(map(_is_count, holder[1:]))
+    ):
+        raise ConfigError("holder is [arena_id, row, generation].")
+    if adapters is not None and not (isinstance(adapters, str) and len(adapters) <= _NAMESPACE_MAX):
+        raise ConfigError(f"adapters is a text of at most {_NAMESPACE_MAX} characters.")
+    if tenants is not None and not (isinstance(tenants, str) and len(tenants) <= _NAME_MAX):
+        raise ConfigError(f"tenants is a text of at most {_NAME_MAX} characters.")
+    return Reader(
+        namespace=namespace,
+        part_requests=tuple(PartRequest(part, window) for part, window in wanted),
+        num_ranks=num_ranks,
+        arena_id="" if holder is None else holder[0],
+        member=None if holder is None else Membership(*holder[1:]),
+        adapters=adapters,
+        tenants=tenants,
+    )
+
+
+def _count_of(namespace: Namespace, name: str) -> int:
+    """Return a count from a namespace, whose fields may have any type."""
+    value = getattr(namespace, name)
+    if not _is_count(value) or value < 1:
+        raise ConfigError(f"A namespace's {name} is a number from 1 on, not {value!r:.40}.")
+    return int(value)
+
+
+def _is_part_request(one: object) -> bool:
+    return (
+        isinstance(one, list | tuple)
+        and len(one) == 2
+        and _is_count(one[0])
+        and one[0] < PARTS_MAX
+        and (one[1] is None or (_is_count(one[1]) and one[1] > 0))
+    )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _check_name(replica: object, rank: object) -> None:
+    if not (isinstance(replica, str) and 0 < len(replica) <= _NAME_MAX):
+        raise ConfigError(f"A replica's name is a text of 1 to {_NAME_MAX} characters.")
+    if not isinstance(rank, int) or rank < 0:
+        raise ConfigError(f"A rank is a number from 0 on, not {rank!r}.")
+
+
+def _check_counters(counters: object) -> None:
+    if not isinstance(counters, Mapping) or len(counters) > _COUNTERS_MAX:
+        raise ConfigError(f"Counters are a map of at most {_COUNTERS_MAX} numbers.")
+    for name, value in counters.items():
+        if not (isinstance(name, str) and len(name) <= _NAME_MAX and isinstance(value, int)):
+            raise ConfigError(f"Counter {str(name)[:_NAME_MAX]!r} is no number with a name.")
+
+
+def _check_layout(replica: str, mine: Namespace, other: str, theirs: Namespace) -> None:
+    """Refuse two layouts under one `model_key`: one of them belongs to another model.
+
+    Replicas of one model may differ in tensor parallelism. They do not share blocks, which is
+    counted and explained as `incompatible`.
+    """
+    different = mine.difference(theirs)
+    if mine.model != theirs.model or not mine.model.startswith(MODEL_KEY_PREFIX) or not different:
+        return
+    if mine.tp_layout != theirs.tp_layout:
+        return
+    what = ", ".join(
+        f"{name} {own!r} here, {its!r} there" for name, (own, its) in different.items()
+    )
+    raise LayoutMismatch(
+        f"Replicas {replica} and {other} both claim model_key"
+        f" {mine.model.removeprefix(MODEL_KEY_PREFIX)!r} but hold different blocks ({what}); give"
+        " them different connector.model_key values, or the same engine settings."
+    )

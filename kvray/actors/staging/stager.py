@@ -1,0 +1,307 @@
+"""Stages prefixes: has blocks of other nodes and of this node's disk in its arena before a promise.
+
+All state belongs to the shard's event loop. No `await` stands between reading what a decision rests
+on and acting on it, so no two fetches bring the same block. A stage waits only for movers and the
+disk, which wait for nobody, and never for another shard's stage: two shards that stage from each
+other cannot stop each other. Every wait ends with a deadline.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvray.actors.staging.fetcher import Fetcher, LocalDisk
+from kvray.actors.staging.fetches_in_flight import Fetch, arrivals_by
+from kvray.actors.staging.handovers import Handovers
+from kvray.actors.staging.peers import Peers
+from kvray.actors.staging.plan import (
+    Mask,
+    PrefixRequest,
+    longest_prefix,
+    plan_staging,
+)
+from kvray.actors.staging.runs import merged
+from kvray.errors import ShardUnavailable
+from kvray.identity.block import BlockKey
+from kvray.index import Run
+from kvray.store import Arena, Held, PartRequest
+from kvray.trace.arrival import NVME, Arrivals
+from kvray.trace.reasons import StageReason
+
+_log = logging.getLogger("kvray.shard")
+
+_STAGES_MAX = 128
+"""Stages at once, those included that nobody waits for any more."""
+_WAITING_MAX = _STAGES_MAX // 2
+"""Stages that may wait for one source: one that hangs leaves room for the others."""
+_FRUITLESS_MAX = 3
+"""Incomplete fetches after which a stage is given up."""
+_BUSY_S = 0.001
+_CANCEL_S = 0.1
+_JOINED_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
+"""How long a stage waits for another one's fetch before it checks whether its blocks are here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingSettings:
+    """The settings of staging, as plain values."""
+
+    deadline_s: float = 10.0
+    call_timeout_s: float = 1.0
+    handover_s: float = 2.0
+    fetches_max: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """The blocks to stage, and the ranks that read them here."""
+
+    keys: tuple[BlockKey, ...]
+    readers: tuple[tuple[PartRequest, ...], ...]
+    """For each rank that reads here, the parts that its lease must have."""
+    block_bytes: Mapping[int, int]
+    """Part -> bytes of one block of it."""
+    seconds_per_block: float = 0.0
+    """What computing a block costs; 0: not known."""
+
+    @property
+    def request(self) -> PrefixRequest:
+        """The same for the planner."""
+        return PrefixRequest(
+            num_blocks=len(self.keys),
+            parts=tuple(dict.fromkeys(one for reader in self.readers for one in reader)),
+            block_bytes=self.block_bytes,
+            seconds_per_block=self.seconds_per_block,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """The answer of a stage; its blocks are kept for `handover_s`."""
+
+    num_blocks: int
+    """Leading blocks that are here."""
+    reason: StageReason
+    """Why there are no more."""
+    arrivals: Arrivals = field(default=(), compare=False)
+    """How the blocks came, for people; nothing is decided by it."""
+
+
+class Stager:
+    """Stages prefixes; used by the shard's event loop alone."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        peers: Peers,
+        settings: StagingSettings,
+        *,
+        num_shards: Callable[[], int],
+        nvme: Callable[[], LocalDisk | None] = lambda: None,
+    ) -> None:
+        """Stage into `arena`.
+
+        Args:
+            arena: the shard's.
+            peers: calls the other actors.
+            settings: plain values.
+            num_shards: returns the number of live shards, this one included; 0: the lookup does
+                not answer.
+            nvme: returns the node's own disk, if it can be read now.
+        """
+        self.handovers = Handovers(arena)
+        self._arena = arena
+        self._peers = peers
+        self._settings = settings
+        self._num_shards = num_shards
+        self._nvme = nvme
+        self._fetcher = Fetcher(
+            peers,
+            nvme,
+            deadline_s=settings.deadline_s,
+            fetches_max=settings.fetches_max,
+            waiting_max=_WAITING_MAX,
+        )
+        self._stages: set[asyncio.Task[StageReason]] = set()
+        self._is_closing = False
+        self._counts: Counter[str] = Counter()
+
+    async def stage(self, prefix: Prefix, *, wait_s: float) -> Staged:
+        """Fetch the missing blocks of `prefix`; return what is here after `wait_s` at most.
+
+        Late fetches go on for `deadline_s`; their blocks are here for the next request.
+
+        Raises:
+            CapacityError, ShardUnavailable: the shard could not become a holder of its arena.
+        """
+        until = time.monotonic() + min(wait_s, self._settings.deadline_s)
+        self._counts["stages"] += 1
+        if len(self._stages) >= _STAGES_MAX:
+            self._counts["refused"] += 1
+            return Staged(num_blocks=0, reason="too_slow")
+        fetches: list[Fetch] = []
+        task = asyncio.get_running_loop().create_task(self._stage(prefix, fetches))
+        self._stages.add(task)
+        task.add_done_callback(self._end_stage)
+        # Not `wait_for`, which would cancel a stage that is late.
+        done, _ = await asyncio.wait({task}, timeout=max(0.0, until - time.monotonic()))
+        if task.cancelled():
+            raise ShardUnavailable(f"{self._peers.shard} ends.")
+        reason: StageReason = "too_slow"
+        if done:
+            reason = "store_down" if task.exception() else task.result()
+        else:
+            self._counts["late"] += 1
+        held = await self.lease(prefix, until=until)
+        num_blocks = held.num_blocks if held is not None else 0
+        return Staged(
+            num_blocks=num_blocks,
+            reason="none" if num_blocks == len(prefix.keys) else reason,
+            arrivals=arrivals_by(fetches, prefix.keys[:num_blocks], self._peers.last_transport),
+        )
+
+    def num_here(self, prefix: Prefix) -> int:
+        """Return how many leading blocks are here now."""
+        return longest_prefix(prefix.request, self._present(prefix))
+
+    async def lease(self, prefix: Prefix, *, until: float) -> Held | None:
+        """Keep the blocks of `prefix` for `handover_s`; None if the arena is busy until then."""
+        self._arena.join("shard")
+        while True:
+            held = self._arena.lease_for(prefix.keys, prefix.readers)
+            now = time.monotonic()
+            if held is not None:
+                self.handovers.keep(held, until=now + self._settings.handover_s)
+                return held
+            if now + _BUSY_S > until:
+                return None
+            await asyncio.sleep(_BUSY_S)
+
+    async def close(self) -> None:
+        """End all stages and fetches, and let go of what is held. Twice is fine."""
+        self._is_closing = True
+        while tasks := [*self._stages, *self._fetcher.tasks]:
+            # Before Python 3.12 a cancellation is lost if the awaited thing has just finished, so
+            # tasks are cancelled until they end.
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=_CANCEL_S)
+        self.handovers.close()
+
+    def status(self) -> dict[str, Any]:
+        """Return figures for people; from any thread."""
+        return {
+            **{name: self._counts[name] for name in ("stages", "joined", "late", "refused")},
+            **self._fetcher.status(),
+            "handovers": len(self.handovers),
+            "peers": self._peers.status(),
+        }
+
+    async def _stage(self, prefix: Prefix, fetches: list[Fetch]) -> StageReason:
+        """Fetch the missing blocks of `prefix`; return why not all are here.
+
+        Args:
+            prefix: the blocks to stage.
+            fetches: gets the fetches that this stage waited for.
+        """
+        try:
+            stage = self._fetch_in_turns(prefix, fetches)
+            return await asyncio.wait_for(stage, self._settings.deadline_s)
+        except asyncio.TimeoutError:
+            return "too_slow"
+        except ShardUnavailable:
+            return "store_down"
+
+    async def _fetch_in_turns(self, prefix: Prefix, fetches: list[Fetch]) -> StageReason:
+        request = prefix.request
+        windowed = frozenset(part for part, window in request.parts if window is not None)
+        runs: list[Run] | None = None
+        obstacle: StageReason = "not_stored"
+        others: set[str] = set()
+        has_own = False
+        failed: frozenset[str] = frozenset()
+        fruitless = joins = 0
+        # The deadline is checked here too: a cancellation may be lost, see `close`.
+        until = time.monotonic() + self._settings.deadline_s
+        while fruitless < _FRUITLESS_MAX and time.monotonic() < until and not self._is_closing:
+            # No `await` from here to the start of the fetch: what is read stays true.
+            here = self._present(prefix)
+            if longest_prefix(request, here) == request.num_blocks:
+                return "none"
+            if runs is None:
+                runs, obstacle = await self._locate(prefix)
+                others = _others(runs, self._peers.shard)
+                has_own = any(NVME in run.holders for run in runs)
+                continue
+            peers = self._fetcher.may_ask(others, failed)
+            is_late = len(peers) < len(others) + has_own
+            plan = plan_staging(request, here, runs, peers)
+            if not plan.steps:
+                if plan.reason != "not_stored":
+                    return plan.reason
+                # Sources that cannot be asked now may have more.
+                return "too_slow" if is_late else obstacle
+            before = self._fetcher.in_flight.covering(prefix.keys, plan.steps)
+            if before:
+                self._counts["joined"] += not joins
+                fetches += [one for one in before if one not in fetches]
+                with self._fetcher.waiting_for(before):
+                    await _any_finished(before, _JOINED_S[min(joins, len(_JOINED_S) - 1)])
+                joins += 1
+                continue
+            fetch = self._fetcher.start(prefix.keys, plan.steps, windowed)
+            fetches.append(fetch)
+            with self._fetcher.waiting_for([fetch]):
+                await fetch.finished.wait()
+            if fetch.report is None:
+                return "store_down"  # the node's own mover, which every other source needs too
+            if not fetch.is_whole:
+                # Do not ask the sources that lacked blocks again; others may have changed too.
+                fruitless += 1
+                failed |= fetch.lacking()
+                runs = None
+        return "too_slow"
+
+    async def _locate(self, prefix: Prefix) -> tuple[list[Run], StageReason]:
+        """Return the holders of `prefix`, and why there may be more of it than they have."""
+        parts = list(prefix.block_bytes)
+        nvme = self._nvme()
+        own = [] if nvme is None else nvme.runs(prefix.keys, parts)
+        if self._num_shards() <= 1:
+            return own, "not_stored" if self._num_shards() else "store_down"
+        if not self._peers.can_fetch:
+            return own, "store_down"
+        try:
+            return merged(own, await self._peers.locate(b"".join(prefix.keys))), "not_stored"
+        except ShardUnavailable:
+            return own, "store_down"
+
+    def _present(self, prefix: Prefix) -> dict[int, Mask]:
+        parts = list(prefix.block_bytes)
+        return dict(zip(parts, self._arena.present(prefix.keys, parts), strict=True))
+
+    def _end_stage(self, task: "asyncio.Task[StageReason]") -> None:
+        self._stages.discard(task)
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            _log.error("a stage ended by a defect", exc_info=defect)
+
+
+def _others(runs: Sequence[Run], own: str) -> set[str]:
+    """Return the shards in `runs` but the own one."""
+    # Runs are many, different sets of holders are few.
+    different = {id(run.holders): run.holders for run in runs}
+    return {shard for holders in different.values() for shard in holders} - {own, NVME}
+
+
+async def _any_finished(fetches: Sequence[Fetch], timeout_s: float) -> None:
+    """Wait until one of `fetches` has finished, but no longer than `timeout_s`."""
+    waits = [asyncio.ensure_future(fetch.finished.wait()) for fetch in fetches]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()

@@ -1,0 +1,220 @@
+"""The supervisor: sees to it that every node that should have a shard has one that answers."""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Set
+from typing import Any
+
+import ray
+
+from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
+from kvray.actors.lookup.actor import create_lookup
+from kvray.actors.mover.actor import create_mover
+from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, mover_name, shard_name
+from kvray.actors.owner.admin import check_proof
+from kvray.actors.ray_glue.calls import (
+    call,
+    create_actor,
+    first_line,
+    get_actor,
+    list_actors,
+    log_to_stderr,
+)
+from kvray.actors.shard.actor import create_shard
+from kvray.actors.supervisor.watch import Pings, Silences, reachable
+from kvray.actors.telemetry.metrics_export import MetricsExport
+from kvray.actors.telemetry.part_counts import PartCounts
+from kvray.config import KVRayConfig, ShardConfig
+from kvray.errors import KVRayError
+
+_log = logging.getLogger("kvray.supervisor")
+
+START_S = 60.0
+"""How long a part may take to answer for the first time."""
+
+_POLL_S = 1.0
+_CALL_TIMEOUT_S = 5.0
+_PING_TIMEOUT_S = 1.0
+_FROZEN_S = 5.0
+"""A part that answers nothing for so long is ended: longer than it ever works without pause."""
+_MISSES = 3
+"""It has also missed this many pings in a row, however long the rounds were."""
+
+
+def plan_nodes(
+    nodes: list[dict[str, Any]], present: set[str], wanted: ShardConfig
+) -> tuple[set[str], set[str]]:
+    """Decide where shards are missing and which are gone.
+
+    Args:
+        nodes: what `ray.nodes()` returned.
+        present: ids of nodes that were given a shard.
+        wanted: which resource or label a node must have.
+
+    Returns:
+        (node ids to start a shard on, node ids whose shard went with its node).
+    """
+    alive = {node["NodeID"] for node in nodes if node["Alive"] and _is_meant(node, wanted)}
+    return alive - present, present - alive
+
+
+def _is_meant(node: dict[str, Any], wanted: ShardConfig) -> bool:
+    if wanted.resource is not None and not node["Resources"].get(wanted.resource, 0) > 0:
+        return False
+    if wanted.label is None:
+        return True
+    name, _, value = wanted.label.partition("=")
+    return bool(node.get("Labels", {}).get(name) == value)
+
+
+class SupervisorActor:
+    """Polls Ray's nodes, for which Ray has no event, and starts and ends what has to be.
+
+    One shard on each node that should have one, and, as soon as there are two, one mover beside
+    each. A part that is frozen is ended, so that Ray restarts it.
+    """
+
+    def __init__(self, config: KVRayConfig) -> None:
+        """Reconcile in the background until stopped. Runs again when Ray restarts it."""
+        log_to_stderr()
+        # The tier runs with the settings of its supervisor, which gives them to all that it starts.
+        # Ray keeps that with the actor, and restarts it with it. So other settings come with
+        # another supervisor (`rollout`), and there is no second place that could contradict.
+        self._config = config
+        self._build_info = build_info_of(
+            settings_of(config), ray.get_runtime_context().get_node_id()
+        )
+        self._shards: dict[str, Any] = {}
+        self._movers: dict[str, Any] = {}
+        self._pings = Pings(patience_s=_FROZEN_S)
+        self._silences = Silences(frozen_s=_FROZEN_S, start_s=START_S, misses=_MISSES)
+        self._counts = PartCounts()
+        self._metrics = MetricsExport()
+        self._looked = threading.Event()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvray-supervisor", daemon=True)
+        self._thread.start()
+
+    def ping(self) -> None:
+        """Answer, which a process that is no supervisor cannot."""
+
+    def build_info(self) -> BuildInfo:
+        """Return the code and settings that it runs with."""
+        return self._build_info
+
+    def admit(self, proof: str) -> None:
+        """See `admin.check_proof`."""
+        check_proof(self._config, proof)
+
+    def config(self) -> KVRayConfig:
+        """Return the configuration that the tier runs with."""
+        return self._config
+
+    def shards(self) -> dict[str, Any]:
+        """Return node id -> handle of the shard there, once the nodes were looked at."""
+        self._looked.wait(_CALL_TIMEOUT_S)
+        return dict(self._shards)
+
+    def movers(self) -> dict[str, Any]:
+        """Return node id -> handle of the mover there."""
+        return dict(self._movers)
+
+    def stop(self) -> None:
+        """Start no more shards."""
+        self._stopping.set()
+        self._thread.join(_CALL_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                try:
+                    self._reconcile()
+                    self._looked.set()
+                except (KVRayError, ray.exceptions.RayError) as error:
+                    _log.warning("cannot look after the nodes for now: %s", first_line(error))
+                self._stopping.wait(_POLL_S)
+        except Exception:  # noqa: BLE001 - the thread's end; it is logged and acted upon
+            # Ray starts the supervisor again, which finds its shards by their names.
+            _log.exception("the supervisor ended by a defect")
+            os._exit(1)
+
+    def _reconcile(self) -> None:
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        named = set(list_actors())
+        if LOOKUP_NAME not in named:
+            _log.warning("the lookup was gone and is started again")
+            create_lookup(self._config.cluster_name, self._config.shard.silent_s)
+        missing, gone = plan_nodes(nodes, set(self._shards), self._config.shard)
+        # An actor that was ended for good has lost its name; one that Ray restarts keeps it.
+        dead = {node_id for node_id in self._shards if shard_name(node_id) not in named}
+        for node_id in sorted(missing | dead - gone):
+            self._shards[node_id] = create_shard(node_id, self._config)
+            _log.info("node %s has a shard", node_id[:12])
+        for node_id in gone:
+            _log.warning("node %s is gone, and its blocks with it", node_id[:12])
+            del self._shards[node_id]
+            self._movers.pop(node_id, None)
+        if len(self._shards) > 1:
+            self._start_movers(named)
+        self._end_frozen({node["NodeID"]: node for node in nodes})
+        self._clean_lookup()
+
+    def _start_movers(self, named: set[str]) -> None:
+        for node_id in sorted(self._shards):
+            if node_id not in self._movers or mover_name(node_id) not in named:
+                self._movers[node_id] = create_mover(node_id, self._config)
+                _log.info("node %s has a mover", node_id[:12])
+
+    def _clean_lookup(self) -> None:
+        """Have the lookup forget shards of nodes that are gone, also from before a restart."""
+        lookup = get_actor(LOOKUP_NAME)
+        known = call(lookup.shards, timeout_s=_PING_TIMEOUT_S)
+        for name in set(known) - {shard_name(node_id) for node_id in self._shards}:
+            call(lookup.drop, name, timeout_s=_PING_TIMEOUT_S)
+
+    def _end_frozen(self, nodes: dict[str, dict[str, Any]]) -> None:
+        """End what has answered nobody for long, on nodes that can be reached."""
+        homes = {shard_name(node_id): node_id for node_id in self._shards}
+        homes |= {mover_name(node_id): node_id for node_id in self._movers}
+        parts = {shard_name(node_id): actor for node_id, actor in self._shards.items()}
+        parts |= {mover_name(node_id): actor for node_id, actor in self._movers.items()}
+        parts[LOOKUP_NAME] = get_actor(LOOKUP_NAME)
+        found = self._pings.round(parts, timeout_s=_PING_TIMEOUT_S)
+        now = time.monotonic()
+        excused = self._excused(parts.keys() - found.alive - found.dead, homes, nodes)
+        frozen = self._silences.note(
+            parts, found.alive | found.dead | excused, now, starting=found.starting
+        )
+        figures = self._counts.note(parts.keys(), found.alive, frozen)
+        self._metrics.attempt(lambda _: figures, now)
+        for name in frozen:
+            _log.warning("%s is frozen; it is ended and restarted", name)
+            ray.kill(parts[name], no_restart=False)
+
+    def _excused(
+        self, silent: Set[str], homes: Mapping[str, str], nodes: Mapping[str, Any]
+    ) -> Set[str]:
+        """Return those of the `silent` parts whose silence says nothing of themselves.
+
+        Nothing is heard from behind a cut cable, nor for a moment after it is mended. And who sends
+        heartbeats to the lookup lives, whatever keeps its answers from here.
+        """
+        theirs = {homes[name]: nodes[homes[name]] for name in silent if homes.get(name) in nodes}
+        reached = reachable(theirs, timeout_s=_PING_TIMEOUT_S)
+        excused: Set[str] = {one for one in silent if homes.get(one) in theirs.keys() - reached}
+        if silent - excused - {LOOKUP_NAME}:
+            with contextlib.suppress(KVRayError):
+                status = call(get_actor(LOOKUP_NAME).status, timeout_s=_PING_TIMEOUT_S)
+                excused |= silent & (status["shards"].keys() - set(status["silent"]))
+        return excused
+
+    def __repr__(self) -> str:
+        return f"Supervisor({self._config.cluster_name})"
+
+
+def create_supervisor(config: KVRayConfig) -> Any:
+    """Return the tier's supervisor, started if it is not there."""
+    return create_actor(SupervisorActor, SUPERVISOR_NAME, config)

@@ -1,0 +1,162 @@
+"""Notices parts of the tier that have stopped answering, which Ray does for dead ones only."""
+
+import contextlib
+import errno
+import selectors
+import socket
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from kvray.actors.ray_glue.calls import mapped_errors
+from kvray.errors import KVRayError
+
+_READY_S = 1.0
+"""How long an answer may take that is known to be there."""
+
+
+class Silences:
+    """Since when parts have not answered; pure.
+
+    A part that has not answered yet, was ended, or says that it starts is given `start_s`.
+    """
+
+    def __init__(self, *, frozen_s: float, start_s: float, misses: int = 1) -> None:
+        """Count a part as frozen that has answered once, and then not for `frozen_s`.
+
+        Time in which it was not asked does not count: it has missed `misses` rounds in a row, too.
+        """
+        self._frozen_s = frozen_s
+        self._start_s = start_s
+        self._misses = misses
+        self._until: dict[str, float] = {}
+        self._missed: dict[str, int] = {}
+
+    def note(
+        self,
+        asked: Collection[str],
+        answered: Collection[str],
+        now: float,
+        *,
+        starting: Collection[str] = (),
+    ) -> list[str]:
+        """Take note of a round of questions.
+
+        Args:
+            asked: names of the parts that were asked; others are forgotten.
+            answered: those of them that answered, or cannot be expected to.
+            now: monotonic seconds.
+            starting: those of `answered` that said that they start.
+
+        Returns:
+            The frozen ones, each once.
+        """
+        until = {name: self._until.get(name, now + self._start_s) for name in asked}
+        until |= dict.fromkeys(set(answered) & set(asked), now + self._frozen_s)
+        until |= dict.fromkeys(set(starting) & set(asked), now + self._start_s)
+        self._missed = {
+            name: 0 if name in answered else self._missed.get(name, 0) + 1 for name in asked
+        }
+        frozen = sorted(
+            name for name in asked if now >= until[name] and self._missed[name] >= self._misses
+        )
+        self._until = until | dict.fromkeys(frozen, now + self._start_s)
+        return frozen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """The outcome of a ping of every part; a part in neither set is silent."""
+
+    alive: frozenset[str]
+    dead: frozenset[str]
+    """Ray knows that they have ended, and restarts them."""
+    starting: frozenset[str] = frozenset()
+    """Those of the living that say so: they may be at something that takes long."""
+
+
+class Pings:
+    """Pings of all parts, round after round. An answer that comes a round later counts as well."""
+
+    def __init__(self, *, patience_s: float) -> None:
+        """Ask a part again that has not answered for `patience_s`: the ping may be lost."""
+        self._patience_s = patience_s
+        # Name -> its ping, and when it was asked.
+        self._asked: dict[str, tuple[Any, float]] = {}
+
+    def round(self, parts: Mapping[str, Any], *, timeout_s: float) -> Answers:
+        """Ping all `parts`, by name, and return what they answered in time."""
+        now = time.monotonic()
+        asked: dict[str, tuple[Any, float]] = {}
+        for name, actor in parts.items():
+            with contextlib.suppress(KVRayError), mapped_errors():
+                ping, at = self._asked.get(name, (None, now))
+                is_new = ping is None or now > at + self._patience_s
+                asked[name] = (actor.ping.remote(), now) if is_new else (ping, at)
+        names = {ping: name for name, (ping, _) in asked.items()}
+        ready: list[Any] = []
+        if names:
+            ready, _ = ray.wait(list(names), num_returns=len(names), timeout=timeout_s)
+        answers = {names[ping]: _answer(ping) for ping in ready}
+        self._asked = {name: one for name, one in asked.items() if name not in answers}
+        alive = frozenset(name for name, answer in answers.items() if answer is not None)
+        return Answers(
+            alive=alive,
+            dead=frozenset(parts) - alive - self._asked.keys(),
+            starting=frozenset(name for name in alive if answers[name]),
+        )
+
+
+def _answer(ping: Any) -> bool | None:
+    """Return whether a part says that it starts; None if it has ended."""
+    try:
+        with mapped_errors():
+            return bool(ray.get(ping, timeout=_READY_S))
+    except KVRayError:
+        return None
+
+
+def is_reachable(node: Mapping[str, Any], *, timeout_s: float) -> bool:
+    """Whether the machine of a Ray node can be reached, whatever runs or is frozen on it."""
+    return bool(reachable({"it": node}, timeout_s=timeout_s))
+
+
+def reachable(nodes: Mapping[str, Mapping[str, Any]], *, timeout_s: float) -> frozenset[str]:
+    """Return the names of those `nodes` that `is_reachable`; all are tried at once."""
+    found = set()
+    deadline = time.monotonic() + timeout_s
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        for name, node in nodes.items():
+            with contextlib.suppress(OSError):
+                connection = stack.enter_context(_begin_to_connect(node))
+                selector.register(connection, selectors.EVENT_WRITE, name)
+        while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                selector.unregister(key.fileobj)
+                if not key.fileobj.getsockopt(  # type: ignore[union-attr]
+                    socket.SOL_SOCKET, socket.SO_ERROR
+                ):
+                    found.add(key.data)
+    return frozenset(found)
+
+
+def _begin_to_connect(node: Mapping[str, Any]) -> socket.socket:
+    """Return a socket that is being connected to a node's raylet.
+
+    Raises:
+        OSError: that cannot even be tried.
+    """
+    family, kind, _, _, address = socket.getaddrinfo(
+        node["NodeManagerAddress"], node["NodeManagerPort"], type=socket.SOCK_STREAM
+    )[0]
+    made = socket.socket(family, kind)
+    made.setblocking(False)
+    error = made.connect_ex(address)
+    if error not in (0, errno.EINPROGRESS):
+        made.close()
+        raise OSError(error, "cannot connect")
+    return made

@@ -1,0 +1,145 @@
+"""This process's connection to a Ray cluster: made or refused within seconds.
+
+By itself Ray tries for minutes where nobody answers, and replaces the caller's signal handlers.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+
+import ray
+
+from kvray.actors.names import NAMESPACE
+from kvray.actors.ray_glue.calls import first_line
+from kvray.actors.ray_glue.private import few_tries, read_token_again, signals_kept
+from kvray.actors.tier.local_ray import LocalRay, find
+from kvray.config import KVRayConfig
+from kvray.errors import ConfigError, ShardUnavailable
+
+_PROBE_S = 5.0
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_HTTP2_SETTINGS = 4
+
+
+def connect(address: str) -> None:
+    """Connect this process to a Ray cluster as a driver.
+
+    Raises:
+        ShardUnavailable: nobody answers there, or the token is not the cluster's.
+    """
+    _check_address(address)
+    try:
+        with few_tries(), signals_kept(), _words_held():
+            ray.init(
+                address=address,
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                configure_logging=False,
+            )
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        disconnect()
+        cause = _cause(error.__cause__ or error)
+        raise ShardUnavailable(
+            f"The Ray cluster at {address} cannot be reached ({cause}); check ray.address, and"
+            " RAY_AUTH_MODE and RAY_AUTH_TOKEN if it wants a token."
+        ) from None
+
+
+def disconnect() -> None:
+    """End this process's connection, if it has one. Twice is fine.
+
+    Ray would leave the system's signal handlers behind. A second Ctrl-C or SIGTERM would then end
+    the process in the middle of its clean-up.
+    """
+    with signals_kept():
+        ray.shutdown()
+
+
+def connect_configured(config: KVRayConfig) -> None:
+    """Connect to the cluster of the configuration: its address, else the local one of its tier.
+
+    Raises:
+        ShardUnavailable: nobody answers, or there is neither an address nor a local cluster.
+    """
+    address = config.ray.address
+    if address is None:
+        local = find(config.cluster_name)
+        if local is None:
+            raise ShardUnavailable(
+                f"No local tier named {config.cluster_name!r} is running; start it with"
+                " `kvray up`, or set ray.address to the Ray cluster that has it."
+            )
+        _adopt_token(local)
+        address = local.address
+    connect(address)
+
+
+def _adopt_token(local: LocalRay) -> None:
+    """Have this process, and what it starts, use the token of a local cluster from now on."""
+    os.environ.update(local.environ())
+    read_token_again()
+
+
+@contextlib.contextmanager
+def _words_held() -> Iterator[None]:
+    """Hold back stderr until the block has ended, and drop it if the block raises.
+
+    Ray's core, below Python, writes there about an address that belongs to no Ray.
+    """
+    stderr = os.dup(2)
+    held = os.memfd_create("kvray-stderr", os.MFD_CLOEXEC)
+    os.dup2(held, 2)
+    try:
+        yield
+        os.write(stderr, os.pread(held, os.fstat(held).st_size, 0))
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(held)
+
+
+def _cause(error: BaseException) -> str:
+    """Return the message of an error of Ray; its first line may be the head of a traceback."""
+    head = first_line(error)
+    if not head.endswith("Traceback (most recent call last):"):
+        return head
+    return str(error).strip().splitlines()[-1].partition(". ")[0]
+
+
+def _check_address(address: str) -> None:
+    """Check within seconds that a server like Ray's listens at `host:port`."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "://" in address:
+        raise ConfigError(
+            f"{address!r} is no Ray address; write host:port, for example 10.0.0.5:6379."
+        )
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S) as probe:
+            speaks = _speaks_http2(probe)
+    except (OSError, OverflowError) as error:
+        raise ShardUnavailable(
+            f"Nobody answers at the Ray address {address} ({error}); start Ray there, or correct"
+            " ray.address."
+        ) from None
+    if not speaks:
+        raise ShardUnavailable(
+            f"The server at {address} is no Ray head; correct ray.address (6379 is Ray's usual"
+            " port)."
+        )
+
+
+def _speaks_http2(probe: socket.socket) -> bool:
+    """Return whether the server answers as gRPC servers do; else Ray would try for minutes."""
+    if os.environ.get("RAY_USE_TLS", "0") not in ("", "0"):
+        return True
+    answer = b""
+    with contextlib.suppress(OSError):
+        probe.sendall(_HTTP2_HELLO)
+        while len(answer) < 9 and (chunk := probe.recv(9 - len(answer))):
+            answer += chunk
+    return len(answer) == 9 and answer[3] == _HTTP2_SETTINGS

@@ -1,0 +1,218 @@
+"""Bring a tier up from nothing, and end it: Ray if need be, the actors, the files.
+
+All or nothing: whoever is interrupted or fails on the way up ends what it had started, and nothing
+that was there before.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvray.actors.owner.admin import ask_to_be_admitted, proof_of
+from kvray.actors.owner.claim import owner_of
+from kvray.actors.owner.ownership import sweep
+from kvray.actors.ray_glue.calls import list_actors, mapped_errors
+from kvray.actors.tier import connection, local_ray, tier
+from kvray.actors.tier.changes import Plan
+from kvray.actors.tier.rollout import Rollout
+from kvray.config import KVRayConfig, values_on_nodes
+from kvray.errors import ConfigError, ShardUnavailable
+from kvray.store import ArenaSpec
+from kvray.store.arena.file import ARENA_FILE, require_room
+from kvray.store.machine.access import OWN_USER
+
+_PREFAULT_BYTES_PER_S = 100 * 2**20
+"""The slowest machine that is waited for; one untouched page after the other goes at 0.8 GB/s."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The result of `bring_up`; this process is connected to Ray."""
+
+    shards: list[dict[str, Any]]
+    started_ray: bool
+    started_tier: bool
+    local: local_ray.LocalRay | None
+    """The local cluster, if the tier is on one."""
+
+
+def bring_up(
+    config: KVRayConfig,
+    *,
+    port: int | None = None,
+    dashboard: bool = False,
+    die_with_parent: bool = False,
+    waiting: Callable[[float], None] = lambda elapsed_s: None,
+    report: tier.Report = lambda shards: None,
+    wait: bool = True,
+    rollout: Rollout | None = None,
+    told: Callable[[str], None] = lambda sentence: None,
+) -> Launch:
+    """Connect to Ray, started here if the configuration names no cluster, and start the tier.
+
+    Args:
+        config: where and what.
+        port: of the head of a Ray that is started here; None: a free one.
+        dashboard: start Ray's dashboard with it.
+        die_with_parent: end that Ray when this process dies, however it dies.
+        waiting: called while Ray starts, with the seconds it has taken.
+        report: called with the shards' statuses while they get ready.
+        wait: see `tier.up`, as for the rest.
+        rollout: what may be done to a tier that runs.
+        told: called with each thing that was done to it.
+
+    Raises:
+        KVRayError: as `local_ray.start`, `connection.connect_configured` and `tier.up`; what was
+            started has been ended. So it is when one of the two callbacks raises.
+    """
+    proof_of(config)  # refused before anything is started
+    with contextlib.ExitStack() as undo:
+        local = None
+        started_ray = False
+        if config.ray.address is None:
+            local = local_ray.find(config.cluster_name)
+            if local is None:
+                local = local_ray.start(
+                    config.cluster_name,
+                    port=port,
+                    dashboard=dashboard,
+                    die_with_parent=die_with_parent,
+                    check=lambda: _require_place(config),
+                    waiting=waiting,
+                )
+                started_ray = True
+                undo.callback(_end_local_ray, config)
+        undo.callback(connection.disconnect)
+        connection.connect_configured(config)
+        with mapped_errors():
+            started_tier = not list_actors()
+        if started_tier:
+            undo.callback(tier.down, timeout_s=config.ray.timeout_s, config=config)
+        largest = max(values_on_nodes(config, "arena", "capacity"))
+        prefault_s = largest / _PREFAULT_BYTES_PER_S
+        shards = tier.up(
+            config,
+            timeout_s=config.ray.timeout_s + prefault_s,
+            report=report,
+            wait=wait,
+            rollout=rollout,
+            told=told,
+        )
+        undo.pop_all()
+    return Launch(shards=shards, started_ray=started_ray, started_tier=started_tier, local=local)
+
+
+def preview(config: KVRayConfig, rollout: Rollout) -> Plan | None:
+    """Return what `bring_up` would do to the tier that runs; None: none does. Changes nothing.
+
+    Raises:
+        ConfigError: another tier runs in that Ray cluster, or the token cannot be read.
+        ShardUnavailable: the Ray cluster at `config.ray.address`, or a part, does not answer.
+    """
+    proof_of(config)
+    if config.ray.address is None and local_ray.find(config.cluster_name) is None:
+        return None
+    try:
+        connection.connect_configured(config)
+        return tier.preview(config, rollout, timeout_s=config.ray.timeout_s)
+    finally:
+        connection.disconnect()
+
+
+def take_down(
+    config: KVRayConfig, *, flush: bool = True, report: tier.Report = lambda shards: None
+) -> bool:
+    """End the tier with its arenas and, if it is local, its Ray; False if there was nothing.
+
+    A local Ray that no longer answers, or has died, is ended and cleared away as well.
+
+    Args:
+        config: of the tier.
+        flush: see `tier.down`.
+        report: likewise.
+
+    Raises:
+        ConfigError: the tier asks for a token that `config` does not name, or is another user's.
+        ShardUnavailable: the Ray cluster at `config.ray.address` does not answer.
+    """
+    is_local = config.ray.address is None
+    if is_local and local_ray.find(config.cluster_name) is None:
+        _refuse_foreign(config.node_dir)
+        return _end_local_ray(config)
+    found = is_local
+    with contextlib.ExitStack() as undo:
+        if is_local:
+            undo.callback(_end_local_ray, config)
+            undo.enter_context(contextlib.suppress(ShardUnavailable))
+        undo.callback(connection.disconnect)
+        connection.connect_configured(config)
+        timeout_s = config.ray.timeout_s
+        try:
+            ask_to_be_admitted(config, timeout_s=timeout_s)
+        except ConfigError:
+            undo.pop_all()  # who may not end the tier does not end its Ray either
+            connection.disconnect()
+            raise
+        found = tier.down(timeout_s=timeout_s, config=config, flush=flush, report=report)
+        found = found or is_local
+    return found
+
+
+@contextlib.contextmanager
+def local_tier(
+    config: KVRayConfig,
+    *,
+    waiting: Callable[[float], None] = lambda elapsed_s: None,
+    report: tier.Report = lambda shards: None,
+) -> Iterator[Launch]:
+    """Have a tier for the time of a block: the one that runs, else one that ends with the block.
+
+    Raises:
+        KVRayError: as `bring_up`.
+    """
+    launch = bring_up(config, die_with_parent=True, waiting=waiting, report=report)
+    with contextlib.ExitStack() as undo:
+        if launch.started_ray:
+            undo.callback(_end_local_ray, config)
+        undo.callback(connection.disconnect)
+        if launch.started_tier:
+            undo.callback(tier.down, timeout_s=config.ray.timeout_s, config=config)
+        yield launch
+
+
+def _require_place(config: KVRayConfig) -> None:
+    """Refuse at once what the shard of a local Ray would refuse half a minute later.
+
+    Raises:
+        CapacityError: the arena does not fit into this machine's memory.
+        ConfigError: the arena's directory cannot be used, or is another user's.
+        ShardUnavailable: a shard of another Ray cluster owns it.
+    """
+    directory = config.node_dir
+    _refuse_foreign(directory)
+    if (owner := owner_of(directory)) is not None:
+        raise ShardUnavailable(owner.keeps(directory))
+    if not (directory / ARENA_FILE).exists():
+        with contextlib.suppress(OSError):  # of arena.dir, which the shard names
+            require_room(config.arena.dir, ArenaSpec.of(config))
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """Refuse the directory of another user's tier.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        OWN_USER.check_own(directory)
+
+
+def _end_local_ray(config: KVRayConfig) -> bool:
+    """End the local Ray and remove what it and its actors left; False if there was nothing."""
+    directory = local_ray.local_dir(config.cluster_name)
+    found = directory.exists() or config.node_dir.exists()
+    local_ray.stop(config.cluster_name)
+    # The arena stays if a shard of another Ray on this node owns it.
+    return sweep(config.node_dir) and found

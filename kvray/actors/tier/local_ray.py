@@ -1,0 +1,361 @@
+"""A Ray cluster of one node, started and ended by kvray, for a machine that has none.
+
+It is `ray start --head --block` in a process of its own: that process ends every process it
+started when it is told to, so nothing but our own Ray is ever touched (`ray stop` would end every
+Ray of the machine). Its sessions, its token and what is needed to find it again lie in one
+directory of this user; HOME and /tmp/ray stay as they are.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from kvray.actors.owner.ownership import is_own
+from kvray.config import without_settings
+from kvray.errors import ConfigError
+
+_START_TIMEOUT_S = 90.0
+_STOP_TIMEOUT_S = 20.0
+_LAST_BREATH_S = 5.0
+_STARTS_MAX = 3
+_OVERWHELMED = "timed out during startup"
+"""Ray's message when its parts took longer than half a minute, as on a busy machine."""
+_OBJECT_STORE_BYTES = 80 * 2**20
+"""The least Ray accepts: kvray keeps no blocks in Ray's object store."""
+_PR_SET_PDEATHSIG = 1
+_MARK = "KVRAY_LOCAL_RAY"
+"""Set in the environment of every process of a local cluster: its directory, by which those are
+found that a killed parent left behind."""
+_DASHBOARD = re.compile(r"RAY_API_SERVER_ADDRESS='(http://[^']+)'")
+"""Where its dashboard is, as Ray says it at its start."""
+_STATE_FILE = "ray.json"
+_STARTER_FILE = "starter.json"
+_SOCKET_PATH = "ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
+"""The longest path that Ray gives to a socket; no socket's may exceed 107 bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRay:
+    """A running local cluster."""
+
+    address: str
+    token: str
+    pid: int
+    started: float
+    """Creation time of process `pid`, so that a later process of that pid is never ended."""
+    dashboard_url: str | None
+
+    def environ(self) -> dict[str, str]:
+        """Return the variables with which a process reaches this cluster."""
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token, "RAY_ADDRESS": self.address}
+
+
+def local_dir(cluster_name: str) -> Path:
+    """Return the directory of the local cluster for the tier `cluster_name`."""
+    parent, prefix = Path(tempfile.gettempdir()), f"kvray-{os.getuid()}-"
+    directory = parent / f"{prefix}{cluster_name}"
+    if _sockets_fit(directory):
+        return directory
+    return parent / (prefix + hashlib.sha256(cluster_name.encode()).hexdigest()[:8])
+
+
+def find(cluster_name: str) -> LocalRay | None:
+    """Return the local cluster that runs for the tier, if one does."""
+    directory = local_dir(cluster_name)
+    if not is_own(directory):
+        return None
+    try:
+        local = LocalRay(**json.loads((directory / _STATE_FILE).read_text()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return None
+    return local if _process(local.pid, local.started) is not None else None
+
+
+def start(
+    cluster_name: str,
+    *,
+    port: int | None = None,
+    dashboard: bool = False,
+    die_with_parent: bool = False,
+    check: Callable[[], None] = lambda: None,
+    waiting: Callable[[float], None] = lambda elapsed_s: None,
+) -> LocalRay:
+    """Start a local cluster and return when it answers.
+
+    Args:
+        cluster_name: the tier it is for; one local cluster each.
+        port: port of the head; None: a free one.
+        dashboard: start Ray's dashboard too.
+        die_with_parent: end it when this thread ends, however its process dies.
+        check: called when all that an earlier one left has ended, and before this one begins.
+        waiting: called a few times a second with the time it has taken so far.
+
+    Raises:
+        ConfigError: the port or the directory is in use, or Ray did not start. Also what `check`
+            raises, after which nothing is left.
+    """
+    if port is not None:
+        _check_port(port)
+    directory = _claim_directory(cluster_name)
+    token = secrets.token_hex(32)
+    log = directory / "ray-start.log"
+    try:
+        check()
+        command = _command(directory, port=port or 0, dashboard=dashboard)
+        for starts_left in reversed(range(_STARTS_MAX)):
+            process = _spawn(command, directory, log, token, die_with_parent=die_with_parent)
+            address = _await_address(process, directory, log, waiting)
+            if address is not None:
+                break
+            if not (starts_left and _OVERWHELMED in log.read_text(errors="replace")):
+                status = process.poll()
+                raise ConfigError(
+                    f"Ray did not start, but ended with status {status}: {_tail(log)}"
+                )
+            _end_all(directory)
+            shutil.rmtree(directory / "ray", ignore_errors=True)  # no address of before is read
+        assert address is not None
+        local = LocalRay(
+            address=address,
+            token=token,
+            pid=process.pid,
+            started=psutil.Process(process.pid).create_time(),
+            dashboard_url=_dashboard_url(log) if dashboard else None,
+        )
+        state = directory / _STATE_FILE
+        state.touch(mode=0o600)
+        state.write_text(json.dumps(asdict(local)))
+        (directory / _STARTER_FILE).unlink()
+    except BaseException:
+        _end_all(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    process.returncode = 0  # It is to outlive this object, which would warn of that.
+    return local
+
+
+def stop(cluster_name: str) -> bool:
+    """End the local cluster of the tier and remove its directory; False if none runs.
+
+    What an interrupted start or a killed parent left of it is ended too.
+    """
+    directory = local_dir(cluster_name)
+    ended = _end_all(directory)
+    if is_own(directory):
+        shutil.rmtree(directory, ignore_errors=True)
+    return ended
+
+
+def read_address(temp_dir: Path) -> str:
+    """Return the address that a head with this `--temp-dir` has written down; "": not yet.
+
+    It does so a moment after it says that it runs, and makes the file before it writes to it.
+    """
+    try:
+        return (temp_dir / "ray_current_cluster").read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _sockets_fit(directory: Path) -> bool:
+    return len(os.fsencode(directory / _SOCKET_PATH)) <= 107
+
+
+def _claim_directory(cluster_name: str) -> Path:
+    """Make the cluster's directory, in place of one that a dead cluster left.
+
+    Raises:
+        ConfigError: a living cluster, one that is being started or another user has it.
+    """
+    directory = local_dir(cluster_name)
+    if not str(directory).isascii():
+        raise ConfigError(
+            f"Ray takes no path such as {directory.parent}, with characters beyond ASCII; set"
+            " TMPDIR to another, such as /tmp."
+        )
+    if not _sockets_fit(directory):
+        raise ConfigError(
+            f"{directory.parent} is too long a path for Ray's sockets; set TMPDIR to a shorter"
+            " one, such as /tmp."
+        )
+    # Complete before it has its name, so that who finds it always finds its starter too.
+    made = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
+    try:
+        me = psutil.Process()
+        (made / _STARTER_FILE).write_text(json.dumps([me.pid, me.create_time()]))
+        if is_own(directory):
+            _refuse_living(cluster_name, directory)
+            _end_all(directory)
+            shutil.rmtree(directory, ignore_errors=True)
+        os.rename(made, directory)
+    except OSError as error:
+        raise ConfigError(
+            f"{directory} cannot be used for a local Ray ({error.strerror}): it is another user's"
+            " or has just been made; remove it, or choose another cluster_name."
+        ) from None
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return directory
+
+
+def _refuse_living(cluster_name: str, directory: Path) -> None:
+    if find(cluster_name) is not None:
+        raise ConfigError(
+            f"A local Ray for the tier {cluster_name!r} is running already; end it with"
+            " `kvray down`, or choose another cluster_name."
+        )
+    try:
+        pid, created = json.loads((directory / _STARTER_FILE).read_text())
+    except (OSError, ValueError):
+        return
+    if pid != os.getpid() and _process(pid, created) is not None:
+        raise ConfigError(
+            f"Process {pid} is starting a local Ray for the tier {cluster_name!r}; wait for it, or"
+            " choose another cluster_name."
+        )
+
+
+def _check_port(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"Port {port} cannot be used for Ray ({error.strerror}); choose another --port."
+            ) from None
+
+
+def _command(directory: Path, *, port: int, dashboard: bool) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--head",
+        "--block",
+        f"--port={port}",
+        f"--temp-dir={directory / 'ray'}",
+        f"--include-dashboard={'true' if dashboard else 'false'}",
+        f"--object-store-memory={_OBJECT_STORE_BYTES}",
+        "--disable-usage-stats",
+    ]
+
+
+def _spawn(
+    command: list[str], directory: Path, log: Path, token: str, *, die_with_parent: bool
+) -> "subprocess.Popen[bytes]":
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            env={
+                **without_settings(),
+                "RAY_AUTH_MODE": "token",
+                "RAY_AUTH_TOKEN": token,
+                # Nobody is to be moved off a cluster of one node: without this Ray waits for
+                # half a minute until the actors of a living tier have gone somewhere else.
+                "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+                _MARK: str(directory),
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent if die_with_parent else None,  # noqa: PLW1509
+        )
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _await_address(
+    process: "subprocess.Popen[bytes]",
+    directory: Path,
+    log: Path,
+    waiting: Callable[[float], None],
+) -> str | None:
+    """Return the address that Ray writes down once its head answers; None: it ended before."""
+    began = time.monotonic()
+    started = False
+    while time.monotonic() - began < _START_TIMEOUT_S:
+        waiting(time.monotonic() - began)
+        if process.poll() is not None:
+            return None
+        started = started or "Ray runtime started" in log.read_text(errors="replace")
+        if started and (address := read_address(directory / "ray")):
+            return address
+        time.sleep(0.1)
+    raise ConfigError(f"Ray did not start within {_START_TIMEOUT_S:.0f} s; it said: {_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    return " ".join(log.read_text(errors="replace").split()[-40:])
+
+
+def _dashboard_url(log: Path) -> str | None:
+    found = _DASHBOARD.search(log.read_text(errors="replace"))
+    return None if found is None else found[1]
+
+
+def _process(pid: int, created: float) -> psutil.Process | None:
+    """Return the living process of that pid, unless it is a later one."""
+    try:
+        process = psutil.Process(pid)
+        alive = process.status() != psutil.STATUS_ZOMBIE
+        return process if alive and abs(process.create_time() - created) < 1 else None
+    except (psutil.Error, TypeError, ValueError):
+        return None
+
+
+def _end_all(directory: Path) -> bool:
+    """End every process of the local cluster in `directory`; False if there was none."""
+    found = _family(directory)
+    # `ray start --block` ends its processes in the right order; then the remaining ones.
+    for main in found:
+        if _is_ray_start(main):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                main.terminate()
+            psutil.wait_procs([main], timeout=_STOP_TIMEOUT_S)
+    _, left = psutil.wait_procs(found, timeout=_LAST_BREATH_S)
+    left = list({*left, *_family(directory)})
+    for one in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(left, timeout=_LAST_BREATH_S)
+    return bool(found)
+
+
+def _family(directory: Path) -> list[psutil.Process]:
+    """Return the living processes that carry the cluster's mark, and their children."""
+    mark = f"{_MARK}={directory}\0".encode()
+    me = psutil.Process()
+    kept = {me, *me.parents()}  # if this runs inside of that cluster
+    found: set[psutil.Process] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            if mark in Path(f"/proc/{process.pid}/environ").read_bytes():
+                found.update([process, *process.children(recursive=True)])
+    return sorted(found - kept, key=lambda process: process.pid)
+
+
+def _is_ray_start(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return {"start", "--head", "--block"} <= set(process.cmdline())
+    return False

@@ -1,0 +1,311 @@
+"""The tier as a whole on a Ray cluster that this process is connected to: up, status, down."""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from kvray import wire
+from kvray.actors.lookup.actor import create_lookup
+from kvray.actors.names import (
+    LOOKUP_NAME,
+    MOVER_PREFIX,
+    NAMESPACE,
+    SHARD_PREFIX,
+    SUPERVISOR_NAME,
+    mover_name,
+    shard_name,
+)
+from kvray.actors.owner.admin import ask_to_be_admitted, proof_of
+from kvray.actors.owner.ownership import sweep
+from kvray.actors.ray_glue.calls import (
+    ask_all,
+    await_forgotten,
+    call,
+    get_actor,
+    kill_actor,
+    list_actors,
+    mapped_errors,
+    node_labels,
+)
+from kvray.actors.supervisor.supervisor import create_supervisor, plan_nodes
+from kvray.actors.tier.changes import Plan, check_costs
+from kvray.actors.tier.rollout import Observer, Rollout, carry_out, look
+from kvray.config import KVRayConfig, config_on_node, values_on_nodes
+from kvray.errors import ConfigError, KVRayError, ShardUnavailable
+
+Report = Callable[[list[dict[str, Any]]], None]
+"""Called with the shards' statuses while they get ready."""
+
+_POLL_S = 0.1
+_SUPERVISOR_TIMEOUT_S = 6.0
+_REPORT_TIMEOUT_S = 1.0
+"""How long a shard that ends is waited for to say how far it is."""
+_SWEEP_WAIT_S = 10.0
+"""How long a killed shard's process may take to be gone."""
+
+
+def up(
+    config: KVRayConfig,
+    *,
+    timeout_s: float,
+    report: Report = lambda shards: None,
+    wait: bool = True,
+    rollout: Rollout | None = None,
+    told: Callable[[str], None] = lambda sentence: None,
+) -> list[dict[str, Any]]:
+    """Start the missing parts of the tier, bring the rest to `config`, and wait until all serve.
+
+    Again is fine, and changes nothing.
+
+    Args:
+        config: the new one.
+        timeout_s: how long it may take, and in a rollout each part.
+        report: told of the shards meanwhile.
+        wait: whether to wait for the shards: nodes that are to have one may join later.
+        rollout: what may be done to parts that run; None: what costs no block.
+        told: called with each thing that was done to one.
+
+    Returns:
+        The shards' statuses.
+
+    Raises:
+        ConfigError: another tier runs in this Ray cluster, no node is to have a shard, blocks
+            would go that `rollout` does not let go, or a change asks for a token; or the token
+            cannot be read.
+        CapacityError: a shard could not get its memory.
+        ShardUnavailable: the shards were not ready within `timeout_s`.
+    """
+    proof_of(config)  # which could not be ended with a token that nobody can read
+    rollout = rollout or Rollout()
+    with mapped_errors():
+        is_running = bool(list_actors())
+    # One after the other: in another tier's namespace no supervisor of ours must start.
+    with mapped_errors():
+        lookup = create_lookup(config.cluster_name, config.shard.silent_s)
+    _check_name(config, call(lookup.cluster_name, timeout_s=timeout_s))
+    if is_running:
+        observer = Observer(report=report, told=told)
+        planned = look(config, rollout, timeout_s=timeout_s, observer=observer)
+        check_costs(planned, recreate=rollout.recreate)
+        if planned.steps or planned.ends:
+            ask_to_be_admitted(config, timeout_s=timeout_s)
+        carry_out(planned, config, timeout_s=timeout_s, observer=observer)
+    deadline = time.monotonic() + timeout_s
+    with mapped_errors():
+        supervisor = create_supervisor(config)
+    running = call(supervisor.config, timeout_s=max(1.0, deadline - time.monotonic()))
+    _check_name(config, running.cluster_name)
+    while True:
+        shards = _shard_statuses(supervisor, max(1.0, deadline - time.monotonic()))
+        report(shards)
+        for shard in shards:
+            if shard["state"] == "failed":
+                wire.raise_for({"ok": False, **shard})
+        if not wait or (shards and all(shard["state"] == "serving" for shard in shards)):
+            return shards
+        if time.monotonic() > deadline:
+            raise _not_ready(config, shards, timeout_s)
+        time.sleep(_POLL_S)
+
+
+def preview(config: KVRayConfig, rollout: Rollout, *, timeout_s: float) -> Plan | None:
+    """Return what `up` would do to the tier that runs; None: none does. Changes nothing.
+
+    Raises:
+        ConfigError: another tier runs in this Ray cluster.
+        ShardUnavailable: a part does not answer in time.
+    """
+    with mapped_errors():
+        if not list_actors():
+            return None
+    _check_name(config, call(get_actor(LOOKUP_NAME).cluster_name, timeout_s=timeout_s))
+    return look(config, rollout, timeout_s=timeout_s, observer=Observer())
+
+
+def status(*, timeout_s: float) -> dict[str, Any]:
+    """Return what the tier's parts say of themselves.
+
+    Raises:
+        ShardUnavailable: no tier runs in this Ray cluster.
+    """
+    supervisor = get_actor(SUPERVISOR_NAME)
+    config: KVRayConfig = call(supervisor.config, timeout_s=timeout_s)
+    return {
+        "cluster_name": config.cluster_name,
+        "lookup": call(get_actor(LOOKUP_NAME).status, timeout_s=timeout_s),
+        "shards": _shard_statuses(supervisor, timeout_s),
+        "movers": _mover_statuses(supervisor, timeout_s),
+    }
+
+
+def contents(namespace: str | None, hottest: int, *, timeout_s: float) -> dict[str, Any]:
+    """Return the answer of each shard to `Queries.contents`, by shard, without silent ones.
+
+    Raises:
+        ConfigError: `namespace` is no name of one.
+        ShardUnavailable: no tier runs in this Ray cluster.
+    """
+    shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
+    actors = {shard_name(node_id): shard.contents for node_id, shard in shards.items()}
+    answers = ask_all(actors, timeout_s, namespace, hottest)
+    for answer in answers.values():
+        if isinstance(answer, ConfigError):
+            raise answer
+    return {name: one for name, one in answers.items() if not isinstance(one, KVRayError)}
+
+
+def clear(*, timeout_s: float, config: KVRayConfig | None = None) -> int:
+    """Evict every block that nobody leases, on every node; return how many.
+
+    Args:
+        timeout_s: how long it may take.
+        config: names the token if one is asked for.
+
+    Raises:
+        ConfigError: the tier asks for a token that `config` does not name.
+        ShardUnavailable: a shard did not answer; the others have cleared.
+    """
+    proof = proof_of(config)
+    shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
+    answers = ask_all({name: shard.clear for name, shard in shards.items()}, timeout_s, proof)
+    for answer in answers.values():
+        if isinstance(answer, KVRayError):
+            raise answer
+    return sum(answers.values())
+
+
+def down(
+    *,
+    timeout_s: float,
+    config: KVRayConfig | None = None,
+    flush: bool = False,
+    report: Report = lambda shards: None,
+) -> bool:
+    """End the tier and remove its arenas; False if there was none. Again is fine.
+
+    Works on whatever is left of a tier: parts that are dead or hang are killed, and what dead
+    shards left is removed on every node that Ray reaches. Files on disk stay.
+
+    Args:
+        timeout_s: how long each step may take.
+        config: names the shards' directory where no supervisor does, and the token if one is
+            asked for.
+        flush: whether shards with an NVMe tier write there what is not there yet, for as long as
+            its settings say.
+        report: told of the shards meanwhile.
+
+    Raises:
+        ConfigError: the tier asks for a token that `config` does not name.
+    """
+    with mapped_errors():
+        found = bool(list_actors())
+    if found:
+        ask_to_be_admitted(config, timeout_s=timeout_s)
+    configs = [] if config is None else [config]
+    with contextlib.suppress(KVRayError):
+        supervisor = get_actor(SUPERVISOR_NAME)
+        running = call(supervisor.config, timeout_s=min(timeout_s, _SUPERVISOR_TIMEOUT_S))
+        configs.append(running)
+        call(supervisor.stop, timeout_s=min(timeout_s, _SUPERVISOR_TIMEOUT_S))
+    kill_actor(SUPERVISOR_NAME)
+    # Named by Ray, not by the supervisor, which may be gone or just restarted.
+    for name in list_actors():
+        if name.startswith(MOVER_PREFIX):
+            kill_actor(name)  # before the shards: it would look for their arenas again
+    names = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
+    longest = [s for one in configs for s in values_on_nodes(one, "nvme", "flush_s")]
+    flush_s = max(longest, default=0.0) if flush else 0.0
+    stopped = _stop_shards(names, timeout_s + flush_s, flush, report)
+    for name in (*names, LOOKUP_NAME):
+        kill_actor(name)
+    for one in {one.node_dir: one for one in configs}.values():
+        _sweep_nodes(one, stopped, timeout_s)
+    # So that `up` gets new ones and not dying ones.
+    await_forgotten(list_actors(), timeout_s)
+    return found
+
+
+def _check_name(config: KVRayConfig, running: str) -> None:
+    if running != config.cluster_name:
+        raise ConfigError(
+            f"The namespace {NAMESPACE!r} of this Ray cluster is in use by the tier {running!r};"
+            f" run `kvray down` for it first, or set cluster_name to {running!r}."
+        )
+
+
+def _not_ready(
+    config: KVRayConfig, shards: list[dict[str, Any]], timeout_s: float
+) -> ConfigError | ShardUnavailable:
+    named = {"resource": config.shard.resource, "label": config.shard.label}
+    given = " and ".join(f"{what} {name!r}" for what, name in named.items() if name is not None)
+    if not shards and given:
+        return ConfigError(
+            f"No node of the Ray cluster has the {given}; start nodes with it, or unset"
+            " shard.resource and shard.label."
+        )
+    states = ", ".join(f"{shard['shard']} {shard['state']}" for shard in shards) or "none started"
+    return ShardUnavailable(
+        f"The shards were not ready within {timeout_s:.0f} s ({states}); see `kvray status`."
+    )
+
+
+def _shard_statuses(supervisor: Any, timeout_s: float) -> list[dict[str, Any]]:
+    shards = call(supervisor.shards, timeout_s=timeout_s)
+    actors = {shard_name(node_id): shard for node_id, shard in shards.items()}
+    return _statuses("shard", actors, timeout_s)
+
+
+def _mover_statuses(supervisor: Any, timeout_s: float) -> list[dict[str, Any]]:
+    movers = call(supervisor.movers, timeout_s=timeout_s)
+    actors = {mover_name(node_id): mover for node_id, mover in movers.items()}
+    return _statuses("mover", actors, timeout_s)
+
+
+def _statuses(kind: str, actors: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
+    """Return every actor's status; one that does not answer says so."""
+    answers = ask_all({name: actor.status for name, actor in actors.items()}, timeout_s)
+    return [
+        {kind: name, "state": "unreachable", "message": str(answer)}
+        if isinstance(answer, KVRayError)
+        else answer
+        for name, answer in answers.items()
+    ]
+
+
+def _stop_shards(names: list[str], timeout_s: float, flush: bool, report: Report) -> set[str]:
+    """Have shards end and remove their files; return those that said they did."""
+    shards = {}
+    for name in names:
+        with contextlib.suppress(ShardUnavailable):
+            shards[name] = get_actor(name)
+
+    def tell() -> None:
+        report(_statuses("shard", shards, _REPORT_TIMEOUT_S))
+
+    methods = {name: shard.stop for name, shard in shards.items()}
+    answers = ask_all(methods, timeout_s, True, flush, meanwhile=tell if flush else None)
+    return {name for name, answer in answers.items() if not isinstance(answer, KVRayError)}
+
+
+def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> None:
+    """Remove what shards left on nodes where none said that it had removed it."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    meant, _ = plan_nodes(nodes, set(), config.shard)
+    sweeps = {}
+    for node_id in sorted(meant):
+        if shard_name(node_id) not in stopped:
+            affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            sweeps[node_id] = ray.remote(_sweep_node).options(
+                num_cpus=0, max_retries=0, scheduling_strategy=affinity
+            )
+    ask_all(sweeps, timeout_s, config)
+    sweep(config.node_dir)  # of a node that Ray has lost, if this is it
+
+
+def _sweep_node(config: KVRayConfig) -> None:
+    """Remove what a shard left on the node where this runs."""
+    sweep(config_on_node(config, labels=node_labels()).node_dir, _SWEEP_WAIT_S)

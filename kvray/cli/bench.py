@@ -1,0 +1,243 @@
+"""`kvray bench`: one command for each thing that is measured."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvray.config import load_config, parse_size
+from kvray.console.boundary import boundary
+from kvray.console.options import ConfigOption, VerboseOption
+from kvray.console.picture import PlotOption, check_plot
+from kvray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvray.lab.bench.report import Report
+    from kvray.lab.bench.runner import Runner
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+QuickOption = Annotated[
+    bool, typer.Option("--quick", help="Measure little: it shows that it works, not how fast.")
+]
+RepeatOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=1_000_000, metavar="N", help="Pairs of each measurement."),
+]
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure the tier beside the bare work that no cache could save.",
+    no_args_is_help=True,
+)
+
+
+@bench.command()
+def local(
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="Shared memory of the bench's own arena.")
+    ] = "1GiB",
+    repeat: RepeatOption = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+    quick: QuickOption = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure stores, retrieves and lookups in an arena of this node.
+
+    It needs neither Ray nor a running tier: it makes an arena of its own under arena.dir, with
+    processes that store and retrieve, and removes it again.
+    """
+
+    def prepare() -> "Callable[[Runner], Report]":
+        from kvray.lab.bench.local import LocalScale, measure_local
+
+        settings = load_config(config)
+        scale = LocalScale.fit(_parse(capacity, "--capacity"), repeat=repeat, quick=quick)
+        return lambda runner: measure_local(scale, arena_dir=settings.arena.dir, runner=runner)
+
+    _run(prepare, as_json=as_json, plot=plot, verbose=verbose)
+
+
+@bench.command()
+def gpu(
+    repeat: RepeatOption = None,
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure loads and saves of a GPU's KV cache, and prompts loaded instead of computed.
+
+    It needs an NVIDIA GPU and torch, and neither Ray nor a running tier: it makes an arena of its
+    own under arena.dir, of some 4 GiB, and removes it again.
+    """
+
+    def prepare() -> "Callable[[Runner], Report]":
+        from kvray.lab.bench.gpu import GpuScale, measure_gpu
+        from kvray.lab.bench.gpu_device import GpuDevice
+
+        settings = load_config(config)
+        scale, device = GpuScale.fit(repeat=repeat, quick=quick), GpuDevice("cuda:0")
+        return lambda run: measure_gpu(scale, device, arena_dir=settings.arena.dir, runner=run)
+
+    _run(prepare, as_json=as_json, verbose=verbose)
+
+
+@bench.command()
+def connector(
+    requests: Annotated[
+        int, typer.Option(min=10, max=1_000_000, metavar="N", help="Requests of each measurement.")
+    ] = 500,
+    block: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes of one rank's part of a block.")
+    ] = "4KiB",
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure the time that a new request costs the thread of an engine that asks the connector.
+
+    The reference engine's own executor makes the calls, with a model that computes nothing. It
+    needs neither Ray nor a running tier, and leaves nothing behind.
+    """
+
+    def prepare() -> "Callable[[Runner], Report]":
+        from kvray.lab.bench.connector import measure_connector
+
+        settings, block_bytes = load_config(config), _parse(block, "--block")
+        num_requests = 10 if quick else requests
+        return lambda runner: measure_connector(
+            settings, num_requests=num_requests, block_bytes=block_bytes, runner=runner
+        )
+
+    _run(prepare, as_json=as_json, verbose=verbose)
+
+
+@bench.command()
+def lookup(
+    entries: Annotated[
+        int,
+        typer.Option(
+            min=20_000, max=200_000_000, metavar="N", help="Blocks that the lookup knows."
+        ),
+    ] = 5_000_000,
+    as_json: JsonOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure the memory of the lookup's index, and the time of queries and announcements.
+
+    It needs neither Ray nor a running tier. 5 million entries take some 700 MB.
+    """
+
+    def prepare() -> "Callable[[Runner], Report]":
+        from kvray.lab.bench.lookup import measure_lookup
+
+        return lambda runner: measure_lookup(entries, runner=runner)
+
+    _run(prepare, as_json=as_json, verbose=verbose)
+
+
+@bench.command()
+def staging(
+    repeat: RepeatOption = None,
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure how fast one node stages blocks from another, beside the bare transports.
+
+    It starts two Ray nodes of its own on this machine, with an arena of 1 GiB each, and removes
+    them again. It needs NIXL.
+    """
+
+    def prepare() -> "Callable[[Runner], Report]":
+        from kvray.lab.bench.staging import NUM_BLOCKS, REPEAT, measure_staging
+
+        num_blocks = NUM_BLOCKS // 8 if quick else NUM_BLOCKS
+        pairs = min(repeat or REPEAT, 3) if quick else repeat or REPEAT
+        return lambda run: measure_staging(num_blocks=num_blocks, repeat=pairs, runner=run)
+
+    _run(prepare, as_json=as_json, verbose=verbose)
+
+
+@bench.command()
+def nvme(
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--dir", metavar="DIR", help="Where the segment files go, on a disk; else in TMPDIR."
+        ),
+    ] = None,
+    arena_directory: Annotated[
+        Path | None,
+        typer.Option(
+            "--arena-dir", metavar="DIR", help="A tmpfs with huge pages; else root mounts one."
+        ),
+    ] = None,
+    block: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZE", help="Bytes of a block; may be repeated. [4MiB and 128KiB]"),
+    ] = None,
+    repeat: RepeatOption = None,
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure stores to and cold retrieves from a disk, beside bare direct I/O.
+
+    It needs neither Ray nor a running tier: it makes an arena of its own under arena.dir, and one
+    with huge pages where the machine has them. A store and a bare file on the disk take 1 GiB at
+    most. It removes them all again.
+    """
+
+    def prepare() -> "Callable[[Runner], Report]":
+        from kvray.lab.bench.nvme import NvmeScale, measure_nvme
+
+        settings = load_config(config)
+        scale = NvmeScale.fit(
+            [_parse(size, "--block") for size in block or ()],
+            repeat=repeat,
+            quick=quick,
+            disk=directory,
+            arena_dir=settings.arena.dir,
+            huge_dir=arena_directory,
+        )
+        return lambda runner: measure_nvme(scale, runner=runner)
+
+    _run(prepare, as_json=as_json, verbose=verbose)
+
+
+def _run(
+    prepare: "Callable[[], Callable[[Runner], Report]]",
+    *,
+    as_json: bool,
+    plot: Path | None = None,
+    verbose: bool,
+) -> None:
+    """Measure, and show the report."""
+    with boundary(verbose=verbose) as interrupts:
+        if plot is not None:
+            check_plot(plot)
+        with interrupts.masked():  # importing starts threads
+            from kvray.lab.bench.runner import running
+
+            measure = prepare()
+        with running(interrupts) as runner:
+            report = measure(runner)
+        if as_json:
+            print(report.to_json())
+        else:
+            report.show()
+        if plot is not None:
+            report.draw(plot)
+
+
+def _parse(text: str, option: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}.") from None

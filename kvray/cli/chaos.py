@@ -1,0 +1,95 @@
+"""`kvray chaos`: the command."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kvray.console.boundary import boundary
+from kvray.console.interrupts import Interrupts
+from kvray.console.options import VerboseOption
+from kvray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvray.lab.chaos.play import Options
+
+EXIT_FAILED = 1
+_PLAIN_WIDTH = 130
+
+
+def chaos(
+    duration: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=20, max=86_400, help="Length of the run with faults."),
+    ] = 60.0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Decides the load and the faults.")
+    ] = 0,
+    nodes: Annotated[
+        int, typer.Option(min=1, max=8, help="Ray nodes with a shard, on this machine.")
+    ] = 2,
+    replicas: Annotated[int, typer.Option(min=1, max=16, help="Engines, dealt to the nodes.")] = 2,
+    gap: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0.1, max=3600, help="Mean time between two faults."),
+    ] = 1.5,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KIND",
+            help="Only this fault; repeatable. kill_PART or stop_PART (a shard, mover, lookup,"
+            " supervisor, engine or raylet), cut_link, slow_link, fill_tmpfs, fill_disk,"
+            " fill_arena, truncate or flip_bytes.",
+        ),
+    ] = None,
+    network: Annotated[
+        bool, typer.Option(help="Give the nodes addresses and cables of their own; needs root.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Serve from several nodes while parts of them are killed, stopped, cut off or filled up.
+
+    It starts its own Ray, tier and engines on this machine, and ends them. It compares every answer
+    with that of an engine without kvray. The exit status is 1 if a token was wrong, or if an engine
+    died or a request hung without a fault that explains it.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        with interrupts.masked():
+            from kvray.lab.chaos.network import why_impossible
+            from kvray.lab.chaos.play import Options
+            from kvray.lab.chaos.schedule import KINDS
+
+        names = {kind.name for kind in KINDS}
+        if unknown := sorted(set(only or ()) - names):
+            raise ConfigError(
+                f"There is no kind of fault {unknown[0]!r}; give one of {', '.join(sorted(names))}."
+            )
+        options = Options(
+            duration_s=duration,
+            seed=seed,
+            num_nodes=nodes,
+            num_replicas=replicas,
+            gap_s=gap,
+            kinds=tuple(only or ()),
+            has_network=network and why_impossible() is None,
+        )
+        passed = _run(options, as_json=as_json, interrupts=interrupts)
+    if not passed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _run(options: "Options", *, as_json: bool, interrupts: Interrupts) -> bool:
+    from kvray.lab.chaos import play, report
+    from kvray.lab.chaos.judge import has_passed
+
+    console = Console(stderr=True, highlight=False)
+    found = play.play(options, console=console, interrupts=interrupts)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+        report.print_all(Console(highlight=False, width=width), found)
+    return has_passed(found)

@@ -1,0 +1,74 @@
+"""`kvray demo`: the command."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvray.config import parse_size
+from kvray.console.boundary import boundary
+from kvray.console.interrupts import Interrupts
+from kvray.console.options import VerboseOption
+from kvray.console.picture import PlotOption, check_plot
+from kvray.errors import ConfigError
+
+EXIT_FAILED = 1
+_PLAIN_WIDTH = 130
+
+
+def demo(
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODEL",
+            help="smollm2 (a real one, downloaded once), tiny (random weights, fast), or the path"
+            " of a Llama-family checkpoint.",
+        ),
+    ] = "smollm2",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    arena: Annotated[
+        str, typer.Option(metavar="SIZE", help="Shared memory of the demo's tier.")
+    ] = "1GiB",
+    plot: PlotOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Let two replicas of a language model share prefixes, and compare every text.
+
+    It starts its own Ray and tier, beside others that run, and ends them. The exit status is 1 if
+    a token differs from a run without kvray, or if a prefix was not shared.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        passed = _run(model, as_json=as_json, arena=arena, plot=plot, interrupts=interrupts)
+    if not passed:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _run(
+    model: str, *, as_json: bool, arena: str, plot: Path | None, interrupts: Interrupts
+) -> bool:
+    try:
+        capacity = parse_size(arena)
+    except ValueError as error:
+        raise ConfigError(f"--arena: {error}.") from None
+    if plot is not None:
+        check_plot(plot)
+    with interrupts.masked():
+        from kvray.lab.demo import play, report
+
+    began = time.monotonic()
+    console = Console(stderr=True, highlight=False)
+    records, verdict = play.play(model, capacity=capacity, console=console, interrupts=interrupts)
+    seconds = time.monotonic() - began
+    if as_json:
+        print(report.to_json(records, verdict, model=model, seconds=seconds))
+    else:
+        width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+        report.print_all(Console(highlight=False, width=width), records, verdict, seconds=seconds)
+    if plot is not None:
+        from kvray.lab.demo.plot import draw
+
+        draw(records, plot)
+    return not verdict.failures

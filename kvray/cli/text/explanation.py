@@ -1,0 +1,238 @@
+"""What `kvray explain` prints, from the answers of `Client.explain`; pure."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from kvray.cli.text.reasons import CAUSES, WAYS, reason
+
+_TIERS = {"host": "the memory", "nvme": "the disk"}
+_PLACES = {"host": "in the memory", "nvme": "on the disk"}
+_SHARD = "kvray-shard-"
+_DAY_S = 86_400
+_VALUE_MAX = 60
+
+
+def request_report(request: Mapping[str, Any], *, now: float) -> Iterator[RenderableType]:
+    """Yield the lines on one request; the last one is a sentence that sums it up."""
+    rank = f", rank {request['rank']}" if request["rank"] else ""
+    yield (
+        f"Request [bold]{request['request_id']}[/] of replica"
+        f" [bold]{escape(request['replica'])}[/]{rank}, {clock(request['at'], now)}:"
+        f" {_tokens(request['num_tokens'])}, namespace {request['namespace'] or 'not known'}"
+    )
+    yield _table(_request_rows(request, now))
+    yield (
+        f"The request waited {1000 * request['stage_s']:.1f} ms for the shard; the rest took"
+        f" {1000 * request['lease_s']:.1f} ms."
+    )
+    yield from _difference(request["incompatible"])
+    yield request_sentence(request, now=now)
+
+
+def request_sentence(request: Mapping[str, Any], *, now: float) -> str:
+    """Return the outcome of a request, its reason and what to do, in a sentence."""
+    total, hit, own = (request[name] for name in ("num_tokens", "hit_tokens", "own_tokens"))
+    parts = [f"[bold]{hit:,} of {total:,} tokens were hits[/]{_sources(request)}"]
+    if own:
+        parts.append(f"{own:,} were in the engine's own pool")
+    if not request["missed_tokens"]:
+        why = "" if request["reason"] == "none" else f": {reason(request['reason']).means}"
+        advice = reason(request["reason"]).advice
+        return _ended(f"{'; '.join(parts)}; nothing was missed{why}", advice)
+    known = reason(request["reason"], _cause(request))
+    reasons = {one["reason"] for one in request["ranges"] if one["what"] == "miss"}
+    most = ", most of them" if len(reasons) > 1 else ""
+    parts.append(f"{request['missed_tokens']:,} were missed{most} because {known.means}")
+    return _ended("; ".join(parts), known.advice)
+
+
+def prompt_report(prompt: Mapping[str, Any], *, now: float) -> Iterator[RenderableType]:
+    """Yield the lines on what one namespace has of a prompt."""
+    yield (
+        f"{_tokens(prompt['num_tokens'])} as replica [bold]{escape(prompt['replica'])}[/] keys"
+        f" them, namespace {prompt['namespace']}"
+    )
+    yield _table(_prompt_rows(prompt, now))
+    yield from _difference(prompt["incompatible"])
+    stored, total = prompt["stored_tokens"], prompt["num_tokens"]
+    known = reason(prompt["reason"], _cause(prompt))
+    first = f"[bold]{stored:,} of {total:,} tokens are stored now[/], from the first on"
+    if prompt["reason"] == "none":
+        yield f"{first}; the rest fills no block, and only whole blocks are stored."
+    else:
+        yield _ended(f"{first}; the rest is not: {known.means}", known.advice)
+
+
+def requests_table(requests: Sequence[Mapping[str, Any]], *, now: float) -> Table:
+    """Return one row for each request."""
+    table = _empty_table("request", "replica", "when", "prompt", "own", "hit", "missed", "why")
+    for one in requests:
+        table.add_row(
+            str(one["request_id"]),
+            escape(one["replica"]),
+            clock(one["at"], now),
+            *(f"{one[name]:,}" for name in ("num_tokens", "own_tokens", "hit_tokens")),
+            f"{one['missed_tokens']:,}",
+            "" if one["reason"] == "none" else one["reason"].replace("_", " "),
+        )
+    return table
+
+
+def requests_sentence(requests: Sequence[Mapping[str, Any]]) -> str:
+    """Return how much of some requests hit, and the main reason for the rest."""
+    total = sum(one["num_tokens"] for one in requests)
+    hit = sum(one["hit_tokens"] for one in requests)
+    missed: dict[str, int] = {}
+    for one in requests:
+        missed[one["reason"]] = missed.get(one["reason"], 0) + one["missed_tokens"]
+    worst = max(missed, key=lambda name: missed[name])
+    start = f"[bold]{hit:,} of {total:,} tokens of these {len(requests)} requests were hits[/]"
+    if not missed[worst]:
+        return f"{start}; nothing was missed."
+    cause = next((_cause(one) for one in requests if one["reason"] == worst), "")
+    known = reason(worst, cause)
+    return _ended(f"{start}; most misses were because {known.means}", known.advice)
+
+
+def clock(at: float, now: float) -> str:
+    """Return a moment for people: the time of day, and the date if it is long ago."""
+    if not at:
+        return "never"
+    form = "%H:%M:%S" if now - at < _DAY_S else "%Y-%m-%d %H:%M:%S"
+    return f"{time.strftime(form, time.localtime(at))} ({_ago(now - at)} ago)"
+
+
+def node_of(shard: str) -> str:
+    """Return the name of a shard's node."""
+    return shard.removeprefix(_SHARD)
+
+
+def _request_rows(request: Mapping[str, Any], now: float) -> Iterator[tuple[str, str, str]]:
+    about = "about " if request["is_sampled"] else ""
+    for one in request["ranges"]:
+        what, text = one["what"], ""
+        if what == "own":
+            what, text = "own pool", "the engine had these itself"
+        elif what == "hit":
+            text = WAYS.get(one["way"], f"brought by {one['way']}")
+            text += f" from node {node_of(one['source'])}" if one["source"] else ""
+        elif what == "computed":
+            text = "the last token, and tokens that fill no block, are always computed"
+        else:
+            text = f"{about}{_missed(one, request['log_since'], now)}"
+        yield _extent(one), what, text
+
+
+def _missed(one: Mapping[str, Any], since: float, now: float) -> str:
+    if "left_at" in one and one["reason"] in ("evicted", "partial"):
+        return f"{one['reason']}: {_left(one, now)}"
+    text: str = one["reason"].replace("_", " ")
+    if one["reason"] == "never_stored":
+        text += f", at least not since {clock(since, now)}"
+    if one["reason"] in ("never_stored", "incompatible"):
+        text += f"; stored after that, {_places(one['places'])}" if one["places"] else ""
+    elif one["places"]:
+        text += f"; now {_places(one['places'])}"
+    return text
+
+
+def _prompt_rows(prompt: Mapping[str, Any], now: float) -> Iterator[tuple[str, str, str]]:
+    for one in prompt["ranges"]:
+        what, text = one["what"].replace("_", " "), ""
+        if one["what"] == "stored":
+            text = _places(one["places"])
+        elif one["what"] == "computed":
+            text = "these fill no block, and only whole blocks are stored"
+        elif one["what"] == "never_stored":
+            text = f"at least not since {clock(prompt['log_since'], now)}"
+        else:
+            text = _left(one, now) if "left_at" in one else ""
+            text += f" some parts {_places(one['places'])}" if one["places"] else ""
+        yield _extent(one), what, text
+
+
+def _left(one: Mapping[str, Any], now: float) -> str:
+    first, last = one["left_at"]
+    when = clock(last, now)
+    if last - first >= 1:
+        when = f"{clock(first, now)} to {when}"
+    tier, cause = _TIERS[one["left_tier"]], CAUSES[one["left_by"]].means
+    return f"left {tier} of node {node_of(one['left_node'])} at {when}, by {cause}"
+
+
+def _cause(told: Mapping[str, Any]) -> str:
+    """Return the cause that evicted most tokens; empty if none was evicted."""
+    found: dict[str, int] = {}
+    for one in told["ranges"]:
+        if told["reason"] == one.get("reason", one["what"]) and "left_by" in one:
+            found[one["left_by"]] = found.get(one["left_by"], 0) + one["stop"] - one["start"]
+    return max(found, key=lambda name: found[name], default="")
+
+
+def _places(places: Sequence[Mapping[str, str]]) -> str:
+    return ", ".join(f"{_PLACES[one['tier']]} of node {node_of(one['node'])}" for one in places)
+
+
+def _sources(request: Mapping[str, Any]) -> str:
+    found: dict[str, int] = {}
+    for one in request["ranges"]:
+        if one["what"] == "hit":
+            text = WAYS.get(one["way"], one["way"])
+            found[text] = found.get(text, 0) + one["stop"] - one["start"]
+    if not found:
+        return ""
+    if len(found) == 1:
+        return f" ({next(iter(found))})"
+    return f" ({', '.join(f'{count:,} {text}' for text, count in found.items())})"
+
+
+def _difference(incompatible: Mapping[str, Any] | None) -> Iterator[RenderableType]:
+    if incompatible is None:
+        return
+    table = _empty_table("field", "here", f"in replica {escape(incompatible['replica'])}")
+    for name, both in incompatible["difference"].items():
+        table.add_row(name, *(escape(_short(str(value))) for value in both))
+    yield table
+
+
+def _table(rows: Iterator[tuple[str, str, str]]) -> Table:
+    table = _empty_table("tokens", "what", "how, or why not")
+    for extent, what, text in rows:
+        table.add_row(extent, what, escape(text))
+    return table
+
+
+def _empty_table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE, collapse_padding=True)
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _extent(one: Mapping[str, Any]) -> str:
+    return f"{one['start']:,} - {one['stop']:,}"
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} prompt tokens"
+
+
+def _ended(sentence: str, advice: str) -> str:
+    return f"{sentence}.{' ' + advice if advice else ''}"
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= _VALUE_MAX else value[: _VALUE_MAX - 3] + "..."
+
+
+def _ago(seconds: float) -> str:
+    for size, unit in ((_DAY_S, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"

@@ -1,0 +1,134 @@
+"""Rates of a tier, from two of its statuses; pure."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvray.trace.reasons import MISS_PREFIX
+
+Status = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRates:
+    """The tokens of one rank in a second."""
+
+    replica: str
+    rank: int
+    is_connected: bool
+    counted: dict[str, float] = field(default_factory=dict)
+    """How much each counter grew in a second."""
+    missed: dict[str, float] = field(default_factory=dict)
+    """By reason, the largest first."""
+
+    @property
+    def prompt(self) -> float:
+        """Prompt tokens."""
+        return self.counted.get("prompt_tokens", 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRates:
+    """The work of one node in a second."""
+
+    shard: Mapping[str, Any]
+    """Its status."""
+    evicted: float = 0.0
+    """Blocks."""
+    staged_bytes: float = 0.0
+    """From other nodes and from disk."""
+    written_bytes: float = 0.0
+    """To disk."""
+    read_bytes: float = 0.0
+    """From disk."""
+
+
+class History:
+    """The latest statuses of a tier; rates are over all that are kept."""
+
+    def __init__(self, window_s: float) -> None:
+        """Keep those of the last `window_s`, and two at least."""
+        self._window_s = window_s
+        self._kept: deque[tuple[float, Status]] = deque()
+
+    def add(self, now: float, status: Status) -> None:
+        """Take a status that was got at `now`, in seconds."""
+        self._kept.append((now, status))
+        while len(self._kept) > 2 and now - self._kept[0][0] > self._window_s:
+            self._kept.popleft()
+
+    def forget(self) -> None:
+        """Start again after a time without answers."""
+        self._kept.clear()
+
+    @property
+    def latest(self) -> Status | None:
+        """The latest status; None: there is none."""
+        return self._kept[-1][1] if self._kept else None
+
+    @property
+    def seconds(self) -> float:
+        """Time between the first and the last that are kept."""
+        return self._kept[-1][0] - self._kept[0][0] if self._kept else 0.0
+
+    def nodes(self) -> list[NodeRates]:
+        """Return the rates of every node."""
+        if not self._kept:
+            return []
+        before = {shard["shard"]: shard for shard in self._kept[0][1]["shards"]}
+        found = []
+        for shard in self._kept[-1][1]["shards"]:
+            then = before.get(shard["shard"])
+            found.append(
+                NodeRates(
+                    shard=shard,
+                    evicted=self._rate(shard, then, "arena", "evicted"),
+                    staged_bytes=self._rate(shard, then, "staging", "staged_bytes"),
+                    written_bytes=self._rate(shard, then, "nvme", "written_bytes"),
+                    read_bytes=self._rate(shard, then, "nvme", "read_bytes"),
+                )
+            )
+        return found
+
+    def replicas(self) -> list[ReplicaRates]:
+        """Return the rates of every rank that the shards know."""
+        if not self._kept:
+            return []
+        before = {(one["replica"], one["rank"]): one for one in _replicas(self._kept[0][1])}
+        found = []
+        for one in _replicas(self._kept[-1][1]):
+            then = before.get((one["replica"], one["rank"]), one)
+            rates = {
+                name: self._per_s(value - then["counters"].get(name, 0))
+                for name, value in one["counters"].items()
+            }
+            missed = {
+                name.removeprefix(MISS_PREFIX): rate
+                for name, rate in sorted(rates.items(), key=lambda pair: -pair[1])
+                if name.startswith(MISS_PREFIX) and rate
+            }
+            found.append(
+                ReplicaRates(
+                    replica=one["replica"],
+                    rank=one["rank"],
+                    is_connected=one["connected"],
+                    counted=rates,
+                    missed=missed,
+                )
+            )
+        return found
+
+    def _rate(self, now: Status, before: Status | None, section: str, name: str) -> float:
+        if before is None or section not in now or section not in before:
+            return 0.0
+        return self._per_s(now[section].get(name, 0) - before[section].get(name, 0))
+
+    def _per_s(self, change: float) -> float:
+        """Return a rate; 0 if a part was restarted, whose counters begin at 0."""
+        return max(0.0, change) / self.seconds if self.seconds else 0.0
+
+
+def _replicas(status: Status) -> Iterator[Mapping[str, Any]]:
+    for shard in status["shards"]:
+        yield from shard.get("replicas", ())

@@ -1,0 +1,103 @@
+"""The screen of `kvray top`, from the latest statuses of a tier; pure."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kvray.cli.text.hits import COMPUTED, SOURCES, source_shares, sources_sentence
+from kvray.cli.text.memory import node_name
+from kvray.cli.text.rates import History, NodeRates, ReplicaRates
+from kvray.config import format_size
+
+_BAR = 20
+_REASONS_MAX = 3
+
+
+def view(history: History, trouble: str = "") -> RenderableType:
+    """Return one frame.
+
+    Args:
+        history: of the tier.
+        trouble: why the tier does not answer; empty: it does.
+    """
+    latest = history.latest
+    parts: list[RenderableType] = []
+    if trouble:
+        parts.append(Text(f"No answer: {trouble} Trying again.", style="red"))
+    if latest is None:
+        return Group(*parts) if parts else Text("Asking the tier.")
+    replicas = history.replicas()
+    parts.append(Text.from_markup(_headline(latest["cluster_name"], history, replicas)))
+    parts.append(nodes_table(history.nodes()))
+    if replicas:
+        parts.append(replicas_table(replicas))
+    else:
+        parts.append(Text("No replica has registered yet."))
+    return Group(*parts)
+
+
+def nodes_table(nodes: Sequence[NodeRates]) -> Table:
+    """Return one row for each node."""
+    has_disk = any("nvme" in one.shard for one in nodes)
+    table = _table("node", "state", "memory", "")
+    for name in ("evicted/s", "staged/s", *(("to disk/s", "from disk/s") if has_disk else ())):
+        table.add_column(name, justify="right")
+    for one in nodes:
+        arena = one.shard.get("arena")
+        cells: list[RenderableType] = [node_name(dict(one.shard)), str(one.shard["state"])]
+        if arena is not None:
+            used, whole = arena["resident_bytes"], arena["capacity_bytes"]
+            cells.append(f"{format_size(used)}/{format_size(whole)}")
+            cells.append(ProgressBar(total=whole, completed=used, width=_BAR))
+            cells += [f"{one.evicted:,.0f}", _bytes(one.staged_bytes)]
+            if has_disk:
+                cells += [_bytes(one.written_bytes), _bytes(one.read_bytes)]
+        table.add_row(*cells)
+    return table
+
+
+def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
+    """Return one row for each rank."""
+    table = _table("replica", "rank")
+    for name in ("prompt tok/s", *SOURCES, COMPUTED):
+        table.add_column(name, justify="right")
+    table.add_column("missed because")
+    for one in replicas:
+        reasons = list(one.missed.items())[:_REASONS_MAX]
+        because = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in reasons)
+        table.add_row(
+            escape(one.replica) + ("" if one.is_connected else " [red]gone[/]"),
+            str(one.rank),
+            f"{one.prompt:,.0f}",
+            *source_shares(one.counted).values(),
+            escape(because),
+        )
+    return table
+
+
+def _headline(name: str, history: History, replicas: Sequence[ReplicaRates]) -> str:
+    totals: Counter[str] = Counter()
+    for one in replicas:
+        totals.update(one.counted)
+    prompt = totals["prompt_tokens"]
+    rates = "no requests"
+    if prompt:
+        rates = f"{prompt:,.0f} prompt tokens/s: {sources_sentence(totals)}"
+    return f"Tier [bold]{escape(name)}[/], last {history.seconds:.0f} s: {rates}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE, collapse_padding=True)
+    for name in columns:
+        table.add_column(name, no_wrap=True)
+    return table
+
+
+def _bytes(rate: float) -> str:
+    return format_size(int(rate)) if rate >= 1 else "0"

@@ -1,0 +1,128 @@
+"""The transport between each two nodes, and its reason; for `kvray status` and `doctor`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from kvray.config import format_size
+
+_MOVER_PREFIX = "kvray-mover-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeLink:
+    """How blocks get from one node to another."""
+
+    source: str
+    target: str
+    transport: str | None
+    """None: they cannot."""
+    why: str
+    bytes_per_s: float | None = None
+    """As measured lately; None: nothing has come over it yet."""
+    breaker: str = "closed"
+    error: str = ""
+    """The last failure."""
+
+
+def node_links(found: dict[str, Any]) -> list[NodeLink]:
+    """Return the link between each two nodes; `found` is what `Client.status` returned."""
+    movers = {_node(mover["mover"]): mover for mover in found.get("movers", [])}
+    peers = {
+        (_node(peer["peer"]), _node_of_shard(shard)): peer
+        for shard in found["shards"]
+        for peer in shard.get("staging", {}).get("peers", [])
+        if peer["peer"].startswith(_MOVER_PREFIX)
+    }
+    made = []
+    for target, receiver in movers.items():
+        for source, sender in movers.items():
+            if source == target:
+                continue
+            transport, why = choose(source, sender, target, receiver)
+            peer = peers.get((source, target), {})
+            made.append(
+                NodeLink(
+                    source=source,
+                    target=target,
+                    transport=transport,
+                    why=why,
+                    bytes_per_s=peer.get("bytes_per_s"),
+                    breaker=peer.get("breaker", "closed"),
+                    error=peer.get("error", ""),
+                )
+            )
+    return made
+
+
+def choose(
+    source: str, sender: dict[str, Any], target: str, receiver: dict[str, Any]
+) -> tuple[str | None, str]:
+    """Return the transport that two movers use, by their statuses, and the reason.
+
+    The receiver leaves out for a while a transport that keeps failing between them.
+    """
+    for node, mover in ((source, sender), (target, receiver)):
+        if mover["state"] != "serving":
+            return None, f"the mover of {node} is {mover['state']}: {mover.get('message', '')}"
+    lacking: list[str] = []
+    common: list[str] = []
+    for name, mine in receiver["transports"].items():
+        theirs = sender["transports"].get(name, {"available": False, "reason": "not configured"})
+        missing = [
+            f"{node} has no {name}: {end['reason']}"
+            for node, end in ((source, theirs), (target, mine))
+            if not end["available"]
+        ]
+        lacking += missing
+        if not missing:
+            common.append(name)
+    failing = {
+        link["transport"]: f"{link['transport']} keeps failing from {source}: {link['error']}"
+        for link in receiver.get("failing_links", [])
+        if link["left_out"] and _node(link["source"]) == source
+    }
+    if not common:
+        return None, "; ".join(lacking) or "no transport is configured"
+    # A transport that is left out counts as missing, unless there is no other.
+    usable = [name for name in common if name not in failing]
+    lacking += [why for name, why in failing.items() if name in common]
+    common = usable or common
+    name = common[0]
+    ends = receiver["transports"][name], sender["transports"][name]
+    return name, "; ".join(lacking) or _best(name, *ends)
+
+
+def node_links_table(links: list[NodeLink]) -> Table:
+    """Return one row for each link."""
+    table = Table(
+        title="Between nodes", title_justify="left", box=box.SIMPLE, collapse_padding=True
+    )
+    for name in ("from", "to", "transport"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("measured", justify="right")
+    table.add_column("state", no_wrap=True)
+    table.add_column("why")
+    for link in links:
+        rate = f"{format_size(link.bytes_per_s)}/s" if link.bytes_per_s else ""
+        state = "" if link.breaker == "closed" else f"[red]{link.breaker}[/]"
+        why = f"{link.why}; last error: {link.error}" if link.error and state else link.why
+        table.add_row(link.source, link.target, link.transport or "[red]none[/]", rate, state, why)
+    return table
+
+
+def _best(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
+    if name != "nixl":
+        return "the first of staging.transports that both have"
+    wires = "RDMA" if mine.get("rdma") and theirs.get("rdma") else "TCP: no RDMA device"
+    return f"both have it; {wires}"
+
+
+def _node(mover: str) -> str:
+    return mover.removeprefix(_MOVER_PREFIX)
+
+
+def _node_of_shard(shard: dict[str, Any]) -> str:
+    return str(shard["shard"]).removeprefix("kvray-shard-")

@@ -1,0 +1,122 @@
+"""The engine's pages as the worker uses them, on the host or on a device."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from kvray.connector.model.cache_layout import Part
+from kvray.store import Arena, PartRead
+from kvray.store.arena.tables import Array
+
+
+class Load(NamedTuple):
+    """Slots of one part, and the pages of its group that they are copied into."""
+
+    part: Part
+    slots: Array
+    pages: Array
+
+
+class Ticket(Protocol):
+    """Copies that were begun."""
+
+    sums: Array | None
+    """Checksums of slots that were written, if the copy made them."""
+
+    def done(self) -> bool:
+        """Whether they have ended."""
+        ...
+
+    def wait(self) -> None:
+        """Return when they have ended; other threads go on meanwhile."""
+        ...
+
+
+class Pool(Protocol):
+    """The engine's pages. The executor's thread calls all but `save`, which is the saver's."""
+
+    is_host: bool
+
+    def attend(self, arena: Arena) -> None:
+        """Make copies from and to `arena` as fast as they can be, from some time later on."""
+        ...
+
+    def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
+        """Copy leased slots into pages; each layer's bytes are there when the layer runs."""
+        ...
+
+    def wait_for_layer(self, layer: int, stream: Any) -> None:
+        """Have what follows on `stream` wait for the layer's bytes."""
+        ...
+
+    def mark(self, stream: Any) -> Any:
+        """Return the point in `stream` behind which the blocks of this pass can be read.
+
+        Raises:
+            LayoutMismatch: the pass may have run before what it needed was loaded.
+        """
+        ...
+
+    def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Any) -> Ticket:
+        """Copy pages into reserved slots once `mark` is reached."""
+        ...
+
+    def fence(self, stream: Any) -> None:
+        """Have what follows on `stream`, and later loads, wait for all copies begun before."""
+        ...
+
+    def close(self) -> None:
+        """Let go of arenas and device. Twice is fine."""
+        ...
+
+
+class Copied:
+    """The ticket of copies that have ended when it is made."""
+
+    def __init__(self, sums: Array | None = None) -> None:
+        """Carry the checksums of what was written."""
+        self.sums = sums
+
+    def done(self) -> bool:
+        """Return True: the copies ended before this ticket was made."""
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class HostPool:
+    """Pages in host memory: copies are made by the calling thread, at once."""
+
+    is_host = True
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        """Serve `parts`."""
+        self._regions: dict[int, list[Array]] = {
+            part.index: [region.pages.numpy() for region in part.regions] for part in parts
+        }
+
+    def attend(self, arena: Arena) -> None:
+        """Do nothing: copies in host memory need no preparation."""
+
+    def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
+        """Copy leased slots into pages before returning."""
+        arena.read_slots(
+            [PartRead(one.slots, self._regions[one.part.index], one.pages) for one in loads]
+        )
+        return Copied()
+
+    def wait_for_layer(self, layer: int, stream: Any) -> None:
+        """Return at once: loads end before they return."""
+
+    def mark(self, stream: Any) -> None:
+        """Return no mark: a pass on the host has ended when it returns."""
+
+    def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Any) -> Ticket:
+        """Copy pages into reserved slots before returning, and sum them."""
+        return Copied(arena.write_slots(slots, self._regions[part.index], pages))
+
+    def fence(self, stream: Any) -> None:
+        """Return at once: no copies are under way."""
+
+    def close(self) -> None:
+        """Do nothing: the pages belong to the engine."""

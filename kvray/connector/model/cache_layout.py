@@ -1,0 +1,157 @@
+"""What a rank's KV cache is made of: layer groups, the byte ranges of their pages, and parts.
+
+A block of the engine is one page in each of its layer groups. A *part* of the block is what one
+rank, or all ranks alike, hold of one group's page; it takes one slot of the arena.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from kvray.store import PartRequest
+
+
+class LayerRange(NamedTuple):
+    """Bytes of a page that some layers read: they are there before the first of these runs."""
+
+    layers: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A range of bytes that repeats once per page."""
+
+    pages: torch.Tensor
+    """u8 [num_pages, size]; rows may lie apart, bytes of a row may not. The engine's memory."""
+    steps: tuple[LayerRange, ...]
+    """The bytes of a page in order, without gap."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of one page."""
+        return self.pages.shape[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Layers whose pages are counted together."""
+
+    layers: tuple[int, ...]
+    window: int | None
+    """Tokens that its attention looks back; None: all."""
+    own: tuple[Region, ...]
+    """What differs from rank to rank."""
+    shared: tuple[Region, ...] = ()
+    """What is the same on all ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What this rank copies of one group's pages from or to one slot each."""
+
+    index: int
+    """Among the parts of a block."""
+    group: int
+    regions: tuple[Region, ...]
+    """End to end they are the slot's bytes."""
+    window_blocks: int | None
+    is_stored_here: bool
+    """Whether this rank stores it; every rank that has it reads it."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one slot."""
+        return sum(region.size for region in self.regions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLayout:
+    """The KV cache of one rank."""
+
+    groups: tuple[Group, ...]
+    dtype: str
+    kv_factor: int
+    """2 for separate keys and values, 1 for a latent (MLA) cache, 0 if groups tell."""
+    tokens_per_block: int | None
+    """As the layout has it; None: the engine's arguments have it."""
+    is_flat: bool
+    """Whether it came as one tensor."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its pages lie in host memory."""
+        group = self.groups[0]
+        return (group.own or group.shared)[0].pages.device.type == "cpu"
+
+    def num_parts(self, num_ranks: int) -> int:
+        """Return how many parts make a block of an engine of `num_ranks` whole."""
+        return len(_places(self.groups, num_ranks))
+
+    def parts(
+        self, rank: int, num_ranks: int, tokens_per_block: int, *, ranks_per_node: int = 0
+    ) -> tuple[Part, ...]:
+        """Return what `rank` reads of a block, in the order in which its lease has them.
+
+        What is the same on all ranks is stored by the first on each node, of `ranks_per_node`; 0:
+        all are on one.
+        """
+        return tuple(
+            Part(
+                index=index,
+                group=group,
+                regions=self.groups[group].shared if owner is None else self.groups[group].own,
+                window_blocks=_blocks(self.groups[group].window, tokens_per_block),
+                is_stored_here=owner == rank
+                or (owner is None and rank % (ranks_per_node or num_ranks) == 0),
+            )
+            for index, (group, owner) in enumerate(_places(self.groups, num_ranks))
+            if owner in (rank, None)
+        )
+
+    def part_requests(self, num_ranks: int, tokens_per_block: int) -> list[list[PartRequest]]:
+        """Return, for each rank, the parts that its lease must have."""
+        return [
+            [
+                PartRequest(part=part.index, window=part.window_blocks)
+                for part in self.parts(rank, num_ranks, tokens_per_block)
+            ]
+            for rank in range(num_ranks)
+        ]
+
+    def describe(self) -> str:
+        """Return what distinguishes it from other layouts, as one canonical text."""
+        groups = [
+            {
+                "layers": group.layers,
+                "window": group.window,
+                "own": [_describe(region) for region in group.own],
+                "shared": [_describe(region) for region in group.shared],
+            }
+            for group in self.groups
+        ]
+        return json.dumps(groups, sort_keys=True, separators=(",", ":"))
+
+
+def _places(groups: Sequence[Group], num_ranks: int) -> list[tuple[int, int | None]]:
+    """Return (group, rank) of every part of a block; rank None: the same on all ranks."""
+    places: list[tuple[int, int | None]] = []
+    for index, group in enumerate(groups):
+        if group.own:
+            places += [(index, rank) for rank in range(num_ranks)]
+        if group.shared:
+            places.append((index, None))
+    return places
+
+
+def _blocks(window: int | None, tokens_per_block: int) -> int | None:
+    """Return how many trailing blocks a window needs at most; None: all."""
+    return None if window is None else max(1, -(-window // tokens_per_block))
+
+
+def _describe(region: Region) -> list[object]:
+    return [region.size, [[*step] for step in region.steps]]

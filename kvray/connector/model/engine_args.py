@@ -1,0 +1,238 @@
+"""What the engine says of itself: read from `llm_args`, refused where no connector could serve it.
+
+`llm_args` is TensorRT-LLM's `TorchLlmArgs`, a pydantic model whose fields differ from version to
+version; some are not there before 1.2 or 1.3. It is given to the connector on every rank, and
+nothing that differs from rank to rank enters the namespace.
+"""
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvray.connector.model.adapters import fingerprints_dir
+from kvray.connector.model.checkpoint import CheckpointConfig, find_checkpoint, read_checkpoint
+from kvray.connector.model.refusals import refuse_unsupported
+from kvray.connector.request.fields import canonical_text, field_of, number_of, text_of, to_text
+from kvray.connector.request.media_tokens import MediaTokens
+from kvray.errors import ConfigError
+from kvray.identity.fingerprint import fingerprint_model
+
+_log = logging.getLogger("kvray.connector")
+
+_QUANTIZATION = (
+    "quant_algo",
+    "kv_cache_quant_algo",
+    "group_size",
+    "smoothquant_val",
+    "clamp_val",
+    "use_meta_recipe",
+    "has_zero_point",
+    "pre_quant_scale",
+    "exclude_modules",
+    "quantized_layers",
+)
+_OVERRIDES = (
+    "model_kwargs",
+    "rope_scaling",
+    "rope_theta",
+    "max_seq_len",
+    "dtype",
+    "revision",
+    "checkpoint_format",
+    "checkpoint_loader",
+    "force_dynamic_quantization",
+    "sparse_attention_config",
+)
+_CACHE_OVERRIDES = ("max_attention_window", "sink_token_length")
+"""A window decides what a token attends to, and with it the keys and values of the next layer."""
+_ADAPTERS = (
+    "lora_ckpt_source",
+    "lora_target_modules",
+    "trtllm_modules_to_hf_modules",
+    "swap_gate_up_proj_lora_b_weight",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineArgs:
+    """The engine's settings that decide what its blocks are and which of them may be shared."""
+
+    model: str
+    """The checkpoint's path, or its name on a hub."""
+    tokens_per_block: int
+    num_ranks: int
+    rank: int
+    block_reuse: bool
+    partial_reuse: bool
+    quantization: str
+    """Weight and KV quantisation as the engine names them, as one text."""
+    overrides: str
+    """What changes the checkpoint's own configuration or weights, as one text."""
+    attention_backend: str
+    engine: str
+    ranks_per_node: int
+    """How many ranks a node has; 0: not said, and all are on one."""
+    attention_dp: bool
+    """Each rank has a whole KV cache for requests of its own."""
+    is_compiled: bool
+    """The model is compiled by torch: hooks on its layers may not fire."""
+    windows: tuple[int, ...]
+    """The different attention windows that kv_cache_config names, in tokens, ascending."""
+    adapters: str
+    """How the engine reads LoRA adapters, as one text; enters the keys of requests with one."""
+    is_mla: bool | None
+    """Keys and values are one latent vector; None: the checkpoint does not say."""
+    num_layers: int | None
+    """Layers with attention; None: the checkpoint does not say."""
+    latent_elems: int | None
+    """Elements of a token's latent vector in one layer; None: there is none, or not said."""
+    media_tokens: MediaTokens | None
+    """What stands for media in prompts; None: the model takes none, or nobody says."""
+    is_sparse: bool
+    """Attention picks its tokens by an index that is cached beside keys and values."""
+
+    @property
+    def num_parts_ranks(self) -> int:
+        """Ranks that each hold a share of every request's KV; with attention DP there is one."""
+        return 1 if self.attention_dp else self.num_ranks
+
+    @property
+    def part_rank(self) -> int:
+        """This rank among them."""
+        return 0 if self.attention_dp else self.rank
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the engine says that ranks which share a request are on several nodes.
+
+        Source: TensorRT-LLM deals its ranks out to nodes by `gpus_per_node`, too.
+        """
+        return not self.attention_dp and 0 < self.ranks_per_node < self.num_ranks
+
+
+def read_engine_args(llm_args: Any, *, asks_every_rank: bool) -> EngineArgs:
+    """Return the settings of `llm_args`.
+
+    Args:
+        llm_args: TensorRT-LLM's arguments.
+        asks_every_rank: `base.asks_every_rank()`.
+
+    Raises:
+        ConfigError: a setting that no connector, or not kvray, can serve; or no tokens_per_block.
+    """
+    cache = getattr(llm_args, "kv_cache_config", None)
+    model = str(field_of(llm_args, "model") or "")
+    found = find_checkpoint(model, text_of(llm_args, "revision") or None)
+    changes = field_of(llm_args, "model_kwargs")
+    checkpoint = read_checkpoint(found, changes if isinstance(changes, Mapping) else None)
+    refuse_unsupported(llm_args, checkpoint, asks_every_rank=asks_every_rank)
+    _warn_of_transfers(llm_args)
+    num_ranks = number_of(llm_args, "tensor_parallel_size", 1)
+    return EngineArgs(
+        model=model,
+        tokens_per_block=_tokens_per_block(llm_args, cache),
+        num_ranks=num_ranks,
+        rank=_rank(llm_args, num_ranks),
+        block_reuse=field_of(cache, "enable_block_reuse") is not False,
+        partial_reuse=field_of(cache, "enable_partial_reuse") is not False,
+        quantization=canonical_text(field_of(llm_args, "quant_config"), _QUANTIZATION),
+        overrides=_overrides(llm_args, cache),
+        attention_backend=text_of(llm_args, "attn_backend") or "default",
+        engine=_engine_version(),
+        ranks_per_node=number_of(llm_args, "gpus_per_node", 0),
+        attention_dp=field_of(llm_args, "enable_attention_dp") is True,
+        is_compiled=_is_compiled(llm_args),
+        windows=_windows(cache),
+        adapters=canonical_text(field_of(llm_args, "lora_config"), _ADAPTERS),
+        is_mla=checkpoint.is_mla if checkpoint else None,
+        num_layers=checkpoint.num_layers if checkpoint else None,
+        latent_elems=checkpoint.latent_elems if checkpoint else None,
+        media_tokens=checkpoint.media_tokens if checkpoint else None,
+        is_sparse=_is_sparse(llm_args, checkpoint),
+    )
+
+
+def _tokens_per_block(llm_args: Any, cache: Any) -> int:
+    found = number_of(cache, "tokens_per_block", 0) or number_of(llm_args, "tokens_per_block", 0)
+    if found < 1:
+        raise ConfigError(
+            "The engine does not say its tokens_per_block; set it in kv_cache_config."
+        )
+    return found
+
+
+def _rank(llm_args: Any, num_ranks: int) -> int:
+    """Return this process's rank among the engine's ranks.
+
+    TensorRT-LLM's own answer comes first: by it the engine decides which rank is the leader.
+    """
+    utilities = sys.modules.get("tensorrt_llm._utils")
+    if utilities is not None and hasattr(utilities, "mpi_rank"):
+        rank = int(utilities.mpi_rank())
+        if rank >= num_ranks:
+            raise ConfigError(
+                f"This is rank {rank} of an engine whose tensor_parallel_size is {num_ranks}; kvray"
+                " serves tensor parallelism only, and must know its size."
+            )
+        return rank
+    if num_ranks == 1:
+        return 0
+    parallel = field_of(llm_args, "parallel_config")
+    mapping = parallel.to_mapping() if hasattr(parallel, "to_mapping") else llm_args
+    rank = field_of(mapping, "rank")
+    if not isinstance(rank, int):
+        raise ConfigError(
+            "The engine has several ranks but does not say which one this is; start it with MPI."
+        )
+    return rank
+
+
+def _overrides(llm_args: Any, cache: Any) -> str:
+    """Return what changes the checkpoint's own configuration or weights, as one text."""
+    found = {name: field_of(llm_args, name) for name in _OVERRIDES}
+    found |= {name: field_of(cache, name) for name in _CACHE_OVERRIDES}
+    # A text in some versions, an enumeration in others; `dummy` are weights made up.
+    found["load_format"] = text_of(llm_args, "load_format").upper() or None
+    # Its adapters' embeddings take the place of the model's, for requests without one, too.
+    found["lora_dir"] = [
+        fingerprint_model(Path(path), cache_dir=fingerprints_dir())
+        for path in field_of(field_of(llm_args, "lora_config"), "lora_dir") or ()
+    ] or None
+    return to_text({name: value for name, value in found.items() if value is not None})
+
+
+def _is_compiled(llm_args: Any) -> bool:
+    is_configured = field_of(llm_args, "torch_compile_config") is not None
+    return is_configured or field_of(llm_args, "torch_compile_enabled") is True
+
+
+def _windows(cache: Any) -> tuple[int, ...]:
+    windows = field_of(cache, "max_attention_window")
+    return tuple(sorted(set(windows))) if isinstance(windows, Sequence) else ()
+
+
+def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig | None) -> bool:
+    sparse = field_of(llm_args, "sparse_attention_config")
+    # `skip_softmax` changes the arithmetic and caches nothing.
+    is_asked_for = sparse is not None and text_of(sparse, "algorithm") != "skip_softmax"
+    return is_asked_for or (checkpoint is not None and checkpoint.has_index_cache)
+
+
+def _warn_of_transfers(llm_args: Any) -> None:
+    """Warn where blocks may come from another server: upstream does not test it with connectors."""
+    if field_of(field_of(llm_args, "cache_transceiver_config"), "backend") is not None:
+        _log.warning(
+            "kvray: cache_transceiver_config is set: a server that only generates gets its blocks"
+            " from another one and can use no connector; leave kv_connector_config out there."
+        )
+
+
+def _engine_version() -> str:
+    tensorrt_llm = sys.modules.get("tensorrt_llm")
+    version = getattr(tensorrt_llm, "__version__", None)
+    if version is None:
+        return "reference"
+    return "tensorrt_llm " + ".".join(str(version).split(".")[:2])

@@ -1,0 +1,139 @@
+"""What a namespace calls the engine's model: a `model_key`, or the fingerprint of its checkpoint.
+
+A fingerprint takes as long as reading the checkpoint does, so it is found out in the background
+while the engine starts and serves. Until then nothing has keys: nothing is promised or saved.
+"""
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+from kvray.errors import ConfigError
+from kvray.identity.checkpoint import Progress
+from kvray.identity.fingerprint import fingerprint_model, stamp_model
+
+_log = logging.getLogger("kvray.connector")
+
+_SAY_S = 30.0
+_STOP_S = 5.0
+
+
+class ModelName:
+    """The name of one engine's model.
+
+    What crosses threads: `name`, `failure` and the progress, written by the threads that read the
+    checkpoint and by no other, and `_stopped`, which ends them.
+    """
+
+    def __init__(self, model: str, model_key: str | None, *, cache_dir: Path) -> None:
+        """Begin to find out, if `model_key` does not say it.
+
+        Args:
+            model: path of the checkpoint.
+            model_key: what to call it instead.
+            cache_dir: where digests of files outlive the process.
+        """
+        self.name = "" if model_key is None else f"key:{model_key}"
+        """Empty while it is not known."""
+        self.is_given = model_key is not None
+        self.failure = ""
+        """Why it will not be known, as a sentence; empty: it is, or may still be."""
+        self._model = model
+        self._cache_dir = cache_dir
+        self._stamp = ""
+        """Of the files when the engine started: it may have read what they were then."""
+        self._progress = Progress()
+        self._began_at = self._said_at = 0.0
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        if not self.is_given:
+            try:
+                self._start()
+            except ConfigError as error:
+                _log.debug("kvray: %s", error)  # `find` raises it, where the engine's start fails
+
+    def find(self, wait_s: float) -> str:
+        """Return the name, waiting a little for it; empty if that is not long enough, or fails.
+
+        Raises:
+            ConfigError: there is no checkpoint.
+        """
+        if not self.name and not self.failure:
+            self._start().join(wait_s)
+        if not self.name and not self.failure:
+            self._say("is being read to tell it from others")
+        return self.name
+
+    def counters(self) -> dict[str, int]:
+        """Return how far it is, for `kvray status`; nothing once it is known."""
+        if self.name:
+            return {}
+        return {
+            "fingerprint_bytes": self._progress.total_bytes,
+            "fingerprint_bytes_read": self._progress.done_bytes,
+            "fingerprint_failed": int(bool(self.failure)),
+        }
+
+    def close(self) -> None:
+        """End the reading; `find` begins it again. Twice is fine."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._stopped.set()
+            thread.join(_STOP_S)
+
+    def _start(self) -> threading.Thread:
+        if self._thread is not None:
+            return self._thread
+        if not self._model or not Path(self._model).exists():
+            raise ConfigError(
+                f"The checkpoint {self._model!r} is not on this machine, so it cannot be told from"
+                " others; name model and revision in connector.model_key."
+            )
+        self._stamp = self._stamp or stamp_model(self._model)
+        stopped = self._stopped = threading.Event()
+        self._progress = Progress(on_step=lambda: self._step(stopped))
+        self._began_at = self._said_at = time.monotonic()
+        self._thread = threading.Thread(
+            target=self._read, args=(stopped,), name="kvray-model", daemon=True
+        )
+        self._thread.start()
+        return self._thread
+
+    def _read(self, stopped: threading.Event) -> None:
+        try:
+            found = fingerprint_model(
+                self._model, cache_dir=self._cache_dir, progress=self._progress
+            )
+            if stamp_model(self._model) != self._stamp:
+                raise ConfigError(
+                    f"The files of {self._model} have changed since the engine started, so nobody"
+                    " can tell which ones it has read; start it again."
+                )
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the engine goes on without
+            if not stopped.is_set():
+                self.failure = str(error) or repr(error)
+                _log.error("kvray: the engine goes on without the tier: %s", self.failure)
+            return
+        seconds = time.monotonic() - self._began_at
+        _log.info("kvray: the checkpoint is told from others after %.1f s", seconds)
+        self.name = f"sha256:{found}"
+
+    def _step(self, stopped: threading.Event) -> None:
+        if stopped.is_set():
+            raise ConfigError("The reading of the checkpoint was stopped.")
+        if time.monotonic() >= self._said_at + _SAY_S:
+            self._say("is still being read")
+
+    def _say(self, what: str) -> None:
+        self._said_at = time.monotonic()
+        done, total = self._progress.done_bytes, self._progress.total_bytes
+        left_s = (total - done) / max(done, 1) * (self._said_at - self._began_at)
+        _log.warning(
+            "kvray: the checkpoint %s, %.1f of %.1f GB%s; until then the engine goes without the"
+            " tier. connector.model_key names the model at once.",
+            what,
+            done / 1e9,
+            total / 1e9,
+            f", about {left_s:.0f} s left" if left_s >= 1 else "",
+        )

@@ -1,0 +1,163 @@
+"""Set-ups that a connector would serve wrongly, refused at the start with what to change.
+
+TensorRT-LLM checks some of them from one version on and others never: 1.1 and 1.2 refuse pipeline
+parallelism and the policy, 1.3 also context parallelism, beams, the host cache, several windows
+and Mamba. Each rank checks all of them, so that the start fails cleanly on each.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvray.connector.model.checkpoint import CheckpointConfig
+from kvray.connector.request.fields import field_of, number_of, text_of
+from kvray.errors import ConfigError
+
+Reasons = Iterator[tuple[bool, str]]
+"""Pairs of whether something is so, and the sentence that refuses it."""
+
+_SPECULATIVE = ("medusa_choices", "lookahead_decoding_config", "eagle_config")
+
+
+def refuse_unsupported(
+    llm_args: Any, checkpoint: CheckpointConfig | None, *, asks_every_rank: bool
+) -> None:
+    """Refuse settings that no connector, or not kvray, can serve.
+
+    Args:
+        llm_args: TensorRT-LLM's arguments.
+        checkpoint: what the checkpoint says of itself; None: nothing.
+        asks_every_rank: whether this TensorRT-LLM asks every rank's connector under attention DP.
+
+    Raises:
+        ConfigError: there is one; the sentence says what to change.
+    """
+    cache = getattr(llm_args, "kv_cache_config", None)
+    for reasons in (
+        _parallelism(llm_args, asks_every_rank=asks_every_rank),
+        _decoding(llm_args, cache),
+        _cache(llm_args, cache, checkpoint),
+        _model(checkpoint),
+    ):
+        for is_so, sentence in reasons:
+            if is_so:
+                raise ConfigError(sentence)
+
+
+def _parallelism(llm_args: Any, *, asks_every_rank: bool) -> Reasons:
+    for name, what in (
+        ("pipeline_parallel_size", "pipeline parallelism"),
+        ("context_parallel_size", "context parallelism"),
+        ("max_beam_width", "beam search"),
+    ):
+        is_several = number_of(llm_args, name, 1) > 1
+        yield is_several, f"kvray does not serve engines with {what}; set {name} to 1."
+    yield (
+        field_of(llm_args, "enable_attention_dp") is True and not asks_every_rank,
+        "This version of TensorRT-LLM asks the connector of rank 0 only, but with attention data"
+        " parallelism every rank has requests; unset enable_attention_dp or upgrade TensorRT-LLM.",
+    )
+    # Up to 1.2 the connector's collectives are MPI's, which see one rank under Ray.
+    is_ray = text_of(llm_args, "orchestrator_type") == "ray"
+    yield (
+        is_ray and number_of(llm_args, "tensor_parallel_size", 1) > 1,
+        "Under Ray's orchestrator TensorRT-LLM's connector reaches one rank only; unset"
+        " orchestrator_type or set tensor_parallel_size to 1.",
+    )
+
+
+def _decoding(llm_args: Any, cache: Any) -> Reasons:
+    decoding = field_of(llm_args, "decoding_config")
+    is_speculative = field_of(llm_args, "speculative_config") is not None or any(
+        field_of(decoding, name) is not None for name in _SPECULATIVE
+    )
+    yield is_speculative, "kvray does not serve speculative decoding; unset speculative_config."
+    policy = text_of(field_of(llm_args, "scheduler_config"), "capacity_scheduler_policy")
+    yield (
+        policy not in ("", "GUARANTEED_NO_EVICT") and not _has_second_manager(cache),
+        f"Under the policy {policy} the first cache manager takes blocks back that a connector"
+        " reads; set scheduler_config.capacity_scheduler_policy to GUARANTEED_NO_EVICT.",
+    )
+    yield (
+        text_of(llm_args, "attn_backend") == "VANILLA",
+        "The VANILLA attention backend makes blocks of max_num_tokens tokens, which are hardly"
+        " ever shared; set attn_backend to TRTLLM.",
+    )
+
+
+def _cache(llm_args: Any, cache: Any, checkpoint: CheckpointConfig | None) -> Reasons:
+    for name, what in (("host_cache_size", "host"), ("disk_cache_size", "disk")):
+        yield (
+            number_of(cache, name, 0) > 0,
+            f"TensorRT-LLM's own {what} cache and a connector exclude each other; unset"
+            f" kv_cache_config.{name}, kvray's tiers take its place.",
+        )
+    yield (
+        _is_fp4(llm_args, cache, checkpoint),
+        "An FP4 KV cache keeps its scales in a pool that no connector is given; set"
+        " kv_cache_config.dtype to fp8.",
+    )
+    windows = field_of(cache, "max_attention_window")
+    yield (
+        isinstance(windows, list | tuple)
+        and len(set(windows)) > 1
+        and not _has_second_manager(cache),
+        "The first cache manager hands a connector the layers of one attention window only; give"
+        " one window in kv_cache_config.max_attention_window or set use_kv_cache_manager_v2 to"
+        " true.",
+    )
+    yield (
+        isinstance(windows, list | tuple) and min(windows, default=1) < 1,
+        "An attention window below 1 stands for layers with a recurrent state, which is outside of"
+        " the KV cache; serve this model without kv_connector_config.",
+    )
+    yield (
+        field_of(cache, "enable_swa_scratch_reuse") is True,
+        "With scratch pages the blocks outside of a window are not kept; set"
+        " kv_cache_config.enable_swa_scratch_reuse to false.",
+    )
+    yield (
+        field_of(llm_args, "kv_cache_compression_config") is not None,
+        "A compressed KV cache lacks tokens that its blocks are named after; unset"
+        " kv_cache_compression_config.",
+    )
+    sparse = field_of(llm_args, "sparse_attention_config")
+    yield (
+        field_of(sparse, "sparse_disable_index_value") is False,
+        "The values of this sparse attention's index are outside of the KV cache; set"
+        " sparse_attention_config.sparse_disable_index_value to true.",
+    )
+
+
+def _model(checkpoint: CheckpointConfig | None) -> Reasons:
+    if checkpoint is None:
+        return
+    yield (
+        bool(checkpoint.recurrent),
+        "Layers with a recurrent state keep it outside of the KV cache (the checkpoint's"
+        f" {checkpoint.recurrent}); serve this model without kv_connector_config.",
+    )
+    yield (
+        checkpoint.is_encoder_decoder,
+        "The keys and values of an encoder-decoder model depend on more than its tokens; serve"
+        " this model without kv_connector_config.",
+    )
+
+
+def _has_second_manager(cache: Any) -> bool:
+    """Return whether the second cache manager, which reports layer groups, may be in use.
+
+    It is a switch from 1.3 on, and becomes a choice with a third value, `auto`.
+    """
+    return field_of(cache, "use_kv_cache_manager_v2") not in (None, False)
+
+
+def _is_fp4(llm_args: Any, cache: Any, checkpoint: CheckpointConfig | None) -> bool:
+    """Return whether keys and values have 4 bits; what kv_cache_config says goes first.
+
+    Of its types only `fp8` and `nvfp4` take the place of the checkpoint's.
+    """
+    dtype = text_of(cache, "dtype").lower()
+    if "fp4" in dtype or dtype == "fp8":
+        return dtype != "fp8"
+    algorithm = text_of(field_of(llm_args, "quant_config"), "kv_cache_quant_algo")
+    return "FP4" in algorithm.upper() or (checkpoint is not None and checkpoint.has_fp4_cache)

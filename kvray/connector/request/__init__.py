@@ -1,0 +1,1 @@
+"""What TensorRT-LLM says of one request: salt, adapter, media, priorities; read, never changed."""

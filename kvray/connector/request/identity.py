@@ -1,0 +1,174 @@
+"""What besides its tokens distinguishes a request: salt, LoRA adapter and media; or a bypass.
+
+Whatever enters the keys and values of a request beside its tokens either enters its keys or makes
+it bypass the cache. Fields are those of TensorRT-LLM's `LlmRequest`: its bindings, and from 1.1 on
+the Python attributes beside them (`py_...`); versions lack some of them. The first cache manager
+asks with a copy that has the bindings' alone; `docs/tensorrt_llm.md` has a table of them.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kvray.connector.request.media import MEDIA_FIELDS, media_items
+from kvray.identity.keys import MediaItem
+from kvray.identity.tenant import TenantSalts
+
+FingerprintAdapter = Callable[[int, str], bytes | None]
+"""From an adapter's task number and path to what tells it from others, as `Adapters` does."""
+
+_UNNAMED = (
+    "prompt_embedding_table",
+    "py_prompt_embedding_table",
+    "prompt_vocab_size",
+    "input_token_extra_ids",
+    "position_ids",
+    "token_type_ids",
+    "language_adapter_uid",
+    "py_encoder_output",
+    "py_encoder_input_features",
+    "encoder_tokens",
+    "encoder_input_features",
+    "cross_attention_mask",
+)
+"""Prompt tuning, positions other than 0, 1, 2, ..., encoders: nothing that has a name of its own.
+
+The engine sets `position_ids` where one prompt is spread over ranks, and nowhere else.
+"""
+_SALTS = ("cache_salt", "cache_salt_id")
+_LORA = ("lora_task_id", "py_lora_path", "lora_weights", "lora_config")
+_FIELDS = (*_UNNAMED, *MEDIA_FIELDS, *_SALTS, *_LORA)
+_EMPTY: dict[str, type] = {
+    **dict.fromkeys(("input_token_extra_ids", "position_ids", "encoder_tokens"), list),
+    **dict.fromkeys((name for name in MEDIA_FIELDS if name.startswith("multimodal_")), list),
+    "py_multimodal_data": dict,
+}
+"""Fields that some versions leave empty where there is nothing, and what is empty then."""
+
+_ITEMS = ("multimodal_hashes", "multimodal_positions", "multimodal_lengths")
+_REGULAR = (
+    *_ITEMS,
+    *_LORA,
+    "multimodal_embedding",
+    "multimodal_item_run_cu_offsets",
+    "multimodal_run_positions",
+    "multimodal_run_lengths",
+    "mrope_rotary_cos_sin",
+    "mrope_position_deltas",
+    "prompt_embedding_table",
+    "prompt_vocab_size",
+    "position_ids",
+    "py_multimodal_data",
+)
+"""What every request of a version has, or none: bound, or set whenever Python makes a request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What enters the keys of a request beside its tokens."""
+
+    salt: str | int | None
+    lora: bytes | None
+    media: tuple[MediaItem, ...]
+    tenant_id: int = 0
+    """What an arena knows the request's tenant by; 0: it has none."""
+
+
+_PLAIN = Identity(salt=None, lora=None, media=())
+
+
+def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity | None:
+    """Return the identity of an engine's request.
+
+    None: something enters its KV that cannot be told from here (an adapter without a path, or one
+    whose files have changed; media without digests; prompt embeddings; an encoder's output): such
+    a request bypasses the cache.
+
+    Raises:
+        ConfigError: a media digest of unknown form, or an adapter that cannot be read.
+        Exception: whatever a field raises when it is read, or that is of an unknown type.
+    """
+    if _has_encoder(request):
+        return None
+    values = [(name, getattr(request, name, None)) for name in _FIELDS]
+    fields = {name: value for name, value in values if value is not None}
+    if not fields:
+        return _PLAIN  # most requests; the rest need not be as fast
+    fields = {name: value for name, value in fields.items() if not _is_empty(name, value)}
+    if any(name in fields for name in _UNNAMED):
+        return None
+    media = media_items(fields, prompt_len=prompt_len_of(request))
+    lora = _lora(fields, fingerprint_adapter)
+    if media is None or lora is None:
+        return None
+    # The text says more than its number, which is a hash of it.
+    salt = next((fields[name] for name in _SALTS if name in fields), None)
+    if not (salt is None or isinstance(salt, str) or type(salt) is int):
+        return None
+    return Identity(salt=salt, lora=lora or None, media=media)
+
+
+def keep_apart(identity: Identity, tenants: TenantSalts) -> Identity | None:
+    """Return `identity` with the salt of its tenant; None: the request names none.
+
+    Such a request would get a salt that no other has. What it stores nobody could find, so it
+    bypasses the cache instead.
+    """
+    derived = tenants.derive(identity.salt)
+    if derived is None:
+        return None
+    return replace(identity, salt=derived.salt, tenant_id=derived.tenant_id)
+
+
+def prompt_len_of(request: Any) -> int:
+    """Return how many tokens the engine counts as the prompt; without end if it does not say.
+
+    Raises:
+        TypeError: that is no number of tokens.
+    """
+    said: Any = getattr(request, "prompt_len", 2**31)
+    if type(said) is not int or said < 0:
+        raise TypeError(f"a prompt of {said!r} tokens")
+    return said
+
+
+class Regularity:
+    """Which fields the requests of one engine have: all of them the same.
+
+    A field that others have and one lacks was renamed, or lost on the way here. What it would have
+    said of the request cannot be told then.
+    """
+
+    def __init__(self) -> None:
+        """Have seen none."""
+        self._seen: set[str] = set()
+
+    def is_lacking(self, request: Any) -> bool:
+        """Whether a request lacks fields that others have, or that never come one by one."""
+        has = {name for name in _REGULAR if hasattr(request, name)}
+        if any(hasattr(request, name) for name in _SALTS):
+            has.add("a salt")  # as text or as a number of it
+        self._seen |= has
+        return self._seen != has or len(has.intersection(_ITEMS)) not in (0, len(_ITEMS))
+
+
+def _lora(fields: dict[str, Any], fingerprint_adapter: FingerprintAdapter) -> bytes | None:
+    """Return what tells a request's adapter from others; empty: it has none; None: untold."""
+    if not any(name in fields for name in _LORA):
+        return b""
+    task_id, path = fields.get("lora_task_id"), fields.get("py_lora_path")
+    if type(task_id) is not int or not isinstance(path, str | os.PathLike) or not str(path):
+        return None
+    return fingerprint_adapter(task_id, str(path))
+
+
+def _has_encoder(request: Any) -> bool:
+    # `encoder_output_len` itself raises for requests without an encoder.
+    encoder_output_len = getattr(request, "try_get_encoder_output_len", None)
+    return encoder_output_len is not None and encoder_output_len() is not None
+
+
+def _is_empty(name: str, value: Any) -> bool:
+    """Whether a field says that there is nothing."""
+    return type(value) is _EMPTY.get(name) and not value

@@ -1,0 +1,146 @@
+"""The images, videos and sounds of a request, as they enter the keys of its blocks.
+
+The engine names an item by a digest of its pixels or samples, without their shape (1.2) and
+without what the model's processor was told to make of them, and shows where its tokens stand.
+"""
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from kvray.connector.request.fields import are_whole, to_text
+from kvray.errors import ConfigError
+from kvray.identity.block import frame
+from kvray.identity.keys import MediaItem
+
+MEDIA_FIELDS = (
+    "multimodal_hashes",
+    "multimodal_positions",
+    "multimodal_lengths",
+    "multimodal_uuids",
+    "multimodal_item_runs",
+    "multimodal_item_run_cu_offsets",
+    "multimodal_run_positions",
+    "multimodal_run_lengths",
+    "multimodal_embedding",
+    "py_multimodal_data",
+    "mrope_rotary_cos_sin",
+)
+"""Fields of a request of which at least one is set if it has media."""
+_NUMBERS = {name for name in MEDIA_FIELDS if name.startswith("multimodal_")} - {
+    "multimodal_uuids",
+    "multimodal_embedding",
+}
+_TEXT_ONLY = {"mrope_config"}
+"""What `py_multimodal_data` has of a prompt without media: positions that follow from its length.
+
+Source: the input processors of Qwen's vision models, which make it for every prompt.
+"""
+
+
+def media_items(fields: Mapping[str, Any], *, prompt_len: int) -> tuple[MediaItem, ...] | None:
+    """Return the media items of a request; None if there are some without digest or position.
+
+    Args:
+        fields: those of MEDIA_FIELDS that are set.
+        prompt_len: tokens of the prompt. An item that begins behind it would enter no key.
+
+    Raises:
+        ConfigError: a digest of unknown form.
+    """
+    hashes: Any = fields.get("multimodal_hashes")
+    if hashes is None:
+        return () if _is_text_only(fields) else None
+    numbers = [fields[name] for name in MEDIA_FIELDS if name in fields and name in _NUMBERS]
+    if not are_whole(numbers):
+        return None
+    extents = _extents(fields, len(hashes))
+    if extents is None or not all(_is_within(extent, prompt_len) for extent in extents):
+        return None
+    return tuple(
+        MediaItem(
+            position=extent[0],
+            digest=frame(_packed(words), to_text(extent).encode(), _turned(fields, extent)),
+        )
+        for extent, words in zip(extents, hashes, strict=True)
+    )
+
+
+def _is_within(extent: tuple[Any, ...], prompt_len: int) -> bool:
+    """Whether an item begins in the prompt and has a length, if that is told."""
+    length = extent[1] if len(extent) > 1 else 1
+    return 0 <= extent[0] < prompt_len and (not isinstance(length, int) or length > 0)
+
+
+def _is_text_only(fields: Mapping[str, Any]) -> bool:
+    named = [name for name in MEDIA_FIELDS if name in fields]
+    data = fields.get("py_multimodal_data")
+    is_position_only = isinstance(data, dict) and set(data) <= _TEXT_ONLY
+    return not named or (named == ["py_multimodal_data"] and is_position_only)
+
+
+def _extents(fields: Mapping[str, Any], num_items: int) -> list[tuple[Any, ...]] | None:
+    """Return where each item begins and what else is said of its tokens: length, runs of them.
+
+    All of it is part of the item's digest. The tokens after a block tell how far an item reaches,
+    but the keys and values in the block may depend on that already: an image's tokens may attend
+    to all of the image. And items that are woven into one another differ in their runs only.
+
+    Returns:
+        (position, more...) of each item, position first; None if that cannot be told.
+    """
+    runs = _runs(fields)
+    positions = fields.get("multimodal_positions")
+    if positions is None and runs is not None:
+        positions = [item[0][0] if item else -1 for item in runs]
+    if positions is None:
+        return None
+    columns = [positions, fields.get("multimodal_lengths"), runs]
+    given = [column for column in columns if column is not None]
+    if any(len(column) != num_items for column in given):
+        return None
+    return list(zip(*given, strict=True))
+
+
+def _runs(fields: Mapping[str, Any]) -> Any:
+    """Return the runs of tokens of each item; None where the engine tells of none.
+
+    Source: main has them as offsets into two flat lists, branches that feed it as a list of
+    (position, length, offsets without an embedding) for each item.
+    """
+    offsets: Any = fields.get("multimodal_item_run_cu_offsets")
+    if offsets is None:
+        return fields.get("multimodal_item_runs")
+    columns = [fields.get(f"multimodal_run_{name}", ()) for name in ("positions", "lengths")]
+    if any(len(column) != offsets[-1] for column in columns):
+        return []  # of another form than the items: such a request bypasses the cache
+    flat = list(zip(*columns, strict=True))
+    return [flat[start:end] for start, end in pairwise(offsets)]
+
+
+def _turned(fields: Mapping[str, Any], extent: tuple[Any, ...]) -> bytes:
+    """Return a digest of how far keys are turned at an item's tokens; empty if that is not told.
+
+    It tells apart what has equal pixels in another shape, or equal frames at another rate.
+
+    Source: `mrope_config` of Qwen's input processors, positions of shape [3, 1, prompt_len].
+    """
+    data = fields.get("py_multimodal_data")
+    config = data.get("mrope_config") if isinstance(data, dict) else None
+    positions: Any = config.get("mrope_position_ids") if isinstance(config, dict) else None
+    is_readable = getattr(getattr(positions, "device", None), "type", None) == "cpu"
+    if not is_readable or len(extent) < 2 or not isinstance(extent[1], int):
+        return b""
+    turned = np.asarray(positions[..., extent[0] : extent[0] + extent[1]])
+    return hashlib.sha256(turned.astype("<i8").tobytes()).digest()
+
+
+def _packed(numbers: list[int]) -> bytes:
+    """Return a digest that came as words of 32 bits, with or without a sign."""
+    if not numbers or not all(-(2**31) <= number < 2**32 for number in numbers):
+        raise ConfigError("A media digest is not made of words of 32 bits; kvray knows none such.")
+    return struct.pack(f"<{len(numbers)}I", *(number & 0xFFFFFFFF for number in numbers))

@@ -1,0 +1,130 @@
+"""Tells the requests of one engine apart: by salt, tenant, adapter and media."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvray.connector.model.adapters import Adapters, fingerprints_dir
+from kvray.connector.request.identity import (
+    Identity,
+    Regularity,
+    identify,
+    keep_apart,
+    prompt_len_of,
+)
+from kvray.connector.request.media_tokens import MediaTokens
+from kvray.errors import ConfigError
+from kvray.identity.tenant import TenantSalts
+
+_log = logging.getLogger("kvray.connector")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRequest:
+    """A prompt that has keys, or would have them if its model had a name."""
+
+    request_id: int
+    tokens: list[int]
+    prompt_len: int
+    """Tokens that the engine counts as the prompt; at most all."""
+    num_computed: int
+    """Leading tokens that the engine has itself."""
+    identity: Identity
+
+    def num_askable(self, tokens_per_block: int) -> int:
+        """Return how many leading blocks may be promised: the engine computes the last token."""
+        return (self.prompt_len - 1) // tokens_per_block
+
+
+class RequestIdentifier:
+    """Used by the engine's executor thread."""
+
+    def __init__(
+        self,
+        totals: Counter[str],
+        *,
+        adapters: str,
+        media_tokens: MediaTokens | None,
+        tenants: TenantSalts | None,
+    ) -> None:
+        """Count requests without a tenant in `totals`.
+
+        Args:
+            totals: of the engine.
+            adapters: `EngineArgs.adapters`.
+            media_tokens: `EngineArgs.media_tokens`.
+            tenants: derives the salts of tenants; None: there are none.
+        """
+        self.tenants = tenants
+        self.adapters = Adapters(settings=adapters, cache_dir=fingerprints_dir())
+        self.hides_media = False
+        """Whether the engine was seen to ask about a request without showing its media."""
+        self._totals = totals
+        self._media_tokens = media_tokens
+        self._regularity = Regularity()
+        self._warned = False
+
+    def read(self, request: Any, num_computed: Any) -> AskedRequest | None:
+        """Return what the engine asks about; None: it cannot be told, or is not what it should be.
+
+        Args:
+            request: the object that the engine asks with; it may lack what Python knows of it.
+            num_computed: leading tokens that the engine has itself.
+
+        Raises:
+            ConfigError: as `identify`.
+        """
+        try:
+            tokens, prompt_len = request.get_tokens(0), prompt_len_of(request)
+            if type(tokens) is not list or not tokens:
+                return None
+            if type(num_computed) is not int or not 0 <= num_computed <= len(tokens):
+                return None
+            identity = self._identify_asked(request, tokens)
+        except ConfigError:
+            raise
+        except Exception:  # noqa: BLE001 - a foreign object may be anything, and raise what it likes
+            return None
+        if identity is None:
+            return None
+        return AskedRequest(
+            request_id=request.request_id,
+            tokens=tokens,
+            prompt_len=min(len(tokens), prompt_len),
+            num_computed=num_computed,
+            identity=identity,
+        )
+
+    def identify(self, request: Any) -> Identity | None:
+        """Return what the request itself shows of what enters its keys; None: it has no keys.
+
+        Raises:
+            ConfigError: as `identity.identify`.
+            Exception: as `identity.identify`.
+        """
+        identity = identify(request, self.adapters.fingerprint)
+        if identity is None or self.tenants is None:
+            return identity
+        kept_apart = keep_apart(identity, self.tenants)
+        if kept_apart is None:
+            self._totals["tenantless_requests"] += 1
+            if not self._warned:
+                self._warned = True
+                _log.warning(
+                    "kvray: a request names no tenant, so it shares nothing and nothing of it is"
+                    " kept; have what admits requests set cache_salt to <tenant>/<salt>"
+                    " (said once)."
+                )
+        return kept_apart
+
+    def _identify_asked(self, request: Any, tokens: Sequence[int]) -> Identity | None:
+        if self._regularity.is_lacking(request):
+            return None
+        identity = self.identify(request)
+        # Only Python attributes tell of some media, and a copy of the request lacks those.
+        if identity is None or identity.media or hasattr(request, "py_multimodal_data"):
+            return identity
+        is_text = self._media_tokens is None or not self._media_tokens.may_be_in(tokens)
+        return identity if is_text and not self.hides_media else None

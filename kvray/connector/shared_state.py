@@ -1,0 +1,213 @@
+"""The state that scheduler and worker of one engine process share.
+
+The engine builds both halves in one process (rank 0) from the same `llm_args` object and never
+introduces them to each other. They meet here: the worker registers its pool, without which no
+namespace is complete, and the scheduler keys requests with that namespace.
+"""
+
+import atexit
+import logging
+import os
+import weakref
+from typing import Any, Protocol
+
+from kvray import node
+from kvray.config import KVRayConfig, load_config
+from kvray.connector.base import KvCacheConnectorScheduler, asks_every_rank
+from kvray.connector.boundary import Boundary
+from kvray.connector.figures.engine_figures import EngineFigures
+from kvray.connector.meta import Release
+from kvray.connector.model.cache_layout import CacheLayout
+from kvray.connector.model.engine_args import EngineArgs, read_engine_args
+from kvray.connector.pending_reads import PendingReads
+from kvray.connector.promise import Promise
+from kvray.connector.registered_pool import RegisteredPool
+from kvray.connector.request_identifier import RequestIdentifier
+from kvray.errors import ConfigError
+from kvray.identity.tenant import TenantSalts
+from kvray.node import NodeLink
+from kvray.store.machine.access import Access
+
+_log = logging.getLogger("kvray.connector")
+
+
+class Closable(Protocol):
+    """A half of the connector."""
+
+    def shutdown(self) -> None:
+        """Let go of the tier. Twice is fine."""
+        ...
+
+
+class SharedState:
+    """Of one engine in this process; `shared_state_for` returns it.
+
+    The engine's executor thread calls both halves, one after the other. Between them cross the
+    registered pool, which requests are parked (`parked`), and which pages saves still read
+    (`pending_reads`, which the saver's thread writes too).
+    """
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        config: KVRayConfig,
+        link: NodeLink,
+        tenants: TenantSalts | None = None,
+    ) -> None:
+        """Start without a pool: the worker registers it.
+
+        Args:
+            args: of the engine.
+            config: of the tier.
+            link: to the node's part of it.
+            tenants: derives the salts of tenants; None: there are none.
+        """
+        self.args = args
+        self.config = config
+        self.link = link
+        self.figures = EngineFigures()
+        self.boundary = Boundary(self.figures.totals)
+        self.identifier = RequestIdentifier(
+            self.figures.totals,
+            adapters=args.adapters,
+            media_tokens=args.media_tokens,
+            tenants=tenants,
+        )
+        self.pool = RegisteredPool(
+            args,
+            link,
+            model_key=config.connector.model_key,
+            replica=config.connector.replica,
+        )
+        self.parked: dict[int, Promise] = {}
+        """Parked requests -> what they wait for; the worker notes there that the engine asks."""
+        self.pending_reads = PendingReads()
+        self.has_ranks_away = False
+        """Whether the shard has found ranks of this engine on other nodes."""
+        self.to_release: list[Release] = []
+        """Leases of ranks on other nodes; the next pass tells those ranks to end them."""
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether ranks that each hold a share of a request's KV are on several nodes."""
+        return self.has_ranks_away or self.args.is_spread
+
+    @property
+    def takes_offers_later(self) -> bool:
+        """Whether the runtime may come back for an offer after passes without it.
+
+        Such a runtime calls `cancel_load` for what it will never come back for.
+        """
+        return hasattr(KvCacheConnectorScheduler, "cancel_load")
+
+    @property
+    def may_stage(self) -> bool:
+        """Whether the shard may be asked to stage blocks; not before it says that it could."""
+        return self.pool.has_peers and self.config.connector.stage_wait_s > 0
+
+    @property
+    def loads_later(self) -> bool:
+        """Whether requests are parked while their blocks are made ready."""
+        return self.config.connector.load == "async"
+
+    @property
+    def verifies_promises(self) -> bool:
+        """Whether blocks are checked before they are promised; parked ones are while they wait."""
+        return self.verifies_loads and not self.loads_later
+
+    @property
+    def verifies_loads(self) -> bool:
+        """Whether loaded blocks are checked: always, never, or because the pool is on the host."""
+        mode = self.config.connector.verify_on_load
+        return mode == "always" or (mode == "auto" and self.pool.is_host)
+
+    def register(self, layout: CacheLayout) -> None:
+        """Register this rank's pool; errors as `RegisteredPool.register`."""
+        tenants = self.identifier.tenants
+        check = None if tenants is None else tenants.check
+        self.pool.register(layout, self.figures, tenants_check=check)
+
+    def is_being_read(self, request_id: int) -> bool:
+        """Whether a save of this rank still reads the request's pages.
+
+        Pages in host memory are read by the end of their pass.
+        """
+        return not self.pool.is_host and request_id in self.pending_reads
+
+    def close(self) -> None:
+        """Give the link back: one half has ended, the other may go on.
+
+        Without its scheduler nothing has keys, and without its worker no use.
+        """
+        self.pool.model_name.close()
+        self.link.detach()
+
+
+def shared_state_for(llm_args: Any, config_path: str | None) -> SharedState:
+    """Return the state of the engine that `llm_args` describes, one for both halves of a process.
+
+    Raises:
+        ConfigError: the configuration, or an engine setting, cannot be used.
+    """
+    args = read_engine_args(llm_args, asks_every_rank=asks_every_rank())
+    config = load_config(config_path)
+    if args.is_spread and config.connector.stage_wait_s == 0:
+        raise ConfigError(
+            f"The engine has {args.num_ranks} ranks, {args.ranks_per_node} on a node; only the"
+            " shards can say what all of them have, and connector.stage_wait_s is 0: raise it."
+        )
+    secret_file = config.security.tenant_secret_file
+    # Read before anything is keyed: an engine of tenants must not start without its secret.
+    tenants = None if secret_file is None else TenantSalts.read(secret_file)
+    link = node.attach(
+        config.node_dir,
+        label=config.connector.replica or f"engine-{os.getpid()}",
+        lock_wait_s=config.arena.lock_wait_s,
+        attach_retry_s=config.connector.attach_retry_s,
+        access=Access.of(config.arena.group),
+    )
+    if not args.block_reuse:
+        _log.warning(
+            "kvray: kv_cache_config.enable_block_reuse is false: the engine ignores every match;"
+            " set it to true to load from the tier."
+        )
+    return link.member(llm_args, args, lambda: SharedState(args, config, link, tenants))
+
+
+def registered_state(shared: SharedState) -> SharedState:
+    """Return the state whose worker has registered its pool, as seen from the scheduler's half.
+
+    That is `shared` itself unless the runtime gave the halves two copies of its arguments. Then it
+    is the latest state of this process with equal arguments whose worker has not been shut down.
+    Two engines with equal arguments have pools of one layout. If they do not, the workers end the
+    engine rather than load a wrong block: they check the metadata's namespace against their own.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if shared.pool.is_registered:
+        return shared
+    for other in shared.link.members():
+        if not isinstance(other, SharedState) or other.args != shared.args:
+            continue
+        if other.pool.is_registered:
+            return other
+    raise ConfigError(
+        "No worker of this process has registered its pool for this configuration; give scheduler"
+        " and worker class the same arguments and the same configuration file."
+    )
+
+
+def shut_down_at_exit(half: Closable) -> None:
+    """Shut down a half of the connector when the interpreter ends, if it lives until then.
+
+    TensorRT-LLM has no shutdown call. The half is not kept alive, and with it the engine's pool.
+    """
+    reference, pid = weakref.ref(half), os.getpid()
+
+    def shut_down() -> None:
+        living = reference()
+        if living is not None and os.getpid() == pid:
+            living.shutdown()
+
+    atexit.register(shut_down)

@@ -1,0 +1,124 @@
+"""What names a block: its key, and the namespace that seeds the keys."""
+
+import hashlib
+import operator
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import NewType
+
+from kvray.errors import ConfigError
+
+BlockKey = NewType("BlockKey", bytes)
+"""32 bytes: the sha256 digest chained over all tokens up to and including the block's."""
+
+KEY_BYTES = 32
+KEY_FORMAT_VERSION = 2
+UNNAMED = "fingerprinting"
+"""`Namespace.model` of a rank whose model has no name yet, and why its requests miss.
+
+Nothing is keyed with it: two models may have it at once.
+"""
+
+
+def split_keys(keys: bytes) -> list[BlockKey]:
+    """Return the keys that lie end to end in `keys`, which the caller knows to be whole."""
+    return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+
+
+def namespace_id(digest: bytes) -> int:
+    """Return what an arena knows a namespace by: the first 4 bytes of its digest, little-endian.
+
+    0 stands for one that is not known.
+    """
+    return int.from_bytes(digest[:4], "little")
+
+
+def frame(*items: bytes) -> bytes:
+    """Join `items` so that no two different lists give equal bytes (each behind its u64 length)."""
+    return b"".join(struct.pack("<Q", len(item)) + item for item in items)
+
+
+def tagged(value: str | int, *, what: str) -> bytes:
+    """Return `value` as bytes that tell text from number and are equal in every process.
+
+    Not `repr`, which writes a numpy integer or a character that is new to Unicode differently
+    from one installation to the next. A lone surrogate, which JSON can carry, is kept as it is.
+
+    Raises:
+        ConfigError: `value`, which the message calls `what`, is neither text nor whole number.
+    """
+    if isinstance(value, str):
+        return b"str:" + value.encode("utf-8", "surrogatepass")
+    try:
+        return b"int:%x" % operator.index(value)
+    except TypeError:
+        raise ConfigError(
+            f"{what} must be a text or a whole number, not a {type(value).__name__}."
+        ) from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Namespace:
+    """All that makes blocks of equal tokens unequal bytes, one field a cause.
+
+    Two replicas share blocks exactly if every field is equal. `part` figures describe the bytes
+    that one rank holds of a block.
+    """
+
+    model: str
+    """`model_key`, the fingerprint of the checkpoint, or `UNNAMED` as long as neither is known."""
+    quantization: str
+    """Weight and KV quantisation, as the engine names them."""
+    overrides: str
+    """RoPE, length and other overrides of the checkpoint's own configuration."""
+    kv_dtype: str
+    """Element type of the pool."""
+    num_layers: int
+    kv_factor: int
+    """2 for separate keys and values, 1 for a latent (MLA) cache."""
+    tokens_per_block: int
+    part_bytes: int
+    """Bytes of one rank's part of a block."""
+    num_parts: int
+    """Ranks that each hold different bytes of a block."""
+    tp_layout: str
+    """How heads are dealt to ranks, for example `tp2`."""
+    layer_groups: str
+    """Which layers' pages are counted together, their windows, and what a page is made of."""
+    attention_backend: str
+    engine: str
+    """Engine name and major.minor version."""
+    key_format: int = KEY_FORMAT_VERSION
+
+    def digest(self) -> bytes:
+        """Return the 32 bytes that stand for this namespace in every key.
+
+        They are the sha256 of the framed items `kvray.namespace` and, field by field, its name
+        and its value, a text as `str:` and its UTF-8, a number as `int:` and its hex digits.
+
+        Raises:
+            ConfigError: a field is neither a text nor a whole number.
+        """
+        items = [b"kvray.namespace"]
+        for field in fields(self):
+            items += field.name.encode(), tagged(getattr(self, field.name), what=field.name)
+        return hashlib.sha256(frame(*items)).digest()
+
+    def difference(self, other: "Namespace") -> dict[str, tuple[object, object]]:
+        """Return field -> (own value, other's value) for every field that differs."""
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return {name: (mine, theirs) for name, mine, theirs in pairs if mine != theirs}
+
+    def to_wire(self) -> dict[str, object]:
+        """Return a plain mapping for msgpack; `from_wire` is its inverse."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @classmethod
+    def from_wire(cls, values: Mapping[str, object]) -> "Namespace":
+        """Build a namespace from `to_wire`'s mapping.
+
+        Raises:
+            TypeError: a field is missing or unknown.
+        """
+        return cls(**values)  # type: ignore[arg-type]

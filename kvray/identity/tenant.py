@@ -1,0 +1,103 @@
+"""Tenants: callers of an engine's API who share its tier and must not learn of each other.
+
+A request names its tenant in its cache salt, `<tenant>/<salt>` or the tenant alone. Whoever admits
+requests to the engine writes the tenant there; kvray cannot know who is calling. With a secret that
+the tenants do not have, what is salted is not that text but
+
+    HMAC-SHA256(secret, frame("kvray.tenant", tenant, salt)), as hex digits
+
+so that no other tenant, and nobody without the secret, can name a key of this one. Engines that
+hand on only a number, a hash of the salt, have no tenant in it; the number stands for both:
+
+    HMAC-SHA256(secret, frame("kvray.tenant.id", the number's hex digits)), as hex digits
+"""
+
+import hashlib
+import hmac
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from kvray.config import TENANT_NAME
+from kvray.identity.block import frame, namespace_id, tagged
+from kvray.identity.secret_file import read_secret
+
+_REMEMBERED = 4096
+"""Salts whose derivation is remembered."""
+_SALT_MAX = 256
+"""Characters of a salt that is: what callers choose must not fill the memory."""
+_NAME = re.compile(TENANT_NAME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantSalt:
+    """What a request of a tenant is keyed with."""
+
+    salt: str
+    """Takes the place of the request's own salt."""
+    tenant_id: int
+    """What an arena knows the tenant by, for its quota; see `tenant_id`."""
+
+
+class TenantSalts:
+    """Derives salts with one secret, equal in every process that has it."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        # The same users come again and again, and the engine waits for this.
+        self._derived = lru_cache(maxsize=_REMEMBERED)(self._derive)
+
+    @classmethod
+    def read(cls, path: Path) -> "TenantSalts":
+        """Derive with the secret in the file of `security.tenant_secret_file`.
+
+        Raises:
+            ConfigError: it has none that can be used; nothing may be keyed without.
+        """
+        return cls(read_secret(path, setting="security.tenant_secret_file"))
+
+    @property
+    def check(self) -> str:
+        """What tells equal secrets from unequal ones, and says nothing else of them."""
+        return self._mac(b"kvray.tenant.check")[:16]
+
+    def derive(self, salt: str | int | None) -> TenantSalt | None:
+        """Return what to key a request with, by its cache salt; None: it names no tenant.
+
+        Such a request must share nothing with any other.
+
+        Raises:
+            ConfigError: a salt that is neither text nor whole number.
+        """
+        if salt is None:
+            return None
+        if not isinstance(salt, str):
+            number = tagged(salt, what="The cache salt")
+            return TenantSalt(salt=self._mac(b"kvray.tenant.id", number), tenant_id=_id_of(number))
+        return self._derived(salt) if len(salt) <= _SALT_MAX else self._derive(salt)
+
+    def _derive(self, salt: str) -> TenantSalt | None:
+        tenant, _, rest = salt.partition("/")
+        if not _NAME.fullmatch(tenant):
+            return None
+        own = rest.encode("utf-8", "surrogatepass")
+        return TenantSalt(
+            salt=self._mac(b"kvray.tenant", tenant.encode(), own),
+            tenant_id=tenant_id(tenant),
+        )
+
+    def _mac(self, *items: bytes) -> str:
+        return hmac.new(self._secret, frame(*items), hashlib.sha256).hexdigest()
+
+
+def tenant_id(tenant: str) -> int:
+    """Return what an arena knows a tenant by: never 0, which is nobody's.
+
+    A hash of 32 bits: two tenants that share one would share a quota, but no block.
+    """
+    return _id_of(tenant.encode())
+
+
+def _id_of(name: bytes) -> int:
+    return namespace_id(hashlib.sha256(frame(b"kvray.tenant", name)).digest()) or 1

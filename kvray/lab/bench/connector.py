@@ -1,0 +1,318 @@
+"""`kvray bench connector`: the time that the connector takes of an engine's thread."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+from numpy.random import default_rng
+
+from kvray.config import KVRayConfig, format_size
+from kvray.errors import ConfigError, KVRayError
+from kvray.lab.bench.connector_engine import BLOCK_STEP, BenchEngine, Prompt, Sample
+from kvray.lab.bench.connector_tier import ConnectorTier
+from kvray.lab.bench.report import Report, Row, cores, hash_rows, value_row
+from kvray.lab.bench.runner import (
+    LONG_TOKENS,
+    SHORT_TOKENS,
+    TOKENS_PER_BLOCK,
+    Duration,
+    Pair,
+    Runner,
+)
+
+NUM_SLOTS = 65_536
+"""As many as a default arena of 4 GiB has: the tables, not the blocks, are looked up."""
+
+_VOCABULARY = 128_000
+_WARM_UP = 0.1
+"""Share of the requests that are served before those that count."""
+_LONG_SHARE = 5
+"""Of very long prompts that many times fewer are measured."""
+_FULL = 32
+_METADATA_BYTES_MOST = 8.0
+_STEPS = {
+    "match": "    of it: match and lease",
+    "plan": "    of it: plan of the pass",
+    "finish": "    of it: end of the request",
+    "pickle": "besides: pickling the metadata",
+    "load": "besides: start_load_kv without copies",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Requests of one kind."""
+
+    name: str
+    """Start of its figures' names."""
+    title: str
+    num_tokens: int = SHORT_TOKENS
+    """Of the prefix that is stored; a prompt has one token more."""
+    num_ranks: int = 1
+    batch: int = 1
+    """Requests in one pass."""
+    is_stored: bool = True
+    verify: bool = False
+    has_neighbour: bool = False
+    most_ms: float | None = None
+    """Target of the median."""
+    most_p99_ms: float | None = None
+
+    def count(self, num_requests: int) -> int:
+        """Return how many batches are served for `num_requests` of a usual case."""
+        share = _LONG_SHARE if self.num_tokens > SHORT_TOKENS else 1
+        return max(2, num_requests // share)
+
+    @property
+    def num_prompts(self) -> int:
+        """Different prompts that are served in turn: an engine's pool never has the next one."""
+        return 2 if self.num_tokens > SHORT_TOKENS else 16 if self.batch == 1 else 2 * self.batch
+
+
+CASES = (
+    Case(name="leader", title="8k tokens, all stored", most_ms=0.4, most_p99_ms=1.0),
+    Case(name="leader_1k", title="1k tokens, all stored", num_tokens=1024),
+    Case(name="leader_128k", title="128k tokens, all stored", num_tokens=LONG_TOKENS),
+    Case(name="leader_tp2", title="8k tokens, all stored, 2 ranks", num_ranks=2),
+    Case(name="leader_tp4", title="8k tokens, all stored, 4 ranks", num_ranks=4),
+    Case(name="leader_tp8", title="8k tokens, all stored, 8 ranks", num_ranks=8),
+    Case(name="leader_verified", title="8k tokens, all stored, verified", verify=True),
+    Case(name="leader_batch", title=f"8k tokens, all stored, {_FULL} in a pass", batch=_FULL),
+    Case(name="leader_contended", title="8k tokens, beside a writer", has_neighbour=True),
+    Case(name="leader_miss", title="8k tokens, none stored", is_stored=False),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """The measured requests of a case."""
+
+    case: Case
+    samples: list[Sample]
+    collections_s: list[float]
+    """Runs of Python's garbage collector meanwhile."""
+
+    @property
+    def num_missed(self) -> int:
+        """How many requests were promised less than is stored."""
+        expected = self.case.num_tokens if self.case.is_stored else 0
+        return sum(hit < expected for sample in self.samples for hit in sample.hit_tokens)
+
+    def rows(self) -> list[Row]:
+        """Return the rows of the median and of the slowest percent."""
+        pairs = [
+            Pair(ours=Duration(seconds=one.leader_s), floor=Duration(seconds=one.hash_s))
+            for one in self.samples
+        ]
+        case = self.case
+        limits = {"most_ms": case.most_ms, "most_p99_ms": case.most_p99_ms}
+        return hash_rows(case.title, case.name, pairs, **limits)
+
+    def step_rows(self) -> list[Row]:
+        """Return the parts of the leader's time, and the work that comes on top, as medians."""
+        return [
+            value_row(
+                title,
+                "ms",
+                1000 * statistics.median(one.calls.get(name, 0.0) for one in self.samples),
+                f"{self.case.name}_{name}_ms_p50",
+            )
+            for name, title in _STEPS.items()
+        ]
+
+
+def measure_connector(
+    settings: KVRayConfig, *, num_requests: int, block_bytes: int, runner: Runner
+) -> Report:
+    """Take all cases.
+
+    Raises:
+        ConfigError: no pool has blocks of that size.
+        KVRayError: there is no room, or too little was found again.
+    """
+    if block_bytes % BLOCK_STEP:
+        raise ConfigError(
+            f"--block {format_size(block_bytes)} is no multiple of {BLOCK_STEP} bytes; give one."
+        )
+    # Engines warn that there is no shard; here that is as it should be.
+    logging.getLogger("kvray.node").setLevel(logging.ERROR)
+    capacity = NUM_SLOTS * block_bytes
+    runner.show("Starting", total=sum(case.count(num_requests) for case in CASES))
+    tier = ConnectorTier(settings, capacity=capacity, block_bytes=block_bytes, runner=runner)
+    taken = []
+    for case in CASES:
+        runner.show(f"Measuring {case.title}")
+        taken.append(_take(case, tier, num_requests, runner))
+    return _report(taken, _small_metadata(tier), block_bytes, capacity)
+
+
+def _take(case: Case, tier: ConnectorTier, num_requests: int, runner: Runner) -> Taken:
+    """Serve the requests of a case.
+
+    Another engine stores the prompts before, as an earlier replica would.
+
+    Raises:
+        KVRayError: so many were missed that their figures would mean nothing.
+    """
+    tier.clear()
+    count, pool = case.count(num_requests), _pool_blocks(case.num_tokens, case.batch)
+    prompts = [_prompt(case.num_tokens, seed) for seed in range(case.num_prompts)]
+    if case.is_stored:
+        _serve(tier, case, _pool_blocks(case.num_tokens, 1), ([one] for one in prompts))
+    samples: list[Sample] = []
+
+    def note(sample: Sample) -> None:
+        samples.append(sample)
+        runner.advance()
+
+    with (
+        BenchEngine(tier, num_ranks=case.num_ranks, num_blocks=pool, verify=case.verify) as engine,
+        tier.neighbour() if case.has_neighbour else nullcontext(),
+    ):
+        batches = _batches(case, prompts)
+        engine.serve(itertools.islice(batches, max(1, int(_WARM_UP * count))), lambda _: None)
+        gc.collect()
+        gc.freeze()
+        with _Collections() as collections:
+            engine.serve(itertools.islice(batches, count), note)
+        gc.unfreeze()
+    taken = Taken(case=case, samples=samples, collections_s=collections.seconds)
+    if 2 * taken.num_missed > count * case.batch and not case.has_neighbour:
+        raise KVRayError(
+            f"{taken.num_missed} of {count * case.batch} requests of the bench did not find"
+            " their stored blocks; run it again when the machine is quiet, or raise"
+            " arena.lock_wait_s."
+        )
+    return taken
+
+
+def _small_metadata(tier: ConnectorTier) -> list[Row]:
+    """Return the rows of the pickled metadata of a pass with next to nothing to tell."""
+    tier.clear()
+    tiny, one = _prompt(1, 0), _prompt(TOKENS_PER_BLOCK, 1)
+    first = _serve(tier, CASES[0], 4, [[tiny], [one]])
+    second = _serve(tier, CASES[0], 4, [[one]])
+    one_block = max(first[1].meta_bytes, second[0].meta_bytes)
+    return [
+        value_row(f"metadata, {title}", "bytes", num_bytes, f"metadata_bytes_{name}")
+        for name, title, num_bytes in (
+            ("empty", "nothing to load or save", first[0].meta_bytes),
+            ("one_block", "one block", one_block),
+        )
+    ]
+
+
+def _serve(
+    tier: ConnectorTier, case: Case, pool_blocks: int, batches: Iterable[list[Prompt]]
+) -> list[Sample]:
+    """Serve `batches` by an engine of their own, in chunks as engines do."""
+    samples: list[Sample] = []
+    with BenchEngine(
+        tier, num_ranks=case.num_ranks, num_blocks=pool_blocks, chunk_tokens=SHORT_TOKENS
+    ) as engine:
+        engine.serve(batches, samples.append)
+    return samples
+
+
+def _batches(case: Case, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
+    """Yield batches without end: stored prompts in turn, or prompts that never were stored."""
+    seeds = itertools.count(len(prompts))
+    stored = itertools.cycle(prompts)
+    while True:
+        yield [
+            next(stored) if case.is_stored else _prompt(case.num_tokens, next(seeds))
+            for _ in range(case.batch)
+        ]
+
+
+def _prompt(num_tokens: int, seed: int) -> Prompt:
+    """Return a prompt whose first `num_tokens` tokens can be a hit."""
+    rng = default_rng((num_tokens, seed))
+    tokens: Prompt = rng.integers(0, _VOCABULARY, num_tokens + 1).tolist()
+    return tokens
+
+
+def _pool_blocks(num_tokens: int, batch: int) -> int:
+    """Return the blocks of a batch: the engine's pool has no more, so that it keeps none."""
+    return batch * (num_tokens // TOKENS_PER_BLOCK + 1)
+
+
+def _report(
+    taken: list[Taken], small_metadata: list[Row], block_bytes: int, capacity: int
+) -> Report:
+    """Return all rows, those of the first case with its parts."""
+    main, *others = taken
+    rows = [*main.rows(), *main.step_rows()]
+    for one in others:
+        rows += one.rows()
+    longest_ms = 1000 * max(main.collections_s, default=0.0)
+    note = (
+        f"Medians over {len(main.samples)} requests of the leader's time for one; blocks of"
+        f" {format_size(block_bytes)} in an arena of {format_size(capacity)}, on {cores()}. The"
+        " bare work is hashing the prompt alone. Python's garbage collector ran"
+        f" {len(main.collections_s)} times in the first case, for at most {longest_ms:.2g} ms."
+    )
+    for one in taken:
+        if one.num_missed:
+            note += f"\n{one.num_missed} requests found the arena busy: {one.case.title}."
+    return Report(
+        rows=[*rows, _metadata_row(taken), *small_metadata],
+        note=note,
+        facts={
+            "missed_requests": {one.case.name: one.num_missed for one in taken},
+            "requests": len(main.samples),
+            "gc_runs": len(main.collections_s),
+            "gc_ms_max": round(longest_ms, 4),
+            "block_bytes": block_bytes,
+            "capacity_bytes": capacity,
+        },
+    )
+
+
+def _metadata_row(taken: list[Taken]) -> Row:
+    by_name = {one.case.name: one for one in taken}
+    blocks = SHORT_TOKENS // TOKENS_PER_BLOCK
+    loaded, saved = (
+        max(sample.meta_bytes for sample in by_name[name].samples)
+        for name in ("leader", "leader_miss")
+    )
+    worst = max(loaded, saved) / blocks
+    return Row(
+        title=f"metadata of {blocks} blocks, for each block and rank",
+        unit="bytes",
+        ours=worst,
+        figures={
+            "metadata_bytes_per_block_rank": worst,
+            "metadata_bytes_load": loaded,
+            "metadata_bytes_save": saved,
+        },
+        is_met=worst <= _METADATA_BYTES_MOST,
+    )
+
+
+class _Collections:
+    """Seconds that Python's garbage collector took, one entry a collection."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began = 0.0
+
+    def __enter__(self) -> _Collections:
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.seconds.append(time.perf_counter() - self._began)

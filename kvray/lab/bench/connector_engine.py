@@ -1,0 +1,315 @@
+"""A reference engine whose passes compute nothing, so that the connector's own time is seen.
+
+Executor, cache manager and connector manager are the reference engine's, and so is the order of
+their calls; the connector is the real one over a real arena. Only the model is missing. All ranks
+of one engine share this process: the workers of the others are called after that of rank 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from kvray import connector
+from kvray.errors import KVRayError
+from kvray.lab.bench.connector_tier import ConnectorTier
+from kvray.lab.bench.runner import TOKENS_PER_BLOCK
+from kvray.lab.bench.worker import hash_bare
+from kvray.lab.reference.cache_manager import KVCacheManager
+from kvray.lab.reference.connector_manager import KvCacheConnectorManager
+from kvray.lab.reference.engine_options import EngineOptions
+from kvray.lab.reference.executor import Executor
+from kvray.lab.reference.intake import Intake, Orders
+from kvray.lab.reference.llm_args import KvCacheConfig, LlmArgs, ParallelConfig
+from kvray.lab.reference.llm_args import Mapping as RankMapping
+from kvray.lab.reference.model import KVGeometry
+from kvray.lab.reference.request import LlmRequest, ScheduledRequests
+
+if TYPE_CHECKING:
+    from kvray.connector.base import KvCacheConnectorWorker
+    from kvray.lab.reference.model_engine import ModelEngine
+
+_LEADER_CALLS = {
+    "get_num_new_matched_tokens": "match",
+    "update_state_after_alloc": "alloc",
+    "build_connector_meta": "plan",
+    "request_finished": "finish",
+}
+_ELEMENT_BYTES = 4
+_NUM_LAYERS = 2
+_NEW_TOKEN = 0
+
+BLOCK_STEP = _NUM_LAYERS * 2 * TOKENS_PER_BLOCK * _ELEMENT_BYTES
+"""A block's bytes are a multiple of this: one element of a head, in all layers and tokens."""
+
+Prompt = list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Times of one batch of requests, from its arrival to its end."""
+
+    num_requests: int
+    calls: dict[str, float]
+    """Seconds by name: `match`, `alloc`, `plan` and `finish` of the leader, `load` of its worker;
+    and `pickle`, of the metadata of their pass."""
+    hash_s: float
+    """Bare hashing of the same prompts, right after."""
+    meta_bytes: int
+    """The metadata, pickled."""
+    hit_tokens: list[int]
+    """Promised to each request."""
+
+    @property
+    def leader_s(self) -> float:
+        """All that the leader did, a request."""
+        return sum(self.calls.get(name, 0.0) for name in _LEADER_CALLS.values()) / self.num_requests
+
+
+class BenchEngine:
+    """One replica; `with` ends it and waits until its saves are done."""
+
+    def __init__(
+        self,
+        tier: ConnectorTier,
+        *,
+        num_ranks: int,
+        num_blocks: int,
+        verify: bool = False,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            tier: where blocks are stored.
+            num_ranks: ranks that each hold a part of every block.
+            num_blocks: blocks in its pool; the connector is asked for all others.
+            verify: whether blocks are checked before they are promised.
+            chunk_tokens: the longest piece of a prompt in one pass; None: all of it.
+        """
+        self._options = EngineOptions(
+            num_blocks=num_blocks,
+            tokens_per_block=TOKENS_PER_BLOCK,
+            max_batch_size=num_blocks,
+            enable_chunked_prefill=chunk_tokens is not None,
+            chunk_tokens=chunk_tokens,
+            num_threads=1,
+        )
+        self._times = CallTimes()
+        config_path = tier.config_path(verify=verify)
+        args = [_args_of(rank, num_ranks) for rank in range(num_ranks)]
+        geometry = KVGeometry(
+            num_layers=_NUM_LAYERS, num_kv_heads=1, head_dim=tier.block_bytes // BLOCK_STEP
+        )
+        self._cache = KVCacheManager(geometry, self._options)
+        pool = self._cache.get_unique_primary_pool()
+        self._scheduler = _bound("KvRayScheduler", config_path)(args[0])
+        self._workers = [_bound("KvRayWorker", config_path)(one) for one in args]
+        for rank, worker in enumerate(self._workers):
+            worker.register_kv_caches(torch.zeros_like(pool) if rank else pool)
+        self._link = tier.attach()
+        if self._link.arena is None:
+            raise KVRayError("The bench's engine did not find its arena; run it again.")
+        self._meta: object = None
+        self._time_calls()
+        self._manager = KvCacheConnectorManager(
+            cast("KvCacheConnectorWorker", _AllRanks(self._workers)), self._scheduler
+        )
+        self._cache.connector = self._manager
+        self._request_ids = itertools.count(1)
+
+    def __enter__(self) -> BenchEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self._scheduler.shutdown()
+        for worker in self._workers:
+            worker.shutdown()
+        self._link.detach()
+
+    def serve(self, batches: Iterable[Sequence[Prompt]], note: Callable[[Sample], None]) -> None:
+        """Answer one batch of prompts after the other with one token each.
+
+        Args:
+            batches: prompts; those of one batch are in one pass.
+            note: is given the times of each batch when it has ended.
+
+        Raises:
+            Exception: whatever ended the engine.
+        """
+        arrivals = _Arrivals(self._requests(batches), lambda done: note(self._sample(done)))
+        executor = Executor(
+            cast("ModelEngine", _NoModel(self._manager)),
+            self._cache,
+            cast("Intake", arrivals),
+            self._options,
+            self._manager,
+        )
+        executor.run()
+        if executor.failure is not None:
+            raise executor.failure
+
+    def _time_calls(self) -> None:
+        """Time the calls of the leader and of its worker; keep the metadata of each pass."""
+        for method, name in _LEADER_CALLS.items():
+            self._times.watch(self._scheduler, method, name)
+        build = self._scheduler.build_connector_meta
+
+        def build_and_keep(output: Any) -> object:
+            self._meta = build(output)
+            return self._meta
+
+        self._scheduler.build_connector_meta = build_and_keep
+        self._times.watch(self._link.arena, "read_slots", "copy")
+        self._times.watch(self._workers[0], "start_load_kv", "load", without="copy")
+
+    def _requests(self, batches: Iterable[Sequence[Prompt]]) -> Iterator[list[LlmRequest]]:
+        for batch in batches:
+            yield [
+                LlmRequest(next(self._request_ids), prompt, max_new_tokens=1) for prompt in batch
+            ]
+
+    def _sample(self, done: Sequence[LlmRequest]) -> Sample:
+        packed = self._times.time("pickle", lambda: pickle.dumps(self._meta))
+        calls = self._times.take()
+        prompts = [request.get_tokens(0)[: request.prompt_len] for request in done]
+        began = time.perf_counter()
+        for prompt in prompts:
+            hash_bare(prompt)
+        return Sample(
+            num_requests=len(done),
+            calls=calls,
+            hash_s=(time.perf_counter() - began) / len(done),
+            meta_bytes=len(packed),
+            hit_tokens=[request.py_num_connector_matched_tokens for request in done],
+        )
+
+
+class CallTimes:
+    """Seconds by name since the last `take`."""
+
+    def __init__(self) -> None:
+        """Start with nothing timed."""
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def watch(self, target: Any, method: str, name: str, *, without: str = "") -> None:
+        """Time every call of a method of one object, without the time of `without` meanwhile."""
+        call = getattr(target, method)
+
+        def timed_call(*args: Any) -> Any:
+            inner_s = self._seconds.get(without, 0.0)
+            try:
+                return self.time(name, lambda: call(*args))
+            finally:
+                self._seconds[name] += inner_s - self._seconds.get(without, 0.0)
+
+        vars(target)[method] = timed_call
+
+    def time(self, name: str, call: Callable[[], Any]) -> Any:
+        """Return the result of `call`, and add its time to `name`."""
+        began = time.perf_counter()
+        try:
+            return call()
+        finally:
+            self._seconds[name] += time.perf_counter() - began
+
+    def take(self) -> dict[str, float]:
+        """Return the times so far, and start again from nothing."""
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        return seconds
+
+
+class _AllRanks:
+    """In place of rank 0's worker: passes each call on to the workers of all ranks in turn."""
+
+    def __init__(self, workers: Sequence[KvCacheConnectorWorker]) -> None:
+        self._workers = workers
+
+    def register_kv_caches(self, kv_cache_tensor: Any) -> None:
+        """Do nothing: each rank has registered a pool of its own."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            # Rank 0's answer: no load of the bench is parked, no save outlives its pass.
+            answers = [getattr(worker, name)(*args) for worker in self._workers]
+            return answers[0]
+
+        return call
+
+
+class _NoModel:
+    """In place of `ModelEngine`: the calls around each layer, and a token for each request."""
+
+    def __init__(self, hooks: KvCacheConnectorManager) -> None:
+        self._hooks = hooks
+
+    def forward(self, batch: ScheduledRequests, _: Mapping[int, int]) -> dict[int, int]:
+        for layer in range(_NUM_LAYERS):
+            self._hooks.layer_pre_hook(layer)
+            self._hooks.layer_post_hook(layer)
+        return {
+            request.request_id: _NEW_TOKEN
+            for request in batch.all_requests()
+            if request.is_last_context_chunk
+        }
+
+
+class _Arrivals:
+    """In place of `Intake`: a batch arrives when the one before it has ended."""
+
+    def __init__(
+        self, batches: Iterator[list[LlmRequest]], note: Callable[[list[LlmRequest]], None]
+    ) -> None:
+        self._batches = batches
+        self._note = note
+        self._done: list[LlmRequest] = []
+        self._num_due = 0
+
+    def take(self, *, has_work: bool) -> Orders:
+        if has_work:
+            return Orders()
+        batch = next(self._batches, None)
+        if batch is None:
+            return Orders(is_stop=True)
+        self._num_due = len(batch)
+        return Orders(submitted=batch)
+
+    def pause(self, timeout_s: float) -> None:
+        time.sleep(timeout_s)
+
+    def progress(self, requests: Iterable[LlmRequest]) -> None:
+        pass
+
+    def end(self, request: LlmRequest, error: KVRayError | None = None) -> None:
+        if error is not None:
+            raise error
+        self._done.append(request)
+        if len(self._done) == self._num_due:
+            done, self._done = self._done, []
+            self._note(done)
+
+    def close(self, make_error: Callable[[], KVRayError]) -> None:
+        pass
+
+
+def _args_of(rank: int, num_ranks: int) -> LlmArgs:
+    mapping = RankMapping(world_size=num_ranks, rank=rank, tp_size=num_ranks)
+    return LlmArgs(
+        model="bench",
+        tensor_parallel_size=num_ranks,
+        parallel_config=ParallelConfig(mapping=mapping),
+        kv_cache_config=KvCacheConfig(tokens_per_block=TOKENS_PER_BLOCK),
+    )
+
+
+def _bound(name: str, config_path: object) -> Any:
+    """Return a class of the connector as TensorRT-LLM finds it, with a configuration file."""
+    return getattr(connector, f"{name}@{config_path}")

@@ -1,0 +1,169 @@
+"""`kvray bench lookup`: memory and time of the lookup's index, as its actor uses it."""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+
+from kvray.actors.lookup.lookup import Announcement, Lookup
+from kvray.actors.shard.announcer import ANNOUNCED_MAX
+from kvray.errors import KVRayError
+from kvray.identity.block import KEY_BYTES
+from kvray.lab.bench.report import Report, Row, cores, value_row
+from kvray.lab.bench.runner import Duration, Runner, median_s, percentile_s, timed
+
+MATCHED = 4096
+"""Keys of one query: a prompt of 131,072 tokens."""
+
+_QUERIES = 300
+_BYTES_MOST = 250.0
+_QUERY_MS_MOST = 2.0
+_ANNOUNCE_MS_MOST = 50.0
+_FIRST, _SECOND = "first", "second"
+
+
+def measure_lookup(num_entries: int, *, runner: Runner) -> Report:
+    """Fill an index, ask it, and have a shard dropped.
+
+    Raises:
+        KVRayError: a block that was announced was not found.
+    """
+    return LookupBench(max(1, num_entries // ANNOUNCED_MAX), runner).take_all()
+
+
+class LookupBench:
+    """One lookup, and the announcements of two shards to it."""
+
+    def __init__(self, num_batches: int, runner: Runner) -> None:
+        """Make a lookup whose code is loaded, and that is empty."""
+        self._num_batches = num_batches
+        self._runner = runner
+        runner.show("Starting", total=2 * num_batches + 3 * _QUERIES)
+        self._random = random.Random(0)
+        self._sequences = dict.fromkeys((_FIRST, _SECOND), 0)
+        # The interpreter loads some code only at the first announcement.
+        self._lookup = Lookup()
+        for shard in self._sequences:
+            self._announce(shard, _batch(-1))
+            self._lookup.drop(shard)
+        self._lookup = Lookup()
+        gc.freeze()  # as the actor does
+
+    def take_all(self) -> Report:
+        """Return all that is measured, in the order in which it is measured."""
+        num_entries = self._num_batches * ANNOUNCED_MAX
+        empty = _resident_bytes()
+        announce = self._announce_all(_FIRST)
+        one_holder = (_resident_bytes() - empty) / num_entries
+        match = self._ask("match", self._matched)
+        match_warm = self._ask("match again", self._matched, chain=self._chain())
+        locate = self._ask("locate", self._located)
+        self._announce_all(_SECOND)
+        two_holders = (_resident_bytes() - empty) / num_entries
+        drop_ms = 1000 * timed(lambda: self._lookup.drop(_FIRST)).seconds
+        purge = self._purge()
+        keys, announced = f"{MATCHED:,} keys", f"{ANNOUNCED_MAX:,} keys"
+        entry = "lookup_bytes_per_entry"
+        rows = [
+            value_row("memory for each entry", "bytes", one_holder, entry, most=_BYTES_MOST),
+            value_row("    with two holders", "bytes", two_holders, f"{entry}_2_holders"),
+            *_rows(f"match of {keys}", "lookup_match", match, most=_QUERY_MS_MOST),
+            *_rows("    the same keys again", "lookup_match_warm", match_warm),
+            *_rows(f"locate of {keys}", "lookup_locate", locate, most=_QUERY_MS_MOST),
+            *_rows(
+                f"announcement of {announced}", "lookup_announce", announce, most=_ANNOUNCE_MS_MOST
+            ),
+            value_row("drop of a shard that had them all", "ms", drop_ms, "lookup_drop_ms"),
+            *_rows("heartbeat while it is purged", "lookup_purge", purge),
+        ]
+        return Report(
+            rows=rows,
+            note=f"{num_entries:,} entries, on {cores()}; medians of times inside the lookup,"
+            f" without Ray's part of a call. A dropped shard is purged within {len(purge):,}"
+            " heartbeats or announcements of others.",
+            facts={"entries": num_entries, "purge_heartbeats": len(purge)},
+        )
+
+    def _announce_all(self, shard: str) -> list[Duration]:
+        """Announce every batch into an index that grows."""
+        self._runner.show(f"Announcing ({shard} holder)")
+        durations = []
+        for number in range(self._num_batches):
+            durations.append(self._announce(shard, _batch(number)))
+            self._runner.advance()
+        return durations
+
+    def _announce(self, shard: str, keys: bytes) -> Duration:
+        self._sequences[shard] += 1
+        announcement = Announcement(
+            shard=shard,
+            arena_id="bench",
+            shard_epoch=1,
+            sequence=self._sequences[shard],
+            full=self._sequences[shard] == 1 or shard not in self._lookup.shards(),
+            added_keys=keys,
+            added_parts=[0] * (len(keys) // KEY_BYTES),
+            removed_keys=b"",
+            removed_parts=[],
+        )
+        return timed(lambda: self._lookup.announce(announcement, now=0.0))
+
+    def _ask(
+        self, title: str, ask: Callable[[bytes], int], *, chain: bytes | None = None
+    ) -> list[Duration]:
+        """Time queries, each for another chain unless one is given."""
+        self._runner.show(f"Asking ({title})")
+        durations = []
+        for _ in range(_QUERIES):
+            keys = self._chain() if chain is None else chain
+            began = time.perf_counter()
+            found = ask(keys)
+            durations.append(Duration(seconds=time.perf_counter() - began))
+            if found != MATCHED:
+                raise KVRayError(f"Only {found} of {MATCHED} blocks were found; this is a defect.")
+            self._runner.advance()
+        return durations
+
+    def _chain(self) -> bytes:
+        """Return keys that one shard has announced one after the other."""
+        first = self._random.randrange(ANNOUNCED_MAX - MATCHED + 1) * KEY_BYTES
+        return _batch(self._random.randrange(self._num_batches))[first:][: MATCHED * KEY_BYTES]
+
+    def _matched(self, keys: bytes) -> int:
+        return self._lookup.match(keys, 1, now=0.0).num_blocks
+
+    def _located(self, keys: bytes) -> int:
+        return self._lookup.locate(keys, now=0.0)[-1].stop
+
+    def _purge(self) -> list[Duration]:
+        """Return the other shard's heartbeats until nothing is left of the dropped one."""
+        durations = []
+        while not self._lookup.index.is_purged:
+            durations.append(self._announce(_SECOND, b""))
+        return durations
+
+
+def _batch(number: int) -> bytes:
+    """Return the keys of an announcement: as uniform as digests, and the same ones each time."""
+    return random.Random(number).randbytes(ANNOUNCED_MAX * KEY_BYTES)
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _rows(
+    title: str, name: str, durations: Sequence[Duration], *, most: float | None = None
+) -> list[Row]:
+    """Return the rows of the median, the slowest percent and the longest."""
+    indent = title[: len(title) - len(title.lstrip())] + "    "
+    p99, longest = 1000 * percentile_s(durations, 99), 1000 * percentile_s(durations, 100)
+    return [
+        value_row(title, "ms", 1000 * median_s(durations), f"{name}_ms", most=most),
+        value_row(f"{indent}99th percentile", "ms", p99, f"{name}_ms_p99"),
+        value_row(f"{indent}longest", "ms", longest, f"{name}_ms_max"),
+    ]

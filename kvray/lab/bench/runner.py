@@ -1,0 +1,197 @@
+"""The run of a bench: pairs of kvray's work and the bare work, progress, and an orderly end."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+from kvray.console.interrupts import Interrupts
+from kvray.console.progress import counting_progress
+from kvray.errors import ConfigError, KVRayError
+from kvray.identity.block import BlockKey
+from kvray.store import Arena, ArenaOwner, ArenaSpec, Reservation
+
+LARGE_BYTES, SMALL_BYTES = 4 * 2**20, 128 * 2**10
+TOKENS_PER_BLOCK = 32
+SHORT_TOKENS, LONG_TOKENS = 8_192, 131_072
+LOCK_WAIT_S = 1.0
+"""No step may end as a miss: processes of one run take the arena's lock in turn."""
+SLOT_MIN = 64 * 2**10
+
+_SLAB_BYTES = 64 * 2**20
+_HOLDERS_MAX = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Duration:
+    """How long timed work took, perhaps that of several processes at once."""
+
+    seconds: float
+    cpu_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The same work done by kvray and bare, one right after the other."""
+
+    ours: Duration
+    floor: Duration
+
+
+def timed(work: Callable[[], object]) -> Duration:
+    """Do `work` and time it; the CPU time is that of all threads of this process."""
+    cpu_s, began = time.process_time(), time.perf_counter()
+    work()
+    seconds = time.perf_counter() - began
+    return Duration(seconds=seconds, cpu_s=time.process_time() - cpu_s)
+
+
+def measure(
+    count: int,
+    *,
+    ours: Callable[[int], Duration],
+    floor: Callable[[int], Duration],
+    first: int = 0,
+) -> list[Pair]:
+    """Return `count` pairs; both sides are told which pair it is, counted from `first`.
+
+    The sides take turns at going first, so that neither always finds the warmer caches.
+    """
+    pairs = []
+    for index in range(first, first + count):
+        if index % 2:
+            earlier = ours(index)
+            pairs.append(Pair(ours=earlier, floor=floor(index)))
+        else:
+            earlier = floor(index)
+            pairs.append(Pair(ours=ours(index), floor=earlier))
+    return pairs
+
+
+def speed_ratio(pairs: Sequence[Pair]) -> float:
+    """Return the median of kvray's speed over the floor's, pair by pair: at best about 1."""
+    return statistics.median(pair.floor.seconds / pair.ours.seconds for pair in pairs)
+
+
+def time_ratio(pairs: Sequence[Pair]) -> float:
+    """Return the median of kvray's time over the floor's, pair by pair: at least about 1."""
+    return statistics.median(pair.ours.seconds / pair.floor.seconds for pair in pairs)
+
+
+def median_s(durations: Sequence[Duration]) -> float:
+    """Return the median of the durations."""
+    return statistics.median(one.seconds for one in durations)
+
+
+def percentile_s(durations: Sequence[Duration], percent: float) -> float:
+    """Return the smallest duration that `percent` of the durations do not exceed."""
+    ordered = sorted(one.seconds for one in durations)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def over_all(spans: Sequence[tuple[float, float, float]]) -> Duration:
+    """Return the duration of several processes: from the first start to the last end.
+
+    Args:
+        spans: (began, ended, CPU seconds) of each, by one clock.
+    """
+    return Duration(
+        seconds=max(ended for _, ended, _ in spans) - min(began for began, _, _ in spans),
+        cpu_s=sum(cpu_s for _, _, cpu_s in spans),
+    )
+
+
+def bench_spec(capacity: int, *, slot_min: int = SLOT_MIN) -> ArenaSpec:
+    """Return an arena of the bench with room for `capacity` bytes of blocks."""
+    return ArenaSpec(
+        cluster_name="bench",
+        capacity=capacity,
+        slab=_SLAB_BYTES,
+        slot_min=slot_min,
+        holders_max=_HOLDERS_MAX,
+    )
+
+
+def reserve_all(arena: Arena, keys: Sequence[BlockKey], *, block_bytes: int) -> Reservation:
+    """Reserve a slot for each key.
+
+    Raises:
+        KVRayError: the arena gave fewer.
+    """
+    made = arena.reserve(
+        keys, parent=None, depth=0, part=0, block_bytes=block_bytes, wait_s=LOCK_WAIT_S
+    )
+    if made is None or len(made.slots) < len(keys):
+        raise KVRayError("The bench's arena was busy or had no room; run it again.")
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """One run: its progress bar, and the stack that ends whatever the run has begun."""
+
+    interrupts: Interrupts
+    stack: ExitStack
+    _progress: Progress
+    _bar: TaskID
+
+    def show(self, description: str, *, total: int | None = None) -> None:
+        """Show the step that runs now; `total` is the number of steps of the whole run."""
+        self._progress.update(self._bar, description=description, total=total)
+
+    def advance(self) -> None:
+        """Count a step as done."""
+        self._progress.advance(self._bar)
+
+    @contextmanager
+    def scope(self) -> Iterator[Runner]:
+        """Give a runner whose stack ends with the block, and not with the run."""
+        with self.interrupts.closing() as stack:
+            yield replace(self, stack=stack)
+
+    def make_directory(self, parent: Path) -> Path:
+        """Make a directory of the bench's own in `parent`; it is removed at the end.
+
+        Raises:
+            ConfigError: this user cannot make one there.
+        """
+        with self.interrupts.held():
+            try:
+                path = Path(tempfile.mkdtemp(prefix="kvray-bench-", dir=parent))
+            except OSError as error:
+                raise ConfigError(
+                    f"The bench cannot make a directory in {parent} ({error.strerror}); set"
+                    " arena.dir to one that this user may write to."
+                ) from None
+            self.stack.callback(shutil.rmtree, path, ignore_errors=True)
+        return path
+
+    def make_arena(self, directory: Path, spec: ArenaSpec) -> Arena:
+        """Make an arena in `directory`; it is retired at the end.
+
+        Raises:
+            CapacityError: the memory has no room for it.
+        """
+        with self.interrupts.held():
+            arena = Arena.create(directory, spec, lock_wait_s=LOCK_WAIT_S)
+            self.stack.callback(arena.close)
+            self.stack.callback(ArenaOwner(arena).retire)
+        return arena
+
+
+@contextmanager
+def running(interrupts: Interrupts) -> Iterator[Runner]:
+    """Give a runner that shows its progress on stderr; end all that it began, however it ends."""
+    progress = counting_progress(Console(stderr=True, highlight=False))
+    with interrupts.closing() as stack, progress:
+        yield Runner(interrupts, stack, progress, progress.add_task("Starting", total=None))

@@ -1,0 +1,289 @@
+"""A process of the bench: does kvray's work and the bare work on the same bytes, as it is told."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import mmap
+import os
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.random import default_rng
+
+from kvray.errors import KVRayError
+from kvray.identity.block import BlockKey
+from kvray.identity.keys import chain_keys, request_seed
+from kvray.lab.bench.runner import LOCK_WAIT_S, TOKENS_PER_BLOCK, reserve_all
+from kvray.lab.reference.child_process import JsonPipe, PipeClosed
+from kvray.store import Arena
+from kvray.store.arena.prefault import mapping_of, populate
+from kvray.store.arena.tables import Array
+
+_TIMEOUT_S = 300.0
+_CLOSE_TIMEOUT_S = 5.0
+_SEED = request_seed(b"kvray bench")
+_VOCABULARY = 128_000
+_PATTERN_BYTES = 2**20
+_CHURNED_BLOCKS = 32
+
+Times = tuple[float, float, float]
+"""(began, ended, CPU seconds) of timed work; all processes of the machine share the clock."""
+
+
+class Worker:
+    """The parent's handle on a process, which never outlives its parent."""
+
+    def __init__(self) -> None:
+        """Start the process; it is ready when it answers its first call."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the parent, which ends it
+        )
+        calls, answers = self._process.stdin, self._process.stdout
+        assert calls, "a pipe was asked for"
+        assert answers, "a pipe was asked for"
+        with calls, answers:
+            self._pipe = JsonPipe(os.dup(answers.fileno()), os.dup(calls.fileno()))
+
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Have the process do something, and return its answer.
+
+        Raises:
+            KVRayError: the call failed there, or the process has died.
+        """
+        return call_all([self], name, **arguments)[0]
+
+    def send(self, name: str, **arguments: Any) -> None:
+        """Begin a call."""
+        self._pipe.send({"call": name, "arguments": arguments}, timeout_s=_TIMEOUT_S)
+
+    def receive(self) -> Any:
+        """Return the answer to the oldest call that is not answered yet."""
+        try:
+            answer = self._pipe.receive(timeout_s=_TIMEOUT_S)
+        except PipeClosed as error:
+            raise KVRayError(
+                f"A process of the bench has died ({error}); it may have been short of memory:"
+                " give a smaller --capacity."
+            ) from None
+        if "error" in answer:
+            raise KVRayError(answer["error"])
+        return answer["result"]
+
+    def close(self) -> None:
+        """End the process. Twice is fine."""
+        self._pipe.close()
+        self._process.kill()
+        self._process.wait(_CLOSE_TIMEOUT_S)
+
+
+def call_all(workers: Sequence[Worker], name: str, **arguments: Any) -> list[Any]:
+    """Have all `workers` answer the same call at once; return their answers."""
+    for worker in workers:
+        worker.send(name, **arguments)
+    return [worker.receive() for worker in workers]
+
+
+class Work:
+    """The calls that a process answers: an arena, a buffer, and the work on them."""
+
+    def __init__(self) -> None:
+        """Start with neither an arena nor a buffer."""
+        self._arena: Arena | None = None
+        self._buffer = np.empty(0, dtype=np.uint8)
+
+    def attach(self, *, directory: str, is_populated: bool = True) -> None:
+        """Map the arena in `directory` in place of the one before, as an engine's link does."""
+        self.detach()
+        self._arena = Arena(Path(directory), lock_wait_s=LOCK_WAIT_S)
+        self._arena.join("bench")
+        if is_populated:
+            populate(mapping_of(self._arena.tables))
+
+    def detach(self) -> None:
+        """Unmap the arena. Twice is fine."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+    def allocate(self, *, num_bytes: int) -> None:
+        """Make the buffer and touch each page, as an engine's pinned memory is."""
+        self._buffer = np.frombuffer(mmap.mmap(-1, num_bytes), dtype=np.uint8)
+        pattern = np.frombuffer(default_rng(0).bytes(_PATTERN_BYTES), dtype=np.uint8)
+        for at in range(0, num_bytes, _PATTERN_BYTES):
+            self._buffer[at : at + _PATTERN_BYTES] = pattern[: num_bytes - at]
+
+    # -- copies: buffer and arena have as many sections as fit into the buffer ------------------
+
+    def store(self, *, chain: int, num_blocks: int, block_bytes: int, section: int) -> Times:
+        """Store a section of the buffer as the blocks of a chain."""
+        keys, pool = _block_keys(chain, num_blocks), self._pool(num_blocks, block_bytes, section)
+        rows, arena = np.arange(num_blocks), self.arena
+
+        def work() -> int:
+            made = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
+            if made is None or len(made.rows) < num_blocks:
+                return 0
+            return num_blocks * arena.commit(made, arena.write(made, pool, rows))
+
+        return _timed(work, expected=num_blocks)
+
+    def retrieve(
+        self, *, chain: int, num_blocks: int, block_bytes: int, section: int, verify: bool
+    ) -> Times:
+        """Copy the blocks of a chain into a section of the buffer."""
+        keys, pool = _block_keys(chain, num_blocks), self._pool(num_blocks, block_bytes, section)
+        rows, arena = np.arange(num_blocks), self.arena
+
+        def work() -> int:
+            leases = arena.lease(keys)
+            if not leases or leases[0].num_slots < num_blocks:
+                return 0
+            arena.read(leases[0], pool, rows, verify=verify)
+            return num_blocks * arena.release(*leases)
+
+        return _timed(work, expected=num_blocks)
+
+    def copy(self, *, num_bytes: int, section: int, is_store: bool) -> Times:
+        """Copy a section bare, into the arena's memory, whose blocks are lost, or out of it."""
+        where = slice(section * num_bytes, (section + 1) * num_bytes)
+        source, target = self._buffer[where], self.arena.tables.data[where]
+        if not is_store:
+            source, target = target, source
+
+        def work() -> int:
+            np.copyto(target, source)
+            return len(target)
+
+        return _timed(work, expected=len(source))
+
+    # -- lookups ------------------------------------------------------------------------------
+
+    def store_prompt(self, *, num_tokens: int, block_bytes: int) -> None:
+        """Store a block of zeros for every block of the prompt of that length."""
+        keys = chain_keys(_prompt(num_tokens), tokens_per_block=TOKENS_PER_BLOCK, seed=_SEED)
+        made = reserve_all(self.arena, keys, block_bytes=block_bytes)
+        pool = np.zeros((len(keys), block_bytes), dtype=np.uint8)
+        self.arena.commit(made, self.arena.write(made, pool, np.arange(len(keys))))
+
+    def look_up(self, *, num_tokens: int, present: int, count: int) -> list[tuple[float, float]]:
+        """Look up a prompt of which the first `present` tokens are stored, and hash it bare.
+
+        Returns:
+            `count` pairs of seconds, kvray's and the bare work's. kvray's side is all that an
+            engine waits for, from the list of tokens to the lease, but not the lease's end.
+        """
+        tokens, arena = _prompt(num_tokens, present), self.arena
+        pairs = []
+        for _ in range(count):
+            began = time.perf_counter()
+            keys = chain_keys(tokens, tokens_per_block=TOKENS_PER_BLOCK, seed=_SEED)
+            leases = arena.lease(keys)
+            seconds = time.perf_counter() - began
+            arena.release(*leases or ())
+            began = time.perf_counter()
+            hash_bare(tokens)
+            pairs.append((seconds, time.perf_counter() - began))
+            found = sum(lease.num_slots for lease in leases or ())
+            if leases is None or found != present // TOKENS_PER_BLOCK:
+                raise KVRayError(
+                    f"A lookup found {found} blocks instead of {present // TOKENS_PER_BLOCK}; run"
+                    " the bench again."
+                )
+        return pairs
+
+    def churn(self, *, block_bytes: int) -> None:
+        """Store, lease and release blocks without a pause, until the parent calls again."""
+        pool, rows = np.zeros((_CHURNED_BLOCKS, block_bytes), np.uint8), np.arange(_CHURNED_BLOCKS)
+        for chain in itertools.count():
+            if select.select([sys.stdin], [], [], 0)[0]:
+                return
+            keys = _block_keys(chain, _CHURNED_BLOCKS)
+            made = self.arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
+            if made is not None:
+                count = len(made.slots)
+                self.arena.commit(made, self.arena.write(made, pool[:count], rows[:count]))
+            self.arena.release(*self.arena.lease(keys) or ())
+
+    @property
+    def arena(self) -> Arena:
+        """The arena that was attached."""
+        assert self._arena is not None
+        return self._arena
+
+    def _pool(self, num_blocks: int, block_bytes: int, section: int) -> Array:
+        num_bytes = num_blocks * block_bytes
+        where = slice(section * num_bytes, (section + 1) * num_bytes)
+        return self._buffer[where].reshape(num_blocks, block_bytes)
+
+
+def hash_bare(tokens: Sequence[int]) -> bytes:
+    """Pack a prompt and run sha256 over its chained blocks, which no lookup can do without."""
+    packed = struct.pack(f"<{len(tokens)}i", *tokens)
+    parent, step = _SEED, 4 * TOKENS_PER_BLOCK
+    for at in range(0, len(packed), step):
+        parent = hashlib.sha256(parent + packed[at : at + step]).digest()
+    return parent
+
+
+def _prompt(num_tokens: int, present: int | None = None) -> list[int]:
+    """Return a prompt, the same in every process; after `present` tokens it is another one."""
+    rng = default_rng(num_tokens)
+    tokens: list[int] = rng.integers(0, _VOCABULARY, num_tokens).tolist()
+    if present is not None:
+        others = default_rng(num_tokens + 1)
+        tokens[present:] = others.integers(0, _VOCABULARY, num_tokens - present).tolist()
+    return tokens
+
+
+@lru_cache(maxsize=2)
+def _block_keys(chain: int, num_blocks: int) -> list[BlockKey]:
+    tokens = np.full(num_blocks * TOKENS_PER_BLOCK, chain)
+    return chain_keys(tokens, tokens_per_block=TOKENS_PER_BLOCK, seed=_SEED)
+
+
+def _timed(work: Callable[[], int], *, expected: int) -> Times:
+    """Do `work` and time it; it returns how much it did.
+
+    Raises:
+        KVRayError: it did less than it should, so that its time means nothing.
+    """
+    cpu_s, began = time.process_time(), time.monotonic()
+    done: Any = work()
+    ended, cpu_s = time.monotonic(), time.process_time() - cpu_s
+    if done != expected:
+        raise KVRayError(
+            f"A step of the bench did {done} of {expected}: the arena was busy or had no room;"
+            " run it again, with a larger --capacity if it happens again."
+        )
+    return began, ended, cpu_s
+
+
+def main() -> None:
+    """Answer the parent's calls until it closes its pipe."""
+    work, pipe = Work(), JsonPipe(sys.stdin.fileno(), sys.stdout.fileno())
+    try:
+        while True:
+            call = pipe.receive(timeout_s=None)
+            try:
+                answer = {"result": getattr(work, call["call"])(**call["arguments"])}
+            except KVRayError as error:
+                answer = {"error": str(error)}
+            pipe.send(answer, timeout_s=_TIMEOUT_S)
+    except PipeClosed:
+        work.detach()
+
+
+if __name__ == "__main__":
+    main()

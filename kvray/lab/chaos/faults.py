@@ -1,0 +1,199 @@
+"""Makes the faults of a schedule happen, and undoes them."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from kvray.lab.chaos.campaign import NotNow
+from kvray.lab.chaos.machine import Machine
+from kvray.lab.chaos.network import Network
+from kvray.lab.chaos.schedule import Fault
+from kvray.lab.chaos.servers import Server
+
+_FLIPS = 24
+_FILE_CHUNK = 4 * 2**20
+_TRANSFER_MBIT = 8
+_TRANSFER_BYTES_PER_S = 500_000
+"""Only a transfer brings so much over a cable of that speed: it goes on then."""
+_VANDAL_TIMEOUT_S = 30.0
+
+T = TypeVar("T")
+Undo = Callable[[], None]
+
+
+class Faults:
+    """Strikes parts of a machine; `end` undoes every fault that can be undone."""
+
+    def __init__(self, machine: Machine, servers: Sequence[Server], cluster_name: str) -> None:
+        """Strike the nodes of `machine`, the tier of that name, and `servers`, its replicas."""
+        self._machine = machine
+        self._servers = servers
+        self._cluster_name = cluster_name
+        self._undo: dict[int, Undo] = {}
+        self._seen: dict[int, tuple[float, int]] = {}
+        """Fault -> when its node's cable was looked at last, and what had come in over it."""
+        self._vandals: list[subprocess.Popen[bytes]] = []
+
+    def strike(self, fault: Fault) -> None:
+        """Make a fault happen.
+
+        Raises:
+            NotNow: it has no target.
+        """
+        verb, _, part = fault.kind.partition("_")
+        undo: Undo | None
+        if verb in ("kill", "stop"):
+            undo = self._kill(part, fault) if verb == "kill" else self._stop(part, fault)
+        else:
+            undo = getattr(self, f"_{fault.kind}")(fault)
+        if undo is not None:
+            self._undo[fault.number] = undo
+
+    def end(self, fault: Fault) -> None:
+        """Undo a fault. Twice is fine."""
+        self._seen.pop(fault.number, None)
+        self._undo.pop(fault.number, lambda: None)()
+
+    def tend(self) -> None:
+        """Restart the nodes that are down; call it often."""
+        for node in self._machine.nodes:
+            if not node.is_running:
+                node.kill()  # some of its processes may be left
+                node.begin_start()
+        self._vandals = [one for one in self._vandals if one.poll() is None]
+
+    def close(self) -> None:
+        """Undo everything. Twice is fine."""
+        for number in list(self._undo):
+            self._undo.pop(number)()
+        for vandal in self._vandals:
+            vandal.kill()
+            vandal.wait()
+
+    # -- ends and stops ---------------------------------------------------------------------------
+
+    def _kill(self, part: str, fault: Fault) -> Undo | None:
+        if part == "engine":
+            if not _chosen(self._servers, fault).kill():
+                raise NotNow("The engine is not running.")
+        elif part == "raylet":
+            if not all(node.has_started for node in self._machine.nodes):
+                raise NotNow("Another node is down.")
+            _chosen(self._machine.nodes, fault).kill()
+        else:
+            self._process(part, fault).kill()
+        return None
+
+    def _stop(self, part: str, fault: Fault) -> Undo:
+        if part == "engine":
+            server = _chosen(self._servers, fault)
+            pid = server.stop()
+            if pid is None:
+                raise NotNow("The engine is not running.")
+            return lambda: server.resume(pid)
+        process = self._process(part, fault)
+        process.suspend()
+
+        def resume() -> None:
+            with contextlib.suppress(psutil.NoSuchProcess):  # also if the pid is another's by now
+                process.resume()
+
+        return resume
+
+    def _process(self, part: str, fault: Fault) -> psutil.Process:
+        if part == "raylet":
+            raylets = [node.raylet() for node in self._machine.nodes]
+            return _chosen([one for one in raylets if one is not None], fault)
+        return _chosen(self._machine.actors(part.capitalize()), fault)
+
+    # -- cables -----------------------------------------------------------------------------------
+
+    def _cut_link(self, fault: Fault) -> Undo:
+        network, number = self._cable(fault)
+        network.cut(number)
+        return lambda: network.heal(number)
+
+    def _slow_link(self, fault: Fault) -> Undo:
+        network, number = self._cable(fault)
+        network.slow(number, mbit=2, latency_ms=400)
+        return lambda: network.speed_up(number)
+
+    def _cable(self, fault: Fault) -> tuple[Network, int]:
+        assert self._machine.network is not None, "faults of cables are drawn with a network only"
+        return self._machine.network, self._host(fault)
+
+    def _truncate(self, fault: Fault) -> None:
+        """Kill a mover while bytes come in over its node's cable, which is slow until they do."""
+        number, network = self._host(fault), self._machine.network
+        if network is not None and not self._is_transferring(fault, network, number):
+            raise NotNow("Nothing was transferred.")
+        movers = self._machine.nodes[number - 1].actors("Mover")
+        if not movers:
+            raise NotNow("No mover runs there.")
+        movers[0].kill()
+        self.end(fault)
+
+    def _is_transferring(self, fault: Fault, network: Network, number: int) -> bool:
+        """Return whether much came in since the last call; the first one slows the cable."""
+        if fault.number not in self._undo:
+            network.slow(number, mbit=_TRANSFER_MBIT, latency_ms=400)
+            self._undo[fault.number] = lambda: network.speed_up(number)
+        seen = time.monotonic(), network.bytes_in(number)
+        at, before = self._seen.get(fault.number, seen)
+        self._seen[fault.number] = seen
+        return seen[1] - before > _TRANSFER_BYTES_PER_S * (seen[0] - at)
+
+    def _host(self, fault: Fault) -> int:
+        """Return the number of a node, as the network counts: 0 is the head."""
+        return 1 + int(fault.choice * len(self._machine.nodes))
+
+    # -- memory and disk --------------------------------------------------------------------------
+
+    def _fill_tmpfs(self, fault: Fault) -> Undo:
+        return _fill(self._machine.nodes[self._host(fault) - 1].arena_dir / "junk")
+
+    def _fill_disk(self, fault: Fault) -> Undo:
+        return _fill(self._machine.directory / "junk")
+
+    def _fill_arena(self, fault: Fault) -> None:
+        self._vandalise("fill", fault, fault.ends_s - fault.strikes_s)
+
+    def _flip_bytes(self, fault: Fault) -> None:
+        self._vandalise("flip", fault, _FLIPS).wait(_VANDAL_TIMEOUT_S)
+
+    def _vandalise(self, verb: str, fault: Fault, amount: float) -> "subprocess.Popen[bytes]":
+        node = self._machine.nodes[self._host(fault) - 1]
+        directory = node.arena_dir / f"kvray-{self._cluster_name}"
+        if not (directory / "arena").exists():
+            raise NotNow("There is no arena.")
+        command = [sys.executable, "-m", "kvray.lab.chaos.vandal", verb, str(directory)]
+        vandal = subprocess.Popen(
+            [*command, str(fault.number), str(amount)],
+            env=node.environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self._vandals.append(vandal)
+        return vandal
+
+
+def _chosen(parts: Sequence[T], fault: Fault) -> T:
+    if not parts:
+        raise NotNow("It is not running.")
+    return parts[int(fault.choice * len(parts)) % len(parts)]
+
+
+def _fill(path: Path) -> Undo:
+    """Write a file until the mount is full."""
+    chunk = bytes(_FILE_CHUNK)
+    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+        while file.write(chunk):
+            pass
+    return lambda: path.unlink(missing_ok=True)

@@ -1,0 +1,204 @@
+"""The verdict on a run: counts, the share of hits, stalls, and how soon hits were back."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvray.lab.chaos.servers import Losses, Served
+from kvray.lab.chaos.stalls import MATCH, PASS
+
+IN_FLIGHT_MIN = 10
+_BACK_SHARE = 0.5
+"""Hits are back when a replica finds this part of what it finds without faults."""
+_TELLING_SHARE = 0.1
+"""Where less is found without faults, a batch tells nothing."""
+_LOSSES = ("engine_deaths", "hung_requests", "failed_requests")
+_NAN = float("nan")
+
+Stalls = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """What became of one fault of the schedule. Times are monotonic."""
+
+    kind: str
+    began: float
+    ended: float
+    in_flight: int
+    skipped: str | None = None
+    """The reason why it did not strike."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """The results of all replicas of one run, except the one with an empty connector."""
+
+    began: float
+    served: list[Served] = field(default_factory=list)
+    losses: Losses = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+    stalls: Stalls = field(default_factory=lambda: np.empty((0, 4)))
+    control_stalls: Stalls = field(default_factory=lambda: np.empty((0, 4)))
+
+
+def hit_share(served: Sequence[Served]) -> float:
+    """Return the share of hits in all tokens that an engine did not find in its own pool."""
+    hits = sum(one.hit_tokens for one in served)
+    return hits / max(1, sum(one.prompt_tokens - one.reused_tokens for one in served))
+
+
+def hit_tokens_ratio(run: Run, calm: Run) -> float:
+    """Return hit tokens per prompt token, relative to the run without faults."""
+    return _hits_per_token(run.served) / max(1e-9, _hits_per_token(calm.served))
+
+
+def stall_p99_ms(stalls: Stalls) -> float:
+    """Return the larger of both calls' 99th percentiles, less the waits for a core."""
+    found = [_net_ms(stalls, kind) for kind in (MATCH, PASS)]
+    return max((float(np.percentile(one, 99)) for one in found if len(one)), default=0.0)
+
+
+def recoveries(strikes: Sequence[Strike], served: Sequence[Served], calm: Run) -> list[float]:
+    """Return for each strike how long after its end all replicas found their hits again.
+
+    That is when the first batch has been answered that began after the end and found at least half
+    of what batches of its place in a chapter find without faults. Places where those find next to
+    nothing tell nothing. If hits were not back by the end of the run, it is the time until then.
+    NaN: it did not strike; another one did before hits were back; or nothing tells. Only the last
+    of several that overlap is counted.
+    """
+    usual = _usual_shares(calm.served)
+    batches = _batches(served)
+
+    def recovery(strike: Strike) -> float:
+        if strike.skipped is not None:
+            return _NAN
+        back = max((_first_good(one, strike.ended, usual) for one in batches), default=_NAN)
+        is_disturbed = any(
+            other is not strike and other.began < back and other.ended > strike.ended
+            for other in strikes
+            if other.skipped is None
+        )
+        return _NAN if is_disturbed or back == np.inf else back - strike.ended
+
+    return [recovery(strike) for strike in strikes]
+
+
+def report(run: Run, calm: Run, strikes: Sequence[Strike]) -> dict[str, Any]:
+    """Return all figures of a run, as JSON takes them."""
+    made = [strike for strike in strikes if strike.skipped is None]
+    back = recoveries(strikes, run.served, calm)
+    last = sorted(made, key=lambda strike: strike.ended)[-1:]
+    return {
+        "faults_injected": len(made),
+        "faults": dict(Counter(strike.kind for strike in made)),
+        "requests": len(run.served),
+        "wrong_tokens": sum(one.wrong_tokens for one in (*run.served, *calm.served)),
+        **{name: run.losses[name] + calm.losses[name] for name in _LOSSES},
+        "injected_engine_deaths": run.losses["injected_deaths"],
+        "requests_lost_to_injected_deaths": run.losses["injected_requests"],
+        "hit_tokens_ratio": round(hit_tokens_ratio(run, calm), 4),
+        "stall_ms_p99": round(stall_p99_ms(run.stalls), 3),
+        "control_stall_ms_p99": round(stall_p99_ms(run.control_stalls), 3),
+        "recovery_s_max": _longest(back),
+        "recovery_s_last": _longest(recoveries(last, run.served, calm)),
+        "in_flight_min": min((strike.in_flight for strike in made), default=0),
+        "by_kind": _by_kind(strikes, back),
+        "stalls": _stall_figures(run.stalls),
+        "control_stalls": _stall_figures(run.control_stalls),
+        "hit_share": round(hit_share(run.served), 4),
+        "fault_free": {
+            "requests": len(calm.served),
+            "hit_share": round(hit_share(calm.served), 4),
+            "stall_ms_p99": round(stall_p99_ms(calm.stalls), 3),
+        },
+        "failures": [*calm.failures, *run.failures],
+    }
+
+
+def has_passed(found: dict[str, Any]) -> bool:
+    """Return whether no token was wrong, and no engine or request was lost beyond the faults."""
+    return not any(found[name] for name in ("wrong_tokens", *_LOSSES))
+
+
+def _by_kind(strikes: Sequence[Strike], back: Sequence[float]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for kind in dict.fromkeys(strike.kind for strike in strikes):
+        mine = [(one, s) for one, s in zip(strikes, back, strict=True) if one.kind == kind]
+        struck = [one.in_flight for one, _ in mine if one.skipped is None]
+        found[kind] = {
+            "struck": len(struck),
+            "skipped": dict(Counter(one.skipped for one, _ in mine if one.skipped is not None)),
+            "in_flight_min": min(struck, default=None),
+            "recovery_s_max": _longest([seconds for _, seconds in mine]),
+        }
+    return found
+
+
+def _longest(seconds: Sequence[float]) -> float | None:
+    """Return the longest recovery; None if none was measured."""
+    measured = [one for one in seconds if one == one]
+    return round(max(measured), 2) if measured else None
+
+
+def _first_good(batches: Sequence[list[Served]], after: float, usual: dict[int, float]) -> float:
+    """Return when the first batch of a replica was answered that tells that hits are back.
+
+    If none does, it took at least until the last one that tells that they were not; infinity if
+    none tells anything.
+    """
+    average = sum(usual.values()) / max(1, len(usual))
+    at_least = float("inf")
+    for batch in batches:
+        expected = usual.get(batch[0].place, average)
+        if batch[0].began < after or expected < _TELLING_SHARE:
+            continue
+        at_least = batch[0].ended
+        if hit_share(batch) >= _BACK_SHARE * expected:
+            break
+    return at_least
+
+
+def _usual_shares(served: Sequence[Served]) -> dict[int, float]:
+    """Return place in a chapter -> share of hits there."""
+    places: dict[int, list[Served]] = {}
+    for one in served:
+        places.setdefault(one.place, []).append(one)
+    return {place: hit_share(ones) for place, ones in places.items()}
+
+
+def _batches(served: Sequence[Served]) -> list[list[list[Served]]]:
+    """Return for each replica its batches, in order: the prompts that it got together."""
+    in_order = sorted(served, key=lambda one: (one.replica, one.began))
+    return [
+        [list(batch) for _, batch in groupby(of_one, key=lambda one: one.began)]
+        for _, of_one in groupby(in_order, key=lambda one: one.replica)
+    ]
+
+
+def _hits_per_token(served: Sequence[Served]) -> float:
+    return sum(one.hit_tokens for one in served) / max(1, sum(one.prompt_tokens for one in served))
+
+
+def _net_ms(stalls: Stalls, kind: float) -> Stalls:
+    chosen = stalls[stalls[:, 0] == kind]
+    net: Stalls = np.maximum(chosen[:, 2] - chosen[:, 3], 0.0) * 1000.0
+    return net
+
+
+def _stall_figures(stalls: Stalls) -> dict[str, float]:
+    """Return the percentiles of each of the two calls, in milliseconds."""
+    figures: dict[str, float] = {}
+    for name, kind in (("match", MATCH), ("pass", PASS)):
+        net = _net_ms(stalls, kind)
+        if len(net):
+            for title, at in (("p50", 50), ("p99", 99), ("max", 100)):
+                figures[f"{name}_{title}_ms"] = round(float(np.percentile(net, at)), 3)
+            figures[f"{name}_calls"] = len(net)
+    return figures

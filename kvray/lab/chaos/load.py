@@ -1,0 +1,154 @@
+"""The prompts of a run: conversations over shared and private documents, from a seed."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+TOKENS_PER_BLOCK = 32
+MAX_TOKENS = 8
+PROMPT_TOKENS_MAX = 1024
+
+_VOCABULARY = range(3, 259)
+_TURNS = 3
+_SHARED_DOCUMENTS = 4
+_QUESTIONS = 2
+_PRIVATE = 5
+_DOCUMENT_BLOCKS = (4, 10)
+_QUESTION_TOKENS = (12, 50)
+BATCHES = 12
+"""Batches of a replica until it moves on to the next chapter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A document, and the questions about it, turn by turn.
+
+    The prompt of a turn is the document with all questions so far and the answers to them.
+    """
+
+    number: int
+    document: tuple[int, ...]
+    questions: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chapter:
+    """The conversations of one stretch of a run; then other documents come."""
+
+    shared: tuple[tuple[Conversation, ...], ...]
+    """By document: every replica gets them, some sooner, some later."""
+    private: tuple[tuple[Conversation, ...], ...]
+    """By replica: no other one gets these."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One prompt: turn `turn` of a conversation."""
+
+    conversation: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The prompts that a replica gets at once."""
+
+    asks: tuple[Ask, ...]
+    place: int
+    """Which batch of its chapter: nobody has computed the prompts of the first ones yet."""
+
+
+Answer = tuple[int, ...]
+Answers = dict[Ask, Answer]
+
+
+def make_book(*, seed: int, num_chapters: int, num_replicas: int) -> list[Chapter]:
+    """Return all conversations; no two documents begin with the same block."""
+    random_ = random.Random(seed)
+    numbers = itertools.count()
+
+    def converse(document: tuple[int, ...]) -> Conversation:
+        questions = tuple(_words(random_, *_QUESTION_TOKENS) for _ in range(_TURNS))
+        return Conversation(number=next(numbers), document=document, questions=questions)
+
+    def group(num_documents: int, num_conversations: int) -> tuple[Conversation, ...]:
+        found: list[Conversation] = []
+        for _ in range(num_documents):
+            blocks = random_.randint(*_DOCUMENT_BLOCKS)
+            about = _words(random_, blocks * TOKENS_PER_BLOCK, (blocks + 1) * TOKENS_PER_BLOCK)
+            found += (converse(about) for _ in range(num_conversations))
+        return tuple(found)
+
+    return [
+        Chapter(
+            shared=tuple(group(1, _QUESTIONS) for _ in range(_SHARED_DOCUMENTS)),
+            private=tuple(group(_PRIVATE, 1) for _ in range(num_replicas)),
+        )
+        for _ in range(num_chapters)
+    ]
+
+
+def conversations_of(book: list[Chapter]) -> dict[int, Conversation]:
+    """Return every conversation by its number."""
+    groups = [group for chapter in book for group in (*chapter.shared, *chapter.private)]
+    return {one.number: one for group in groups for one in group}
+
+
+def prompt_of(conversation: Conversation, turn: int, answers: Answers) -> tuple[int, ...]:
+    """Return the tokens of a turn's prompt; the answers to the turns before it are known."""
+    tokens = conversation.document
+    for earlier in range(turn):
+        answer = answers[Ask(conversation=conversation.number, turn=earlier)]
+        tokens += conversation.questions[earlier] + answer
+    return tokens + conversation.questions[turn]
+
+
+def batches_of(
+    book: list[Chapter], *, replica: int, num_replicas: int, batch_size: int, seed: int
+) -> Iterator[Batch]:
+    """Yield a replica's batches for ever: a pure function of the arguments.
+
+    Half of the documents reach a replica one chapter after another replica had them, so that it
+    can find what the other one computed. Another half does for each replica.
+    """
+    random_ = random.Random(seed * 1000 + replica)
+    for number in itertools.count():
+        at = number // BATCHES
+        open_ = _open_conversations(book, at, replica, num_replicas)
+        turns = [min(_TURNS - 1, random_.randrange(number % BATCHES + 1)) for _ in open_]
+        asks = [
+            Ask(conversation=one.number, turn=turn) for one, turn in zip(open_, turns, strict=True)
+        ]
+        yield Batch(
+            asks=tuple(random_.sample(asks, min(batch_size, len(asks)))),
+            place=number % BATCHES,
+        )
+
+
+def num_asks(book: list[Chapter]) -> int:
+    """Return how many different prompts there are."""
+    return _TURNS * len(conversations_of(book))
+
+
+def all_asks(book: list[Chapter]) -> Iterator[list[Ask]]:
+    """Yield every prompt once: the prompts of a turn together, after those of the turn before."""
+    for chapter in book:
+        groups = [*chapter.shared, *chapter.private]
+        for turn in range(_TURNS):
+            yield [Ask(conversation=one.number, turn=turn) for group in groups for one in group]
+
+
+def _open_conversations(
+    book: list[Chapter], at: int, replica: int, num_replicas: int
+) -> list[Conversation]:
+    """Return the conversations of stretch `at` of a replica's run; chapters come round again."""
+    found = list(book[at % len(book)].private[replica])
+    for index in range(_SHARED_DOCUMENTS):
+        lag = (index + replica) % num_replicas
+        found += book[(at - lag) % len(book)].shared[index]
+    return found
+
+
+def _words(random_: random.Random, least: int, most: int) -> tuple[int, ...]:
+    return tuple(random_.choices(_VOCABULARY, k=random_.randint(least, most)))

@@ -1,0 +1,165 @@
+"""Network namespaces of this machine: each node has an address and a cable of its own.
+
+The namespaces have no names: they live as long as the processes in them, and vanish with them.
+"""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from kvray.errors import ConfigError
+
+_TOOLS = ("ip", "tc", "nsenter", "unshare")
+_PREFIX = "10.77.0"
+_SWITCH_HOST = 254
+_MAKE_TIMEOUT_S = 5.0
+_COMMAND_TIMEOUT_S = 20.0
+_DEVICE = "eth0"
+
+Spawn = Callable[[list[str]], int]
+"""Starts a process that lives as long as the cluster, and returns its pid."""
+
+
+def why_impossible() -> str | None:
+    """Return the reason why this process cannot make network namespaces, or None if it can."""
+    if os.geteuid() != 0:
+        return "needs root"
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"needs the commands {', '.join(missing)} (packages iproute2 and util-linux)"
+    probe = subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True)
+    return None if probe.returncode == 0 else "network namespaces are not allowed here"
+
+
+class Network:
+    """A switch, and a namespace for each host that is plugged into it."""
+
+    def __init__(self, spawn: Spawn) -> None:
+        """Make the switch; `spawn` starts the processes that hold the namespaces.
+
+        Raises:
+            ConfigError: this process may not do that, or a command is missing.
+        """
+        if (reason := why_impossible()) is not None:
+            raise ConfigError(f"A network of several nodes on one machine {reason}.")
+        self._spawn = spawn
+        self._hosts: list[int] = []
+        self._cuts: Counter[int] = Counter()
+        self._limits: Counter[int] = Counter()
+        self._switch = self._hold()
+        _ip(
+            self._switch,
+            "link add br0 type bridge",
+            f"addr add {_PREFIX}.{_SWITCH_HOST}/24 dev br0",
+            "link set br0 up",
+        )
+
+    def plug_in(self) -> int:
+        """Add a host with an address; return its number, from 0 on."""
+        number = len(self._hosts)
+        holder = self._hold()
+        self._hosts.append(holder)
+        _ip(
+            self._switch,
+            f"link add {_port(number)} type veth peer name {_DEVICE} netns {holder}",
+            f"link set {_port(number)} master br0",
+            f"link set {_port(number)} up",
+        )
+        _ip(
+            holder,
+            "link set lo up",
+            f"addr add {self.address(number)}/24 dev {_DEVICE}",
+            f"link set {_DEVICE} up",
+            # Libraries find their own address as that of the default route.
+            f"route add default via {_PREFIX}.{_SWITCH_HOST}",
+        )
+        return number
+
+    def address(self, number: int) -> str:
+        """Return a host's address."""
+        return f"{_PREFIX}.{number + 1}"
+
+    def enter(self, number: int) -> list[str]:
+        """Return the beginning of a command that runs on a host."""
+        return ["nsenter", f"--net=/proc/{self._hosts[number]}/ns/net"]
+
+    def cut(self, number: int) -> None:
+        """Pull a host's cable; overlapping cuts end with the last `heal`."""
+        self._cuts[number] += 1
+        _ip(self._switch, f"link set {_port(number)} down")
+
+    def heal(self, number: int) -> None:
+        """Put a host's cable back."""
+        self._cuts[number] -= 1
+        if not self._cuts[number]:
+            _ip(self._switch, f"link set {_port(number)} up")
+
+    def slow(self, number: int, *, mbit: int, latency_ms: int) -> None:
+        """Limit a host's traffic; packets queue for `latency_ms`, and are dropped then.
+
+        The last of several limits counts, until all of them are taken away.
+        """
+        self._limits[number] += 1
+        self._shape(number, "replace", f"tbf rate {mbit}mbit burst 32kb latency {latency_ms}ms")
+
+    def speed_up(self, number: int) -> None:
+        """Take a limit away."""
+        self._limits[number] -= 1
+        if not self._limits[number]:
+            self._shape(number, "del")
+
+    def bytes_in(self, number: int) -> int:
+        """Return the bytes that a host has got over its cable so far."""
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{self._hosts[number]}/net/dev").read_text().splitlines():
+                name, _, figures = line.partition(":")
+                if name.strip() == _DEVICE:
+                    return int(figures.split()[0])
+        return 0
+
+    def _shape(self, number: int, verb: str, shape: str = "") -> None:
+        """Change the queues at both ends of a host's cable."""
+        for holder, device in ((self._hosts[number], _DEVICE), (self._switch, _port(number))):
+            _run(holder, ["tc", *f"qdisc {verb} dev {device} root {shape}".split()])
+
+    def _hold(self) -> int:
+        """Start a process in a namespace of its own and return its pid."""
+        pid = self._spawn(["unshare", "--net", "sleep", "infinity"])
+        ours = os.readlink("/proc/self/ns/net")
+        deadline = time.monotonic() + _MAKE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/{pid}/ns/net") != ours:
+                    return pid
+            time.sleep(0.005)
+        raise ConfigError("A network namespace could not be made; run `unshare --net true`.")
+
+
+def _port(number: int) -> str:
+    return f"port{number}"
+
+
+def _ip(holder: int, *commands: str) -> None:
+    """Run commands of `ip` in the namespace of process `holder`."""
+    _run(holder, ["ip", "-batch", "-"], told="\n".join(commands) + "\n")
+
+
+def _run(holder: int, command: list[str], told: str = "") -> None:
+    try:
+        subprocess.run(
+            ["nsenter", f"--net=/proc/{holder}/ns/net", *command],
+            input=told,
+            text=True,
+            capture_output=True,
+            check=True,
+            timeout=_COMMAND_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"`{' '.join(command)}` did not end.") from None
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"`{' '.join(command)}` failed: {error.stderr.strip()}.") from None

@@ -1,0 +1,148 @@
+"""One Ray node on this machine: `ray start --block` in a process of its own."""
+
+import contextlib
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from kvray.errors import ConfigError
+
+_START_TIMEOUT_S = 90.0
+_STARTS_MAX = 3
+"""Ray gives some of its own waits few seconds, so a node that gives up is started again."""
+_START_PAUSE_S = 1.0
+_STOP_TIMEOUT_S = 20.0
+_KILL_TIMEOUT_S = 5.0
+_POLL_S = 0.05
+_HAS_STARTED = "Ray runtime started"
+
+Environ = dict[str, str]
+Waiting = Callable[[float], None]
+"""Called a few times a second while Ray starts, with the seconds so far."""
+
+
+class Node:
+    """One Ray node. `Machine` makes it; anyone may kill, stop and start it again."""
+
+    def __init__(
+        self, name: str, *, command: list[str], environ: Environ, directory: Path, arena_dir: Path
+    ) -> None:
+        """Describe a node that is not running yet.
+
+        Args:
+            name: for people.
+            command: starts it.
+            environ: variables of all its processes; engines of this node need the same ones.
+            directory: its log goes there.
+            arena_dir: its `arena.dir`.
+        """
+        self.name = name
+        self.environ = environ
+        self.arena_dir = arena_dir
+        self._command = command
+        self._log = directory / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its main process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def has_started(self) -> bool:
+        """Whether it has joined the cluster since its last start."""
+        return self.is_running and _HAS_STARTED in self._log.read_text(errors="replace")
+
+    def begin_start(self) -> None:
+        """Start it, and do not wait for it; it gets another node id each time."""
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_started(
+        self,
+        *,
+        timeout_s: float = _START_TIMEOUT_S,
+        waiting: Waiting = lambda elapsed_s: None,
+    ) -> None:
+        """Return when it has joined; if it gives up, it is started again.
+
+        Raises:
+            ConfigError: it was killed, gave up too often, or did not join in time.
+        """
+        began, starts = time.monotonic(), 1
+        while not self.has_started:
+            elapsed_s = time.monotonic() - began
+            waiting(elapsed_s)
+            has_given_up = self._process is not None and (self._process.poll() or 0) > 0
+            if elapsed_s < timeout_s and has_given_up and starts < _STARTS_MAX:
+                time.sleep(_START_PAUSE_S)
+                self.begin_start()
+                starts += 1
+            elif elapsed_s > timeout_s or not self.is_running:
+                said = " ".join(self._log.read_text(errors="replace").split()[-100:])
+                raise ConfigError(f"The Ray node {self.name} did not start; it said: {said}")
+            time.sleep(_POLL_S)
+
+    def start(self) -> None:
+        """Start it and return when it has joined.
+
+        Raises:
+            ConfigError: as `wait_started`.
+        """
+        self.begin_start()
+        self.wait_started()
+
+    def stop(self) -> None:
+        """Let it leave the cluster in order. Twice is fine."""
+        if self._process is not None and self.is_running:
+            family = self.family()
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_TIMEOUT_S)
+            psutil.wait_procs(family, timeout=_KILL_TIMEOUT_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End all of its processes at once, the raylet first. Twice is fine."""
+        family = self.family()
+        for process in sorted(family, key=lambda one: "raylet" not in _title(one)):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(family, timeout=_KILL_TIMEOUT_S)
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def family(self) -> list[psutil.Process]:
+        """Return its living processes."""
+        if self._process is None:
+            return []
+        try:
+            main = psutil.Process(self._process.pid)
+            return [main, *main.children(recursive=True)]
+        except psutil.Error:
+            return []
+
+    def actors(self, kind: str) -> list[psutil.Process]:
+        """Return its processes of actors whose class or repr begins with `kind`."""
+        return [one for one in self.family() if _title(one).startswith(f"ray::{kind}")]
+
+    def raylet(self) -> psutil.Process | None:
+        """Return the raylet, with which the node lives and dies."""
+        return next((one for one in self.family() if _title(one).endswith("/raylet")), None)
+
+
+def _title(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error):
+        return "".join(process.cmdline()[:1])
+    return ""

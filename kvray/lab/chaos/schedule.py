@@ -1,0 +1,96 @@
+"""The schedule of faults: a pure function of a seed."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PARTS = ("shard", "mover", "lookup", "supervisor", "engine", "raylet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A way to break something.
+
+    `lasts_s` is the shortest and longest time until the fault is undone. `long_s` is the same for
+    one in four, which outlasts every deadline. None: it cannot be undone.
+    """
+
+    name: str
+    text: str
+    lasts_s: tuple[float, float] | None = None
+    long_s: tuple[float, float] | None = None
+    needs_root: bool = False
+
+
+_SHORT, _LONG = (0.2, 3.0), (11.0, 14.0)
+KINDS = (
+    *(Kind(name=f"kill_{part}", text=f"kill -9 of one {part}") for part in PARTS),
+    *(
+        Kind(name=f"stop_{part}", text=f"SIGSTOP of one {part}", lasts_s=_SHORT, long_s=_LONG)
+        for part in PARTS
+    ),
+    Kind(name="cut_link", text="a node's cable is pulled", lasts_s=(0.5, 6.0), needs_root=True),
+    Kind(name="slow_link", text="a node's cable is slow", lasts_s=(1.0, 6.0), needs_root=True),
+    Kind(name="fill_tmpfs", text="the arena's mount is full", lasts_s=(1.0, 4.0), needs_root=True),
+    Kind(name="fill_disk", text="Ray's disk is full", lasts_s=(1.0, 4.0), needs_root=True),
+    Kind(name="fill_arena", text="an arena is filled with junk", lasts_s=(1.0, 3.0)),
+    Kind(name="truncate", text="kill -9 of one mover during a transfer"),
+    Kind(name="flip_bytes", text="bytes of complete blocks are flipped"),
+)
+"""All of them, in the order of the report."""
+
+_LONG_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault. Times are in seconds from the start of the load."""
+
+    number: int
+    kind: str
+    strikes_s: float
+    ends_s: float
+    """Equal to `strikes_s` for faults that cannot be undone."""
+    choice: float
+    """From 0 to 1: chooses among the parts that it can strike."""
+
+
+def make_schedule(
+    *, seed: int, duration_s: float, quiet_s: float, gap_s: float, kinds: Sequence[Kind]
+) -> list[Fault]:
+    """Return the faults of a run: each kind equally often, in an order that the seed decides.
+
+    Args:
+        seed: equal seeds give equal schedules.
+        duration_s: length of the run.
+        quiet_s: time without any fault before the run's end, and half as long after its start.
+        gap_s: mean time between two strikes.
+        kinds: those to draw from.
+
+    Raises:
+        ValueError: there is no kind.
+    """
+    if not kinds:
+        raise ValueError("no kind of fault is left")
+    random_ = random.Random(seed)
+    faults: list[Fault] = []
+    at, last = quiet_s / 2, duration_s - quiet_s
+    deck: list[Kind] = []
+    while at < last:
+        if not deck:
+            deck = list(kinds)
+            random_.shuffle(deck)
+        kind = deck.pop()
+        ends_s = max(at, min(at + _draw_length(kind, random_), last))
+        fault = Fault(
+            number=len(faults), kind=kind.name, strikes_s=at, ends_s=ends_s, choice=random_.random()
+        )
+        faults.append(fault)
+        at += random_.uniform(0.5, 1.5) * gap_s
+    return faults
+
+
+def _draw_length(kind: Kind, random_: random.Random) -> float:
+    is_long = random_.random() < _LONG_SHARE
+    span = kind.long_s if is_long and kind.long_s else kind.lasts_s
+    return random_.uniform(*span) if span else 0.0

@@ -1,0 +1,251 @@
+"""Replicas that get prompts without a pause, each from its own thread; dead ones are restarted."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from kvray.errors import KVRayError
+from kvray.lab.chaos.load import MAX_TOKENS, TOKENS_PER_BLOCK, Answer
+from kvray.lab.reference import KvConnectorConfig, Replica
+
+MODEL = "tiny:11"
+POOL_BLOCKS = 96
+BATCH_SIZE = 12
+"""Prompts that a replica gets at once; it computes some, and the others wait in its queue."""
+
+_RUNNING_MAX = 8
+_ANSWER_TIMEOUT_S = 60.0
+_JOIN_TIMEOUT_S = 5.0
+_RESTART_PAUSE_S = 0.2
+_FAILURES_MAX = 20
+
+Losses = Counter[str]
+"""Requests without an answer, and engines that died: `engine_deaths`, `hung_requests` and
+`failed_requests`. With engines that faults killed: `injected_deaths` and `injected_requests`."""
+Questions = Sequence[tuple[Answer, Answer]]
+"""Prompts with their true answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """One answered prompt. Times are monotonic."""
+
+    replica: str
+    place: int
+    """See `Batch`."""
+    began: float
+    ended: float
+    prompt_tokens: int
+    reused_tokens: int
+    hit_tokens: int
+    wrong_tokens: int
+
+
+class Server:
+    """One replica on a node, and the thread that sends it prompts.
+
+    Records and counters are the thread's until it has ended. `in_flight` and the pid of a kill on
+    purpose cross.
+    """
+
+    def __init__(
+        self, name: str, *, environ: Mapping[str, str], files: Path, is_empty: bool = False
+    ) -> None:
+        """Describe a replica that does not run yet.
+
+        Args:
+            name: for people and for kvray.
+            environ: variables with which it finds its node's tier.
+            files: the path of its files of stalls and output, without their suffixes.
+            is_empty: give it a connector that does nothing.
+        """
+        self.name = name
+        self.stalls_path = Path(f"{files}.stalls")
+        self.served: list[Served] = []
+        self.losses: Losses = Counter()
+        self.failures: list[str] = []
+        self.stops: list[tuple[float, float]] = []
+        """When it was stopped on purpose, in monotonic seconds."""
+        self.in_flight = 0
+        scheduler = "EmptyScheduler" if is_empty else "TimedScheduler"
+        connector = KvConnectorConfig(
+            connector_module="kvray.lab.chaos.stalls",
+            connector_scheduler_class=f"{scheduler}@{self.stalls_path}",
+            connector_worker_class="_EmptyWorker" if is_empty else "KvRayWorker",
+        )
+        environ = {**environ, "KVRAY_CONNECTOR__REPLICA": name}
+        log_path = Path(f"{files}.log")
+        self._spawn = partial(spawn, name, connector, environ=environ, log_path=log_path)
+        self._replica: Replica | None = None
+        self._killed_pid = 0
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin_start(self) -> None:
+        """Start the replica, and do not wait for it."""
+        self._replica = self._spawn()
+
+    def wait_ready(self) -> None:
+        """Return when the replica answers.
+
+        Raises:
+            KVRayError: it did not start.
+        """
+        assert self._replica is not None
+        self._replica.wait_ready()
+
+    def serve(self, batches: Iterator[tuple[int, Questions]]) -> None:
+        """Send batch after batch from now on, until `end`; each has its place in a chapter."""
+        self._stopping.clear()
+        self._thread = threading.Thread(
+            target=self._serve, args=(batches,), name=f"kvray-{self.name}"
+        )
+        self._thread.start()
+
+    def kill(self) -> bool:
+        """Kill the replica as an injected fault; False if it does not serve now."""
+        replica = self._serving()
+        if replica is None:
+            return False
+        self._killed_pid = replica.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(replica.pid, signal.SIGKILL)
+        return True
+
+    def stop(self) -> int | None:
+        """Stop the replica's process; return its pid, or None if it does not serve now."""
+        replica = self._serving()
+        if replica is None:
+            return None
+        self.stops.append((time.monotonic(), float("inf")))
+        os.kill(replica.pid, signal.SIGSTOP)
+        return replica.pid
+
+    def resume(self, pid: int) -> None:
+        """Continue a stopped replica."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+        self.stops[-1] = (self.stops[-1][0], time.monotonic())
+
+    def end(self) -> None:
+        """Send no more batches; the one in flight gets its answers. Twice is fine."""
+        self._stopping.set()
+
+    def join(self) -> None:
+        """Wait for the thread; `end` was called."""
+        if self._thread is not None:
+            self._thread.join(_ANSWER_TIMEOUT_S + _JOIN_TIMEOUT_S)
+            self._thread = None
+
+    def close(self) -> None:
+        """End thread and replica at once. Twice is fine."""
+        self._stopping.set()
+        if self._replica is not None:
+            self._killed_pid = self._replica.pid
+            self._replica.kill()
+        self.join()
+        if self._replica is not None:  # the thread was just starting another one
+            self._replica.kill()
+
+    def _serving(self) -> Replica | None:
+        replica = self._replica
+        return replica if replica and self.in_flight and replica.is_alive else None
+
+    def _serve(self, batches: Iterator[tuple[int, Questions]]) -> None:
+        for place, questions in batches:
+            if self._stopping.is_set():
+                break
+            try:
+                self._ask(place, questions)
+            except KVRayError as error:
+                self._note(error, len(questions))
+                self._restart()
+            finally:
+                self.in_flight = 0
+
+    def _ask(self, place: int, questions: Questions) -> None:
+        assert self._replica is not None
+        prompts = [prompt for prompt, _ in questions]
+        began = time.monotonic()
+        self.in_flight = len(prompts)
+        outputs = self._replica.generate(
+            prompts, max_tokens=MAX_TOKENS, timeout_s=_ANSWER_TIMEOUT_S
+        )
+        ended = time.monotonic()
+        self.served += [
+            Served(
+                replica=self.name,
+                place=place,
+                began=began,
+                ended=ended,
+                prompt_tokens=output.prompt_tokens,
+                reused_tokens=output.reused_tokens,
+                hit_tokens=output.hit_tokens,
+                wrong_tokens=count_wrong(output.token_ids, truth),
+            )
+            for (_, truth), output in zip(questions, outputs, strict=True)
+        ]
+
+    def _note(self, error: KVRayError, num_requests: int) -> None:
+        assert self._replica is not None
+        losses, text = self.losses, str(error)
+        if self._replica.pid == self._killed_pid:
+            losses["injected_deaths"] += not self._stopping.is_set()
+            losses["injected_requests"] += num_requests
+            return
+        if "has not ended within" in text or "did not answer in time" in text:
+            losses["hung_requests"] += num_requests
+        elif "A forward pass failed" in text:
+            losses["failed_requests"] += num_requests
+        else:
+            losses["engine_deaths"] += 1
+        if len(self.failures) < _FAILURES_MAX:
+            self.failures.append(f"{self.name}: {text}")
+
+    def _restart(self) -> None:
+        """Restart the replica, again and again until it answers or the run ends."""
+        while not self._stopping.is_set():
+            assert self._replica is not None
+            self._replica.kill()
+            try:
+                self.begin_start()
+                self.wait_ready()
+                return
+            except KVRayError as error:
+                self._note(error, 0)
+                self._stopping.wait(_RESTART_PAUSE_S)
+
+
+def spawn(
+    name: str,
+    connector: KvConnectorConfig | None,
+    *,
+    environ: Mapping[str, str],
+    log_path: Path | None = None,
+) -> Replica:
+    """Begin to start an engine; without a connector it reuses nothing."""
+    return Replica.spawn(
+        name,
+        env=environ,
+        log_path=log_path,
+        model=MODEL,
+        tokens_per_block=TOKENS_PER_BLOCK,
+        num_blocks=POOL_BLOCKS,
+        connector=connector,
+        enable_block_reuse=connector is not None,
+        max_batch_size=_RUNNING_MAX,
+        num_threads=1,
+    )
+
+
+def count_wrong(answer: Answer, truth: Answer) -> int:
+    """Return how many tokens of an answer differ, missing and surplus ones included."""
+    differing = sum(mine != true for mine, true in zip(answer, truth, strict=False))
+    return differing + abs(len(answer) - len(truth))

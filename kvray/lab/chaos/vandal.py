@@ -1,0 +1,63 @@
+"""Damages an arena, in a process of its own, as another program's defect would.
+
+Run as `python -m kvray.lab.chaos.vandal flip DIRECTORY SEED COUNT`, which flips a byte in that many
+complete blocks, or `... fill DIRECTORY SEED SECONDS`, which stores junk for that time.
+"""
+
+import hashlib
+import random
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kvray.identity.block import BlockKey
+from kvray.store import Arena
+from kvray.store.arena.layout import READY
+
+_LOCK_WAIT_S = 1.0
+_RUN = 64
+_PAUSE_S = 0.005
+
+
+def main() -> None:
+    """Run the command line and print how many blocks it changed."""
+    what, directory, seed, amount = sys.argv[1:5]
+    arena = Arena(Path(directory), lock_wait_s=_LOCK_WAIT_S)
+    try:
+        done = _flip if what == "flip" else _fill
+        print(done(arena, random.Random(int(seed)), float(amount)))
+    finally:
+        arena.close()
+
+
+def _flip(arena: Arena, random_: random.Random, count: float) -> int:
+    """Flip one byte each in complete blocks, without taking a lease."""
+    ready = np.flatnonzero(arena.tables.slot_state == READY).tolist()
+    chosen = random_.sample(ready, min(int(count), len(ready)))
+    for slot in chosen:
+        block = arena.slot_bytes(slot)
+        block[random_.randrange(len(block))] ^= 0xFF
+    return len(chosen)
+
+
+def _fill(arena: Arena, random_: random.Random, seconds: float) -> int:
+    """Store junk under keys that nobody asks for, in blocks of the largest size in use."""
+    arena.join("junk")
+    sizes = arena.tables.slab_block_bytes
+    block_bytes = int(sizes.max()) or arena.tables.geometry.slot_min
+    pool = np.frombuffer(random_.randbytes(block_bytes), dtype=np.uint8)[None, :]
+    deadline, stored = time.monotonic() + seconds, 0
+    while time.monotonic() < deadline:
+        keys = [BlockKey(hashlib.sha256(random_.randbytes(16)).digest()) for _ in range(_RUN)]
+        made = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
+        if made is not None and len(made.slots):
+            sums = arena.write(made, pool, np.zeros(len(made.slots), dtype=np.int64))
+            stored += len(made.slots) if arena.commit(made, sums) else 0
+        time.sleep(_PAUSE_S)
+    return stored
+
+
+if __name__ == "__main__":
+    main()

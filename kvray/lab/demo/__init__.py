@@ -1,0 +1,1 @@
+"""The demo: two replicas of a real language model share prefixes, and a verdict."""

@@ -1,0 +1,130 @@
+"""The engines of the demo, in processes of their own, beside a tier that is up."""
+
+import time
+from collections.abc import Callable, Mapping
+
+from kvray.client import Client
+from kvray.lab.demo.prompts import Prompt
+from kvray.lab.demo.record import Record
+from kvray.lab.reference import KvConnectorConfig, Replica
+
+TOKENS_PER_BLOCK = 32
+MAX_TOKENS = 16
+
+_SAVED_TIMEOUT_S = 20.0
+_POLL_S = 0.02
+_CONNECTOR = KvConnectorConfig(
+    connector_module="kvray.connector",
+    connector_scheduler_class="KvRayScheduler",
+    connector_worker_class="KvRayWorker",
+)
+
+
+class Engines:
+    """Starts engines, sends them prompts, and records their answers."""
+
+    def __init__(
+        self, client: Client, *, model: str, environ: Mapping[str, str], num_threads: int
+    ) -> None:
+        """Begin without an engine.
+
+        Args:
+            client: connected to the tier.
+            model: the engines load it.
+            environ: variables with which an engine finds the tier.
+            num_threads: of each engine; equal answers need equal numbers.
+        """
+        self.records: list[Record] = []
+        self.advance: Callable[[], None] = lambda: None
+        """Called after each start and each answer, for a bar that moves."""
+        self._client = client
+        self._model = model
+        self._environ = environ
+        self._num_threads = num_threads
+        self._replicas: dict[str, Replica] = {}
+
+    def start(
+        self, *names: str, num_blocks: int, with_kvray: bool = True, with_reuse: bool = True
+    ) -> None:
+        """Start engines side by side and return when all are ready."""
+        for name in names:
+            self._replicas[name] = Replica.spawn(
+                name,
+                env={**self._environ, "KVRAY_CONNECTOR__REPLICA": name.replace(" ", "-")},
+                model=self._model,
+                tokens_per_block=TOKENS_PER_BLOCK,
+                num_blocks=num_blocks,
+                connector=_CONNECTOR if with_kvray else None,
+                enable_block_reuse=with_reuse,
+                num_threads=self._num_threads,
+            )
+        for name in names:
+            self._replicas[name].wait_ready()
+        self.advance()
+
+    def end(self, *names: str) -> None:
+        """Let engines end on their own."""
+        for name in names:
+            self._replicas.pop(name).close()
+
+    def close(self) -> None:
+        """End all engines at once. Twice is fine."""
+        while self._replicas:
+            self._replicas.popitem()[1].kill()
+
+    def ask(
+        self,
+        phase: str,
+        replica: str,
+        prompt: Prompt,
+        *,
+        expected_hit_tokens: int | None = None,
+        until_saved: bool = False,
+    ) -> None:
+        """Send a prompt to one engine and record the answer.
+
+        Args:
+            phase: of the demo.
+            replica: the engine's name.
+            prompt: what to ask.
+            expected_hit_tokens: see `Record`.
+            until_saved: return when the computed blocks are in the tier, to which the prompt must
+                be new. If they do not come, the hits that follow will tell.
+        """
+        stored_before = self._num_stored() if until_saved else 0
+        output = self._replicas[replica].generate([prompt.token_ids], max_tokens=MAX_TOKENS)[0]
+        self.records.append(
+            Record(
+                phase=phase,
+                replica=replica,
+                prompt=prompt.name,
+                prompt_tokens=output.prompt_tokens,
+                reused_tokens=output.reused_tokens,
+                hit_tokens=output.hit_tokens,
+                ttft_s=output.ttft_s,
+                # A tiny model answers with any bytes, also with such as are no Unicode.
+                text=output.text.encode("utf-8", "replace").decode(),
+                token_ids=output.token_ids,
+                expected_hit_tokens=expected_hit_tokens,
+            )
+        )
+        if until_saved:
+            computed = output.prompt_tokens - output.reused_tokens - output.hit_tokens
+            self._await_stored(stored_before + computed // TOKENS_PER_BLOCK)
+        self.advance()
+
+    def _await_stored(self, num_blocks: int) -> None:
+        deadline = time.monotonic() + _SAVED_TIMEOUT_S
+        while self._num_stored() < num_blocks and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+
+    def _num_stored(self) -> int:
+        return sum(shard["arena"]["stored"] for shard in self._client.status()["shards"])
+
+
+def shareable_tokens(num_tokens: int) -> int:
+    """Return how many tokens of a prompt another engine can take from the tier.
+
+    Full blocks only, and never the whole prompt: the engine computes at least one token.
+    """
+    return (num_tokens - 1) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK

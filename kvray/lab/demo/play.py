@@ -1,0 +1,91 @@
+"""The whole demo: model, tier, phases, verdict. Everything ends with it, however it ends."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from kvray.actors.tier.launch import local_tier
+from kvray.client import Client
+from kvray.config import environ_for, format_size, load_config
+from kvray.console.interrupts import Interrupts
+from kvray.console.progress import LaunchProgress, ProgressLine
+from kvray.lab.demo.engines import TOKENS_PER_BLOCK, Engines
+from kvray.lab.demo.model import fetch_model, is_tiny, read_model
+from kvray.lab.demo.phases import ORACLE_PHASE, PHASES, split_oracle
+from kvray.lab.demo.prompts import make_prompts
+from kvray.lab.demo.record import Record, Verdict, judge
+
+_SHM = Path("/dev/shm")
+_ROOM = 1.1
+"""Free memory that the demo asks for, in capacities: the tables, and Ray's own share."""
+_THREADS_MAX = 4
+
+
+def play(
+    model: str, *, capacity: int, console: Console, interrupts: Interrupts
+) -> tuple[list[Record], Verdict]:
+    """Play all phases and judge them.
+
+    Args:
+        model: `smollm2`, `tiny` or the path of a checkpoint.
+        capacity: bytes of the tier.
+        console: shows the progress.
+        interrupts: end it early.
+
+    Raises:
+        KVRayError: the model, the tier or an engine did not work.
+    """
+    fetch_model(model)
+    with interrupts.closing() as stack:
+        with interrupts.held():
+            scratch = Path(tempfile.mkdtemp(prefix="kvray-demo-"))
+            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+        config_path = _write_config(scratch, capacity, console, model=model)
+        settings = load_config(config_path, environ={})
+        # A signal is held back until the next report, so that no Ray is left behind.
+        with LaunchProgress(console, interrupts) as progress, interrupts.held():
+            stack.enter_context(
+                local_tier(settings, waiting=progress.waiting, report=progress.report)
+            )
+        # Only now: torch starts threads, and there must be none while Ray takes over the signals.
+        path, tokenizer = read_model(model, console)
+        prompts = make_prompts(tokenizer, tokens_per_block=TOKENS_PER_BLOCK)
+        engines = Engines(
+            stack.enter_context(Client(settings)),
+            model=path,
+            environ=environ_for(config_path),
+            num_threads=min(_THREADS_MAX, len(os.sched_getaffinity(0))),
+        )
+        stack.callback(engines.close)
+        with ProgressLine(console) as line:
+            for phase in (ORACLE_PHASE, *PHASES):
+                title = "" if phase is ORACLE_PHASE else f"Phase {phase.name}: "
+                with line.during(title + phase.title, phase.num_steps) as advance:
+                    engines.advance = advance
+                    phase.play(engines, prompts)
+    oracle, records = split_oracle(engines.records)
+    return records, judge(records, oracle=oracle)
+
+
+def _write_config(scratch: Path, capacity: int, console: Console, *, model: str) -> Path:
+    """Write the tier's configuration; its arena goes to disk where shared memory is too small."""
+    directory = _SHM
+    if not _SHM.is_dir() or shutil.disk_usage(_SHM).free < _ROOM * capacity:
+        directory = scratch
+        console.print(
+            f"{_SHM} has no room for {format_size(capacity)}; the arena goes to {scratch}."
+        )
+    settings = {
+        "cluster_name": f"demo-{os.getpid()}",
+        # Two engines, a shard and Ray may share two cores: wait for a neighbour to be scheduled.
+        "arena": {"dir": str(directory), "capacity": capacity, "lock_wait_s": 0.05},
+    }
+    if is_tiny(model):  # random weights have no checkpoint that tells them apart
+        settings["connector"] = {"model_key": model.replace(":", "-")}
+    path = scratch / "kvray.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path

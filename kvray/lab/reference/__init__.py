@@ -1,0 +1,35 @@
+"""A small real engine that calls a connector in TensorRT-LLM's order; it needs no GPU.
+
+The engine itself is loaded at first use: a process that only starts replicas never imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvray.lab.reference.llm_args import KvCacheConfig, KvConnectorConfig, LlmArgs
+from kvray.lab.reference.output import Output
+from kvray.lab.reference.replica import Replica
+from kvray.lab.reference.weights import find_weights
+
+if TYPE_CHECKING:
+    from kvray.lab.reference.engine import Pending, ReferenceEngine
+
+__all__ = [
+    "KvCacheConfig",
+    "KvConnectorConfig",
+    "LlmArgs",
+    "Output",
+    "Pending",
+    "ReferenceEngine",
+    "Replica",
+    "find_weights",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in {"Pending", "ReferenceEngine"}:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvray.lab.reference import engine
+
+    return getattr(engine, name)

@@ -1,0 +1,237 @@
+"""The paged KV pool, with the interface and the order of calls of TensorRT-LLM's `KVCacheManager`.
+
+The pool is one contiguous fp32 tensor [num_blocks, num_layers, 2, kv_heads * tokens_per_block *
+head_dim]: keys then values, and inside each heads x tokens x dim. A block id is a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from kvray.errors import CapacityError, KVRayError
+from kvray.lab.reference.block_pool import BlockPool, LocalMatch
+from kvray.lab.reference.connector_manager import KvCacheConnectorManager
+from kvray.lab.reference.engine_options import EngineOptions
+from kvray.lab.reference.model import KVGeometry
+from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
+
+_FIRST_DUMMY_ID = 1 << 62
+
+
+class KVCacheManager:
+    """Gives requests their blocks and asks the connector which of them it can fill.
+
+    With the option `poison`, every block that holds nobody's data is NaN. So a read of bytes that
+    were never written or loaded shows in the answer.
+    """
+
+    def __init__(self, geometry: KVGeometry, options: EngineOptions) -> None:
+        self.geometry = geometry
+        self.tokens_per_block = size = options.tokens_per_block
+        self.enable_block_reuse = options.enable_block_reuse
+        self.enable_partial_reuse = options.enable_block_reuse and options.enable_partial_reuse
+        self.connector: KvCacheConnectorManager | None = None
+        self._poison = options.poison
+        self._blocks = BlockPool(options.num_blocks, tokens_per_block=size)
+        shape = (options.num_blocks, geometry.num_layers, 2, geometry.block_size(size))
+        # Zeros make every page real before the first request; NaN does it too.
+        self._pool = torch.full(shape, float("nan") if options.poison else 0.0)
+        self._sequences: dict[int, list[int]] = {}
+        self._pinned: dict[int, list[int]] = {}
+        self._next_dummy_id = _FIRST_DUMMY_ID
+
+    def get_unique_primary_pool(self) -> torch.Tensor:
+        """Return the whole pool, the tensor that `register_kv_caches` takes."""
+        return self._pool
+
+    def get_buffers(self, layer_idx: int) -> torch.Tensor:
+        """Return one layer as a view [num_blocks, 2, kv_heads, tokens_per_block, head_dim]."""
+        shape = (self.geometry.num_kv_heads, self.tokens_per_block, self.geometry.head_dim)
+        return self._pool[:, layer_idx].view(-1, 2, *shape)
+
+    def get_max_resource_count(self) -> int:
+        """Return the number of blocks in the pool."""
+        return self._blocks.num_blocks
+
+    def get_num_free_blocks(self) -> int:
+        """Return how many blocks no request and no save holds."""
+        return self._blocks.num_free
+
+    def get_needed_resource_to_completion(self, request: LlmRequest) -> int:
+        """Return the blocks of prompt and longest answer, those already held included."""
+        num_tokens = request.orig_prompt_len + request.max_new_tokens
+        return -(-num_tokens // self.tokens_per_block)
+
+    def get_needed_beyond_held(self, request: LlmRequest) -> int:
+        """Return the blocks that the request may still ask for."""
+        held = len(self._sequences.get(request.request_id, ()))
+        return max(self.get_needed_resource_to_completion(request) - held, 0)
+
+    def get_cache_indices(self, request: LlmRequest) -> list[int]:
+        """Return the ids of the request's blocks in the order of its tokens.
+
+        Raises:
+            KVRayError: the request holds no blocks.
+        """
+        try:
+            return list(self._sequences[request.request_id])
+        except KeyError:
+            raise KVRayError(f"Request {request.request_id} holds no blocks.") from None
+
+    def get_batch_cache_indices(self, request_ids: Sequence[int]) -> list[list[int]]:
+        """Return the block ids of each request."""
+        return [list(self._sequences[request_id]) for request_id in request_ids]
+
+    def prepare_resources(self, batch: ScheduledRequests) -> None:
+        """Give every request of the batch the blocks of its coming pass.
+
+        A request that begins is matched locally. Then the connector is asked for more, and then it
+        is told the blocks. This happens once, and not again after an asynchronous load.
+        """
+        for request in batch.context_requests:
+            if request.is_first_context_chunk and self._should_add(request):
+                self._add_sequence(request)
+                if self.connector is not None:
+                    self.connector.update_state_after_alloc(
+                        request, self.get_cache_indices(request)
+                    )
+        for request in batch.generation_requests:
+            self._add_token(request)
+        if self.connector is not None:
+            self.connector.build_scheduler_output(batch, self.get_cache_indices)
+
+    def update_resources(self, batch: ScheduledRequests) -> None:
+        """Let other requests find the prompts whose last chunk the pass has computed."""
+        for request in batch.context_requests:
+            if request.context_remaining_length == 0 and request.request_id in self._sequences:
+                self._remember(request, request.get_tokens(0)[: request.prompt_len])
+
+    def store_blocks_for_reuse(self, request: LlmRequest, *, pin: bool = False) -> None:
+        """Let other requests find the request's blocks; with `pin`, hold them until `unpin`."""
+        self._remember(request, self._computed_tokens(request))
+        if pin:
+            block_ids = self.get_cache_indices(request)
+            self._blocks.reference(block_ids)
+            self._pinned[request.request_id] = block_ids
+
+    def unpin(self, request: LlmRequest) -> None:
+        """Release the blocks that an asynchronous save has read."""
+        self._release(self._pinned.pop(request.request_id, []))
+
+    def free_resources(self, request: LlmRequest) -> None:
+        """Take the request's blocks back. Doing it twice is fine."""
+        block_ids = self._sequences.get(request.request_id)
+        if block_ids is None:
+            return
+        if request.finish_reason not in {"cancelled", "error"}:
+            self._remember(request, self._computed_tokens(request))
+        del self._sequences[request.request_id]
+        self._release(block_ids)
+
+    def add_padding_request(self) -> LlmRequest | None:
+        """Return a dummy that fills a batch up, or None without free blocks.
+
+        It is in its generation phase. A connector never hears of it, and `free_resources` takes
+        its block back.
+        """
+        request = LlmRequest(self._next_dummy_id, [0], max_new_tokens=1, is_dummy=True)
+        try:
+            self._sequences[request.request_id] = self._allocate(1)
+        except CapacityError:
+            return None
+        self._next_dummy_id += 1
+        request.num_computed_tokens = 0
+        request.state = LlmRequestState.GENERATION_IN_PROGRESS
+        return request
+
+    def _should_add(self, request: LlmRequest) -> bool:
+        return self.connector is None or self.connector.should_add_sequence(request)
+
+    def _add_sequence(self, request: LlmRequest) -> None:
+        """Source: `KVCacheManager::addSequence`; the blocks are allocated before the question."""
+        local = self._allocate_sequence(request, self._match(request))
+        matched = 0
+        if self.connector is not None and not request.is_dummy_request:
+            matched = self.connector.get_num_new_matched_tokens(request, local)
+        if self.enable_block_reuse:
+            request.reused_tokens = local
+            request.set_prepopulated_prompt_len(local + matched, self.tokens_per_block)
+
+    def _match(self, request: LlmRequest) -> LocalMatch:
+        if not self.enable_block_reuse or request.is_dummy_request:
+            return LocalMatch()
+        return self._blocks.match(
+            request.get_tokens(0)[: request.prompt_len - 1],
+            namespace=_namespace(request),
+            allow_partial=self.enable_partial_reuse,
+        )
+
+    def _allocate_sequence(self, request: LlmRequest, match: LocalMatch) -> int:
+        """Give the request all blocks of its prompt and return how many tokens they hold."""
+        held = list(match.block_ids)
+        num_tokens = len(held) * self.tokens_per_block
+        num_fresh = -(-request.prompt_len // self.tokens_per_block) - len(held)
+        source = [] if match.partial_block_id is None else [match.partial_block_id]
+        self._blocks.reference(held + source)
+        if source and num_fresh > self._blocks.num_free:
+            self._release(source)  # the block to copy from is one of those that are needed
+            source = []
+        try:
+            fresh = self._allocate(num_fresh)
+        except CapacityError:
+            self._release(held)
+            raise
+        if source:
+            self._copy_rows(source[0], fresh[0], match.num_partial_tokens)
+            num_tokens += match.num_partial_tokens
+            self._release(source)
+        self._sequences[request.request_id] = [*held, *fresh]
+        return num_tokens
+
+    def _copy_rows(self, source: int, target: int, num_tokens: int) -> None:
+        for layer_index in range(self.geometry.num_layers):
+            rows = self.get_buffers(layer_index)[:, :, :, :num_tokens]
+            rows[target] = rows[source]
+
+    def _add_token(self, request: LlmRequest) -> None:
+        """Make room for the KV of the token that the last pass sampled."""
+        block_ids = self._sequences[request.request_id]
+        if request.num_computed_tokens >= len(block_ids) * self.tokens_per_block:
+            block_ids.extend(self._allocate(1))
+
+    def _allocate(self, count: int) -> list[int]:
+        block_ids = self._blocks.allocate(count)
+        self._fill(block_ids)
+        return block_ids
+
+    def _release(self, block_ids: Sequence[int]) -> None:
+        self._fill(self._blocks.release(block_ids))
+
+    def _fill(self, block_ids: Sequence[int]) -> None:
+        if self._poison and block_ids:
+            self._pool[list(block_ids)] = float("nan")
+
+    def _computed_tokens(self, request: LlmRequest) -> list[int]:
+        """Source: `releaseBlocks` assumes that the last token has no KV yet."""
+        usable = min(request.num_computed_tokens, request.get_num_tokens(0) - 1)
+        return request.get_tokens(0)[:usable]
+
+    def _remember(self, request: LlmRequest, tokens: list[int]) -> None:
+        if self.enable_block_reuse and not request.is_dummy_request:
+            self._blocks.remember(
+                tokens,
+                self._sequences[request.request_id],
+                namespace=_namespace(request),
+                keep_tail=self.enable_partial_reuse,
+            )
+
+
+def _namespace(request: LlmRequest) -> Hashable:
+    media = request.multimodal_hashes
+    return (
+        request.cache_salt_id,
+        request.lora_task_id,
+        None if media is None else tuple(tuple(item) for item in media),
+    )

@@ -1,0 +1,239 @@
+"""Between executor and connector: TensorRT-LLM's `KvCacheConnectorManager` as a connector sees it.
+
+Behaviour, states and errors follow versions 1.1 to 1.3. The parts of 1.3 that a 1.2 connector can
+see (a second report after an asynchronous load, salts) are the same in both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from kvray.connector.base import (
+    KvCacheConnectorScheduler,
+    KvCacheConnectorWorker,
+    RequestData,
+    SchedulerOutput,
+)
+from kvray.errors import KVRayError
+from kvray.lab.reference.ranks import Ranks, SingleRank
+from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
+
+T = TypeVar("T")
+Requests = dict[int, LlmRequest]
+
+
+@dataclasses.dataclass(slots=True)
+class AsyncRequests:
+    """Requests whose blocks are being saved, or loaded, beside the forward passes."""
+
+    saving: Requests = dataclasses.field(default_factory=dict)
+    loading: Requests = dataclasses.field(default_factory=dict)
+
+    def take_all(self, other: AsyncRequests) -> None:
+        """Move everything from `other` here."""
+        self.saving.update(other.saving)
+        self.loading.update(other.loading)
+        other.saving, other.loading = {}, {}
+
+    def extract(self, saving_ids: list[int], loading_ids: list[int]) -> AsyncRequests:
+        """Take out the named requests; an id that is not here is a KeyError, as upstream."""
+        return AsyncRequests(
+            saving={request_id: self.saving.pop(request_id) for request_id in saving_ids},
+            loading={request_id: self.loading.pop(request_id) for request_id in loading_ids},
+        )
+
+
+class KvCacheConnectorManager:
+    """Calls the connector for the executor and the cache manager, and owns the parked requests.
+
+    Each rank has a manager. Only the leader has a scheduler, and its answers are broadcast. A load
+    or save has ended when every rank's worker says so.
+
+    Args:
+        worker: this rank's half.
+        scheduler: the leader's half; None on the other ranks.
+        ranks: the collectives; None for a rank that decides by itself.
+        attention_dp_rank: the owner's number, under attention data parallelism.
+    """
+
+    def __init__(
+        self,
+        worker: KvCacheConnectorWorker,
+        scheduler: KvCacheConnectorScheduler | None,
+        *,
+        ranks: Ranks | None = None,
+        attention_dp_rank: int | None = None,
+    ) -> None:
+        self.worker = worker
+        self.scheduler = scheduler
+        self._ranks: Ranks = ranks or SingleRank()
+        self._attention_dp_rank = attention_dp_rank
+        self._new = AsyncRequests()  # not handed to get_finished yet
+        self._pending = AsyncRequests()  # handed over, not returned yet
+        self._local_finished = AsyncRequests()  # returned here, not yet on every rank
+        self._loaded: Requests = {}
+        self._scheduler_output: SchedulerOutput | None = None
+        self._reported: dict[int, tuple[int, int]] = {}
+        self._external_loads: dict[int, int] = {}
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save has not ended on every rank; the same on all of them."""
+        return any(one.saving for one in (self._new, self._pending, self._local_finished))
+
+    def get_num_new_matched_tokens(self, request: LlmRequest, num_computed_tokens: int) -> int:
+        """Ask the leader how many tokens follow; an asynchronous load parks the request.
+
+        Raises:
+            KVRayError: a generation-only request, or nothing to be loaded asynchronously.
+        """
+        if request.is_generation_only_request:
+            raise KVRayError("A connector does not serve generation-only requests.")
+        num_tokens, is_async = self._on_leader(
+            lambda scheduler: scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        )
+        if num_tokens == 0 and is_async:
+            raise KVRayError("A connector may not load 0 tokens asynchronously.")
+        if is_async:
+            self._new.loading[request.request_id] = request
+        self._external_loads[request.request_id] = num_tokens
+        request.py_num_connector_matched_tokens = num_tokens
+        return num_tokens
+
+    def should_add_sequence(self, request: LlmRequest) -> bool:
+        """Whether the request still needs blocks: not when it comes back from loading."""
+        return request.request_id not in self._loaded
+
+    def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
+        """Tell the leader the blocks of a request that just got them."""
+        if self.scheduler is not None:
+            self.scheduler.update_state_after_alloc(request, block_ids)
+
+    def build_scheduler_output(
+        self, batch: ScheduledRequests, block_ids_of: Callable[[LlmRequest], list[int]]
+    ) -> None:
+        """Collect the news of the coming pass.
+
+        It leaves out requests about to be parked, and the dummy of an idle owner.
+        """
+        output: SchedulerOutput = _make(SchedulerOutput, attention_dp_rank=self._attention_dp_rank)
+        for request in batch.context_requests:
+            if request.request_id in self._new.loading:
+                continue
+            is_new = request.request_id not in self._reported
+            data = self._report(request, block_ids_of(request))
+            data.computed_position -= self._external_loads.get(request.request_id, 0)
+            (output.new_requests if is_new else output.cached_requests).append(data)
+        output.cached_requests.extend(
+            self._report(request, block_ids_of(request))
+            for request in batch.generation_requests
+            if not request.is_dummy_request
+        )
+        self._external_loads = {}
+        self._scheduler_output = output
+
+    def take_scheduled_requests_pending_load(self, batch: ScheduledRequests) -> None:
+        """Drop the requests that load asynchronously from the batch and park them."""
+        for request in batch.context_requests:
+            if request.request_id in self._new.loading:
+                request.state = LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
+        batch.drop_context(set(self._new.loading))
+
+    def handle_metadata(self) -> None:
+        """Build the metadata of the pass, if there is one, and bind the worker to it."""
+        output = self._scheduler_output
+        if output is None:
+            return
+        metadata = self._on_leader(lambda scheduler: scheduler.build_connector_meta(output))
+        self._scheduler_output = None
+        self.worker.bind_connector_meta(metadata)
+
+    def request_finished(self, request: LlmRequest, block_ids: list[int]) -> bool:
+        """Return whether a save still reads the blocks of the finished request."""
+        self._loaded.pop(request.request_id, None)
+        is_saving = self._on_leader(
+            lambda scheduler: scheduler.request_finished(request, block_ids)
+        )
+        if is_saving:
+            self._new.saving[request.request_id] = request
+            request.state = LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS
+        return is_saving
+
+    def get_finished(self) -> list[LlmRequest]:
+        """Hand new ids to the worker and take back ended ones; return the requests now saved.
+
+        Requests that every rank has loaded become schedulable again.
+
+        Raises:
+            KeyError: the worker named an id that it was not given, or named it twice.
+        """
+        saving_ids, loading_ids = list(self._new.saving), list(self._new.loading)
+        self._pending.take_all(self._new)
+        saved, loaded = self.worker.get_finished(saving_ids, loading_ids)
+        self._local_finished.take_all(self._pending.extract(saved, loaded))
+        everywhere = self._ranks.allgather(
+            (set(self._local_finished.saving), set(self._local_finished.loading))
+        )
+        finished = self._local_finished.extract(
+            sorted(set.intersection(*(rank[0] for rank in everywhere))),
+            sorted(set.intersection(*(rank[1] for rank in everywhere))),
+        )
+        for request_id, request in finished.loading.items():
+            if request.is_finished:
+                continue  # cancelled while it loaded
+            request.state = LlmRequestState.CONTEXT_INIT
+            self._loaded[request_id] = request
+        return list(finished.saving.values())
+
+    def forget(self, request: LlmRequest) -> None:
+        """Forget a request that is not scheduled again."""
+        self._reported.pop(request.request_id, None)
+        self._loaded.pop(request.request_id, None)
+
+    def layer_pre_hook(self, layer_index: int) -> None:
+        """Run before a layer of a pass."""
+        self.worker.wait_for_layer_load(layer_index, None)
+
+    def layer_post_hook(self, layer_index: int) -> None:
+        """Run after a layer of a pass."""
+        self.worker.save_kv_layer(layer_index, None)
+
+    def wait_for_initialization(self) -> None:
+        """Let the leader finish its start; connectors written for 1.2 have no such method."""
+        wait = getattr(self.scheduler, "wait_for_initialization", None)
+        if wait is not None:
+            wait()
+
+    def _on_leader(self, call: Callable[[KvCacheConnectorScheduler], T]) -> T:
+        value = None if self.scheduler is None else call(self.scheduler)
+        return cast("T", self._ranks.broadcast(value))
+
+    def _report(self, request: LlmRequest, block_ids: list[int]) -> RequestData:
+        tokens = request.get_tokens(0)
+        num_tokens, num_blocks = self._reported.get(request.request_id, (0, 0))
+        self._reported[request.request_id] = (len(tokens), len(block_ids))
+        if request.state is LlmRequestState.CONTEXT_INIT:
+            position = request.context_current_position
+            num_scheduled = min(request.context_remaining_length, request.context_chunk_size)
+        else:
+            position, num_scheduled = len(tokens) - 1, 1
+        return _make(
+            RequestData,
+            request_id=request.request_id,
+            new_tokens=tokens[num_tokens:],
+            new_block_ids=block_ids[num_blocks:],
+            computed_position=position,
+            num_scheduled_tokens=num_scheduled,
+            priorities=None,
+            cache_salt_id=request.cache_salt_id,
+            cache_salt=request.cache_salt,
+            block_hashes=[],
+        )
+
+
+def _make(kind: type[T], **values: object) -> T:
+    """Build a record of the connector's with the fields that this version of it has."""
+    known = {field.name for field in dataclasses.fields(cast("Any", kind))}
+    return kind(**{name: value for name, value in values.items() if name in known})

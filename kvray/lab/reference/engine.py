@@ -1,0 +1,211 @@
+"""The reference engine: text in, text out, over a paged pool that a connector may fill and save."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Any
+
+from kvray.errors import ConfigError, KVRayError
+from kvray.lab.reference.connector_manager import KvCacheConnectorManager
+from kvray.lab.reference.engine_options import EngineOptions
+from kvray.lab.reference.engine_rank import EngineRank
+from kvray.lab.reference.intake import Listener
+from kvray.lab.reference.output import Output, Prompt, batch_of
+from kvray.lab.reference.rank_process import start_ranks
+from kvray.lab.reference.request import LlmRequest
+
+
+class Pending:
+    """A submitted request, and the promise of its output."""
+
+    def __init__(self, request_id: int, future: Future[LlmRequest], engine: ReferenceEngine):
+        self.request_id = request_id
+        self._future = future
+        self._engine = engine
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` returns at once."""
+        return self._future.done()
+
+    def when_done(self, call: Callable[[], None]) -> None:
+        """Call `call` as soon as `result` returns at once; it must neither wait nor raise."""
+        self._future.add_done_callback(lambda _: call())
+
+    def result(self, timeout_s: float = 600.0) -> Output:
+        """Wait for the output.
+
+        Raises:
+            KVRayError: the request failed, the engine died or was closed, or time is up.
+        """
+        try:
+            request = self._future.result(timeout_s)
+        except FutureTimeoutError:
+            raise KVRayError(
+                f"Request {self.request_id} has not ended within {timeout_s:.0f} s."
+            ) from None
+        return self._engine.output_of(request)
+
+
+class ReferenceEngine:
+    """One replica: model, pool, executor and, if asked for, a connector.
+
+    Args:
+        model: as in `EngineOptions`.
+        options: the other fields of `EngineOptions`.
+
+    Raises:
+        ConfigError: an argument, the model or the connector cannot be used.
+        KVRayError: the connector, or another rank, failed while the engine started.
+        TypeError: there is no such option.
+    """
+
+    def __init__(self, model: str | Path = "smollm2", **options: Any) -> None:
+        self._request_ids = itertools.count(1)
+        chosen = EngineOptions(model=model, **options)
+        ranks, self._others = start_ranks(chosen)
+        try:
+            self._leader = EngineRank(chosen, ranks)
+        except BaseException:
+            ranks.leave()
+            self._others.kill()
+            raise
+        self.tokenizer = self._leader.tokenizer
+        self.model = self._leader.model
+        self.llm_args = self._leader.llm_args
+        self.cache = self._leader.cache
+        self._intake = self._leader.intake
+        self._executor = self._leader.executor
+        self._executor.start()
+
+    def __enter__(self) -> ReferenceEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def connector(self) -> KvCacheConnectorManager | None:
+        """This rank's connector, until the engine is closed."""
+        return self._leader.connector
+
+    @property
+    def rank_pids(self) -> tuple[int, ...]:
+        """The processes of the other ranks, from rank 1 on."""
+        return self._others.pids
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error that ended the engine, or None while it lives."""
+        return self._executor.failure
+
+    @property
+    def failure_traceback(self) -> str:
+        """The traceback of the failure, as text."""
+        return self._executor.failure_traceback
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        max_tokens: int = 16,
+        salt: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> Any:
+        """Answer one prompt (text or token ids) with an `Output`, or a list with a list of them.
+
+        The prompts of a list are in flight at once.
+        """
+        batch, is_single = batch_of(prompts)
+        pending = [self.submit(prompt, max_tokens=max_tokens, salt=salt) for prompt in batch]
+        outputs = [item.result(timeout_s) for item in pending]
+        return outputs[0] if is_single else outputs
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = 16,
+        salt: str | None = None,
+        listener: Listener | None = None,
+    ) -> Pending:
+        """Queue one prompt and return at once.
+
+        Args:
+            prompt: text or token ids.
+            max_tokens: the longest answer.
+            salt: prompts with another salt cannot use its blocks.
+            listener: hears the answer's tokens as they come; with `enable_attention_dp`, all of
+                them at the end.
+
+        Raises:
+            ConfigError: the prompt is empty, has ids that the model does not know, or does not
+                fit into the pool or the model with its answer.
+            KVRayError: the engine is dead or closed.
+        """
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self._check(tokens, max_tokens)
+        request = LlmRequest(
+            next(self._request_ids),
+            tokens,
+            max_new_tokens=max_tokens,
+            end_ids=self.tokenizer.end_ids,
+            cache_salt=salt,
+        )
+        future = self._intake.submit(
+            request, closed_error=self._executor.closed_error, listener=listener
+        )
+        return Pending(request.request_id, future, self)
+
+    def cancel(self, pending: Pending) -> None:
+        """End a request early; its result has the tokens so far and the reason `cancelled`."""
+        self._intake.cancel(pending.request_id)
+
+    def close(self) -> None:
+        """Stop the executors, then let the connectors and the other ranks go. Twice is fine."""
+        self._intake.stop()
+        try:
+            self._executor.join()
+        except BaseException:
+            self._others.kill()
+            raise
+        finally:
+            self._leader.shut_down()
+        self._others.close(has_failed=self.failure is not None)
+
+    def output_of(self, request: LlmRequest) -> Output:
+        """Describe a request that has ended."""
+        tokens = request.generated_tokens
+        has_hits = self.cache.enable_block_reuse
+        return Output(
+            text=self.tokenizer.decode(tokens),
+            token_ids=tuple(tokens),
+            prompt_tokens=request.prompt_len,
+            reused_tokens=request.reused_tokens,
+            hit_tokens=request.py_num_connector_matched_tokens if has_hits else 0,
+            ttft_s=max(request.first_token_at - request.submitted_at, 0.0),
+            finish_reason=request.finish_reason or "",
+        )
+
+    def _check(self, tokens: list[int], max_tokens: int) -> None:
+        if not tokens:
+            raise ConfigError("The prompt is empty; give it at least one token.")
+        if max_tokens < 1:
+            raise ConfigError(f"max_tokens is {max_tokens}; it must be at least 1.")
+        for token in tokens:
+            if not (type(token) is int and 0 <= token < self.model.vocab_size):
+                raise ConfigError(
+                    f"{token!r} is no token id; ids are integers from 0 to "
+                    f"{self.model.vocab_size - 1}."
+                )
+        total = len(tokens) + max_tokens
+        room = self.cache.get_max_resource_count() * self.cache.tokens_per_block
+        if total > min(room, self.model.max_tokens):
+            raise ConfigError(
+                f"A prompt of {len(tokens)} tokens and {max_tokens} more do not fit: the pool "
+                f"holds {room} tokens and the model takes {self.model.max_tokens}."
+            )

@@ -1,0 +1,131 @@
+"""The options of an engine, as data that travels to each of its ranks; free of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvray.errors import ConfigError
+from kvray.lab.reference.llm_args import KvConnectorConfig
+
+RUNTIMES = ("1.2", "main")
+COLLECTIVE_TIMEOUT_MIN_S = 2.0
+_AT_LEAST_ONE = (
+    "tokens_per_block",
+    "num_blocks",
+    "max_batch_size",
+    "num_threads",
+    "ranks_per_node",
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """The options of `ReferenceEngine`.
+
+    Args:
+        model: `smollm2`, `tiny`, `tiny:SEED`, or the path of a Llama-family checkpoint (a
+            directory or a .gguf file).
+        tokens_per_block: tokens in a block, and rows in every step of the model.
+        num_blocks: blocks in the pool.
+        connector: names the connector's classes: an object, or a mapping, with the three fields
+            of `KvConnectorConfig`.
+        enable_block_reuse: whether requests reuse full blocks of earlier ones.
+        enable_partial_reuse: whether they also copy the first tokens of a block.
+        enable_chunked_prefill: whether a prompt may be computed in several passes.
+        chunk_tokens: with `enable_chunked_prefill`, the longest piece of a prompt in one pass.
+        overlap: sample one pass late, as TensorRT-LLM does by default.
+        max_batch_size: the most requests in one pass.
+        pad_batch_size: fill smaller batches up with dummy requests.
+        poison: make every byte that nobody wrote NaN.
+        cache_dir: keeps downloaded weights.
+        num_threads: torch's threads on each rank; equal answers need equal numbers.
+        tensor_parallel_size: ranks that share the model: 1, 2 or 4. They are this process and
+            children that end with it, each with a pool and a worker of its own.
+        enable_attention_dp: the ranks share the requests instead. Each runs its own, dealt
+            round-robin, over whole weights (TensorRT-LLM keeps a dense MLP whole then, too).
+        collective_timeout_s: how late one rank may be before all others fail.
+        runtime: the line of TensorRT-LLM to follow where they differ, `1.2` or `main`.
+        ranks_per_node: how many ranks a node has, as the connector is told; None: not said.
+        rank_env: variables of each rank from 1 on besides those of this process, such as those
+            that lead to another node's tier.
+
+    Raises:
+        ConfigError: one is out of range.
+    """
+
+    model: str | Path = "smollm2"
+    tokens_per_block: int = 32
+    num_blocks: int = 128
+    connector: KvConnectorConfig | Any | None = None
+    enable_block_reuse: bool = True
+    enable_partial_reuse: bool = False
+    enable_chunked_prefill: bool = False
+    chunk_tokens: int | None = None
+    overlap: bool = False
+    max_batch_size: int = 8
+    pad_batch_size: int = 0
+    poison: bool = False
+    cache_dir: str | Path | None = None
+    num_threads: int = 2
+    tensor_parallel_size: int = 1
+    enable_attention_dp: bool = False
+    collective_timeout_s: float = 60.0
+    runtime: str = "1.2"
+    ranks_per_node: int | None = None
+    rank_env: Sequence[Mapping[str, str]] = ()
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        chunk, size = self.pass_chunk_tokens, self.tokens_per_block
+        if chunk is not None and (chunk < size or chunk % size):
+            raise ConfigError(
+                f"chunk_tokens is {chunk}; it must be a multiple of tokens_per_block ({size})."
+            )
+        if self.tensor_parallel_size not in (1, 2, 4):
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}; it must be 1, 2 or 4."
+            )
+        if self.collective_timeout_s < COLLECTIVE_TIMEOUT_MIN_S:
+            raise ConfigError(
+                f"collective_timeout_s is {self.collective_timeout_s}; it must be at least "
+                f"{COLLECTIVE_TIMEOUT_MIN_S}, as an idle engine's ranks meet once a second."
+            )
+        if self.rank_env and len(self.rank_env) != self.tensor_parallel_size - 1:
+            raise ConfigError(
+                f"rank_env has variables for {len(self.rank_env)} ranks; give them for each of the"
+                f" {self.tensor_parallel_size - 1} from rank 1 on."
+            )
+        if self.runtime not in RUNTIMES:
+            raise ConfigError(f"runtime is {self.runtime!r}; give one of {', '.join(RUNTIMES)}.")
+
+    @property
+    def pass_chunk_tokens(self) -> int | None:
+        """The longest piece of a prompt in one pass; None for whole prompts."""
+        if not self.enable_chunked_prefill:
+            return None
+        return 4 * self.tokens_per_block if self.chunk_tokens is None else self.chunk_tokens
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the ranks share the model, and so wait for each other inside a pass."""
+        return self.tensor_parallel_size > 1 and not self.enable_attention_dp
+
+    @property
+    def connector_config(self) -> KvConnectorConfig | Any | None:
+        """The connector's classes as attributes, also when they came as a mapping."""
+        connector = self.connector
+        return KvConnectorConfig(**connector) if isinstance(connector, Mapping) else connector
+
+
+def to_json(value: Any) -> Any:
+    """Return an option that JSON does not know as one that it knows: a path, or a connector."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return {item.name: getattr(value, item.name) for item in dataclasses.fields(KvConnectorConfig)}

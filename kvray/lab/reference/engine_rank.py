@@ -1,0 +1,168 @@
+"""One rank of an engine: its share of the model, a pool, a connector and an executor.
+
+The start is in TensorRT-LLM's order: constructors, warm-up, and only then the pool.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import torch
+
+from kvray.errors import ConfigError
+from kvray.lab.reference.cache_manager import KVCacheManager
+from kvray.lab.reference.checkpoint import load_checkpoint
+from kvray.lab.reference.connector_manager import KvCacheConnectorManager
+from kvray.lab.reference.engine_options import EngineOptions
+from kvray.lab.reference.executor import Executor
+from kvray.lab.reference.intake import Intake
+from kvray.lab.reference.llm_args import KvCacheConfig, LlmArgs, Mapping, ParallelConfig
+from kvray.lab.reference.model_engine import ModelEngine
+from kvray.lab.reference.ranks import Ranks
+
+START_TIMEOUT_S = 300.0
+"""How much longer one rank may take than another to load its model."""
+
+
+class EngineRank:
+    """One rank, ready to run.
+
+    With attention data parallelism every rank has a worker and a scheduler of its own. Otherwise
+    every rank has a worker, and only the leader has a scheduler.
+
+    Args:
+        options: the same for every rank.
+        ranks: the collectives with the others.
+
+    Raises:
+        ConfigError: the model or the connector cannot be used.
+        KVRayError: another rank failed.
+        Exception: the connector's own error; a start-up fails with it, as upstream.
+    """
+
+    def __init__(self, options: EngineOptions, ranks: Ranks) -> None:
+        torch.set_num_threads(options.num_threads)
+        checkpoint = load_checkpoint(
+            options.model,
+            tokens_per_block=options.tokens_per_block,
+            cache_dir=options.cache_dir,
+            split_over=ranks if options.is_split else None,
+        )
+        self.tokenizer = checkpoint.tokenizer
+        self.model = checkpoint.model
+        self.llm_args = _llm_args(options, ranks, checkpoint.name)
+        self.cache = KVCacheManager(self.model.geometry, options)
+        ranks.meet(timeout_s=START_TIMEOUT_S)
+        self.connector: KvCacheConnectorManager | None = None
+        if self.llm_args.kv_connector_config is not None:
+            self.connector = _make_connector(self.llm_args, ranks)
+        try:
+            model_engine = self._warm_up(options.pad_batch_size)
+            ranks.meet(timeout_s=START_TIMEOUT_S)
+        except BaseException:
+            self.shut_down()
+            raise
+        self.intake = Intake(ranks, is_dealt=options.enable_attention_dp)
+        self.executor = Executor(model_engine, self.cache, self.intake, options, self.connector)
+
+    def shut_down(self) -> None:
+        """Let the connector go. Twice is fine."""
+        connector, self.connector = self.connector, None
+        if connector is not None:
+            _shut_down_parts((connector.worker, connector.scheduler))
+
+    def _warm_up(self, pad_batch_size: int) -> ModelEngine:
+        """Run passes before the worker has a pool: its forward callable fires, its hooks do not."""
+        connector, after_pass = self.connector, None
+        if connector is not None:
+            after_pass = connector.worker.register_forward_pass_callable()
+        model_engine = ModelEngine(
+            self.model, self.cache, forward_callable=after_pass, pad_batch_size=pad_batch_size
+        )
+        model_engine.warm_up()
+        if connector is not None:
+            connector.worker.register_kv_caches(self.cache.get_unique_primary_pool())
+            model_engine.install_hooks(connector)
+            connector.wait_for_initialization()
+            self.cache.connector = connector
+        return model_engine
+
+
+def _llm_args(options: EngineOptions, ranks: Ranks, model: str) -> LlmArgs:
+    mapping = Mapping(
+        world_size=ranks.size,
+        rank=ranks.rank,
+        tp_size=ranks.size,
+        enable_attention_dp=options.enable_attention_dp,
+    )
+    return LlmArgs(
+        model=model,
+        tensor_parallel_size=ranks.size,
+        gpus_per_node=options.ranks_per_node,
+        enable_attention_dp=options.enable_attention_dp,
+        parallel_config=ParallelConfig(mapping=mapping),
+        enable_chunked_prefill=options.enable_chunked_prefill,
+        disable_overlap_scheduler=not options.overlap,
+        kv_cache_config=KvCacheConfig(
+            tokens_per_block=options.tokens_per_block,
+            enable_block_reuse=options.enable_block_reuse,
+            enable_partial_reuse=options.enable_partial_reuse,
+        ),
+        kv_connector_config=options.connector_config,
+    )
+
+
+def _make_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager:
+    """Build worker and scheduler at the same time on two threads, as upstream does."""
+    scheduler_class, worker_class = _find_classes(llm_args.kv_connector_config)
+    is_owner = llm_args.enable_attention_dp
+    if is_owner:
+        _check_attention_dp(scheduler_class, worker_class)
+    with ThreadPoolExecutor(2, thread_name_prefix="kvray-connector") as threads:
+        parts: list[Future[Any]] = [threads.submit(worker_class, llm_args)]
+        if is_owner or ranks.rank == 0:
+            parts.insert(0, threads.submit(scheduler_class, llm_args))
+        wait(parts)
+    if any(part.exception() for part in parts):
+        _shut_down_parts(part.result() for part in parts if part.exception() is None)
+    *scheduler, worker = (part.result() for part in parts)
+    return KvCacheConnectorManager(
+        worker,
+        scheduler[0] if scheduler else None,
+        ranks=None if is_owner else ranks,
+        attention_dp_rank=ranks.rank if is_owner else None,
+    )
+
+
+def _check_attention_dp(*classes: Any) -> None:
+    for one in classes:
+        if getattr(one, "supports_attention_dp", False) is not True:
+            raise ConfigError(
+                f"{one.__name__} does not say that it does attention data parallelism; unset "
+                "enable_attention_dp, or use a connector whose classes have "
+                "supports_attention_dp = True."
+            )
+
+
+def _find_classes(config: Any) -> tuple[Any, Any]:
+    try:
+        module = importlib.import_module(config.connector_module)
+        return (
+            getattr(module, config.connector_scheduler_class),
+            getattr(module, config.connector_worker_class),
+        )
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"The connector {config.connector_module!r} cannot be used: {error}."
+        ) from error
+
+
+def _shut_down_parts(parts: Iterable[object]) -> None:
+    """Call `shutdown` where a connector has it: the abstract classes do not, forks do."""
+    for part in parts:
+        shutdown = getattr(part, "shutdown", None)
+        if shutdown is not None:
+            shutdown()

@@ -1,0 +1,264 @@
+"""The executor's loop: TensorRT-LLM's order of calls, with and without the overlap scheduler.
+
+Source: `PyExecutor._executor_loop` and `_executor_loop_overlap` of 1.2.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+
+import torch
+
+from kvray.errors import KVRayError
+from kvray.lab.reference.cache_manager import KVCacheManager
+from kvray.lab.reference.connector_manager import KvCacheConnectorManager
+from kvray.lab.reference.engine_options import EngineOptions
+from kvray.lab.reference.intake import Intake
+from kvray.lab.reference.model_engine import ModelEngine
+from kvray.lab.reference.request import LlmRequest, ScheduledRequests
+from kvray.lab.reference.scheduler import schedule
+
+_PARKED_POLL_S = 0.001
+_JOIN_TIMEOUT_S = 60.0
+
+
+class Executor:
+    """Runs requests to their end, on a thread of its own or on that of `run`.
+
+    Requests, pool and connector belong to the executor's thread; others reach it through the
+    intake. An error of the connector outside a forward pass ends the engine, as in TensorRT-LLM.
+    Inside a pass it fails all active requests. Where the ranks share the model, it ends the engine
+    there too, because the other ranks wait in the middle of the same pass.
+
+    The runtime `main` adds three habits of TensorRT-LLM's main line. It polls for saves also when
+    it is idle. It frees a cancelled request only when its load has ended. It starts loads in every
+    iteration, so that a worker may be asked twice for one metadata.
+    """
+
+    def __init__(
+        self,
+        model_engine: ModelEngine,
+        cache: KVCacheManager,
+        intake: Intake,
+        options: EngineOptions,
+        connector: KvCacheConnectorManager | None,
+    ) -> None:
+        self.failure: BaseException | None = None
+        self.failure_traceback = ""
+        self._model_engine = model_engine
+        self._cache = cache
+        self._intake = intake
+        self._options = options
+        self._connector = connector
+        self._follows_main = options.runtime == "main"
+        self._active: list[LlmRequest] = []
+        self._cancelled: set[int] = set()
+        self._is_dummy_due = False
+        # With overlap: the last pass, whose tokens are sampled but not in their requests yet.
+        self._previous: tuple[ScheduledRequests, dict[int, int]] | None = None
+        self._thread = threading.Thread(target=self.run, name="kvray-executor", daemon=True)
+
+    def start(self) -> None:
+        """Begin to serve on a thread."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait until the loop has ended, after its intake was stopped. Twice is fine.
+
+        Raises:
+            KVRayError: it does not end.
+        """
+        self._thread.join(_JOIN_TIMEOUT_S)
+        if self._thread.is_alive():
+            raise KVRayError(
+                f"The executor did not stop within {_JOIN_TIMEOUT_S:.0f} s; a call into the "
+                "connector hangs."
+            )
+
+    def run(self) -> None:
+        """Serve until the intake says stop or something fails, which `failure` then keeps."""
+        # torch keeps the number of threads per calling thread.
+        torch.set_num_threads(self._options.num_threads)
+        iterate = self._iterate_overlap if self._options.overlap else self._iterate
+        try:
+            while self._fetch():
+                iterate()
+        except BaseException as error:  # noqa: BLE001 (the thread's end: every cause is kept)
+            self.failure = error
+            self.failure_traceback = traceback.format_exc()
+        self._intake.close(self.closed_error)
+
+    def closed_error(self) -> KVRayError:
+        """Return the error for those who come too late."""
+        if self.failure is None:
+            return KVRayError("The reference engine is closed.")
+        error = KVRayError(
+            f"The reference engine is dead: {type(self.failure).__name__}: {self.failure}"
+        )
+        error.__cause__ = self.failure
+        return error
+
+    def _fetch(self) -> bool:
+        """Take new requests; an idle engine stays here until there is work or it must stop."""
+        while True:
+            has_work = bool(self._active) or self._previous is not None or self._awaits_saves()
+            orders = self._intake.take(has_work=has_work)
+            self._active.extend(orders.submitted)
+            self._cancelled |= orders.cancelled
+            self._is_dummy_due = orders.is_dummy_due
+            if orders.is_stop:
+                return False
+            if has_work or orders.submitted or orders.is_dummy_due:
+                return True
+
+    def _iterate(self) -> None:
+        batch = self._begin_batch()
+        sampled = self._forward(batch, {}) if batch.batch_size else None
+        if sampled is not None:
+            batch.count_computed()
+            _add_tokens(batch, sampled)
+            self._finish_in_connector(batch.all_requests())
+            self._handle_cancelled()
+            self._handle_responses()
+            self._cache.update_resources(batch)
+        else:
+            self._pause()
+        self._poll_connector()
+
+    def _iterate_overlap(self) -> None:
+        batch, previous = self._begin_batch(), self._previous
+        sampled = None
+        if batch.batch_size:
+            sampled = self._forward(batch, {} if previous is None else previous[1])
+            if sampled is None:
+                previous = None  # the error has failed its requests too
+        if previous is not None:
+            _add_tokens(*previous)
+            self._finish_in_connector(previous[0].all_requests())
+        if sampled is not None:
+            batch.count_computed()
+            batch.foresee_ends(num_pending=1)
+        if previous is not None:
+            self._handle_cancelled()
+            self._handle_responses()
+            self._cache.update_resources(previous[0])
+        elif sampled is None:
+            self._pause()
+        self._previous = None if sampled is None else (batch, sampled)
+        self._poll_connector()
+
+    def _begin_batch(self) -> ScheduledRequests:
+        batch = schedule(
+            self._active,
+            self._cache,
+            max_batch_size=self._options.max_batch_size,
+            chunk_tokens=self._options.pass_chunk_tokens,
+        )
+        if self._is_dummy_due and (dummy := self._cache.add_padding_request()) is not None:
+            batch.generation_requests.append(dummy)
+        if batch.batch_size:
+            self._cache.prepare_resources(batch)
+            if self._connector is not None:
+                self._connector.take_scheduled_requests_pending_load(batch)
+                self._connector.handle_metadata()
+                self._connector.worker.start_load_kv(None)
+        elif self._connector is not None and self._follows_main:
+            self._connector.worker.start_load_kv(None)
+        return batch
+
+    def _forward(self, batch: ScheduledRequests, pending: dict[int, int]) -> dict[int, int] | None:
+        """Return the sampled tokens; None after a dummy, or an error that failed all requests."""
+        try:
+            sampled = self._model_engine.forward(batch, pending)
+            if self._connector is not None:
+                self._connector.worker.wait_for_save(None)
+        except Exception as error:  # TensorRT-LLM survives any error of a pass
+            if self._options.is_split:
+                raise
+            self._handle_error(error)
+            return None
+        finally:
+            for request in batch.generation_requests:
+                if request.is_dummy:
+                    self._cache.free_resources(request)
+        return None if self._is_dummy_due else sampled
+
+    def _finish_in_connector(self, requests: Iterable[LlmRequest]) -> None:
+        """Announce ended requests that hold blocks; pin the blocks that a save still reads."""
+        if self._connector is None:
+            return
+        for request in requests:
+            if not request.is_finished:
+                continue
+            try:
+                block_ids = self._cache.get_cache_indices(request)
+            except KVRayError:
+                continue  # ended in the pass before and freed since
+            if self._connector.request_finished(request, block_ids):
+                self._cache.store_blocks_for_reuse(request, pin=True)
+
+    def _handle_cancelled(self) -> None:
+        cancelled, self._cancelled = self._cancelled, set()
+        for request in self._active:
+            if request.request_id in cancelled and not request.is_finished:
+                if self._follows_main and request.is_parked:
+                    self._cancelled.add(request.request_id)
+                else:
+                    request.finish_by_reason("cancelled")
+
+    def _handle_responses(self) -> None:
+        ended = [request for request in self._active if request.is_finished]
+        self._active = [request for request in self._active if not request.is_finished]
+        self._intake.progress(self._active)
+        for request in ended:
+            self._terminate(request)
+        for request in ended:
+            self._intake.end(request)
+
+    def _handle_error(self, error: Exception) -> None:
+        failed, self._active, self._previous = self._active, [], None
+        for request in failed:
+            request.finish_by_reason("error")
+            self._terminate(request)
+        for request in failed:
+            failure = KVRayError(f"A forward pass failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._intake.end(request, failure)
+
+    def _terminate(self, request: LlmRequest) -> None:
+        self._cache.free_resources(request)
+        if self._connector is not None:
+            self._connector.forget(request)
+
+    def _pause(self) -> None:
+        """Without a pass: let cancelled requests go, and sleep for a moment.
+
+        TensorRT-LLM 1.2 does neither: it spins, and cancels only after a pass.
+        """
+        self._handle_cancelled()
+        self._handle_responses()
+        if self._active or self._awaits_saves():
+            self._intake.pause(_PARKED_POLL_S)
+
+    def _awaits_saves(self) -> bool:
+        return self._follows_main and self._connector is not None and self._connector.is_saving
+
+    def _poll_connector(self) -> None:
+        if self._connector is not None:
+            for request in self._connector.get_finished():
+                self._cache.unpin(request)
+
+
+def _add_tokens(batch: ScheduledRequests, sampled: dict[int, int]) -> None:
+    """Append the sampled token to each request that has not ended meanwhile."""
+    now = time.monotonic()
+    for request in batch.all_requests():
+        token = sampled.get(request.request_id)
+        if token is None or request.is_finished:
+            continue
+        if not request.generated_tokens:
+            request.first_token_at = now
+        request.add_new_token(token)

@@ -1,0 +1,191 @@
+"""Between callers' threads and the executors': requests and cancellations in, results out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from kvray.errors import KVRayError
+from kvray.lab.reference.ranks import Ranks
+from kvray.lab.reference.request import LlmRequest
+
+_HEARTBEAT_S = 1.0
+"""How often an idle leader meets the others, and notices a dead one."""
+
+Listener: TypeAlias = "Callable[[Sequence[int]], None]"
+"""Called with the tokens that are new, on the executor's thread: it must neither wait nor raise."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """News for the executor at the head of an iteration."""
+
+    submitted: list[LlmRequest] = field(default_factory=list)
+    cancelled: frozenset[int] = frozenset()
+    is_stop: bool = False
+    is_dummy_due: bool = False
+    """Whether others have work and this rank has none: it runs a dummy beside them."""
+
+
+@dataclass(slots=True)
+class _Caller:
+    """A caller that waits for a request, and how many tokens its listener has heard."""
+
+    listener: Listener | None
+    future: Future[LlmRequest] = field(default_factory=Future)
+    num_heard: int = 0
+
+
+class Intake:
+    """Gives one rank's executor its requests, and hands the results back.
+
+    Callers submit on the leader, whose `take` tells the other ranks; everything after that follows
+    from it, on every rank alike. A request crosses to the executor's thread in `take`, and its
+    result crosses back through its future.
+
+    Args:
+        ranks: the collectives with the others.
+        is_dealt: attention data parallelism. The leader deals the requests round-robin. The owners
+            report results at the head of the next iteration, and the leader hands them back.
+
+    Source: TensorRT-LLM's leader broadcasts new requests at the head of each iteration.
+    """
+
+    def __init__(self, ranks: Ranks, *, is_dealt: bool = False) -> None:
+        self._ranks = ranks
+        self._is_dealt = is_dealt
+        self._condition = threading.Condition()
+        self._submitted: list[LlmRequest] = []
+        self._cancelled: set[int] = set()
+        self._callers: dict[int, _Caller] = {}
+        self._is_closed = False
+        self._reports: list[tuple[LlmRequest, KVRayError | None]] = []
+
+    def submit(
+        self,
+        request: LlmRequest,
+        *,
+        closed_error: Callable[[], KVRayError],
+        listener: Listener | None = None,
+    ) -> Future[LlmRequest]:
+        """Queue a request; after `stop` raise what `closed_error` makes."""
+        caller = _Caller(listener)
+        request.submitted_at = time.monotonic()
+        with self._condition:
+            if self._is_closed:
+                raise closed_error()
+            self._callers[request.request_id] = caller
+            self._submitted.append(request)
+            self._condition.notify()
+        return caller.future
+
+    def cancel(self, request_id: int) -> None:
+        """Ask the executor to end a request early; one that has ended stays as it is."""
+        with self._condition:
+            if request_id in self._callers:
+                self._cancelled.add(request_id)
+                self._condition.notify()
+
+    def stop(self) -> None:
+        """Take nothing more in and tell the executor to stop."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify()
+
+    def take(self, *, has_work: bool) -> Orders:
+        """Return the orders for this rank; with no work on any rank, sleep until some arrives.
+
+        Raises:
+            KVRayError: another rank has died or is late.
+        """
+        if self._is_dealt:
+            return self._take_own(has_work=has_work)
+        if self._ranks.size == 1:
+            return self._collect(has_work, timeout_s=None)
+        return self._share(has_work)
+
+    def pause(self, timeout_s: float) -> None:
+        """Sleep until a request arrives, at most `timeout_s`."""
+        with self._condition:
+            if not (self._submitted or self._is_closed):
+                self._condition.wait(timeout_s)
+
+    def progress(self, requests: Iterable[LlmRequest]) -> None:
+        """Give the listeners, which are on the leader, the new tokens of its own requests."""
+        for request in requests:
+            if not self._is_dealt and (caller := self._callers.get(request.request_id)):
+                _tell(caller, request)
+
+    def end(self, request: LlmRequest, error: KVRayError | None = None) -> None:
+        """Hand back an ended request, or the reason why it has no answer."""
+        if self._is_dealt:
+            # The error goes without its cause, which may not pickle.
+            self._reports.append((request, error and KVRayError(str(error))))
+        else:
+            self._settle(request, error)
+
+    def close(self, make_error: Callable[[], KVRayError]) -> None:
+        """Take nothing more and fail what has not ended; ranks that wait for this one fail too."""
+        self._ranks.leave()
+        for request, error in self._reports:
+            self._settle(request, error)
+        with self._condition:
+            self._is_closed = True
+            callers, self._callers = list(self._callers.values()), {}
+        for caller in callers:
+            caller.future.set_exception(make_error())
+
+    def _collect(self, has_work: bool, *, timeout_s: float | None) -> Orders:
+        with self._condition:
+            self._condition.wait_for(
+                lambda: has_work or self._submitted or self._is_closed, timeout_s
+            )
+            submitted, self._submitted = self._submitted, []
+            cancelled, self._cancelled = self._cancelled, set()
+            return Orders(
+                submitted=submitted, cancelled=frozenset(cancelled), is_stop=self._is_closed
+            )
+
+    def _share(self, has_work: bool) -> Orders:
+        is_leader = self._ranks.rank == 0
+        orders = self._collect(has_work, timeout_s=_HEARTBEAT_S) if is_leader else Orders()
+        return self._ranks.broadcast(orders)
+
+    def _take_own(self, *, has_work: bool) -> Orders:
+        reports = self._ranks.allgather((has_work, self._reports))
+        self._reports = []
+        is_any_busy = any(is_busy for is_busy, _ in reports)
+        for _, ended in reports:
+            for request, error in ended:
+                self._settle(request, error)
+        orders = self._share(is_any_busy)
+        own = [
+            request
+            for request in orders.submitted
+            if (request.request_id - 1) % self._ranks.size == self._ranks.rank
+        ]
+        is_idle = not has_work and not own
+        is_dummy_due = is_idle and (is_any_busy or len(orders.submitted) > 0)
+        return replace(orders, submitted=own, is_dummy_due=is_dummy_due)
+
+    def _settle(self, request: LlmRequest, error: KVRayError | None) -> None:
+        with self._condition:
+            caller = self._callers.pop(request.request_id, None)
+        if caller is None:
+            return  # another rank's copy: its caller is on the leader
+        if error is not None:
+            caller.future.set_exception(error)
+        else:
+            _tell(caller, request)
+            caller.future.set_result(request)
+
+
+def _tell(caller: _Caller, request: LlmRequest) -> None:
+    new = request.generated_tokens[caller.num_heard :]
+    if new and caller.listener is not None:
+        caller.num_heard += len(new)
+        caller.listener(new)

@@ -1,0 +1,76 @@
+"""The arguments of a connector's constructors, named as in TensorRT-LLM's `TorchLlmArgs`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvCacheConfig:
+    """The part of `TorchLlmArgs.kv_cache_config` that concerns a connector."""
+
+    tokens_per_block: int = 32
+    enable_block_reuse: bool = True
+    enable_partial_reuse: bool = False
+    dtype: str = "auto"
+    host_cache_size: int | None = None
+    max_attention_window: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvConnectorConfig:
+    """The names of a connector's classes; versions 1.1 and 1.2 take nothing else."""
+
+    connector_module: str
+    connector_scheduler_class: str
+    connector_worker_class: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mapping:
+    """This process's place among the engine's ranks."""
+
+    world_size: int = 1
+    rank: int = 0
+    tp_size: int = 1
+    enable_attention_dp: bool = False
+
+    @property
+    def tp_rank(self) -> int:
+        """The rank among those of tensor parallelism, which is all of them."""
+        return self.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """The division of work among the ranks, as in `TorchLlmArgs.parallel_config`."""
+
+    mapping: Mapping = field(default_factory=Mapping)
+
+    def to_mapping(self) -> Mapping:
+        """Return the mapping as this rank sees it."""
+        return self.mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlmArgs:
+    """The one argument of a connector's constructors.
+
+    `model` is a checkpoint's directory, a .gguf file, or `tiny:SEED` for weights that exist in
+    memory only.
+    """
+
+    model: str
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    context_parallel_size: int = 1
+    gpus_per_node: int | None = None
+    enable_attention_dp: bool = False
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    max_beam_width: int = 1
+    speculative_config: None = None
+    enable_chunked_prefill: bool = False
+    disable_overlap_scheduler: bool = True
+    kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
+    kv_connector_config: KvConnectorConfig | None = None
+    backend: str = "pytorch"

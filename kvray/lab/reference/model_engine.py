@@ -1,0 +1,143 @@
+"""The forward pass of a batch: blocks of requests through the layers, KV into the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvray.lab.reference.cache_manager import KVCacheManager
+from kvray.lab.reference.connector_manager import KvCacheConnectorManager
+from kvray.lab.reference.model import BlockModel, Step
+from kvray.lab.reference.request import LlmRequest, ScheduledRequests
+
+
+@dataclass(slots=True)
+class _Run:
+    """Consecutive blocks of one request in one pass; rows before `first_token` are in the pool."""
+
+    request_id: int
+    block_ids: list[int]
+    first_token: int
+    steps: list[Step]
+    is_sampled: bool
+
+
+class ModelEngine:
+    """Runs each layer over all blocks of the batch before the next, as a GPU engine does.
+
+    So the connector's hooks fire once per layer and pass. Each block is a step of its own and
+    shares no arithmetic with others.
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        cache: KVCacheManager,
+        *,
+        forward_callable: Callable[[], None] | None = None,
+        pad_batch_size: int = 0,
+    ) -> None:
+        self._model = model
+        self._cache = cache
+        self._forward_callable = forward_callable
+        self._pad_batch_size = pad_batch_size
+        self._hooks: KvCacheConnectorManager | None = None
+
+    def install_hooks(self, connector: KvCacheConnectorManager) -> None:
+        """Call the connector around every layer from now on."""
+        self._hooks = connector
+
+    def warm_up(self) -> None:
+        """Run dummies before there is a pool for the connector: only the callable fires."""
+        batch = ScheduledRequests()
+        padding = self._cache.add_padding_request()
+        if padding is None:
+            return
+        batch.generation_requests.append(padding)
+        for _ in range(2):
+            self.forward(batch, {})
+        self._cache.free_resources(padding)
+
+    @torch.inference_mode()
+    def forward(self, batch: ScheduledRequests, pending: Mapping[int, int]) -> dict[int, int]:
+        """Compute the pass and return the next token of each request whose prompt is complete.
+
+        Args:
+            batch: requests that have their blocks.
+            pending: tokens that were sampled but not added to their requests yet.
+        """
+        padding = self._padding(batch)
+        runs = [self._run(request, pending) for request in [*batch.all_requests(), *padding]]
+        for layer_index in range(self._model.geometry.num_layers):
+            if self._hooks is not None:
+                self._hooks.layer_pre_hook(layer_index)
+            for run in runs:
+                self._run_layer(layer_index, run)
+            if self._hooks is not None:
+                self._hooks.layer_post_hook(layer_index)
+        sampled = {
+            run.request_id: int(self._model.logits(run.steps[-1]).argmax())
+            for run in runs
+            if run.is_sampled
+        }
+        if self._forward_callable is not None:
+            self._forward_callable()
+        for request in padding:
+            self._cache.free_resources(request)
+        return sampled
+
+    def _padding(self, batch: ScheduledRequests) -> list[LlmRequest]:
+        count = max(self._pad_batch_size - batch.batch_size, 0)
+        requests = [self._cache.add_padding_request() for _ in range(count)]
+        return [request for request in requests if request is not None]
+
+    def _run(self, request: LlmRequest, pending: Mapping[int, int]) -> _Run:
+        size = self._cache.tokens_per_block
+        tokens = request.get_tokens(0)
+        if request.request_id in pending:
+            tokens.append(pending[request.request_id])
+        start = request.num_computed_tokens
+        is_context = request.context_remaining_length > 0 and not request.is_dummy
+        end = start + (request.context_chunk_size if is_context else 1)
+        assert end <= len(tokens), "a pass computes known tokens"
+        return _Run(
+            request_id=request.request_id,
+            block_ids=self._cache.get_cache_indices(request),
+            first_token=start,
+            steps=[
+                self._model.begin(tokens[index * size : min(end, (index + 1) * size)], index)
+                for index in range(start // size, -(-end // size))
+            ],
+            is_sampled=not request.is_dummy and end >= request.prompt_len,
+        )
+
+    def _run_layer(self, layer_index: int, run: _Run) -> None:
+        """Take one layer's earlier blocks out of the pool, and put each new row into it.
+
+        Only full blocks are read. A row is written once: a block that was announced or shared
+        never changes afterwards.
+        """
+        size = self._cache.tokens_per_block
+        buffers = self._cache.get_buffers(layer_index)
+        past = _gather(buffers, run.block_ids[: run.steps[0].block_index])
+        for step in run.steps:
+            past = self._model.layer(layer_index, step, past)
+            first = step.block_index * size
+            low, high = max(run.first_token - first, 0), step.num_tokens
+            for kind, values in enumerate(past):
+                buffers[run.block_ids[step.block_index], kind, :, low:high] = values[
+                    0, :, first + low : first + high
+                ]
+
+
+def _gather(buffers: torch.Tensor, block_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of the blocks, each contiguous [1, heads, tokens, head_dim]."""
+    blocks = buffers[torch.tensor(block_ids, dtype=torch.long)]
+    heads, size, dim = buffers.shape[2:]
+    keys, values = (
+        blocks[:, kind].transpose(0, 1).reshape(1, heads, len(block_ids) * size, dim)
+        for kind in (0, 1)
+    )
+    return keys, values

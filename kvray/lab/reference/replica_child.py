@@ -1,0 +1,122 @@
+"""The child's side of a replica: an engine that answers its parent's calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvray.errors import ConfigError, KVRayError
+from kvray.lab.reference.child_process import JsonPipe, PipeClosed, join_parent
+
+if TYPE_CHECKING:
+    from kvray.lab.reference.engine import Pending, ReferenceEngine
+
+_SEND_TIMEOUT_S = 30.0
+_GRACE_S = 15.0
+
+
+class _Child:
+    """Takes calls on one thread, and answers each call on another when it ends.
+
+    The answers cross from the engine's thread through the outbox. It holds at most one for each
+    token of the open calls.
+    """
+
+    def __init__(self, pipe: JsonPipe) -> None:
+        self._pipe = pipe
+        self._options: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=1)
+        self._outbox: queue.SimpleQueue[dict[str, Any] | int | None] = queue.SimpleQueue()
+        self._calls: dict[int, Pending] = {}
+        self._engine: ReferenceEngine | None = None
+        self._is_up = threading.Event()
+        threading.Thread(target=self._read, name="kvray-parent", daemon=True).start()
+
+    def run(self) -> None:
+        try:
+            options = self._options.get()
+            from kvray.lab.reference.engine import ReferenceEngine  # late: it imports torch
+
+            self._engine = ReferenceEngine(**options)
+        except (KVRayError, TypeError) as error:
+            self._send(_failure(0, error))
+            return
+        self._is_up.set()
+        with self._engine:
+            self._send({"id": 0})
+            while (item := self._outbox.get()) is not None:
+                self._send(self._answer(item) if isinstance(item, int) else item)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._pipe.send(message, timeout_s=_SEND_TIMEOUT_S)
+
+    def _answer(self, call_id: int) -> dict[str, Any]:
+        try:
+            output = self._calls.pop(call_id).result(0)
+        except KVRayError as error:
+            return _failure(call_id, error)
+        return {"id": call_id, "output": dataclasses.asdict(output)}
+
+    def _read(self) -> None:
+        """Take calls; when the parent is gone, end the engine and the process."""
+        try:
+            self._options.put(self._pipe.receive(timeout_s=None))
+            while True:
+                message = self._pipe.receive(timeout_s=None)
+                self._is_up.wait()
+                self._take(message)
+        except PipeClosed:
+            pass
+        if self._engine is None:
+            os._exit(1)
+        try:
+            self._engine.close()
+        except KVRayError as error:
+            print(error, file=sys.stderr, flush=True)
+        self._outbox.put(None)
+        time.sleep(_GRACE_S)
+        os._exit(1)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        assert self._engine is not None
+        call_id = message["id"]
+        if "call" not in message:
+            if (pending := self._calls.get(call_id)) is not None:
+                self._engine.cancel(pending)
+            return
+        call = message["call"]
+        if call.pop("is_stream"):
+
+            def listener(tokens: Sequence[int]) -> None:
+                self._outbox.put({"id": call_id, "tokens": list(tokens)})
+
+            call["listener"] = listener
+        try:
+            pending = self._engine.submit(**call)
+        except KVRayError as error:
+            self._outbox.put(_failure(call_id, error))
+            return
+        self._calls[call_id] = pending
+        pending.when_done(lambda: self._outbox.put(call_id))
+
+
+def _failure(call_id: int, error: Exception) -> dict[str, Any]:
+    is_config = isinstance(error, (ConfigError, TypeError))
+    return {"id": call_id, "error": str(error), "is_config": is_config}
+
+
+def main() -> None:
+    """Serve the parent until it closes its pipe."""
+    try:
+        _Child(join_parent()).run()
+    except PipeClosed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""A request and the batch of a pass; their names are those of TensorRT-LLM's `LlmRequest`."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvray.errors import KVRayError
+
+
+class LlmRequestState(enum.Enum):
+    """The phase of a request; it is not scheduled in the two transfer states."""
+
+    CONTEXT_INIT = enum.auto()
+    GENERATION_IN_PROGRESS = enum.auto()
+    GENERATION_TO_COMPLETE = enum.auto()
+    GENERATION_COMPLETE = enum.auto()
+    DISAGG_GENERATION_TRANS_IN_PROGRESS = enum.auto()
+    DISAGG_CONTEXT_TRANS_IN_PROGRESS = enum.auto()
+
+
+class LlmRequest:
+    """One prompt, the tokens generated after it, and the progress of its context phase.
+
+    Sampling is greedy: tokens, `max_new_tokens` and the ids that end it describe a request fully.
+    Only the executor's thread changes a request after its submission.
+    """
+
+    is_generation_only_request = False
+    kv_cache_retention_config = None
+    py_draft_tokens: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        request_id: int,
+        prompt_tokens: Sequence[int],
+        *,
+        max_new_tokens: int = 16,
+        end_ids: frozenset[int] = frozenset(),
+        cache_salt: str | None = None,
+        lora_task_id: int | None = None,
+        multimodal_hashes: Sequence[Sequence[int]] | None = None,
+        is_dummy: bool = False,
+    ) -> None:
+        self.request_id = request_id
+        self.py_request_id = request_id
+        self.prompt_len = self.orig_prompt_len = len(prompt_tokens)
+        self.max_new_tokens = max_new_tokens
+        self.end_ids = end_ids
+        self.cache_salt = cache_salt
+        self.cache_salt_id = None if cache_salt is None else _salt_id(cache_salt)
+        self.lora_task_id = lora_task_id
+        self.multimodal_hashes = multimodal_hashes
+        self.multimodal_positions = self.multimodal_lengths = None
+        self.is_dummy = self.is_dummy_request = is_dummy
+        self.state = LlmRequestState.CONTEXT_INIT
+        self.finish_reason: str | None = None
+        self.context_chunk_size = self.prompt_len
+        self.prepopulated_prompt_len = 0
+        self.py_num_connector_matched_tokens = 0
+        self.reused_tokens = 0
+        self.is_admitted = False
+        self.submitted_at = 0.0
+        self.first_token_at = 0.0
+        self.num_computed_tokens = 0
+        self._context_position = 0
+        self._tokens = list(prompt_tokens)
+
+    def get_tokens(self, beam: int = 0) -> list[int]:
+        """Return a copy of all tokens so far, the prompt's first."""
+        assert beam == 0, "there is one beam"
+        return list(self._tokens)
+
+    def get_num_tokens(self, beam: int = 0) -> int:
+        """Return how many tokens there are so far, the prompt's included."""
+        assert beam == 0, "there is one beam"
+        return len(self._tokens)
+
+    @property
+    def generated_tokens(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self._tokens[self.prompt_len :]
+
+    @property
+    def context_current_position(self) -> int:
+        """The number of prompt tokens with their KV in the pool."""
+        return self._context_position
+
+    @property
+    def context_remaining_length(self) -> int:
+        """The number of prompt tokens without KV."""
+        return self.prompt_len - self._context_position
+
+    @property
+    def is_first_context_chunk(self) -> bool:
+        """Whether this request has computed nothing of its prompt yet."""
+        return self._context_position == self.prepopulated_prompt_len
+
+    @property
+    def is_last_context_chunk(self) -> bool:
+        """Whether the coming chunk ends the prompt."""
+        return self.context_chunk_size >= self.context_remaining_length
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether generation has ended, for any reason."""
+        return self.finish_reason is not None
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether it waits for an asynchronous load."""
+        return self.state is LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
+
+    def set_prepopulated_prompt_len(self, num_tokens: int, tokens_per_block: int) -> None:
+        """Begin the context phase after `num_tokens`, with chunks that end where a block ends.
+
+        Raises:
+            KVRayError: nothing of the prompt would be left to compute.
+
+        Source: `LlmRequest::setPrepopulatedPromptLen`, which ends the engine in this case.
+        """
+        if num_tokens >= self.prompt_len:
+            raise KVRayError(
+                f"Request {self.request_id}: {num_tokens} tokens were offered for a prompt of "
+                f"{self.prompt_len}. There must be at least one uncomputed token, so offer at "
+                "most the full blocks of all tokens but the last."
+            )
+        self.prepopulated_prompt_len = self._context_position = num_tokens
+        self.num_computed_tokens = num_tokens
+        chunk_end = num_tokens + self.context_chunk_size
+        if chunk_end < self.prompt_len:
+            chunk_end = chunk_end // tokens_per_block * tokens_per_block
+            self.context_chunk_size = chunk_end - num_tokens
+        else:
+            self.context_chunk_size = self.context_remaining_length
+
+    def move_to_next_context_chunk(self) -> None:
+        """Count the chunk that was just computed."""
+        self._context_position += min(self.context_chunk_size, self.context_remaining_length)
+        self.num_computed_tokens = self._context_position
+
+    def will_complete_next_iteration(self, *, num_pending: int) -> bool:
+        """Whether the answer is complete once `num_pending` more tokens are added."""
+        return len(self._tokens) + num_pending - self.prompt_len >= self.max_new_tokens
+
+    def add_new_token(self, token: int) -> None:
+        """Append a sampled token and notice the end of the answer."""
+        self._tokens.append(token)
+        if token in self.end_ids:
+            self.finish_by_reason("stop")
+        elif len(self._tokens) - self.prompt_len >= self.max_new_tokens:
+            self.finish_by_reason("length")
+
+    def finish_by_reason(self, reason: str) -> None:
+        """End the request: `stop`, `length`, `cancelled` or `error`."""
+        self.finish_reason = reason
+        self.state = LlmRequestState.GENERATION_COMPLETE
+
+
+@dataclass(slots=True)
+class ScheduledRequests:
+    """The requests of one pass: those in their context phase and those that generate."""
+
+    context_requests: list[LlmRequest] = field(default_factory=list)
+    generation_requests: list[LlmRequest] = field(default_factory=list)
+
+    @property
+    def batch_size(self) -> int:
+        """The number of requests."""
+        return len(self.context_requests) + len(self.generation_requests)
+
+    def all_requests(self) -> list[LlmRequest]:
+        """Return context requests, then generation requests."""
+        return self.context_requests + self.generation_requests
+
+    def drop_context(self, request_ids: set[int]) -> None:
+        """Take context requests out."""
+        self.context_requests = [
+            request for request in self.context_requests if request.request_id not in request_ids
+        ]
+
+    def count_computed(self) -> None:
+        """Move every request on by the tokens that the pass has computed."""
+        for request in self.context_requests:
+            request.move_to_next_context_chunk()
+            if request.context_remaining_length == 0 and not request.is_finished:
+                request.state = LlmRequestState.GENERATION_IN_PROGRESS
+        for request in self.generation_requests:
+            request.num_computed_tokens += 1
+
+    def foresee_ends(self, *, num_pending: int) -> None:
+        """Stop scheduling requests whose length ends them once `num_pending` tokens are added."""
+        for request in self.all_requests():
+            if (
+                request.state is LlmRequestState.GENERATION_IN_PROGRESS
+                and request.will_complete_next_iteration(num_pending=num_pending)
+            ):
+                request.state = LlmRequestState.GENERATION_TO_COMPLETE
+
+
+def _salt_id(salt: str) -> int:
+    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "little")

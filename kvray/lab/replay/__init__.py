@@ -1,0 +1,18 @@
+"""Request traces, the bounds that no cache beats on them, and how policies compare."""
+
+from kvray.lab.replay.bounds import belady, infinite
+from kvray.lab.replay.comparison import Comparison, Plan, compare
+from kvray.lab.replay.reading import read_trace
+from kvray.lab.replay.results import Outcome
+from kvray.lab.replay.trace import Trace
+
+__all__ = [
+    "Comparison",
+    "Outcome",
+    "Plan",
+    "Trace",
+    "belady",
+    "compare",
+    "infinite",
+    "read_trace",
+]

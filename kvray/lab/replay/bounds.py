@@ -1,0 +1,111 @@
+"""The bounds that no policy beats: an infinite cache, and Belady's optimum for a finite one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import pairwise
+
+import numpy as np
+
+from kvray.lab.replay.results import Outcome
+from kvray.lab.replay.trace import Ints, Trace
+
+_REPORT_EVERY = 1024
+_NEVER = np.iinfo(np.int64).max
+
+
+def infinite(trace: Trace) -> Outcome:
+    """Return what a cache that never evicts finds: every block but at its first use."""
+    new = np.zeros(trace.num_refs + 1, dtype=np.int64)
+    new[trace.first_places() + 1] = 1
+    hits = np.diff(trace.starts) - np.diff(np.cumsum(new)[trace.starts])
+    return Outcome.of(trace, hits, policy="infinite", host_blocks=None)
+
+
+def belady(
+    trace: Trace, num_blocks: int, *, progress: Callable[[int, int], None] = lambda *_: None
+) -> Outcome:
+    """Return what a cache of `num_blocks` finds that knows the future.
+
+    A block that is never used again goes at once; then the one whose next use is the farthest
+    away, and of those with the same next request the deepest. A parent is used whenever its child
+    is, so it never goes before the child.
+
+    No policy has more hits: this is Belady's MIN with the right to keep a block out, which is
+    optimal for single blocks, and it always keeps contiguous prefixes, which alone count here.
+
+    Args:
+        trace: what is asked for.
+        num_blocks: the size of the cache.
+        progress: takes requests done and requests in all.
+    """
+    hits = _replay(_Stretches(trace), num_blocks, progress)
+    return Outcome.of(trace, hits, policy="belady", host_blocks=num_blocks)
+
+
+class _Stretches:
+    """A trace cut into stretches: the longest runs of blocks that are always asked for together.
+
+    Such blocks are used and evicted alike, so nobody has to look at each: a long prompt is a few
+    stretches. A request asks for whole stretches.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        # A stretch ends wherever a block has fewer uses than the one before it.
+        ids, starts = trace.ids, trace.starts
+        uses = np.bincount(ids, minlength=trace.num_unique)[ids]
+        begins = np.ones(len(ids), dtype=bool)
+        begins[1:] = uses[1:] != uses[:-1]
+        begins[starts[:-1][np.diff(starts) > 0]] = True
+        at = np.flatnonzero(begins)
+        self.heads: Ints = ids[at]
+        """The first block of each stretch, which names it; shape [num_stretch_refs]."""
+        self.lengths: Ints = np.diff(np.append(at, len(ids)))
+        """Blocks of each stretch; [num_stretch_refs]."""
+        self.starts: Ints = np.searchsorted(at, starts)
+        """Where each request begins in the other two; [num_requests + 1]."""
+        self.num_unique = trace.num_unique
+
+    def next_uses(self) -> Ints:
+        """Return where each stretch comes next, or `_NEVER`; shape [num_stretch_refs]."""
+        order = np.argsort(self.heads, kind="stable")
+        found = np.full(len(order), _NEVER)
+        same = self.heads[order[1:]] == self.heads[order[:-1]]
+        found[order[:-1][same]] = order[1:][same]
+        return found
+
+
+def _replay(stretches: _Stretches, num_blocks: int, progress: Callable[[int, int], None]) -> Ints:
+    """Return the hits of each request."""
+    heads, lengths = stretches.heads.tolist(), stretches.lengths.tolist()
+    next_uses, starts = stretches.next_uses().tolist(), stretches.starts.tolist()
+    cached = [0] * stretches.num_unique
+    """Of each stretch, by its head: how many of its blocks are there, from the first one on."""
+    farthest: list[int] = []
+    """A heap of next uses: negative places in `heads`. A place that has passed lies below all that
+    have not, and is never looked at, as everything cached has its next use in here."""
+    used, hits = 0, []
+    for request, (start, end) in enumerate(pairwise(starts)):
+        hit = 0
+        for at in range(start, end):
+            head = heads[at]
+            here = cached[head]
+            hit += here
+            length = lengths[at] if next_uses[at] != _NEVER else 0
+            cached[head] = length  # 0, and so evicted at once, if it is never used again
+            used += length - here
+            if length:
+                heappush(farthest, -next_uses[at])
+        hits.append(hit)
+        while used > num_blocks:
+            head = heads[-farthest[0]]
+            gone = min(cached[head], used - num_blocks)
+            used -= gone
+            cached[head] -= gone
+            if not cached[head]:
+                heappop(farthest)
+        if request % _REPORT_EVERY == 0:
+            progress(request, len(starts) - 1)
+    progress(len(starts) - 1, len(starts) - 1)
+    return np.array(hits, dtype=np.int64)

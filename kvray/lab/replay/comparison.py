@@ -1,0 +1,112 @@
+"""A trace through several policies and sizes, beside LRU and beside the bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvray.lab.replay.bounds import belady, infinite
+from kvray.lab.replay.results import Outcome
+from kvray.lab.replay.trace import Trace
+
+BASELINE = "lru"
+"""The policy that the others are compared with."""
+EVERYTHING = "all"
+"""The admission that keeps no block out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The runs of a replay: every policy at every size, and with a disk every admission."""
+
+    policies: Sequence[str]
+    host_blocks: Sequence[int]
+    nvme_blocks: int = 0
+    """Size of the NVMe tier; 0 for none."""
+    admissions: Sequence[str | None] = (None,)
+
+    def runs(self) -> Iterator[tuple[int, str, str | None]]:
+        """Return size, policy and admission of each run, the baseline's first at each size."""
+        baseline = (BASELINE, EVERYTHING if self.nvme_blocks else None)
+        others = [(policy, admission) for policy in self.policies for admission in self.admissions]
+        for host_blocks in self.host_blocks:
+            for policy, admission in dict.fromkeys([baseline, *others]):
+                yield host_blocks, policy, admission
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The outcomes of all runs, and the bounds beside them."""
+
+    trace: Trace
+    plan: Plan
+    infinite: Outcome
+    belady: dict[int, Outcome]
+    """The optimum for each size of the host tier; with a disk, for one tier as large as both."""
+    outcomes: Sequence[Outcome]
+
+    def baseline(self, outcome: Outcome) -> Outcome:
+        """Return LRU's outcome at the same size, with a disk that takes everything."""
+        return next(one for one in self.outcomes if one.host_blocks == outcome.host_blocks)
+
+    def gain(self, outcome: Outcome) -> float | None:
+        """Return which part it found of the blocks that Belady finds and LRU does not."""
+        least, size = self.baseline(outcome).hit_blocks, outcome.host_blocks
+        assert size is not None
+        room = self.belady[size].hit_blocks - least
+        return (outcome.hit_blocks - least) / room if room else None
+
+    def write_share(self, outcome: Outcome) -> float | None:
+        """Return its writes to disk over LRU's; None if there are none."""
+        written = self.baseline(outcome).nvme_written_blocks
+        return outcome.nvme_written_blocks / written if written else None
+
+    def mean_gains(self) -> dict[tuple[str, str | None], float | None]:
+        """Return for each policy and admission the mean over the sizes at which it has a gain."""
+        gains: dict[tuple[str, str | None], list[float]] = {}
+        for outcome in self.outcomes:
+            of_one = gains.setdefault((outcome.policy, outcome.admission), [])
+            if (gain := self.gain(outcome)) is not None:
+                of_one.append(gain)
+        return {name: sum(some) / len(some) if some else None for name, some in gains.items()}
+
+
+def compare(
+    trace: Trace,
+    plan: Plan,
+    simulate: Callable[..., Outcome],
+    *,
+    progress: Callable[[str, int, int], None],
+) -> Comparison:
+    """Replay a trace as planned; `simulate` does one run, as `simulator.simulate`.
+
+    `progress` takes the run's title, and the requests done and in all, of all runs.
+    """
+    runs = list(plan.runs())
+    total = (len(runs) + len(plan.host_blocks)) * trace.num_requests
+    finished = 0
+
+    def report_as(title: str) -> Callable[[int, int], None]:
+        return lambda done, _: progress(title, finished + done, total)
+
+    bounds = {}
+    for blocks in plan.host_blocks:
+        size = blocks + plan.nvme_blocks
+        bounds[blocks] = belady(trace, size, progress=report_as(f"Belady, {size:,} blocks"))
+        finished += trace.num_requests
+    outcomes = []
+    for blocks, policy, admission in runs:
+        outcomes.append(
+            simulate(
+                trace,
+                policy=policy,
+                host_blocks=blocks,
+                nvme_blocks=plan.nvme_blocks,
+                admission=admission,
+                progress=report_as(f"{policy}, {blocks:,} blocks"),
+            )
+        )
+        finished += trace.num_requests
+    return Comparison(
+        trace=trace, plan=plan, infinite=infinite(trace), belady=bounds, outcomes=outcomes
+    )

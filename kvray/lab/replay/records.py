@@ -1,0 +1,117 @@
+"""The records of both trace formats, checked: Mooncake's lines and agentic sessions."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+
+from kvray.errors import ConfigError
+
+Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class MooncakeLine(_Record):
+    """One request; ids are chained, and equal ids are equal blocks in the whole file.
+
+    Source: FAST25-release/traces of kvcache-ai/Mooncake.
+    """
+
+    timestamp: Time
+    """Milliseconds."""
+    input_length: Count
+    output_length: Count = 0
+    hash_ids: list[Id]
+
+
+class Request(_Record):
+    """One request of a session or a subagent.
+
+    Source: traces/trace_NNNN.json of callanjfox/kv-cache-tester.
+    """
+
+    t: Time
+    """Seconds since the start of the session, or of the subagent."""
+    num_tokens: Count = Field(alias="in")
+    num_answer_tokens: Count = Field(alias="out", default=0)
+    hash_ids: list[Id]
+    model: Any = ""
+    """Blocks of different models differ, even under equal ids."""
+
+
+class Subagent(_Record):
+    """Requests of an agent that started at `t`."""
+
+    t: Time
+    requests: list[Step]
+
+
+def _kind_of(value: Any) -> str:
+    return "<subagent>" if isinstance(value, dict) and "requests" in value else "<request>"
+
+
+Step = Annotated[
+    Annotated[Request, Tag("<request>")] | Annotated[Subagent, Tag("<subagent>")],
+    Discriminator(_kind_of),
+]
+
+
+class SessionFile(_Record):
+    """One session."""
+
+    block_size: Annotated[int, Field(ge=1, lt=2**63)]
+    hash_id_scope: Any = "local"
+    requests: list[Step]
+
+
+R = TypeVar("R", bound=_Record)
+
+
+def parse(kind: type[R], content: bytes, where: str) -> R:
+    """Return the record in `content`.
+
+    Raises:
+        ConfigError: it is damaged; the message begins with `where`.
+    """
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        wrong = f" is no JSON ({first['ctx']['error']})"
+    elif not first["loc"]:
+        wrong = " is no JSON object"
+    elif first["type"] == "missing":
+        wrong = f": {_field(first['loc'])} is missing"
+    else:
+        shown = json.dumps(first["input"], default=str)[:40]
+        complaint = first["msg"].replace("Input should", "must")
+        wrong = f": {_field(first['loc'])} {complaint}, and is {shown}"
+    raise ConfigError(f"{where}{wrong}; get the file again, or take the record out.")
+
+
+def check_blocks(num_blocks: int, num_tokens: int, block_tokens: int, where: str) -> None:
+    """Refuse a prompt whose tokens do not make this number of blocks; the last may be partial.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if not num_tokens // block_tokens <= num_blocks <= -(-num_tokens // block_tokens):
+        raise ConfigError(
+            f"{where}: {num_tokens} tokens are not {num_blocks} blocks of {block_tokens} tokens;"
+            " give the size of the trace's blocks with --block-tokens, or get the file again."
+        )
+
+
+def _field(location: tuple[int | str, ...]) -> str:
+    """Return a path such as `requests[1].hash_ids`; pydantic's has the tags of steps in it."""
+    parts = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in location)
+    return re.sub(r"\.<\w+>", "", "".join(parts)).removeprefix(".")

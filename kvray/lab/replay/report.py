@@ -1,0 +1,140 @@
+"""The output of a replay: a table, or one JSON object."""
+
+from __future__ import annotations
+
+import json
+import platform
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import psutil
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvray import __version__
+from kvray.lab.replay import Comparison, Outcome
+from kvray.lab.replay.comparison import BASELINE
+
+_ALWAYS = ("blocks", "policy", "hit ratio", "of tokens", "gain")
+_DISK = ("host", "NVMe", "written", "per hit", "of LRU's")
+_HITS = ("hit_ratio", "token_hit_ratio", "hit_blocks", "hit_tokens")
+_RUN = ("policy", "admission", "host_blocks", "nvme_blocks")
+_COSTS = (
+    *("host_hit_blocks", "nvme_hit_blocks", "nvme_written_blocks", "written_per_hit"),
+    *("seconds", "refs_per_s"),
+)
+
+
+def make_table(found: Comparison) -> Table:
+    """Return one row for each run, and the bounds below those of each size."""
+    has_disk = found.plan.nvme_blocks > 0
+    table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
+    for name in _ALWAYS + (_DISK if has_disk else ()) + ("refs/s",):
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for host_blocks in found.plan.host_blocks:
+        size = f"{host_blocks:,}"
+        for outcome in found.outcomes:
+            if outcome.host_blocks == host_blocks:
+                table.add_row(size, *_cells(found, outcome, has_disk=has_disk))
+                size = ""
+        table.add_row("", "Belady", *_hit_cells(found.belady[host_blocks]), style="dim")
+        table.add_section()
+    table.add_row("∞", "infinite", *_hit_cells(found.infinite), style="dim")
+    return table
+
+
+def print_all(console: Console, found: Comparison) -> None:
+    """Print the trace's size, the table, and the mean gains."""
+    trace = found.trace
+    once = int((np.bincount(trace.ids) == 1).sum())
+    console.print(
+        f"[bold]{escape(trace.name)}[/]: {trace.num_requests:,} requests in"
+        f" {timedelta(seconds=round(trace.seconds))} with {trace.prompt_tokens:,} tokens ask for"
+        f" {trace.num_refs:,} blocks of {trace.block_tokens} tokens; {trace.num_unique:,} of them"
+        f" differ, and {_percent(once / trace.num_unique)} of these are asked for once."
+    )
+    console.print(make_table(found))
+    console.print(
+        "Hits are blocks of contiguous prefixes. Gain: 0 is LRU, 1 is Belady's optimum, which"
+        " knows the future."
+    )
+    if found.plan.nvme_blocks:
+        console.print(
+            f"Below the host tier are {found.plan.nvme_blocks:,} blocks of NVMe; Belady has one"
+            " tier as large as both. Written: blocks. Per hit: bytes written for each byte found"
+            " there. Of LRU's: relative to LRU with a disk that takes every block."
+        )
+    titles = {(one.policy, one.admission): one.title for one in found.outcomes}
+    for name, gain in found.mean_gains().items():
+        if gain is not None and titles[name] != BASELINE:
+            console.print(f"Mean gain of {titles[name]} over all sizes: {gain:+.3f}", markup=False)
+
+
+def to_json(found: Comparison, *, concurrent: int, seed: int) -> str:
+    """Return everything as one JSON object.
+
+    `concurrent` and `seed` are the options by which the sessions of a trace were laid out.
+    """
+    trace = found.trace
+    return json.dumps(
+        {
+            "trace": trace.name,
+            "block_tokens": trace.block_tokens,
+            "requests": trace.num_requests,
+            "refs": trace.num_refs,
+            "unique_blocks": trace.num_unique,
+            "prompt_tokens": trace.prompt_tokens,
+            "trace_seconds": trace.seconds,
+            "concurrent": concurrent,
+            "seed": seed,
+            "nvme_blocks": found.plan.nvme_blocks,
+            "infinite": _figures(found.infinite, _HITS),
+            "belady": [
+                {"host_blocks": size, "blocks": bound.host_blocks, **_figures(bound, _HITS)}
+                for size, bound in found.belady.items()
+            ],
+            "results": [
+                _figures(one, _RUN + _HITS + _COSTS)
+                | {"gain": found.gain(one), "write_share": found.write_share(one)}
+                for one in found.outcomes
+            ],
+            "mean_gains": [
+                {"policy": policy, "admission": admission, "mean_gain": gain}
+                for (policy, admission), gain in found.mean_gains().items()
+            ],
+            "cpu_cores": psutil.cpu_count(),
+            "machine": platform.machine(),
+            "version": __version__,
+        },
+        indent=2,
+    )
+
+
+def _cells(found: Comparison, outcome: Outcome, *, has_disk: bool) -> list[str]:
+    gain = found.gain(outcome)
+    cells = [escape(outcome.title), *_hit_cells(outcome), "" if gain is None else f"{gain:+.2f}"]
+    if has_disk:
+        per_hit, share = outcome.written_per_hit, found.write_share(outcome)
+        cells += [
+            _percent(outcome.host_hit_blocks / max(1, outcome.refs)),
+            _percent(outcome.nvme_hit_blocks / max(1, outcome.refs)),
+            f"{outcome.nvme_written_blocks:,}",
+            "" if per_hit is None else f"{per_hit:.2f}",
+            "" if share is None else _percent(share),
+        ]
+    return [*cells, f"{outcome.refs_per_s:,.0f}"]
+
+
+def _hit_cells(outcome: Outcome) -> list[str]:
+    return [_percent(outcome.hit_ratio), _percent(outcome.token_hit_ratio)]
+
+
+def _figures(outcome: Outcome, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(outcome, name) for name in names}
+
+
+def _percent(ratio: float) -> str:
+    return f"{100 * ratio:.1f} %"

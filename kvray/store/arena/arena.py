@@ -1,0 +1,398 @@
+"""What an engine does with its node's arena: lease, read, reserve, write and commit blocks."""
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kvray.errors import CapacityError, ConfigError, CorruptBlock
+from kvray.identity.block import BlockKey
+from kvray.store.arena import holders, key_index, lease, payload, slots
+from kvray.store.arena.copier import Copier
+from kvray.store.arena.holders import Membership
+from kvray.store.arena.layout import DEFAULT_PRIORITY, READY
+from kvray.store.arena.lease import Held, Lease, PartRequest
+from kvray.store.arena.mapped import MappedArena
+from kvray.store.arena.slots import Reservation
+from kvray.store.arena.tables import Array
+
+_PATIENT_S = 5.0
+"""How long work behind the engine's back (committing, giving back) tries for the lock."""
+
+_ROOM_TRIES = 4
+"""How often a writer looks for blocks to evict that turn out to be in use, before it drops some."""
+
+
+class PartRead(NamedTuple):
+    """Slots of one part, and the pages that they are copied into."""
+
+    slots: Array
+    regions: Sequence[Array]
+    """Bytes of shape [num_pages, size] each; end to end they fill a slot."""
+    pages: Array
+    """Rows of each region, one a slot."""
+
+
+class Arena(MappedArena):
+    """One process's access to the blocks of an arena; all methods may be called from any thread.
+
+    Methods that answer None or False found the lock taken for `lock_wait_s`: treat it as a miss
+    (`arena_busy`), or try again. A retired arena gives no new lease and no new slot. Leases and
+    reservations from before can still be read, written and given back.
+
+    It inherits, against the house's rule, because every caller that leases or writes needs the
+    mapping, the membership and the section as well.
+    """
+
+    def __init__(self, directory: Path, *, lock_wait_s: float) -> None:
+        super().__init__(directory, lock_wait_s=lock_wait_s)
+        self._copier = Copier()
+
+    def close(self) -> None:
+        """Leave, unmap, and end the copier's thread. Twice is fine."""
+        super().close()
+        self._copier.close()
+
+    # -- leases -------------------------------------------------------------------------------
+
+    def lease(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> list[Lease] | None:
+        """Lease the longest run of leading `keys` of which every part is here.
+
+        Returns:
+            One lease a part, all of the same length; [] if not even the first block is here;
+            None if the arena was busy, or has too many leases for one more.
+
+        Raises:
+            ConfigError: `keys` are no keys, or num_parts < 1.
+            LeaseExpired: this process is no holder.
+        """
+        held = self.lease_for(keys, [[request] for request in _all_parts(num_parts)])
+        return held if held is None else list(held.leases)
+
+    def lease_for(
+        self,
+        keys: Sequence[BlockKey],
+        readers: Sequence[Sequence[PartRequest]],
+        *,
+        member: Membership | None = None,
+        lease_id: int | None = None,
+        is_counted_on: bool = False,
+    ) -> Held | None:
+        """Lease the longest prefix of `keys` that has, for every reader, the parts it requests.
+
+        Args:
+            keys: keys in prefix order.
+            readers: for each reader, such as a rank, the parts that its lease names.
+            member: the process that gets the leases; None: this one.
+            lease_id: one id for all of them, see `lease.id_of`; None: a number for each.
+            is_counted_on: whether these blocks are leased and promised already. Then a retired
+                arena, from which nothing goes, gives the leases too.
+
+        Returns:
+            One lease a reader, which names the slots of its parts one part after the other; no
+            lease if not even the first block is here, or `member` is a holder no more; None if
+            the arena was busy, or has too many leases for one more.
+
+        Raises:
+            ConfigError: `keys` are no keys.
+            LeaseExpired: this process is no holder, and no other was given.
+        """
+        packed = key_index.pack_keys(keys)
+        own = self.holder if member is None else None
+        with self.section(self.lock_wait_s) as entered:
+            if not entered or (own is not None and self._holder != own):
+                return None
+            if self.retired and not is_counted_on:
+                return None
+            if member is not None and not holders.is_member(self.tables, member):
+                return Held(num_blocks=0, leases=())
+            requests = dict.fromkeys(one for reader in readers for one in reader)
+            run, found = lease.match(self.tables, packed, requests)
+            if not run:
+                return Held(num_blocks=0, leases=())
+            words = lease.asked_of(packed, run, found)
+            taken = lease.take(
+                self.tables,
+                [lease.joined(found, reader) for reader in readers],
+                holder=self.holder if member is None else member.row,
+                now=time.monotonic(),
+                asked=[lease.joined(words, reader) for reader in readers],
+                lease_id=lease_id,
+            )
+            return None if taken is None else Held(num_blocks=run, leases=tuple(taken))
+
+    def lease_slots(self, chosen: Array) -> Lease | None:
+        """Lease the READY slots of `chosen`, whatever they hold; None if the arena was busy.
+
+        This is no use of the blocks: what is evicted next does not change.
+
+        Raises:
+            LeaseExpired: this process is no holder.
+        """
+        holder = self.holder
+        with self.section(self.lock_wait_s) as entered:
+            if not entered or not self._is_open(holder):
+                return None
+            ready = chosen[self.tables.slot_state[chosen] == READY]
+            now = time.monotonic()
+            taken = lease.take(self.tables, [ready], holder=holder, now=now, is_use=False)
+            return None if taken is None else taken[0]
+
+    def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> int | None:
+        """Return how many leading `keys` are here now, without holding them; None if busy."""
+        packed = key_index.pack_keys(keys)
+        with self.section(self.lock_wait_s) as entered:
+            if not entered or self.retired:
+                return None
+            return lease.match(self.tables, packed, _all_parts(num_parts))[0]
+
+    def present(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> list[Array]:
+        """Return which of `keys` are here now, as one mask a part.
+
+        Read without the lock, so that a long prompt makes nobody wait. The answer may be wrong
+        for a block that comes or goes meanwhile; only a lease makes sure.
+        """
+        packed = key_index.pack_keys(keys)
+        return [lease.present(self.tables, packed, part) for part in parts]
+
+    def release(self, *leases: Lease, wait_s: float | None = None) -> bool:
+        """End leases, of whichever process of this node; False if busy: retry."""
+        if not leases:
+            return True
+        with self.section(self.lock_wait_s if wait_s is None else wait_s) as entered:
+            for one in leases if entered else ():
+                lease.release(self.tables, one)
+            return entered
+
+    def release_ids(self, lease_ids: Iterable[int]) -> bool:
+        """End all leases that have one of these ids, whoever took them; False if busy: retry.
+
+        Nobody may take a lease of such an id meanwhile: the search holds no lock.
+        """
+        found = [(one, lease.records(self.tables, one)) for one in lease_ids]
+        found = [(one, pages) for one, pages in found if len(pages)]
+        if not found:
+            return True
+        with self.section(self.lock_wait_s) as entered:
+            for one, pages in found if entered else ():
+                lease.release_records(self.tables, one, pages)
+            return entered
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def read(
+        self, held: Lease, pool: Array, block_ids: Array, *, first: int = 0, verify: bool
+    ) -> None:
+        """Copy leased blocks into `pool`.
+
+        Args:
+            held: the lease.
+            pool: bytes of shape [num_blocks, block_bytes].
+            block_ids: rows of `pool` for the blocks from `first` on.
+            first: first block of the lease to copy.
+            verify: check every block after its copy.
+
+        Raises:
+            ConfigError: the lease has fewer blocks.
+            CorruptBlock: a block does not have its checksum; its slot is quarantined.
+            LayoutMismatch: the pool's blocks are of another size.
+            LeaseExpired: the lease was released, perhaps during the copy.
+        """
+        chosen = self.leased_slots(held)[first : first + len(block_ids)]
+        with self.making_sense():
+            sound = payload.read(
+                self.tables, chosen, pool, block_ids, verify=verify, copier=self._copier
+            )
+        self._refuse_unsound(held, chosen, sound)
+
+    def read_slots(self, reads: Sequence[PartRead]) -> None:
+        """Copy slots into pages; the caller holds a lease on them, and calls `check` afterwards.
+
+        Raises:
+            LayoutMismatch: the pages are of another size.
+        """
+        with self.making_sense():
+            for one in reads:
+                payload.read_regions(self.tables, one.slots, one.regions, one.pages)
+
+    def check(self, held: Lease, chosen: Array, *, verify: bool) -> None:
+        """Accept or refuse the copy of the leased slots `chosen`.
+
+        Raises:
+            CorruptBlock: with `verify`, a block does not have its checksum; else, one was found to
+                be wrong.
+            LeaseExpired: the lease was released, perhaps during the copy.
+        """
+        with self.making_sense():
+            sound = payload.verify(self.tables, chosen) if verify else None
+        self._refuse_unsound(held, chosen, sound)
+
+    def sound(self, held: Lease, places: Array | slice) -> Array:
+        """Return a mask of the blocks at these `places` in a lease: those with their checksum.
+
+        The others are quarantined.
+
+        Raises:
+            LeaseExpired: the lease was released.
+        """
+        chosen = self.leased_slots(held)[places]
+        with self.making_sense():
+            summed = payload.verify(self.tables, chosen)
+        sound = self._is_sound(held, chosen, summed)
+        if not sound.all():
+            self.quarantine(chosen[~sound])
+        return sound
+
+    def quarantine(self, chosen: Array, *, wait_s: float | None = None) -> None:
+        """Take slots whose bytes proved wrong out of service; if busy, the next reader will."""
+        with self.section(self.lock_wait_s if wait_s is None else wait_s) as entered:
+            if entered:
+                slots.quarantine(self.tables, chosen)
+
+    def _refuse_unsound(self, held: Lease, chosen: Array, sound: Array | None) -> None:
+        bad = chosen[~self._is_sound(held, chosen, sound)]
+        if len(bad):
+            self.quarantine(bad)
+            raise CorruptBlock(
+                f"Block {self.tables.name(bad[0])} in the host tier does not have its checksum; it"
+                " is quarantined."
+            )
+
+    def _is_sound(self, held: Lease, chosen: Array, sound: Array | None) -> Array:
+        """Return a mask of the blocks that may be used, once they have been copied or summed."""
+        self.holder_of(held)  # raises if what was read is void
+        ready: Array = self.tables.slot_state[chosen] == READY
+        return ready if sound is None else ready & sound
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        keys: Sequence[BlockKey],
+        *,
+        parent: BlockKey | None,
+        depth: int,
+        part: int,
+        block_bytes: int,
+        namespace: int = 0,
+        priority: int | Array = DEFAULT_PRIORITY,
+        needs_parent: bool = True,
+        wait_s: float | None = None,
+    ) -> Reservation | None:
+        """Reserve slots for the `keys` that are not here; None if the arena was busy.
+
+        Args:
+            keys: keys in prefix order.
+            parent: key before the first one; None at the root.
+            depth: place of the first key in its chain.
+            part: part that will be written.
+            block_bytes: bytes of the part.
+            namespace: owner of the blocks, see `block.namespace_id`; 0: not known.
+            priority: retention priority, 0 to 100: lower goes first. One, or one a key; a block
+                that is here keeps the higher one.
+            needs_parent: whether nothing is reserved if `parent` is not here.
+            wait_s: longest try for the lock; None: `lock_wait_s`.
+
+        Raises:
+            CapacityError: a block of this size fits into no slab.
+            ConfigError: `keys` are no keys or not all different, or a number is out of range.
+            LeaseExpired: this process is no holder.
+        """
+        packed, holder = key_index.pack_keys(keys), self.holder
+        priority = slots.checked(
+            packed, depth=depth, part=part, block_bytes=block_bytes, priority=priority
+        )
+        geometry = self.tables.geometry
+        if geometry.stride(block_bytes) > geometry.slab_bytes:
+            raise CapacityError(
+                f"A block of {block_bytes} bytes is larger than a slab of {geometry.slab_bytes};"
+                " raise arena.slab, and arena.capacity to at least four slabs."
+            )
+        before = None if parent is None else key_index.pack_keys([parent])
+        candidates = slots.Candidates()  # mostly nothing has to go
+        for attempt in range(_ROOM_TRIES):
+            is_last = attempt == _ROOM_TRIES - 1 or (attempt > 0 and not candidates)
+            with self.section(self.lock_wait_s if wait_s is None else wait_s) as entered:
+                if not entered or not self._is_open(holder):
+                    return None
+                made = slots.reserve(
+                    self.tables,
+                    packed,
+                    parent=before,
+                    depth=depth,
+                    part=part,
+                    block_bytes=block_bytes,
+                    holder=holder,
+                    candidates=candidates,
+                    namespace=namespace,
+                    priority=priority,
+                    needs_parent=needs_parent,
+                    is_last=is_last,
+                )
+            if made is not None:
+                return made
+            with self.making_sense():
+                candidates = slots.find_candidates(
+                    self.tables, packed, parent=before, part=part, block_bytes=block_bytes
+                )
+        raise AssertionError("the last try makes do with what there is")
+
+    def write(self, reservation: Reservation, pool: Array, block_ids: Array) -> Array:
+        """Copy rows `block_ids` of `pool`, one a reserved key; return checksums for `commit`."""
+        return self.write_slots(reservation.slots, [pool], block_ids)
+
+    def write_slots(self, slots: Array, regions: Sequence[Array], pages: Array) -> Array:
+        """Copy pages that consist of `regions` into reserved slots; otherwise as `write`."""
+        with self.making_sense():
+            if len(regions) == 1:
+                return payload.write(self.tables, slots, regions[0], pages, copier=self._copier)
+            return payload.write_regions(self.tables, slots, regions, pages)
+
+    def sums(self, reservation: Reservation) -> Array:
+        """Return the checksums of reserved slots that something else has written, for `commit`."""
+        with self.making_sense():
+            return payload.sum_slots(self.tables, reservation.slots)
+
+    def slot_bytes(self, slot: int) -> Array:
+        """Return the bytes of a slot that this process has reserved, or that it was told of."""
+        return payload.slot_bytes(self.tables, slot)
+
+    def commit(
+        self, reservation: Reservation, checksums: Array, *, wait_s: float = _PATIENT_S
+    ) -> bool:
+        """Make written slots READY; False if busy: retry.
+
+        Slots that this process has given back since, by `abort` or `leave`, are passed over.
+
+        Raises:
+            ConfigError: there is not one checksum for each reserved slot.
+        """
+        sums = np.asarray(checksums, dtype="<u8")
+        if sums.shape != reservation.slots.shape:
+            raise ConfigError(
+                f"{len(reservation.slots)} slots cannot be committed with checksums of shape"
+                f" {list(sums.shape)}; give what write returned."
+            )
+        if not len(sums):
+            return True
+        with self.section(wait_s) as entered:
+            if entered:
+                slots.commit(self.tables, reservation, sums)
+            return entered
+
+    def abort(self, reservation: Reservation, *, wait_s: float = _PATIENT_S) -> bool:
+        """Give reserved slots back unwritten; False if busy: retry."""
+        if not len(reservation.slots) or self._holder is None:
+            return True
+        with self.section(wait_s) as entered:
+            if entered:
+                slots.abort(self.tables, reservation)
+            return entered
+
+
+def _all_parts(num_parts: int) -> list[PartRequest]:
+    if num_parts < 1:
+        raise ConfigError(f"num_parts must be at least 1, not {num_parts}.")
+    return [PartRequest(part) for part in range(num_parts)]

@@ -1,0 +1,138 @@
+"""Looks for contradictions in an arena's tables: what a flipped bit or a stray pointer has left.
+
+Changes nothing. Without the lock a step that is under way looks like damage: see `lasting`.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvray.store.arena import key_index, lease, slabs
+from kvray.store.arena.layout import BUCKET_WAYS, FREE, PAGE_SLOTS, QUARANTINED, READY, RESERVED
+from kvray.store.arena.tables import Array, Tables
+
+Damage = Mapping[str, Array]
+"""What is wrong -> the rows where it is, ascending; only what is wrong somewhere."""
+
+_SHARE_SLOTS = 65_536
+
+
+def shares(tables: Tables) -> list[range]:
+    """Return the slabs that are looked at together: all of them, in order."""
+    at_once = max(1, _SHARE_SLOTS // tables.geometry.slots_per_slab)
+    num_slabs = tables.geometry.num_slabs
+    return [range(at, min(at + at_once, num_slabs)) for at in range(0, num_slabs, at_once)]
+
+
+def find(tables: Tables, share: range) -> Damage:
+    """Return what is wrong in some slabs, and in as much of the key index and the lease pages.
+
+    The names are those of docs/arena_format.md; rows of `entries` are places in the key index.
+    """
+    geometry = tables.geometry
+    slots = np.arange(share.start, share.stop + 1) * geometry.slots_per_slab
+    slots = np.arange(slots[0], slots[-1])
+    states = tables.slot_state[slots]
+    is_used = (states == READY) | (states == RESERVED)
+    leases = lease.count_leases(tables)[slots]
+    is_leasable = (states == READY) | (states == QUARANTINED)
+    entries = _share(share, tables, geometry.num_buckets * BUCKET_WAYS)
+    pages = _share(share, tables, geometry.num_pages)
+    sizes = tables.slab_block_bytes[share.start : share.stop]
+    is_empty = (states.reshape(len(sizes), -1) == FREE).all(axis=1)
+    found = {
+        "slabs": np.flatnonzero((sizes > 0) & is_empty | (sizes > geometry.slab_bytes))
+        + share.start,
+        "states": slots[has_wrong_state(tables, slots)],
+        "parents": slots[is_used][has_wrong_parent(tables, slots[is_used])],
+        "children": slots[tables.slot_children[slots] != count_children(tables, slots)],
+        "index": slots[is_used][_is_not_found(tables, slots[is_used])],
+        "entries": entries[_names_nothing(tables, entries)],
+        "leases": slots[(tables.slot_leases[slots] != leases) | (leases > 0) & ~is_leasable],
+        "records": pages[is_no_record(tables, pages)],
+    }
+    return {name: rows for name, rows in found.items() if len(rows)}
+
+
+def lasting(tables: Tables, share: range) -> Damage:
+    """Return what two looks without the lock find wrong: mostly no step that is under way."""
+    found = find(tables, share)
+    return both(found, find(tables, share)) if found else found
+
+
+def both(one: Damage, other: Damage) -> Damage:
+    """Return what is in both."""
+    shared = {name: np.intersect1d(one[name], other[name]) for name in one if name in other}
+    return {name: rows for name, rows in shared.items() if len(rows)}
+
+
+def _share(share: range, tables: Tables, num_rows: int) -> Array:
+    """Return as large a share of a table's rows as `share` is of all slabs."""
+    num_slabs = tables.geometry.num_slabs
+    first, stop = (one * num_rows // num_slabs for one in (share.start, share.stop))
+    return np.arange(first, stop)
+
+
+def has_wrong_state(tables: Tables, slots: Array) -> Array:
+    """Return a mask of the `slots` whose state is no state, or cannot be there."""
+    geometry, states = tables.geometry, tables.slot_state[slots]
+    slab, row = np.divmod(slots, geometry.slots_per_slab)
+    sizes = tables.slab_block_bytes.tolist()
+    usable = np.array([slabs.usable(tables, size) if size else 0 for size in sizes])
+    writer = tables.slot_holder[slots]
+    wrong: Array = (states > QUARANTINED) | (row >= usable[slab]) & (states != FREE)
+    wrong |= (writer < 0) | (writer > geometry.holders_max)
+    wrong |= (states == RESERVED) & (writer == 0)
+    return wrong
+
+
+def has_wrong_parent(tables: Tables, used: Array) -> Array:
+    """Return a mask of the slots `used` whose parent is not in use, or not the block before."""
+    named, parents = tables.slot_parent[used], tables.parents(used)
+    states = tables.slot_state[parents]
+    right: Array = (states == READY) | (states == RESERVED)
+    right &= tables.slot_part[parents] == tables.slot_part[used]
+    right &= tables.slot_depth[parents].astype(np.int64) + 1 == tables.slot_depth[used]
+    wrong: Array = (named != -1) & ((parents < 0) | ~right)
+    return wrong
+
+
+def count_children(tables: Tables, slots: Array) -> Array:
+    """Return how many READY and RESERVED slots name each of `slots`, a range, as their parent."""
+    parents = tables.parents().astype(np.int64) - slots[0]
+    counted = (parents >= 0) & (parents < len(slots))
+    counted &= (tables.slot_state == READY) | (tables.slot_state == RESERVED)
+    counts: Array = np.bincount(parents[counted], minlength=len(slots))
+    return counts
+
+
+def _is_not_found(tables: Tables, used: Array) -> Array:
+    bucket, tag = key_index.place(tables, used)
+    here = (tables.index_slot[bucket] == (used + 1)[:, None]) & (
+        tables.index_tag[bucket] == tag[:, None]
+    )
+    wrong: Array = np.count_nonzero(here, axis=1) != 1
+    return wrong
+
+
+def _names_nothing(tables: Tables, entries: Array) -> Array:
+    named = tables.columns["index_slot"][entries].astype(np.int64) - 1
+    inside = named < tables.geometry.num_slots
+    slots = np.where(inside, named, -1)
+    states = tables.slot_state[slots]
+    right = inside & ((states == READY) | (states == RESERVED))
+    right &= key_index.place(tables, slots)[0] == entries // BUCKET_WAYS
+    wrong: Array = (named >= 0) & ~right
+    return wrong
+
+
+def is_no_record(tables: Tables, pages: Array) -> Array:
+    """Return a mask of the lease `pages` that are taken and name something out of bounds."""
+    holders, counts = tables.page_holder[pages], tables.page_count[pages]
+    following, slots = tables.page_next[pages], tables.page_slots[pages]
+    wrong: Array = (holders < 0) | (holders > tables.geometry.holders_max)
+    wrong |= (counts > PAGE_SLOTS) | (following < -1) | (following >= tables.geometry.num_pages)
+    outside = slots >= tables.geometry.num_slots
+    wrong |= (outside & (np.arange(PAGE_SLOTS) < counts[:, None])).any(axis=1)
+    wrong &= holders != 0
+    return wrong

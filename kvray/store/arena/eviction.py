@@ -1,0 +1,234 @@
+"""Which blocks to evict, and in which order; a prefix from its tail.
+
+Blocks that were given up go first, then those beyond a namespace's quota, then those of lower
+retention priority. Among equals the lowest rank goes: a policy's, or the time of the last use.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from kvray.store.arena import quotas
+from kvray.store.arena.layout import NO_SLOTS, PRIORITY_MAX, READY
+from kvray.store.arena.tables import Array, Tables
+
+Rank = Callable[[Array], Array]
+"""Slots -> a number for each, f8: the lowest is to go first."""
+
+_GIVEN_UP = 0
+_BEYOND_QUOTA = 1
+_WITHIN_QUOTA = _BEYOND_QUOTA + PRIORITY_MAX + 1
+"""Classes: a lower one goes first, whatever the rank. Priorities are added to them."""
+
+
+def choose_victims(
+    tables: Tables,
+    count: int,
+    *,
+    within: Array,
+    protect: Array = NO_SLOTS,
+    rank: Rank | None = None,
+) -> Array:
+    """Return up to `count` slots to evict, children before their parents.
+
+    Nothing is changed, and no lock is needed: `keep_evictable` checks the result again, under the
+    lock. A slot qualifies if it is READY, nobody leases it, and every child that it
+    has in the arena goes before it. Of those that qualify the lowest in the order of the module
+    goes, where a parent comes no sooner than any of its children: fewer than `count` are returned
+    only when nothing else qualifies.
+
+    Args:
+        tables: the arena's tables.
+        count: how many slots.
+        within: the slots to choose from.
+        protect: slots that must stay (the chain that the caller is about to extend).
+        rank: of slots; None: the order in which they were used last.
+    """
+    fit = within[is_fit(tables, within)]
+    ranks = _ranks(tables, fit, rank)
+    classes = _classify(tables, fit, ranks, protect, by_use=rank is None)
+    return _first(tables, fit, (ranks, classes), count, protect)
+
+
+def choose_beyond_quotas(tables: Tables, most: int, rank: Rank | None = None) -> Array:
+    """Return up to `most` slots with what namespaces have beyond their quotas.
+
+    As `choose_victims`, among the blocks of each such namespace.
+    """
+    over = quotas.excess(tables)
+    if not over:
+        return NO_SLOTS
+    fit = np.flatnonzero(is_fit(tables, np.arange(tables.geometry.num_slots)))
+    order = _ranks(tables, fit, rank), _all_by_priority(tables, fit)
+    return _beyond(tables, over, (fit, *order), NO_SLOTS, most)[:most]
+
+
+def keep_evictable(
+    tables: Tables, chosen: Array, *, protect: Array = NO_SLOTS, rank: Rank | None = None
+) -> Array:
+    """Return those of `chosen` that can go without any other, in the order in which they should.
+
+    A block can go if it is fit itself and all its children are here and can go. With a `rank` that
+    alone is the order; without, it is the module's, but for quotas, which take a look at all.
+    """
+    ranks = _ranks(tables, chosen, rank)
+    if rank is None:
+        ranks = _joined(ranks, _by_priority(tables, chosen, by_use=True))
+    return _keep_evictable(tables, chosen, ranks, protect)
+
+
+def is_fit(tables: Tables, slots: Array) -> Array:
+    """Return a mask of the `slots` with READY blocks that nobody leases."""
+    fit: Array = (tables.slot_state.take(slots) == READY) & (tables.slot_leases.take(slots) == 0)
+    return fit
+
+
+def classify(tables: Tables, fit: Array, *, protect: Array) -> Array | None:
+    """Return the class of each of the slots `fit`, i8: the lower goes first. None: all are in one.
+
+    Args:
+        tables: the arena's tables.
+        fit: slots of blocks that may go, as far as they themselves are concerned.
+        protect: slots that must stay.
+    """
+    return _classify(tables, fit, _ranks(tables, fit, None), protect, by_use=True)
+
+
+def _classify(
+    tables: Tables, fit: Array, ranks: Array, protect: Array, *, by_use: bool
+) -> Array | None:
+    """Return what `classify` does, for blocks of these ranks; by_use: that they were used last."""
+    over = quotas.excess(tables)
+    if not over:
+        # A look at all rows costs a thirtieth of a look at some, and mostly they are the same.
+        if by_use and tables.slot_priority.min() == tables.slot_priority.max():
+            return None
+        return _by_priority(tables, fit, by_use=by_use)
+    classes = _all_by_priority(tables, fit)
+    beyond = np.zeros(tables.geometry.num_slots, dtype=bool)
+    beyond[_beyond(tables, over, (fit, ranks, classes), protect)] = True
+    classes[beyond[fit] & (classes >= _WITHIN_QUOTA)] -= _WITHIN_QUOTA - _BEYOND_QUOTA
+    return classes
+
+
+def _by_priority(tables: Tables, slots: Array, *, by_use: bool) -> Array | None:
+    """Return the class of each of `slots` if there were no quotas; None if rank alone decides."""
+    priority = tables.slot_priority.take(slots)
+    is_one = not len(slots) or priority.min() == priority.max()
+    # A block that was given up counts as never used.
+    if is_one and (by_use or tables.slot_tick.take(slots).all()):
+        return None
+    return _all_by_priority(tables, slots)
+
+
+def _all_by_priority(tables: Tables, slots: Array) -> Array:
+    classes: Array = tables.slot_priority.take(slots).astype(np.int64) + _WITHIN_QUOTA
+    classes[tables.slot_tick.take(slots) == 0] = _GIVEN_UP
+    return classes
+
+
+def _beyond(
+    tables: Tables,
+    over: Mapping[int, int],
+    blocks: tuple[Array, Array, Array],
+    protect: Array,
+    most: int | None = None,
+) -> Array:
+    """Return what goes so that namespaces have so many bytes less; each one's first to go first.
+
+    Args:
+        tables: the arena's tables.
+        over: by namespace the bytes that it is to lose.
+        blocks: (slots, ranks, classes) of those that may go.
+        protect: as for `choose_victims`.
+        most: blocks of one namespace that are looked for; None: any number.
+    """
+    fit, ranks, classes = blocks
+    found = [NO_SLOTS]
+    for namespace, num_bytes in over.items():
+        mine = np.flatnonzero(tables.slot_namespace.take(fit) == namespace)
+        if not len(mine):
+            continue
+        smallest = int(tables.block_bytes(fit[mine]).min())
+        count = min(-(-num_bytes // smallest), len(mine) if most is None else most)
+        victims = _first(tables, fit[mine], (ranks[mine], classes[mine]), count, protect)
+        sums = np.cumsum(tables.block_bytes(victims))
+        found.append(victims[: np.searchsorted(sums, num_bytes) + 1])
+    return np.concatenate(found)
+
+
+def _first(
+    tables: Tables, fit: Array, order: tuple[Array, Array | None], count: int, protect: Array
+) -> Array:
+    """Return up to `count` of the slots `fit`, by their (ranks, classes); see `choose_victims`."""
+    ranks, classes = order
+    wanted = 4 * count
+    while True:
+        # The victims are among the lowest, unless their children come after them.
+        low = np.arange(len(fit))
+        if wanted < len(fit):
+            low = _lowest(ranks, classes, wanted)
+        joined = _joined(ranks[low], None if classes is None else classes[low])
+        victims = _keep_evictable(tables, fit[low], joined, protect)
+        if len(victims) >= count or wanted >= len(fit):
+            return victims[:count]
+        wanted *= 4
+
+
+def _lowest(ranks: Array, classes: Array | None, count: int) -> Array:
+    """Return the rows of the `count` lowest, in no order; there are more than that."""
+    if classes is None:
+        return np.argpartition(ranks, count - 1)[:count]
+    last = np.searchsorted(np.cumsum(np.bincount(classes)), count)
+    below, at = np.flatnonzero(classes < last), np.flatnonzero(classes == last)
+    missing = count - len(below)
+    if missing < len(at):
+        at = at[np.argpartition(ranks[at], missing - 1)[:missing]]
+    return np.concatenate((below, at))
+
+
+def _joined(ranks: Array, classes: Array | None) -> Array:
+    """Return one rank in place of two, f8: that of the class, and in it that of the block."""
+    if classes is None:
+        return ranks
+    order = np.lexsort((ranks, classes))
+    ranks, classes = ranks[order], classes[order]
+    is_next = (ranks[1:] != ranks[:-1]) | (classes[1:] != classes[:-1])
+    joined = np.empty(len(ranks))
+    joined[order] = np.concatenate(([0], np.cumsum(is_next)))[: len(ranks)]
+    return joined
+
+
+def _keep_evictable(tables: Tables, chosen: Array, ranks: Array, protect: Array) -> Array:
+    fits = is_fit(tables, chosen)
+    if len(protect):
+        fits &= ~np.isin(chosen, protect)
+    order = np.argsort(chosen)
+    order = order[fits[order]]
+    fit, ranks = chosen[order], ranks[order]
+    nowhere = len(fit)
+    parent = tables.slot_parent[fit]
+    at = np.searchsorted(fit, parent)
+    here = np.append(fit, -2)[at] == parent
+    above = np.append(np.where(here, at, nowhere), nowhere)
+    children = np.bincount(above, minlength=nowhere + 1)[:nowhere]
+    ranks = np.append(ranks, -np.inf)
+    ranks[:nowhere][children != tables.slot_children[fit]] = np.inf
+    # Each round hands every block's rank to the ancestor twice as far away as in the last one. The
+    # rounds are counted, because without the lock parents may be seen to go in a circle.
+    for _ in range(nowhere.bit_length()):
+        if not (above < nowhere).any():
+            break
+        np.maximum.at(ranks, above, ranks)
+        ranks[nowhere] = -np.inf
+        above = above[above]
+    ranks = ranks[:nowhere]
+    # Equal ranks are common, because a request uses its whole prefix at once: deeper first.
+    order = np.lexsort((-tables.slot_depth[fit].astype(np.int64), ranks))
+    ordered: Array = fit[order[: np.count_nonzero(ranks != np.inf)]]
+    return ordered
+
+
+def _ranks(tables: Tables, slots: Array, rank: Rank | None) -> Array:
+    ranks: Array = (tables.slot_tick[slots] if rank is None else rank(slots)).astype(np.float64)
+    return ranks

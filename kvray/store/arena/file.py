@@ -1,0 +1,271 @@
+"""The file of an arena: made complete before it gets its name, checked before it is mapped."""
+
+import bisect
+import mmap
+import os
+import re
+import secrets
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from kvray.config import KVRayConfig
+from kvray.errors import CapacityError, ConfigError, ShardUnavailable
+from kvray.store.arena.layout import (
+    FORMAT_VERSION,
+    HEADER,
+    LIVE,
+    MAGIC,
+    Geometry,
+    align,
+    header_checksum,
+)
+from kvray.store.arena.prefault import (
+    CHUNK_BYTES,
+    Progress,
+    ask_for_huge_pages,
+    mapping_of,
+    populate,
+)
+from kvray.store.arena.tables import Tables
+from kvray.store.machine import numa
+from kvray.store.machine.capacity import MemoryClaims, check_room
+from kvray.store.machine.side_file import SideFile
+
+__all__ = [
+    "ARENA_FILE",
+    "ArenaSpec",
+    "Progress",
+    "create_file",
+    "holds_arena",
+    "lock_path",
+    "map_file",
+]
+
+ARENA_FILE = "arena"
+_ARENA_ID = re.compile(rb"[0-9a-f]{16}")
+_FIGURES = ("capacity", "slab_bytes", "slot_min", "holders_max")
+_CLUSTER_NAME_BYTES = HEADER["cluster_name"].itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaSpec:
+    """What an owner asks of a new arena; sizes in bytes."""
+
+    cluster_name: str
+    capacity: int
+    slab: int
+    slot_min: int
+    holders_max: int
+    interleave: bool = True
+    """Over the NUMA nodes; else its memory is that of the node whose thread made it."""
+    claims: MemoryClaims | None = None
+    """What Ray takes of the same memory; None: there is no Ray."""
+
+    @classmethod
+    def of(cls, config: KVRayConfig, claims: MemoryClaims | None = None) -> "ArenaSpec":
+        """Return what a configuration asks of the arena of a node."""
+        arena = config.arena
+        return cls(
+            cluster_name=config.cluster_name,
+            capacity=arena.capacity,
+            slab=arena.slab,
+            slot_min=arena.slot_min,
+            holders_max=arena.holders_max,
+            interleave=arena.numa == "interleave",
+            claims=claims,
+        )
+
+    def geometry(self) -> Geometry:
+        """Return the figures that a file of this spec has."""
+        return Geometry.fit(
+            capacity=self.capacity,
+            slab=self.slab,
+            slot_min=self.slot_min,
+            holders_max=self.holders_max,
+        )
+
+    def largest_capacity(self, file_bytes: int) -> int:
+        """Return the largest capacity, in whole MiB, whose file has at most `file_bytes`.
+
+        0: there is none.
+        """
+
+        def size(mib: int) -> int:
+            asked = replace(self, capacity=mib << 20)
+            return asked.geometry().file_bytes if asked.capacity >= self.slot_min else 0
+
+        mib = bisect.bisect(range((max(0, file_bytes) >> 20) + 1), max(0, file_bytes), key=size) - 1
+        return mib << 20 if mib << 20 >= self.slot_min else 0
+
+
+def lock_path(directory: Path, arena_id: str) -> Path:
+    """Return the side file of an arena: one name belongs to one inode for ever."""
+    return directory / f"lock.{arena_id}"
+
+
+def require_room(directory: Path, spec: ArenaSpec) -> None:
+    """Make sure that an arena of `spec` can be held in memory at `directory`.
+
+    Raises:
+        CapacityError: see `check_room`.
+        OSError: there is no such directory.
+    """
+    page = _page_bytes(directory)
+    check_room(
+        directory,
+        align(spec.geometry().file_bytes, page),
+        spec.claims,
+        largest=lambda room: spec.largest_capacity(room // page * page),
+    )
+
+
+def create_file(directory: Path, spec: ArenaSpec, progress: Progress) -> None:
+    """Make and prefault an arena in `directory`, in place of the one that has its name.
+
+    Raises:
+        CapacityError: it does not fit into the mount, the cgroup or the memory.
+        ConfigError: the directory cannot be used, or the cluster's name is too long.
+    """
+    if len(spec.cluster_name.encode()) > _CLUSTER_NAME_BYTES:
+        raise ConfigError(
+            f"cluster_name {spec.cluster_name!r} is longer than {_CLUSTER_NAME_BYTES} bytes;"
+            " choose a shorter one."
+        )
+    arena_id = secrets.token_hex(8)
+    path = directory / f"{ARENA_FILE}.{arena_id}.new"
+    side = lock_path(directory, arena_id)
+    complete = False
+    try:
+        for stale in directory.glob(f"{ARENA_FILE}.*.new"):
+            stale.unlink(missing_ok=True)  # of an owner that died while it made one
+        require_room(directory, spec)
+        _build(path, spec, arena_id, progress)
+        SideFile.at(side)
+        os.rename(path, directory / ARENA_FILE)
+        complete = True
+    except OSError as error:
+        raise ConfigError(
+            f"No arena can be made in {directory} ({error.strerror}); make it a directory that"
+            " this user may write to."
+        ) from None
+    finally:
+        if not complete:
+            path.unlink(missing_ok=True)
+            side.unlink(missing_ok=True)
+
+
+def map_file(path: Path) -> Tables:
+    """Map an arena after checking that its header is one that this code understands.
+
+    Raises:
+        ShardUnavailable: there is none, or it is of another format, or not whole.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError:
+        raise ShardUnavailable(
+            f"User {os.geteuid()} may not open the arena {path}; run engine and tier as one user,"
+            " or set arena.group to a group of both, the same for both."
+        ) from None
+    except OSError as error:
+        raise ShardUnavailable(
+            f"There is no arena at {path} ({error.strerror}); start the tier with `kvray up`."
+        ) from None
+    try:
+        geometry = _check_header(path, os.pread(fd, HEADER.itemsize, 0))
+        size, expected = os.fstat(fd).st_size, align(geometry.file_bytes, _page_bytes(path))
+        if size != expected:
+            raise ShardUnavailable(
+                f"{path} has {size} bytes instead of {expected}; restart the tier."
+            )
+        tables = Tables(mmap.mmap(fd, size), geometry)
+        ask_for_huge_pages(mapping_of(tables))
+        return tables
+    except OSError as error:
+        raise ShardUnavailable(f"{path} cannot be mapped ({error.strerror}).") from None
+    finally:
+        os.close(fd)
+
+
+def holds_arena(path: Path, arena_id: str) -> bool:
+    """Return whether the file at `path` is the arena of that id, and not its successor."""
+    try:
+        with path.open("rb", buffering=0) as file:  # a buffer is as large as a huge page
+            head = file.read(HEADER.itemsize)
+    except OSError:
+        return False
+    if len(head) < HEADER.itemsize:
+        return False
+    return bytes(np.frombuffer(head, HEADER)[0]["arena_id"]) == arena_id.encode()
+
+
+def _check_header(path: Path, head: bytes) -> Geometry:
+    """Return the figures in an arena's header, or say why they cannot be used."""
+    if len(head) < HEADER.itemsize:
+        raise ShardUnavailable(f"{path} is too short to be an arena; restart the tier.")
+    header = np.frombuffer(head, HEADER)[0]
+    if header["magic"] != MAGIC:
+        raise ShardUnavailable(f"{path} is no arena, or was never finished; restart the tier.")
+    version = int(header["format_version"])
+    if version != FORMAT_VERSION:
+        raise ShardUnavailable(
+            f"{path} is an arena of format {version}, not {FORMAT_VERSION}; restart the tier with"
+            " the same kvray version as the engine."
+        )
+    if int(header["checksum"]) != header_checksum(head):
+        raise ShardUnavailable(f"{path} has a damaged header; restart the tier.")
+    geometry = Geometry(**{name: int(header[name]) for name in _FIGURES})
+    # The id becomes a part of a path.
+    if not geometry.is_sound or not _ARENA_ID.fullmatch(header["arena_id"]):
+        raise ShardUnavailable(f"{path} has a damaged header; restart the tier.")
+    return geometry
+
+
+def _build(path: Path, spec: ArenaSpec, arena_id: str, progress: Progress) -> None:
+    """Write a complete arena file: memory allocated and touched, tables empty, header last."""
+    geometry = spec.geometry()
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        total = align(geometry.file_bytes, _page_bytes(path))
+        os.ftruncate(fd, total)
+        tables = Tables(mmap.mmap(fd, total), geometry)
+        memory = mapping_of(tables)
+        ask_for_huge_pages(memory)
+        if spec.interleave:
+            numa.spread(memory)
+        # A full mount must be an error here, not a SIGBUS in some copy.
+        if not populate(memory, progress=progress):
+            _allocate(fd, total, progress)
+    except OSError as error:
+        raise CapacityError(
+            f"The arena's {geometry.file_bytes} bytes could not be had in {path.parent}"
+            f" ({error.strerror}); lower arena.capacity."
+        ) from None
+    finally:
+        os.close(fd)
+    header = tables.header
+    header["format_version"] = FORMAT_VERSION
+    header["state"] = LIVE
+    header["cluster_name"] = spec.cluster_name.encode()
+    header["arena_id"] = arena_id.encode()
+    for name in _FIGURES:
+        header[name] = getattr(geometry, name)
+    header["created"] = time.time()
+    header["magic"] = MAGIC
+    header["checksum"] = header_checksum(header.tobytes())
+
+
+def _allocate(fd: int, total: int, progress: Progress) -> None:
+    """Give the file all of its pages where the kernel cannot populate a mapping."""
+    for start in range(0, total, CHUNK_BYTES):
+        length = min(CHUNK_BYTES, total - start)
+        os.posix_fallocate(fd, start, length)
+        progress(start + length, total)
+
+
+def _page_bytes(path: Path) -> int:
+    """Return what the size of a file at `path` must be a multiple of: on hugetlbfs, a huge page."""
+    return os.statvfs(path).f_bsize

@@ -1,0 +1,78 @@
+"""Holders of an arena: who is attached, told from the dead by a lock on one byte for each row.
+
+Every function that changes something expects the arena's lock.
+"""
+
+import os
+from typing import NamedTuple
+
+import numpy as np
+
+from kvray.store.arena import lease, slots
+from kvray.store.arena.layout import LABEL_BYTES
+from kvray.store.arena.tables import Tables
+from kvray.store.machine.side_file import HOLDER_BYTES, SideFile
+
+
+class Membership(NamedTuple):
+    """A process's place among the holders; the row may be another's once it has left."""
+
+    row: int
+    generation: int
+
+
+def is_member(tables: Tables, member: Membership) -> bool:
+    """Return whether that very process is still a holder, dead or not: it is not buried yet."""
+    row, generation = member
+    return (
+        0 <= row < tables.geometry.holders_max
+        and bool(tables.holder_live[row])
+        and int(tables.holder_generation[row]) == generation
+    )
+
+
+def enter(tables: Tables, side_file: SideFile, label: str, *, now: float) -> int | None:
+    """Give this process a row that no living process has; None if there is none."""
+    name = label.encode(errors="replace")[:LABEL_BYTES]
+    for row in range(tables.geometry.holders_max):
+        if side_file.try_lock(HOLDER_BYTES + row):
+            try:
+                _occupy(tables, row, name, now=now)
+            except BaseException:
+                side_file.unlock(HOLDER_BYTES + row)
+                raise
+            return row
+    return None
+
+
+def _occupy(tables: Tables, row: int, label: bytes, *, now: float) -> None:
+    # Marked live, but nobody had its byte: it belonged to a dead process.
+    if tables.holder_live[row]:
+        bury(tables, row, now=now)
+    tables.holder_generation[row] = (int(tables.holder_generation[row]) + 1) % 2**32
+    tables.holder_pid[row] = os.getpid()
+    tables.holder_since[row] = now
+    tables.holder_label[row] = label
+    tables.put(np.array([row]), holder_live=1)
+
+
+def leave(tables: Tables, row: int) -> None:
+    """End what a holder has that writes and reads no more; its byte is unlocked afterwards."""
+    slots.abort_holder(tables, row)
+    lease.release_holder(tables, row)
+    tables.put(np.array([row]), holder_live=0)
+
+
+def bury(tables: Tables, row: int, *, now: float) -> str:
+    """End what a dead holder had, whose copies may still be landing; return its label."""
+    lease.release_holder(tables, row)
+    slots.strand(tables, row, now=now)
+    tables.put(np.array([row]), holder_live=0)
+    return bytes(tables.holder_label[row]).decode(errors="replace")
+
+
+def dead_rows(tables: Tables, side_file: SideFile) -> list[int]:
+    """Return the rows that are marked live and whose process is gone; needs no lock."""
+    # Compared first: numpy objects to what changes under a search.
+    rows = np.flatnonzero(tables.holder_live != 0).tolist()
+    return [row for row in rows if not side_file.is_locked(HOLDER_BYTES + row)]

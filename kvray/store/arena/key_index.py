@@ -1,0 +1,229 @@
+"""The key index of an arena: (key, part) -> slot, set-associative, vectorised over keys.
+
+A key's bucket follows from its first 8 bytes (they are uniform, being sha256) and its part; a
+bucket has 16 ways and nothing overflows into the next one, so a look-up reads exactly one
+bucket, a removal leaves no tombstone, and the table never has to be rehashed.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvray.errors import ConfigError
+from kvray.identity.block import KEY_BYTES, BlockKey
+from kvray.store.arena.layout import BUCKET_WAYS, READY
+from kvray.store.arena.tables import Array, Tables
+
+_PART_STEP = 0x9E3779B97F4A7C15
+"""Odd constant that sends the parts of one key to unrelated buckets."""
+
+_PART_STEP_U8 = np.uint64(_PART_STEP)
+
+_FIRST_KEYS = 512
+"""Of so many leading keys all must be here before the others of a long prompt are looked for."""
+
+_WAY_BITS = BUCKET_WAYS.bit_length() - 1
+
+
+def pack_keys(keys: Sequence[BlockKey]) -> Array:
+    """Return `keys` as u64, shape [num_keys, 4].
+
+    Raises:
+        ConfigError: they are not keys of 32 bytes.
+    """
+    joined = b"".join(keys)
+    if len(joined) != KEY_BYTES * len(keys):
+        raise ConfigError(f"Keys must have {KEY_BYTES} bytes each; give what chain_keys returns.")
+    return np.frombuffer(joined, dtype="<u8").reshape(-1, 4)
+
+
+def words(first: Array, part: "int | Array") -> Array:
+    """Return 64 bits that stand for a block: the first 8 bytes of its key, and its part.
+
+    They choose its bucket, seed its checksum, and tell what a lease was asked for.
+
+    Args:
+        first: the first word of each key, u64 [num_keys].
+        part: of each block, or of all.
+    """
+    if isinstance(part, int):
+        return first ^ np.uint64(part * _PART_STEP & 2**64 - 1)
+    found: Array = first ^ part.astype("<u8") * _PART_STEP_U8
+    return found
+
+
+def words_in(tables: Tables, slots: Array) -> Array:
+    """Return the `words` of the blocks that `slots` claim to have."""
+    return words(tables.slot_key.take(slots, axis=0)[:, 0], tables.slot_part.take(slots))
+
+
+def find(tables: Tables, keys: Array, part: "int | Array") -> Array:
+    """Return the slot of each key, shape [num_keys], -1 where there is none.
+
+    Args:
+        tables: the arena's tables.
+        keys: u64 of shape [num_keys, 4].
+        part: the part to find of each, or of all.
+    """
+    row, slot = _candidates(tables, keys, part)
+    found = np.full(len(keys), -1, dtype=np.int64)
+    if not len(row):
+        return found
+    wrong = tables.slot_key.take(slot, axis=0) ^ keys.take(row, axis=0)
+    same = (wrong[:, 0] | wrong[:, 1] | wrong[:, 2] | wrong[:, 3]) == 0
+    same &= tables.slot_part.take(slot) == (part if isinstance(part, int) else part[row])
+    same &= slot >= 0
+    found[row[same]] = slot[same]
+    return found
+
+
+def find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
+    """Return the slots of the longest run of leading keys that have one for each of `parts`.
+
+    The same as the head of `find` for each part, at half its price or less: a chain is mostly
+    there from its root on, and then its keys are compared all at once.
+
+    Returns:
+        Slots, shape [num_parts, run].
+    """
+    head = _find_run(tables, keys[:_FIRST_KEYS], parts)
+    if head.shape[1] < _FIRST_KEYS:
+        return head
+    return np.concatenate((head, _find_run(tables, keys[_FIRST_KEYS:], parts)), axis=1)
+
+
+def _find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
+    part: int | Array = parts[0]
+    num_parts = len(parts)
+    if num_parts == 1 and len(keys):
+        row = _find_row(tables, keys, parts[0])
+        if row is not None:
+            return row
+    if num_parts > 1:
+        part = np.repeat(np.array(parts, dtype=np.int64), len(keys))
+        keys = np.tile(keys, (num_parts, 1))
+    _, slot = _candidates(tables, keys, part)
+    # The slots in question are the right ones, each in its place, if their keys are `keys`. Bytes
+    # are compared at a fifth of the price of arrays.
+    if num_parts == 1 or len(slot) == len(keys):
+        same = tables.slot_key.take(slot, axis=0).tobytes() == keys[: len(slot)].tobytes()
+        if same and not np.count_nonzero(tables.slot_part.take(slot) != part):
+            return slot.reshape(num_parts, -1)
+    found = find(tables, keys, part).reshape(num_parts, -1)
+    here = (found >= 0).all(axis=0)
+    return found if here.all() else found[:, : here.argmin()]
+
+
+def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":
+    """Return the slots of `keys`, shape [1, num_keys], if they are READY and lie in a row.
+
+    Those of a chain do where there was room for it; a row goes on in the next slab. One look into
+    the index tells where it would begin, or that there is none, as the first key is not here; then
+    the slots themselves, which lie close together, tell whether it is one. A slot that is FREE may
+    still have the key of a block that is elsewhere now.
+
+    Returns:
+        The slots of all keys, or of none; None if they lie in no row.
+    """
+    bucket = int(_bucket(tables, keys[:1], part)[0])
+    tags = tables.index_tag[bucket].tolist()
+    tag = int(_tag(keys[:1])[0])
+    if tag not in tags:
+        return np.empty((1, 0), dtype=np.int64)
+    first = int(tables.index_slot[bucket, tags.index(tag)]) - 1
+    slots = _row_from(tables, first, len(keys)) if first >= 0 else None
+    if slots is None or tables.slot_key.take(slots, axis=0).tobytes() != keys.tobytes():
+        return None
+    is_other = (tables.slot_part.take(slots) != part) | (tables.slot_state.take(slots) != READY)
+    return None if np.count_nonzero(is_other) else slots[None]
+
+
+def _row_from(tables: Tables, first: int, count: int) -> "Array | None":
+    """Return the slots of a row that begins with `first`; None if the arena ends before it."""
+    geometry = tables.geometry
+    if first + count > geometry.num_slots:
+        return None
+    slab, row = divmod(first, geometry.slots_per_slab)
+    block_bytes = int(tables.slab_block_bytes[slab])
+    in_slab = max(1, geometry.slab_bytes // geometry.stride(block_bytes))
+    ordinals = np.arange(row, row + count)
+    slots: Array = (slab + ordinals // in_slab) * geometry.slots_per_slab + ordinals % in_slab
+    return slots if slots[-1] < geometry.num_slots else None
+
+
+def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Array:
+    """Enter `slots` under their keys; return a mask of those that found their bucket full.
+
+    Args:
+        tables: the arena's tables.
+        slots: shape [num_slots], none of them in the index.
+        keys: their keys, u64 of shape [num_slots, 4].
+        part: their parts, or the one that all have.
+    """
+    bucket, tag = _bucket(tables, keys, part), _tag(keys)
+    full = np.zeros(len(slots), dtype=bool)
+    waiting = np.arange(len(slots))
+    # Slots of one batch that share a bucket take its empty ways in turn.
+    while len(waiting):
+        is_first = _is_first(bucket[waiting])
+        rows = waiting[is_first]
+        empty = tables.index_slot.take(bucket[rows], axis=0) == 0
+        entry = bucket[rows] * BUCKET_WAYS + empty.argmax(axis=1)
+        is_full = tables.columns["index_slot"].take(entry) != 0
+        full[rows[is_full]] = True
+        entry, rows = entry[~is_full], rows[~is_full]
+        tables.columns["index_tag"][entry] = tag[rows]  # means nothing beside an empty entry
+        tables.put(entry, index_slot=slots[rows] + 1)
+        waiting = waiting[~is_first]
+    return full
+
+
+def remove(tables: Tables, slots: Array) -> None:
+    """Take `slots` out of the index; one that is not in it is passed over.
+
+    Entries that are emptied may not be filled in the same step, like the slots they name.
+    """
+    bucket = _bucket(tables, tables.slot_key[slots], tables.slot_part[slots])
+    row, way = np.nonzero(tables.index_slot[bucket] == (slots + 1)[:, None])
+    tables.put(bucket[row] * BUCKET_WAYS + way, index_slot=0, index_tag=0)
+
+
+def place(tables: Tables, slots: Array) -> tuple[Array, Array]:
+    """Return (bucket, tag) under which the index is to have the blocks that `slots` claim."""
+    keys = tables.slot_key[slots]
+    return _bucket(tables, keys, tables.slot_part[slots]), _tag(keys)
+
+
+def _candidates(tables: Tables, keys: Array, part: "int | Array") -> tuple[Array, Array]:
+    """Return (row in `keys`, slot) of every entry with a key's tag; rows ascend."""
+    bucket = _bucket(tables, keys, part)
+    # `take` gathers rows several times faster than an index does.
+    same_tag = tables.index_tag.take(bucket, axis=0) == _tag(keys)[:, None]
+    hit = same_tag.ravel().nonzero()[0]
+    row = hit >> _WAY_BITS
+    entry = (bucket.take(row) << _WAY_BITS) | (hit & BUCKET_WAYS - 1)
+    slot: Array = tables.columns["index_slot"].take(entry).astype(np.int64) - 1
+    # An entry is a hint, whatever it says: what counts is the key in the slot.
+    return row, np.minimum(slot, tables.geometry.num_slots - 1, out=slot)
+
+
+def _is_first(values: Array) -> Array:
+    """Return a mask of the values that have no equal before them."""
+    ascending = np.sort(values)
+    if not (ascending[1:] == ascending[:-1]).any():  # as mostly
+        return np.ones(len(values), dtype=bool)
+    order = np.argsort(values, kind="stable")
+    ascending = values[order]
+    is_first = np.ones(len(values), dtype=bool)
+    is_first[order[1:][ascending[1:] == ascending[:-1]]] = False
+    return is_first
+
+
+def _bucket(tables: Tables, keys: Array, part: "int | Array") -> Array:
+    word = words(keys[:, 0], part) if not isinstance(part, int) or part else keys[:, 0]
+    bucket: Array = (word & tables.bucket_mask).view(np.int64)
+    return bucket
+
+
+def _tag(keys: Array) -> Array:
+    return keys[:, 1].astype(np.uint32)

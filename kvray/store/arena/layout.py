@@ -1,0 +1,229 @@
+"""Where everything lies in an arena file: a header, tables of fixed size, then the data."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvray.errors import CapacityError
+from kvray.identity.block import KEY_BYTES
+
+Array = npt.NDArray[Any]
+
+NO_SLOTS: Array = np.empty(0, dtype=np.int64)
+
+MAGIC = b"KVRAYARN"
+FORMAT_VERSION = 4
+ALIGNMENT = 4096
+"""Slots start and end on this boundary, so that files can be read into them directly."""
+
+LIVE, RETIRED = 1, 2
+"""States of an arena. RETIRED: whoever maps it detaches and looks for its successor."""
+
+FREE, RESERVED, READY, LIMBO, QUARANTINED = range(5)
+"""States of a slot. Only READY slots are ever read as blocks. LIMBO: its writer died, and a late
+copy may still land. QUARANTINED: its bytes did not have their checksum."""
+
+PRIORITY_MAX = 100
+DEFAULT_PRIORITY = 35
+"""Retention priority of blocks of which nothing is said: TensorRT-LLM's own,
+`KvCacheRetentionConfig::kDefaultRetentionPriority`."""
+
+BUCKET_WAYS = 16
+PAGE_SLOTS = 256
+LABEL_BYTES = 64
+QUOTAS_MAX = 64
+UNDO_ENTRIES = 1024
+UNDO_WORDS_PER_SLOT = 16
+
+HEADER = np.dtype(
+    [
+        # The first four have their places in every version of the format.
+        ("magic", "S8"),
+        ("format_version", "<u4"),
+        ("state", "<u4"),
+        ("arena_id", "S16"),
+        ("cluster_name", "S64"),
+        ("created", "<f8"),
+        ("capacity", "<u8"),
+        ("slab_bytes", "<u8"),
+        ("slot_min", "<u8"),
+        ("holders_max", "<u8"),
+        # Of all fields before it but `state`. Those after it change.
+        ("checksum", "<u8"),
+        ("shard_epoch", "<u8"),
+        # Not 0 for as long as somebody changes the tables: see `undo`.
+        ("undo_count", "<u8"),
+        ("tick", "<u8"),
+        ("changes", "<u8"),
+        ("next_lease", "<u8"),
+        ("next_page", "<u8"),
+        ("stored", "<u8"),
+        ("evicted", "<u8"),
+        ("dropped", "<u8"),
+        ("corrupt", "<u8"),
+        ("repairs", "<u8"),
+        ("over_quota", "<u8"),
+        # Written by whoever waits for the lock, see `lock.ArenaLock`.
+        ("waiting", "<u8"),
+    ]
+)
+
+_NAMES = HEADER.names or ()
+_FIXED = [name for name in _NAMES[: _NAMES.index("checksum")] if name != "state"]
+
+
+def header_offset(field: str) -> int:
+    """Return where `field` starts in the header."""
+    fields = HEADER.fields
+    assert fields is not None
+    return fields[field][1]
+
+
+def header_checksum(header: bytes) -> int:
+    """Return the xxh3 of the fields that never change in an arena's life."""
+    fields = np.frombuffer(header, HEADER, count=1)
+    return xxhash.xxh3_64_intdigest(b"".join(fields[name].tobytes() for name in _FIXED))
+
+
+def align(size: int, to: int = ALIGNMENT) -> int:
+    """Return `size` rounded up to a multiple of `to`."""
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Geometry:
+    """The figures of an arena that never change in its life; every offset follows from them."""
+
+    capacity: int
+    slab_bytes: int
+    slot_min: int
+    holders_max: int
+
+    @classmethod
+    def fit(cls, *, capacity: int, slab: int, slot_min: int, holders_max: int) -> "Geometry":
+        """Return the geometry of an arena of at most `capacity` bytes of blocks.
+
+        Small arenas get smaller slabs, so that at least four block sizes can share one.
+
+        Raises:
+            CapacityError: not even one slot fits.
+        """
+        slot_min = align(slot_min)
+        slab = max(slot_min, min(slab, capacity // 4)) // slot_min * slot_min
+        if capacity < slab:
+            raise CapacityError(
+                f"An arena of {capacity} bytes holds no slot of {slot_min}; raise arena.capacity."
+            )
+        return cls(
+            capacity=capacity // slab * slab,
+            slab_bytes=slab,
+            slot_min=slot_min,
+            holders_max=holders_max,
+        )
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the figures can be those of an arena: all positive, each a multiple."""
+        return (
+            min(self.capacity, self.slab_bytes, self.slot_min, self.holders_max) > 0
+            and self.capacity % self.slab_bytes == 0
+            and self.slab_bytes % self.slot_min == 0
+            and self.slot_min % ALIGNMENT == 0
+        )
+
+    @property
+    def num_slabs(self) -> int:
+        """Slabs in the arena."""
+        return self.capacity // self.slab_bytes
+
+    @property
+    def slots_per_slab(self) -> int:
+        """Rows of the slot table that a slab owns; a large block size uses fewer."""
+        return self.slab_bytes // self.slot_min
+
+    @property
+    def num_slots(self) -> int:
+        """Rows of the slot table."""
+        return self.num_slabs * self.slots_per_slab
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of the key index, a power of two.
+
+        At four slots a bucket of 16 ways, one bucket in a million overflows (Poisson); a block
+        that finds its bucket full is not stored.
+        """
+        return max(16, 1 << (self.num_slots // 4 - 1).bit_length())
+
+    @property
+    def num_pages(self) -> int:
+        """Pages for lease records: as many requests as there are can be promised at once."""
+        return max(64, self.num_slots // 16)
+
+    def stride(self, block_bytes: int) -> int:
+        """Return the bytes from one slot of `block_bytes` to the next."""
+        return align(max(block_bytes, self.slot_min))
+
+    def tables(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Return (name, dtype, shape) of every table, in file order."""
+        slots, holders = (self.num_slots,), (self.holders_max,)
+        buckets, pages = (self.num_buckets, BUCKET_WAYS), (self.num_pages,)
+        return [
+            ("slab_block_bytes", "<u8", (self.num_slabs,)),
+            ("slot_state", "u1", slots),
+            ("slot_key", "<u8", (self.num_slots, KEY_BYTES // 8)),
+            ("slot_part", "<u4", slots),
+            ("slot_depth", "<u4", slots),
+            ("slot_parent", "<i4", slots),
+            ("slot_children", "<i4", slots),
+            ("slot_leases", "<i4", slots),
+            ("slot_holder", "<i4", slots),
+            ("slot_number", "<u8", slots),
+            ("slot_version", "<u4", slots),
+            ("slot_tick", "<u8", slots),
+            ("slot_checksum", "<u8", slots),
+            ("slot_since", "<f8", slots),
+            ("slot_namespace", "<u4", slots),
+            ("slot_priority", "u1", slots),
+            ("index_slot", "<u4", buckets),
+            ("index_tag", "<u4", buckets),
+            ("holder_live", "<u4", holders),
+            ("holder_generation", "<u4", holders),
+            ("holder_pid", "<u4", holders),
+            ("holder_since", "<f8", holders),
+            ("holder_label", f"S{LABEL_BYTES}", holders),
+            ("page_holder", "<i4", pages),
+            ("page_lease", "<u8", pages),
+            ("page_next", "<i4", pages),
+            ("page_count", "<u4", pages),
+            ("page_since", "<f8", pages),
+            ("page_slots", "<u4", (self.num_pages, PAGE_SLOTS)),
+            ("quota_namespace", "<u4", (QUOTAS_MAX,)),
+            ("quota_mask", "<u4", (QUOTAS_MAX,)),
+            ("quota_bytes", "<u8", (QUOTAS_MAX,)),
+            ("undo_entry", "<u4", (UNDO_ENTRIES, 4)),
+            ("undo_log", "<u4", (UNDO_WORDS_PER_SLOT * self.num_slots + 4096,)),
+        ]
+
+    def offsets(self) -> dict[str, int]:
+        """Return the byte offset of every table, and of `data`, each on a page of its own."""
+        offsets, at = {}, ALIGNMENT
+        for name, dtype, shape in self.tables():
+            offsets[name] = at
+            at = align(at + np.dtype(dtype).itemsize * math.prod(shape))
+        offsets["data"] = align(at, 2 * 2**20)
+        return offsets
+
+    @property
+    def table_bytes(self) -> int:
+        """Size of all that comes before the data."""
+        return self.offsets()["data"]
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the whole file."""
+        return self.table_bytes + self.capacity

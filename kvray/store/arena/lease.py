@@ -1,0 +1,331 @@
+"""Leases: records of which holder may read which slots, kept in pages of the arena.
+
+A slot's lease count is derived from the records; a record ends by release or with its holder.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from kvray.store.arena import key_index
+from kvray.store.arena.layout import PAGE_SLOTS, READY
+from kvray.store.arena.tables import Array, Tables
+
+_NAMED = 1 << 63
+"""Set in the ids that come from a name; counted ids never get there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to read some slots; small enough to travel to other ranks."""
+
+    lease_id: int
+    """Never given twice in an arena's life, except to the leases of one name; see `id_of`."""
+    page: int
+    """First page of the record."""
+    num_slots: int
+    check: int
+    """xxh3 of the `words` of the blocks that it was given for: a reader finds out if damaged tables
+    name other blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A prefix that is leased for several readers."""
+
+    num_blocks: int
+    leases: tuple[Lease, ...]
+    """One a reader."""
+
+
+class PartRequest(NamedTuple):
+    """A part that a block must have to count."""
+
+    part: int
+    window: int | None = None
+    """Of a prefix, only this many trailing blocks must have it; None: all."""
+
+
+def id_of(name: str) -> int:
+    """Return the lease id that stands for `name`: it is known without the record."""
+    return _NAMED | xxhash.xxh3_64_intdigest(name.encode())
+
+
+def match(
+    tables: Tables, keys: Array, requests: Iterable[PartRequest]
+) -> tuple[int, dict[PartRequest, Array]]:
+    """Return the longest prefix of `keys` that has every requested part, READY.
+
+    Returns:
+        Its number of blocks, and for each part its slots in prefix order: as many as there are
+        blocks, or the last `window` of them.
+    """
+    found: dict[PartRequest, Array] = {}
+    whole: list[PartRequest] = []
+    windowed: list[PartRequest] = []
+    for one in requests:
+        (whole if one.window is None else windowed).append(one)
+    run = len(keys)
+    if whole:
+        found = dict(zip(whole, _ready_run(tables, keys, [one.part for one in whole]), strict=True))
+        run = len(found[whole[0]])
+    if windowed and run:
+        everywhere = {one: key_index.find(tables, keys[:run], one.part) for one in windowed}
+        run = _longest([(one.window or 0, _ready(tables, everywhere[one])) for one in windowed])
+        found.update(everywhere)
+    return run, {
+        one: slots[max(0, run - (one.window or run)) : run] for one, slots in found.items()
+    }
+
+
+def present(tables: Tables, keys: Array, part: int) -> Array:
+    """Return a mask of `keys`: those of which `part` is READY."""
+    return _ready(tables, key_index.find(tables, keys, part))
+
+
+def asked_of(keys: Array, run: int, slots: Mapping[PartRequest, Array]) -> dict[PartRequest, Array]:
+    """Return the `words` of the blocks that `match` has found, as it gave their slots."""
+    return {
+        one: key_index.words(keys[run - len(found) : run, 0], one.part)
+        for one, found in slots.items()
+    }
+
+
+def joined(each: Mapping[PartRequest, Array], parts: Sequence[PartRequest]) -> Array:
+    """Return the rows of `parts`, such as their slots, one part after the other."""
+    return each[parts[0]] if len(parts) == 1 else np.concatenate([each[one] for one in parts])
+
+
+def places(
+    parts: Sequence[PartRequest], num_blocks: int, *, first: int, stop: int
+) -> list[tuple[int, slice]]:
+    """Return where a lease has blocks of its prefix, part by part.
+
+    Args:
+        parts: what was leased, one after the other.
+        num_blocks: of the prefix.
+        first: the first block that is asked for.
+        stop: the one after the last.
+
+    Returns:
+        For each part, the first of those blocks that is leased, and their places in the lease; a
+        window may have none of them.
+    """
+    found, before = [], 0
+    for one in parts:
+        skipped = 0 if one.window is None else max(0, num_blocks - one.window)
+        begin = max(first, skipped)
+        end = max(begin, stop)
+        found.append((begin, slice(before + begin - skipped, before + end - skipped)))
+        before += num_blocks - skipped
+    return found
+
+
+def take(
+    tables: Tables,
+    readers: Sequence[Array],
+    *,
+    holder: int,
+    now: float,
+    asked: Sequence[Array] | None = None,
+    lease_id: int | None = None,
+    is_use: bool = True,
+) -> list[Lease] | None:
+    """Lease slots to `holder` for each of `readers`; None if the records' pages are used up.
+
+    The whole prefix is leased, from its root, so that no ancestor of a leased block can go. That
+    counts as use of its blocks, unless `is_use` says that it is none.
+
+    Args:
+        tables: the arena's tables.
+        readers: the slots of each lease, in prefix order.
+        holder: row in the holder table.
+        now: monotonic seconds.
+        asked: for each reader the `words` of the blocks that were asked for; None: whatever is in
+            the slots.
+        lease_id: what all of them are known by; None: each by a number of its own.
+        is_use: whether the blocks become the last to be evicted.
+    """
+    counts = [max(1, -(-len(slots) // PAGE_SLOTS)) for slots in readers]
+    pages = _free_pages(tables, sum(counts))
+    if pages is None:
+        return None
+    leases, at = [], 0
+    if asked is None:
+        asked = [key_index.words_in(tables, slots) for slots in readers]
+    for slots, words, count in zip(readers, asked, counts, strict=True):
+        if lease_id is None:
+            tables.next_lease += 1
+        known_by = tables.next_lease if lease_id is None else lease_id
+        page = _record(tables, slots, pages[at : at + count], known_by, now)
+        leases.append(
+            Lease(lease_id=known_by, page=page, num_slots=len(slots), check=_check(words))
+        )
+        at += count
+    everything = readers[0] if len(readers) == 1 else np.concatenate(readers)
+    if is_use:
+        tables.slot_tick[everything] = tables.next_tick()
+    tables.put(np.array(pages), page_holder=holder + 1)
+    tables.add(everything, slot_leases=1)
+    return leases
+
+
+def leased_slots(tables: Tables, lease: Lease) -> Array | None:
+    """Return the slots of `lease` in prefix order; None if it has ended.
+
+    Needs no lock: a record does not change while it is held. One that somebody ends meanwhile is
+    told by looking twice.
+    """
+    pages = _pages(tables, lease)
+    if pages is None:
+        return None
+    slots = tables.page_slots[pages].ravel()[: lease.num_slots].astype(np.int64)
+    return slots if _pages(tables, lease) == pages else None
+
+
+def names_what_was_asked(tables: Tables, lease: Lease, slots: Array) -> bool:
+    """Return whether `slots`, as `leased_slots` gave them, have the blocks of `lease`.
+
+    Needs no lock: what is leased does not change. Whatever did change, be it the record, a slot's
+    key or who has the slot, shows here, before the bytes are looked at.
+    """
+    inside = len(slots) == lease.num_slots and slots.max(initial=0) < tables.geometry.num_slots
+    return inside and _check(key_index.words_in(tables, slots)) == lease.check
+
+
+def release(tables: Tables, lease: Lease) -> bool:
+    """End `lease`; False if it had ended before."""
+    pages = _pages(tables, lease)
+    if pages is None:
+        return False
+    _end(tables, pages)
+    return True
+
+
+def records(tables: Tables, lease_id: int) -> Array:
+    """Return the pages of all leases that are known by `lease_id`.
+
+    Needs no lock where nobody takes one of that id meanwhile: all pages are looked at.
+    """
+    return np.flatnonzero((tables.page_lease == np.uint64(lease_id)) & (tables.page_holder > 0))
+
+
+def release_records(tables: Tables, lease_id: int, pages: Array) -> int:
+    """End those leases of which `records` gave `pages`; return how many slots they still named."""
+    still = (tables.page_lease[pages] == np.uint64(lease_id)) & (tables.page_holder[pages] > 0)
+    return _end(tables, pages[still])
+
+
+def release_holder(tables: Tables, holder: int) -> int:
+    """End every lease of `holder`; return how many slots they named."""
+    pages = np.flatnonzero(tables.page_holder == holder + 1)
+    return _end(tables, pages) if len(pages) else 0
+
+
+def count_leases(tables: Tables) -> Array:
+    """Return the lease count of every slot as the records have it."""
+    return np.bincount(
+        _named(tables, np.flatnonzero(tables.page_holder)), minlength=tables.geometry.num_slots
+    )
+
+
+def long_leases(tables: Tables, *, before: float) -> list[tuple[int, int]]:
+    """Return (holder, slots) of the holders with leases taken before then."""
+    taken, is_long = tables.page_holder, tables.page_since < before
+    pages = np.flatnonzero((taken > 0) & (taken <= tables.geometry.holders_max) & is_long)
+    holders = np.unique(tables.page_holder[pages])
+    counts = tables.page_count[pages]
+    return [(int(h) - 1, int(counts[tables.page_holder[pages] == h].sum())) for h in holders]
+
+
+def _pages(tables: Tables, lease: Lease) -> list[int] | None:
+    """Return the pages of the record of `lease`; None if it has ended or never was."""
+    pages: list[int] = []
+    page = lease.page
+    num_pages = len(tables.page_holder)
+    while page >= 0:
+        if page >= num_pages or len(pages) == num_pages or tables.page_holder[page] == 0:
+            return None
+        if tables.page_lease[page] != lease.lease_id:
+            return None
+        pages.append(page)
+        page = int(tables.page_next[page])
+    return pages or None
+
+
+def _longest(windows: "Sequence[tuple[int, Array]]") -> int:
+    """Return the length of the longest prefix whose trailing blocks are all there.
+
+    Args:
+        windows: for each part how many trailing blocks it needs, and which blocks it has.
+    """
+    places = np.arange(1, len(windows[0][1]) + 1)
+    fits = np.ones(len(places), dtype=bool)
+    for window, here in windows:
+        # How many blocks in a row are here up to each place.
+        in_a_row = places - np.maximum.accumulate(np.where(here, 0, places))
+        fits &= in_a_row >= np.minimum(places, window)
+    return int(places[fits].max(initial=0))
+
+
+def _ready(tables: Tables, slots: Array) -> Array:
+    ready: Array = (slots >= 0) & (tables.slot_state.take(slots, mode="clip") == READY)
+    return ready
+
+
+def _ready_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
+    slots = key_index.find_run(tables, keys, parts)
+    ready = tables.slot_state.take(slots) == READY
+    if np.count_nonzero(ready) == ready.size:
+        return slots
+    return slots[:, : ready.all(axis=0).argmin()]
+
+
+def _record(tables: Tables, slots: Array, pages: list[int], lease_id: int, now: float) -> int:
+    """Write the record of a lease into free pages; it is none before they get their holder.
+
+    Returns:
+        The first of them.
+    """
+    for place, page in enumerate(pages):
+        named = slots[place * PAGE_SLOTS : (place + 1) * PAGE_SLOTS]
+        tables.page_slots[page, : len(named)] = named
+        tables.page_count[page] = len(named)
+        tables.page_next[page] = pages[place + 1] if place + 1 < len(pages) else -1
+        tables.page_lease[page] = lease_id
+        tables.page_since[page] = now
+    return pages[0]
+
+
+def _free_pages(tables: Tables, count: int) -> list[int] | None:
+    # Where the last search ended pages are mostly free; all are looked at only if they are not.
+    start, end = tables.next_page, tables.next_page + count
+    if end <= len(tables.page_holder) and not tables.page_holder[start:end].any():
+        pages = list(range(start, end))
+    else:
+        pages = (tables.page_holder == 0).nonzero()[0][:count].tolist()
+    if len(pages) < count:
+        return None
+    tables.next_page = pages[-1] + 1
+    return pages
+
+
+def _named(tables: Tables, pages: "Array | list[int]") -> Array:
+    """Return every slot that `pages` name, with repetitions, but for what is no slot."""
+    filled = np.arange(PAGE_SLOTS) < tables.page_count[pages][:, None]
+    named = tables.page_slots[pages][filled]
+    return named[named < tables.geometry.num_slots].astype(np.int64)
+
+
+def _check(words: Array) -> int:
+    return xxhash.xxh3_64_intdigest(words.data)
+
+
+def _end(tables: Tables, pages: "Array | list[int]") -> int:
+    slots = _named(tables, pages)
+    tables.put(np.asarray(pages), page_holder=0)
+    tables.add(slots, slot_leases=-1)
+    return len(slots)

@@ -1,0 +1,342 @@
+"""One process's place in an arena: its mapping, its row among the holders, and the lock section.
+
+The file describes itself (`layout`). Its tables change under one lock (`machine.lock`), in steps
+that can be undone (`undo`). `slots` and `lease` say what a step may change. Invariants:
+
+- Whoever takes the lock and finds a step half done undoes it first: its writer died.
+- Only the holder of the lock writes tables; only a slot's reserver writes its bytes.
+- A mapped arena is never truncated and never shrinks: its owner marks it RETIRED and unlinks it.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvray.errors import CapacityError, CorruptBlock, KVRayError, LeaseExpired, ShardUnavailable
+from kvray.store.arena import file as arena_file
+from kvray.store.arena import holders, lease, repair
+from kvray.store.arena.figures import figures
+from kvray.store.arena.file import ARENA_FILE, ArenaSpec, Progress, lock_path
+from kvray.store.arena.holders import Membership
+from kvray.store.arena.layout import LIVE
+from kvray.store.arena.lease import Lease
+from kvray.store.arena.tables import Array, Tables
+from kvray.store.machine.lock import ArenaLock
+from kvray.store.machine.side_file import HOLDER_BYTES, SideFile
+
+_Mapped = TypeVar("_Mapped", bound="MappedArena")
+
+_JOIN_WAIT_S = 0.5
+"""How long joining and leaving try: at an engine's start and end, where somebody waits."""
+
+_DAMAGE = (LookupError, ArithmeticError, ValueError)
+"""What numpy and Python raise at numbers that make no sense."""
+
+
+class MappedArena:
+    """An arena that this process has mapped; all methods may be called from any thread.
+
+    The owner and the commands for people need no more than this. `Arena` adds what engines do.
+    """
+
+    def __init__(self, directory: Path, *, lock_wait_s: float) -> None:
+        """Map the arena in `directory`.
+
+        Raises:
+            ShardUnavailable: there is none, or it is of another format or retired.
+        """
+        self.directory = directory
+        self.lock_wait_s = lock_wait_s
+        self._tables: Tables | None = arena_file.map_file(directory / ARENA_FILE)
+        self.arena_id = self._text("arena_id")
+        self.cluster_name = self._text("cluster_name")
+        try:
+            # Not created here: a retired arena's lock file must not come back.
+            self.side_file = SideFile.at(lock_path(directory, self.arena_id), create=False)
+        except OSError as error:
+            self._tables = None  # whoever keeps the error must not keep the arena mapped
+            raise ShardUnavailable(
+                f"The arena in {directory} has no lock file that can be opened"
+                f" ({error.strerror}); it is being replaced, or restart the tier."
+            ) from None
+        self._lock = ArenaLock(self.side_file, self._tables.waiting)
+        self._holder: int | None = None
+        self._joined_as: Membership | None = None
+        if self.retired:
+            message = self.no_entry()
+            self._unmap()
+            raise ShardUnavailable(message)
+
+    @classmethod
+    def create(
+        cls: type[_Mapped],
+        directory: Path,
+        spec: ArenaSpec,
+        *,
+        lock_wait_s: float,
+        progress: Progress = lambda done, total: None,
+    ) -> _Mapped:
+        """Make, prefault and map a new arena; only the node's owner may.
+
+        The file gets its name when it is complete, so nobody ever maps half an arena. An arena
+        that has the name before must be retired first.
+
+        Raises:
+            CapacityError: it does not fit into the mount, the cgroup or the memory.
+            ConfigError: the directory cannot be used, or the cluster's name is too long.
+        """
+        arena_file.create_file(directory, spec, progress)
+        return cls(directory, lock_wait_s=lock_wait_s)
+
+    def close(self) -> None:
+        """Leave and unmap; views that others still have keep the mapping alive. Twice is fine."""
+        if self._tables is not None:
+            self.leave()
+            self._unmap()
+
+    @property
+    def tables(self) -> Tables:
+        """The arena's tables; only the holder of the lock changes them.
+
+        Raises:
+            ShardUnavailable: the arena was closed.
+        """
+        tables = self._tables
+        if tables is None:
+            raise ShardUnavailable(f"This process has closed the arena in {self.directory}.")
+        return tables
+
+    @property
+    def retired(self) -> bool:
+        """Whether the owner has given this arena up; detach and look for its successor."""
+        return self.tables.state != LIVE
+
+    def stats(self) -> dict[str, Any]:
+        """Return figures for people; read without the lock, so they may be a moment apart."""
+        return {"arena_id": self.arena_id, **figures(self.tables)}
+
+    # -- the row among the holders ------------------------------------------------------------
+
+    @property
+    def holder(self) -> int:
+        """This process's row in the holder table.
+
+        Raises:
+            LeaseExpired: it has not joined, or has left.
+        """
+        holder = self._holder
+        if holder is None:
+            raise LeaseExpired("This process is no holder of the arena; call join first.")
+        return holder
+
+    @property
+    def membership(self) -> Membership:
+        """This process's row, and its generation, which no later process in that row has.
+
+        Raises:
+            LeaseExpired: it has not joined, or has left.
+        """
+        return Membership(self.holder, int(self.tables.holder_generation[self.holder]))
+
+    def join(self, label: str) -> int:
+        """Become a holder: leases and reservations of this process end with it. Twice is fine.
+
+        Raises:
+            CapacityError: living processes take every row of the holder table.
+            ShardUnavailable: the lock could not be had, or the arena is retired.
+        """
+        with self.section(_JOIN_WAIT_S) as entered:
+            refused = not entered or self.retired
+            if not refused and self._holder is None:
+                self._holder = holders.enter(
+                    self.tables, self.side_file, label, now=time.monotonic()
+                )
+                self._joined_as = None if self._holder is None else self.membership
+        if refused:
+            raise ShardUnavailable(self.no_entry())
+        if self._holder is None:
+            raise CapacityError(
+                "All holder rows of the arena are taken; raise arena.holders_max and restart the"
+                " tier."
+            )
+        return self.holder
+
+    def leave(self, *, unless_leased: bool = False) -> bool:
+        """Give back all that this process holds; its copies must have ended. Twice is fine.
+
+        Args:
+            unless_leased: stay if a living process has a lease here, or if the arena is busy.
+
+        Returns:
+            Whether this process is no holder now.
+        """
+        if self._holder is None:
+            return True
+        row = None
+        try:
+            with self.section(self.lock_wait_s if unless_leased else _JOIN_WAIT_S) as entered:
+                # Asked in the section in which it leaves. A thread that leases comes before it,
+                # and its lease is seen, or after it, and gets none.
+                if unless_leased and (not entered or self._is_leased()):
+                    return False
+                # In the section, so that no other thread leases or reserves for a row that is gone.
+                row, self._holder = self._holder, None
+                # Without the lock, ending the liveness lock is enough: the owner buries the row.
+                if entered and row is not None:
+                    holders.leave(self.tables, row)
+        finally:
+            if row is not None:
+                self.side_file.unlock(HOLDER_BYTES + row)
+        return True
+
+    def leased_slots(self, held: Lease) -> Array:
+        """Return the slots of a lease, in prefix order; they have the blocks it was given for.
+
+        Raises:
+            CorruptBlock: a table was damaged, and no longer names these blocks.
+            LeaseExpired: it was released.
+        """
+        found = lease.leased_slots(self.tables, held)
+        if found is None:
+            raise LeaseExpired(
+                f"Lease {held.lease_id} has ended; its blocks cannot be read, and what was read of"
+                " them since is void."
+            )
+        if not lease.names_what_was_asked(self.tables, held, found):
+            raise CorruptBlock(
+                f"Lease {held.lease_id} does not name the blocks that it was given for: a table of"
+                f" the arena in {self.directory} was damaged. Its shard repairs it; test the"
+                " memory of this node."
+            )
+        return found
+
+    def holder_of(self, held: Lease) -> Membership:
+        """Return the process that has the lease.
+
+        Read without the lock: a record does not change while it is held. It stays ended once it
+        has ended, as no lease and no generation of a row is given twice. So a process that has
+        the lease before and after a copy had it all the while, and a leased block is neither
+        evicted nor written. Leases of one name are alike (`lease.id_of`); their generations
+        differ.
+
+        Raises:
+            LeaseExpired: it has ended, or its holder has; nothing keeps its blocks.
+        """
+        self.leased_slots(held)
+        row = int(self.tables.page_holder[held.page]) - 1
+        if not 0 <= row < self.tables.geometry.holders_max:
+            row = -1  # it ended just now, or a table is damaged
+        found = Membership(row, int(self.tables.holder_generation[row]))
+        is_other = row == self._holder and found != self._joined_as
+        if is_other or not holders.is_member(self.tables, found):
+            raise LeaseExpired(
+                f"The holder of lease {held.lease_id} has lost its place in the arena in"
+                f" {self.directory}; the blocks of the lease cannot be read."
+            )
+        return found
+
+    def _is_open(self, holder: int) -> bool:
+        """Whether `holder` may take something new: another thread may have left or retired."""
+        return self._holder == holder and not self.retired
+
+    def _is_leased(self) -> bool:
+        """Whether a living process has a lease here; the lock is held."""
+        named = self.tables.page_holder
+        rows = np.unique(named[named > 0]) - 1
+        return any(
+            self.side_file.holder_of(HOLDER_BYTES + row) is not None for row in rows.tolist()
+        )
+
+    # -- the lock section ---------------------------------------------------------------------
+
+    def section(self, wait_s: float, *, may_rebuild: bool = False) -> AbstractContextManager[bool]:
+        """Hold the lock; False: somebody else has it, or the owner must rebuild the tables.
+
+        All that is written inside stands when the section ends, or none of it does. An exception
+        undoes it here; after a death the next taker of the lock undoes it. So does the next taker
+        after an exception from outside that came before this process could undo the step. The
+        lock is given up in any case.
+
+        Raises:
+            ShardUnavailable: the arena was closed.
+        """
+        undo = self.tables.undo  # first: nothing is locked for an arena that was closed
+
+        def opened() -> bool:
+            if not undo.begin():
+                return True
+            with self.making_sense():
+                return self._repair(may_rebuild=may_rebuild)
+
+        def closed(error: BaseException | None) -> None:
+            undo.end(error is None)
+            if error is not None and _is_senseless(error):
+                raise self._senseless(error) from error
+
+        return self._lock.section(wait_s, opened, closed)
+
+    @contextmanager
+    def making_sense(self) -> Iterator[None]:
+        """Let a body that looks at damaged tables fail as if there were no arena.
+
+        Bounds are checked where a table's value becomes an index. This is for all other values: a
+        flipped bit is no reason for a process to end.
+
+        Raises:
+            ShardUnavailable: the tables make no sense.
+        """
+        try:
+            yield
+        except _DAMAGE as error:
+            if _is_senseless(error):
+                raise self._senseless(error) from error
+            raise
+
+    def no_entry(self) -> str:
+        """Return a sentence that says why a section was not entered."""
+        if self.side_file.detached:
+            return "A forked process cannot use its parent's arena; start it with spawn instead."
+        if self.retired:
+            return f"The arena in {self.directory} is retired; open its successor."
+        if self.tables.undo.is_open:
+            return (
+                f"The tables of the arena in {self.directory} are half changed; its shard repairs"
+                " them."
+            )
+        return f"The arena in {self.directory} stays locked; try again."
+
+    def _repair(self, *, may_rebuild: bool) -> bool:
+        """Undo a step whose writer died; False if only the owner can repair it."""
+        if not self.tables.undo.roll_back():
+            if not may_rebuild:
+                return False
+            repair.rebuild(self.tables, now=time.monotonic())
+        self.tables.repairs += 1
+        return True
+
+    def _senseless(self, error: BaseException) -> ShardUnavailable:
+        return ShardUnavailable(
+            f"The tables of the arena in {self.directory} make no sense ({error!r}); its shard"
+            " repairs them."
+        )
+
+    def _text(self, field: str) -> str:
+        text: bytes = self.tables.header[field].item()
+        return text.decode(errors="replace")
+
+    def _unmap(self) -> None:
+        self._tables = None
+        self._lock = ArenaLock(self.side_file)  # the old one has a word of the mapping
+
+
+def is_damage(error: BaseException) -> bool:
+    """Return whether tables that make no sense may have led to this error."""
+    return _is_senseless(error) or _is_senseless(error.__cause__)
+
+
+def _is_senseless(error: BaseException | None) -> bool:
+    return isinstance(error, _DAMAGE) and not isinstance(error, KVRayError)

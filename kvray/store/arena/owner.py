@@ -1,0 +1,272 @@
+"""The owner's part in an arena: adopt it, keep it in order, tell what changed, end it."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+
+import numpy as np
+
+from kvray.errors import ShardUnavailable
+from kvray.store.arena import audit, eviction, holders, key_index, repair, slabs, slots
+from kvray.store.arena import block_history as gone
+from kvray.store.arena import file as arena_file
+from kvray.store.arena.arena import Arena
+from kvray.store.arena.block_history import BlockHistory
+from kvray.store.arena.eviction import Rank
+from kvray.store.arena.file import ARENA_FILE
+from kvray.store.arena.layout import LIMBO, READY, RETIRED
+from kvray.store.arena.quotas import excess, set_quotas
+from kvray.store.arena.tables import Array, Tables
+
+_PATIENT_S = 5.0
+"""How long a command that a person waits for tries for the lock."""
+
+_EVICT_BATCH = 256
+"""Blocks that one section evicts: the lock is kept for a moment only."""
+
+_QUOTA_STEP = 4096
+"""Blocks that go at a time because their namespace is over its quota: a new quota may mean many."""
+
+
+class ArenaOwner:
+    """An arena in the hands of its owner, which has the directory's owner lock.
+
+    A method that finds the arena locked for `lock_wait_s` leaves its work for the next call, unless
+    it says otherwise.
+    """
+
+    def __init__(self, arena: Arena, quotas: Mapping[str, int] | None = None) -> None:
+        """Own `arena`; `adopt` it first if it may have had another owner.
+
+        Args:
+            arena: to be owned.
+            quotas: bytes that the blocks of namespaces may take, see `quotas.set_quotas`.
+        """
+        self.arena = arena
+        self.history = BlockHistory()
+        """Of blocks that have left the arena, or the disk below it."""
+        self._quotas = quotas or {}
+        self._audited = 0
+        self._within_at = -1
+        """Count of changes when no namespace was over its quota."""
+
+    def adopt(self) -> int:
+        """Take over: fence off the last owner, rebuild the tables, set the quotas.
+
+        Returns:
+            The new shard_epoch.
+
+        Raises:
+            ConfigError: the quotas cannot be kept.
+            ShardUnavailable: the lock could not be had.
+        """
+        with self._section(self.arena.lock_wait_s) as entered:
+            if entered:
+                repair.rebuild(self._tables, now=time.monotonic())
+                set_quotas(self._tables, self._quotas)
+                self._tables.shard_epoch += 1
+                return int(self._tables.shard_epoch)
+        raise ShardUnavailable(self.arena.no_entry())
+
+    def audit(self) -> dict[str, int]:
+        """Look at the next share of the tables, and derive all of them again if some are wrong.
+
+        So what became of them by a flipped bit is mended, within a cycle of calls.
+
+        Returns:
+            What was wrong -> in how many rows; see `audit.find`.
+        """
+        tables, shares = self._tables, audit.shares(self._tables)
+        share = shares[self._audited % len(shares)]
+        self._audited += 1
+        found = audit.lasting(tables, share)
+        # A step that seems begun may have died, or never was one: to take the lock ends it.
+        if not found and not tables.undo.is_open:
+            return {}
+        with self._section(self.arena.lock_wait_s) as entered:
+            found = audit.both(found, audit.find(tables, share)) if entered else {}
+            if found:
+                self._rebuild()
+        return {name: len(rows) for name, rows in found.items()}
+
+    def mend(self) -> bool:
+        """Derive the tables again, as they made no sense; False if the arena is busy."""
+        with self._section(_PATIENT_S) as entered:
+            if entered:
+                self._rebuild()
+            return entered
+
+    def bury_dead(self, *, limbo_s: float) -> list[str]:
+        """End what dead holders held; return their labels."""
+        tables, side_file = self._tables, self.arena.side_file
+        if not holders.dead_rows(tables, side_file) and not (tables.slot_state >= LIMBO).any():
+            return []
+        with self._section(self.arena.lock_wait_s) as entered:
+            if not entered:
+                return []
+            now = time.monotonic()
+            # Looked for again: a living process may have got a dead one's row meanwhile.
+            labels = []
+            for row in holders.dead_rows(tables, side_file):
+                labels.append(holders.bury(tables, row, now=now))
+                tables.undo.settle()  # one by one, however many have died
+            slots.reclaim(tables, before=now - limbo_s)
+        return labels
+
+    def evict_ahead(
+        self,
+        free_target: float,
+        rank: Rank | None = None,
+        *,
+        are_duplicates: Callable[[Array], Array] | None = None,
+    ) -> int:
+        """Evict what is beyond quotas, and until a `free_target` share is free of each block size.
+
+        Args:
+            free_target: share of the slots.
+            rank: of slots, the lowest goes first; None: the order in which they were used last.
+            are_duplicates: tells which slots have blocks that another node keeps, for people.
+
+        Returns:
+            How many blocks went; some may be left for the next time.
+        """
+        evicted = self._evict_beyond_quotas(rank)
+        for size in slabs.block_sizes(self._tables):
+            evicted += self._evict_ahead(size, free_target, rank, are_duplicates)
+        return evicted
+
+    def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:
+        """Return `Tables.changes_since`; if the arena is busy, a later call returns the changes."""
+        return self._tables.changes_since(seen, lambda: self._section(self.arena.lock_wait_s))
+
+    def give_up(self, keys: bytes, parts: Iterable[int]) -> int:
+        """Have blocks that are of no use any more evicted before all others.
+
+        They stay READY until then, and whoever uses one makes it as good as any other again. A
+        block whose children are in use stays as long as they do.
+
+        Args:
+            keys: 32 bytes each, end to end.
+            parts: which parts of them.
+
+        Returns:
+            How many blocks are to go first: those that are here and that nobody leases; 0 if the
+            arena was busy, for this is no more than advice.
+        """
+        tables, packed = self._tables, np.frombuffer(keys, "<u8").reshape(-1, 4)
+        # The search is done outside: the lock is kept for a moment only.
+        places = [key_index.find(tables, packed, part) for part in parts] if keys else []
+        if not places:
+            return 0
+        found, packed = np.concatenate(places), np.tile(packed, (len(places), 1))
+        found, packed = found[found >= 0], packed[found >= 0]
+        with self._section(self.arena.lock_wait_s) as entered:
+            if not entered:
+                return 0
+            same = (tables.slot_key.take(found, axis=0) == packed).all(axis=1)
+            same &= (tables.slot_state.take(found) == READY) & (tables.slot_leases.take(found) == 0)
+            tables.slot_tick[found[same]] = 0
+            return int(np.count_nonzero(same))
+
+    def clear(self) -> int:
+        """Evict every block that nobody leases; return how many.
+
+        Raises:
+            ShardUnavailable: the lock could not be had; some blocks may have gone.
+        """
+        everything = np.arange(self._tables.geometry.num_slots)
+        cleared = 0
+        while True:
+            went = self._evict(_EVICT_BATCH, within=everything, wait_s=_PATIENT_S)
+            if went is None:
+                raise ShardUnavailable(self.arena.no_entry())
+            if not went:
+                return cleared
+            cleared += went
+
+    def retire(self) -> None:
+        """End the arena: its holders detach; the file and its side file are unlinked."""
+        self._tables.state = RETIRED
+        path = self.arena.directory / ARENA_FILE
+        # The name may be the successor's already.
+        if arena_file.holds_arena(path, self.arena.arena_id):
+            path.unlink(missing_ok=True)
+        self.arena.side_file.path.unlink(missing_ok=True)
+
+    @property
+    def _tables(self) -> Tables:
+        return self.arena.tables
+
+    def _rebuild(self) -> None:
+        repair.rebuild(self._tables, now=time.monotonic())
+        set_quotas(self._tables, self._quotas)
+        self._tables.repairs += 1
+
+    def _section(self, wait_s: float) -> AbstractContextManager[bool]:
+        return self.arena.section(wait_s, may_rebuild=True)
+
+    def _evict_beyond_quotas(self, rank: Rank | None) -> int:
+        tables, evicted = self._tables, 0
+        changes = tables.changes
+        if changes == self._within_at:
+            return 0
+        if not excess(tables):
+            self._within_at = changes
+            return 0
+        found = eviction.choose_beyond_quotas(tables, _QUOTA_STEP, rank)
+        for start in range(0, len(found), _EVICT_BATCH):
+            batch = found[start : start + _EVICT_BATCH]
+            causes = np.full(len(batch), gone.QUOTA)
+            went = self._evict_found(batch, causes, wait_s=self.arena.lock_wait_s)
+            if went is None:
+                break
+            evicted += went
+        return evicted
+
+    def _evict_ahead(
+        self,
+        block_bytes: int,
+        free_target: float,
+        rank: Rank | None,
+        are_duplicates: Callable[[Array], Array] | None,
+    ) -> int:
+        short = slabs.shortfall(self._tables, block_bytes, free_target)
+        if short <= 0:
+            return 0
+        within = slabs.slots_of(self._tables, block_bytes)
+        found = eviction.choose_victims(self._tables, short, within=within, rank=rank)
+        evicted = 0
+        # Each can go if all before it have: so many at a time as the lock may be kept for.
+        for start in range(0, len(found), _EVICT_BATCH):
+            batch = found[start : start + _EVICT_BATCH]
+            causes = np.full(len(batch), gone.AHEAD)
+            if are_duplicates is not None:
+                causes[are_duplicates(batch)] = gone.DUPLICATE
+            causes[self._tables.slot_tick[batch] == 0] = gone.GIVEN_UP
+            went = self._evict_found(batch, causes, wait_s=self.arena.lock_wait_s)
+            if went is None:
+                break
+            evicted += went
+        return evicted
+
+    def _evict(self, count: int, *, within: Array, wait_s: float) -> int | None:
+        """Evict up to `count` blocks in one section; None if the arena was busy."""
+        # The search among all slots is done outside: the lock is kept for a moment only.
+        found = eviction.choose_victims(self._tables, count, within=within)
+        return self._evict_found(found, np.full(len(found), gone.CLEARED), wait_s=wait_s)
+
+    def _evict_found(self, found: Array, causes: Array, *, wait_s: float) -> int | None:
+        """Evict what of `found` still can go, each for its cause; None if the arena was busy."""
+        tables = self._tables
+        with self._section(wait_s) as entered:
+            if not entered:
+                return None
+            victims = eviction.keep_evictable(tables, found)
+            slots.evict(tables, victims)
+            order = np.argsort(found)
+            causes = causes[order[np.searchsorted(found, victims, sorter=order)]]
+            tables.over_quota += int(np.count_nonzero(causes == gone.QUOTA))
+            # Inside, so that whoever finds out that they have gone can know who did it.
+            words = tables.slot_key[victims, 0]
+            self.history.note(words, gone.HOST, causes, now=time.time())
+            return len(victims)

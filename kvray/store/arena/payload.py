@@ -1,0 +1,197 @@
+"""Copies of blocks between an engine's pool and slots, in runs, with checksums.
+
+No lock is held here: the bytes of a reserved slot belong to its writer, those of a leased slot
+do not change.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from kvray.errors import ConfigError, LayoutMismatch
+from kvray.store.arena import key_index
+from kvray.store.arena.copier import Copier, Copy, copy_run, sum_blocks
+from kvray.store.arena.tables import Array, Tables
+
+
+def write(tables: Tables, slots: Array, pool: Array, block_ids: Array, *, copier: Copier) -> Array:
+    """Copy blocks of `pool` into reserved slots; return their checksums, u64 [num_blocks].
+
+    Args:
+        tables: the arena's tables.
+        slots: reserved slots, one a block.
+        pool: bytes of shape [num_blocks, block_bytes].
+        block_ids: rows of `pool`, one a slot.
+        copier: makes the copies.
+
+    Raises:
+        ConfigError: there are not as many blocks as slots.
+        LayoutMismatch: the pool's blocks are of another size than the slots'.
+    """
+    runs = _runs(tables, slots, pool, block_ids)
+    copies = [Copy(first, in_arena, in_pool) for first, in_arena, in_pool in runs]
+    return copier.copy_and_sum(copies, _seeds(tables, slots))
+
+
+def read(
+    tables: Tables,
+    slots: Array,
+    pool: Array,
+    block_ids: Array,
+    *,
+    verify: bool,
+    copier: Copier,
+) -> Array | None:
+    """Copy leased slots into blocks of `pool`; arguments as for `write`.
+
+    Returns:
+        With `verify`, a mask of the copies that have their checksum; else None.
+    """
+    runs = _runs(tables, slots, pool, block_ids)
+    if not verify:
+        for _, in_arena, in_pool in runs:
+            copy_run(in_pool, in_arena)
+        return None
+    copies = [Copy(first, in_pool, in_arena) for first, in_arena, in_pool in runs]
+    checksums = copier.copy_and_sum(copies, _seeds(tables, slots))
+    sound: Array = checksums == tables.slot_checksum[slots]
+    return sound
+
+
+def write_regions(tables: Tables, slots: Array, regions: Sequence[Array], pages: Array) -> Array:
+    """Copy pages that consist of several regions into reserved slots, one page a slot.
+
+    Args:
+        tables: the arena's tables.
+        slots: reserved slots, one a page.
+        regions: bytes of shape [num_pages, size] each; end to end they fill a slot.
+        pages: rows of each region, one a slot.
+
+    Returns:
+        The slots' checksums, u64 [num_slots].
+
+    Raises:
+        ConfigError, LayoutMismatch: as `write`.
+    """
+    for in_arena, in_region in _region_runs(tables, slots, regions, pages):
+        copy_run(in_arena, in_region)
+    return sum_slots(tables, slots)
+
+
+def read_regions(tables: Tables, slots: Array, regions: Sequence[Array], pages: Array) -> None:
+    """Copy leased slots into pages that consist of several regions; as `write_regions`."""
+    for in_arena, in_region in _region_runs(tables, slots, regions, pages):
+        copy_run(in_region, in_arena)
+
+
+def verify(tables: Tables, slots: Array) -> Array:
+    """Return a mask of the leased `slots` whose bytes have the checksum recorded for them."""
+    sound: Array = sum_slots(tables, slots) == tables.slot_checksum[slots]
+    return sound
+
+
+def sum_slots(tables: Tables, slots: Array) -> Array:
+    """Return the checksum of the bytes that are in each slot now, u64 [num_slots].
+
+    The slots may be of different sizes.
+    """
+    checksums = np.empty(len(slots), dtype="<u8")
+    seeds = _seeds(tables, slots)
+    sizes = tables.block_bytes(slots)
+    for start, stop in runs(np.diff(sizes) != 0, len(slots)):
+        some, size = slots[start:stop], int(sizes[start])
+        for first, last, area in _areas(tables, some, np.arange(len(some)), size):
+            checksums[start + first : start + last] = sum_blocks(
+                area, seeds[start + first : start + last]
+            )
+    return checksums
+
+
+def slot_bytes(tables: Tables, slot: int) -> Array:
+    """Return all bytes of one slot, which the caller has reserved or knows not to change."""
+    geometry = tables.geometry
+    slab, row = divmod(slot, geometry.slots_per_slab)
+    stride = geometry.stride(int(tables.slab_block_bytes[slab]))
+    start = slab * geometry.slab_bytes + row * stride
+    return tables.data[start : start + stride]
+
+
+def offsets(tables: Tables, slots: Array, block_bytes: int) -> Array:
+    """Return where in `tables.data` the bytes of each slot start, i64 [num_slots].
+
+    A slot never reaches from one slab into the next.
+
+    Args:
+        tables: the arena's tables.
+        slots: slots that the caller has leased or reserved.
+        block_bytes: bytes of a block in each of them.
+
+    Raises:
+        LayoutMismatch: the blocks of a slot are of another size.
+    """
+    geometry = tables.geometry
+    slab, row = np.divmod(slots, geometry.slots_per_slab)
+    others = np.flatnonzero(tables.slab_block_bytes[slab] != block_bytes)
+    if len(others):
+        raise LayoutMismatch(
+            f"The pool's blocks have {block_bytes} bytes, those in the arena"
+            f" {tables.slab_block_bytes[slab[others[0]]]}; they are not of one namespace."
+        )
+    starts: Array = slab * geometry.slab_bytes + row * geometry.stride(block_bytes)
+    return starts
+
+
+def _seeds(tables: Tables, slots: Array) -> list[int]:
+    """Return what the checksum of each slot's block is seeded with: what block it is."""
+    seeds: list[int] = key_index.words_in(tables, slots).tolist()
+    return seeds
+
+
+def _runs(
+    tables: Tables, slots: Array, pool: Array, block_ids: Array
+) -> Iterator[tuple[int, Array, Array]]:
+    """Yield (place of the first, blocks in the arena, blocks in the pool) of each run.
+
+    A run is contiguous in slots and in the pool; its blocks are [num_blocks, block_bytes].
+    """
+    for start, stop, area in _areas(tables, slots, block_ids, pool.shape[1]):
+        row = block_ids[start]
+        yield start, area, pool[row : row + stop - start]
+
+
+def _region_runs(
+    tables: Tables, slots: Array, regions: Sequence[Array], pages: Array
+) -> Iterator[tuple[Array, Array]]:
+    """Yield (bytes in the arena, bytes in a region) of each run, both [num_pages, size]."""
+    edges = [0, *accumulate(region.shape[1] for region in regions)]
+    for start, stop, area in _areas(tables, slots, pages, edges[-1]):
+        page = pages[start]
+        for region, (at, end) in zip(regions, pairwise(edges), strict=True):
+            yield area[:, at:end], region[page : page + stop - start]
+
+
+def _areas(
+    tables: Tables, slots: Array, block_ids: Array, block_bytes: int
+) -> Iterator[tuple[int, int, Array]]:
+    """Yield (start, stop, bytes) of each run that is contiguous in memory and in blocks.
+
+    The bytes are the run's slots, shape [stop - start, block_bytes].
+    """
+    if len(slots) != len(block_ids):
+        raise ConfigError(
+            f"{len(block_ids)} blocks cannot be copied from or to {len(slots)} slots; give one"
+            " row of the pool for each slot."
+        )
+    starts, stride = offsets(tables, slots, block_bytes), tables.geometry.stride(block_bytes)
+    # Slots that fill their slabs go on in the next one.
+    breaks = (np.diff(starts) != stride) | (np.diff(block_ids) != 1)
+    for first, stop in runs(breaks, len(slots)):
+        start, count = int(starts[first]), stop - first
+        area = tables.data[start : start + count * stride].reshape(count, stride)
+        yield first, stop, area[:, :block_bytes]
+
+
+def runs(breaks: Array, count: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each run among `count` things; `breaks[i]`: a run ends behind i."""
+    return pairwise([0, *(np.flatnonzero(breaks) + 1).tolist(), count] if count else [])

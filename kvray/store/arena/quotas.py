@@ -1,0 +1,100 @@
+"""How many bytes the blocks of one namespace may take of an arena, and how many they do.
+
+The owner writes the quotas into the arena, where every writer that evicts finds them. Blocks whose
+namespace is not known have none. Pure; needs no lock, but to set them.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvray.errors import ConfigError
+from kvray.store.arena.layout import QUOTAS_MAX, READY
+from kvray.store.arena.tables import Tables
+
+_ID_DIGITS = 8
+_FEW = 8
+"""Namespaces that are summed up one by one: an arena has hardly ever more, and it is faster."""
+
+
+def name_of(namespace: int) -> str:
+    """Return a namespace as people see it: the first 8 hex digits of its digest."""
+    return namespace.to_bytes(4, "little").hex()
+
+
+def set_quotas(tables: Tables, quotas: Mapping[str, int]) -> None:
+    """Have these quotas, in bytes, and no others.
+
+    Args:
+        tables: the arena's tables.
+        quotas: by the hex digits that a namespace's digest begins with; where several fit it is
+            the longest, and "" fits all.
+
+    Raises:
+        ConfigError: they are too many, or a name has other characters.
+    """
+    if len(quotas) > QUOTAS_MAX:
+        raise ConfigError(f"There are {len(quotas)} quotas; an arena has at most {QUOTAS_MAX}.")
+    prefixes = sorted({name[:_ID_DIGITS].lower() for name in quotas}, key=len, reverse=True)
+    asked = {name[:_ID_DIGITS].lower(): size for name, size in quotas.items()}
+    rows = [(_number(one, "0"), _number("f" * len(one), "0"), asked[one]) for one in prefixes]
+    rows += [(0, 0, 0)] * (QUOTAS_MAX - len(rows))
+    tables.quota_bytes[:] = 0
+    tables.quota_namespace[:], tables.quota_mask[:], sizes = (
+        np.array(column, dtype="<u8") for column in zip(*rows, strict=True)
+    )
+    tables.quota_bytes[:] = sizes
+
+
+def quota_of(tables: Tables, namespace: int) -> int | None:
+    """Return the bytes that a namespace's blocks may take; None: there is no bound."""
+    if not namespace:
+        return None
+    fits = (tables.quota_namespace ^ np.uint32(namespace)) & tables.quota_mask == 0
+    rows = np.flatnonzero(fits & (tables.quota_bytes > 0))
+    return int(tables.quota_bytes[rows[0]]) if len(rows) else None
+
+
+def used(tables: Tables) -> dict[int, tuple[int, int]]:
+    """Return (blocks, bytes) of every namespace that has READY blocks."""
+    per_slab, sizes = tables.geometry.slots_per_slab, tables.slab_block_bytes
+    left = tables.slot_state == READY
+    found: dict[int, tuple[int, int]] = {}
+    for _ in range(_FEW):
+        first = int(left.argmax())
+        if not left[first]:
+            return found
+        namespace = int(tables.slot_namespace[first])
+        mine = left & (tables.slot_namespace == namespace)
+        left &= ~mine
+        counts = np.count_nonzero(mine.reshape(-1, per_slab), axis=1)
+        found[namespace] = int(counts.sum()), int(counts @ sizes)
+    slots = np.flatnonzero(left)
+    names, which = np.unique(tables.slot_namespace[slots], return_inverse=True)
+    counts = np.bincount(which, minlength=len(names))
+    sums = np.bincount(which, tables.block_bytes(slots), minlength=len(names))
+    pairs = zip(counts.tolist(), sums.astype(np.int64).tolist(), strict=True)
+    return found | dict(zip(names.tolist(), pairs, strict=True))
+
+
+def excess(tables: Tables) -> dict[int, int]:
+    """Return by how many bytes namespaces are over their quotas; only those that are."""
+    if not tables.quota_bytes.any():
+        return {}
+    over = {}
+    for namespace, (_, num_bytes) in used(tables).items():
+        quota = quota_of(tables, namespace)
+        if quota is not None and num_bytes > quota:
+            over[namespace] = num_bytes - quota
+    return over
+
+
+def _number(digits: str, fill: str) -> int:
+    """Return hex digits, filled up, as the number that an arena knows a namespace by."""
+    try:
+        return int.from_bytes(bytes.fromhex(digits.ljust(_ID_DIGITS, fill)), "little")
+    except ValueError:
+        raise ConfigError(
+            f"{digits!r} is no start of a namespace's digest; give hex digits as `kvray status`"
+            " shows them."
+        ) from None

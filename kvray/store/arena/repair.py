@@ -1,0 +1,109 @@
+"""Rebuild everything in an arena's tables that follows from the slots and the lease records."""
+
+import numpy as np
+
+from kvray.store.arena import audit, key_index, lease, slabs
+from kvray.store.arena.layout import FREE, LIMBO, PAGE_SLOTS, QUARANTINED, READY, RESERVED
+from kvray.store.arena.slots import free, unlink
+from kvray.store.arena.tables import Array, Tables
+
+
+def rebuild(tables: Tables, *, now: float) -> int:
+    """Derive again, from the slots and the lease records, everything that follows from them.
+
+    Only the owner does this, since it takes time over all slots: when it takes an arena over, and
+    when a process died in a step that was too large for the undo record. The truth is each slot's
+    state and each lease page's holder. Key index, lease counts, families and empty slabs follow
+    from it. A process that dies in here leaves the same truth to the next.
+
+    Args:
+        tables: the arena's tables.
+        now: monotonic seconds.
+
+    Returns:
+        How many slots were given up.
+    """
+    tables.undo.tear()
+    _free_unsound(tables)
+    drop_unsound_leases(tables)
+    tables.slot_leases[:] = lease.count_leases(tables)
+    used = _used_oldest_first(tables)
+    _relink(tables, used)
+    tables.index_slot[:] = 0
+    tables.index_tag[:] = 0
+    lost = _duplicates(tables, used)
+    kept = used[~lost]
+    lost[~lost] = key_index.insert(tables, kept, tables.slot_key[kept], tables.slot_part[kept])
+    _give_up(tables, used[lost], now)
+    slabs.give_back(tables, _all_slots(tables))
+    # Nobody knows which changes the dead process had not noted: announce all of them.
+    tables.slot_version += 1
+    tables.changes += 1
+    tables.undo.settle()
+    return int(np.count_nonzero(lost))
+
+
+def _free_unsound(tables: Tables) -> None:
+    """Free the slots whose state cannot be right, whatever wrote it: nobody can have them."""
+    sizes, writer = tables.slab_block_bytes, tables.slot_holder
+    sizes[sizes > tables.geometry.slab_bytes] = 0
+    writer[(writer < 0) | (writer > tables.geometry.holders_max)] = 0
+    tables.slot_state[audit.has_wrong_state(tables, _all_slots(tables))] = FREE
+
+
+def drop_unsound_leases(tables: Tables) -> None:
+    """Forget the pages that cannot be part of a lease, whatever wrote them."""
+    pages = np.flatnonzero(tables.page_holder)
+    slots = tables.page_slots[pages]
+    states = tables.slot_state[np.where(slots < tables.geometry.num_slots, slots, 0)]
+    is_readable = (states == READY) | (states == QUARANTINED)
+    bad = audit.is_no_record(tables, pages)
+    is_named = np.arange(PAGE_SLOTS) < tables.page_count[pages][:, None]
+    bad |= (is_named & ~is_readable).any(axis=1)
+    tables.page_holder[pages[bad]] = 0
+
+
+def _used_oldest_first(tables: Tables) -> Array:
+    """Return the slots that name a block: READY before RESERVED, each from the oldest on.
+
+    Where two slots claim one block, the slot of the interrupted call comes last.
+    """
+    used = np.flatnonzero((tables.slot_state == READY) | (tables.slot_state == RESERVED))
+    return used[np.lexsort((tables.slot_tick[used], tables.slot_state[used] != READY))]
+
+
+def _relink(tables: Tables, used: Array) -> None:
+    """Keep a parent link only where the parent is in use and one step nearer to the root."""
+    is_linked = np.zeros(tables.geometry.num_slots, dtype=bool)
+    is_linked[used[~audit.has_wrong_parent(tables, used)]] = True
+    tables.slot_parent[~is_linked] = -1
+    tables.slot_children[:] = audit.count_children(tables, _all_slots(tables))
+
+
+def _duplicates(tables: Tables, used: Array) -> Array:
+    """Return a mask of the slots that name a key and part which an earlier one names too."""
+    keys, parts = tables.slot_key[used], tables.slot_part[used]
+    # Sorting plain numbers releases the GIL, and sorting rows does not: with millions of slots the
+    # process's other threads would stand still for seconds.
+    order = np.lexsort((parts, *keys.T))
+    same = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
+    same &= parts[order[1:]] == parts[order[:-1]]
+    mask = np.zeros(len(used), dtype=bool)
+    # The sort is stable: of equal ones the first in `used` comes first.
+    mask[order[1:][same]] = True
+    return mask
+
+
+def _give_up(tables: Tables, lost: Array, now: float) -> None:
+    """Take slots out of use without breaking a lease or a copy that is still under way."""
+    reserved = tables.slot_state[lost] == RESERVED
+    leased = ~reserved & (tables.slot_leases[lost] > 0)
+    tables.slot_since[lost[reserved]] = now
+    tables.slot_state[lost[reserved]] = LIMBO
+    tables.slot_state[lost[leased]] = QUARANTINED
+    unlink(tables, lost[reserved | leased])
+    free(tables, lost[~reserved & ~leased])
+
+
+def _all_slots(tables: Tables) -> Array:
+    return np.arange(tables.geometry.num_slots)

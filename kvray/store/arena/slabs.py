@@ -1,0 +1,182 @@
+"""Slabs of an arena: each serves one block size for as long as it holds a block of it.
+
+Pure, like `slots`: the caller holds the arena's lock.
+"""
+
+import numpy as np
+
+from kvray.store.arena.eviction import classify, is_fit
+from kvray.store.arena.layout import FREE, READY
+from kvray.store.arena.tables import Array, Tables
+
+_FIRST = np.zeros(1, dtype=np.int64)
+_BUSY = np.uint64(2**64 - 1)
+"""In place of the time of use of what cannot go."""
+_CLASS_SHIFT = np.uint64(48)
+"""Times of use are below that: one a microsecond, for nine years."""
+
+
+def usable(tables: Tables, block_bytes: int) -> int:
+    """Return how many blocks of `block_bytes` a slab holds."""
+    return tables.geometry.slab_bytes // tables.geometry.stride(block_bytes)
+
+
+def block_sizes(tables: Tables) -> list[int]:
+    """Return the block sizes that slabs serve now, ascending; needs no lock."""
+    sizes = np.unique(tables.slab_block_bytes)
+    found: list[int] = sizes[sizes > 0].tolist()
+    return found
+
+
+def num_possible(tables: Tables, block_bytes: int) -> int:
+    """Return how many blocks of a size there can be: in its slabs and the spare ones."""
+    num_slabs = np.count_nonzero(np.isin(tables.slab_block_bytes, (0, block_bytes)))
+    return int(num_slabs) * usable(tables, block_bytes)
+
+
+def slots_of(tables: Tables, block_bytes: int) -> Array:
+    """Return the slots in slabs that serve `block_bytes`, ascending."""
+    slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
+    starts = slabs[:, None] * tables.geometry.slots_per_slab
+    slots: Array = (starts + np.arange(usable(tables, block_bytes))).ravel()
+    return slots
+
+
+def free_slots(tables: Tables, block_bytes: int) -> Array:
+    """Return the FREE slots in slabs that serve `block_bytes`, ascending."""
+    slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
+    free: Array = np.flatnonzero(_states(tables, slabs, block_bytes).ravel() == FREE)
+    if len(slabs) > 1 or (len(slabs) and slabs[0]):
+        at, column = np.divmod(free, usable(tables, block_bytes))
+        free = slabs[at] * tables.geometry.slots_per_slab + column
+    return free
+
+
+def num_available(tables: Tables, block_bytes: int) -> int:
+    """Return how many blocks of `block_bytes` fit without evicting any: in its slabs and spare."""
+    slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
+    free = np.count_nonzero(_states(tables, slabs, block_bytes) == FREE)
+    return int(free) + num_spare(tables) * usable(tables, block_bytes)
+
+
+def num_spare(tables: Tables) -> int:
+    """Return how many slabs serve no block size: any may take them."""
+    return int(np.count_nonzero(tables.slab_block_bytes == 0))
+
+
+def shortfall(tables: Tables, block_bytes: int, free_target: float) -> int:
+    """Return how many blocks must go so that `free_target` of the slots of its slabs is free.
+
+    Spare slabs count as its own: a slab that eviction empties becomes one.
+    """
+    num_slabs = int(np.count_nonzero(tables.slab_block_bytes == block_bytes))
+    target = int(num_slabs * usable(tables, block_bytes) * free_target)
+    return max(0, target - num_available(tables, block_bytes)) if target else 0
+
+
+def take_spare(tables: Tables, count: int, block_bytes: int) -> None:
+    """Give `block_bytes` as many spare slabs as `count` blocks need beside its FREE slots."""
+    spare = np.flatnonzero(tables.slab_block_bytes == 0)
+    missing = count - (
+        num_available(tables, block_bytes) - len(spare) * usable(tables, block_bytes)
+    )
+    if missing > 0:
+        needed = -(-missing // usable(tables, block_bytes))
+        tables.put(spare[:needed], slab_block_bytes=block_bytes)
+
+
+def give_back(tables: Tables, slots: Array) -> None:
+    """Return those slabs of `slots` that have become empty to all block sizes."""
+    slabs = np.unique(slots // tables.geometry.slots_per_slab)
+    empty = slabs[(_by_slab(tables)[slabs] == FREE).all(axis=1)]
+    tables.put(empty[tables.slab_block_bytes[empty] > 0], slab_block_bytes=0)
+
+
+def choose_to_clear(tables: Tables, count: int, block_bytes: int, *, protect: Array) -> Array:
+    """Return the blocks that go so that up to `count` slabs of other block sizes become spare.
+
+    The slabs are those whose last block to go is the first to go, of those that can be emptied:
+    nothing in them, and no block that hangs from one in them, is leased, being written or in
+    `protect`. Needs no lock: `eviction.keep_evictable` has the last word.
+    """
+    busy = (tables.slot_state != FREE) & (tables.slot_state != READY) | (tables.slot_leases > 0)
+    busy[protect] = True
+    above = _parents(tables)
+    used = np.append(np.where(busy, _BUSY, _order(tables, protect)), np.uint64(0))
+    used[:-1][tables.slot_state == FREE] = 0
+    for _ in range(_rounds(tables)):
+        np.maximum.at(used, above, used)
+        used[-1] = 0
+        above = above[above]
+    last_used = _by_slab(tables, used[:-1]).max(axis=1)
+    other = (tables.slab_block_bytes != block_bytes) & (tables.slab_block_bytes != 0)
+    slabs = np.flatnonzero(other & (last_used < _BUSY))
+    chosen = slabs[np.argsort(last_used[slabs], kind="stable")[:count]]
+    return np.flatnonzero(_with_descendants(tables, chosen) & (tables.slot_state == READY))
+
+
+def longest_runs_first(slots: Array, count: int) -> Array:
+    """Return `count` of the ascending `slots` in as few contiguous runs as possible."""
+    if len(slots) <= count or slots[-1] - slots[0] == len(slots) - 1:
+        return slots[:count]
+    breaks = np.flatnonzero(slots[1:] != slots[:-1] + 1) + 1
+    starts = np.concatenate((_FIRST, breaks))
+    lengths = np.concatenate((breaks, [len(slots)])) - starts
+    enough = np.flatnonzero(lengths >= count)
+    if len(enough):
+        start = starts[enough[lengths[enough].argmin()]]
+        return slots[start : start + count]
+    order = np.argsort(-lengths, kind="stable")
+    order = order[: int(np.searchsorted(np.cumsum(lengths[order]), count)) + 1]
+    picked = np.concatenate([np.arange(starts[i], starts[i] + lengths[i]) for i in order])
+    chosen: Array = slots[picked[:count]]
+    return chosen
+
+
+def _order(tables: Tables, protect: Array) -> Array:
+    """Return a number for each slot, u8: of READY blocks the lowest is to go first."""
+    order: Array = tables.slot_tick.copy()
+    fit = np.flatnonzero(is_fit(tables, np.arange(tables.geometry.num_slots)))
+    classes = classify(tables, fit, protect=protect)
+    if classes is not None:
+        order[fit] += classes.astype("<u8") << _CLASS_SHIFT
+    return order
+
+
+def _with_descendants(tables: Tables, slabs: Array) -> Array:
+    """Return a mask of the slots of `slabs` and of every block that hangs from one of them."""
+    marked = np.zeros(tables.geometry.num_slots + 1, dtype=bool)
+    _by_slab(tables, marked[:-1])[slabs] = True
+    above = _parents(tables)
+    for _ in range(_rounds(tables)):
+        marked |= marked[above]
+        above = above[above]
+    return marked[:-1]
+
+
+def _parents(tables: Tables) -> Array:
+    """Return every slot's parent, and one row more: it is where there is none, its own too."""
+    nowhere = tables.geometry.num_slots
+    parents = tables.parents()
+    has_one = (tables.slot_state != FREE) & (parents >= 0)
+    return np.append(np.where(has_one, parents, nowhere), nowhere)
+
+
+def _rounds(tables: Tables) -> int:
+    """Return after how many doublings every block has seen its root.
+
+    Counted, because without the lock parents may be seen to go in a circle.
+    """
+    return int(tables.slot_depth.max()).bit_length()
+
+
+def _states(tables: Tables, slabs: Array, block_bytes: int) -> Array:
+    """Return the states of the slots in use in `slabs`, shape [num_slabs, slots of a slab]."""
+    states: Array = _by_slab(tables)[slabs, : usable(tables, block_bytes)]
+    return states
+
+
+def _by_slab(tables: Tables, column: "Array | None" = None) -> Array:
+    """Return a column of the slot table (by default the states) as [num_slabs, slots_per_slab]."""
+    column = tables.slot_state if column is None else column
+    return column.reshape(tables.geometry.num_slabs, -1)

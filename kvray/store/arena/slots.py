@@ -1,0 +1,366 @@
+"""Slots of an arena: reserve -> write -> commit, or abort; evict; and the remains of a death.
+
+Every function changes only the tables, in steps that can be undone; the caller holds the arena's
+lock. Payloads are written between `reserve` and `commit`, outside the lock.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from kvray.errors import ConfigError
+from kvray.store.arena import key_index, slabs
+from kvray.store.arena.eviction import choose_victims, keep_evictable
+from kvray.store.arena.layout import (
+    DEFAULT_PRIORITY,
+    FREE,
+    LIMBO,
+    NO_SLOTS,
+    PRIORITY_MAX,
+    QUARANTINED,
+    READY,
+    RESERVED,
+)
+from kvray.store.arena.tables import Array, Tables
+
+_HINT = 2
+"""Candidates per block that must go: some turn out to be in use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """Slots that one writer may fill."""
+
+    rows: Array
+    """Index of each reserved slot in the requested keys; ascending."""
+    slots: Array
+    """The slots, one a row."""
+    words: Array = field(repr=False)
+    """`key_index.words` of the block that each slot will have."""
+    existing: int
+    """Keys that needed no slot: the arena has them, or somebody is writing them."""
+    dropped: int
+    """Keys that got no slot: no room, or their parent is not here."""
+    number: int = 0
+    """Never given twice in an arena's life. A commit counts only for slots that still have the
+    number, so that a late one cannot hit slots that somebody else has reserved since."""
+
+    def only(self, chosen: "Array | slice") -> "Reservation":
+        """Return the part of this reservation that `chosen`, a mask or a slice, names."""
+        return replace(
+            self, rows=self.rows[chosen], slots=self.slots[chosen], words=self.words[chosen]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Blocks that may go for others: found without the lock, checked again under it."""
+
+    own: Array = field(default_factory=lambda: NO_SLOTS)
+    """Blocks of the size to be stored, the first to go first."""
+    others: Array = field(default_factory=lambda: NO_SLOTS)
+    """Blocks of other sizes, enough to make slabs spare."""
+    tick: int = 0
+    """The arena's logical time when they were found."""
+
+    def __bool__(self) -> bool:
+        return bool(len(self.own) or len(self.others))
+
+
+def checked(
+    keys: Array, *, depth: int, part: int, block_bytes: int, priority: int | Array
+) -> int | Array:
+    """Refuse arguments of `reserve` that would only prove wrong in a half-done step.
+
+    Returns:
+        `priority` as `reserve` takes it: one, or one a key as u8.
+
+    Raises:
+        ConfigError: two keys are equal, or a number is out of range.
+    """
+    words = np.sort(keys[:, 0])
+    if (words[1:] == words[:-1]).any() and len(np.unique(keys, axis=0)) < len(keys):
+        raise ConfigError("The keys to reserve are not all different; give each block once.")
+    if not (0 <= part < 2**31 and 0 <= depth < 2**31):
+        raise ConfigError(f"A block cannot be part {part} at depth {depth}; both count from 0.")
+    if block_bytes < 1:
+        raise ConfigError(f"A block must have at least 1 byte, not {block_bytes}.")
+    if isinstance(priority, int) and 0 <= priority <= PRIORITY_MAX:
+        return priority
+    asked = np.asarray(priority)
+    if asked.shape not in ((), (len(keys),)) or ((asked < 0) | (asked > PRIORITY_MAX)).any():
+        raise ConfigError(
+            f"A retention priority is a number from 0 to {PRIORITY_MAX}, one for all blocks or one"
+            f" for each of the {len(keys)}."
+        )
+    return asked.astype(np.uint8) if asked.shape else int(asked)
+
+
+def find_candidates(
+    tables: Tables, keys: Array, *, parent: Array | None, part: int, block_bytes: int
+) -> Candidates:
+    """Return blocks that may go so that `keys` can be reserved; arguments as for `reserve`.
+
+    Needs no lock.
+    """
+    short = len(keys) - slabs.num_available(tables, block_bytes)
+    if short <= 0:
+        return Candidates()
+    tick = tables.tick
+    before, chain = _find(tables, keys, parent, part)
+    protect = chain[chain >= 0]
+    if before >= 0:
+        protect = np.append(protect, before)
+    within = slabs.slots_of(tables, block_bytes)
+    own = choose_victims(tables, _HINT * short, within=within, protect=protect)
+    others, missing = NO_SLOTS, short - len(own)
+    if missing > 0:
+        num_slabs = -(-missing // slabs.usable(tables, block_bytes))
+        others = slabs.choose_to_clear(tables, num_slabs, block_bytes, protect=protect)
+    return Candidates(own=own, others=others, tick=tick)
+
+
+def reserve(
+    tables: Tables,
+    keys: Array,
+    *,
+    parent: Array | None,
+    depth: int,
+    part: int,
+    block_bytes: int,
+    holder: int,
+    candidates: Candidates,
+    namespace: int = 0,
+    priority: int | Array = DEFAULT_PRIORITY,
+    needs_parent: bool = True,
+    is_last: bool = True,
+) -> Reservation | None:
+    """Reserve a slot for each key of a chain that the arena does not have.
+
+    Arguments as for `Arena.reserve`, but `keys` are u64 of shape [num_keys, 4] and `parent` is
+    [1, 4]; a parent that is here knows its depth better than `depth`. `holder` is the writer's row,
+    and `candidates` come from `find_candidates`. With `is_last` it makes do with fewer slots.
+
+    Returns:
+        The slots; None if there are too few and it is not the last try. Reserved keys are always
+        a prefix of the missing ones: a block whose parent is not here could never be matched.
+    """
+    before, chain = _find(tables, keys, parent, part)
+    if parent is not None and before < 0 and needs_parent:
+        tables.dropped += len(keys)
+        return _nothing(dropped=len(keys))
+    if before >= 0:
+        depth = int(tables.slot_depth[before]) + 1
+    number = tables.next_tick()
+    here = chain >= 0
+    found = chain[here]
+    protect = found if before < 0 else np.concatenate((found, [before]))
+    tables.slot_tick[protect] = number
+    if len(found):
+        _raise_priority(tables, found, priority if isinstance(priority, int) else priority[here])
+    wanted = np.flatnonzero(~here)
+    taken = _allocate(tables, len(wanted), block_bytes, protect=protect, candidates=candidates)
+    if len(taken) < len(wanted) and not is_last:
+        tables.undo.roll_back()
+        return None
+    rows = wanted[: len(taken)]
+    chain[rows] = taken
+    keys = keys[rows]
+    _fill(tables, taken, keys, depth=depth + rows, part=part, holder=holder)
+    tables.slot_namespace[taken] = namespace
+    tables.slot_priority[taken] = priority if isinstance(priority, int) else priority[rows]
+    tables.put(taken, slot_state=RESERVED)
+    _link(tables, chain, before)
+    full = key_index.insert(tables, taken, keys, part)
+    if full.any():  # cut the chain before the first block without a place in the index
+        cut = int(full.argmax())
+        free(tables, taken[cut:])
+        rows, taken = rows[:cut], taken[:cut]
+    dropped = len(wanted) - len(rows)
+    tables.dropped += dropped
+    return Reservation(
+        rows=rows,
+        slots=taken,
+        words=key_index.words(keys[: len(rows), 0], part),
+        existing=int(np.count_nonzero(here)),
+        dropped=dropped,
+        number=number,
+    )
+
+
+def _find(tables: Tables, keys: Array, parent: Array | None, part: int) -> tuple[int, Array]:
+    """Return the slot of `parent` and of each of `keys`, -1 where there is none."""
+    if parent is None:
+        return -1, key_index.find(tables, keys, part)
+    found = key_index.find(tables, np.concatenate((parent, keys)), part)
+    return int(found[0]), found[1:]
+
+
+def _nothing(*, dropped: int) -> Reservation:
+    none = NO_SLOTS.astype("<u8")
+    return Reservation(rows=NO_SLOTS, slots=NO_SLOTS, words=none, existing=0, dropped=dropped)
+
+
+def _fill(
+    tables: Tables, slots: Array, keys: Array, *, depth: Array, part: int, holder: int
+) -> None:
+    """Note what FREE slots will hold, and for whom; nobody looks before they are RESERVED."""
+    tables.slot_key[slots] = keys
+    tables.slot_part[slots] = part
+    tables.slot_depth[slots] = depth
+    tables.slot_parent[slots] = -1
+    tables.slot_holder[slots] = holder + 1
+    tables.slot_tick[slots] = tables.slot_number[slots] = tables.tick
+
+
+def _raise_priority(tables: Tables, slots: Array, asked: int | Array) -> None:
+    """Raise the priority of blocks that are here to the one requested now.
+
+    Not undone: the same request later has the same result.
+    """
+    held = tables.slot_priority.take(slots)
+    if (held < asked).any():
+        tables.slot_priority[slots] = np.maximum(held, asked)
+
+
+def _link(tables: Tables, chain: Array, before: int) -> None:
+    """Link each block of `chain` (-1: not here) that has no parent to the one before it.
+
+    These are the new blocks, and blocks that outlived a parent that is back now.
+    """
+    parents = np.concatenate(([before], chain[:-1]))
+    alone = (chain >= 0) & (parents >= 0) & (tables.slot_parent[chain] < 0)
+    blocks, parents = chain[alone], parents[alone]
+    # The depth must agree, so that no order of keys can make a block its own ancestor.
+    below = tables.slot_depth[blocks] == tables.slot_depth[parents] + 1
+    tables.put(blocks[below], slot_parent=parents[below])
+    tables.add(parents[below], slot_children=1)
+
+
+def commit(tables: Tables, reservation: Reservation, checksums: Array) -> int:
+    """Make reserved slots READY; return how many were still this reservation's to commit."""
+    mine = _still_reserved(tables, reservation)
+    # Whatever a checksum was seeded with, a slot must claim the block that it was reserved for.
+    other = mine & (key_index.words_in(tables, reservation.slots) != reservation.words)
+    if np.count_nonzero(other):
+        free(tables, reservation.slots[other])
+        mine &= ~other
+    slots = reservation.slots
+    if np.count_nonzero(mine) < len(slots):
+        slots, checksums = slots[mine], checksums[mine]
+    # The state last: a reader without the lock never sees a READY slot without its checksum.
+    tables.slot_checksum[slots] = checksums
+    tables.put(slots, slot_state=READY)
+    tables.changed(slots)
+    tables.stored += len(slots)
+    return len(slots)
+
+
+def abort(tables: Tables, reservation: Reservation) -> None:
+    """Give back reserved slots that will not be written."""
+    free(tables, reservation.slots[_still_reserved(tables, reservation)])
+
+
+def abort_holder(tables: Tables, holder: int) -> None:
+    """Give back all reservations of `holder`, which has stopped writing."""
+    free(tables, _reserved_by(tables, holder))
+
+
+def evict(tables: Tables, victims: Array) -> None:
+    """Evict `victims`, which `eviction` chose, as a step of its own."""
+    free(tables, victims)
+    tables.evicted += len(victims)
+    tables.undo.settle()
+
+
+def free(tables: Tables, slots: Array) -> None:
+    """Make `slots` FREE, whatever they were, and unlink them from parents and children."""
+    if not len(slots):
+        return
+    ready = slots[tables.slot_state[slots] == READY]
+    tables.put(slots, slot_state=FREE)
+    unlink(tables, slots)
+    tables.changed(ready)
+    slabs.give_back(tables, slots)
+
+
+def quarantine(tables: Tables, slots: Array) -> None:
+    """Take READY slots whose bytes are wrong out of service; they hold no block any more."""
+    bad = np.unique(slots[tables.slot_state[slots] == READY])
+    tables.put(bad, slot_state=QUARANTINED)
+    unlink(tables, bad)
+    tables.changed(bad)
+    tables.corrupt += len(bad)
+
+
+def strand(tables: Tables, holder: int, *, now: float) -> int:
+    """Send to LIMBO what a dead holder had reserved: a late copy may still land there."""
+    slots = _reserved_by(tables, holder)
+    tables.slot_since[slots] = now
+    tables.put(slots, slot_state=LIMBO)
+    unlink(tables, slots)
+    return len(slots)
+
+
+def reclaim(tables: Tables, *, before: float) -> int:
+    """Free the slots that went to LIMBO before then, and unleased QUARANTINED ones."""
+    limbo = (tables.slot_state == LIMBO) & (tables.slot_since <= before)
+    bad = (tables.slot_state == QUARANTINED) & (tables.slot_leases == 0)
+    slots = np.flatnonzero(limbo | bad)
+    tables.put(slots, slot_state=FREE)
+    slabs.give_back(tables, slots)
+    return len(slots)
+
+
+def unlink(tables: Tables, slots: Array) -> None:
+    """Take `slots` out of the index and out of their families; their state is set already."""
+    key_index.remove(tables, slots)
+    parents = tables.parents(slots)
+    tables.add(parents[parents >= 0], slot_children=-1)
+    bereft = slots[tables.slot_children[slots] > 0]
+    if len(bereft):
+        # Only the block of a failed writer, or a corrupt block, goes before its children.
+        children = np.flatnonzero(np.isin(tables.slot_parent, bereft))
+        tables.put(children, slot_parent=-1)
+    tables.put(slots, slot_children=0, slot_parent=-1)
+
+
+def _still_reserved(tables: Tables, reservation: Reservation) -> Array:
+    """Return a mask of the reservation's slots that nobody took from it."""
+    mine: Array = tables.slot_number.take(reservation.slots) == reservation.number
+    mine &= tables.slot_state.take(reservation.slots) == RESERVED
+    return mine
+
+
+def _reserved_by(tables: Tables, holder: int) -> Array:
+    mine = (tables.slot_state == RESERVED) & (tables.slot_holder == holder + 1)
+    return np.flatnonzero(mine)
+
+
+def _allocate(
+    tables: Tables, count: int, block_bytes: int, *, protect: Array, candidates: Candidates
+) -> Array:
+    """Return up to `count` FREE slots for `block_bytes`, evicting candidates if there are fewer."""
+    found = slabs.free_slots(tables, block_bytes)
+    if len(found) < count:
+        _make_room(tables, count, block_bytes, protect=protect, candidates=candidates)
+        slabs.take_spare(tables, count, block_bytes)
+        found = slabs.free_slots(tables, block_bytes)
+    return slabs.longest_runs_first(found, count)
+
+
+def _make_room(
+    tables: Tables, count: int, block_bytes: int, *, protect: Array, candidates: Candidates
+) -> None:
+    """Evict candidates until `count` slots can be had, in steps of their own."""
+    short = count - slabs.num_available(tables, block_bytes)
+    if short > 0:
+
+        def rank(own: Array) -> Array:
+            """Keep the order; but what was used since goes last."""
+            return np.arange(len(own)) + len(own) * (tables.slot_tick[own] > candidates.tick)
+
+        own = keep_evictable(tables, candidates.own, protect=protect, rank=rank)
+        evict(tables, own[:short])
+        if slabs.num_available(tables, block_bytes) < count:
+            evict(tables, keep_evictable(tables, candidates.others, protect=protect))

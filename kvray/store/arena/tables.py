@@ -1,0 +1,212 @@
+"""The tables of an arena as numpy views on its mapping."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from kvray.store.arena.layout import HEADER, READY, Array, Geometry, header_offset
+from kvray.store.arena.undo import NoUndo, UndoRecord
+
+__all__ = ["Array", "Tables"]
+
+_UNDONE = (
+    "slab_block_bytes",
+    "slot_state",
+    "slot_parent",
+    "slot_children",
+    "slot_leases",
+    "index_slot",
+    "index_tag",
+    "holder_live",
+    "page_holder",
+)
+"""Columns of the undo record: those that say what is what. The others say it better."""
+
+_STATE = header_offset("state")
+_WAITING = header_offset("waiting")
+
+
+def _word(field: str) -> Any:
+    """Return a property for a u64 of the header, five times faster than the header's own."""
+    at = header_offset(field) // 8
+
+    def read(self: "Tables") -> int:
+        return self._words[at]
+
+    def write(self: "Tables", value: int) -> None:
+        self._words[at] = value
+
+    return property(read, write)
+
+
+class Tables:
+    """One attribute a table of `Geometry.tables`, and the header.
+
+    Views on a buffer that may be shared with other processes. All functions that take a `Tables`
+    expect the caller to hold the arena's lock, unless they say otherwise. What can be told from
+    nothing else is written through `put` and `add` only, which can be undone.
+    """
+
+    slab_block_bytes: Array
+    slot_state: Array
+    slot_key: Array
+    slot_part: Array
+    slot_depth: Array
+    slot_parent: Array
+    slot_children: Array
+    slot_leases: Array
+    slot_holder: Array
+    slot_number: Array
+    slot_version: Array
+    slot_tick: Array
+    slot_checksum: Array
+    slot_since: Array
+    slot_namespace: Array
+    slot_priority: Array
+    index_slot: Array
+    index_tag: Array
+    holder_live: Array
+    holder_generation: Array
+    holder_pid: Array
+    holder_since: Array
+    holder_label: Array
+    page_holder: Array
+    page_lease: Array
+    page_next: Array
+    page_count: Array
+    page_since: Array
+    page_slots: Array
+    quota_namespace: Array
+    quota_mask: Array
+    quota_bytes: Array
+    undo_entry: Array
+    undo_log: Array
+
+    shard_epoch = _word("shard_epoch")
+    tick = _word("tick")
+    changes = _word("changes")
+    next_lease = _word("next_lease")
+    next_page = _word("next_page")
+    stored = _word("stored")
+    evicted = _word("evicted")
+    dropped = _word("dropped")
+    corrupt = _word("corrupt")
+    repairs = _word("repairs")
+    over_quota = _word("over_quota")
+
+    def __init__(
+        self,
+        buffer: Any,
+        geometry: Geometry,
+        *,
+        has_data: bool = True,
+        has_undo: bool = True,
+    ) -> None:
+        """Lay views over `buffer`.
+
+        Args:
+            buffer: `geometry.file_bytes` bytes, or `geometry.table_bytes` without data.
+            geometry: the figures that all offsets follow from.
+            has_data: whether the slots' bytes follow the tables; if not, they lie elsewhere, as
+                in files, and `data` is empty.
+            has_undo: whether what is overwritten is noted, so that a step can be undone.
+        """
+        self.geometry = geometry
+        self.bucket_mask = np.uint64(geometry.num_buckets - 1)
+        self.header: Array = np.ndarray((), HEADER, buffer)
+        self._words = memoryview(buffer)[: HEADER.itemsize].cast("Q")
+        self._state = memoryview(buffer)[_STATE : _STATE + 4].cast("I")
+        self.waiting = memoryview(buffer)[_WAITING : _WAITING + 8].cast("Q")
+        offsets = geometry.offsets()
+        for name, dtype, shape in geometry.tables():
+            setattr(self, name, np.ndarray(shape, dtype, buffer, offsets[name]))
+        data_bytes, at = (geometry.capacity, offsets["data"]) if has_data else (0, 0)
+        self.data: Array = np.ndarray((data_bytes,), "u1", buffer, at)
+        self.columns = {name: getattr(self, name).reshape(-1) for name in _UNDONE}
+        self.undo: UndoRecord | NoUndo = NoUndo()
+        if has_undo:
+            self.undo = UndoRecord(self.columns, self._words, self.undo_entry, self.undo_log)
+
+    @property
+    def state(self) -> int:
+        """LIVE or RETIRED; may be read without the lock, and is never undone."""
+        return self._state[0]
+
+    @state.setter
+    def state(self, state: int) -> None:
+        self._state[0] = state
+
+    def put(self, index: Array, **values: Any) -> None:
+        """Write the rows `index`, each at most once in it, of the columns that `values` names."""
+        self.undo.note(index, values)
+        for name, value in values.items():
+            self.columns[name][index] = value
+
+    def add(self, index: Array, **amounts: Any) -> None:
+        """Add to the rows `index` of the columns that `amounts` names, as often as they occur."""
+        self.undo.note(index, amounts)
+        for name, amount in amounts.items():
+            column = self.columns[name]
+            # Of the column's own type it costs a thirtieth.
+            np.add.at(column, index, column.dtype.type(amount))
+
+    def next_tick(self) -> int:
+        """Advance and return the arena's logical time, the measure of recency."""
+        tick: int = self.tick + 1
+        self.tick = tick
+        return tick
+
+    def changed(self, slots: Array) -> None:
+        """Note that `slots` became or ceased to be READY, for whoever announces it."""
+        self.slot_version[slots] += 1
+        self.changes += 1
+
+    def changes_since(
+        self, seen: Array, section: Callable[[], AbstractContextManager[bool]]
+    ) -> tuple[Array, Array, Array]:
+        """Return what became or ceased to be READY since `seen`, and bring `seen` up to date.
+
+        A slot may have changed more than once: the caller remembers what it held before.
+
+        Args:
+            seen: the slot versions at the last call, u32 [num_slots]; changed in place.
+            section: holds the lock; False: the tables are busy, and nothing counts as changed.
+
+        Returns:
+            (slots that changed, mask of those READY now, their keys, which mean nothing where a
+            slot is not READY).
+        """
+        # Without the lock: the next call sees what this one misses by a moment.
+        changed = np.flatnonzero(self.slot_version != seen)
+        if not len(changed):
+            return changed, changed.astype(bool), self.slot_key[changed]
+        with section() as entered:
+            changed = changed if entered else changed[:0]
+            seen[changed] = self.slot_version[changed]
+            return changed, self.slot_state[changed] == READY, self.slot_key[changed]
+
+    def parents(self, slots: "Array | slice" = slice(None)) -> Array:
+        """Return the slot of the block before each of `slots`, i4; -1 where there is none."""
+        parents = self.slot_parent[slots]
+        # Whatever the table says: what is no slot is none.
+        found: Array = np.where(parents.view("<u4") < self.geometry.num_slots, parents, -1)
+        return found
+
+    def block_bytes(self, slots: Array) -> Array:
+        """Return the bytes of the block in each of `slots`, i8."""
+        sizes: Array = self.slab_block_bytes[slots // self.geometry.slots_per_slab]
+        return sizes.astype(np.int64)
+
+    def name(self, slot: int) -> str:
+        """Return the key in a slot as people see it: its first 8 hex digits."""
+        return bytes(self.slot_key[slot].tobytes()).hex()[:8]
+
+    def rows(self, slab: int) -> Array:
+        """Return a slab's slots as bytes, shape [slots, stride]."""
+        geometry = self.geometry
+        stride = geometry.stride(int(self.slab_block_bytes[slab]))
+        count = geometry.slab_bytes // stride
+        start = slab * geometry.slab_bytes
+        return self.data[start : start + count * stride].reshape(count, stride)

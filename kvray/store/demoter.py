@@ -1,0 +1,329 @@
+"""Writes blocks of an arena to a store: those that go next, or all of them at the end.
+
+A block is written while it is still in the arena, so that eviction never waits for a device. Its
+ancestors are written too, because without them it is never found.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvray.errors import CapacityError
+from kvray.store.arena import slabs
+from kvray.store.arena.arena import Arena
+from kvray.store.arena.eviction import choose_victims
+from kvray.store.arena.layout import NO_SLOTS, READY
+from kvray.store.arena.lease import Lease
+from kvray.store.arena.tables import Array
+from kvray.store.demotion import paths_to
+from kvray.store.nvme.budget import WriteBudget
+from kvray.store.nvme.store import NvmeStore
+from kvray.store.nvme.terms import Demotion
+from kvray.store.retention import Retention, find_alike
+
+_log = logging.getLogger("kvray.nvme")
+
+_BATCH_BYTES = 64 * 2**20
+"""Bytes that are leased and written at once: worth a sync, and released soon."""
+_BATCH_SHARE = 1 / 16
+"""Share of the arena that one batch takes at most: it cannot be evicted meanwhile."""
+_ROOM_SHARE = 0.01
+"""Share of the store's blocks of a size that goes at once when it is full."""
+_LOCK_WAIT_S = 0.5
+_BUSY_S = 0.001
+_SAVE_S = 60.0
+"""How often the write budget's ledger is saved."""
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all."""
+
+
+@dataclass(slots=True)
+class DemotionCounts:
+    """Counts of a demoter; read from any thread."""
+
+    demoted_blocks: int = 0
+    demoted_bytes: int = 0
+    refused_blocks: int = 0
+    """Blocks that are not likely to be used again."""
+    postponed_rounds: int = 0
+    """Rounds in which the write budget was used up."""
+
+
+class Demoter:
+    """Demotes from `arena` to `store`; for one thread at a time, which waits for the device."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        store: NvmeStore,
+        *,
+        high_watermark: float,
+        budget: WriteBudget,
+        retention: Retention,
+    ) -> None:
+        """Demote what lies above `high_watermark`, a share of the arena's slots.
+
+        Args:
+            arena: this process has joined it.
+            store: the tier below.
+            high_watermark: see above.
+            budget: the bytes that may be written.
+            retention: says which blocks go next from either tier, and which are worth a write.
+        """
+        self.counts = DemotionCounts()
+        self._arena = arena
+        self._store = store
+        self._high_watermark = high_watermark
+        capacity = arena.tables.geometry.capacity
+        self._batch_bytes = min(_BATCH_BYTES, int(_BATCH_SHARE * capacity))
+        self._budget = budget
+        self._retention = retention
+        self._unreleased: list[Lease] = []
+        self._is_full_for: set[int] = set()
+        self._save_at = 0.0
+        # Number and last use of the block in each slot when it was written or refused: until its
+        # next use there is nothing more to do.
+        num_slots = arena.tables.geometry.num_slots
+        self._settled_number, self._settled_tick = np.zeros((2, num_slots), dtype="<u8")
+
+    def demote_ahead(self) -> int:
+        """Write some of the blocks that go next; return how many, 0 if all is done for now.
+
+        Raises:
+            CapacityError, TierError: the device failed.
+            ShardUnavailable: arena or store were closed.
+        """
+        self._release()
+        tables = self._arena.tables
+        for size in slabs.block_sizes(tables):
+            above = self._num_above(size)
+            if above > 0 and size not in self._is_full_for:
+                within = slabs.slots_of(tables, size)
+                going = choose_victims(tables, above, within=within, rank=self._retention.rank)
+                if written := self._demote(going, size):
+                    return written
+        return 0
+
+    def flush(self, *, until: float, progress: Progress = lambda done, total: None) -> int:
+        """Write all blocks that the store does not have; return how many.
+
+        The blocks that would go last come first. They survive a power loss when this returns.
+
+        Args:
+            until: `time.monotonic` after which no other batch is begun.
+            progress: told of bytes.
+
+        Raises:
+            CapacityError, TierError, ShardUnavailable: as for `demote_ahead`.
+        """
+        tables = self._arena.tables
+        ready = np.flatnonzero(tables.slot_state == READY)
+        ready = ready[~self._is_below(ready)]
+        ready = ready[np.argsort(self._retention.rank(ready), kind="stable")[::-1]]
+        sizes = tables.block_bytes(ready)
+        ends, written = np.cumsum(sizes), 0
+        # More than the store takes would drive out the first ones.
+        ready = ready[: np.searchsorted(ends, self._store.geometry.capacity, side="right")]
+        total = int(ends[len(ready) - 1]) if len(ready) else 0
+        progress(0, total)
+        for batch, done in _batches(ready, sizes, self._batch_bytes):
+            affordable = self._affordable(batch)
+            if time.monotonic() > until or not len(affordable):
+                break
+            for paths in self._by_batch(paths_to(tables, affordable, self._is_below)):
+                # No later call writes a block that is left out here.
+                while (now_there := self._write(paths)) is None and time.monotonic() <= until:
+                    time.sleep(_BUSY_S)
+                written += now_there or 0
+            progress(done, total)
+        self._store.flush(note_use=True)
+        self._budget.save(self._store.directory)
+        return written
+
+    def close(self) -> None:
+        """Release all leases, and save the budget. Twice is fine."""
+        self._release()
+        self._budget.save(self._store.directory)
+
+    # -- choosing -----------------------------------------------------------------------------
+
+    def _num_above(self, block_bytes: int) -> int:
+        """Return how many blocks of a size are above the watermark of all that it could have."""
+        tables = self._arena.tables
+        most = slabs.num_possible(tables, block_bytes)
+        used = most - slabs.num_available(tables, block_bytes)
+        return used - int(self._high_watermark * most)
+
+    def _demote(self, going: Array, block_bytes: int) -> int:
+        """Write the first of the blocks `going`, all of one size; return how many."""
+        tables = self._arena.tables
+        new = going[~self._is_settled(going)]
+        below = self._is_below(new)
+        self._settle(new[below])
+        new = new[~below]
+        admitted = self._retention.admits(new)
+        # Not settled: what another node keeps now may be the last copy by the next look.
+        refused = new[~admitted]
+        refused = refused[~self._retention.are_duplicates(refused)]
+        self.counts.refused_blocks += len(refused)
+        self._settle(refused)
+        new = new[admitted][: max(1, self._batch_bytes // block_bytes)]
+        affordable = self._affordable(new)
+        if len(affordable) < len(new):
+            self.counts.postponed_rounds += 1
+        new, written = affordable, 0
+        try:
+            for paths in self._by_batch(paths_to(tables, new, self._is_below)):
+                now_there = self._write(paths)
+                if now_there is None:
+                    return written  # the rest is for the next round
+                written += now_there
+        except CapacityError as error:
+            if self._store.geometry.stride(block_bytes) <= self._store.geometry.slab_bytes:
+                raise
+            _log.warning(
+                "Blocks of %d bytes stay out of the NVMe tier: %s", block_bytes, str(error)
+            )
+            self._is_full_for.add(block_bytes)
+        self._settle(new)
+        return written
+
+    def _affordable(self, chosen: Array) -> Array:
+        """Return the first of `chosen` that the budget has room for; ancestors come on top."""
+        room = self._budget.available(time.time())
+        if room is None:
+            return chosen
+        ends = np.cumsum(self._arena.tables.block_bytes(chosen))
+        return chosen[: np.searchsorted(ends, room, side="right")]
+
+    def _is_below(self, chosen: Array) -> Array:
+        is_below: Array = find_alike(self._arena.tables, chosen, self._store.tables) >= 0
+        return is_below
+
+    def _is_settled(self, chosen: Array) -> Array:
+        tables = self._arena.tables
+        same: Array = self._settled_number[chosen] == tables.slot_number[chosen]
+        same &= self._settled_tick[chosen] == tables.slot_tick[chosen]
+        return same
+
+    def _settle(self, chosen: Array) -> None:
+        self._settled_number[chosen] = self._arena.tables.slot_number[chosen]
+        self._settled_tick[chosen] = self._arena.tables.slot_tick[chosen]
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def _by_batch(self, paths: Sequence[Array]) -> Iterator[list[Array]]:
+        """Yield pieces of the paths, so many at a time as are written at once."""
+        batch: list[Array] = []
+        left = self._batch_bytes
+        for path in paths:
+            size = int(self._arena.tables.block_bytes(path[:1])[0])
+            step = max(1, self._batch_bytes // size)
+            for start in range(0, len(path), step):
+                batch.append(path[start : start + step])
+                left -= len(batch[-1]) * size
+                if left <= 0:
+                    yield batch
+                    batch, left = [], self._batch_bytes
+        if batch:
+            yield batch
+
+    def _write(self, paths: Sequence[Array]) -> int | None:
+        """Write blocks that are still what they were.
+
+        Returns:
+            How many are in the store now; None if the arena was busy: try again.
+        """
+        tables = self._arena.tables
+        numbers = [tables.slot_number[path] for path in paths]
+        held = self._arena.lease_slots(np.concatenate(paths))
+        if held is None:
+            return None
+        try:
+            # From here on a leased block stays. A path ends at the first slot that is not leased or
+            # holds another block.
+            leased = self._arena.leased_slots(held)
+            demotions: list[Demotion] = []
+            try:
+                for path, number in zip(paths, numbers, strict=True):
+                    kept = np.isin(path, leased) & (tables.slot_number[path] == number)
+                    num_kept = len(path) if kept.all() else int(kept.argmin())
+                    if num_kept:
+                        demotions.append(self._reserve(path[:num_kept]))
+            except BaseException:
+                for one in demotions:
+                    self._store.abort(one.pending)
+                raise
+            masks = self._store.write(demotions, tables)
+        finally:
+            self._unreleased.append(held)
+            self._release()
+        pairs = list(zip(demotions, masks, strict=True))
+        targets = [one.pending.reservation.slots[mask] for one, mask in pairs]
+        written = np.concatenate([NO_SLOTS, *(one.arena_slots[mask] for one, mask in pairs)])
+        self._retention.demoted(np.concatenate([NO_SLOTS, *targets]), written)
+        return self._count(written)
+
+    def _reserve(self, path: Array) -> Demotion:
+        tables = self._arena.tables
+        before = int(tables.parents(path[:1])[0])
+        self._make_room(path if before < 0 else np.append(path, before))
+        pending = self._store.reserve(
+            tables.slot_key[path],
+            parent=None if before < 0 else tables.slot_key[before : before + 1],
+            depth=int(tables.slot_depth[path[0]]),
+            part=int(tables.slot_part[path[0]]),
+            block_bytes=int(tables.block_bytes(path[:1])[0]),
+            namespace=int(tables.slot_namespace[path[0]]),
+            priority=tables.slot_priority[path],
+        )
+        return Demotion(pending=pending, arena_slots=path[pending.reservation.rows])
+
+    def _make_room(self, wanted: Array) -> None:
+        """Evict from the store the blocks of lowest rank, so that these blocks fit."""
+        size = int(self._arena.tables.block_bytes(wanted[:1])[0])
+        below = self._store.tables
+        short = len(wanted) - slabs.num_available(below, size)
+        if short <= 0:
+            return
+        within = slabs.slots_of(below, size)
+        protect = find_alike(self._arena.tables, wanted, below)
+        # To rank all of them is costly: evict more than needed at once.
+        count = max(short, int(_ROOM_SHARE * len(within)))
+        victims = choose_victims(
+            below,
+            count,
+            within=within,
+            protect=protect[protect >= 0],
+            rank=self._retention.rank_below,
+        )
+        self._retention.evicted_below(self._store.evict(victims))
+
+    def _count(self, written: Array) -> int:
+        num_bytes = int(self._arena.tables.block_bytes(written).sum())
+        self._budget.spend(num_bytes, time.time())
+        if time.monotonic() >= self._save_at:
+            self._save_at = time.monotonic() + _SAVE_S
+            self._budget.save(self._store.directory)
+        self.counts.demoted_blocks += len(written)
+        self.counts.demoted_bytes += num_bytes
+        return len(written)
+
+    def _release(self) -> None:
+        if self._unreleased and self._arena.release(*self._unreleased, wait_s=_LOCK_WAIT_S):
+            self._unreleased.clear()
+
+
+def _batches(slots: Array, sizes: Array, most: int) -> Iterator[tuple[Array, int]]:
+    """Yield slots of up to `most` bytes, and the bytes of all up to the last of them."""
+    ends = np.cumsum(sizes[: len(slots)])
+    start = 0
+    while start < len(slots):
+        before = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + most, side="right")))
+        yield slots[start:stop], int(ends[stop - 1])
+        start = stop

@@ -1,0 +1,1 @@
+"""What the operating system gives a store: mounts, memory limits, permissions and locks."""

@@ -1,0 +1,120 @@
+"""Who may open what a tier makes on a node: its own user, and a group if one is named.
+
+Modes are set after a file was made, so that no umask has a say in them. Group members open the
+arena, its lock file and the socket; they make and remove nothing, for the directory is not theirs
+to write to.
+"""
+
+import grp
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvray.errors import ConfigError, ShardUnavailable
+
+
+def is_own(found: os.stat_result) -> bool:
+    """Return whether what `lstat` has found is a directory of this user's, and no link to one."""
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """The user of this process alone, or with it the members of a group."""
+
+    gid: int | None = None
+
+    @classmethod
+    def of(cls, group: str | None) -> "Access":
+        """Return the access of `arena.group`, a name or a number.
+
+        Raises:
+            ConfigError: this machine knows no such group.
+        """
+        if group is None:
+            return cls()
+        if group.isdecimal() and len(group) <= 10 and int(group) < 2**32 - 1:
+            return cls(gid=int(group))
+        try:
+            return cls(gid=grp.getgrnam(group).gr_gid)
+        except (KeyError, ValueError):
+            raise ConfigError(
+                f"arena.group names {group!r:.40}, and this machine has no such group; give one of"
+                " `getent group`, or a number where containers know it by other names."
+            ) from None
+
+    @property
+    def file_mode(self) -> int:
+        """Permissions of files and sockets."""
+        return 0o600 if self.gid is None else 0o660
+
+    @property
+    def directory_mode(self) -> int:
+        """Permissions of directories."""
+        return 0o700 if self.gid is None else 0o750
+
+    def give(self, file: int | Path) -> None:
+        """Have a file or socket of this user's with these permissions.
+
+        Raises:
+            ConfigError: this user may not give it to the group.
+            OSError: it is not there, or not this user's.
+        """
+        self._give(file, self.file_mode)
+
+    def give_directory(self, directory: Path) -> None:
+        """Have a directory of this user's with these permissions; raises as `give`."""
+        self._give(directory, self.directory_mode)
+
+    def check_own(self, directory: Path) -> None:
+        """Refuse a directory that this user has not made: others could put files into it.
+
+        Raises:
+            ConfigError: it is another user's, or a link.
+            OSError: it cannot be looked at.
+        """
+        if not is_own(directory.lstat()):
+            raise ConfigError(
+                f"{directory} belongs to another user or is a link; choose another directory, or"
+                " another cluster_name."
+            )
+
+    def check_trust(self, directory: Path) -> None:
+        """Refuse a directory in which somebody else may have laid an arena of his own.
+
+        It must be this user's, or of the group and nobody's to write to but its user's: nobody
+        outside a group can make files of that group.
+
+        Raises:
+            ShardUnavailable: it is somebody else's.
+        """
+        try:
+            found = directory.lstat()
+        except OSError:
+            return  # what is not there, or cannot be seen, is not opened either
+        mode = stat.S_IMODE(found.st_mode)
+        is_of_group = self.gid is not None and found.st_gid == self.gid and not mode & 0o022
+        if is_own(found) or (stat.S_ISDIR(found.st_mode) and is_of_group):
+            return
+        raise ShardUnavailable(
+            f"{directory} is of user {found.st_uid}, group {found.st_gid}, mode {mode:04o}, and"
+            f" this process, of user {os.geteuid()}, does not trust it; run both as one user, or"
+            " set arena.group to a group of both, the same for tier and engines."
+        )
+
+    def _give(self, file: int | Path, mode: int) -> None:
+        if self.gid is not None:
+            try:
+                os.chown(file, -1, self.gid)
+            except PermissionError:
+                raise ConfigError(
+                    f"This user ({os.geteuid()}) may not give files to the group {self.gid} of"
+                    " arena.group; make it a member of the group and restart Ray, or choose"
+                    " another group."
+                ) from None
+        os.chmod(file, mode)  # behind chown, which may clear bits
+
+
+OWN_USER = Access()
+"""The user of this process alone."""

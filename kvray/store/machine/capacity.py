@@ -1,0 +1,253 @@
+"""Does an arena fit? What mount, cgroups, machine and Ray leave, and the arithmetic in words."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvray.errors import CapacityError
+from kvray.store.machine.cgroup import Cgroup, limiting_cgroups
+from kvray.store.machine.mounts import mount_of
+
+_SHM = Path("/dev/shm")
+_MEMINFO = Path("/proc/meminfo")
+_HUGE_POOLS = Path("/sys/kernel/mm/hugepages")
+_SPARE = 64 * 2**20
+"""Left out of the capacity that a refusal names: the figures move until somebody has read it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryClaims:
+    """What Ray takes of this node's memory, and how much of that may be in use at all."""
+
+    object_store_bytes: int
+    """Of its object store, what is not filled yet."""
+    threshold: float
+    """Share of the node's memory above which Ray kills workers, for as long as it is exceeded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MountRoom:
+    """What a mount has; sizes in bytes."""
+
+    point: Path
+    size: int
+    free: int
+    is_shm: bool
+    """Whether Ray's object store fills it too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HugePool:
+    """The huge pages that the machine has set aside; nobody else can have them."""
+
+    path: Path
+    page_bytes: int
+    total: int
+    left: int
+    """Pages, as `total`: neither in use nor promised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeMemory:
+    """What a node has for a file in memory at one place, as of now; sizes in bytes."""
+
+    total: int
+    available: int
+    cgroups: tuple[Cgroup, ...] = ()
+    """Those that limit this process, the innermost first."""
+    mount: MountRoom | None = None
+    """None: it has no limit of its own."""
+    pool: HugePool | None = None
+    """None: the mount is no hugetlbfs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """One bound on the size of a file in memory."""
+
+    name: str
+    limit: int
+    left: int
+    words: str
+    """How `left` comes about; the end of "The arena needs so much, but"."""
+    remedy: str = ""
+    """What helps but a smaller arena; the end of "lower arena.capacity"."""
+
+
+def check_room(
+    directory: Path,
+    file_bytes: int,
+    claims: MemoryClaims | None = None,
+    *,
+    largest: Callable[[int], int],
+) -> None:
+    """Make sure that a file of `file_bytes` can be held in memory at `directory`.
+
+    Args:
+        directory: where it is to lie.
+        file_bytes: its size.
+        claims: what Ray takes here; None: there is no Ray.
+        largest: gives the largest arena.capacity whose file fits into so many bytes; 0: none does.
+
+    Raises:
+        CapacityError: it does not fit; the message has the arithmetic and the fix.
+    """
+    bounds = rooms(read_memory(directory), file_bytes, claims)
+    room = min(bounds, key=lambda room: room.left)
+    if file_bytes <= room.left:
+        return
+    fitting = rounded_down(largest(room.left - _SPARE))
+    raise CapacityError(
+        f"The arena needs {_gib(file_bytes)}, but {room.words};"
+        f" {f'lower arena.capacity to {fitting}' if fitting else 'free memory'}{room.remedy}."
+    )
+
+
+def read_memory(directory: Path) -> NodeMemory:
+    """Return what this machine has for a file in `directory`."""
+    total, available = _machine()
+    mount = mount_of(directory)
+    is_huge = mount is not None and mount.kind == "hugetlbfs"
+    return NodeMemory(
+        total=total,
+        available=available,
+        cgroups=tuple(limiting_cgroups()),
+        mount=read_mount(directory),
+        pool=_huge_pool(os.statvfs(directory).f_frsize) if is_huge else None,
+    )
+
+
+def read_mount(directory: Path) -> MountRoom | None:
+    """Return what the mount of a directory has, if it is of limited size."""
+    stat = os.statvfs(directory)
+    if not stat.f_blocks:
+        return None
+    return MountRoom(
+        point=directory,
+        size=stat.f_blocks * stat.f_frsize,
+        free=stat.f_bavail * stat.f_frsize,
+        is_shm=_is_shm(directory),
+    )
+
+
+def rooms(memory: NodeMemory, file_bytes: int, claims: MemoryClaims | None) -> Iterator[Room]:
+    """Yield every bound on a file of `file_bytes`, with Ray's object store filled up. Pure."""
+    yield from mount_rooms(memory, file_bytes, claims)
+    if memory.pool is None:  # else nobody else can have its pages, whatever memory is full
+        yield from memory_rooms(memory, claims)
+
+
+def mount_rooms(
+    memory: NodeMemory, file_bytes: int, claims: MemoryClaims | None = None
+) -> Iterator[Room]:
+    """Yield the bounds of the mount on a file of `file_bytes`. Pure."""
+    filling = 0 if claims is None or memory.pool is not None else claims.object_store_bytes
+    if memory.mount is not None:
+        yield _mounted(memory.mount, filling if memory.mount.is_shm else 0)
+    if memory.pool is not None:
+        yield _pooled(memory.pool, file_bytes)
+
+
+def memory_rooms(memory: NodeMemory, claims: MemoryClaims | None) -> Iterator[Room]:
+    """Yield the bounds on all memory, of mounts and of processes. Pure."""
+    filling = 0 if claims is None else claims.object_store_bytes
+    for cgroup in memory.cgroups:
+        yield Room(
+            name=f"cgroup {cgroup.path}",
+            limit=cgroup.limit,
+            left=cgroup.left - filling,
+            words=f"the cgroup {cgroup.path} leaves {_gib(cgroup.left)} of its limit of"
+            f" {_gib(cgroup.limit)}{_less(filling)}",
+            remedy=" or raise that limit",
+        )
+    yield Room(
+        name="machine",
+        limit=memory.total,
+        left=memory.available - filling,
+        words=f"{_gib(memory.available)} of the machine's {_gib(memory.total)} are"
+        f" available{_less(filling)}",
+    )
+    if claims is not None:
+        yield _under_threshold(memory, claims)
+
+
+def rounded_down(size: int) -> str:
+    """Return `size` as a setting that is not larger; "" for nothing."""
+    if size >= 2**30:
+        return f"{size * 10 // 2**30 / 10:.1f}GiB"
+    return f"{size // 2**20}MiB" if size >= 2**20 else ""
+
+
+def _mounted(mount: MountRoom, filling: int) -> Room:
+    return Room(
+        name=str(mount.point),
+        limit=mount.size,
+        left=mount.free - filling,
+        words=f"{_gib(mount.free)} are free in {mount.point}{_less(filling)}",
+        remedy=" or enlarge the mount",
+    )
+
+
+def _is_shm(directory: Path) -> bool:
+    """Whether the directory is on the mount that Ray's object store fills too."""
+    return _SHM.exists() and os.stat(_SHM).st_dev == os.stat(directory).st_dev
+
+
+def _huge_pool(page_bytes: int) -> HugePool:
+    pool = _HUGE_POOLS / f"hugepages-{page_bytes // 1024}kB"
+    total, free, promised = (
+        int((pool / name).read_text())
+        for name in ("nr_hugepages", "free_hugepages", "resv_hugepages")
+    )
+    return HugePool(path=pool, page_bytes=page_bytes, total=total, left=free - promised)
+
+
+def _pooled(pool: HugePool, file_bytes: int) -> Room:
+    """Return what is left of the pages that the machine has set aside for hugetlbfs."""
+    left = pool.left * pool.page_bytes
+    wanted = pool.total - pool.left + -(-file_bytes // pool.page_bytes)
+    return Room(
+        name="huge pages",
+        limit=pool.total * pool.page_bytes,
+        left=left,
+        words=f"{_gib(left)} are left of the machine's huge pages",
+        remedy=f" or run `echo {wanted} > {pool.path}/nr_hugepages`",
+    )
+
+
+def _under_threshold(memory: NodeMemory, claims: MemoryClaims) -> Room:
+    """Return what may come into use before Ray's memory monitor, which sums as here, kills.
+
+    It takes a container's limit for the node's memory, and tmpfs for used like everything else.
+    """
+    total, used = memory.total, memory.total - memory.available
+    for cgroup in memory.cgroups:
+        if cgroup.is_root and cgroup.limit <= total:
+            total = cgroup.limit
+            used = max(0, cgroup.usage - cgroup.idle_cache - cgroup.active_cache)
+    allowed = int(claims.threshold * total)
+    return Room(
+        name=f"Ray's threshold, {claims.threshold:g} x {_gib(total)}",
+        limit=allowed,
+        left=allowed - used - claims.object_store_bytes,
+        words=f"Ray kills workers above {claims.threshold:g} x {_gib(total)} = {_gib(allowed)}, of"
+        f" which {_gib(used)} are in use{_less(claims.object_store_bytes)}",
+        remedy=", give Ray a smaller object store or raise RAY_memory_usage_threshold",
+    )
+
+
+def _machine() -> tuple[int, int]:
+    figures = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+    total, available = (
+        int(figures[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")
+    )
+    return total, available
+
+
+def _less(filling: int) -> str:
+    return f", less {_gib(filling)} that Ray's object store may still take" if filling else ""
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}GiB"

@@ -1,0 +1,221 @@
+"""The lock over an arena's tables: mutual exclusion between threads and processes, held briefly."""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import cast
+
+from kvray.store.machine.side_file import ARENA_BYTE, LOCK, Description, SideFile, Until
+
+_BACKOFF_S = (0.00002, 0.00005, 0.0001, 0.0002)
+
+_MARK_S = 0.001
+"""How long the mark of a waiting process counts, unless it marks again: some of its pauses."""
+_TURN_S = 0.002
+"""How long a thread waits for its turn before it looks whether somebody has lost theirs."""
+_AGAIN_S = 0.001
+"""A process that wants the lock again so soon lets those who wait go first, up to `_YIELD_S`."""
+_YIELD_S = 0.0015
+
+
+class ArenaLock:
+    """The lock over an arena's tables: tried for a bounded time, never waited for.
+
+    The lock never outlives its section, wherever an exception from outside hits: Ctrl-C, a signal's
+    handler, one thread that raises in another. Two things make sure of that:
+
+    - The end of a section is one object. Only the interpreter's `with` refers to it, on its stack,
+      so it goes when the `with` does, however that ends. No frame has it among its variables,
+      where a traceback could keep it.
+    - When the object goes, a single C function runs: the unlocking. No bytecode comes between, in
+      which an exception could be raised.
+
+    Normally a section ends by itself, and nothing is left to do when the object goes.
+
+    A waiting thread says so in `waiting`, a word that the processes share. A thread that has just
+    had the lock and wants it again looks there first, and lets the waiting one go before it. The
+    word is a hint: it says until when it counts, so that nobody has to clean up after a death.
+    """
+
+    def __init__(self, side_file: SideFile, waiting: memoryview | None = None) -> None:
+        """Lock byte ARENA_BYTE of `side_file`.
+
+        Args:
+            side_file: the arena's.
+            waiting: a u64 in shared memory; None: nobody goes first.
+        """
+        self._side_file = side_file
+        self._waiting = memoryview(bytearray(8)).cast("Q") if waiting is None else waiting
+        self._released = 0.0
+
+    def section(
+        self,
+        wait_s: float,
+        opened: Callable[[], bool],
+        closed: Callable[[BaseException | None], None],
+    ) -> AbstractContextManager[bool]:
+        """Return a context manager that tries for the lock for `wait_s`, and holds it inside.
+
+        Args:
+            wait_s: longest try.
+            opened: called first with the lock; its answer is the section's value. Without the lock
+                that value is False.
+            closed: called last with the lock, if `opened` said True or the section failed, with
+                the error.
+        """
+        description = self._side_file.of_thread()
+        # A thread that is in a section already: this is its signal's handler, or a finalizer.
+        if description is None or _is_held(description):
+            return _REFUSED
+        step = _Step(self, description, wait_s, opened, closed)
+        end = partial(_Step.end, step)
+        # Only the description keeps it, so that a section that is never entered can end nothing.
+        description.next = Until(end, description.unlock)
+        return cast("AbstractContextManager[bool]", _Section(step.begin, end))
+
+    def acquire(self, wait_s: float) -> bool:
+        """Try for at most `wait_s`, until `release`; False: somebody else has it."""
+        description = self._side_file.of_thread()
+        if description is None or _is_held(description):
+            return False
+        description.next = Until(description)  # without a callback: it does not end by itself
+        return self.take(description, wait_s)
+
+    def release(self) -> None:
+        """Give up what this thread has acquired."""
+        description = self._side_file.of_thread()
+        if description is not None:
+            self.give(description)
+
+    def take(self, description: Description, wait_s: float) -> bool:
+        """Try for at most `wait_s`; the lock is `description.next`'s, and ends with it."""
+        description.held, description.next = description.next, None
+        # None: the section of a signal's handler came between, and has overwritten ours.
+        if description.held is not None:
+            turn = self._side_file.turn
+            if turn.acquire(False):
+                description.turn = turn
+                if not self._waiting[0] and description.set(ARENA_BYTE, LOCK):
+                    return True
+            deadline = time.monotonic() + wait_s
+            if self._wait_for_turn(description, deadline) or self._try_until(description, deadline):
+                return True
+        description.held = None
+        if description.turn is not None:
+            _end_turn(description)
+        return False
+
+    def give(self, description: Description) -> None:
+        """Give the lock up."""
+        self._released = time.monotonic()
+        description.unlock(0)
+        description.held = None
+        if description.turn is not None:
+            _end_turn(description)
+
+    def _wait_for_turn(self, description: Description, deadline: float) -> bool:
+        """Queue up behind this process's other threads; return whether we have the lock already.
+
+        The queue only saves time: threads that poll take the interpreter from the one in the
+        section. Two threads with a turn do no harm. An exception may lose a turn: a thread that
+        gets the lock without one makes a new queue.
+        """
+        side_file, left = self._side_file, deadline - time.monotonic()
+        while description.turn is None:
+            turn = side_file.turn
+            if turn.acquire(timeout=max(0.0, min(left, _TURN_S))):
+                description.turn = turn
+            elif description.set(ARENA_BYTE, LOCK):
+                side_file.turn = threading.Lock()
+                return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+        return False
+
+    def _try_until(self, description: Description, deadline: float) -> bool:
+        if self._waiting[0]:
+            self._let_others_go_first(deadline)
+        attempt = mark = 0
+        while not description.set(ARENA_BYTE, LOCK):
+            pause = _BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)]
+            attempt += 1
+            now = time.monotonic()
+            if now + pause > deadline:
+                return False
+            self._waiting[0] = mark = int((now + _MARK_S) * 1e9)
+            time.sleep(pause)
+        if mark and self._waiting[0] == mark:
+            self._waiting[0] = 0  # nobody else waits
+        return True
+
+    def _let_others_go_first(self, deadline: float) -> None:
+        now = time.monotonic()
+        if now - self._released > _AGAIN_S:
+            return
+        until = min(now + _YIELD_S, deadline - _BACKOFF_S[0])
+        # A mark of the far future comes from another time namespace, and says nothing.
+        while now < until and now < self._waiting[0] / 1e9 <= now + 2 * _MARK_S:
+            time.sleep(_BACKOFF_S[0])
+            now = time.monotonic()
+
+
+def _end_turn(description: Description) -> None:
+    turn, description.turn = description.turn, None
+    if turn is not None:
+        turn.release()
+
+
+def _is_held(description: Description) -> bool:
+    return description.held is not None and description.held() is not None
+
+
+class _Section:
+    """What `with` sees: it looks up both methods, keeps the second, and lets this object go."""
+
+    __slots__ = ("__enter__", "__exit__")
+
+    def __init__(self, enter: Callable[..., object], leave: Callable[..., object]) -> None:
+        self.__enter__ = enter
+        self.__exit__ = leave
+
+
+_REFUSED = cast("AbstractContextManager[bool]", _Section(bool, lambda *_: None))
+
+
+class _Step:
+    """The state that both ends of a section share; it refers to neither of them."""
+
+    __slots__ = ("_closed", "_description", "_entered", "_lock", "_opened", "_taken", "_wait_s")
+
+    def __init__(
+        self,
+        lock: ArenaLock,
+        description: Description,
+        wait_s: float,
+        opened: Callable[[], bool],
+        closed: Callable[[BaseException | None], None],
+    ) -> None:
+        self._lock = lock
+        self._description = description
+        self._wait_s = wait_s
+        self._opened = opened
+        self._closed = closed
+        self._taken = self._entered = False
+
+    def begin(self) -> bool:
+        self._taken = self._lock.take(self._description, self._wait_s)
+        if self._taken:
+            self._entered = self._opened()
+        return self._entered
+
+    def end(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if not self._taken or self._description.fd < 0:
+            return  # not taken, or this is a fork in the middle of its parent's section
+        try:
+            if self._entered or error is not None:
+                self._closed(error)
+        finally:
+            self._lock.give(self._description)

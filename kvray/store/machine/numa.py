@@ -1,0 +1,89 @@
+"""Memory spread over the NUMA nodes of a machine, so that no engine of it is far from all blocks.
+
+The policy is set before the memory is touched. That of a file in shared memory belongs to the file:
+it holds for whoever touches a page first.
+"""
+
+import ctypes
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+_MEMORY_NODES = Path("/sys/devices/system/node/has_memory")
+_INTERLEAVE = 3
+_OF_ADDRESS = 2
+_NODES_MAX = 1024
+_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+_CALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}
+"""Numbers of the system calls mbind and get_mempolicy, for which libc has no functions."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_NodeMask = ctypes.c_ulong * (_NODES_MAX // _WORD_BITS)
+
+
+def memory_nodes() -> list[int]:
+    """Return the NUMA nodes that have memory; [] where the kernel does not say."""
+    try:
+        return parse_nodes(_MEMORY_NODES.read_text())
+    except OSError:
+        return []
+
+
+def spread(memory: Array) -> None:
+    """Interleave `memory`, which nobody has touched, if there is more than one node."""
+    nodes = memory_nodes()
+    if len(nodes) > 1:
+        interleave(memory, nodes)
+
+
+def parse_nodes(text: str) -> list[int]:
+    """Return the numbers of a list as the kernel writes it, such as "0-3,8"."""
+    nodes: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        nodes += range(int(first), int(last or first) + 1)
+    return nodes
+
+
+def interleave(memory: Array, nodes: Sequence[int]) -> bool:
+    """Have the pages of `memory` taken from `nodes` by turns; False: this machine does not let us.
+
+    Args:
+        memory: bytes of a mapping from a page's start on, not touched yet.
+        nodes: at least one.
+    """
+    if platform.machine() not in _CALLS:
+        return False
+    number, _ = _CALLS[platform.machine()]
+    where = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes)
+    answer = _libc.syscall(number, *where, _INTERLEAVE, node_mask(nodes), _NODES_MAX + 1, 0)
+    return bool(answer == 0)
+
+
+def interleaved_over(address: int) -> list[int]:
+    """Return the nodes over which the memory at `address` is interleaved; [] if it is not."""
+    if platform.machine() not in _CALLS:
+        return []
+    _, number = _CALLS[platform.machine()]
+    mode, mask = ctypes.c_int(), _NodeMask()
+    where = ctypes.c_void_p(address), _OF_ADDRESS
+    answer = _libc.syscall(number, ctypes.byref(mode), mask, _NODES_MAX + 1, *where)
+    return nodes_of(mask) if answer == 0 and mode.value == _INTERLEAVE else []
+
+
+def node_mask(nodes: Sequence[int]) -> "ctypes.Array[ctypes.c_ulong]":
+    """Return the bit mask of `nodes` as the kernel reads it."""
+    mask = _NodeMask()
+    for node in nodes:
+        mask[node // _WORD_BITS] |= 1 << node % _WORD_BITS
+    return mask
+
+
+def nodes_of(mask: "ctypes.Array[ctypes.c_ulong]") -> list[int]:
+    """Return the nodes of a mask, in order."""
+    return [node for node in range(_NODES_MAX) if mask[node // _WORD_BITS] >> node % _WORD_BITS & 1]

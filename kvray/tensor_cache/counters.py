@@ -1,0 +1,58 @@
+"""Counts what a cache stores, finds and misses, as a connector counts it."""
+
+import threading
+from collections import Counter
+
+from kvray.tensor_cache.prompt import MaskedPrompt
+from kvray.trace.arrival import Arrivals, runs_between
+
+
+class CacheCounters:
+    """Totals of one cache; any thread counts."""
+
+    def __init__(self) -> None:
+        """Start with nothing counted."""
+        self._lock = threading.Lock()
+        self._totals: Counter[str] = Counter()
+
+    def totals(self) -> dict[str, int]:
+        """Return all totals."""
+        with self._lock:
+            return dict(self._totals)
+
+    def add(self, **tokens: int) -> None:
+        """Add to the totals of these names."""
+        with self._lock:
+            self._totals.update(tokens)
+
+    def add_request(
+        self,
+        prompt: MaskedPrompt,
+        *,
+        num_found: int,
+        arrivals: Arrivals,
+        reason: str,
+        tokens_per_block: int,
+    ) -> None:
+        """Count a `retrieve` as a connector counts a request.
+
+        Args:
+            prompt: what was asked about.
+            num_found: tokens that were retrieved.
+            arrivals: how their blocks came to this node.
+            reason: why there were not more.
+            tokens_per_block: tokens in a block.
+        """
+        counts = Counter(
+            requests=1,
+            prompt_tokens=prompt.num_tokens,
+            local_tokens=prompt.num_masked,
+            hit_tokens=num_found,
+        )
+        end = prompt.first + num_found // tokens_per_block
+        for start, stop, way, _ in runs_between(arrivals, prompt.first, end):
+            counts[f"hit_tokens_from_{way}"] += (stop - start) * tokens_per_block
+        if missed := prompt.num_blocks * tokens_per_block - num_found:
+            # If all was here, a block was damaged since, or has just been evicted.
+            counts[f"miss_tokens_{'not_stored' if reason == 'none' else reason}"] += missed
+        self.add(**counts)

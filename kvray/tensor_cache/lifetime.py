@@ -1,0 +1,73 @@
+"""How long a cache may be used: until it is closed, and the last call has ended."""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from kvray.errors import ConfigError
+
+
+class Lifetime:
+    """Counts the calls under way, so that the last one lets go of the arena. Thread-safe.
+
+    Whatever a call copies is still leased or reserved, so nobody else may leave the arena first.
+    """
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        """Call `leave` once, when the cache is closed and no call is under way."""
+        self._leave = leave
+        self._pid = os.getpid()
+        # Guards `_closed` and `_users`; notified when the last user has left.
+        self._state = threading.Condition()
+        self._closed = False
+        self._users = 1  # the cache itself, until it is closed
+
+    @property
+    def closed(self) -> bool:
+        """Whether no call may begin: closed, or this is a forked child of the cache's process."""
+        return self._closed or os.getpid() != self._pid
+
+    @contextlib.contextmanager
+    def using(self) -> Iterator[None]:
+        """Keep the arena for a call.
+
+        Raises:
+            ConfigError: the cache is closed.
+        """
+        with self._state:
+            if self.closed:
+                raise ConfigError(
+                    "This TensorCache is closed (or belongs to the parent of this forked process);"
+                    " make a new one."
+                )
+            self._users += 1
+        try:
+            yield
+        finally:
+            self._release()
+
+    def end(self) -> bool:
+        """Let no further call begin; False if it was so already. Follow it with `wait`."""
+        with self._state:
+            if self.closed:
+                return False
+            self._closed = True
+            return True
+
+    def wait(self, deadline: float) -> bool:
+        """Release the cache's own use; return whether all calls end by `deadline` (monotonic)."""
+        self._release()
+        with self._state:
+            return self._state.wait_for(lambda: self._users <= 0, deadline - time.monotonic())
+
+    def _release(self) -> None:
+        with self._state:
+            self._users -= 1
+            is_last = self._users == 0
+        if is_last:
+            self._leave()
+            with self._state:
+                self._users = -1
+                self._state.notify_all()

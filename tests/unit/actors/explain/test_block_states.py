@@ -1,0 +1,74 @@
+"""What became of blocks, from what shards know."""
+
+import numpy as np
+
+from kvray.actors.explain.block_states import (
+    EVICTED,
+    NEVER_STORED,
+    PARTIAL,
+    STORED,
+    block_states,
+    state_runs,
+)
+from kvray.actors.shard.queries import Whereabouts
+from kvray.store.arena.block_history import AHEAD, CLEARED, HOST, NVME
+
+
+def known(
+    host: list[int], *, disk: list[int] | None = None, left: list[float] | None = None
+) -> Whereabouts:
+    count = len(host)
+    return Whereabouts(
+        host=np.array(host),
+        either=np.array(host if disk is None else np.maximum(host, disk)),
+        left_at=np.array(left or [0.0] * count),
+        left_tier=np.full(count, HOST if disk is None else NVME),
+        left_by=np.full(count, AHEAD if disk is None else CLEARED),
+        since=1.0,
+    )
+
+
+def test_blocks_are_told_with_all_places_that_have_them_whole() -> None:
+    answers = {"a": known([1, 1, 0]), "b": known([0, 0, 0], disk=[0, 1, 1])}
+    found = block_states(answers, 3, num_parts=1)
+    assert [block.places for block in found] == [
+        (("a", "host"),),
+        (("a", "host"), ("b", "nvme")),
+        (("b", "nvme"),),
+    ]
+    assert {block.state for block in found} == {STORED}
+
+
+def test_parts_on_several_nodes_make_a_block_and_some_of_them_do_not() -> None:
+    both = {"a": known([1, 1]), "b": known([1, 0])}
+    assert [block.state for block in block_states(both, 2, num_parts=2)] == [STORED, PARTIAL]
+
+
+def test_of_a_block_that_is_nowhere_the_latest_departure_is_told() -> None:
+    answers = {
+        "a": known([0, 0], left=[10.0, 0.0]),
+        "b": known([0, 0], disk=[0, 0], left=[20.0, 0]),
+    }
+    gone, never = block_states(answers, 2, num_parts=1)
+    assert gone[0] == EVICTED
+    assert gone[2:] == ("b", "nvme", "cleared", 20.0)
+    assert never.state == NEVER_STORED
+
+
+def test_of_an_earlier_moment_that_a_block_had_left_counts_though_it_is_back() -> None:
+    answers = {"a": known([1], left=[10.0])}
+    assert block_states(answers, 1, num_parts=1)[0].state == STORED
+    (then,) = block_states(answers, 1, num_parts=1, past=True)
+    assert (then.state, then.cause, then.places) == (EVICTED, "ahead", (("a", "host"),))
+
+
+def test_blocks_that_left_at_different_moments_are_one_run() -> None:
+    answers = {"a": known([0, 0, 0, 1], left=[10.0, 12.0, 0.0, 0.0])}
+    runs = list(state_runs(block_states(answers, 4, num_parts=1)))
+    assert [(run.start, run.stop, run.block.state) for run in runs] == [
+        (0, 2, EVICTED),
+        (2, 3, NEVER_STORED),
+        (3, 4, STORED),
+    ]
+    assert (runs[0].first_at, runs[0].last_at) == (10.0, 12.0)
+    assert list(state_runs([])) == []

@@ -1,0 +1,389 @@
+import hashlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvray.actors.lookup.lookup import SILENT_S, Announcement, Answer, Lookup
+from kvray.actors.lookup.stored_digests import Origin
+from kvray.actors.lookup.turns import TURNS
+from kvray.errors import ConfigError
+from kvray.identity.block import BlockKey
+from kvray.index import Run
+from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
+
+KEYS = [BlockKey(hashlib.sha256(bytes([n])).digest()) for n in range(5)]
+
+
+def said(sequence: int, *, full: bool = False, **fields: Any) -> Announcement:
+    """Return an announcement of shard `a`; `added` and `removed` are numbers of keys."""
+    added, removed = fields.pop("added", []), fields.pop("removed", [])
+    part = fields.pop("part", 0)
+    values = {"shard": "a", "arena_id": "arena-1", "shard_epoch": 1} | fields
+    return Announcement(
+        **values,
+        sequence=sequence,
+        full=full,
+        added_keys=b"".join(KEYS[n] for n in added),
+        added_parts=[part] * len(added),
+        removed_keys=b"".join(KEYS[n] for n in removed),
+        removed_parts=[part] * len(removed),
+    )
+
+
+def has(lookup: Lookup) -> set[int]:
+    return {n for n, key in enumerate(KEYS) if lookup.index.match(key, 1).num_blocks}
+
+
+@pytest.fixture
+def lookup() -> Lookup:
+    """A lookup that has keys 0 and 1 of shard `a`, announced with number 1."""
+    made = Lookup()
+    assert not made.announce(said(1, full=True, added=[0, 1]), now=0.0).resync
+    return made
+
+
+def test_announcements_in_order_are_taken(lookup: Lookup) -> None:
+    assert not lookup.announce(said(2, added=[2], removed=[0]), now=0.0).resync
+    assert has(lookup) == {1, 2}
+
+
+def test_the_first_announcement_must_be_a_full_one() -> None:
+    lookup = Lookup()
+    assert lookup.announce(said(1, added=[0]), now=0.0).resync
+    assert has(lookup) == set()
+
+
+@pytest.mark.parametrize(
+    "announcement",
+    [
+        said(3, added=[2]),
+        said(1, added=[2]),
+        said(1, full=True, added=[2]),
+        said(2, added=[2], shard_epoch=2),
+        said(2, added=[2], shard_epoch=0),
+        said(9, full=True, added=[2], shard_epoch=0),
+        said(2, added=[2], arena_id="arena-2"),
+    ],
+    ids=["lost", "repeated", "repeated full", "newer", "older", "older full", "other arena"],
+)
+def test_what_does_not_follow_is_refused_and_changes_nothing(
+    lookup: Lookup, announcement: Announcement
+) -> None:
+    assert lookup.announce(announcement, now=0.0).resync
+    assert has(lookup) == {0, 1}
+    assert not lookup.announce(said(2, added=[3]), now=0.0).resync
+
+
+def test_prefix_digests_of_a_refused_announcement_are_not_taken(lookup: Lookup) -> None:
+    origin = Origin(replica="a", rank=0, namespace=NAMESPACE)
+    notes = [(origin, bytes(8), 0)]
+    assert lookup.announce(said(9, prefix_digests=notes), now=0.0).resync
+    assert lookup.status(now=0.0)["prefix_digests"] == 0
+    assert not lookup.announce(said(2, prefix_digests=notes), now=0.0).resync
+    assert lookup.status(now=0.0)["prefix_digests"] == 1
+
+
+def test_misses_that_another_namespace_has_stored_are_answered(lookup: Lookup) -> None:
+    theirs = Origin(replica="theirs", rank=0, namespace=OTHER_LAYOUT)
+    mine = Origin(replica="mine", rank=1, namespace=NAMESPACE)
+    lookup.announce(said(1, full=True, shard="b", prefix_digests=[(theirs, bytes(8), 0)]), now=0.0)
+    (finding,) = lookup.announce(said(2, prefix_digests=[(mine, bytes(8), 64)]), now=0.0).findings
+    assert (finding.origin, finding.num_tokens, finding.replica) == (mine, 64, "theirs")
+
+
+def test_a_full_one_replaces_all_that_the_shard_had(lookup: Lookup) -> None:
+    assert not lookup.announce(said(5, full=True, added=[4]), now=0.0).resync
+    assert has(lookup) == {4}
+
+
+def test_a_full_one_leaves_other_shards_alone(lookup: Lookup) -> None:
+    lookup.announce(said(1, full=True, added=[3], shard="b"), now=0.0)
+    lookup.announce(said(2, full=True, added=[4]), now=0.0)
+    assert has(lookup) == {3, 4}
+
+
+def test_what_its_shard_does_not_wait_for_any_more_is_not_taken(lookup: Lookup) -> None:
+    late = said(2, added=[2], until=(lookup.epoch, 0.9))
+    assert lookup.announce(late, now=1.0).resync
+    assert has(lookup) == {0, 1}
+    assert lookup.status(now=1.0)["expired"] == 1
+    assert not lookup.announce(late, now=0.8).resync
+    assert has(lookup) == {0, 1, 2}
+
+
+def test_when_a_shard_gives_up_by_the_clock_of_another_lookup_says_nothing(lookup: Lookup) -> None:
+    assert not lookup.announce(said(2, added=[2], until=("another", -9.0)), now=0.0).resync
+
+
+def test_only_so_many_shards_announce_at_once_what_does_not_fit_in_one(lookup: Lookup) -> None:
+    for n in range(TURNS):
+        large = said(1, full=True, shard=f"s{n}", added=[0], more=True)
+        assert not lookup.announce(large, now=0.0).resync
+    answer = lookup.announce(said(9, full=True, added=[2], more=True), now=0.0)
+    assert answer.resync
+    assert answer.wait_s > 0
+    assert answer.num_shards == TURNS + 1, "which can be asked for blocks meanwhile"
+    assert has(lookup) == {0, 1}
+    assert lookup.announce(said(3), now=0.0).wait_s > 0, "who is out of step need not try"
+    assert not lookup.announce(said(10, full=True, added=[2]), now=0.0).resync, "it is all there"
+    assert not lookup.announce(said(2, shard="s0", added=[3]), now=0.0).resync
+    large = said(1, full=True, shard="b", added=[2], more=True)
+    assert not lookup.announce(large, now=0.0).resync, "one turn is over"
+
+
+def test_a_restarted_shard_is_heard_from_its_first_number_on(lookup: Lookup) -> None:
+    assert not lookup.announce(said(1, full=True, added=[2], shard_epoch=2), now=0.0).resync
+    assert has(lookup) == {2}
+
+
+def test_a_new_arena_may_count_its_epochs_from_one_again(lookup: Lookup) -> None:
+    lookup.announce(said(7, full=True, added=[2], shard_epoch=9), now=0.0)
+    fresh = said(1, full=True, added=[3], shard_epoch=1, arena_id="arena-2")
+    assert not lookup.announce(fresh, now=0.0).resync
+    assert has(lookup) == {3}
+
+
+def test_half_an_announcement_is_never_built_upon(lookup: Lookup) -> None:
+    broken = Announcement(
+        shard="a",
+        arena_id="arena-1",
+        shard_epoch=1,
+        sequence=2,
+        full=False,
+        added_keys=KEYS[2],
+        added_parts=[],
+        removed_keys=KEYS[0],
+        removed_parts=[0],
+    )
+    with pytest.raises(ConfigError):
+        lookup.announce(broken, now=0.0)
+    assert lookup.announce(said(3, added=[3]), now=0.0).resync
+    assert not lookup.announce(said(4, full=True, added=[1]), now=0.0).resync
+    assert has(lookup) == {1}
+
+
+def test_every_start_has_an_epoch_of_its_own() -> None:
+    assert Lookup().epoch != Lookup().epoch
+
+
+def test_a_dropped_shard_is_forgotten_until_it_says_all_again(lookup: Lookup) -> None:
+    lookup.drop("a")
+    assert has(lookup) == set()
+    assert lookup.shards() == []
+    assert lookup.announce(said(2, added=[2]), now=0.0).resync
+    assert not lookup.announce(said(3, full=True, added=[2]), now=0.0).resync
+
+
+def test_status_tells_who_was_heard_when(lookup: Lookup) -> None:
+    status = lookup.status(now=1.5)
+    assert status["keys"] == 2
+    assert status["entries"] == 2
+    assert status["bytes_per_key"] > 0
+    assert status["silent"] == []
+    assert status["shards"] == {"a": {"entries": 2, "heard_s_ago": 1.5}}
+
+
+# -- silence --------------------------------------------------------------------------------------
+
+LATE = SILENT_S + 0.1
+BOTH = KEYS[0] + KEYS[1]
+
+
+def test_a_silent_shard_is_left_out_until_its_next_announcement(lookup: Lookup) -> None:
+    assert lookup.match(BOTH, 1, now=SILENT_S).num_blocks == 2
+    assert lookup.match(BOTH, 1, now=LATE).num_blocks == 0
+    assert lookup.locate(BOTH, now=LATE) == []
+    assert lookup.status(now=LATE)["silent"] == ["a"]
+    assert not lookup.announce(said(2), now=LATE).resync
+    assert lookup.match(BOTH, 1, now=LATE).num_blocks == 2
+    assert lookup.locate(BOTH, now=LATE) == [Run(stop=2, holders={"a": 1})]
+
+
+def test_a_silent_shard_that_missed_something_stays_out_until_it_has_said_all(
+    lookup: Lookup,
+) -> None:
+    assert lookup.match(BOTH, 1, now=LATE).num_blocks == 0
+    assert lookup.announce(said(3), now=LATE).resync
+    assert lookup.match(BOTH, 1, now=LATE).num_blocks == 0
+    assert not lookup.announce(said(4, full=True, added=[0]), now=LATE).resync
+    assert lookup.match(BOTH, 1, now=LATE).num_blocks == 1
+
+
+def test_what_another_shard_has_is_found_while_one_is_silent(lookup: Lookup) -> None:
+    lookup.announce(said(1, full=True, shard="b", added=[0]), now=LATE)
+    assert lookup.match(BOTH, 1, now=LATE).holders == {"b": 1}
+
+
+def test_how_long_a_shard_may_be_silent_is_the_callers() -> None:
+    lookup = Lookup(silent_s=10.0)
+    lookup.announce(said(1, full=True, added=[0, 1]), now=0.0)
+    assert lookup.match(BOTH, 1, now=9.9).num_blocks == 2
+    assert lookup.match(BOTH, 1, now=10.1).num_blocks == 0
+
+
+def test_shards_are_told_how_many_are_heard(lookup: Lookup) -> None:
+    assert lookup.announce(said(1, full=True, shard="b"), now=1.0).num_shards == 2
+    assert lookup.announce(said(2, shard="b"), now=LATE).num_shards == 1
+    assert lookup.announce(said(2), now=LATE).num_shards == 2
+    lookup.drop("a")
+    assert lookup.announce(said(3, shard="b"), now=LATE).num_shards == 1
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+def test_ranks_are_found_where_they_are_registered(lookup: Lookup) -> None:
+    lookup.announce(said(2, ranks=[("r", 0), ("other", 1)]), now=0.0)
+    lookup.announce(said(1, full=True, shard="b", ranks=[("r", 1)]), now=0.0)
+    assert lookup.replica("r", now=0.0) == {0: "a", 1: "b"}
+    assert lookup.replica("nobody", now=0.0) == {}
+    assert lookup.status(now=0.0)["ranks"] == 3
+
+
+def test_ranks_stay_until_a_shard_names_others(lookup: Lookup) -> None:
+    lookup.announce(said(2, ranks=[("r", 0)]), now=0.0)
+    lookup.announce(said(3), now=0.0)
+    assert lookup.replica("r", now=0.0) == {0: "a"}
+    lookup.announce(said(4, ranks=[]), now=0.0)
+    assert lookup.replica("r", now=0.0) == {}
+
+
+def test_a_rank_that_moved_is_where_it_was_named_last(lookup: Lookup) -> None:
+    lookup.announce(said(1, full=True, shard="b", ranks=[("r", 0)]), now=0.0)
+    lookup.announce(said(2, ranks=[("r", 0)]), now=0.0)
+    lookup.announce(said(2, shard="b", ranks=[("r", 0), ("r", 1)]), now=0.0)
+    assert lookup.replica("r", now=0.0) == {0: "a", 1: "b"}
+
+
+def test_ranks_of_a_silent_or_dropped_shard_are_left_out(lookup: Lookup) -> None:
+    lookup.announce(said(2, ranks=[("r", 0)]), now=0.0)
+    assert lookup.replica("r", now=LATE) == {}
+    lookup.announce(said(3), now=LATE)
+    assert lookup.replica("r", now=LATE) == {0: "a"}
+    lookup.drop("a")
+    assert lookup.replica("r", now=LATE) == {}
+
+
+# -- partial blocks --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def halves(lookup: Lookup) -> Lookup:
+    """A lookup where `a` has part 0 of keys 0 and 1, and `b` has part 1 of them."""
+    lookup.announce(said(1, full=True, shard="b", added=[0, 1], part=1), now=0.0)
+    return lookup
+
+
+def test_a_shard_is_told_once_that_the_other_part_of_its_block_went(halves: Lookup) -> None:
+    assert halves.announce(said(2, removed=[1]), now=0.0).partial_keys == b""
+    assert halves.announce(said(2, shard="b"), now=0.0).partial_keys == KEYS[1]
+    assert halves.announce(said(3, shard="b"), now=0.0).partial_keys == b""
+
+
+def test_what_a_silent_shard_has_is_no_partial_block_until_it_is_dropped(halves: Lookup) -> None:
+    assert halves.announce(said(2, shard="b"), now=LATE).partial_keys == b""
+    halves.drop("a")
+    told = halves.announce(said(3, shard="b"), now=LATE).partial_keys
+    told += halves.announce(said(4, shard="b"), now=LATE).partial_keys
+    assert {told[:32], told[32:]} == {KEYS[0], KEYS[1]}
+
+
+def test_a_partial_block_whose_part_was_stored_again_is_none(halves: Lookup) -> None:
+    halves.announce(said(2, removed=[0, 1]), now=0.0)
+    halves.announce(said(3, added=[1]), now=0.0)
+    assert halves.announce(said(2, shard="b"), now=0.0).partial_keys == KEYS[0]
+
+
+def test_what_a_shard_is_still_saying_again_is_no_partial_block(halves: Lookup) -> None:
+    halves.announce(said(5, full=True, added=[0], more=True), now=0.0)
+    assert halves.announce(said(2, shard="b"), now=0.0).partial_keys == b""
+    halves.announce(said(6, added=[1]), now=0.0)
+    assert halves.announce(said(3, shard="b"), now=0.0).partial_keys == b""
+
+
+def test_what_a_shard_did_not_say_again_is_a_partial_block(halves: Lookup) -> None:
+    halves.announce(said(5, full=True, added=[0], more=True), now=0.0)
+    halves.announce(said(6), now=0.0)
+    assert halves.announce(said(2, shard="b"), now=0.0).partial_keys == KEYS[1]
+
+
+# -- lines that lose, repeat and delay ------------------------------------------------------------
+
+
+class Announcing:
+    """A shard as the lookup sees it, over a line that loses, repeats and delays.
+
+    One announcement has room for two additions; the rest follows in the next.
+    """
+
+    def __init__(self, lookup: Lookup) -> None:
+        self.lookup = lookup
+        self.held: set[int] = set()
+        self.pending: tuple[set[int], set[int]] = set(), set()
+        self.epoch, self.sequence = 1, 0
+        self.lookup_epoch: str | None = None
+        self.on_the_way: list[Announcement] = []
+
+    def change(self, n: int) -> None:
+        added, removed = self.pending
+        if n in self.held:
+            self.held.discard(n)
+            (added.discard if n in added else removed.add)(n)
+        else:
+            self.held.add(n)
+            (removed.discard if n in removed else added.add)(n)
+
+    def announce(self) -> Announcement:
+        self.sequence += 1
+        full = self.lookup_epoch is None
+        added, removed = (self.held, set[int]()) if full else self.pending
+        now, later = sorted(added)[:2], sorted(added)[2:]
+        made = said(
+            self.sequence,
+            full=full,
+            shard_epoch=self.epoch,
+            added=now,
+            removed=sorted(removed),
+            more=bool(later),
+        )
+        self.pending = set(later), set()
+        return made
+
+    def hear(self, answer: Answer | None) -> None:
+        self.lookup_epoch = None if answer is None or answer.resync else answer.lookup_epoch
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_whatever_the_line_does_the_index_is_right_once_the_shard_is_heard(
+    data: st.DataObject,
+) -> None:
+    lookup = Lookup()
+    shard = Announcing(lookup)
+    steps = st.sampled_from(["change", "deliver", "lose", "delay", "arrive", "again", "restart"])
+    for step in data.draw(st.lists(steps, max_size=25)):
+        if step == "change":
+            shard.change(data.draw(st.integers(0, len(KEYS) - 1)))
+        elif step == "deliver":
+            shard.hear(lookup.announce(shard.announce(), now=0.0))
+        elif step == "lose":
+            shard.announce()
+            shard.hear(None)
+        elif step == "delay":
+            shard.on_the_way.append(shard.announce())
+            shard.hear(None)
+        elif step in ("arrive", "again") and shard.on_the_way:
+            at = data.draw(st.integers(0, len(shard.on_the_way) - 1))
+            lookup.announce(shard.on_the_way[at], now=0.0)
+            if step == "arrive":
+                del shard.on_the_way[at]
+        elif step == "restart":
+            lookup = shard.lookup = Lookup()
+        answer = None if step != "deliver" else shard.lookup_epoch
+        if answer is not None:
+            assert has(lookup) == shard.held - shard.pending[0]
+    for _ in range(5):
+        shard.hear(lookup.announce(shard.announce(), now=0.0))
+    assert has(lookup) == shard.held

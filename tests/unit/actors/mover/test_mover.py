@@ -1,0 +1,343 @@
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from kvray.actors.mover.mover import READ_LEASES_MAX, Mover
+from kvray.actors.mover.orders import FetchOrder, LeasedGroup, LeaseRequest, SendOrder
+from kvray.actors.mover.source import LeasedBlocks
+from kvray.errors import CapacityError, LeaseExpired, TransportUnavailable
+from kvray.store import ArenaOwner
+from kvray.store.arena import key_index
+from kvray.store.arena.layout import DEFAULT_PRIORITY, READY
+from tests.unit.actors.small_mover import (
+    LEASE_S,
+    MakeNode,
+    Node,
+    is_right,
+    settings_for,
+    span,
+    wait_until,
+)
+from tests.unit.store.small_arena import SLOT, chain, store
+
+
+@pytest.fixture
+def source(make_node: MakeNode) -> Node:
+    return make_node("a")
+
+
+@pytest.fixture
+def target(make_node: MakeNode) -> Node:
+    return make_node("b")
+
+
+def test_blocks_of_another_node_are_ready_here(source: Node, target: Node) -> None:
+    keys = chain(20)
+    store(source.arena, keys)
+    report = target.fetch(span("a", keys))
+    assert report.here == (20,)
+    assert is_right(target.arena, keys, block_bytes=SLOT)
+    got = report.sources["a"]
+    assert (got.num_blocks, got.num_bytes, got.transport) == (20, 20 * SLOT, "nixl")
+    assert got.error is None
+    assert got.seconds > 0
+
+
+def test_copies_have_the_priorities_and_the_namespace_of_what_they_are_of(
+    source: Node, target: Node
+) -> None:
+    keys, priorities = chain(6), [90, 90, 35, 0, 100, 7]
+    asked = np.array(priorities, dtype=np.uint8)
+    store(source.arena, keys, namespace=0x1234ABCD, priority=asked)
+    store(target.arena, keys[:1], priority=5)
+    assert target.fetch(span("a", keys)).here == (6,)
+    tables = target.arena.tables
+    found = key_index.find(tables, key_index.pack_keys(keys), 0)
+    assert tables.slot_priority[found].tolist() == priorities
+    assert set(tables.slot_namespace[found[1:]].tolist()) == {0x1234ABCD}
+
+
+def test_a_lease_that_says_nothing_of_priorities_means_the_default() -> None:
+    sizes = np.full(2, SLOT, dtype="<u8").tobytes()
+    bare = LeasedBlocks.read(LeasedGroup(sizes=sizes, checksums=bytes(16)))
+    assert bare.priorities.tolist() == [DEFAULT_PRIORITY] * 2
+    assert bare.namespaces.tolist() == [0, 0]
+
+
+def test_a_lease_with_nonsense_for_priorities_is_taken_all_the_same() -> None:
+    sizes = np.full(2, SLOT, dtype="<u8").tobytes()
+    group = LeasedGroup(sizes=sizes, checksums=bytes(16), namespaces=b"odd", priorities=b"\xff\x01")
+    assert LeasedBlocks.read(group).priorities.tolist() == [100, 1]
+    assert LeasedBlocks.read(group).namespaces.tolist() == [0, 0]
+
+
+def test_chain_is_fetched_from_several_nodes_at_once(make_node: MakeNode) -> None:
+    keys = chain(30)
+    nodes = [make_node(name) for name in "abc"]
+    for index, node in enumerate(nodes[:2]):
+        store(node.arena, keys)
+        assert index < 2
+    report = nodes[2].fetch(
+        span("a", keys[:10]),
+        span("b", keys[10:20], parent=keys[9], depth=10),
+        span("a", keys[20:], parent=keys[19], depth=20),
+    )
+    assert report.here == (10, 10, 10)
+    assert [report.sources[name].num_blocks for name in "ab"] == [20, 10]
+    tables = nodes[2].arena.tables
+    ready = tables.slot_state == READY
+    assert sorted(tables.slot_depth[ready].tolist()) == list(range(30))
+    assert np.count_nonzero(tables.slot_parent[ready] >= 0) == 29
+
+
+def test_parts_of_different_sizes_are_fetched_by_one_order(make_node: MakeNode) -> None:
+    nodes = [make_node(name) for name in "ab"]
+    keys = chain(6)
+    store(nodes[0].arena, keys, part=0, block_bytes=SLOT)
+    store(nodes[0].arena, keys, part=3, block_bytes=1000)
+    report = nodes[1].fetch(span("a", keys), span("a", keys, part=3))
+    assert report.here == (6, 6)
+    assert is_right(nodes[1].arena, keys, block_bytes=SLOT)
+    assert is_right(nodes[1].arena, keys, part=3, block_bytes=1000)
+
+
+def test_what_is_here_is_not_fetched_again(source: Node, target: Node) -> None:
+    keys = chain(10)
+    store(source.arena, keys)
+    store(target.arena, keys[:4])
+    report = target.fetch(span("a", keys))
+    assert report.here == (10,)
+    assert report.sources["a"].num_blocks == 6
+    assert target.fetch(span("a", keys)).sources == {}
+
+
+def test_block_that_somebody_else_is_writing_does_not_count(source: Node, target: Node) -> None:
+    keys = chain(10)
+    store(source.arena, keys)
+    made = target.arena.reserve(keys[:3], parent=None, depth=0, part=0, block_bytes=SLOT)
+    assert made is not None
+    report = target.fetch(span("a", keys))
+    assert report.here == (0,)
+    assert report.sources["a"].num_blocks == 7
+    target.arena.commit(made, target.arena.sums(made))
+    assert target.fetch(span("a", keys)).here == (10,)
+
+
+def test_what_the_source_has_no_more_is_left_out(source: Node, target: Node) -> None:
+    keys = chain(10)
+    store(source.arena, keys[:7])
+    report = target.fetch(span("a", keys))
+    assert report.here == (7,)
+    assert report.sources["a"].error is None
+
+
+def test_blocks_without_their_parent_are_left_out(source: Node, target: Node) -> None:
+    keys = chain(10)
+    store(source.arena, keys)
+    tail = span("a", keys[5:], parent=keys[4], depth=5)
+    assert target.fetch(tail).here == (0,)
+    assert target.num_reserved == 0
+    free = span("a", keys[5:], parent=keys[4], depth=5, needs_parent=False)
+    assert target.fetch(free).here == (5,)
+
+
+def test_arena_without_room_gets_a_shorter_prefix(make_node: MakeNode) -> None:
+    big = make_node("a")
+    small = make_node("b", asked={"num_slabs": 4, "slots_per_slab": 4})
+    keys = chain(40)
+    store(big.arena, keys)
+    report = small.fetch(span("a", keys))
+    assert report.here == (16,)
+    assert is_right(small.arena, keys[:16], block_bytes=SLOT)
+
+
+def test_more_bytes_than_may_be_in_flight_come_one_piece_after_the_other(
+    make_node: MakeNode,
+) -> None:
+    nodes = [make_node("a"), make_node("b", bytes_in_flight=1)]
+    keys = chain(40)
+    store(nodes[0].arena, keys)
+    assert nodes[1].fetch(span("a", keys)).here == (40,)
+
+
+def test_corrupt_block_is_never_ready_here_and_quarantined_there(
+    source: Node, target: Node
+) -> None:
+    keys = chain(10)
+    made = store(source.arena, keys)
+    source.arena.slot_bytes(int(made.slots[6]))[5] ^= 1
+    report = target.fetch(span("a", keys))
+    assert report.here == (6,)
+    assert report.sources["a"].corrupt == 1
+    assert report.sources["a"].error is None
+    wait_until(lambda: source.arena.match(keys) == 6)
+    assert source.arena.stats()["corrupt"] == 1
+    wait_until(lambda: target.num_reserved == 0)
+
+
+def test_two_fetches_of_the_same_blocks_leave_one_copy(source: Node, target: Node) -> None:
+    keys = chain(50)
+    store(source.arena, keys)
+    threads = [threading.Thread(target=target.fetch, args=(span("a", keys),)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert target.fetch(span("a", keys)).here == (50,)
+    assert (target.num_ready, target.num_reserved) == (50, 0)
+
+
+def test_two_movers_fetch_from_each_other_at_once(source: Node, target: Node) -> None:
+    ours, theirs = chain(50, seed="ours"), chain(50, seed="theirs")
+    store(source.arena, theirs[:10])
+    store(target.arena, ours[:10])
+    reports: dict[str, Any] = {}
+
+    def fetch(node: Node, other: str, keys: list[Any]) -> None:
+        for _ in range(5):
+            reports[node.name] = node.fetch(span(other, keys))
+
+    threads = [
+        threading.Thread(target=fetch, args=(target, "a", theirs)),
+        threading.Thread(target=fetch, args=(source, "b", ours)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [reports[name].here for name in "ab"] == [(10,), (10,)]
+
+
+def test_peer_that_is_not_there_is_reported(target: Node) -> None:
+    report = target.fetch(span("nobody", chain(3)))
+    assert report.here == (0,)
+    assert report.sources["nobody"].error == "ShardUnavailable"
+    assert report.sources["nobody"].message == "There is no nobody."
+
+
+def test_ends_without_a_common_transport_say_so(
+    make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Other tests of this process may have connected it.
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    a = make_node("a", transports=("object_ref",))
+    b = make_node("b")
+    keys = chain(3)
+    store(a.arena, keys)
+    report = b.fetch(span("a", keys))
+    assert report.here == (0,)
+    assert report.sources["a"].error == "TransportUnavailable"
+    assert "Ray" in a.mover.status()["transports"]["object_ref"]["reason"]
+
+
+def test_order_whose_time_is_up_is_refused(source: Node, target: Node) -> None:
+    keys = chain(3)
+    store(source.arena, keys)
+    report = target.fetch(span("a", keys), deadline_s=0.0)
+    assert report.here == (0,)
+    assert report.sources["a"].error in ("TransferTimeout", "ShardUnavailable")
+    assert target.num_reserved == 0
+
+
+def test_mover_waits_for_an_arena(directory: Path) -> None:
+    mover = Mover("m", settings_for(directory), lambda name: NotImplemented)
+    mover.start()
+    report = mover.fetch(FetchOrder(spans=(span("a", chain(2)),), deadline_s=1.0))
+    assert report.here == (0,)
+    assert report.sources["a"].error == "ShardUnavailable"
+    assert mover.status()["state"] == "waiting"
+    mover.stop()
+    mover.stop()
+
+
+def test_mover_ends_when_its_arena_was_given_up(source: Node) -> None:
+    ArenaOwner(source.arena).retire()
+    wait_until(lambda: source.ended == 1)
+
+
+def test_mover_that_was_stopped_holds_nothing(source: Node, target: Node) -> None:
+    keys = chain(10)
+    store(source.arena, keys)
+    source.mover.lease(_request(target, keys))
+    assert source.num_leases == 1
+    source.mover.stop()
+    source.mover.stop()
+    assert source.num_leases == 0
+    assert source.fetch(span("b", keys)).sources["b"].error == "ShardUnavailable"
+
+
+# -- the source's side --------------------------------------------------------------------------
+
+
+def _request(target: Node, keys: list[Any], **changes: Any) -> LeaseRequest:
+    asked = {"lease_s": LEASE_S, "addresses": _addresses(target), **changes}
+    return LeaseRequest(groups=((0, b"".join(keys)),), **asked)
+
+
+def _addresses(node: Node) -> dict[str, bytes]:
+    attached = node.mover._attached
+    assert attached is not None
+    return {name: one.address for name, one in attached.transports.items()}
+
+
+def test_leased_blocks_cannot_be_evicted(source: Node, target: Node) -> None:
+    keys = chain(10)
+    store(source.arena, keys)
+    lease = source.mover.lease(_request(target, keys, lease_s=60.0))
+    assert len(lease.groups[0].sizes) == 10 * 8
+    ArenaOwner(source.arena).clear()
+    assert source.arena.match(keys) == 10
+    source.mover.release(lease.token, b"")
+    ArenaOwner(source.arena).clear()
+    assert source.arena.match(keys) == 0
+
+
+def test_read_lease_that_nobody_renews_ends(source: Node, target: Node) -> None:
+    keys = chain(10)
+    store(source.arena, keys)
+    lease = source.mover.lease(_request(target, keys, lease_s=0.2))
+    wait_until(lambda: source.num_leases == 0)
+    with pytest.raises(LeaseExpired):
+        source.mover.send(_nothing(lease.token))
+
+
+def test_sends_renew_a_read_lease(source: Node, target: Node) -> None:
+    keys = chain(10)
+    store(source.arena, keys)
+    lease = source.mover.lease(_request(target, keys, lease_s=1.0))
+    for _ in range(6):
+        time.sleep(0.3)
+        source.mover.send(_nothing(lease.token))
+    assert source.num_leases == 1
+
+
+def test_lease_is_not_longer_than_the_source_gives(source: Node, target: Node) -> None:
+    keys = chain(10)
+    store(source.arena, keys)
+    source.mover.lease(_request(target, keys, lease_s=1e6))
+    wait_until(lambda: source.num_leases == 0, timeout_s=LEASE_S + 10)
+
+
+def test_read_leases_are_bounded(source: Node, target: Node) -> None:
+    keys = chain(1)
+    store(source.arena, keys)
+    for _ in range(READ_LEASES_MAX):
+        source.mover.lease(_request(target, []))
+    with pytest.raises(CapacityError, match="read leases for others"):
+        source.mover.lease(_request(target, []))
+
+
+def test_transport_is_the_first_of_the_asker_that_both_have(source: Node, target: Node) -> None:
+    addresses = {"pigeons": b"", **_addresses(target)}
+    assert source.mover.lease(_request(target, [], addresses=addresses)).transport == "nixl"
+    with pytest.raises(TransportUnavailable, match="pigeons"):
+        source.mover.lease(_request(target, [], addresses={"pigeons": b""}))
+
+
+def _nothing(token: int) -> SendOrder:
+    return SendOrder(token=token, blocks=b"", targets=b"", timeout_s=1.0)

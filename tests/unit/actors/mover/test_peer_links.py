@@ -1,0 +1,269 @@
+"""Handshakes between movers, and transports that keep failing between two of them."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvray.actors.mover import peer_links as module
+from kvray.actors.mover.fenced_slots import FencedSlots
+from kvray.actors.mover.orders import LeaseRequest, ReadLease, SendOrder
+from kvray.actors.mover.peer_links import PeerLinks
+from kvray.errors import ShardUnavailable, TransferTimeout
+from kvray.store import Arena
+from kvray.transport import opening
+from kvray.transport.nixl import NixlTransport
+from kvray.transport.transport import Array
+from tests.unit.actors.small_mover import MakeNode, Node, is_right, span, wait_until
+from tests.unit.store.small_arena import SLOT, chain, make_arena, spec, store
+
+
+class Parcels:
+    """A transport whose pieces travel with the answer, as those of Ray's object store do."""
+
+    name = "parcels"
+    writes_late = False
+    piece_bytes = 2**20
+    bytes_max: int | None = None
+    address = b"parcels"
+
+    def __init__(self, memory: Array) -> None:
+        self._memory = memory
+
+    def send(
+        self, address: bytes, sources: Array, targets: Array, sizes: Array, *, timeout_s: float
+    ) -> list[Array]:
+        return [
+            self._memory[at : at + size].copy() for at, size in zip(sources, sizes, strict=True)
+        ]
+
+    def receive(self, parcel: list[Array], targets: Array, sizes: Array) -> None:
+        for content, at, size in zip(parcel, targets, sizes, strict=True):
+            self._memory[at : at + size] = content
+
+    def renew(self) -> None:
+        pass
+
+    def status(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self._memory = self._memory[:0]
+
+
+class Firewall:
+    """Stands before nixl's pushes, and notes how many blocks each has."""
+
+    def __init__(self) -> None:
+        self.is_shut = False
+        self.pushed: list[int] = []
+
+
+@pytest.fixture
+def firewall(monkeypatch: pytest.MonkeyPatch) -> Firewall:
+    made, send = Firewall(), NixlTransport.send
+
+    def push(self: NixlTransport, address: bytes, sources: Array, *rest: Any, **more: Any) -> None:
+        made.pushed.append(len(sources))
+        if made.is_shut:
+            raise TransferTimeout("A push did not end in time; there is a firewall.")
+        send(self, address, sources, *rest, **more)
+
+    monkeypatch.setattr(NixlTransport, "send", push)
+    monkeypatch.setitem(opening._KINDS, "parcels", Parcels)  # type: ignore[arg-type]
+    monkeypatch.setattr(module, "_FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(module, "_LONGEST_PAUSE_S", 0.1)
+    return made
+
+
+@pytest.fixture
+def source(make_node: MakeNode, firewall: Firewall) -> Node:
+    return make_node("a", transports=("nixl", "parcels"))
+
+
+@pytest.fixture
+def target(make_node: MakeNode, firewall: Firewall) -> Node:
+    return make_node("b", transports=("nixl", "parcels"))
+
+
+def failing(node: Node) -> list[dict[str, Any]]:
+    assert node.mover is not None
+    found: list[dict[str, Any]] = node.mover.status()["failing_links"]
+    return found
+
+
+def test_a_node_gets_a_handshake_before_anything_is_fetched(
+    source: Node, target: Node, firewall: Firewall
+) -> None:
+    target.mover.connect(["a"])
+    wait_until(lambda: firewall.pushed == [0])
+    status = target.mover.status()
+    assert (status["fetches"], status["bytes_fetched"], failing(target)) == (0, 0, [])
+    assert source.num_leases == 0
+    wait_until(lambda: len(source.mover._attached.read_leases) == 0)
+
+
+def test_what_fails_between_two_nodes_is_left_out_until_a_handshake_arrives(
+    source: Node, target: Node, firewall: Firewall
+) -> None:
+    firewall.is_shut = True
+    target.mover.connect(["a"])
+    wait_until(lambda: any(one["left_out"] for one in failing(target)))
+    (link,) = failing(target)
+    assert (link["source"], link["transport"]) == ("a", "nixl")
+    assert "firewall" in link["error"]
+
+    keys = chain(20)
+    store(source.arena, keys[:10])
+    report = target.fetch(span("a", keys[:10]))
+    assert report.here == (10,)
+    assert report.sources["a"].transport == "parcels"
+    assert is_right(target.arena, keys[:10], block_bytes=SLOT)
+
+    firewall.is_shut = False
+    wait_until(lambda: failing(target) == [])
+    store(source.arena, keys)
+    report = target.fetch(span("a", keys))
+    assert report.here == (20,)
+    assert report.sources["a"].transport == "nixl"
+
+
+def test_requests_that_fail_count_too(
+    source: Node, target: Node, firewall: Firewall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_SWEEP_S", 60.0)
+    target.mover.connect(["a"])
+    wait_until(lambda: firewall.pushed == [0])
+    firewall.is_shut = True
+    keys = chain(10)
+    store(source.arena, keys)
+    first = target.fetch(span("a", keys))
+    assert first.here == (0,)
+    assert (first.sources["a"].transport, first.sources["a"].error) == ("nixl", "TransferTimeout")
+    wait_until(lambda: target.fetch(span("a", keys)).here == (10,))
+    assert firewall.pushed.count(10) <= module.FAILURES_MAX + 1  # one may have met the fence
+
+
+# -- without movers ---------------------------------------------------------------------------
+
+
+class Answerer:
+    """A mover that answers as it is told."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.transports: list[list[str]] = []
+
+    def lease(self, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
+        self.transports.append(list(request.addresses))
+        if isinstance(self.error, ShardUnavailable):
+            raise self.error
+        return ReadLease(token=1, transport=next(iter(request.addresses)), groups=())
+
+    def send(self, order: SendOrder, *, timeout_s: float) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
+        pass
+
+
+class Scene:
+    """Links by `first` and `second` to a mover `m`."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.now = 100.0
+        self.answerer = Answerer()
+        memory = np.zeros(8, dtype=np.uint8)
+        self.fenced = {name: FencedSlots(arena, Parcels(memory)) for name in ("first", "second")}
+        self.links = PeerLinks(
+            self.fenced, lambda _: self.answerer, call_timeout_s=1.0, now=lambda: self.now
+        )
+        self.links.connect(["m"])
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    arena = make_arena(tmp_path, asked=spec())
+    yield Scene(arena)
+    arena.close()
+
+
+def count_handshakes(scene: Scene, seconds: float, *, step_s: float = 0.5) -> int:
+    before = len(scene.answerer.transports)
+    for _ in range(round(seconds / step_s)):
+        scene.now += step_s
+        scene.links.handshake()
+    return len(scene.answerer.transports) - before
+
+
+def test_a_silent_node_gets_a_handshake_again_about_once_a_minute(scene: Scene) -> None:
+    scene.links.handshake()
+    scene.links.handshake()
+    assert scene.answerer.transports == [["first", "second"]]
+    assert 5 <= count_handshakes(scene, 600) <= 21
+
+
+def test_who_does_not_answer_gets_fewer_and_fewer_handshakes_and_nothing_is_left_out(
+    scene: Scene,
+) -> None:
+    scene.answerer.error = ShardUnavailable("It is gone.")
+    assert 5 <= count_handshakes(scene, 120) <= 10
+    assert count_handshakes(scene, 1200) <= 21
+    assert scene.links.transports_for("m") == ["first", "second"]
+    assert scene.links.status() == []
+
+
+def test_failures_in_a_row_leave_a_transport_out(scene: Scene) -> None:
+    error = "It broke."
+    scene.links.fail("m", "first", error)
+    scene.links.succeed("m", "first", 0)
+    scene.links.fail("m", "first", error)
+    assert scene.links.transports_for("m") == ["first", "second"]
+    scene.links.fail("m", "first", error)
+    assert scene.links.transports_for("m") == ["second"]
+    assert scene.links.transports_for("another") == ["first", "second"]
+    scene.links.handshake()
+    assert scene.answerer.transports == [["second"]]
+    scene.now += 10
+    scene.links.handshake()
+    assert scene.answerer.transports == [["second"], ["first"]]
+    assert scene.links.transports_for("m") == ["first", "second"]
+
+
+def test_if_all_are_left_out_all_may_be_used(scene: Scene) -> None:
+    for transport in ("first", "second"):
+        for _ in range(module.FAILURES_MAX):
+            scene.links.fail("m", transport, "It broke.")
+    assert scene.links.transports_for("m") == ["first", "second"]
+
+
+def test_an_end_that_was_renewed_is_made_known_at_once(scene: Scene) -> None:
+    scene.links.handshake()
+    scene.fenced["first"]._incarnation += 1  # as `settle` does behind the fence
+    scene.links.handshake()
+    scene.links.handshake()
+    assert len(scene.answerer.transports) == 2
+
+
+def test_nodes_that_are_gone_are_forgotten(scene: Scene) -> None:
+    scene.links.fail("m", "first", "It broke.")
+    assert [link["failures"] for link in scene.links.status()] == [1]
+    scene.links.connect(["another"])
+    assert scene.links.status() == []
+    scene.links.fail("m", "first", "It broke.")
+    assert scene.links.status() == []
+
+
+def test_closing_ends_the_handshakes(scene: Scene) -> None:
+    scene.links.start()
+    wait_until(lambda: bool(scene.answerer.transports))
+    scene.links.close()
+    scene.links.close()
+    scene.links.connect(["another"])
+    count = len(scene.answerer.transports)
+    time.sleep(2 * module._SWEEP_S)
+    assert len(scene.answerer.transports) == count

@@ -1,0 +1,185 @@
+"""Whoever has the token of a tier can prove it, and nobody else can."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvray.actors.owner import admin
+from kvray.actors.owner.admin import ask_to_be_admitted, check_proof, proof_of
+from kvray.actors.tier import launch
+from kvray.config import KVRayConfig, load_config
+from kvray.errors import ConfigError, KVRayError
+
+
+def with_token(path: Path, token: bytes, *, name: str = "test") -> KVRayConfig:
+    path.write_bytes(token)
+    path.chmod(0o600)
+    overrides = {"security.auth_token_file": str(path), "cluster_name": name}
+    return load_config(overrides=overrides, environ={})
+
+
+def test_who_has_the_token_is_let_in(tmp_path: Path) -> None:
+    config = with_token(tmp_path / "token", b"0123456789abcdef\n")
+    same = with_token(tmp_path / "copy", b"0123456789abcdef")
+    check_proof(config, proof_of(same))
+
+
+def test_who_has_none_or_another_one_is_not(tmp_path: Path) -> None:
+    config = with_token(tmp_path / "token", b"0123456789abcdef")
+    other = with_token(tmp_path / "other", b"0123456789abcdeF")
+    for proof in ("", proof_of(None), proof_of(other), "0123456789abcdef", "é" * 64):
+        with pytest.raises(ConfigError, match=r"with a token only.*auth_token_file"):
+            check_proof(config, proof)
+
+
+def test_a_proof_is_not_the_token_and_opens_one_tier_only(tmp_path: Path) -> None:
+    config = with_token(tmp_path / "token", b"0123456789abcdef")
+    proof = proof_of(config)
+    assert "0123456789abcdef" not in proof
+    with pytest.raises(ConfigError, match="'other'"):
+        check_proof(with_token(tmp_path / "token", b"0123456789abcdef", name="other"), proof)
+
+
+def test_a_tier_without_a_token_lets_everybody_in(tmp_path: Path) -> None:
+    config = with_token(tmp_path / "token", b"0123456789abcdef")
+    check_proof(KVRayConfig(), "")
+    check_proof(KVRayConfig(), proof_of(config))
+
+
+def test_a_tier_that_cannot_read_its_token_lets_nobody_in(tmp_path: Path) -> None:
+    config = with_token(tmp_path / "token", b"0123456789abcdef")
+    proof = proof_of(config)
+    (tmp_path / "token").unlink()
+    with pytest.raises(ConfigError, match="auth_token_file cannot be read"):
+        check_proof(config, proof)
+
+
+# -- a token that cannot be read any more ---------------------------------------------------------
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+BREAKS: dict[str, Callable[[Path], Any]] = {
+    "missing": remove,
+    "short": lambda path: path.write_bytes(b"short"),
+    "empty": lambda path: path.write_bytes(b""),
+    "open to others": lambda path: path.chmod(0o644),
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path, 0o600)),
+}
+
+
+class Tier:
+    """A supervisor without Ray, and callers of it."""
+
+    def __init__(self, config: KVRayConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.config = config
+        monkeypatch.setattr(admin, "get_actor", lambda name: self)
+        monkeypatch.setattr(admin, "list_actors", lambda: ["kvray-shard-a"])
+        monkeypatch.setattr(admin, "call", lambda method, *args, timeout_s: method(*args))
+        monkeypatch.setattr(admin, "ask_all", self._ask_all)
+
+    def admit(self, proof: str) -> None:
+        check_proof(self.config, proof)
+
+    def _ask_all(self, methods: dict[str, Any], timeout_s: float, *args: Any) -> dict[str, Any]:
+        answers: dict[str, Any] = {}
+        for name, method in methods.items():
+            try:
+                answers[name] = method(*args)
+            except KVRayError as error:
+                answers[name] = error
+        return answers
+
+
+@pytest.mark.parametrize("way", BREAKS)
+def test_the_user_of_a_tier_that_has_lost_its_token_ends_it_with_any_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    config = with_token(tmp_path / "token", b"0123456789abcdef")
+    other = with_token(tmp_path / "other", b"0123456789abcdeF")
+    Tier(config, monkeypatch)
+    BREAKS[way](tmp_path / "token")
+    for asked in (config, other, KVRayConfig(), None):
+        ask_to_be_admitted(asked, timeout_s=1)
+
+
+@pytest.mark.parametrize("way", BREAKS)
+def test_another_user_is_not_let_in_for_a_token_that_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    config = with_token(tmp_path / "token", b"0123456789abcdef")
+    Tier(config, monkeypatch)
+    BREAKS[way](tmp_path / "token")
+    uid = os.geteuid()
+    monkeypatch.setattr(admin.os, "geteuid", lambda: uid + 1)
+    for asked in (config, KVRayConfig(), None):
+        with pytest.raises(ConfigError, match="auth_token_file"):
+            ask_to_be_admitted(asked, timeout_s=1)
+
+
+def test_a_token_that_is_there_is_asked_for_of_everybody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_token(tmp_path / "token", b"0123456789abcdef")
+    broken = with_token(tmp_path / "broken", b"short")
+    Tier(config, monkeypatch)
+    ask_to_be_admitted(config, timeout_s=1)
+    with pytest.raises(ConfigError, match="with a token only"):
+        ask_to_be_admitted(KVRayConfig(), timeout_s=1)
+    with pytest.raises(ConfigError, match=r"broken of security\.auth_token_file must hold"):
+        ask_to_be_admitted(broken, timeout_s=1)
+
+
+def test_a_tier_without_a_token_is_ended_also_by_who_names_a_broken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Tier(KVRayConfig(), monkeypatch)
+    ask_to_be_admitted(with_token(tmp_path / "broken", b"short"), timeout_s=1)
+
+
+def test_what_shows_whose_a_caller_is_is_a_private_file_with_what_he_says(tmp_path: Path) -> None:
+    nonce = "ab" * 32
+    path = tmp_path / "file"
+    path.write_text(nonce)
+    path.chmod(0o600)
+    assert admin._is_own(f"{nonce} {path}")
+    (tmp_path / "link").symlink_to(path)
+    for no_witness in (
+        f"{'cd' * 32} {path}",
+        f" {path}",
+        f"{nonce} {tmp_path / 'link'}",
+        f"{nonce} {tmp_path / 'none'}",
+        f"{nonce} {tmp_path}",
+        f"{nonce} \0",
+        "",
+    ):
+        assert not admin._is_own(no_witness)
+    path.chmod(0o644)
+    assert not admin._is_own(f"{nonce} {path}")
+
+
+def test_nothing_is_left_of_what_shows_whose_a_caller_is() -> None:
+    with admin._witness() as witness:
+        path = Path(witness.split(" ", 1)[1])
+        assert admin._is_own(witness)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("way", BREAKS)
+def test_up_refuses_a_broken_token_before_it_starts_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    config = with_token(tmp_path / "token", b"0123456789abcdef")
+    BREAKS[way](tmp_path / "token")
+    monkeypatch.setattr(launch, "local_ray", None)
+    monkeypatch.setattr(launch, "connection", None)
+    with pytest.raises(ConfigError, match=r"security\.auth_token_file"):
+        launch.bring_up(config)
+    with pytest.raises(ConfigError, match=r"security\.auth_token_file"):
+        launch.preview(config, launch.Rollout())

@@ -1,0 +1,194 @@
+"""Who owns a node's directory: processes that are killed, frozen, alive, or of another name."""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvray.actors.owner import claim
+from kvray.actors.owner.claim import Claim, Owner, owner_of
+from kvray.actors.owner.ownership import NOTE_FILE
+from kvray.actors.shard.shard import Shard
+from kvray.node.shard_socket import ShardSocket
+from kvray.store.arena.layout import LIMBO
+from kvray.store.machine.side_file import OWNER_BYTE
+from tests.unit.actors.conftest import StartShard
+from tests.unit.actors.shard_process import STORED, ShardProcess, shard_process
+from tests.unit.actors.small_shard import failed_with, open_arena, wait_for, wait_until_serving
+from tests.unit.store.conftest import Child
+from tests.unit.store.small_arena import fetch
+
+
+@pytest.fixture
+def stranger(directory: Path) -> Iterator[ShardProcess]:
+    """A process whose shard is named `b`."""
+    with shard_process(directory, "b") as process:
+        yield process
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newcomers wait for tenths of seconds."""
+    monkeypatch.setattr(claim, "_GRACE_S", 0.1)
+    monkeypatch.setattr(claim, "_WAIT_S", 0.5)
+
+
+# -- an earlier self ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGCONT], ids=["frozen", "alive"])
+def test_an_earlier_self_is_ended_and_its_arena_adopted(
+    older: ShardProcess,
+    make_shard: StartShard,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    signum: signal.Signals,
+) -> None:
+    monkeypatch.setattr(claim, "_GRACE_S", 0.1)
+    older.send_signal(signum)
+    shard = make_shard()
+    wait_until_serving(shard)
+    assert older.wait(10) == -signal.SIGKILL
+    assert f"a: ended process {older.pid}, an earlier self" in caplog.text
+    with contextlib.closing(open_arena(directory)) as arena:
+        leases = arena.lease(STORED)
+        assert leases
+        assert fetch(arena, STORED, leases[0])
+        arena.release(*leases)
+        wait_for(lambda: shard.status()["arena"]["leased_blocks"] == 0, "ending its leases")
+    assert shard.status()["arena"]["shard_epoch"] == 2
+    assert owner_of(directory) == Owner(
+        shard="a", pid=os.getpid(), since=json.loads((directory / NOTE_FILE).read_text())["since"]
+    )
+
+
+def test_slots_that_an_ended_self_had_reserved_wait_in_limbo(
+    older: ShardProcess, make_shard: StartShard, directory: Path, hasty: None
+) -> None:
+    older.send_signal(signal.SIGSTOP)
+    wait_until_serving(make_shard(limbo_s=1.0))
+    with contextlib.closing(open_arena(directory)) as arena:
+        state = arena.tables.slot_state
+        wait_for(lambda: (state == LIMBO).sum() == 2, "burying")
+        wait_for(lambda: not (state == LIMBO).any(), "the end of limbo")
+
+
+def test_an_earlier_self_that_is_ending_is_given_time(
+    older: ShardProcess, make_shard: StartShard
+) -> None:
+    shard = make_shard()
+    time.sleep(0.2)
+    assert older.stdin is not None
+    older.stdin.close()
+    wait_until_serving(shard)
+    assert older.wait(10) == 0
+
+
+def test_a_killed_owner_is_followed_at_once(older: ShardProcess, make_shard: StartShard) -> None:
+    older.kill()
+    older.wait()
+    began = time.monotonic()
+    wait_until_serving(make_shard())
+    assert time.monotonic() - began < claim._GRACE_S
+
+
+# -- another shard --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signum", [signal.SIGSTOP, signal.SIGCONT], ids=["frozen", "alive"])
+def test_an_owner_of_another_name_is_named_and_never_harmed(
+    stranger: ShardProcess,
+    make_shard: StartShard,
+    directory: Path,
+    hasty: None,
+    signum: signal.Signals,
+) -> None:
+    stranger.send_signal(signum)
+    message = failed_with(make_shard())
+    assert message.startswith(f"Shard b (process {stranger.pid}, since 20")
+    assert message.endswith(
+        "that it was started with, or choose another cluster_name or arena.dir."
+    )
+    stranger.send_signal(signal.SIGCONT)
+    with contextlib.closing(ShardSocket(directory)) as engine:
+        assert engine.call("hello", timeout_s=5)["shard_epoch"] == 1
+
+
+def test_a_note_alone_makes_nobody_an_earlier_self(
+    make_shard: StartShard, directory: Path, child: Callable[[], Child], hasty: None
+) -> None:
+    directory.mkdir(mode=0o700)
+    process = child()
+    process.say(f"(kept := SideFile.at(directory / 'owner')).try_lock({OWNER_BYTE})")
+    note = {"shard": "a", "pid": process.process.pid, "since": time.time()}
+    (directory / NOTE_FILE).write_text(json.dumps(note))
+    assert f"Shard a (process {process.process.pid}, since" in failed_with(make_shard())
+    assert process.say("1 + 1") == "2"
+
+
+def test_the_name_alone_makes_nobody_an_owner(
+    make_shard: StartShard, directory: Path, child: Callable[[], Child], hasty: None
+) -> None:
+    directory.mkdir(mode=0o700)
+    named, owner = child(), child()
+    named.say(
+        f"(kept := SideFile.at(directory / 'owner')).try_lock({Claim(directory, 'a')._name_byte})"
+    )
+    owner.say(f"(kept := SideFile.at(directory / 'owner')).try_lock({OWNER_BYTE})")
+    assert f"Process {owner.process.pid} owns" in failed_with(make_shard())
+    assert (named.say("1 + 1"), owner.say("1 + 1")) == ("2", "2")
+
+
+@pytest.mark.parametrize(
+    "note", ["", "{", "[]", '{"pid": 1}', '{"shard": "x", "pid": 1, "since": 2}']
+)
+def test_an_owner_is_known_by_its_lock_whatever_the_note_says(
+    shard: Shard, directory: Path, note: str
+) -> None:
+    (directory / NOTE_FILE).write_text(note)
+    assert owner_of(directory) == Owner(shard=None, pid=os.getpid(), since=None)
+    assert str(owner_of(directory)) == f"Process {os.getpid()}"
+
+
+def test_nobody_owns_what_is_not_there_or_was_left(older: ShardProcess, directory: Path) -> None:
+    assert owner_of(directory) is not None
+    older.kill()
+    older.wait()
+    assert owner_of(directory) is None
+    assert owner_of(directory / "nowhere") is None
+    assert not (directory / "nowhere").exists()
+
+
+def test_a_second_shard_waits_and_then_takes_over(make_shard: StartShard, directory: Path) -> None:
+    first = make_shard()
+    wait_until_serving(first)
+    second = make_shard("b")
+    time.sleep(0.2)
+    assert second.status()["state"] == "starting"
+    first.stop(retire=False, timeout_s=5)
+    wait_until_serving(second)
+
+
+def test_a_second_shard_says_who_owns_the_arena(
+    shard: Shard, make_shard: StartShard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "_WAIT_S", 0.2)
+    assert f"Shard a (process {os.getpid()}, since 20" in failed_with(make_shard("b"))
+
+
+def test_a_refused_second_shard_leaves_the_first_ones_arena_alone(
+    shard: Shard, make_shard: StartShard, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "_WAIT_S", 0.1)
+    second = make_shard("b")
+    failed_with(second)
+    second.stop(retire=True, timeout_s=5)
+    with contextlib.closing(open_arena(directory)) as arena:
+        assert not arena.retired
+    assert shard.status()["state"] == "serving"

@@ -1,0 +1,91 @@
+"""Keys of a prefetch are exactly those that the engine's connector gives the same prompt."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvray.actors.shard.prompt_keys import prompt_keys
+from kvray.actors.staging.replicas import Reader
+from kvray.connector.model.adapters import Adapters
+from kvray.connector.request_state import RequestState
+from kvray.errors import ConfigError, ShardUnavailable
+from kvray.identity.block import UNNAMED
+from kvray.identity.keys import MediaItem, request_seed
+from tests.unit.actors.small_shard import NAMESPACE
+
+READER = Reader(namespace=NAMESPACE, adapters="rank 8")
+TOKENS = list(range(1, 200))
+
+
+def packed(tokens: list[int]) -> bytes:
+    return np.array(tokens, dtype="<i4").tobytes()
+
+
+def of_the_connector(tokens: list[int], **identity: object) -> list[bytes]:
+    media = identity.pop("media", ())
+    state = RequestState(
+        request_id=1,
+        seed=request_seed(NAMESPACE.digest(), **identity),  # type: ignore[arg-type]
+        tokens_per_block=NAMESPACE.tokens_per_block,
+        media=media,  # type: ignore[arg-type]
+    )
+    return list(state.prompt_keys(list(tokens)))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 65, 199])
+def test_every_full_block_has_the_key_that_its_engine_gives_it(num_tokens: int) -> None:
+    tokens = TOKENS[:num_tokens]
+    assert prompt_keys(READER, packed(tokens)) == of_the_connector(tokens)
+
+
+def test_no_tokens_have_no_keys() -> None:
+    assert prompt_keys(READER, b"") == []
+
+
+@pytest.mark.parametrize("salt", ["tenant", 7])
+def test_a_salt_enters(salt: str | int) -> None:
+    keys = prompt_keys(READER, packed(TOKENS), salt=salt)
+    assert keys == of_the_connector(TOKENS, salt=salt)
+    assert keys != of_the_connector(TOKENS)
+
+
+def test_media_enter() -> None:
+    media = (MediaItem(position=40, digest=b"image"),)
+    keys = prompt_keys(READER, packed(TOKENS), media=[(40, b"image")])
+    assert keys == of_the_connector(TOKENS, media=media)
+    assert keys[0] == of_the_connector(TOKENS)[0]
+    assert keys[1] != of_the_connector(TOKENS)[1]
+
+
+def test_an_adapter_enters_as_the_engine_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (adapter / "adapter_model.bin").write_bytes(bytes(1000))
+    adapters = Adapters(settings="rank 8", cache_dir=None)
+    lora = None
+    while lora is None:
+        lora = adapters.fingerprint(3, str(adapter))
+    keys = prompt_keys(READER, packed(TOKENS), lora=str(adapter))
+    assert keys == of_the_connector(TOKENS, lora=lora)
+
+
+def test_an_engine_that_says_nothing_of_adapters_has_none_prefetched(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="how it reads LoRA adapters"):
+        prompt_keys(replace(READER, adapters=None), packed(TOKENS), lora=str(tmp_path))
+
+
+def test_a_replica_that_still_reads_its_checkpoint_has_no_keys_and_says_so() -> None:
+    unnamed = replace(READER, namespace=replace(NAMESPACE, model=UNNAMED))
+    with pytest.raises(ShardUnavailable, match=r"until its checkpoint .*`kvray status`"):
+        prompt_keys(unnamed, packed(TOKENS))
+
+
+def test_tokens_that_are_cut_off_are_refused() -> None:
+    with pytest.raises(ConfigError, match="whole number"):
+        prompt_keys(READER, packed(TOKENS)[:-1])

@@ -1,0 +1,50 @@
+"""What a shard keeps of requests."""
+
+import pytest
+
+from kvray.actors.lookup.stored_digests import Origin
+from kvray.actors.shard.request_log import RequestLog
+from kvray.errors import ConfigError
+from kvray.trace.request_note import RequestNote, pack, unpack
+from tests.ray.engine import NAMESPACE
+
+ONE, TWO = (Origin(replica=name, rank=0, namespace=NAMESPACE) for name in ("one", "two"))
+
+
+def note(request_id: int, *, end: int = 0) -> bytes:
+    return pack(RequestNote(request_id, 1.0, 40, 4, 0, end, 9, "not_stored"))
+
+
+def found(log: RequestLog, **which: object) -> list[tuple[str, int, int]]:
+    asked = {"replica": None, "request_id": None, "last": 100, **which}
+    notes = [(name, unpack(packed)) for name, _, packed in log.find(**asked)]
+    return [(name, one.request_id, one.end) for name, one in notes]
+
+
+def test_the_latest_come_first_and_a_second_note_takes_the_place_of_the_first() -> None:
+    log = RequestLog()
+    log.note(ONE, [note(1), note(2)])
+    log.note(TWO, [note(1)])
+    log.note(ONE, [note(1, end=4)])
+    assert found(log) == [("one", 1, 4), ("two", 1, 0), ("one", 2, 0)]
+    assert found(log, replica="one", last=1) == [("one", 1, 4)]
+    assert found(log, request_id=1) == [("one", 1, 4), ("two", 1, 0)]
+    assert found(log, request_id=9) == []
+
+
+def test_of_too_many_the_oldest_go() -> None:
+    log = RequestLog(bytes_max=4000)
+    for number in range(100):
+        log.note(ONE, [note(number)])
+    kept = [request_id for _, request_id, _ in found(log)]
+    assert kept == list(range(99, 99 - len(kept), -1))
+    assert 5 < len(kept) < 20
+
+
+def test_of_notes_of_which_one_is_broken_none_is_taken() -> None:
+    log = RequestLog()
+    with pytest.raises(ConfigError):
+        log.note(ONE, [note(1), b"junk"])
+    with pytest.raises(ConfigError):
+        log.note(ONE, "no list")
+    assert found(log) == []

@@ -1,0 +1,520 @@
+import contextlib
+import os
+import signal
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvray import wire
+from kvray.actors.lookup.lookup import Lookup
+from kvray.actors.owner.ownership import sweep
+from kvray.actors.shard import engine_server
+from kvray.actors.shard.shard import Shard
+from kvray.actors.staging import replicas as replicas_module
+from kvray.errors import ConfigError, LayoutMismatch, ShardUnavailable
+from kvray.node.shard_socket import ShardSocket
+from kvray.store import ArenaOwner, ArenaSpec
+from tests.unit.actors.conftest import StartShard
+from tests.unit.actors.small_shard import (
+    NAMESPACE,
+    OTHER_LAYOUT,
+    WAIT_S,
+    Line,
+    failed_with,
+    open_arena,
+    settings_for,
+    wait_for,
+    wait_until_serving,
+)
+from tests.unit.store.conftest import Child
+from tests.unit.store.small_arena import chain, spec, store
+
+StartChild = Callable[[], Child]
+
+
+@pytest.fixture
+def engine(shard: Shard, directory: Path) -> Any:
+    """An engine's end of the shard's socket."""
+    made = ShardSocket(directory)
+    yield made
+    made.close()
+
+
+def call(engine: ShardSocket, op: str, **fields: Any) -> dict[str, Any]:
+    return engine.call(op, timeout_s=5, **fields)
+
+
+def register(engine: ShardSocket, replica: str, namespace: Any = NAMESPACE) -> None:
+    call(engine, "register", replica=replica, rank=0, namespace=namespace.to_wire())
+
+
+# -- announcing -----------------------------------------------------------------------------------
+
+
+def test_a_commit_of_another_process_appears_in_the_lookup(
+    shard: Shard, line: Line, child: StartChild
+) -> None:
+    keys = chain(4)
+    process = child()
+    process.say("arena.join('engine')")
+    process.say("small.store(arena, small.chain(4)) and None")
+    began = time.monotonic()
+    wait_for(lambda: line.matched(keys) == 4)
+    assert time.monotonic() - began < 1
+
+
+def test_an_eviction_disappears_from_the_lookup(shard: Shard, directory: Path, line: Line) -> None:
+    keys = chain(4)
+    with contextlib.closing(open_arena(directory)) as arena:
+        store(arena, keys)
+        wait_for(lambda: line.matched(keys) == 4)
+        assert shard.clear(timeout_s=5) == 4
+        wait_for(lambda: line.matched(keys) == 0)
+
+
+def test_a_restarted_lookup_is_rebuilt(shard: Shard, directory: Path, line: Line) -> None:
+    keys = chain(4)
+    with contextlib.closing(open_arena(directory)) as arena:
+        store(arena, keys)
+        wait_for(lambda: line.matched(keys) == 4)
+        line.lookup = Lookup()
+        wait_for(lambda: line.matched(keys) == 4)
+
+
+def test_a_lookup_that_hangs_keeps_the_shard_from_nothing_but_announcing(
+    shard: Shard, directory: Path, line: Line, child: StartChild
+) -> None:
+    line.hang_s = 2.0
+    time.sleep(0.2)
+    process = child()
+    process.say("arena.join('engine')")
+    process.say("arena.reserve(small.chain(4), parent=None, depth=0, part=0, block_bytes=4096)")
+    process.kill()
+    began = time.monotonic()
+    wait_for(lambda: shard.status()["arena"]["holders"] == 0, "burying")
+    assert time.monotonic() - began < 1.5
+    line.hang_s = 0.0
+
+
+# -- the shard's own life -------------------------------------------------------------------------
+
+
+def test_a_restarted_shard_adopts_its_arena_and_announces_it_again(
+    make_shard: StartShard, directory: Path, line: Line
+) -> None:
+    keys = chain(4)
+    first = make_shard()
+    wait_until_serving(first)
+    with contextlib.closing(open_arena(directory)) as arena:
+        store(arena, keys)
+        first.stop(retire=False, timeout_s=5)
+        line.lookup = Lookup()
+        second = make_shard()
+        wait_until_serving(second)
+        wait_for(lambda: line.matched(keys) == 4)
+        assert second.status()["arena"]["shard_epoch"] == 2
+        assert second.status()["arena"]["arena_id"] == arena.arena_id
+        assert not arena.retired
+
+
+def test_other_sizes_make_a_new_arena_and_retire_the_old(
+    make_shard: StartShard, directory: Path
+) -> None:
+    first = make_shard()
+    wait_until_serving(first)
+    with contextlib.closing(open_arena(directory)) as arena:
+        first.stop(retire=False, timeout_s=5)
+        second = make_shard(spec=spec(num_slabs=16))
+        wait_until_serving(second)
+        assert arena.retired
+        assert second.status()["arena"]["shard_epoch"] == 1
+    assert len(list(directory.glob("lock.*"))) == 1
+
+
+def test_stop_with_retire_leaves_no_file(shard: Shard, directory: Path) -> None:
+    shard.stop(retire=True, timeout_s=5)
+    shard.stop(retire=True, timeout_s=5)
+    assert list(directory.parent.iterdir()) == []
+
+
+def test_stop_without_retire_leaves_arena_and_locks_only(shard: Shard, directory: Path) -> None:
+    shard.stop(retire=False, timeout_s=5)
+    assert {path.name.partition(".")[0] for path in directory.iterdir()} == {
+        "arena",
+        "lock",
+        "owner",
+    }
+
+
+def test_stop_ends_a_shard_that_prepares_its_arena(
+    make_shard: StartShard, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = threading.Event()
+    progress = Shard._preparing
+
+    def slow(shard: Shard, done: int, total: int) -> None:
+        reached.set()
+        wait_for(shard._stopping.is_set)
+        progress(shard, done, total)
+
+    monkeypatch.setattr(Shard, "_preparing", slow)
+    shard = make_shard()
+    assert reached.wait(10)
+    shard.stop(retire=True, timeout_s=5)
+    assert list(directory.parent.iterdir()) == []
+
+
+def test_a_defect_in_the_loop_is_logged_and_reported(
+    make_shard: StartShard,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    crashed = threading.Event()
+    shard = make_shard(crashed=crashed.set)
+    wait_until_serving(shard)
+    monkeypatch.setattr(ArenaOwner, "bury_dead", lambda *_, **__: 1 // 0)
+    assert crashed.wait(5)
+    assert "ZeroDivisionError" in caplog.text
+    assert shard.status()["state"] == "failed"
+    assert (directory / "arena").exists(), "who is started next adopts it"
+    assert not (directory / "socket").exists()
+
+
+def test_calls_to_a_shard_that_has_ended_say_so(shard: Shard) -> None:
+    shard.stop(retire=False, timeout_s=5)
+    with pytest.raises(ShardUnavailable, match="is stopped"):
+        shard.clear(timeout_s=1)
+
+
+def test_a_shard_that_was_never_started_can_be_stopped(directory: Path, line: Line) -> None:
+    shard = Shard("a", settings_for(directory), line.announce)
+    with pytest.raises(ShardUnavailable, match="is starting"):
+        shard.clear(timeout_s=1)
+    shard.stop(retire=True, timeout_s=1)
+
+
+# -- regular work ---------------------------------------------------------------------------------
+
+
+def test_leases_of_a_dead_holder_end(shard: Shard, directory: Path, child: StartChild) -> None:
+    process = child()
+    process.say("arena.join('engine')")
+    process.say("small.store(arena, small.chain(4)) and None")
+    process.say("arena.lease(small.chain(4))")
+    assert shard.status()["arena"]["leased_blocks"] == 4
+    process.kill()
+    wait_for(lambda: shard.status()["arena"]["leased_blocks"] == 0)
+    assert shard.clear(timeout_s=5) == 4
+
+
+def test_a_share_of_the_slots_is_kept_free_under_a_writer(
+    make_shard: StartShard, directory: Path
+) -> None:
+    shard = make_shard(free_target=0.25, announce_s=0.005)
+    wait_until_serving(shard)
+    with contextlib.closing(open_arena(directory)) as arena:
+        for n in range(40):
+            store(arena, chain(4, seed=str(n)))
+            wait_for(lambda: shard.status()["arena"]["blocks"] <= 52, "evicting ahead")
+        assert shard.status()["arena"]["dropped"] == 0
+
+
+def test_a_namespace_is_kept_within_its_quota(
+    make_shard: StartShard, directory: Path, line: Line
+) -> None:
+    shard = make_shard(quotas={"11111111": 3 * 4096})
+    wait_until_serving(shard)
+    with contextlib.closing(open_arena(directory)) as arena:
+        store(arena, chain(5), namespace=0x11111111)
+        wait_for(lambda: shard.status()["arena"]["over_quota"] == 2)
+        wait_for(lambda: line.matched(chain(5)) == 3)
+
+
+@pytest.mark.parametrize("stopped_s", [30.0, 0.02])
+def test_a_process_that_is_stopped_with_the_lock_is_in_the_status_and_ended_in_time(
+    make_shard: StartShard, child: StartChild, stopped_s: float
+) -> None:
+    shard = make_shard(stopped_s=stopped_s, heartbeat_s=0.02)
+    wait_until_serving(shard)
+    other = child()
+    pid = other.process.pid
+    assert other.say("arena._lock.acquire(10)") == "True"
+    other.process.send_signal(signal.SIGSTOP)
+    if stopped_s > 1:
+        wait_for(lambda: shard.status().get("stopped_with_lock", {}).get("pid") == pid)
+        other.process.send_signal(signal.SIGCONT)
+    else:
+        assert other.process.wait(WAIT_S) == -signal.SIGKILL
+    wait_for(lambda: "stopped_with_lock" not in shard.status())
+
+
+def test_a_long_lease_is_named_once(
+    make_shard: StartShard, directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shard = make_shard(lease_warn_s=0.05, heartbeat_s=0.02)
+    wait_until_serving(shard)
+    with contextlib.closing(open_arena(directory)) as arena:
+        keys = chain(2)
+        store(arena, keys)
+        assert arena.lease(keys)
+        wait_for(lambda: "has leased 2 slots for long" in caplog.text)
+        time.sleep(0.2)
+    assert caplog.text.count("for long") == 1
+
+
+# -- the socket -----------------------------------------------------------------------------------
+
+
+def test_directory_and_socket_are_this_users_alone(shard: Shard, directory: Path) -> None:
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE((directory / "socket").stat().st_mode) == 0o600
+    assert stat.S_IMODE((directory / "arena").stat().st_mode) == 0o600
+
+
+def test_a_directory_that_others_could_read_is_closed(
+    make_shard: StartShard, directory: Path
+) -> None:
+    directory.mkdir(mode=0o755)
+    wait_until_serving(make_shard())
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_hello_tells_which_arena_is_served(engine: ShardSocket, shard: Shard) -> None:
+    reply = call(engine, "hello")
+    assert reply["arena_id"] == shard.status()["arena"]["arena_id"]
+    assert (reply["shard"], reply["shard_epoch"]) == ("a", 1)
+
+
+def test_layout_mismatch_reaches_the_engine_while_both_are_connected(
+    engine: ShardSocket, directory: Path, shard: Shard
+) -> None:
+    register(engine, "one")
+    other = ShardSocket(directory)
+    with contextlib.closing(other):
+        with pytest.raises(LayoutMismatch, match="Replicas two and one both claim"):
+            register(other, "two", OTHER_LAYOUT)
+        engine.close()
+        wait_for(lambda: not shard.status()["replicas"][0]["connected"])
+        register(other, "two", OTHER_LAYOUT)
+
+
+def test_unknown_requests_and_wrong_fields_are_answered(engine: ShardSocket, shard: Shard) -> None:
+    register(engine, "one")
+    for op, fields in [
+        ("nonsense", {}),
+        ("x" * 100_000, {}),
+        ("hello", {"extra": 1}),
+        ("hello", {"connection": 1}),
+        ("register", {}),
+        ("register", {"replica": ["x"], "rank": 0, "namespace": NAMESPACE.to_wire()}),
+        ("register", {"replica": "x", "rank": 0, "namespace": 5}),
+        ("register", {"replica": "x", "rank": 0, "namespace": {"model": None}}),
+        ("register", {"replica": "x", "rank": 0, "namespace": NAMESPACE.to_wire() | {"model": 5}}),
+        ("stage", {"replica": "one", "rank": 0, "keys": b"", "wait_s": 0.1}),
+        ("stage", {"replica": "one", "rank": 0, "keys": bytes(33), "wait_s": 0.1}),
+        ("stage", {"replica": "one", "rank": 0, "keys": bytes(32), "wait_s": "soon"}),
+        ("stage", {"replica": "one", "rank": 0, "keys": bytes(32), "wait_s": -1}),
+        ("stage", {"replica": "none", "rank": 0, "keys": bytes(32), "wait_s": 0.1}),
+        ("report", {"replica": "one", "rank": 0, "counters": "ab"}),
+        ("report", {"replica": "one", "rank": 0, "counters": {}, "openings": [[b"short", 1]]}),
+    ]:
+        with pytest.raises(ConfigError):
+            call(engine, op, **fields)
+    assert call(engine, "report", replica="one", rank=0, counters={"hits": 1}) == {
+        "ok": True,
+        "known": True,
+        "incompatible": [],
+        "peers": False,
+    }
+    assert [entry["replica"] for entry in shard.status()["replicas"]] == ["one"]
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        os.urandom(4096),
+        struct.pack("<I", 2**32 - 1),
+        struct.pack("<I", 5) + b"\xc1\xc1\xc1\xc1\xc1",
+        struct.pack("<I", 0),
+        struct.pack("<I", 3) + b"\x93\x01\x02",
+    ],
+    ids=["http", "noise", "oversized", "no msgpack", "empty", "half a list"],
+)
+def test_whoever_speaks_something_else_is_hung_up_on(
+    engine: ShardSocket, directory: Path, sent: bytes
+) -> None:
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(directory / "socket"))
+        stranger.settimeout(5)
+        stranger.sendall(sent)
+        stranger.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    assert call(engine, "hello")["shard"] == "a"
+
+
+def test_half_a_frame_does_not_keep_others_waiting(
+    engine: ShardSocket, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_server, "_FRAME_S", 0.1)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(directory / "socket"))
+        stranger.settimeout(5)
+        stranger.sendall(wire.encode({"op": "hello"})[:-1])
+        assert call(engine, "hello")["shard"] == "a"
+        assert stranger.recv(1) == b""
+
+
+def test_a_client_that_never_reads_is_hung_up_on(
+    engine: ShardSocket, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_server, "_FRAME_S", 0.1)
+    request = wire.encode({"op": "hello"}) * 1000
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(str(directory / "socket"))
+        stranger.settimeout(5)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            stranger.sendall(request * 1000)
+    assert call(engine, "hello")["shard"] == "a"
+
+
+def test_one_connection_too_many_is_refused(
+    engine: ShardSocket, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call(engine, "hello")
+    monkeypatch.setattr(engine_server, "_CONNECTIONS_MAX", 1)
+    other = ShardSocket(directory)
+    with contextlib.closing(other), pytest.raises(ShardUnavailable):
+        call(other, "hello")
+    assert call(engine, "hello")["shard"] == "a"
+
+
+def test_a_socket_file_that_a_dead_shard_left_is_replaced(
+    make_shard: StartShard, directory: Path
+) -> None:
+    directory.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(directory / "socket"))
+    wait_until_serving(make_shard())
+
+
+# -- bad surroundings -----------------------------------------------------------------------------
+
+
+def test_a_socket_path_that_is_too_long_is_refused_with_the_fix(
+    make_shard: StartShard, directory: Path
+) -> None:
+    directory.parent.mkdir(exist_ok=True)
+    deep = directory.parent / ("x" * 90)
+    message = failed_with(make_shard(directory=deep))
+    assert "longer than 107 bytes; choose a shorter arena.dir or cluster_name." in message
+    assert not deep.exists()
+
+
+def test_a_missing_arena_dir_is_refused_with_the_fix(make_shard: StartShard) -> None:
+    message = failed_with(make_shard(directory=Path("/proc/nowhere/kvray-test")))
+    assert "set arena.dir to a tmpfs that this user may write to" in message
+
+
+def test_a_file_in_the_directorys_place_is_refused(make_shard: StartShard, directory: Path) -> None:
+    directory.touch()
+    assert "cannot be made" in failed_with(make_shard())
+    assert directory.is_file()
+
+
+def test_a_link_in_the_directorys_place_is_refused_and_left_alone(
+    make_shard: StartShard, directory: Path
+) -> None:
+    target = directory.parent / "precious"
+    target.mkdir()
+    (target / "arena").touch()
+    directory.symlink_to(target)
+    shard = make_shard()
+    assert "belongs to another user or is a link" in failed_with(shard)
+    shard.stop(retire=True, timeout_s=5)
+    assert not sweep(directory)
+    assert [path.name for path in target.iterdir()] == ["arena"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_another_users_directory_is_refused_and_left_alone(
+    make_shard: StartShard, directory: Path
+) -> None:
+    directory.mkdir()
+    (directory / "arena").touch()
+    os.chown(directory, 12345, 12345)
+    shard = make_shard()
+    assert "belongs to another user" in failed_with(shard)
+    shard.stop(retire=True, timeout_s=5)
+    assert (directory / "arena").exists()
+
+
+def test_an_arena_larger_than_the_mount_is_refused_and_leaves_nothing(
+    make_shard: StartShard, directory: Path
+) -> None:
+    huge = ArenaSpec(cluster_name="test", capacity=2**44, slab=2**36, slot_min=2**30, holders_max=8)
+    message = failed_with(make_shard(spec=huge))
+    assert "lower arena.capacity" in message
+    wait_for(lambda: not directory.exists())
+
+
+def test_what_stands_in_the_arenas_place_is_replaced(
+    make_shard: StartShard, directory: Path
+) -> None:
+    directory.mkdir(mode=0o700)
+    (directory / "arena").write_bytes(b"garbage")
+    (directory / "arena.0123.new").write_bytes(b"half")
+    (directory / "lock.0123").touch()
+    shard = make_shard()
+    wait_until_serving(shard)
+    assert not (directory / "arena.0123.new").exists()
+    assert not (directory / "lock.0123").exists()
+
+
+def test_a_locked_arena_is_waited_for(
+    make_shard: StartShard,
+    directory: Path,
+    child: StartChild,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("kvray.store.arena.arena._PATIENT_S", 0.1)
+    first = make_shard()
+    wait_until_serving(first)
+    first.stop(retire=False, timeout_s=5)
+    process = child()
+    assert process.say("arena._lock.acquire(1)") == "True"
+    shard = make_shard()
+    wait_for(lambda: "stays locked" in caplog.text)
+    assert shard.status()["state"] == "starting"
+    process.kill()
+    wait_until_serving(shard)
+
+
+def test_a_shard_starts_until_it_serves(make_shard: StartShard, directory: Path) -> None:
+    shard = make_shard()
+    was_starting = shard.is_starting
+    wait_until_serving(shard)
+    assert (was_starting, shard.is_starting) == (True, False)
+
+
+def test_what_ended_long_ago_is_added_up_while_a_shard_serves(
+    shard: Shard, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replicas_module, "ENDED_S", 0.2)
+    fields = {"replica": "r", "rank": 0}
+    engine = ShardSocket(directory)
+    engine.call("register", timeout_s=WAIT_S, namespace=NAMESPACE.to_wire(), **fields)
+    engine.call("report", timeout_s=WAIT_S, counters={"requests": 3}, **fields)
+    engine.close()
+    wait_for(lambda: shard.status()["ended"] == {"ranks": 1, "counters": {"requests": 3}})
+    assert shard.status()["replicas"] == []

@@ -1,0 +1,619 @@
+"""Staging into a real arena from others: one fetch a block, deadlines, handover, and what fails."""
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport
+from kvray.actors.ray_glue.arguments import unpacked
+from kvray.actors.staging import stager as stager_module
+from kvray.actors.staging.fetches_in_flight import FETCH_BLOCKS_MAX
+from kvray.actors.staging.plan import Peer
+from kvray.actors.staging.stager import Staged, Stager
+from kvray.errors import ShardUnavailable
+from kvray.identity.block import BlockKey
+from kvray.index import Run
+from kvray.store import PartRequest
+from kvray.trace.arrival import NVME
+from tests.unit.actors.nodes import SETTINGS, Nodes, prefix_of
+from tests.unit.store.small_arena import chain, fetch, store
+
+KEYS = chain(20)
+
+Scene = Callable[[Nodes, Stager], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def parent() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def play(parent: Path) -> Callable[..., None]:
+    """Runs a scene on nodes of its own, of which `a` stages, and ends them."""
+
+    def run(scene: Scene, *, names: str = "ab", num_slabs: int = 8, **more: Any) -> None:
+        async def act() -> None:
+            nodes = Nodes.make(parent, names, num_slabs=num_slabs)
+            stager = nodes.stager(**more)
+            try:
+                await scene(nodes, stager)
+            finally:
+                nodes.may_move.set()
+                await stager.close()
+                nodes.close()
+
+        asyncio.run(act())
+
+    return run
+
+
+# -- what comes -----------------------------------------------------------------------------------
+
+
+def test_what_another_node_has_is_brought_verified_and_can_be_leased(
+    play: Callable[..., None],
+) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS[:12])
+        store(nodes["a"].arena, KEYS[:3])
+        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
+        assert staged == Staged(num_blocks=12, reason="not_stored")
+        assert staged.arrivals == ((3, "host", ""), (12, "copy", "kvray-shard-b"))
+        leases = nodes["a"].arena.lease(KEYS)
+        assert leases
+        assert fetch(nodes["a"].arena, KEYS[:12], leases[0])
+        assert [span.depth for order in nodes.orders for span in order.spans] == [3]
+        assert stager.status()["transports"] == {"copy": {"blocks": 9, "bytes": 9 * 4096}}
+
+    play(scene)
+
+
+def test_blocks_that_came_without_their_checksum_are_counted_though_none_was_sound(
+    play: Callable[..., None],
+) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS[:12])
+        source = SourceReport(
+            num_blocks=0, num_bytes=0, seconds=0.001, transport="copy", corrupt=12
+        )
+        report = FetchReport(here=(0,), sources={"kvray-mover-b": source})
+        nodes.others["kvray-mover-a.fetch"] = lambda *_: report
+        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 0
+        assert stager.status()["corrupt_blocks"] == 12
+
+    play(scene)
+
+
+def test_what_is_here_costs_no_call(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["a"].arena, KEYS)
+        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
+        assert staged == Staged(num_blocks=20, reason="none")
+        assert nodes.calls == []
+
+    play(scene)
+
+
+def test_alone_nobody_is_called(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
+        assert staged == Staged(num_blocks=0, reason="not_stored")
+        assert nodes.calls == []
+
+    play(scene, num_shards=1)
+
+
+def test_of_a_part_with_a_window_only_its_end_comes(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS, part=0)
+        store(nodes["b"].arena, KEYS, part=1)
+        asked = prefix_of(KEYS, PartRequest(0), PartRequest(1, 4))
+        assert (await stager.stage(asked, wait_s=5)).num_blocks == 20
+        present = nodes["a"].arena.present(KEYS, [0, 1])
+        assert [int(mask.sum()) for mask in present] == [20, 4]
+
+    play(scene)
+
+
+def test_parts_come_from_whoever_has_them(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS, part=0)
+        store(nodes["c"].arena, KEYS[:7], part=1)
+        asked = prefix_of(KEYS, PartRequest(0), PartRequest(1))
+        assert await stager.stage(asked, wait_s=5) == Staged(num_blocks=7, reason="not_stored")
+
+    play(scene, names="abc")
+
+
+def test_a_prefix_longer_than_one_fetch_comes_in_several(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.actors.staging.fetches_in_flight.FETCH_BLOCKS_MAX", 6)
+    assert FETCH_BLOCKS_MAX > 6
+
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 20
+        assert [order.spans[0].depth for order in nodes.orders] == [0, 6, 12, 18]
+
+    play(scene)
+
+
+def test_what_costs_more_than_computing_it_is_left(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        large = chain(300, seed="large")
+        store(nodes["b"].arena, large)
+        await stager.stage(prefix_of(large), wait_s=5)  # 1.2 MB in 1 ms: the rate is known
+        store(nodes["b"].arena, KEYS)
+        dear = prefix_of(KEYS, seconds_per_block=1e-9)
+        assert (await stager.stage(dear, wait_s=5)).reason == "cheaper_to_recompute"
+        worth = prefix_of(KEYS, seconds_per_block=1.0)
+        assert (await stager.stage(worth, wait_s=5)).num_blocks == 20
+
+    play(scene, num_slabs=80)
+
+
+# -- one fetch a block ----------------------------------------------------------------------------
+
+
+def test_two_requests_for_the_same_blocks_fetch_them_once(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        answers = await asyncio.gather(
+            *(stager.stage(prefix_of(KEYS), wait_s=5) for _ in range(5)),
+            stager.stage(prefix_of(KEYS[:10]), wait_s=5),
+        )
+        assert [one.num_blocks for one in answers] == [20] * 5 + [10]
+        assert len(nodes.orders) == 1
+        assert stager.status()["joined"] == 5
+
+    play(scene)
+
+
+def test_a_longer_request_waits_for_the_beginning_and_brings_the_rest(
+    play: Callable[..., None],
+) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        answers = await asyncio.gather(
+            stager.stage(prefix_of(KEYS[:8]), wait_s=5), stager.stage(prefix_of(KEYS), wait_s=5)
+        )
+        assert [one.num_blocks for one in answers] == [8, 20]
+        assert [order.spans[0].depth for order in nodes.orders] == [0, 8]
+
+    play(scene)
+
+
+def test_who_joins_need_not_wait_for_what_he_does_not_want(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        nodes.blocks_per_step = 5
+        nodes.may_move.clear()
+        first = asyncio.ensure_future(stager.stage(prefix_of(KEYS), wait_s=5))
+        await nodes.was_ordered.wait()
+        nodes.may_move.set()
+        await asyncio.sleep(0)
+        nodes.may_move.clear()
+        joined = await stager.stage(prefix_of(KEYS[:5]), wait_s=1.5)
+        assert joined == Staged(num_blocks=5, reason="none")
+        assert not first.done()
+        nodes.may_move.set()
+        assert (await first).num_blocks == 20
+
+    play(scene)
+
+
+def test_a_stage_that_nobody_waits_for_any_more_does_not_end_a_fetch_others_joined(
+    play: Callable[..., None],
+) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        nodes.may_move.clear()
+        first = asyncio.ensure_future(stager.stage(prefix_of(KEYS), wait_s=5))
+        await nodes.was_ordered.wait()
+        second = asyncio.ensure_future(stager.stage(prefix_of(KEYS), wait_s=5))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        nodes.may_move.set()
+        assert (await second).num_blocks == 20
+        assert len(nodes.orders) == 1
+
+    play(scene)
+
+
+# -- deadlines ------------------------------------------------------------------------------------
+
+
+def test_what_is_late_goes_on_and_is_here_for_the_next_request(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        nodes.may_move.clear()
+        assert await stager.stage(prefix_of(KEYS), wait_s=0.05) == Staged(
+            num_blocks=0, reason="too_slow"
+        )
+        nodes.may_move.set()
+        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 20
+        assert len(nodes.orders) == 1
+        assert stager.status()["late"] == 1
+
+    play(scene)
+
+
+def test_what_has_come_by_the_deadline_counts(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        nodes.blocks_per_step = 5
+        nodes.may_move.clear()
+        asked = asyncio.ensure_future(stager.stage(prefix_of(KEYS), wait_s=0.2))
+        await nodes.was_ordered.wait()
+        nodes.may_move.set()
+        await asyncio.sleep(0)
+        nodes.may_move.clear()
+        assert await asked == Staged(num_blocks=5, reason="too_slow")
+
+    play(scene)
+
+
+def test_blocks_that_arrive_before_their_report_are_told_with_their_source(
+    play: Callable[..., None],
+) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        nodes.blocks_per_step = 5
+        nodes.may_move.clear()
+        asked = asyncio.ensure_future(stager.stage(prefix_of(KEYS), wait_s=0.2))
+        await nodes.was_ordered.wait()
+        nodes.may_move.set()
+        await asyncio.sleep(0)
+        nodes.may_move.clear()
+        # Nothing is known of how the mover of b sends.
+        assert (await asked).arrivals == ((5, "host", "kvray-shard-b"),)
+        nodes.may_move.set()
+        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 20
+
+        other = chain(20, seed="other")
+        store(nodes["b"].arena, other)
+        copy = nodes.fetch
+
+        async def give_up(*order: Any) -> FetchReport:
+            await copy(nodes["a"], unpacked(*order))
+            raise ShardUnavailable("The mover answered too late.")
+
+        nodes.others["kvray-mover-a.fetch"] = give_up
+        staged = await stager.stage(prefix_of(other), wait_s=5)
+        assert staged == Staged(num_blocks=20, reason="none")
+        assert staged.arrivals == ((20, "copy", "kvray-shard-b"),)
+
+    play(scene)
+
+
+def test_no_wait_answers_with_what_is_here(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["a"].arena, KEYS[:2])
+        store(nodes["b"].arena, KEYS)
+        staged = await stager.stage(prefix_of(KEYS), wait_s=0)
+        assert staged == Staged(num_blocks=2, reason="too_slow")
+
+    play(scene)
+
+
+def test_a_shard_with_too_many_stages_answers_at_once(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stager_module, "_STAGES_MAX", 2)
+
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        nodes.frozen.add("kvray-lookup")
+        waiting = [asyncio.ensure_future(stager.stage(prefix_of(KEYS), wait_s=5)) for _ in range(2)]
+        await asyncio.sleep(0)
+        began = time.monotonic()
+        refused = await stager.stage(prefix_of(KEYS), wait_s=5)
+        assert refused == Staged(num_blocks=0, reason="too_slow")
+        assert time.monotonic() - began < 0.1
+        assert [one.reason for one in await asyncio.gather(*waiting)] == ["store_down"] * 2
+
+    play(scene)
+
+
+# -- handover -------------------------------------------------------------------------------------
+
+
+class HangingDisk:
+    """A disk with every block, of which none ever comes."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    def may_ask(self, now: float) -> bool:
+        return True
+
+    def peer(self) -> Peer:
+        return Peer()
+
+    def runs(self, keys: list[BlockKey], parts: list[int]) -> list[Run]:
+        return [Run(stop=len(keys), holders={NVME: 1})] if keys[0] not in KEYS else []
+
+    async def promote(self, order: FetchOrder) -> FetchReport:
+        self.num_asked += 1
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+def test_a_disk_that_hangs_leaves_places_for_what_others_have(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stager_module, "_STAGES_MAX", 8)
+    monkeypatch.setattr(stager_module, "_WAITING_MAX", 4)
+
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        disk = HangingDisk()
+        stager._nvme = stager._fetcher._nvme = lambda: disk  # type: ignore[assignment, return-value]
+        stages = [
+            asyncio.create_task(stager.stage(prefix_of(chain(5, seed=str(one))), wait_s=3.0))
+            for one in range(7)
+        ]
+        await asyncio.sleep(0.1)
+        staged = await stager.stage(prefix_of(KEYS), wait_s=3.0)
+        assert (staged.num_blocks, staged.reason) == (20, "none")
+        assert disk.num_asked == 4
+        refused = [one.result().reason for one in stages if one.done()]
+        assert refused == ["too_slow"] * 3
+        for one in stages:
+            one.cancel()
+
+    play(scene)
+
+
+def test_what_was_staged_is_kept_until_the_handover_is_over(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 20
+        for number in range(8):
+            store(nodes["a"].arena, chain(30, seed=f"flood {number}"))
+        assert nodes["a"].arena.match(KEYS) == 20
+        stager.handovers.expire(time.monotonic() + SETTINGS.handover_s + 1)
+        assert len(stager.handovers) == 0
+        for number in range(8):
+            store(nodes["a"].arena, chain(30, seed=f"more {number}"))
+        assert nodes["a"].arena.match(KEYS) == 0
+
+    play(scene)
+
+
+def test_of_too_many_handovers_the_oldest_ends(
+    play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.actors.staging.handovers._HANDOVERS_MAX", 3)
+
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["a"].arena, KEYS)
+        for _ in range(5):
+            await stager.stage(prefix_of(KEYS), wait_s=1)
+        assert len(stager.handovers) == 3
+
+    play(scene)
+
+
+# -- what fails -----------------------------------------------------------------------------------
+
+
+def test_a_lookup_that_does_not_answer_is_asked_no_more(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        nodes.frozen.add("kvray-lookup")
+        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).reason == "store_down"
+        began = time.monotonic()
+        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).reason == "store_down"
+        assert time.monotonic() - began < 0.1
+        assert len(nodes.calls) == 1
+
+    play(scene)
+
+
+def test_a_lookup_that_nobody_can_wait_for_is_found_out_all_the_same(
+    play: Callable[..., None],
+) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        nodes.frozen.add("kvray-lookup")
+        assert (await stager.stage(prefix_of(KEYS), wait_s=0.01)).reason == "too_slow"
+        await asyncio.sleep(2 * SETTINGS.call_timeout_s)
+        await stager.stage(prefix_of(KEYS), wait_s=0.01)
+        (peer,) = stager.status()["peers"]
+        assert peer["error"]
+        assert peer["breaker"] != "closed"
+
+    play(scene)
+
+
+def test_of_two_holders_the_dead_one_costs_nothing_after_its_first_failure(
+    play: Callable[..., None],
+) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        for name in "bc":
+            store(nodes[name].arena, KEYS)
+            store(nodes[name].arena, chain(20, seed="other"))
+        nodes.gone.add("kvray-mover-b")
+        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 20
+        orders = len(nodes.orders)
+        other = chain(20, seed="other")
+        assert (await stager.stage(prefix_of(other), wait_s=5)).num_blocks == 20
+        assert [span.source for span in nodes.orders[orders].spans] == ["kvray-mover-c"]
+
+    play(scene, names="abc")
+
+
+def test_a_holder_that_is_gone_makes_a_shorter_hit(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["a"].arena, KEYS[:3])
+        store(nodes["b"].arena, KEYS)
+        nodes.gone.add("kvray-mover-b")
+        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
+        assert staged == Staged(num_blocks=3, reason="too_slow")
+
+    play(scene)
+
+
+def test_a_mover_of_its_own_that_is_gone_makes_a_shorter_hit(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        nodes.gone.add("kvray-mover-a")
+        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
+        assert staged == Staged(num_blocks=0, reason="store_down")
+        calls = len(nodes.calls)
+        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).reason == "store_down"
+        assert len(nodes.calls) == calls
+
+    play(scene)
+
+
+def test_a_mover_of_its_own_that_is_frozen_is_found_out_long_before_the_deadline(
+    play: Callable[..., None],
+) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        nodes.frozen.add("kvray-mover-a")
+        began = time.monotonic()
+        staged = await stager.stage(prefix_of(KEYS), wait_s=60)
+        assert staged == Staged(num_blocks=0, reason="store_down")
+        assert time.monotonic() - began < 5
+        assert ("kvray-mover-a", "ping") in nodes.calls
+
+    play(scene, settings=replace(SETTINGS, deadline_s=60.0))
+
+
+def test_without_a_lookup_that_knows_the_others_the_store_is_down(
+    play: Callable[..., None],
+) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
+        assert staged == Staged(num_blocks=0, reason="store_down")
+
+    play(scene, num_shards=0)
+
+
+def test_an_index_out_of_date_ends_in_a_miss(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS[:4])
+        said = nodes.locate(b"".join(KEYS))
+        nodes.others["kvray-lookup.locate"] = lambda keys: [replace(said[0], stop=20)]
+        staged = await stager.stage(prefix_of(KEYS), wait_s=5)
+        assert staged.num_blocks == 4
+        assert len(nodes.orders) <= 4
+
+    play(scene)
+
+
+def test_closing_ends_what_is_under_way(play: Callable[..., None]) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS)
+        nodes.may_move.clear()
+        await stager.stage(prefix_of(KEYS), wait_s=0.05)
+        assert stager.status()["under_way"] == 1
+        await asyncio.wait_for(stager.close(), 2)
+        assert stager.status()["under_way"] == 0
+        assert stager.status()["handovers"] == 0
+
+    play(scene)
+
+
+def test_two_that_stage_from_each_other_do_not_wait_for_each_other(
+    play: Callable[..., None],
+) -> None:
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        other, theirs = nodes.stager("b"), chain(20, seed="theirs")
+        store(nodes["b"].arena, KEYS)
+        store(nodes["a"].arena, theirs)
+        answers = await asyncio.gather(
+            stager.stage(prefix_of(KEYS), wait_s=5), other.stage(prefix_of(theirs), wait_s=5)
+        )
+        await other.close()
+        assert [one.num_blocks for one in answers] == [20, 20]
+
+    play(scene)
+
+
+# -- many at once ---------------------------------------------------------------------------------
+
+TRUNK = chain(12, seed="trunk")
+BRANCHES = [TRUNK + chain(6, seed=f"branch {number}", head=TRUNK[-1]) for number in range(3)]
+requests = st.lists(
+    st.tuples(
+        st.integers(0, len(BRANCHES) - 1),
+        st.integers(1, 18),
+        st.sampled_from([0.0, 0.005, 2.0]),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(
+    held=st.lists(st.tuples(st.sampled_from("bc"), st.integers(0, 2), st.integers(1, 18))),
+    asked=requests,
+    step=st.integers(1, 7),
+    gone=st.sampled_from([set(), set(), {"kvray-mover-b"}]),
+)
+@settings(max_examples=40, deadline=None)
+def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(
+    held: list[tuple[str, int, int]],
+    asked: list[tuple[int, int, float, bool]],
+    step: int,
+    gone: set[str],
+) -> None:
+    """That no block comes twice the movers of this test see to: a second copy is a failure."""
+
+    async def act(parent: Path) -> None:
+        nodes = Nodes.make(parent, "abc")
+        stager = nodes.stager()
+        nodes.blocks_per_step, nodes.gone = step, gone
+        try:
+            for name, branch, length in held:
+                store(nodes[name].arena, BRANCHES[branch][:length])
+            tasks = []
+            for branch, length, wait_s, is_cancelled in asked:
+                stage = stager.stage(prefix_of(BRANCHES[branch][:length]), wait_s=wait_s)
+                tasks.append(asyncio.ensure_future(stage))
+                await asyncio.sleep(0)
+                if is_cancelled:
+                    tasks[-1].cancel()
+            answers = await asyncio.gather(*tasks, return_exceptions=True)
+            for (branch, length, wait_s, is_cancelled), answer in zip(asked, answers, strict=True):
+                if is_cancelled:
+                    assert isinstance(answer, asyncio.CancelledError)
+                    continue
+                assert isinstance(answer, Staged)
+                keys = BRANCHES[branch][:length]
+                most = max(nodes[name].arena.match(keys) or 0 for name in "abc" if name not in gone)
+                assert answer.num_blocks <= most
+                if wait_s > 1 and not gone:
+                    assert answer.num_blocks == most
+                leases = nodes["a"].arena.lease(keys[: answer.num_blocks] or keys)
+                assert leases is not None
+                if answer.num_blocks:
+                    assert leases[0].num_slots == answer.num_blocks
+                    assert fetch(nodes["a"].arena, keys, leases[0])
+                nodes["a"].arena.release(*leases)
+        finally:
+            await stager.close()
+            assert stager.status()["under_way"] == 0
+            nodes.close()
+
+    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
+    try:
+        asyncio.run(act(path))
+    finally:
+        shutil.rmtree(path)

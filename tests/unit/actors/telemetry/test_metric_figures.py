@@ -1,0 +1,149 @@
+"""Figures of a real shard and lookup: declared, labelled, in agreement with their status."""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvray.actors.lookup.lookup import Lookup
+from kvray.actors.shard.shard import Shard
+from kvray.actors.telemetry.metric_figures import (
+    Figures,
+    ShardFigures,
+    lookup_figures,
+    mover_figures,
+)
+from kvray.actors.telemetry.part_counts import PartCounts
+from kvray.metrics import METRICS, PREFIX
+from kvray.node.shard_socket import ShardSocket
+from tests.unit.actors.small_shard import (
+    NAMESPACE,
+    Line,
+    nvme_for,
+    open_arena,
+    settings_for,
+    wait_for,
+    wait_until_serving,
+)
+from tests.unit.store.small_arena import SLOT, chain, store
+
+NODE = "0123456789ab"
+MINE = replace(NAMESPACE, part_bytes=SLOT)
+
+
+@pytest.fixture
+def shard() -> Iterator[Shard]:
+    parent = Path(tempfile.mkdtemp(prefix="kvray-test-", dir="/dev/shm"))
+    settings = settings_for(parent / "shm", nvme=nvme_for(parent), quotas={"": 2**20})
+    made = Shard(f"kvray-shard-{NODE}", settings, Line().announce)
+    made.start()
+    try:
+        wait_until_serving(made)
+        yield made
+    finally:
+        made.stop(retire=True, timeout_s=20)
+        shutil.rmtree(parent)
+
+
+def report(shard: Shard, **counters: int) -> None:
+    directory = Path(shard.status()["directory"])
+    socket = ShardSocket(directory)
+    try:
+        who = {"replica": "r", "rank": 0}
+        socket.call("register", timeout_s=5, namespace=MINE.to_wire(), **who)
+        socket.call("report", timeout_s=5, counters=counters, openings=[], leaving=False, **who)
+    finally:
+        socket.close()
+
+
+def totals(figures: Figures) -> dict[Any, float]:
+    return {series: value for one in figures.totals for series, value in one.totals.items()}
+
+
+def check_declared(figures: Figures) -> None:
+    """Fail if a series is not declared, or has other labels than it should."""
+    kinds = {"gauge": figures.gauges, "counter": totals(figures)}
+    for kind, made in kinds.items():
+        for name, labels in made:
+            declared = METRICS[PREFIX + name]
+            assert declared.kind == kind
+            assert len(labels) == len(declared.labels), name
+
+
+def test_a_shards_figures_are_declared_and_those_of_its_status(shard: Shard) -> None:
+    arena = open_arena(Path(shard.status()["directory"]))
+    try:
+        store(arena, chain(3))
+    finally:
+        arena.close()
+    report(shard, requests=2, hit_tokens=64, hit_tokens_from_host=64, uptime_s=1, lease_us_sum=9)
+    wait_for(lambda: shard.status()["announcements"]["announcements"] > 0)
+
+    status = shard.status()
+    figures = ShardFigures(shard.name, 0.0).of(status, 5.0)
+
+    check_declared(figures)
+    found = totals(figures)
+    assert found["stored_blocks_total", (NODE, "host")] == status["arena"]["stored"] == 3
+    assert found["requests_total", (NODE, "r", "0")] == 2
+    assert found["hit_tokens_total", (NODE, "r", "0", "host", "none")] == 64
+    assert figures.gauges["shard_serving", (NODE,)] == 1
+    assert figures.gauges["capacity_bytes", (NODE, "nvme")] > 0
+    assert found["announcement_seconds_total", (NODE,)] > 0
+
+
+def test_only_registered_namespaces_are_labels_whatever_else_the_arena_has(shard: Shard) -> None:
+    report(shard, requests=1)
+    status = shard.status()
+    mine = MINE.digest().hex()[:8]
+    status["arena"]["namespaces"] = [
+        {"namespace": name, "blocks": 1, "bytes": 10, "quota_bytes": 100}
+        for name in (mine, "deadbeef", "")
+    ]
+
+    figures = ShardFigures(shard.name, 0.0).of(status, 5.0)
+
+    sizes = {
+        labels[-1]: value
+        for (name, labels), value in figures.gauges.items()
+        if name == "resident_bytes" and "host" in labels
+    }
+    assert sizes == {mine: 10, "other": 20}
+    quotas = [labels[-1] for name, labels in figures.gauges if name == "quota_bytes"]
+    assert quotas == [mine]
+
+
+def test_what_an_adopted_arena_had_counted_is_not_counted_again(shard: Shard) -> None:
+    status = shard.status()
+    status["arena"]["shard_epoch"] = 2
+
+    figures = ShardFigures(shard.name, 0.0).of(status, 5.0)
+
+    assert {one.source: one.counted_before for one in figures.totals}["arena"]
+
+
+def test_a_shard_that_does_not_serve_says_so_and_no_more() -> None:
+    figures = ShardFigures(f"kvray-shard-{NODE}", 0.0).of({"state": "preparing"}, 1.0)
+
+    assert figures.gauges == {("shard_serving", (NODE,)): 0.0}
+    assert figures.totals == []
+
+
+def test_figures_of_lookup_mover_and_supervisor_are_declared() -> None:
+    lookup = Lookup()
+    lookup.match(b"k" * 64, 1, time.monotonic())
+
+    found = lookup_figures(lookup.status(time.monotonic()))
+
+    check_declared(found)
+    assert totals(found)["lookup_queried_blocks_total", ()] == 2
+    mover = mover_figures(f"kvray-mover-{NODE}", {"arena_id": "a", "sent_bytes": {"nixl": 7}})
+    check_declared(mover)
+    assert totals(mover) == {("moved_bytes_total", (NODE, "nixl", "out")): 7}
+    check_declared(mover_figures("kvray-mover-b", {"state": "waiting"}))
+    check_declared(PartCounts().note(["kvray-shard-a"], [], []))

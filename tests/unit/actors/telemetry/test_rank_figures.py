@@ -1,0 +1,210 @@
+"""A rank's counters become totals of metrics, told apart by lives, and settled."""
+
+import math
+from typing import Any
+
+from kvray.actors.telemetry.increments import Increments
+from kvray.actors.telemetry.rank_figures import RankFigures, Series, totals_of
+from kvray.connector.figures.call_times import CallTimes
+from kvray.connector.figures.dropped_blocks import DropReason
+
+REASONS = [reason.value for reason in DropReason]
+HIT = "hit_tokens_total"
+MISS: Series = ("miss_tokens_total", ("not_stored",))
+
+
+def rank(counters: dict[str, int], *, replica: str = "r", connected: bool = True) -> dict[str, Any]:
+    return {"replica": replica, "rank": 0, "connected": connected, "counters": counters}
+
+
+class Exported:
+    """What a counter has that is given all increments."""
+
+    def __init__(self, figures: RankFigures) -> None:
+        self._figures = figures
+        self._increments: Increments[Series] = Increments()
+        self.sums: dict[Series, float] = {}
+
+    def look(self, counters: dict[str, int], now: float, *, connected: bool = True) -> None:
+        found = self._figures.look([rank(counters, connected=connected)], now)
+        found = [one for one in found if one.totals]
+        for one in found:
+            grown = self._increments.take(
+                one.source, one.totals, life=one.life, counted_before=one.counted_before
+            )
+            for series, by in grown.items():
+                self.sums[series] = self.sums.get(series, 0.0) + by
+        self._increments.retain({one.source for one in found})
+
+
+def test_hits_are_told_apart_by_tier_and_transport_and_sum_to_all() -> None:
+    counters = {
+        "requests": 4,
+        "hit_tokens": 100,
+        "hit_tokens_from_host": 60,
+        "hit_tokens_from_nvme": 10,
+        "hit_tokens_from_nixl": 20,
+        "hit_tokens_from_object_ref": 10,
+    }
+
+    totals = totals_of(counters)
+
+    hits = {labels: value for (name, labels), value in totals.items() if name == HIT}
+    assert hits == {
+        ("host", "none"): 60,
+        ("nvme", "none"): 10,
+        ("remote", "nixl"): 20,
+        ("remote", "object_ref"): 10,
+    }
+
+
+def test_reasons_that_nobody_knows_are_one_label() -> None:
+    totals = totals_of({"miss_tokens_evicted": 1, "miss_tokens_a": 2, "miss_tokens_prompt text": 3})
+
+    misses = {labels: value for (name, labels), value in totals.items()}
+    assert misses == {("evicted",): 1, ("other",): 5}
+
+
+def test_unsaved_blocks_have_the_reasons_that_engines_name() -> None:
+    counters = {f"dropped_blocks_{reason}": 2 for reason in REASONS}
+    totals = totals_of({"dropped_blocks": 2 * len(REASONS) + 3, **counters, "dropped_blocks_x": 3})
+
+    assert totals["engine_blocks_total", ("dropped",)] == 2 * len(REASONS) + 3
+    unsaved = {
+        labels[0]: n for (name, labels), n in totals.items() if name != "engine_blocks_total"
+    }
+    assert unsaved == {**dict.fromkeys(REASONS, 2), "other": 3}
+
+
+def test_buckets_of_the_connector_become_cumulative_and_keep_their_sum() -> None:
+    timings = CallTimes()
+    for nanoseconds in (1_000, 40_000, 40_000, 1_000_000, 10**11):
+        timings.lease.observe(nanoseconds)
+
+    totals = totals_of(timings.counters())
+
+    buckets = {
+        float(labels[0]): value
+        for (name, labels), value in totals.items()
+        if name == "lease_seconds_bucket_total"
+    }
+    assert buckets[2**15 / 1e9] == 1
+    assert buckets[2**16 / 1e9] == 3
+    assert buckets[2**20 / 1e9] == 4
+    assert buckets[math.inf] == totals["lease_count_total", ()] == 5
+    assert list(buckets.values()) == sorted(buckets.values())
+    assert totals["lease_seconds_sum_total", ()] == 100.001081
+
+
+def test_a_bound_of_another_version_counts_in_the_next_one() -> None:
+    totals = totals_of({"stage_ns_below_100000": 2, "stage_us_sum": 150})
+
+    assert totals["stage_seconds_bucket_total", (f"{2**17 / 1e9:.9f}",)] == 2
+    assert totals["stage_seconds_bucket_total", (f"{2**16 / 1e9:.9f}",)] == 0
+
+
+def test_an_engine_that_is_restarted_counts_on() -> None:
+    exported = Exported(RankFigures(0.0))
+    exported.look({"requests": 10, "uptime_s": 50}, 50.0)
+    exported.look({"requests": 12, "uptime_s": 60}, 60.0)
+
+    exported.look({}, 61.0)  # it has registered and not reported yet
+    exported.look({"requests": 20, "uptime_s": 5}, 66.0)
+
+    assert exported.sums["requests_total", ()] == 32
+
+
+def test_an_engine_that_is_older_than_the_shard_is_not_counted_twice() -> None:
+    exported = Exported(RankFigures(1000.0))
+    exported.look({"requests": 500, "uptime_s": 300}, 1002.0)
+    assert exported.sums["requests_total", ()] == 0
+
+    exported.look({"requests": 503, "uptime_s": 310}, 1012.0)
+
+    assert exported.sums["requests_total", ()] == 3
+
+
+def test_an_older_engine_that_has_registered_and_not_reported_yet_is_not_counted_twice() -> None:
+    exported = Exported(RankFigures(1000.0))
+    exported.look({}, 1001.0)
+
+    exported.look({"requests": 500, "uptime_s": 300}, 1002.0)
+    exported.look({"requests": 501, "uptime_s": 301}, 1003.0)
+
+    assert exported.sums["requests_total", ()] == 1
+
+
+def test_an_engine_that_comes_and_goes_is_not_counted_twice() -> None:
+    exported = Exported(RankFigures(0.0))
+    exported.look({"requests": 5, "uptime_s": 30}, 31.0)
+
+    exported.look({}, 32.0, connected=False)  # it had registered again, and lost its connection
+    exported.look({"requests": 6, "uptime_s": 34}, 35.0)
+
+    assert exported.sums["requests_total", ()] == 6
+
+
+def test_an_engine_that_started_under_this_shard_is_counted_from_its_first_request() -> None:
+    exported = Exported(RankFigures(1000.0))
+
+    exported.look({"requests": 5, "uptime_s": 30}, 1031.0)
+
+    assert exported.sums["requests_total", ()] == 5
+
+
+def test_ranks_that_do_not_say_their_age_are_taken_for_old_after_an_adoption() -> None:
+    figures = RankFigures(0.0)
+    figures.note_adoption()
+    exported = Exported(figures)
+    exported.look({"hit_tokens_from_host": 8}, 1.0)
+    exported.look({"hit_tokens_from_host": 9}, 2.0)
+    assert exported.sums[HIT, ("host", "none")] == 1
+
+    exported.look({"hit_tokens_from_host": 2}, 3.0)  # it fell: another process
+
+    assert exported.sums[HIT, ("host", "none")] == 3
+
+
+def test_a_miss_that_turns_out_to_be_incompatible_is_counted_once() -> None:
+    exported = Exported(RankFigures(0.0))
+    exported.look({"miss_tokens_not_stored": 100, "uptime_s": 10}, 10.0)
+    exported.look(
+        {"miss_tokens_not_stored": 0, "miss_tokens_incompatible": 100, "uptime_s": 12}, 12
+    )
+    for now in range(13, 30):
+        exported.look(
+            {"miss_tokens_not_stored": 7, "miss_tokens_incompatible": 100, "uptime_s": now}, now
+        )
+
+    assert exported.sums[MISS] == 7
+    assert exported.sums["miss_tokens_total", ("incompatible",)] == 100
+
+
+def test_ranks_beyond_a_number_share_their_labels() -> None:
+    figures = RankFigures(0.0)
+    ranks = [rank({"requests": 1, "uptime_s": 0}, replica=f"r{number}") for number in range(200)]
+
+    found = figures.look(ranks, 1.0)
+
+    labels = {one.labels for one in found}
+    assert len(labels) == 129
+    assert ("other", "0") in labels
+
+
+def test_a_name_that_is_no_text_for_a_metrics_page_is_made_one() -> None:
+    (one,) = RankFigures(0.0).look([rank({"requests": 1}, replica="a\udc80" + "b" * 300)], 1.0)
+
+    assert one.labels[0].encode().decode() == "a?" + "b" * 62
+
+
+def test_however_many_have_come_and_gone_those_that_are_here_are_named() -> None:
+    figures = RankFigures(0.0)
+    for number in range(200):
+        gone = [rank({"requests": 1}, replica=f"r{number}", connected=False)]
+        (_, here) = figures.look([*gone, rank({"requests": 1}, replica=f"s{number}")], number)
+
+    assert here.labels == ("other", "0"), "Ray keeps a counter's labels for ever"
+    assert here.name == ("s199", "0")
+    many = [rank({}, replica=f"r{number}") for number in range(200)]
+    found = figures.look(many, 300.0)
+    assert len({one.name for one in found}) == 129

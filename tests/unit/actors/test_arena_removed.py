@@ -1,0 +1,159 @@
+"""A shard whose files are removed under it notices, says so, and serves a new arena."""
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvray.actors.owner.claim import owner_of
+from kvray.actors.shard import shard as shard_module
+from kvray.actors.shard.shard import Shard
+from kvray.errors import CapacityError
+from kvray.node.link import NodeLink, attach
+from kvray.node.shard_socket import ShardSocket
+from kvray.store import Arena
+from kvray.store.arena.file import ARENA_FILE
+from tests.unit.actors.conftest import StartShard
+from tests.unit.actors.small_shard import Line, nvme_for, wait_for, wait_until_serving
+from tests.unit.store.small_arena import PATIENT_S, chain, fetch, store
+
+KEYS = chain(4)
+
+
+@pytest.fixture
+def link(shard: Shard, directory: Path) -> Iterator[NodeLink]:
+    """An engine that is attached."""
+    made = attach(directory, label="engine", lock_wait_s=PATIENT_S, attach_retry_s=0.05)
+    yield made
+    made.detach()
+
+
+def arena_id(shard: Shard) -> str:
+    return str(shard.status().get("arena", {}).get("arena_id", ""))
+
+
+def remove_lock(directory: Path) -> None:
+    (lock,) = directory.glob("lock.*")
+    lock.unlink()
+
+
+def replace_arena(directory: Path) -> None:
+    path = directory / ARENA_FILE
+    path.rename(directory / "other")
+    shutil.copyfile(directory / "other", path)
+    (directory / "other").unlink()
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [
+        shutil.rmtree,
+        lambda directory: shutil.rmtree(directory.parent),
+        lambda directory: (directory / ARENA_FILE).unlink(),
+        remove_lock,
+        replace_arena,
+    ],
+    ids=["directory", "parent", "arena", "lock", "replaced"],
+)
+def test_a_new_arena_takes_the_place_of_one_whose_files_are_removed_and_engines_follow(
+    shard: Shard,
+    directory: Path,
+    link: NodeLink,
+    line: Line,
+    remove: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert link.arena is not None
+    store(link.arena, KEYS)
+    wait_for(lambda: line.matched(KEYS) == 4)
+    before = arena_id(shard)
+    remove(directory)
+    wait_for(lambda: arena_id(shard) not in ("", before), "the new arena", within_s=10)
+    assert "It makes a new arena; engines follow." in caplog.text
+    wait_for(lambda: link.arena and link.arena.arena_id == arena_id(shard), within_s=10)
+    wait_for(lambda: line.matched(KEYS) == 0, "the withdrawal")
+    assert link.arena is not None
+    store(link.arena, KEYS)
+    held = link.arena.lease(KEYS)
+    assert held
+    assert fetch(link.arena, KEYS, held[0])
+    link.arena.release(held[0], wait_s=5)
+    wait_for(lambda: line.matched(KEYS) == 4, "the announcement")
+    assert shard.status()["state"] == "serving"
+    assert "message" not in shard.status()
+    assert len(list(directory.glob("lock.*"))) == 1
+    shard.stop(retire=True, timeout_s=5)
+    assert not directory.exists()
+
+
+def test_a_socket_that_is_removed_is_made_again_and_costs_no_block(
+    shard: Shard, directory: Path
+) -> None:
+    before = arena_id(shard)
+    with contextlib.closing(ShardSocket(directory)) as connected:
+        connected.call("hello", timeout_s=5)
+        (directory / "socket").unlink()
+        wait_for((directory / "socket").exists, within_s=10)
+        connected.call("hello", timeout_s=5)
+        with contextlib.closing(ShardSocket(directory)) as new:
+            wait_for(lambda: new.call("hello", timeout_s=5)["arena_id"] == before)
+
+
+def test_an_owner_file_that_is_removed_is_made_again_before_another_shard_takes_it(
+    shard: Shard, directory: Path, make_shard: StartShard
+) -> None:
+    before = arena_id(shard)
+    (directory / "owner").unlink()
+    wait_for(lambda: owner_of(directory) is not None, within_s=10)
+    assert arena_id(shard) == before
+    other = make_shard("b")
+    wait_for(lambda: "done" in other.status())
+    assert other.status()["state"] == "starting"
+
+
+def test_a_disk_goes_on_below_the_new_arena(
+    make_shard: StartShard, directory: Path, tmp_path: Path
+) -> None:
+    shard = make_shard(nvme=nvme_for(tmp_path), admission="all")
+    wait_until_serving(shard)
+    before = arena_id(shard)
+    shutil.rmtree(directory)
+    wait_for(lambda: arena_id(shard) not in ("", before), within_s=10)
+    wait_for(lambda: shard.status()["nvme"]["state"] == "open")
+    removed = f"{directory / ARENA_FILE} (deleted)"
+    assert removed not in Path("/proc/self/maps").read_text(), "the memory of the old one is free"
+
+
+def test_a_shard_waits_for_the_memory_that_engines_still_have(
+    shard: Shard, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, fits = arena_id(shard), threading.Event()
+    make = Arena.create.__func__  # type: ignore[attr-defined]
+
+    def create(cls: type[Arena], *args: Any, **more: Any) -> Any:
+        if not fits.is_set():
+            raise CapacityError("It does not fit.")
+        return make(cls, *args, **more)
+
+    monkeypatch.setattr(shard_module, "_LOST_RETRY_S", 0.05)
+    monkeypatch.setattr(Arena, "create", classmethod(create))
+    (directory / ARENA_FILE).unlink()
+    wait_for(lambda: "It does not fit." in shard.status().get("message", ""), within_s=10)
+    fits.set()
+    wait_for(lambda: arena_id(shard) not in ("", before), within_s=10)
+
+
+def test_a_shard_waits_where_no_arena_can_be_made_and_can_be_ended(
+    shard: Shard, directory: Path
+) -> None:
+    shutil.rmtree(directory.parent)
+    directory.parent.touch()
+    wait_for(lambda: "cannot be made" in shard.status().get("message", ""), within_s=10)
+    assert shard.status()["state"] == "starting"
+    shard.stop(retire=False, timeout_s=5)
+    directory.parent.unlink()
+    directory.parent.mkdir()

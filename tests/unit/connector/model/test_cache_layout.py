@@ -1,0 +1,149 @@
+"""Whatever the engine says of its KV cache becomes groups, regions and parts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvray.connector.model.cache_layout import LayerRange
+from kvray.connector.model.read_layout import layout_of_tensor, read_layout
+from kvray.errors import ConfigError
+from kvray.store import PartRequest
+
+MEMORY = torch.arange(4096, dtype=torch.int32).view(torch.uint8)
+
+
+def buffers(layers: list[int], roles: str = "key value") -> list[Any]:
+    return [SimpleNamespace(layer_id=n, role=role) for n in layers for role in roles.split()]
+
+
+def region(size: int, layers: list[int], *, at: int = 0, stride: int = 0, **fields: Any) -> Any:
+    roles = fields.pop("roles", "key value")
+    return SimpleNamespace(
+        base=MEMORY.data_ptr() + at,
+        size=size,
+        stride=stride or size,
+        num_slots=fields.pop("num_slots", 4),
+        buffers=buffers(layers, roles),
+    )
+
+
+def group(index: int, layers: list[int], *regions: Any, **fields: Any) -> Any:
+    plain = {"window_size": None, "replicated_regions": ()}
+    return SimpleNamespace(
+        layer_group_id=index, layer_ids=layers, regions=regions, **{**plain, **fields}
+    )
+
+
+def described(*groups: Any) -> Any:
+    return SimpleNamespace(tokens_per_block=4, groups=groups, dtype=torch.float16)
+
+
+def test_a_tensor_is_one_group_whose_layers_lie_one_after_the_other() -> None:
+    layout = layout_of_tensor(torch.zeros(5, 3, 2, 8, dtype=torch.float16))
+    (part,) = layout.parts(0, 1, 4)
+    assert part.block_bytes == 3 * 2 * 8 * 2
+    assert part.regions[0].steps == (
+        LayerRange((0,), 0, 32),
+        LayerRange((1,), 32, 64),
+        LayerRange((2,), 64, 96),
+    )
+    assert (layout.is_flat, layout.dtype, layout.kv_factor) == (True, "float16", 2)
+
+
+def test_ranks_have_parts_of_their_own() -> None:
+    layout = layout_of_tensor(torch.zeros(5, 3, 2, 8))
+    assert layout.num_parts(4) == 4
+    assert [layout.parts(rank, 4, 4)[0].index for rank in range(4)] == [0, 1, 2, 3]
+    assert all(layout.parts(rank, 4, 4)[0].is_stored_here for rank in range(4))
+    assert layout.part_requests(2, 4) == [[PartRequest(0)], [PartRequest(1)]]
+
+
+def test_a_latent_cache_is_stored_by_one_rank_and_read_by_all() -> None:
+    layout = layout_of_tensor(torch.zeros(5, 3, 1, 8))
+    assert layout.num_parts(4) == 1
+    parts = [layout.parts(rank, 4, 4)[0] for rank in range(4)]
+    assert [part.index for part in parts] == [0, 0, 0, 0]
+    assert [part.is_stored_here for part in parts] == [True, False, False, False]
+    assert layout.part_requests(2, 4) == [[PartRequest(0)], [PartRequest(0)]]
+    assert layout_of_tensor(torch.zeros(5, 3, 1, 8), may_be_latent=False).num_parts(4) == 4
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(4, 8), torch.zeros(4, 1, 2, 3, 8), torch.zeros(8, 2, 2, 8)[::2]],
+    ids=["flat", "five", "strided"],
+)
+def test_a_pool_of_another_shape_is_refused_with_it(tensor: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match=r"has shape \[4"):
+        layout_of_tensor(tensor)
+
+
+def test_regions_are_views_on_the_engines_memory() -> None:
+    layout = read_layout(described(group(0, [0], region(8, [0], at=16, stride=24))))
+    pages = layout.groups[0].own[0].pages
+    assert pages.shape == (4, 8)
+    assert (pages[2] == MEMORY[16 + 48 : 16 + 56]).all()
+
+
+def test_groups_with_windows_and_shared_regions_become_parts_of_each_rank() -> None:
+    layout = read_layout(
+        described(
+            group(0, [0, 2], region(64, [0, 2]), replicated_regions=(region(8, [0], roles="key"),)),
+            group(1, [1], region(32, [1]), window_size=10),
+        )
+    )
+    assert layout.num_parts(2) == 5
+    assert layout.part_requests(2, 4) == [
+        [PartRequest(0), PartRequest(2), PartRequest(3, window=3)],
+        [PartRequest(1), PartRequest(2), PartRequest(4, window=3)],
+    ]
+    first, shared, windowed = layout.parts(1, 2, 4)
+    assert (first.group, shared.group, windowed.group) == (0, 0, 1)
+    assert [first.is_stored_here, shared.is_stored_here] == [True, False]
+    assert [first.block_bytes, shared.block_bytes, windowed.block_bytes] == [64, 8, 32]
+
+
+def test_a_group_without_values_is_the_same_on_all_ranks() -> None:
+    latent = described(group(0, [0, 1], region(64, [0, 1], roles="key")))
+    assert read_layout(latent).num_parts(8) == 1
+    assert read_layout(latent, may_be_latent=False).num_parts(8) == 8
+
+
+@pytest.mark.parametrize(
+    ("size", "layers", "roles"),
+    [(64, [0, 1, 0], "key"), (63, [0, 1], "key value")],
+    ids=["mixed", "uneven"],
+)
+def test_a_page_whose_layers_cannot_be_told_apart_is_one_step(
+    size: int, layers: list[int], roles: str
+) -> None:
+    layout = read_layout(described(group(0, [0, 1], region(size, layers, roles=roles))))
+    regions = layout.groups[0].own + layout.groups[0].shared
+    assert regions[0].steps == (LayerRange((0, 1), 0, size),)
+
+
+def test_layouts_that_differ_are_described_differently() -> None:
+    made = [
+        described(group(0, [0, 1], region(64, [0, 1]))),
+        described(group(0, [0, 1], region(64, [0, 1]), window_size=8)),
+        described(group(0, [0, 1], region(32, [0]), region(32, [1]))),
+        described(group(0, [0], region(64, [0]))),
+        described(group(0, [0, 1], replicated_regions=(region(64, [0, 1]),))),
+    ]
+    assert len({read_layout(one).describe() for one in made}) == len(made)
+    assert read_layout(made[0]).describe() == read_layout(made[0]).describe()
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        (described(group(1, [0], region(8, [0]))), "counted from 0"),
+        (described(group(0, [0])), "has no bytes"),
+        (described(group(0, [0], region(8, [0], stride=4))), "do not overlap"),
+    ],
+)
+def test_a_layout_that_makes_no_sense_is_refused(layout: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_layout(layout)

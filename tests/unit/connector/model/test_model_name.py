@@ -1,0 +1,344 @@
+"""An engine whose checkpoint is still being read goes without the tier, and joins it then."""
+
+import errno
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvray.actors.shard.shard import Shard
+from kvray.connector import KvRayWorker, registered_pool
+from kvray.connector.meta import ConnectorMeta
+from kvray.connector.model import model_name
+from kvray.connector.model.model_name import ModelName
+from kvray.errors import ConfigError, LayoutMismatch
+from kvray.identity.checkpoint import Progress
+from kvray.lab.reference.model import write_tiny_checkpoint
+from tests.unit.actors.small_shard import wait_for
+from tests.unit.connector.conftest import MakePair
+from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
+
+PROMPT = list(range(100, 140))
+HIT = 9 * BLOCK
+
+
+class SlowReading:
+    """Stands in for the reading of a checkpoint, which ends when it is let go."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.found: str | BaseException = "ab" * 32
+
+    def __call__(self, path: str, *, cache_dir: Path | None, progress: Progress) -> str:
+        progress.done_bytes, progress.total_bytes = 3 * 10**9, 12 * 10**9
+        while not self.may_end.wait(0.002):
+            progress.on_step()
+        if isinstance(self.found, BaseException):
+            raise self.found
+        return self.found
+
+
+@pytest.fixture(autouse=True)
+def _without_model_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("KVRAY_CONNECTOR__MODEL_KEY", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowReading]:
+    """Have the engines of a test wait for one reading."""
+    reading = SlowReading()
+    monkeypatch.setattr(model_name, "fingerprint_model", reading)
+    monkeypatch.setattr(registered_pool, "_NAME_WAIT_S", 0.0)
+    yield reading
+    reading.may_end.set()
+
+
+@pytest.fixture
+def args(tmp_path: Path) -> SimpleNamespace:
+    found = args_for()
+    found.model = str(write_tiny_checkpoint(tmp_path / "model", seed=1))
+    return found
+
+
+def wait_for_name(pair: Pair) -> None:
+    wait_for(lambda: bool(pair.worker._shared.pool.model_name.name), "reading the checkpoint")
+
+
+def test_an_engine_starts_and_serves_without_the_tier_until_its_checkpoint_is_known(
+    shard: Shard, make_pair: MakePair, args: SimpleNamespace, reading: SlowReading
+) -> None:
+    pair = make_pair(args)
+    assert pair.serve(Request(1, PROMPT)) == 0
+    assert pair.serve(Request(2, PROMPT)) == 0
+    assert pair.totals["miss_tokens_fingerprinting"] == 2 * HIT
+    assert (pair.totals["requests"], pair.totals["prompt_tokens"]) == (2, 2 * len(PROMPT))
+    assert not pair.totals["stored_blocks"] + pair.totals["errors"]
+    reading.may_end.set()
+    wait_for_name(pair)
+    assert pair.serve(Request(3, PROMPT)) == 0, "nothing was saved before"
+    pair.flush()
+    assert pair.serve(Request(4, PROMPT)) == HIT
+    assert pair.totals["miss_tokens_fingerprinting"] == 2 * HIT
+
+
+def test_what_is_computed_of_a_request_that_came_before_the_name_is_not_saved(
+    shard: Shard, make_pair: MakePair, args: SimpleNamespace, reading: SlowReading
+) -> None:
+    pair, request = make_pair(args), Request(1, PROMPT)
+    assert pair.query(request) == 0
+    reading.may_end.set()
+    wait_for_name(pair)
+    meta = pair.plan(request)
+    assert not meta.saves
+    pair.worker.start_load_kv(None)
+    pair.compute(request)
+    pair.finish(request)
+
+
+def test_the_shard_hears_how_far_the_reading_is_and_then_of_the_namespace(
+    shard: Shard, make_pair: MakePair, args: SimpleNamespace, reading: SlowReading
+) -> None:
+    pair = make_pair(args)
+
+    def figures() -> dict[str, Any]:
+        pair.worker._shared.link._attempt(pair.worker._shared.link._report)
+        (found,) = [one for one in shard.status()["replicas"] if one["connected"]]
+        return dict(found)
+
+    before = figures()
+    assert before["counters"]["fingerprint_bytes"] == 12 * 10**9
+    assert before["counters"]["fingerprint_bytes_read"] == 3 * 10**9
+    reading.may_end.set()
+    wait_for_name(pair)
+    pair.serve(Request(1, PROMPT))
+    after = figures()
+    assert "fingerprint_bytes" not in after["counters"]
+    assert after["namespace"] == pair.worker._shared.pool.namespace_digest.hex()[:8]
+    assert after["namespace"] != before["namespace"]
+
+
+def test_the_log_says_how_far_the_reading_is_and_what_to_do(
+    shard: Shard,
+    make_pair: MakePair,
+    args: SimpleNamespace,
+    reading: SlowReading,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_name, "_SAY_S", 0.01)
+    make_pair(args)
+    wait_for(lambda: "is still being read, 3.0 of 12.0 GB" in caplog.text, "the progress")
+    assert "connector.model_key names the model at once" in caplog.text
+    assert "s left" not in caplog.text, "it has just begun"
+
+
+def test_a_reading_that_goes_on_for_a_while_says_when_it_will_end(
+    args: SimpleNamespace,
+    reading: SlowReading,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = ModelName(args.model, None, cache_dir=tmp_path)
+    wait_for(lambda: name.counters()["fingerprint_bytes_read"] > 0)
+    assert "is still being read" not in caplog.text
+    name._began_at -= 10
+    assert name.find(0) == ""
+    assert "is being read to tell it from others, 3.0 of 12.0 GB, about 30 s left" in caplog.text
+    name.close()
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_once_its_name_is_needed(tmp_path: Path) -> None:
+    name = ModelName("/nowhere", None, cache_dir=tmp_path)
+    assert not any(name.counters().values())
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"'/nowhere' is not on this machine.*model_key"):
+            name.find(0)
+
+
+def test_a_request_noted_before_the_name_says_why_it_missed(
+    shard: Shard, make_pair: MakePair, args: SimpleNamespace, reading: SlowReading
+) -> None:
+    pair = make_pair(args)
+    pair.serve(Request(7, PROMPT), computed=BLOCK)
+    (note,) = pair.worker._shared.figures.request_notes.take()
+    assert (note.request_id, note.reason, note.num_tokens) == (7, "fingerprinting", len(PROMPT))
+    assert (note.first, note.end, note.wanted) == (1, 1, 9)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, SystemExit])
+def test_a_reading_that_fails_leaves_the_engine_without_the_tier(
+    shard: Shard,
+    make_pair: MakePair,
+    args: SimpleNamespace,
+    reading: SlowReading,
+    caplog: pytest.LogCaptureFixture,
+    kind: type[BaseException],
+) -> None:
+    pair = make_pair(args)
+    reading.found = kind("what has failed")
+    reading.may_end.set()
+    wait_for(lambda: "what has failed" in caplog.text, "the failure")
+    assert pair.serve(Request(1, PROMPT)) == pair.serve(Request(2, PROMPT)) == 0
+    assert pair.worker._shared.pool.model_name.counters()["fingerprint_failed"] == 1
+
+
+def test_an_engine_whose_checkpoint_cannot_be_read_starts_and_serves_without_the_tier(
+    shard: Shard,
+    make_pair: MakePair,
+    args: SimpleNamespace,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    pair = make_pair(args)
+    assert pair.serve(Request(1, PROMPT)) == pair.serve(Request(2, PROMPT)) == 0
+    assert pair.totals["miss_tokens_fingerprinting"] == 2 * HIT
+    assert "goes on without the tier: " in caplog.text
+    assert "cannot be read (Input/output error)" in caplog.text
+
+
+def test_a_checkpoint_that_changed_since_the_engine_started_is_not_named(
+    shard: Shard, args: SimpleNamespace, reading: SlowReading, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = KvRayWorker(args)
+    time.sleep(0.02)
+    (Path(args.model) / "config.json").write_text("{}")
+    reading.may_end.set()
+    name = worker._shared.pool.model_name
+    assert name.find(10) == ""
+    assert "have changed since the engine started" in name.failure
+    assert "is being read" not in caplog.text, "nothing is any more"
+    name.close()
+    name.failure = ""
+    assert name.find(10) == ""
+    assert name.failure, "whoever reads it again does not know either"
+    worker.shutdown()
+
+
+def test_an_engine_that_ends_does_not_go_on_reading(
+    shard: Shard, args: SimpleNamespace, reading: SlowReading, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = KvRayWorker(args)
+    thread = worker._shared.pool.model_name._thread
+    assert thread is not None
+    worker.shutdown()
+    assert not thread.is_alive()
+    assert "goes on without the tier" not in caplog.text
+
+
+def test_a_model_key_waits_for_nothing(
+    shard: Shard,
+    make_pair: MakePair,
+    args: SimpleNamespace,
+    reading: SlowReading,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVRAY_CONNECTOR__MODEL_KEY", "mine")
+    pair = make_pair(args)
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    assert pair.serve(Request(2, PROMPT)) == HIT
+
+
+# Ranks that know it at different times.
+
+
+@pytest.fixture
+def make_rank(
+    make_pair: MakePair, args: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[], tuple[Pair, Pair, SlowReading]]:
+    """Return (a leader that knows the name and has saved a prompt, another rank, its reading)."""
+
+    def make() -> tuple[Pair, Pair, SlowReading]:
+        leader = make_pair(args)
+        leader.serve(Request(1, PROMPT))
+        leader.flush()
+        late = SlowReading()
+        late.found = leader.worker._shared.pool.model_name.name.removeprefix("sha256:")
+        monkeypatch.setattr(model_name, "fingerprint_model", late)
+        monkeypatch.setattr(registered_pool, "_NAME_WAIT_S", 0.0)
+        return leader, make_pair(SimpleNamespace(**vars(args))), late
+
+    return make
+
+
+def promised(leader: Pair, rank: Pair, request: Request) -> ConnectorMeta:
+    """Plan a pass that loads `request`, and bind it to the other rank as it travels."""
+    assert leader.query(request) == HIT
+    meta: ConnectorMeta = pickle.loads(pickle.dumps(leader.plan(request)))  # noqa: S301 - our own
+    rank.worker.bind_connector_meta(meta)
+    return meta
+
+
+def test_a_rank_that_does_not_know_the_name_loads_what_its_leader_promises_and_saves_nothing(
+    shard: Shard, make_rank: Callable[[], tuple[Pair, Pair, SlowReading]]
+) -> None:
+    leader, rank, late = make_rank()
+    request = Request(2, PROMPT)
+    meta = promised(leader, rank, request)
+    assert meta.model == leader.worker._shared.pool.model_name.name
+    rank.worker.start_load_kv(None)
+    rank.end_pass()
+    for index in range(9):
+        assert (rank.pool[request.block_ids[index]] == rank.content(request, index)).all()
+    other = Request(3, [7, *PROMPT])
+    leader.query(other)
+    saving = leader.plan(other)
+    assert saving.saves
+    assert not saving.model
+    rank.worker.bind_connector_meta(saving)
+    rank.worker.start_load_kv(None)
+    rank.end_pass()
+    rank.flush()
+    assert not rank.totals["stored_blocks"]
+    assert rank.totals["dropped_blocks_no_pool"] == rank.totals["dropped_blocks"] == 1 + 10
+    late.may_end.set()
+    wait_for_name(rank)
+    promised(leader, rank, Request(4, PROMPT))
+    rank.worker.start_load_kv(None)
+    assert rank.worker._shared.pool.namespace_digest == leader.worker._shared.pool.namespace_digest
+
+
+def test_a_rank_with_another_checkpoint_than_its_leader_stops_the_engine(
+    shard: Shard, make_rank: Callable[[], tuple[Pair, Pair, SlowReading]]
+) -> None:
+    leader, rank, late = make_rank()
+    late.found = "cd" * 32
+    late.may_end.set()
+    wait_for_name(rank)
+    promised(leader, rank, Request(2, PROMPT))
+    with pytest.raises(LayoutMismatch, match="another namespace"):
+        rank.worker.start_load_kv(None)
+
+
+def test_a_rank_that_knows_no_name_refuses_another_layout(
+    shard: Shard, make_rank: Callable[[], tuple[Pair, Pair, SlowReading]]
+) -> None:
+    leader, rank, _ = make_rank()
+    rank.worker.register_kv_caches(torch.zeros(64, 2, 2, 16))
+    promised(leader, rank, Request(2, PROMPT))
+    with pytest.raises(LayoutMismatch, match="another namespace"):
+        rank.worker.start_load_kv(None)
+
+
+def test_a_leader_without_a_name_promises_nothing_to_ranks_that_have_one(
+    shard: Shard, make_rank: Callable[[], tuple[Pair, Pair, SlowReading]]
+) -> None:
+    known, late, _ = make_rank()
+    request = Request(2, PROMPT)
+    assert late.query(request) == 0
+    known.worker.bind_connector_meta(late.plan(request))
+    known.worker.start_load_kv(None)
+    known.end_pass()
+    assert not known.totals["errors"]

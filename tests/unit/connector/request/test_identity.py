@@ -1,0 +1,212 @@
+"""What besides tokens enters a request's keys, and which requests bypass the cache."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from kvray.connector.request.identity import Identity, Regularity, identify
+from kvray.errors import ConfigError
+
+HASHES = [[1] * 8, [2] * 8]
+
+
+def identity_of(**fields: Any) -> Identity | None:
+    return identify(SimpleNamespace(**fields), lambda task_id, path: path.encode())
+
+
+def media_of(**fields: Any) -> list[tuple[int, bytes]]:
+    """Return position and digest of the items of a request that has HASHES, unless told others."""
+    found = identity_of(**{"multimodal_hashes": HASHES, **fields})
+    assert found is not None
+    return [(item.position, item.digest) for item in found.media]
+
+
+def test_a_plain_request_has_neither_salt_nor_adapter_nor_media() -> None:
+    assert identity_of() == Identity(salt=None, lora=None, media=())
+    assert identity_of(lora_task_id=None, multimodal_hashes=[], cache_salt_id=None) == identity_of()
+    assert identity_of(position_ids=[], encoder_tokens=[], py_multimodal_data={}) == identity_of()
+
+
+def test_the_salt_itself_is_preferred_to_its_number() -> None:
+    assert identity_of(cache_salt="tenant", cache_salt_id=5) == Identity(
+        salt="tenant", lora=None, media=()
+    )
+    assert identity_of(cache_salt_id=5) == Identity(salt=5, lora=None, media=())
+
+
+def test_an_empty_salt_and_number_zero_are_salts() -> None:
+    assert identity_of(cache_salt="") != identity_of(cache_salt_id=0) != identity_of()
+    assert identity_of(cache_salt="") != identity_of()
+
+
+def test_an_adapter_is_known_by_its_content() -> None:
+    found = identity_of(lora_task_id=0, py_lora_path="/adapters/a")
+    assert found is not None
+    assert found.lora == b"/adapters/a"
+
+
+def test_an_adapter_that_cannot_be_told_from_others_bypasses_the_cache() -> None:
+    assert identity_of(lora_task_id=3) is None
+    request = SimpleNamespace(lora_task_id=3, py_lora_path="/adapters/a")
+    assert identify(request, lambda task_id, path: None) is None
+
+
+def test_media_enter_with_digest_and_position() -> None:
+    (first, one), (second, two) = media_of(multimodal_positions=[4, 90])
+    assert (first, second) == (4, 90)
+    assert one != two
+
+
+def test_equal_media_of_other_lengths_are_other_media() -> None:
+    assert media_of(multimodal_positions=[4, 90], multimodal_lengths=[9, 9]) != media_of(
+        multimodal_positions=[4, 90], multimodal_lengths=[8, 9]
+    )
+
+
+def test_media_that_are_woven_into_one_another_differ_by_their_runs() -> None:
+    def woven(*runs: Any) -> list[tuple[int, bytes]]:
+        return media_of(multimodal_item_runs=list(runs))
+
+    one = woven([(1, 1, []), (7, 1, [])], [(3, 1, []), (5, 1, [])])
+    assert [position for position, _ in one] == [1, 3]
+    assert one != woven([(1, 1, []), (5, 1, [])], [(3, 1, []), (7, 1, [])])
+    assert one != woven([(1, 1, [0]), (7, 1, [])], [(3, 1, []), (5, 1, [])])
+
+
+def test_runs_may_come_in_flat_lists() -> None:
+    def flat(offsets: list[int], positions: list[int]) -> list[tuple[int, bytes]]:
+        return media_of(
+            multimodal_positions=[1, 3],
+            multimodal_lengths=[2, 2],
+            multimodal_item_run_cu_offsets=offsets,
+            multimodal_run_positions=positions,
+            multimodal_run_lengths=[1] * len(positions),
+        )
+
+    assert flat([0, 2, 4], [1, 7, 3, 5]) != flat([0, 2, 4], [1, 5, 3, 7])
+    assert flat([0, 2, 4], [1, 7, 3, 5]) == flat([0, 2, 4], [1, 7, 3, 5])
+
+
+def test_a_digests_words_may_have_a_sign_or_none() -> None:
+    signed = identity_of(multimodal_hashes=[[-1] * 8], multimodal_positions=[4])
+    unsigned = identity_of(multimodal_hashes=[[2**32 - 1] * 8], multimodal_positions=[4])
+    assert signed == unsigned != identity_of(multimodal_hashes=[[1] * 8], multimodal_positions=[4])
+
+
+@pytest.mark.parametrize("words", [[2**32] * 8, []])
+def test_a_digest_of_another_form_is_none_that_we_know(words: list[int]) -> None:
+    with pytest.raises(ConfigError, match="32 bits"):
+        identity_of(multimodal_hashes=[words], multimodal_positions=[4])
+
+
+def test_a_prompt_of_text_for_a_model_that_sees_is_a_prompt_of_text() -> None:
+    assert identity_of(py_multimodal_data={"mrope_config": {"ids": object()}}) == identity_of()
+    assert identity_of(py_multimodal_data={}) == identity_of()
+
+
+class Bound:
+    """As a request of C++, some of whose properties raise where they do not apply."""
+
+    @property
+    def encoder_output_len(self) -> int:
+        raise RuntimeError("this request has no encoder")
+
+    lora_task_id: int | None = None
+
+    def try_get_encoder_output_len(self) -> int | None:
+        return None
+
+
+def test_a_request_is_not_asked_for_what_it_may_refuse_to_tell() -> None:
+    assert identify(Bound(), lambda task_id, path: None) == identity_of()
+
+
+def test_an_object_that_has_every_attribute_has_what_nobody_can_tell() -> None:
+    assert identify(MagicMock(), lambda task_id, path: None) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"multimodal_hashes": HASHES},
+        {"multimodal_hashes": HASHES, "multimodal_positions": []},
+        {"multimodal_hashes": HASHES, "multimodal_positions": [4]},
+        {"multimodal_hashes": HASHES, "multimodal_positions": [-4, 4]},
+        {"multimodal_hashes": HASHES, "multimodal_positions": [4, 64], "prompt_len": 64},
+        {
+            "multimodal_hashes": HASHES,
+            "multimodal_positions": [4, 8],
+            "multimodal_lengths": [4],
+        },
+        {"multimodal_hashes": HASHES, "multimodal_item_runs": [[(1, 1, [])], []]},
+        {
+            "multimodal_hashes": HASHES,
+            "multimodal_positions": [1, 3],
+            "multimodal_item_run_cu_offsets": [0, 1, 2],
+            "multimodal_run_positions": [1],
+            "multimodal_run_lengths": [1],
+        },
+        {"multimodal_positions": [4]},
+        {"multimodal_lengths": [4]},
+        {"multimodal_uuids": ["a"]},
+        {"multimodal_embedding": object()},
+        {"mrope_rotary_cos_sin": object()},
+        {"py_multimodal_data": {"image": object()}},
+        {"py_multimodal_data": {"multimodal_embedding": object(), "mrope_config": {}}},
+        {"py_multimodal_data": object()},
+        {"prompt_embedding_table": object()},
+        {"prompt_vocab_size": 8},
+        {"input_token_extra_ids": [1, 2]},
+        {"position_ids": [0, 1, 2]},
+        {"token_type_ids": [0, 1]},
+        {"language_adapter_uid": 0},
+        {"encoder_tokens": [1]},
+        {"encoder_input_features": object()},
+        {"py_encoder_output": object()},
+        {"try_get_encoder_output_len": lambda: 5},
+        {"cross_attention_mask": object()},
+        {"py_lora_path": "/adapters/a"},
+        {"lora_task_id": "3", "py_lora_path": "/adapters/a"},
+        {"lora_task_id": True, "py_lora_path": "/adapters/a"},
+        {"lora_task_id": 3, "py_lora_path": b"/adapters/a"},
+        {"lora_task_id": []},
+        {"lora_weights": object()},
+        {"cache_salt": []},
+        {"cache_salt": 1.5},
+        {"cache_salt_id": True},
+        {"multimodal_hashes": {}},
+        {"py_multimodal_data": []},
+        {"multimodal_hashes": HASHES, "multimodal_positions": [4.0, 8.0]},
+        {"multimodal_hashes": HASHES, "multimodal_positions": [True, 8]},
+        {
+            "multimodal_hashes": HASHES,
+            "multimodal_positions": [4, 8],
+            "multimodal_lengths": [-4, 4],
+        },
+        {
+            "multimodal_hashes": HASHES,
+            "multimodal_positions": [4, 8],
+            "multimodal_item_runs": [[object()], [object()]],
+        },
+    ],
+)
+def test_what_cannot_be_told_apart_bypasses_the_cache(fields: dict[str, Any]) -> None:
+    assert identity_of(**fields) is None
+
+
+def test_a_request_that_lacks_what_others_have_cannot_be_told() -> None:
+    regularity = Regularity()
+    assert not regularity.is_lacking(SimpleNamespace(cache_salt_id=None))
+    assert not regularity.is_lacking(SimpleNamespace(cache_salt="a", lora_task_id=None))
+    assert regularity.is_lacking(SimpleNamespace(lora_task_id=None))
+    assert regularity.is_lacking(SimpleNamespace(cache_salt_id=None))
+
+
+@pytest.mark.parametrize("name", ["hashes", "positions", "lengths"])
+def test_what_is_said_of_media_never_comes_one_by_one(name: str) -> None:
+    fields = {f"multimodal_{one}": None for one in ("hashes", "positions", "lengths")}
+    assert not Regularity().is_lacking(SimpleNamespace(**fields))
+    del fields[f"multimodal_{name}"]
+    assert Regularity().is_lacking(SimpleNamespace(**fields))

@@ -1,0 +1,246 @@
+"""A load whose lease was not kept is never used: checked behind its copies, on host and device.
+
+No lease is broken in these ways that anybody knows of. That is looked at all the same.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvray.actors.shard.shard import Shard
+from kvray.connector.device.device import HostDevice
+from kvray.connector.device.pieces import Pieces
+from kvray.connector.meta import ConnectorMeta
+from kvray.errors import CorruptBlock, LeaseExpired
+from kvray.store import Arena
+from kvray.store.arena import lease
+from kvray.store.machine.side_file import HOLDER_BYTES
+from tests.unit.connector.conftest import MakePair, arena_of, leased
+from tests.unit.connector.pair import BLOCK, Pair, Request
+
+PROMPT = list(range(100, 140))
+Fault = Callable[[Arena], None]
+
+
+class LateDevice(HostDevice):
+    """A device whose loads are copied when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.late: list[Pieces] = []
+
+    def record(self, stream: Any) -> "LateEvent":
+        return LateEvent(self)
+
+    def copy(self, pieces: Pieces, stream: Any, *, is_load: bool, is_registered: bool) -> str:
+        if is_load:
+            self.late.append(pieces)
+            return "late"
+        return super().copy(pieces, stream, is_load=False, is_registered=is_registered)
+
+    def land(self) -> None:
+        while self.late:
+            super().copy(self.late.pop(0), None, is_load=True, is_registered=True)
+
+
+class LateEvent:
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+
+    def query(self) -> bool:
+        return not self._device.late
+
+    def synchronize(self) -> None:
+        self._device.land()
+
+
+@pytest.fixture(params=["always", "never"])
+def warm(
+    shard: Shard,
+    make_pair: MakePair,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Pair:
+    """A pair whose tier has PROMPT, and whose device, if it has one, copies late."""
+    monkeypatch.setattr("kvray.connector.device.gpu._device_of", lambda _: LateDevice())
+    monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", request.param)
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    return pair
+
+
+def overwrite(arena: Arena) -> None:
+    """Have other bytes in every slot, as if they had been evicted and given to others."""
+    arena.tables.data[:] = 0xEE
+
+
+def break_lease(arena: Arena) -> None:
+    """End all leases of the process, as somebody who takes it for dead."""
+    with arena.section(1) as entered:
+        assert entered
+        assert lease.release_holder(arena.tables, arena.holder)
+    overwrite(arena)
+
+
+def change_generation(arena: Arena) -> None:
+    """Give the process's place to another one, and leave the records as they are."""
+    arena.tables.holder_generation[arena.holder] += 1
+    overwrite(arena)
+
+
+def mark_gone(arena: Arena) -> None:
+    """Take the process off the list of holders, and leave the records as they are."""
+    arena.tables.holder_live[arena.holder] = 0
+    overwrite(arena)
+
+
+def lose_locks(arena: Arena) -> None:
+    """Have another process find the place free, bury its holder and take it, and the slots too."""
+    row = arena.holder
+    arena.side_file.unlock(HOLDER_BYTES + row)
+    other = Arena(arena.directory, lock_wait_s=1)
+    assert other.join("other") == row
+    overwrite(other)
+    other.close()
+
+
+FAULTS = [break_lease, change_generation, mark_gone, lose_locks]
+
+
+@contextmanager
+def fault_during_copies(pair: Pair, fault: Fault) -> Iterator[None]:
+    """Have `fault` happen when the copies have been asked for and not been made."""
+    read = Arena.read_slots
+
+    def fail_before(arena: Arena, reads: Any) -> None:
+        fault(arena)
+        read(arena, reads)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Arena, "read_slots", fail_before)
+        yield
+        if not pair.worker._pool.is_host:
+            fault(arena_of(pair))
+
+
+def run_pass(pair: Pair, fault: Fault) -> None:
+    with fault_during_copies(pair, fault):
+        pair.worker.start_load_kv(None)
+    pair.end_pass()
+
+
+def load(pair: Pair, request: Request) -> None:
+    pair.query(request)
+    assert request.matched >= 9 * BLOCK
+    pair.plan(request)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_load_whose_lease_is_lost_during_its_copies_stops_the_engine(
+    warm: Pair, fault: Fault
+) -> None:
+    request = Request(2, [*PROMPT, *range(20)])
+    load(warm, request)
+    before = warm.totals["stored_blocks"]
+    with pytest.raises(LeaseExpired):
+        run_pass(warm, fault)
+    with pytest.raises(LeaseExpired):
+        warm.worker.get_finished([], [])
+    warm.worker.bind_connector_meta(
+        ConnectorMeta(namespace=warm.worker._shared.pool.namespace_digest)
+    )
+    with pytest.raises(LeaseExpired):
+        warm.worker.start_load_kv(None)
+    warm.flush()
+    assert warm.totals["stored_blocks"] == before, "what was computed from it may be wrong"
+    if not warm.worker._shared.pool.is_host:
+        assert warm.totals["dropped_blocks"] == warm.totals["dropped_blocks_void"] == 5
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_load_whose_lease_was_lost_before_it_stops_the_engine(warm: Pair, fault: Fault) -> None:
+    request = Request(2, PROMPT)
+    load(warm, request)
+    fault(arena_of(warm))
+    with pytest.raises(LeaseExpired):
+        warm.worker.start_load_kv(None)
+    assert (warm.pool[request.block_ids] == -1.0).all()
+
+
+def test_a_load_that_lands_late_is_right_and_its_lease_ends_behind_it(warm: Pair) -> None:
+    request = Request(2, PROMPT)
+    load(warm, request)
+    warm.worker.start_load_kv(None)
+    assert leased(warm) == (0 if warm.worker._pool.is_host else 9)
+    warm.end_pass()
+    for index in range(9):
+        assert (warm.pool[request.block_ids[index]] == warm.content(request, index)).all()
+    assert leased(warm) == 0
+    assert warm.worker.get_finished([], []) == ([], [])
+
+
+@pytest.mark.parametrize("make_pair", ["device"], indirect=True)
+def test_a_load_of_a_pass_that_is_dropped_is_checked_too(warm: Pair) -> None:
+    request = Request(2, PROMPT)
+    load(warm, request)
+    warm.worker.start_load_kv(None)
+    break_lease(arena_of(warm))
+    with pytest.raises(LeaseExpired):
+        warm.worker.get_finished([], [])
+
+
+@pytest.mark.parametrize("make_pair", ["device"], indirect=True)
+def test_a_block_that_somebody_found_corrupt_during_its_copy_stops_the_engine(warm: Pair) -> None:
+    request = Request(2, PROMPT)
+    load(warm, request)
+    warm.worker.start_load_kv(None)
+    arena = arena_of(warm)
+    arena.quarantine(arena.leased_slots(warm.worker._metadata.loads[0].leased.leases[0])[2:3])
+    with pytest.raises(CorruptBlock):
+        warm.end_pass()
+
+
+@pytest.mark.parametrize("make_pair", ["device"], indirect=True)
+def test_leases_of_loads_that_nobody_waits_for_end_with_the_worker(warm: Pair) -> None:
+    load(warm, Request(2, PROMPT))
+    warm.worker.start_load_kv(None)
+    assert leased(warm) == 9
+    warm.worker._close_pool()
+    assert leased(warm) == 0
+
+
+@pytest.mark.parametrize("fault", [change_generation, mark_gone])
+def test_what_is_read_by_a_lease_of_a_lost_holder_is_void(warm: Pair, fault: Fault) -> None:
+    arena = arena_of(warm)
+    request = Request(2, PROMPT)
+    load(warm, request)
+    held = warm.worker._metadata.loads[0].leased.leases[0]
+    fault(arena)
+    with pytest.raises(LeaseExpired):
+        arena.check(held, arena.leased_slots(held), verify=False)
+
+
+@pytest.mark.parametrize("make_pair", ["device"], indirect=True)
+def test_a_load_by_a_lease_of_its_leaders_process_fails_when_that_has_lost_its_place(
+    warm: Pair,
+) -> None:
+    request = Request(2, PROMPT)
+    load(warm, request)
+    meta = warm.worker._metadata
+    (plan,) = meta.loads
+    arena = arena_of(warm)
+    leader = Arena(arena.directory, lock_wait_s=1)
+    leader.join("leader")
+    try:
+        taken = leader.lease_slots(arena.leased_slots(plan.leased.leases[0]))
+        assert taken is not None
+        told = plan._replace(leased=plan.leased._replace(leases=(taken,)))
+        warm.worker.bind_connector_meta(meta._replace(loads=(told,)))
+        warm.worker.start_load_kv(None)
+        arena.tables.holder_generation[leader.holder] += 1
+        with pytest.raises(LeaseExpired, match="changed while its blocks were copied"):
+            warm.end_pass()
+    finally:
+        leader.close()

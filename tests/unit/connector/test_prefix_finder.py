@@ -1,0 +1,340 @@
+"""What other nodes have is promised once it is here and leased, and never waited for too long."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvray.actors.shard.shard import Shard
+from kvray.breaker import Breaker
+from kvray.connector import prefix_finder
+from kvray.connector.base import RequestData, SchedulerOutput
+from kvray.node import link as link_module
+from kvray.store import Arena
+from tests.unit.actors.small_shard import wait_for
+from tests.unit.connector.conftest import MakePair, arena_of, leased
+from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
+from tests.unit.connector.test_scheduler import flip_a_byte
+from tests.unit.node.stage_server import StageServer
+
+PROMPT = list(range(100, 140))
+NUM_WANTED = (len(PROMPT) - 1) // BLOCK
+
+
+@pytest.fixture
+def server(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> Iterator[StageServer]:
+    monkeypatch.setattr(link_module, "_REPORT_S", 0.02)
+    monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "5")
+    made = StageServer(shard._settings.directory)
+    yield made
+    made.close()
+
+
+def with_peers(pair: Pair) -> Pair:
+    """Return `pair` once its shard has told that there are other nodes."""
+    wait_for(lambda: pair.worker._shared.may_stage, "hearing of other nodes")
+    return pair
+
+
+class Elsewhere:
+    """Another node: what it has saved appears in the arena when it is asked for."""
+
+    def __init__(self, make_pair: MakePair, prompt: list[int] = PROMPT) -> None:
+        self._pair = make_pair(args_for(cache={"enable_block_reuse": False}))
+        self._prompt = prompt
+        self.num_blocks = len(prompt) // BLOCK
+
+    def __call__(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Answer a stage call by storing the prompt's blocks here."""
+        wanted = self._prompt[: self.num_blocks * BLOCK]
+        self._pair.serve(Request(99, wanted))
+        self._pair.flush()
+        num_keys = len(request["keys"]) // 32
+        reason = "none" if num_keys <= self.num_blocks else "not_stored"
+        return {"num_blocks": min(self.num_blocks, num_keys), "reason": reason}
+
+
+def test_what_was_staged_is_leased_and_promised(server: StageServer, make_pair: MakePair) -> None:
+    server.answer = Elsewhere(make_pair)
+    pair = with_peers(make_pair())
+    assert pair.serve(Request(1, PROMPT)) == NUM_WANTED * BLOCK
+    assert pair.totals["staged_tokens"] == pair.totals["hit_tokens"] == NUM_WANTED * BLOCK
+    assert pair.totals["stage_calls"] == 1
+    assert pair.totals["stage_wait_us"] > 0
+    assert leased(pair) == 0
+
+
+def test_hit_tokens_are_counted_by_how_they_came_also_when_the_engine_asks_again(
+    server: StageServer, make_pair: MakePair
+) -> None:
+    elsewhere = Elsewhere(make_pair)
+    arrivals = [[2, "nvme", ""], [NUM_WANTED, "nixl", "kvray-shard-b"]]
+    server.answer = lambda request: {**elsewhere(request), "arrivals": arrivals}
+    pair = with_peers(make_pair())
+    for times in (1, 2):
+        assert pair.query(Request(1, PROMPT)) == NUM_WANTED * BLOCK
+        assert pair.totals["hit_tokens_from_nvme"] == times * 2 * BLOCK
+        assert pair.totals["hit_tokens_from_nixl"] == times * (NUM_WANTED - 2) * BLOCK
+    assert pair.totals["stage_calls"] == 1
+    pair.scheduler.request_finished(Request(1, PROMPT), [])
+    pair.query(Request(2, PROMPT))
+    assert pair.totals["hit_tokens_from_host"] == NUM_WANTED * BLOCK
+    came = [value for name, value in pair.totals.items() if name.startswith("hit_tokens_from_")]
+    assert sum(came) == pair.totals["hit_tokens"]
+
+
+def test_all_keys_of_what_may_be_promised_are_asked_for(
+    server: StageServer, make_pair: MakePair
+) -> None:
+    pair = with_peers(make_pair())
+    pair.query(Request(1, PROMPT))
+    (asked,) = server.asked
+    keys = pair.scheduler._states[1].keys
+    assert asked["keys"] == b"".join(keys[:NUM_WANTED])
+    assert (asked["replica"], asked["rank"]) == (pair.worker._shared.pool.replica, 0)
+    assert 0 < asked["wait_s"] < 5
+
+
+def test_only_what_the_arena_really_has_is_promised(
+    server: StageServer, make_pair: MakePair
+) -> None:
+    server.answer = lambda _: {"num_blocks": NUM_WANTED, "reason": "none"}
+    pair = with_peers(make_pair())
+    assert pair.query(Request(1, PROMPT)) == 0
+    assert leased(pair) == 0
+    assert pair.totals["staged_tokens"] == 0
+
+
+def test_a_longer_lease_takes_the_place_of_the_local_one(
+    server: StageServer, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT[: 3 * BLOCK]))
+    pair.flush()
+    server.answer = Elsewhere(make_pair)
+    assert with_peers(pair).query(Request(2, PROMPT)) == NUM_WANTED * BLOCK
+    assert leased(pair) == NUM_WANTED
+    assert arena_of(pair).tables.page_holder.astype(bool).sum() == 1
+    assert pair.totals["staged_tokens"] == (NUM_WANTED - 3) * BLOCK
+
+
+def test_the_local_lease_is_kept_if_nothing_more_came(
+    server: StageServer, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT[: 3 * BLOCK]))
+    pair.flush()
+    for num_blocks in (0, 3, NUM_WANTED):
+        server.answer = lambda _, n=num_blocks: {"num_blocks": n, "reason": "too_slow"}
+        request = Request(10 + num_blocks, PROMPT)
+        assert with_peers(pair).query(request) == 3 * BLOCK
+        assert leased(pair) == 3
+        assert arena_of(pair).tables.page_holder.astype(bool).sum() == 1
+        pair.scheduler.request_finished(request, [])
+        assert leased(pair) == 0
+    assert len(server.asked) == 3
+
+
+@pytest.mark.parametrize("reason", ["too_slow", "cheaper_to_recompute", "store_down", "not_stored"])
+def test_a_miss_is_counted_by_what_the_shard_says(
+    server: StageServer, make_pair: MakePair, reason: str
+) -> None:
+    server.answer = lambda _: {"num_blocks": 0, "reason": reason}
+    pair = with_peers(make_pair())
+    assert pair.query(Request(1, PROMPT)) == 0
+    missed = {name: n for name, n in pair.totals.items() if name.startswith("miss_tokens_") and n}
+    assert missed == {f"miss_tokens_{reason}": NUM_WANTED * BLOCK}
+    assert bool(pair.worker._shared.figures.prefix_digests.waiting()) == (reason == "not_stored")
+
+
+def test_a_prompt_that_is_here_is_not_asked_about(server: StageServer, make_pair: MakePair) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    with_peers(pair)
+    del server.asked[:]
+    assert pair.serve(Request(2, PROMPT)) == NUM_WANTED * BLOCK
+    assert pair.serve(Request(3, PROMPT), computed=NUM_WANTED * BLOCK) == 0
+    assert pair.serve(Request(4, PROMPT[:BLOCK])) == 0
+    assert server.asked == []
+
+
+def test_nobody_is_asked_before_the_shard_says_that_there_are_others(
+    server: StageServer, make_pair: MakePair
+) -> None:
+    server.report = {}
+    pair = make_pair()
+    wait_for(lambda: pair.worker._shared.pool._registration.accepted, "registering")
+    assert pair.serve(Request(1, PROMPT)) == 0
+    server.report = {"peers": True}
+    with_peers(pair)
+    server.report = {"peers": False}
+    wait_for(lambda: not pair.worker._shared.may_stage, "hearing that they are gone")
+    pair.query(Request(2, PROMPT[1:]))
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("args", [{}, {"cache": {"enable_block_reuse": False}}])
+def test_an_engine_that_waits_for_nothing_or_loads_nothing_does_not_ask(
+    server: StageServer, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, args: dict[str, Any]
+) -> None:
+    if not args:
+        monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0")
+    pair = make_pair(args_for(**args))
+    wait_for(lambda: pair.worker._shared.pool._registration.has_peers, "hearing of other nodes")
+    assert pair.serve(Request(1, PROMPT)) == 0
+    assert server.asked == []
+
+
+def test_the_same_miss_is_asked_about_once_in_a_while(
+    server: StageServer, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full engine asks about its waiting requests in every pass."""
+    pair = with_peers(make_pair())
+    for _ in range(5):
+        pair.query(Request(1, PROMPT))
+    pair.query(Request(2, PROMPT))
+    assert len(server.asked) == 1
+    pair.query(Request(3, PROMPT[1:]))
+    assert len(server.asked) == 2
+    monkeypatch.setattr(prefix_finder, "_ABSENT_S", 0.0)
+    pair.scheduler._finder._absent.clear()
+    for _ in range(2):
+        pair.query(Request(1, PROMPT))
+    assert len(server.asked) == 4
+
+
+def test_what_came_too_late_is_asked_about_again(server: StageServer, make_pair: MakePair) -> None:
+    server.answer = lambda _: {"num_blocks": 0, "reason": "too_slow"}
+    pair = with_peers(make_pair())
+    assert pair.query(Request(1, PROMPT)) == 0
+    server.answer = Elsewhere(make_pair)
+    assert pair.query(Request(1, PROMPT)) == NUM_WANTED * BLOCK
+
+
+def test_all_calls_for_a_request_together_wait_no_longer_than_is_set(
+    server: StageServer, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0.3")
+    monkeypatch.setattr(Breaker, "state", lambda *_: "closed")
+
+    def slow(request: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(request["wait_s"])
+        return {"num_blocks": 0, "reason": "too_slow"}
+
+    server.answer = slow
+    pair = with_peers(make_pair())
+    for _ in range(20):
+        pair.query(Request(1, PROMPT))
+    waits = [asked["wait_s"] for asked in server.asked]
+    assert 2 <= len(waits) < 20
+    assert sum(waits) < 0.3
+    assert pair.totals["miss_tokens_too_slow"] == 20 * NUM_WANTED * BLOCK
+    pair.scheduler.request_finished(Request(1, PROMPT), [])
+    pair.query(Request(1, PROMPT))
+    assert len(server.asked) == len(waits) + 1
+
+
+def test_a_shard_that_does_not_answer_is_not_asked_for_a_while(
+    server: StageServer, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVRAY_CONNECTOR__STAGE_WAIT_S", "0.1")
+
+    def hang(_request: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(0.2)
+        return {"num_blocks": 9, "reason": "none"}
+
+    server.answer = hang
+    pair = with_peers(make_pair())
+    for request_id in (1, 2, 3):
+        assert pair.query(Request(request_id, PROMPT)) == 0
+    assert len(server.asked) == 1
+    assert pair.totals["miss_tokens_too_slow"] == NUM_WANTED * BLOCK
+    assert pair.totals["miss_tokens_store_down"] == 2 * NUM_WANTED * BLOCK
+
+
+def test_a_corrupt_block_here_may_come_from_elsewhere(
+    server: StageServer, make_pair: MakePair
+) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT))
+    pair.flush()
+    with_peers(pair)
+    flip_a_byte(arena_of(pair), depth=4)
+    server.answer = Elsewhere(make_pair)
+    assert pair.serve(Request(2, PROMPT)) == NUM_WANTED * BLOCK
+    assert leased(pair) == 0
+
+
+def test_a_staged_block_that_is_corrupt_is_not_promised(
+    server: StageServer, make_pair: MakePair
+) -> None:
+    pair = with_peers(make_pair())
+    store = Elsewhere(make_pair)
+
+    def damage(request: dict[str, Any]) -> dict[str, Any]:
+        answer = store(request)
+        flip_a_byte(arena_of(pair), depth=4)
+        return answer
+
+    server.answer = damage
+    assert pair.query(Request(1, PROMPT)) == 4 * BLOCK
+    assert pair.totals["miss_tokens_corrupt"] == (NUM_WANTED - 4) * BLOCK
+
+
+def test_an_arena_that_is_busy_afterwards_keeps_the_local_lease(
+    server: StageServer, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT[: 3 * BLOCK]))
+    pair.flush()
+    with_peers(pair)
+
+    def busy(_request: dict[str, Any]) -> dict[str, Any]:
+        monkeypatch.setattr(Arena, "lease_for", lambda *_, **__: None)
+        return {"num_blocks": NUM_WANTED, "reason": "none"}
+
+    server.answer = busy
+    assert pair.query(Request(2, PROMPT)) == 3 * BLOCK
+    assert leased(pair) == 3
+
+
+@pytest.mark.parametrize("what", ["sound", "lease_for"])
+def test_a_defect_after_the_call_leaves_no_lease(
+    server: StageServer, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    pair = make_pair()
+    pair.serve(Request(1, PROMPT[: 3 * BLOCK]))
+    pair.flush()
+    with_peers(pair)
+    store = Elsewhere(make_pair)
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    def broken(request: dict[str, Any]) -> dict[str, Any]:
+        answer = store(request)
+        monkeypatch.setattr(Arena, what, fail)
+        return answer
+
+    server.answer = broken
+    assert pair.query(Request(2, PROMPT)) == 0
+    monkeypatch.undo()
+    wait_for(lambda: leased(pair) == 0, "the release")
+
+
+def test_the_shard_is_told_how_fast_the_engine_computes_once_it_is_known(
+    server: StageServer, make_pair: MakePair
+) -> None:
+    pair = with_peers(make_pair())
+    long = Request(1, list(range(1000, 1200)))
+    pair.query(long)
+    pair.plan(long)
+    for position in (200, 201):
+        report = RequestData(1, [7], [], position, 1)
+        pair.scheduler.build_connector_meta(SchedulerOutput(cached_requests=[report]))
+    pair.query(Request(2, PROMPT))
+    first, second = server.asked
+    assert first["tokens_per_s"] == 0
+    assert second["tokens_per_s"] > 0

@@ -1,0 +1,89 @@
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvray.console.interrupts import Interrupts
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def _handlers_are_given_back() -> Iterator[None]:
+    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_signal_is_an_interrupt(signum: signal.Signals) -> None:
+    with pytest.raises(KeyboardInterrupt), Interrupts().caught():
+        os.kill(os.getpid(), signum)
+
+
+def test_late_signal_does_nothing() -> None:
+    with Interrupts().caught():
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_threads_that_start_while_masked_take_no_signal() -> None:
+    masks = []
+    with Interrupts().masked():
+        thread = threading.Thread(target=lambda: masks.append(signal.pthread_sigmask(0, ())))
+        thread.start()
+    thread.join()
+    assert masks == [{*SIGNALS}]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*SIGNALS}
+
+
+def test_signal_that_is_held_back_comes_at_the_end_of_the_block() -> None:
+    steps = []
+
+    def run(interrupts: Interrupts) -> None:
+        with interrupts.caught(), interrupts.held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            steps.append("after the signal")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Interrupts())
+    assert steps == ["after the signal"]
+
+
+def test_signal_that_is_held_back_comes_at_a_check() -> None:
+    steps = []
+
+    def run(interrupts: Interrupts) -> None:
+        with interrupts.caught(), interrupts.held():
+            os.kill(os.getpid(), signal.SIGTERM)
+            interrupts.check()
+            steps.append("after the check")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Interrupts())
+    assert steps == []
+
+
+@pytest.mark.parametrize("num_signals", [0, 1])
+def test_signal_does_not_cut_closing_short(num_signals: int) -> None:
+    closed = []
+
+    def run(interrupts: Interrupts) -> None:
+        with interrupts.caught(), interrupts.closing() as stack:
+            stack.callback(closed.append, "opened first")
+            stack.callback(os.kill, os.getpid(), signal.SIGTERM)
+            for _ in range(num_signals):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(Interrupts())
+    assert closed == ["opened first"]
+
+
+def test_error_passes_through_closing() -> None:
+    interrupts = Interrupts()
+    with pytest.raises(ZeroDivisionError), interrupts.caught(), interrupts.closing():
+        _ = 1 / 0

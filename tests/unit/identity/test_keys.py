@@ -1,0 +1,427 @@
+import hashlib
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvray.errors import ConfigError
+from kvray.identity.block import BlockKey, Namespace
+from kvray.identity.keys import MediaItem, Tokens, chain_keys, request_seed
+
+ROOT = Path(__file__).parents[3]
+SEED = bytes(range(32))
+TOKENS = [1, 2, 3, 4, -1, 2**31 - 1, 0, 7, 9]
+PICTURE = MediaItem(position=5, digest=b"picture")
+GOLDEN_KEYS = [
+    "302c1c2e27df6dc22af7dca0b4ef1b1121d49fe0bb28055880b11852b1c12322",
+    "b3a439b7d0f4cd6e6448f8c923cb6a22f5bd4f3dec95e780930d2050bb0153fe",
+]
+GOLDEN_KEYS_WITH_PICTURE = [
+    "302c1c2e27df6dc22af7dca0b4ef1b1121d49fe0bb28055880b11852b1c12322",
+    "cc2ebbe3f6e860bfd743ffd5227b34bd683c6a9b412e590fd03069f703f367a1",
+]
+NAMESPACE_DIGEST = bytes.fromhex("e7b45e101aa664e7785d19b52fe83fbe6a73cef3f837a73757376cc5a248a6a6")
+GOLDEN_SEEDS: list[tuple[dict[str, Any], str]] = [
+    ({}, "0d797d7b0529e8727fe4eb949e54c7d874b32373beeae60b59475e230a83ad63"),
+    ({"salt": "tenant"}, "fc8f5d558419172d8d8236e18c864e8d7b8be0452b634053476ad3a55f806fcd"),
+    ({"salt": 7}, "ae6dea571798742ac25531f5c6b0b876ce02beafb6445046483e9bf718ca0824"),
+    ({"salt": ""}, "ba7f45922b3cb217db1a7461902f7619d2cafc3d0728df33129fcc2d75df3031"),
+    ({"lora": b"adapter"}, "d4f9409fbc8879a960479c09ebf0182995507c40eaf843dcb564838bdd4c9d13"),
+]
+NAMESPACE = Namespace(
+    model="model",
+    quantization="",
+    overrides="",
+    kv_dtype="float32",
+    num_layers=2,
+    kv_factor=2,
+    tokens_per_block=2,
+    part_bytes=128,
+    num_parts=1,
+    tp_layout="tp1",
+    layer_groups="",
+    attention_backend="reference",
+    engine="reference 0.1",
+)
+
+
+def keys_of(
+    tokens: Tokens, *, size: int = 4, seed: bytes = SEED, media: Sequence[MediaItem] = ()
+) -> list[BlockKey]:
+    return chain_keys(tokens, tokens_per_block=size, seed=seed, media=media)
+
+
+# Golden vectors, and the written format once more in its plainest form.
+
+
+def derived_keys(
+    tokens: Sequence[int], size: int, seed: bytes, media: Sequence[MediaItem] = ()
+) -> list[bytes]:
+    keys, parent = [], seed
+    for start in range(0, len(tokens) - size + 1, size):
+        items = sorted(
+            (item.position - start, item.digest)
+            for item in media
+            if start <= item.position < start + size
+        )
+        message = parent + size.to_bytes(4, "little")
+        for token in tokens[start : start + size]:
+            message += token.to_bytes(4, "little", signed=True)
+        message += len(items).to_bytes(4, "little")
+        for offset, digest in items:
+            message += offset.to_bytes(4, "little") + len(digest).to_bytes(4, "little") + digest
+        parent = hashlib.sha256(message).digest()
+        keys.append(parent)
+    return keys
+
+
+def test_keys_are_the_golden_ones() -> None:
+    assert [key.hex() for key in keys_of(TOKENS)] == GOLDEN_KEYS
+
+
+def test_keys_with_media_are_the_golden_ones() -> None:
+    assert [key.hex() for key in keys_of(TOKENS, media=[PICTURE])] == GOLDEN_KEYS_WITH_PICTURE
+
+
+@pytest.mark.parametrize(("options", "golden"), GOLDEN_SEEDS)
+def test_seeds_are_the_golden_ones(options: dict[str, Any], golden: str) -> None:
+    assert request_seed(NAMESPACE_DIGEST, **options).hex() == golden
+
+
+def test_a_seed_follows_its_written_format() -> None:
+    items = [b"kvray.seed", NAMESPACE_DIGEST, b"int:ff", b"lora:adapter"]
+    message = b"".join(struct.pack("<Q", len(item)) + item for item in items)
+    seed = request_seed(NAMESPACE_DIGEST, salt=255, lora=b"adapter")
+    assert seed == hashlib.sha256(message).digest()
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40),
+    st.integers(1, 9),
+    st.binary(min_size=32, max_size=32),
+    st.lists(
+        st.builds(MediaItem, position=st.integers(0, 45), digest=st.binary(min_size=1)), max_size=4
+    ),
+)
+def test_keys_follow_their_written_format(
+    tokens: list[int], size: int, seed: bytes, media: list[MediaItem]
+) -> None:
+    assert keys_of(tokens, size=size, seed=seed, media=media) == derived_keys(
+        tokens, size, seed, media
+    )
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1", "random"])
+def test_keys_are_equal_in_every_process(hash_seed: str) -> None:
+    code = f"""
+from kvray.identity.block import Namespace
+from kvray.identity.keys import MediaItem, chain_keys, request_seed
+namespace = Namespace.from_wire({NAMESPACE.to_wire()!r})
+seed = request_seed(namespace.digest(), salt="tenant", lora=b"adapter")
+media = [MediaItem(position=5, digest=b"picture")]
+print(*(key.hex() for key in chain_keys({TOKENS}, tokens_per_block=4, seed=seed, media=media)))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seed = request_seed(NAMESPACE.digest(), salt="tenant", lora=b"adapter")
+    here = keys_of(TOKENS, seed=seed, media=[PICTURE])
+    assert done.stdout.split() == [key.hex() for key in here]
+
+
+# Prefixes.
+
+
+@pytest.mark.parametrize(("num_tokens", "num_keys"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2)])
+def test_only_full_blocks_have_keys(num_tokens: int, num_keys: int) -> None:
+    assert len(keys_of(TOKENS[:num_tokens])) == num_keys
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(0, 40))
+def test_keys_of_a_prefix_are_a_prefix_of_the_keys(tokens: list[int], cut: int) -> None:
+    keys = keys_of(tokens)
+    assert keys_of(tokens[:cut]) == keys[: min(cut, len(tokens)) // 4]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 9), min_size=4, max_size=40),
+    st.integers(1, 10),
+    st.lists(st.integers(0, 40), max_size=3),
+)
+def test_a_chain_goes_on_from_its_last_key(
+    tokens: list[int], num_head_blocks: int, positions: list[int]
+) -> None:
+    cut = min(num_head_blocks, len(tokens) // 4) * 4
+    media = [MediaItem(position=position, digest=b"picture") for position in positions]
+    moved = [replace(item, position=item.position - cut) for item in media]
+    head = keys_of(tokens[:cut], media=media)
+    assert head + keys_of(tokens[cut:], seed=head[-1], media=moved) == keys_of(tokens, media=media)
+
+
+# What differs never meets.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    namespace: Namespace
+    salt: str | int | None
+    lora: bytes | None
+    tokens: list[int]
+    media: list[MediaItem]
+
+    def keys(self) -> list[BlockKey]:
+        seed = request_seed(self.namespace.digest(), salt=self.salt, lora=self.lora)
+        return keys_of(
+            self.tokens, size=self.namespace.tokens_per_block, seed=seed, media=self.media
+        )
+
+    def contents(self) -> list[object]:
+        """Return for each full block all that its bytes depend on besides the blocks before."""
+        size = self.namespace.tokens_per_block
+        return [
+            (
+                self.namespace,
+                (type(self.salt), self.salt),
+                self.lora,
+                self.tokens[start : start + size],
+                sorted(
+                    (item.position, item.digest)
+                    for item in self.media
+                    if start <= item.position < start + size
+                ),
+            )
+            for start in range(0, len(self.tokens) - size + 1, size)
+        ]
+
+
+REQUESTS = st.builds(
+    Request,
+    namespace=st.sampled_from(
+        [
+            NAMESPACE,
+            replace(NAMESPACE, model="model2"),
+            replace(NAMESPACE, tokens_per_block=3),
+            replace(NAMESPACE, num_parts=2),
+        ]
+    ),
+    salt=st.sampled_from([None, "", "1", 1, "None", "int:1", "str:1", 0, -1]),
+    lora=st.sampled_from([None, b"", b"a", b"lora:a"]),
+    tokens=st.lists(st.integers(0, 1), max_size=12),
+    media=st.lists(
+        st.builds(
+            MediaItem, position=st.integers(0, 12), digest=st.sampled_from([b"a", b"b", b"ab"])
+        ),
+        max_size=2,
+    ),
+)
+PAIRS = REQUESTS.flatmap(
+    lambda left: st.tuples(
+        st.just(left),
+        # One part exchanged: two requests drawn apart would differ from the first block on.
+        st.builds(
+            lambda name, other: replace(left, **{name: getattr(other, name)}),
+            st.sampled_from(["namespace", "salt", "lora", "tokens", "media"]),
+            REQUESTS,
+        ),
+    )
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(PAIRS)
+def test_requests_share_keys_exactly_up_to_the_first_block_that_differs(
+    pair: tuple[Request, Request],
+) -> None:
+    left, right = pair
+    both = zip(left.contents(), right.contents(), strict=False)
+    num_equal = len(list(takewhile(lambda contents: contents[0] == contents[1], both)))
+    left_keys, right_keys = left.keys(), right.keys()
+    assert left_keys[:num_equal] == right_keys[:num_equal]
+    assert not set(left_keys[num_equal:]) & set(right_keys)
+
+
+def test_an_empty_salt_is_not_the_same_as_no_salt() -> None:
+    assert request_seed(SEED, salt="") != request_seed(SEED, salt=None)
+
+
+def test_an_empty_adapter_fingerprint_is_not_the_same_as_no_adapter() -> None:
+    assert request_seed(SEED, lora=b"") != request_seed(SEED, lora=None)
+
+
+def test_salt_and_adapter_cannot_stand_for_each_other() -> None:
+    assert request_seed(SEED, salt="lora:a") != request_seed(SEED, lora=b"a")
+
+
+def test_equal_salts_give_one_seed_whatever_type_holds_them() -> None:
+    number: Any = np.int64(7)
+    assert request_seed(SEED, salt=number) == request_seed(SEED, salt=7)
+    assert request_seed(SEED, salt=np.str_("a")) == request_seed(SEED, salt="a")
+
+
+def test_a_salt_may_hold_a_lone_surrogate() -> None:
+    assert request_seed(SEED, salt="\ud83d\ude00") != request_seed(SEED, salt="\U0001f600")
+
+
+def test_a_number_of_any_length_can_be_a_salt() -> None:
+    assert request_seed(SEED, salt=10**5000) != request_seed(SEED, salt=10**5000 + 1)
+
+
+@pytest.mark.parametrize("salt", [1.0, b"tenant", ["tenant"]])
+def test_a_salt_that_is_neither_text_nor_number_is_refused(salt: Any) -> None:
+    with pytest.raises(ConfigError, match="The cache salt must be a text or a whole number"):
+        request_seed(SEED, salt=salt)
+
+
+# Media.
+
+
+def test_media_enters_at_the_block_where_it_begins_and_not_before() -> None:
+    plain = keys_of(TOKENS)
+    seen = keys_of(TOKENS, media=[PICTURE])
+    assert seen[0] == plain[0]
+    assert seen[1] != plain[1]
+
+
+def test_media_of_one_block_changes_every_block_after_it() -> None:
+    seen = keys_of(TOKENS, media=[replace(PICTURE, position=0)])
+    assert not set(seen) & set(keys_of(TOKENS))
+
+
+def test_the_place_of_media_within_its_block_counts() -> None:
+    moved = keys_of(TOKENS, media=[replace(PICTURE, position=6)])
+    assert moved[1] != keys_of(TOKENS, media=[PICTURE])[1]
+
+
+def test_an_empty_list_of_media_equals_no_media() -> None:
+    assert keys_of(TOKENS, media=[]) == keys_of(TOKENS)
+
+
+def test_the_order_in_which_media_is_listed_plays_no_part() -> None:
+    sound = MediaItem(position=4, digest=b"sound")
+    assert keys_of(TOKENS, media=[PICTURE, sound]) == keys_of(TOKENS, media=[sound, PICTURE])
+
+
+def test_one_item_is_not_the_same_as_two_of_its_kind() -> None:
+    once = keys_of(TOKENS, media=[PICTURE])
+    assert keys_of(TOKENS, media=[PICTURE, PICTURE])[1] != once[1]
+
+
+def test_media_in_the_unfinished_tail_changes_no_key() -> None:
+    assert keys_of(TOKENS, media=[replace(PICTURE, position=8)]) == keys_of(TOKENS)
+
+
+def test_media_without_a_digest_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at token 5 has no digest"):
+        MediaItem(position=5, digest=b"")
+
+
+# Forms of tokens.
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        tuple(TOKENS),
+        np.array(TOKENS, dtype=np.int64),
+        np.array(TOKENS, dtype=np.int32),
+        np.array(TOKENS, dtype=">i8"),
+        np.repeat(np.array(TOKENS), 2)[::2],
+        [np.int64(token) for token in TOKENS],
+        torch.tensor(TOKENS),
+        torch.tensor(TOKENS, dtype=torch.int32),
+        list(torch.tensor(TOKENS)),
+    ],
+    ids=lambda tokens: f"{type(tokens).__name__}-{tokens!r:.30}",
+)
+def test_every_form_of_the_same_tokens_gives_the_same_keys(tokens: Any) -> None:
+    assert keys_of(tokens) == keys_of(TOKENS)
+
+
+def test_unsigned_arrays_give_the_same_keys() -> None:
+    assert keys_of(np.array([1, 2, 3, 4], dtype=np.uint64)) == keys_of([1, 2, 3, 4])
+
+
+def test_an_empty_array_has_no_keys_whatever_its_type() -> None:
+    assert keys_of(np.array([])) == []
+
+
+def test_the_caller_s_array_is_left_as_it_was() -> None:
+    tokens = np.array(TOKENS, dtype=np.int32)
+    keys_of(tokens, media=[PICTURE])
+    assert tokens.tolist() == TOKENS
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [1, 2.0, 3, 4],
+        ["1", "2", "3", "4"],
+        "text",
+        [1, None, 3, 4],
+        [[1, 2], [3, 4]],
+        [1, 2, 3, 2**31],
+        [1, 2, 3, -(2**31) - 1],
+        [1, 2, 3, 10**30],
+        [1, 2, 3, np.float32(4)],
+        None,
+        7,
+        iter([1, 2, 3, 4]),
+        np.array(7),
+        np.array([[1, 2], [3, 4]]),
+        np.array([1.0, 2.0]),
+        np.array([True, False]),
+        np.array(["1", "2"]),
+        np.array([1, 2], dtype=object),
+        np.array([2**31]),
+        np.array([-(2**31) - 1]),
+        np.array([2**64 - 1], dtype=np.uint64),
+        torch.tensor([[1, 2]]),
+        torch.tensor([1.0]),
+        torch.tensor([1.0], requires_grad=True),
+        torch.tensor([1.0], dtype=torch.bfloat16),
+        torch.tensor([True]),
+        torch.empty(4, dtype=torch.int64, device="meta"),
+        list(torch.tensor([1.0, 2.0])),
+    ],
+    ids=lambda tokens: f"{type(tokens).__name__}-{tokens!r:.30}",
+)
+def test_what_is_no_flat_list_of_32_bit_integers_is_refused(tokens: Any) -> None:
+    with pytest.raises(ConfigError, match=r"[Tt]oken"):
+        keys_of(tokens)
+
+
+def test_a_bad_token_in_the_unfinished_tail_is_refused_too() -> None:
+    tokens: Any = [1, 2, 3, 4, 5.0]
+    with pytest.raises(ConfigError, match="integers of 32 bits"):
+        keys_of(tokens)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_blocks_of_no_tokens_are_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match="tokens_per_block must be at least 1"):
+        keys_of(TOKENS, size=size)
+
+
+@pytest.mark.parametrize("seed", [b"", b"short", bytes(33)])
+def test_a_seed_of_another_length_than_a_key_is_refused(seed: bytes) -> None:
+    with pytest.raises(ConfigError, match="A seed has 32 bytes"):
+        keys_of(TOKENS, seed=seed)

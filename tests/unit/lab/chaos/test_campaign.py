@@ -1,0 +1,93 @@
+"""A campaign: faults strike when they can, end when they should, and wait for nothing but that."""
+
+from collections.abc import Sequence
+
+from kvray.lab.chaos.campaign import PATIENCE_S, Campaign, NotNow
+from kvray.lab.chaos.judge import IN_FLIGHT_MIN
+from kvray.lab.chaos.schedule import Fault
+
+TICK_S = 0.125
+ENDS_S = 100.0
+
+
+class World:
+    """A clock, requests in flight, and faults that strike unless told otherwise."""
+
+    def __init__(self, *schedule: Fault) -> None:
+        self.now = 1000.0
+        self.in_flight = IN_FLIGHT_MIN
+        self.out_of_reach: set[int] = set()
+        self.told: list[tuple[str, int, float]] = []
+        self.campaign = Campaign(
+            schedule, self, lambda: self.in_flight, ends_s=ENDS_S, now=lambda: self.now
+        )
+
+    def strike(self, fault: Fault) -> None:
+        if fault.number in self.out_of_reach:
+            raise NotNow("It is not running.")
+        self.told.append(("strike", fault.number, self.now - 1000.0))
+
+    def end(self, fault: Fault) -> None:
+        self.told.append(("end", fault.number, self.now - 1000.0))
+
+    def go_on_until(self, at: float) -> None:
+        while self.now < 1000.0 + at:
+            self.campaign.advance()
+            self.now += TICK_S
+
+    def skipped(self) -> Sequence[str | None]:
+        return [strike.skipped for strike in self.campaign.strikes]
+
+
+def fault(number: int, at: float, *, lasts_s: float = 0.0) -> Fault:
+    return Fault(number=number, kind="stop_mover", strikes_s=at, ends_s=at + lasts_s, choice=0.5)
+
+
+def test_a_fault_strikes_at_its_time_and_is_taken_back_at_its_end() -> None:
+    world = World(fault(0, 1.0, lasts_s=2.0), fault(1, 2.0, lasts_s=0.5))
+    world.go_on_until(4.0)
+    assert world.told == [("strike", 0, 1.0), ("strike", 1, 2.0), ("end", 1, 2.5), ("end", 0, 3.0)]
+    assert world.skipped() == [None, None]
+
+
+def test_a_fault_that_waits_holds_up_no_other() -> None:
+    world = World(fault(0, 1.0, lasts_s=2.0), fault(1, 2.0))
+    world.out_of_reach.add(0)
+    world.go_on_until(5.0)
+    assert [one[:2] for one in world.told] == [("strike", 1), ("end", 1)]
+
+
+def test_a_fault_that_waited_lasts_as_long_as_it_was_to() -> None:
+    world = World(fault(0, 1.0, lasts_s=2.0))
+    world.out_of_reach.add(0)
+    world.go_on_until(5.0)
+    world.out_of_reach.clear()
+    world.go_on_until(10.0)
+    assert world.told == [("strike", 0, 5.0), ("end", 0, 7.0)]
+
+
+def test_a_fault_waits_for_requests_in_flight() -> None:
+    world = World(fault(0, 1.0))
+    world.in_flight = IN_FLIGHT_MIN - 1
+    world.go_on_until(3.0)
+    assert not world.told
+    world.in_flight = IN_FLIGHT_MIN
+    world.go_on_until(4.0)
+    assert world.told[0] == ("strike", 0, 3.0)
+    assert world.campaign.strikes[0].in_flight == IN_FLIGHT_MIN
+
+
+def test_a_fault_that_waited_too_long_is_given_up_and_what_it_began_is_taken_back() -> None:
+    world = World(fault(0, 1.0, lasts_s=2.0))
+    world.out_of_reach.add(0)
+    world.go_on_until(PATIENCE_S + 5.0)
+    assert world.told == [("end", 0, PATIENCE_S + 1.0)]
+    assert world.skipped() == ["It is not running."]
+
+
+def test_nothing_strikes_or_lasts_when_the_campaign_is_over() -> None:
+    world = World(fault(0, ENDS_S - 2.0, lasts_s=9.0), fault(1, ENDS_S - 1.0))
+    world.out_of_reach.add(1)
+    world.go_on_until(ENDS_S + 5.0)
+    assert world.told == [("strike", 0, ENDS_S - 2.0), ("end", 0, ENDS_S), ("end", 1, ENDS_S)]
+    assert world.skipped() == [None, "It is not running."]

@@ -1,0 +1,122 @@
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvray.lab.chaos.judge import (
+    Run,
+    Strike,
+    has_passed,
+    hit_tokens_ratio,
+    recoveries,
+    report,
+    stall_p99_ms,
+)
+from kvray.lab.chaos.report import kinds_table
+from kvray.lab.chaos.servers import Served, count_wrong
+
+
+def served(began: float, hits: int, *, replica: str = "one", **changes: Any) -> Served:
+    values: dict[str, Any] = {
+        "replica": replica,
+        "place": 0,
+        "began": began,
+        "ended": began + 1.0,
+        "prompt_tokens": 100,
+        "reused_tokens": 0,
+        "hit_tokens": hits,
+        "wrong_tokens": 0,
+    }
+    return Served(**values | changes)
+
+
+def strike(began: float, ended: float, **changes: Any) -> Strike:
+    return Strike(
+        **{"kind": "kill_shard", "began": began, "ended": ended, "in_flight": 12} | changes
+    )
+
+
+CALM = Run(began=0.0, served=[served(at, 80) for at in range(10)])
+
+
+def test_ratio_is_of_hits_per_token() -> None:
+    assert hit_tokens_ratio(Run(began=0.0, served=[served(0, 40)]), CALM) == pytest.approx(0.5)
+
+
+def test_hits_are_back_with_the_first_good_batch_that_began_after_the_end() -> None:
+    under_fire = [served(0, 80), served(1, 0), served(2, 10), served(3, 60), served(4, 80)]
+    assert recoveries([strike(0.5, 1.5)], under_fire, CALM) == [2.5]
+
+
+def test_a_batch_of_new_documents_is_no_sign_of_a_loss_nor_of_its_end() -> None:
+    calm = Run(began=0.0, served=[served(0, 0, place=0), served(1, 80, place=1)])
+    under_fire = [served(1, 0, place=0), served(2, 70, place=1)]
+    assert recoveries([strike(0.5, 0.5)], under_fire, calm) == [2.5]
+    assert np.isnan(recoveries([strike(0.5, 0.5)], under_fire[:1], calm)).all()
+
+
+def test_hits_that_never_came_back_count_until_the_end() -> None:
+    under_fire = [served(at, 10) for at in range(20)]
+    assert recoveries([strike(0.5, 1.5)], under_fire, CALM) == [18.5]
+    assert report(Run(began=0.0, served=under_fire), CALM, [strike(0.5, 1.5)])[
+        "recovery_s_last"
+    ] == pytest.approx(18.5)
+
+
+def test_the_slowest_replica_decides() -> None:
+    both = [served(1, 80), served(2, 80), served(1, 0, replica="two"), served(5, 80, replica="two")]
+    assert recoveries([strike(0.5, 0.5)], both, CALM) == [5.5]
+
+
+def test_a_fault_that_was_not_over_when_the_next_struck_is_not_counted() -> None:
+    under_fire = [served(at, 0) for at in range(5)] + [served(5, 80)]
+    first, last = recoveries([strike(0.5, 1.0), strike(2.0, 3.0)], under_fire, CALM)
+    assert np.isnan(first)
+    assert last == 3.0
+
+
+def test_what_did_not_strike_is_told_and_not_counted() -> None:
+    run = Run(began=0.0, served=[served(at, 80) for at in range(5)])
+    found = report(run, CALM, [strike(1, 1), strike(2, 2, kind="truncate", skipped="No mover")])
+    assert found["faults_injected"] == 1
+    assert found["faults"] == {"kill_shard": 1}
+    assert found["by_kind"]["truncate"] == {
+        "struck": 0,
+        "skipped": {"No mover": 1},
+        "in_flight_min": None,
+        "recovery_s_max": None,
+    }
+    assert kinds_table(found).row_count == 2
+
+
+@pytest.mark.parametrize("name", ["engine_deaths", "hung_requests", "failed_requests"])
+def test_a_loss_that_was_not_injected_fails_the_run(name: str) -> None:
+    fine = report(Run(began=0.0), CALM, [])
+    assert has_passed(fine)
+    assert not has_passed(report(Run(began=0.0, losses=Counter({name: 1})), CALM, []))
+
+
+def test_an_injected_death_does_not_fail_the_run() -> None:
+    losses = Counter(injected_deaths=2, injected_requests=24)
+    found = report(Run(began=0.0, losses=losses), CALM, [])
+    assert has_passed(found)
+    assert found["requests_lost_to_injected_deaths"] == 24
+
+
+def test_a_wrong_token_fails_the_run() -> None:
+    wrong = Run(began=0.0, served=[served(0, 80, wrong_tokens=1)])
+    assert not has_passed(report(wrong, CALM, []))
+
+
+def test_missing_and_surplus_tokens_are_wrong() -> None:
+    assert count_wrong((1, 2, 3), (1, 2, 3)) == 0
+    assert count_wrong((1, 9, 3), (1, 2, 3)) == 1
+    assert count_wrong((1,), (1, 2, 3)) == 2
+    assert count_wrong((1, 2, 3, 4), (1, 2, 3)) == 1
+
+
+def test_stalls_do_not_count_the_wait_for_a_core() -> None:
+    calls = [[0.0, 0.0, 0.010, 0.008]] * 99 + [[1.0, 0.0, 0.003, 0.0]]
+    assert stall_p99_ms(np.array(calls)) == pytest.approx(3.0)
+    assert stall_p99_ms(np.empty((0, 4))) == 0.0

@@ -1,0 +1,511 @@
+"""One process's access to an arena: joining, leaving, reading, writing, and the owner's part."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvray.errors import CapacityError, ConfigError, LeaseExpired, ShardUnavailable
+from kvray.identity.block import BlockKey
+from kvray.store import Arena, ArenaOwner, Held, Membership, PartRequest
+from kvray.store.arena import holders
+from kvray.store.arena.layout import FREE, LIMBO, RESERVED
+from kvray.store.arena.tables import Tables
+from kvray.store.machine.side_file import HOLDER_BYTES, SideFile
+from tests.unit.store.invariants import check_bytes, check_invariants
+from tests.unit.store.small_arena import SLOT, chain, fetch, make_arena, spec, store
+
+KEYS = chain(10)
+BUSY_S = 0.02
+
+
+@pytest.fixture
+def second(arena: Arena, directory: Path) -> Iterator[Arena]:
+    """Another mapping of the arena, with a holder row of its own."""
+    opened = Arena(directory, lock_wait_s=BUSY_S)
+    opened.join("second")
+    yield opened
+    opened.close()
+
+
+# -- leases and reservations ----------------------------------------------------------------------
+
+
+def test_stored_blocks_are_leased_read_and_released(arena: Arena) -> None:
+    assert arena.lease(KEYS) == []
+    store(arena, KEYS[:6])
+    leases = arena.lease(KEYS)
+    assert leases
+    assert (len(leases), leases[0].num_slots) == (1, 6)
+    assert fetch(arena, KEYS, leases[0])
+    assert arena.release(*leases)
+    with pytest.raises(LeaseExpired):
+        arena.leased_slots(leases[0])
+    check_invariants(arena.tables)
+
+
+def test_parts_are_leased_together(arena: Arena) -> None:
+    store(arena, KEYS[:6], part=0)
+    store(arena, KEYS[:4], part=1)
+    leases = arena.lease(KEYS, num_parts=2)
+    assert leases
+    assert [one.num_slots for one in leases] == [4, 4]
+    for part, held in enumerate(leases):
+        assert fetch(arena, KEYS, held, part=part)
+    assert arena.match(KEYS, num_parts=3) == 0
+    assert arena.release(*leases)
+
+
+def test_lease_can_be_released_by_another_process(arena: Arena, second: Arena) -> None:
+    store(arena, KEYS)
+    leases = arena.lease(KEYS)
+    assert leases
+    assert second.release(*leases)
+    assert arena.release(*leases), "twice is fine"
+    check_invariants(arena.tables)
+
+
+def test_leased_blocks_stay_however_much_is_stored(arena: Arena) -> None:
+    store(arena, KEYS)
+    leases = arena.lease(KEYS)
+    assert leases
+    for number in range(20):
+        made = store(arena, chain(30, seed=f"flood {number}"))
+        assert not made.dropped
+    assert fetch(arena, KEYS, leases[0])
+    check_invariants(arena.tables)
+    check_bytes(arena.tables)
+
+
+def test_commit_after_leave_and_join_does_not_hit_what_was_reserved_since(arena: Arena) -> None:
+    stale = arena.reserve(KEYS[:3], parent=None, depth=0, part=0, block_bytes=SLOT)
+    arena.leave()
+    arena.join("again")
+    fresh = arena.reserve(chain(3, seed="x"), parent=None, depth=0, part=0, block_bytes=SLOT)
+    assert stale
+    assert fresh
+    assert set(stale.slots) == set(fresh.slots)
+    assert arena.commit(stale, np.zeros(3, dtype="<u8"))
+    assert set(arena.tables.slot_state[fresh.slots].tolist()) == {RESERVED}
+
+
+def test_arena_busy_is_a_miss_within_lock_wait_s(arena: Arena, second: Arena) -> None:
+    store(arena, KEYS)
+    assert arena._lock.acquire(0)
+    start = time.monotonic()
+    assert second.lease(KEYS) is None
+    assert second.match(KEYS) is None
+    assert second.reserve(KEYS, parent=None, depth=0, part=0, block_bytes=SLOT) is None
+    assert time.monotonic() - start < 3 * BUSY_S + 0.1
+    arena._lock.release()
+    leases = second.lease(KEYS)
+    assert leases
+    assert arena._lock.acquire(0)
+    assert not second.release(*leases)
+    arena._lock.release()
+    assert second.release(*leases)
+
+
+BAD_CALLS: dict[str, Callable[[Arena], object]] = {
+    "no key": lambda arena: arena.lease([BlockKey(b"x")]),
+    "no part": lambda arena: arena.lease(KEYS, num_parts=0),
+    "no part to match": lambda arena: arena.match(KEYS, num_parts=-1),
+    "one key twice": lambda arena: reserve(arena, keys=KEYS + KEYS[:1]),
+    "negative part": lambda arena: reserve(arena, part=-1),
+    "huge part": lambda arena: reserve(arena, part=2**40),
+    "negative depth": lambda arena: reserve(arena, depth=-1),
+    "huge depth": lambda arena: reserve(arena, depth=2**40),
+    "no bytes": lambda arena: reserve(arena, block_bytes=0),
+    "negative bytes": lambda arena: reserve(arena, block_bytes=-4096),
+    "short parent": lambda arena: reserve(arena, parent=BlockKey(b"x")),
+    "one checksum too few": lambda arena: arena.commit(reserve(arena), np.zeros(9, dtype="<u8")),
+    "a table of checksums": lambda arena: arena.commit(
+        reserve(arena), np.zeros((10, 1), dtype="<u8")
+    ),
+}
+
+
+def reserve(
+    arena: Arena,
+    *,
+    keys: list[BlockKey] = KEYS,
+    parent: BlockKey | None = None,
+    depth: int = 0,
+    part: int = 0,
+    block_bytes: int = SLOT,
+) -> Any:
+    return arena.reserve(keys, parent=parent, depth=depth, part=part, block_bytes=block_bytes)
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_what_a_caller_does_wrong_leaves_no_mark(arena: Arena, name: str) -> None:
+    with pytest.raises(ConfigError):
+        BAD_CALLS[name](arena)
+    check_invariants(arena.tables)
+    assert arena.stats()["repairs"] == 0
+
+
+def test_block_larger_than_a_slab_is_refused_with_the_fix(arena: Arena) -> None:
+    with pytest.raises(CapacityError, match=r"raise arena\.slab"):
+        reserve(arena, block_bytes=8 * SLOT + 1)
+
+
+def test_empty_calls_are_fine(arena: Arena) -> None:
+    assert arena.lease([]) == []
+    assert arena.match([]) == 0
+    assert arena.release()
+    made = arena.reserve([], parent=None, depth=0, part=0, block_bytes=SLOT)
+    assert made
+    assert arena.commit(made, np.empty(0, dtype="<u8"))
+    assert arena.abort(made)
+    check_invariants(arena.tables)
+
+
+def test_section_that_raised_has_changed_nothing(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(arena, KEYS)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvray.store.arena.lease.Lease", lambda **kwargs: 1 / 0)
+        with pytest.raises(ShardUnavailable, match="make no sense"):
+            arena.lease(KEYS)
+    assert not arena.tables.slot_leases.any()
+    assert arena.match(KEYS) == 10
+    assert arena.stats()["repairs"] == 0
+    check_invariants(arena.tables)
+
+
+# -- membership -----------------------------------------------------------------------------------
+
+
+def test_who_has_not_joined_can_neither_lease_nor_reserve(arena: Arena, directory: Path) -> None:
+    stranger = Arena(directory, lock_wait_s=1)
+    for call in (lambda: stranger.lease(KEYS), lambda: reserve(stranger)):
+        with pytest.raises(LeaseExpired, match="join"):
+            call()
+    assert stranger.match(KEYS) == 0
+    stranger.close()
+    check_invariants(arena.tables)
+
+
+def test_leave_gives_everything_back_and_the_row_is_used_again(arena: Arena) -> None:
+    store(arena, KEYS)
+    row = arena.holder
+    assert arena.lease(KEYS)
+    made = arena.reserve(chain(3, seed="x"), parent=None, depth=0, part=0, block_bytes=SLOT)
+    assert made
+    arena.leave()
+    arena.leave()
+    assert not arena.tables.slot_leases.any()
+    assert set(arena.tables.slot_state[made.slots].tolist()) == {FREE}
+    check_invariants(arena.tables)
+    assert arena.join("again") == row
+    assert int(arena.tables.holder_generation[row]) == 2
+    assert ArenaOwner(arena).bury_dead(limbo_s=0) == []
+
+
+def test_joining_twice_is_joining_once(arena: Arena) -> None:
+    assert arena.join("again") == arena.holder
+    assert arena.stats()["holders"] == 1
+
+
+def test_full_holder_table_is_a_capacity_error(directory: Path) -> None:
+    arena = make_arena(directory, asked=spec(holders_max=2))
+    others = [Arena(directory, lock_wait_s=1) for _ in range(2)]
+    assert [one.join("x") for one in others] == [0, 1]
+    with pytest.raises(CapacityError, match=r"raise arena\.holders_max"):
+        arena.join("third")
+    others[0].leave()
+    assert arena.join("third") == 0
+    for one in (arena, *others):
+        one.close()
+
+
+def test_label_of_any_text_is_kept_as_far_as_it_fits(arena: Arena, second: Arena) -> None:
+    second.leave()
+    row = second.join("ü" * 100 + "\ud800")
+    label = bytes(arena.tables.holder_label[row]).decode(errors="replace")
+    assert label.startswith("ü" * 30)
+    check_invariants(arena.tables)
+
+
+def test_leave_while_other_threads_call_leaves_nothing_behind(
+    arena: Arena, directory: Path
+) -> None:
+    store(arena, KEYS)
+    for _ in range(10):
+        leaving = Arena(directory, lock_wait_s=1)
+        leaving.join("leaving")
+        threads = [threading.Thread(target=lease_until_it_ends, args=[leaving]) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.005)
+        leaving.leave()
+        for thread in threads:
+            thread.join()
+        leaving.close()
+        check_invariants(arena.tables)
+        assert not arena.tables.slot_leases.any()
+        assert not (arena.tables.slot_state == RESERVED).any()
+    assert arena.stats()["repairs"] == 0
+
+
+def lease_until_it_ends(arena: Arena) -> None:
+    number = 0
+    try:
+        while arena.lease(KEYS) is not None:
+            number += 1
+            if (
+                arena.reserve(
+                    chain(1, seed=str(number)), parent=None, depth=0, part=0, block_bytes=SLOT
+                )
+                is None
+            ):
+                return
+    except LeaseExpired:
+        return
+
+
+def test_closed_arena_says_so(directory: Path) -> None:
+    arena = make_arena(directory)
+    arena.join("x")
+    arena.close()
+    arena.close()
+    with pytest.raises(ShardUnavailable, match="closed"):
+        arena.match(KEYS)
+
+
+# -- death ----------------------------------------------------------------------------------------
+
+
+def die(arena: Arena) -> None:
+    """End the liveness lock, which is all that a death does."""
+    arena.side_file.unlock(HOLDER_BYTES + arena.holder)
+
+
+def test_dead_holder_is_buried_with_its_label(arena: Arena, second: Arena) -> None:
+    store(arena, KEYS)
+    assert second.lease(KEYS)
+    made = second.reserve(chain(3, seed="x"), parent=None, depth=0, part=0, block_bytes=SLOT)
+    assert made
+    assert ArenaOwner(arena).bury_dead(limbo_s=1000) == []
+    die(second)
+    assert ArenaOwner(arena).bury_dead(limbo_s=1000) == ["second"]
+    assert not arena.tables.slot_leases.any()
+    assert set(arena.tables.slot_state[made.slots].tolist()) == {LIMBO}
+    check_invariants(arena.tables)
+    assert ArenaOwner(arena).bury_dead(limbo_s=1000) == []
+    assert set(arena.tables.slot_state[made.slots].tolist()) == {LIMBO}
+    ArenaOwner(arena).bury_dead(limbo_s=0)
+    assert set(arena.tables.slot_state[made.slots].tolist()) == {FREE}
+
+
+def test_row_of_a_dead_holder_goes_to_the_next_who_joins(
+    arena: Arena, second: Arena, directory: Path
+) -> None:
+    store(arena, KEYS)
+    row = second.holder
+    assert second.lease(KEYS)
+    die(second)
+    third = Arena(directory, lock_wait_s=1)
+    assert third.join("third") == row
+    assert not arena.tables.slot_leases.any()
+    assert third.lease(KEYS)
+    assert ArenaOwner(arena).bury_dead(limbo_s=0) == []
+    assert arena.tables.slot_leases.any()
+    third.close()
+
+
+def test_row_that_was_taken_again_meanwhile_is_not_buried(
+    arena: Arena, second: Arena, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(arena, KEYS)
+    die(second)
+    third = Arena(directory, lock_wait_s=1)
+    look = holders.dead_rows
+    calls = []
+
+    def look_and_be_late(tables: Tables, side_file: SideFile) -> list[int]:
+        calls.append(look(tables, side_file))
+        if len(calls) == 1:
+            third.join("third")
+            third.lease(KEYS)
+        return calls[-1]
+
+    monkeypatch.setattr(holders, "dead_rows", look_and_be_late)
+    assert ArenaOwner(arena).bury_dead(limbo_s=0) == []
+    assert calls == [[third.holder], []]
+    assert int(arena.tables.slot_leases.sum()) == 10
+    third.close()
+
+
+# -- the owner's part -----------------------------------------------------------------------------
+
+
+def test_adopting_counts_the_epoch_up(arena: Arena, second: Arena) -> None:
+    assert [ArenaOwner(arena).adopt(), ArenaOwner(second).adopt()] == [1, 2]
+
+
+def test_evicting_ahead_frees_the_share_that_is_asked(arena: Arena) -> None:
+    for number in range(4):
+        store(arena, chain(14, seed=str(number)))
+    assert ArenaOwner(arena).evict_ahead(0.1) == 0, "a spare slab is room enough"
+    store(arena, chain(8, seed="last"))
+    assert ArenaOwner(arena).evict_ahead(0.0) == 0
+    assert ArenaOwner(arena).evict_ahead(0.25) == 16
+    assert ArenaOwner(arena).evict_ahead(0.25) == 0
+    assert arena.match(chain(14, seed="3")) == 14
+    check_invariants(arena.tables)
+
+
+def test_evicting_ahead_looks_at_each_block_size(arena: Arena) -> None:
+    small, large = chain(32, seed="small"), chain(16, seed="large")
+    store(arena, small)
+    store(arena, large, block_bytes=2 * SLOT)
+    assert arena.lease(small[:20])
+    assert ArenaOwner(arena).evict_ahead(0.25) == 8
+    assert (arena.match(small), arena.match(large)) == (24, 16)
+    assert ArenaOwner(arena).evict_ahead(0.5) == 4 + 4
+    assert (arena.match(small), arena.match(large)) == (20, 12)
+    assert arena.lease(small[20:]) == []
+    check_invariants(arena.tables)
+
+
+def test_evicting_ahead_stops_at_what_is_leased(arena: Arena) -> None:
+    keys = chain(64)
+    store(arena, keys)
+    leases = arena.lease(keys[:60])
+    assert ArenaOwner(arena).evict_ahead(0.5) == 4
+    assert leases
+    arena.release(*leases)
+    check_invariants(arena.tables)
+
+
+def test_clear_spares_what_is_leased(arena: Arena) -> None:
+    store(arena, KEYS)
+    store(arena, chain(20, seed="x"))
+    leases = arena.lease(KEYS[:4])
+    assert ArenaOwner(arena).clear() == 26
+    assert arena.match(KEYS) == 4
+    assert leases
+    assert fetch(arena, KEYS, leases[0])
+    check_invariants(arena.tables)
+
+
+def test_changes_are_told_once(arena: Arena) -> None:
+    seen = np.zeros(arena.tables.geometry.num_slots, dtype=np.uint32)
+    assert len(ArenaOwner(arena).changes_since(seen)[0]) == 0
+    made = store(arena, KEYS)
+    changed, ready, keys = ArenaOwner(arena).changes_since(seen)
+    assert changed.tolist() == made.slots.tolist()
+    assert ready.all()
+    assert [key.tobytes() for key in keys] == KEYS
+    assert len(ArenaOwner(arena).changes_since(seen)[0]) == 0
+    ArenaOwner(arena).clear()
+    changed, ready, _ = ArenaOwner(arena).changes_since(seen)
+    assert len(changed) == 10
+    assert not ready.any()
+
+
+def test_changes_wait_while_the_arena_is_locked(
+    arena: Arena, second: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = np.zeros(arena.tables.geometry.num_slots, dtype=np.uint32)
+    store(arena, KEYS)
+    monkeypatch.setattr("kvray.store.arena.arena._PATIENT_S", BUSY_S)
+    arena._lock.acquire(0)
+    assert len(ArenaOwner(second).changes_since(seen)[0]) == 0
+    arena._lock.release()
+    assert len(ArenaOwner(second).changes_since(seen)[0]) == 10
+
+
+def test_figures_are_those_of_the_tables(arena: Arena) -> None:
+    store(arena, KEYS)
+    store(arena, KEYS[:2], part=1, block_bytes=3 * SLOT)
+    arena.lease(KEYS[:3])
+    stats = arena.stats()
+    assert stats["blocks"] == 12
+    assert stats["resident_bytes"] == 16 * SLOT
+    assert (stats["leased_blocks"], stats["holders"], stats["stored"]) == (3, 1, 12)
+
+
+def test_retired_arena_gives_nothing_new_but_takes_everything_back(
+    arena: Arena, second: Arena, directory: Path
+) -> None:
+    store(arena, KEYS)
+    leases = second.lease(KEYS)
+    made = second.reserve(chain(3, seed="x"), parent=None, depth=0, part=0, block_bytes=SLOT)
+    ArenaOwner(arena).retire()
+    assert second.retired
+    assert second.lease(KEYS) is None
+    assert second.match(KEYS) is None
+    assert reserve(second) is None
+    assert leases
+    assert fetch(second, KEYS, leases[0])
+    assert second.release(*leases)
+    assert made
+    assert second.commit(made, np.zeros(3, dtype="<u8"))
+    second.leave()
+    with pytest.raises(ShardUnavailable, match="retired"):
+        second.join("late")
+    assert list(directory.iterdir()) == []
+
+
+def test_lease_of_slots_takes_those_that_are_ready(arena: Arena) -> None:
+    made = store(arena, chain(5))
+    arena.reserve(chain(2, seed="x"), parent=None, depth=0, part=0, block_bytes=SLOT)
+    held = arena.lease_slots(np.arange(arena.tables.geometry.num_slots))
+    assert held is not None
+    assert arena.leased_slots(held).tolist() == sorted(made.slots.tolist())
+    ArenaOwner(arena).clear()
+    assert arena.match(chain(5)) == 5
+    assert arena.release(held)
+
+
+# -- in another process's name --------------------------------------------------------------------
+
+
+def test_a_lease_in_another_holders_name_ends_when_that_one_leaves(
+    arena: Arena, second: Arena
+) -> None:
+    store(arena, KEYS[:6])
+    held = arena.lease_for(KEYS, [[PartRequest(0)]], member=second.membership)
+    assert held is not None
+    assert held.num_blocks == 6
+    arena.leave()
+    assert len(second.leased_slots(held.leases[0])) == 6
+    second.leave()
+    with pytest.raises(LeaseExpired):
+        second.leased_slots(held.leases[0])
+    check_invariants(arena.tables)
+
+
+def test_nothing_is_leased_for_a_holder_that_is_gone_or_another_in_its_row(
+    arena: Arena, second: Arena
+) -> None:
+    store(arena, KEYS[:6])
+    gone = second.membership
+    second.leave()
+    assert arena.lease_for(KEYS, [[PartRequest(0)]], member=gone) == Held(num_blocks=0, leases=())
+    second.join("again")
+    assert second.membership.row == gone.row
+    assert arena.lease_for(KEYS, [[PartRequest(0)]], member=gone) == Held(num_blocks=0, leases=())
+    for absurd in (Membership(-1, 1), Membership(10**9, 1)):
+        assert arena.lease_for(KEYS, [[PartRequest(0)]], member=absurd) == Held(
+            num_blocks=0, leases=()
+        )
+
+
+def test_what_is_present_is_told_part_by_part(arena: Arena) -> None:
+    store(arena, KEYS[:6], part=0)
+    store(arena, KEYS[2:4], part=1)
+    reserved = arena.reserve(KEYS[6:8], parent=KEYS[5], depth=6, part=0, block_bytes=SLOT)
+    assert reserved is not None
+    assert len(reserved.slots) == 2
+    masks = arena.present(KEYS, [0, 1])
+    assert [np.flatnonzero(mask).tolist() for mask in masks] == [[0, 1, 2, 3, 4, 5], [2, 3]]
+    assert arena.abort(reserved)

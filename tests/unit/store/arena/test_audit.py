@@ -1,0 +1,139 @@
+"""What is wrong in an arena's tables is found, said and mended; a step under way is not wrong."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from kvray.store import Arena, ArenaOwner
+from kvray.store.arena import audit
+from kvray.store.arena.layout import FREE, READY
+from kvray.store.arena.tables import Tables
+from kvray.store.scan import scan
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.small_arena import SLOT, chain, fetch, overwrite, pool_of, store
+
+KEYS = chain(6)
+
+
+def found(arena: Arena) -> set[str]:
+    return {
+        name for share in audit.shares(arena.tables) for name in audit.find(arena.tables, share)
+    }
+
+
+@pytest.fixture
+def stored(arena: Arena) -> Arena:
+    store(arena, KEYS)
+    store(arena, KEYS, part=1)
+    assert arena.lease(KEYS)
+    assert not found(arena)
+    return arena
+
+
+def first_ready(tables: Tables) -> int:
+    return int(np.flatnonzero(tables.slot_state == READY)[1])
+
+
+DAMAGES: dict[str, Callable[[Tables, int], None]] = {
+    "slabs": lambda tables, at: tables.slab_block_bytes.__setitem__(7, 2**40),
+    "states": lambda tables, at: tables.slot_state.__setitem__(at, 66),
+    "parents": lambda tables, at: tables.slot_parent.__setitem__(at, 2**30),
+    "children": lambda tables, at: tables.slot_children.__setitem__(at, 5),
+    "index": lambda tables, at: tables.slot_part.__setitem__(at, 3),
+    "entries": lambda tables, at: tables.columns["index_slot"].__setitem__(5, 2**31),
+    "leases": lambda tables, at: tables.slot_leases.__setitem__(at, 0),
+    "records": lambda tables, at: tables.page_next.__setitem__(0, 2**20),
+}
+
+
+@pytest.mark.parametrize("name", sorted(DAMAGES))
+def test_damage_is_found_by_its_name_and_mended_by_the_owner(stored: Arena, name: str) -> None:
+    DAMAGES[name](stored.tables, first_ready(stored.tables))
+    assert name in found(stored)
+    owner = ArenaOwner(stored)
+    assert name in owner.audit()
+    assert not owner.audit()
+    check_invariants(stored.tables)
+    assert stored.stats()["repairs"] == 1
+
+
+def test_a_step_that_only_seems_begun_does_not_keep_engines_out(stored: Arena) -> None:
+    stored.tables.header["undo_count"] = 2**40
+    assert stored.match(KEYS) is None
+    ArenaOwner(stored).audit()
+    assert stored.match(KEYS) == 6
+    check_invariants(stored.tables)
+
+
+def test_what_is_repaired_still_has_its_blocks_and_its_leases(stored: Arena) -> None:
+    leases = stored.lease(KEYS)
+    assert leases
+    stored.tables.slot_parent[first_ready(stored.tables)] = 2**30
+    assert ArenaOwner(stored).audit() == {"parents": 1, "children": 1}
+    assert fetch(stored, KEYS, leases[0])
+    assert stored.release(*leases)
+    assert stored.match(KEYS, num_parts=2) == 6
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_tables_that_are_overwritten_as_a_whole_are_looked_at_and_mended(
+    stored: Arena, seed: int
+) -> None:
+    overwrite(stored.tables, seed)
+    figures = stored.stats()
+    assert figures["resident_bytes"] <= figures["capacity_bytes"]
+    assert set(scan(stored, lambda done, total: None).damage) >= {"slabs", "states", "children"}
+    owner = ArenaOwner(stored)
+    assert owner.audit()
+    assert not owner.audit()
+    check_invariants(stored.tables)
+    owner.evict_ahead(1.0)
+    stored.leave()  # its place is overwritten, too
+    stored.join("again")
+    assert fetch_all(stored)
+
+
+def fetch_all(arena: Arena) -> bool:
+    """Store and read blocks as if nothing had been."""
+    keys = chain(3, seed="after")
+    store(arena, keys)
+    leases = arena.lease(keys)
+    return bool(leases) and fetch(arena, keys, leases[0])
+
+
+def test_a_slot_that_comes_to_claim_another_block_is_not_committed(arena: Arena) -> None:
+    made = arena.reserve(KEYS, parent=None, depth=0, part=0, block_bytes=SLOT)
+    assert made
+    arena.tables.slot_part[made.slots[2]] ^= 1
+    assert arena.commit(made, arena.write(made, pool_of(KEYS), np.arange(6)))
+    assert arena.match(KEYS) == 2
+    assert not arena.present(KEYS, [1])[0].any()
+    assert arena.tables.slot_state[made.slots[2]] == FREE
+    ArenaOwner(arena).audit()
+    check_invariants(arena.tables)
+
+
+def test_entries_of_the_index_that_name_no_slot_are_misses(stored: Arena) -> None:
+    entries = stored.tables.columns["index_slot"]
+    entries[entries > 0] += np.uint32(2**31)
+    assert not stored.present(KEYS, [0])[0].any()
+    assert stored.lease(KEYS) == []
+    assert stored.lease(KEYS[:1]) == []
+
+
+def test_an_arena_in_use_is_not_taken_for_damaged(arena: Arena) -> None:
+    owner = ArenaOwner(arena)
+    for number in range(60):
+        keys = chain(5, seed=str(number))
+        made = store(arena, keys[:2])
+        more = arena.reserve(keys[2:], parent=keys[1], depth=2, part=0, block_bytes=4096)
+        assert more
+        held = arena.lease(keys)
+        assert held
+        assert len(made.slots) == 2
+        assert not owner.audit()
+        arena.release(*held)
+        arena.abort(more)
+        owner.evict_ahead(0.5)
+        assert not owner.audit()

@@ -1,0 +1,229 @@
+"""Bytes between an engine's pool and slots: runs, checksums, what proves wrong."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from kvray.errors import ConfigError, CorruptBlock, LayoutMismatch, LeaseExpired
+from kvray.store import Arena, ArenaOwner, Lease, PartRead, PartRequest
+from kvray.store.arena.layout import QUARANTINED
+from kvray.store.arena.tables import Array
+from tests.unit.store.small_arena import (
+    SLOT,
+    chain,
+    fetch,
+    make_arena,
+    pool_of,
+    spec,
+    store,
+)
+
+KEYS = chain(20)
+
+
+def sound_run(arena: Arena, held: Lease, *, first: int = 0) -> int:
+    """Return how many blocks from `first` on are sound."""
+    sound = arena.sound(held, slice(first, None))
+    return len(sound) if sound.all() else int(sound.argmin())
+
+
+def test_blocks_come_back_as_they_were_across_slabs(arena: Arena) -> None:
+    made = store(arena, KEYS)
+    assert len(np.unique(made.slots // 8)) == 3
+    leases = arena.lease(KEYS)
+    assert leases
+    assert fetch(arena, KEYS, leases[0])
+    arena.release(*leases)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 100, SLOT - 1, SLOT + 1, 3 * SLOT, 8 * SLOT])
+def test_any_block_size_comes_back(arena: Arena, block_bytes: int) -> None:
+    store(arena, KEYS[:3], block_bytes=block_bytes)
+    leases = arena.lease(KEYS)
+    assert leases
+    assert leases[0].num_slots == 3
+    assert fetch(arena, KEYS, leases[0], block_bytes=block_bytes)
+    assert sound_run(arena, leases[0]) == 3
+
+
+def test_blocks_may_lie_anywhere_in_the_pool(arena: Arena) -> None:
+    where = np.array([7, 3, 4, 5, 29, 0])
+    pool = np.zeros((30, SLOT), dtype=np.uint8)
+    pool[where] = pool_of(KEYS[:6])
+    made = arena.reserve(KEYS[:6], parent=None, depth=0, part=0, block_bytes=SLOT)
+    assert made is not None
+    arena.commit(made, arena.write(made, pool, where))
+    leases = arena.lease(KEYS[:6])
+    assert leases
+    back = np.zeros_like(pool)
+    arena.read(leases[0], back, where[::-1][:4], first=2, verify=True)
+    assert (back[where[::-1][:4]] == pool_of(KEYS[2:6])).all()
+    untouched = np.setdiff1d(np.arange(30), where[::-1][:4])
+    assert not back[untouched].any()
+
+
+PIECE = 512 * 1024
+"""What is copied and summed at a time."""
+
+
+@pytest.mark.parametrize("block_bytes", [PIECE // 4, PIECE, PIECE + 1, 5 * PIECE + 4096])
+@pytest.mark.parametrize("cores", [{0}, {0, 1}])
+def test_pieces_and_threads_change_neither_bytes_nor_checksums(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int, cores: set[int]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
+    arena = make_arena(directory, asked=spec(num_slabs=8, slots_per_slab=1024))
+    arena.join("test")
+    keys = KEYS[: 8 * 2**20 // block_bytes + 1] if block_bytes > PIECE else KEYS
+    pool = np.random.default_rng(0).integers(0, 256, (len(keys), block_bytes), dtype=np.uint8)
+    made = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
+    assert made is not None
+    sums = arena.write(made, pool, np.arange(len(keys)))
+    assert sums.tolist() == [
+        xxhash.xxh3_64_intdigest(row, int.from_bytes(key[:8], "little"))
+        for row, key in zip(pool, keys, strict=True)
+    ]
+    assert arena.commit(made, sums)
+    leases = arena.lease(keys)
+    assert leases
+    for verify in (True, False):
+        back = np.zeros_like(pool)
+        arena.read(leases[0], back, np.arange(len(keys)), verify=verify)
+        assert np.array_equal(back, pool)
+    assert sound_run(arena, leases[0]) == len(keys)
+    slab, row = divmod(int(made.slots[-1]), 1024)
+    arena.tables.rows(slab)[row, block_bytes - 1] ^= 1
+    with pytest.raises(CorruptBlock, match=keys[-1].hex()[:8]):
+        arena.read(leases[0], back, np.arange(len(keys)), verify=True)
+    arena.close()
+
+
+def test_checksum_depends_on_bytes_and_key(arena: Arena) -> None:
+    made = arena.reserve(KEYS[:2], parent=None, depth=0, part=0, block_bytes=SLOT)
+    assert made is not None
+    same, other = (arena.write(made, pool_of([key] * 2), np.arange(2)) for key in KEYS[:2])
+    assert same[0] != same[1], "equal bytes, two keys"
+    assert same[0] != other[0], "one key, two contents"
+    assert arena.abort(made)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_flipped_byte_is_found_and_the_block_never_served_again(arena: Arena, verify: bool) -> None:
+    made = store(arena, KEYS)
+    leases = arena.lease(KEYS)
+    assert leases
+    arena.tables.rows(1)[3, 77] ^= 1
+    bad = int(np.flatnonzero(made.slots == 11)[0])
+    with pytest.raises(CorruptBlock, match=KEYS[bad].hex()[:8]):
+        fetch(arena, KEYS, leases[0])
+    assert int(arena.tables.slot_state[11]) == QUARANTINED
+    assert (arena.match(KEYS), arena.stats()["corrupt"]) == (bad, 1)
+    # A lease from before does not serve it either, whether it looks at checksums or not.
+    pool = np.zeros((len(KEYS), SLOT), dtype=np.uint8)
+    with pytest.raises(CorruptBlock):
+        arena.read(leases[0], pool, np.arange(len(KEYS)), verify=verify)
+    assert arena.stats()["corrupt"] == 1
+    arena.release(*leases)
+    ArenaOwner(arena).bury_dead(limbo_s=0)
+    store(arena, KEYS)
+    again = arena.lease(KEYS)
+    assert again
+    assert fetch(arena, KEYS, again[0])
+    arena.release(*again)
+
+
+def test_first_bad_block_is_told_and_taken_out_of_service(arena: Arena) -> None:
+    store(arena, KEYS)
+    leases = arena.lease(KEYS)
+    assert leases
+    assert sound_run(arena, leases[0]) == 20
+    arena.tables.rows(1)[3, 77] ^= 1
+    assert sound_run(arena, leases[0], first=15) == 5
+    assert sound_run(arena, leases[0]) == 11
+    assert sound_run(arena, leases[0]) == 11
+    assert arena.match(KEYS) == 11
+    assert sound_run(arena, leases[0], first=20) == 0
+
+
+def test_lease_that_ends_during_the_copy_voids_it(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(arena, KEYS)
+    leases = arena.lease(KEYS)
+    assert leases
+    copyto = np.copyto
+
+    def release_and_copy(target: Array, source: Array) -> None:
+        arena.release(leases[0])
+        copyto(target, source)
+
+    monkeypatch.setattr(np, "copyto", release_and_copy)
+    with pytest.raises(LeaseExpired, match="void"):
+        fetch(arena, KEYS, leases[0])
+
+
+def test_pool_of_another_block_size_is_refused(arena: Arena) -> None:
+    made = arena.reserve(KEYS[:2], parent=None, depth=0, part=0, block_bytes=SLOT)
+    assert made is not None
+    with pytest.raises(LayoutMismatch, match=f"{SLOT // 2} bytes, those in the arena {SLOT}"):
+        arena.write(made, np.zeros((2, SLOT // 2), dtype=np.uint8), np.arange(2))
+    assert arena.abort(made)
+
+
+def test_as_many_blocks_as_slots_must_be_named(arena: Arena) -> None:
+    store(arena, KEYS[:3])
+    leases = arena.lease(KEYS[:3])
+    assert leases
+    pool = np.zeros((9, SLOT), dtype=np.uint8)
+    for num_blocks in (4, 9):
+        with pytest.raises(ConfigError, match=f"{num_blocks} blocks"):
+            arena.read(leases[0], pool, np.arange(num_blocks), verify=False)
+    with pytest.raises(ConfigError, match="2 blocks"):
+        arena.read(leases[0], pool, np.arange(2), first=2, verify=False)
+    arena.read(leases[0], pool, np.arange(0), verify=True)
+
+
+def test_bytes_are_seen_by_another_mapping(directory: Path) -> None:
+    writer = make_arena(directory, asked=spec(num_slabs=4))
+    writer.join("writer")
+    store(writer, KEYS[:5])
+    reader = Arena(directory, lock_wait_s=1)
+    reader.join("reader")
+    leases = reader.lease(KEYS[:5])
+    assert leases
+    assert fetch(reader, KEYS[:5], leases[0])
+    reader.close()
+    writer.close()
+
+
+def test_pages_of_several_regions_come_back_by_parts_of_other_sizes(arena: Arena) -> None:
+    rng = np.random.default_rng(7)
+    keys, pages = KEYS[:5], np.array([4, 2, 3, 9, 0])
+    sizes = {0: (100, 700, 64), 1: (SLOT + 8,)}
+    wide = rng.integers(0, 256, (10, 2 * SLOT), dtype=np.uint8)
+    pools = {part: [wide[:, 5 : 5 + size] for size in some] for part, some in sizes.items()}
+    for part, regions in pools.items():
+        block_bytes = sum(sizes[part])
+        made = arena.reserve(keys, parent=None, depth=0, part=part, block_bytes=block_bytes)
+        assert made
+        assert arena.commit(made, arena.write_slots(made.slots, regions, pages))
+    held = arena.lease_for(keys, [[PartRequest(0), PartRequest(1, window=2)]])
+    assert held
+    assert held.num_blocks == 5
+    slots = arena.leased_slots(held.leases[0])
+    back = {part: [np.zeros_like(region) for region in pools[part]] for part in pools}
+    reads = [PartRead(slots[:5], back[0], pages), PartRead(slots[5:], back[1], pages[3:])]
+    arena.read_slots(reads)
+    arena.check(held.leases[0], slots, verify=True)
+    for region, copy in zip(pools[0], back[0], strict=True):
+        assert np.array_equal(region[pages], copy[pages])
+    assert np.array_equal(pools[1][0][pages[3:]], back[1][0][pages[3:]])
+    assert not back[1][0][pages[:3]].any()
+    arena.slot_bytes(int(slots[6]))[3] ^= 1
+    with pytest.raises(CorruptBlock, match="quarantined"):
+        arena.check(held.leases[0], slots, verify=True)
+    assert not arena.sound(held.leases[0], slice(6, 7)).any()
+    arena.release(*held.leases)

@@ -1,0 +1,138 @@
+"""Slabs of several block sizes, and where in them slots are taken."""
+
+import numpy as np
+
+from kvray.store.arena import slabs, slots
+from kvray.store.arena.layout import LIMBO
+from kvray.store.arena.tables import Tables
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.small_arena import (
+    SLOT,
+    chain,
+    find,
+    matched,
+    put,
+    reserve,
+    take,
+)
+
+EVERY_SLOT = 64
+
+
+def sizes(tables: Tables) -> list[int]:
+    return list(tables.slab_block_bytes.tolist())
+
+
+def test_empty_arena_gives_one_contiguous_run(tables: Tables) -> None:
+    made = reserve(tables, chain(20))
+    assert made.slots.tolist() == list(range(20))
+
+
+def test_smallest_run_that_is_long_enough_is_taken(tables: Tables) -> None:
+    made = put(tables, chain(EVERY_SLOT))
+    gaps = np.concatenate((made.slots[10:16], made.slots[30:33], made.slots[50:54]))
+    slots.free(tables, gaps)
+    assert reserve(tables, chain(3, seed="a")).slots.tolist() == [30, 31, 32]
+    assert reserve(tables, chain(5, seed="b")).slots.tolist() == [10, 11, 12, 13, 14]
+
+
+def test_longest_runs_are_taken_first_where_none_is_long_enough() -> None:
+    free = np.array([1, 3, 4, 5, 7, 8, 20])
+    assert slabs.longest_runs_first(free, 4).tolist() == [3, 4, 5, 7]
+    assert slabs.longest_runs_first(free, 6).tolist() == [3, 4, 5, 7, 8, 1]
+    assert slabs.longest_runs_first(free, 9).tolist() == free.tolist()
+
+
+def test_block_sizes_live_in_slabs_of_their_own(tables: Tables) -> None:
+    small, large = put(tables, chain(9)), put(tables, chain(3, seed="x"), block_bytes=3 * SLOT)
+    assert sizes(tables) == [SLOT, SLOT, 3 * SLOT, 3 * SLOT, 0, 0, 0, 0]
+    assert small.slots.tolist() == list(range(9))
+    # A slab of 8 minimal slots holds two of three times the size.
+    assert large.slots.tolist() == [16, 17, 24]
+    check_invariants(tables)
+
+
+def test_size_that_is_no_multiple_of_the_alignment_gets_whole_pages(tables: Tables) -> None:
+    made = put(tables, chain(2), block_bytes=SLOT + 1)
+    assert tables.rows(0).shape == (4, 2 * SLOT)
+    assert made.slots.tolist() == [0, 1]
+
+
+def test_slab_that_empties_serves_any_size_again(tables: Tables) -> None:
+    made = put(tables, chain(EVERY_SLOT))
+    slots.free(tables, made.slots[8:16])
+    assert sizes(tables)[1] == 0
+    assert put(tables, chain(1, seed="x"), block_bytes=8 * SLOT).slots.tolist() == [8]
+    check_invariants(tables)
+
+
+def test_slab_with_a_slot_in_limbo_is_not_given_back(tables: Tables) -> None:
+    made = reserve(tables, chain(8), holder=3)
+    slots.strand(tables, 3, now=0.0)
+    slots.free(tables, made.slots[1:])
+    assert sizes(tables)[0] == SLOT
+    assert int(tables.slot_state[made.slots[0]]) == LIMBO
+
+
+def test_slab_of_another_size_is_taken_when_none_is_spare(tables: Tables) -> None:
+    old, young = chain(32, seed="old"), chain(32, seed="young")
+    put(tables, old)
+    put(tables, young)
+    made = put(tables, chain(2, seed="large"), block_bytes=4 * SLOT)
+    assert (len(made.slots), made.dropped) == (2, 0)
+    assert sizes(tables).count(4 * SLOT) == 1
+    assert matched(tables, young) == 32
+    check_invariants(tables)
+
+
+def test_taking_a_slab_costs_what_is_in_it_and_hangs_from_it(tables: Tables) -> None:
+    for number in range(8):
+        put(tables, chain(8, seed=f"slab {number}"))
+    take(tables, chain(8, seed="slab 0"))
+    put(tables, chain(1, seed="large"), block_bytes=8 * SLOT)
+    left = [matched(tables, chain(8, seed=f"slab {number}")) for number in range(8)]
+    assert left == [8, 0, 8, 8, 8, 8, 8, 8]
+    check_invariants(tables)
+
+
+def test_slab_from_which_a_leased_block_hangs_is_not_taken(tables: Tables) -> None:
+    keys = chain(EVERY_SLOT)
+    put(tables, keys)
+    # As a lease that began below the root: nothing above it may go either.
+    take(tables, keys[-1:])
+    made = reserve(tables, chain(1, seed="large"), block_bytes=8 * SLOT)
+    assert (len(made.slots), made.dropped) == (0, 1)
+    assert matched(tables, keys) == EVERY_SLOT
+    check_invariants(tables)
+
+
+def test_several_slabs_are_taken_for_one_save(tables: Tables) -> None:
+    for number in range(8):
+        put(tables, chain(8, seed=f"slab {number}"))
+    made = put(tables, chain(5, seed="large"), block_bytes=8 * SLOT)
+    assert (len(made.slots), made.dropped) == (5, 0)
+    check_invariants(tables)
+
+
+def test_own_blocks_go_before_a_slab_of_another_size_is_taken(tables: Tables) -> None:
+    put(tables, chain(56))
+    large = chain(2, seed="large")
+    put(tables, large, block_bytes=4 * SLOT)
+    put(tables, chain(2, seed="next"), block_bytes=4 * SLOT)
+    assert matched(tables, chain(56)) == 56
+    assert find(tables, large) == [-1, -1]
+
+
+def test_shortfall_counts_free_slots_of_the_size(tables: Tables) -> None:
+    put(tables, chain(EVERY_SLOT))
+    assert slabs.shortfall(tables, SLOT, 0.25) == 16
+    slots.free(tables, np.array([63, 62, 61]))
+    assert slabs.shortfall(tables, SLOT, 0.25) == 13
+    assert slabs.shortfall(tables, SLOT, 0.0) == 0
+    assert slabs.shortfall(tables, 2 * SLOT, 0.25) == 0
+
+
+def test_spare_slabs_count_for_every_size(tables: Tables) -> None:
+    put(tables, chain(48))
+    assert slabs.shortfall(tables, SLOT, 0.25) == 0
+    assert slabs.shortfall(tables, SLOT, 0.5) == 24 - 16

@@ -1,0 +1,224 @@
+"""reserve -> write -> commit, or abort; quarantine, death and reclaim."""
+
+import numpy as np
+import pytest
+
+from kvray.store.arena import slots
+from kvray.store.arena.layout import BUCKET_WAYS, FREE, LIMBO, QUARANTINED, READY, RESERVED
+from kvray.store.arena.tables import Tables
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.small_arena import (
+    chain,
+    commit,
+    evict,
+    find,
+    make_tables,
+    matched,
+    put,
+    reserve,
+    take,
+)
+
+
+def states(tables: Tables, rows: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> set[int]:
+    return set(tables.slot_state[rows].tolist())
+
+
+def test_reserved_block_is_no_match_until_it_is_committed(tables: Tables) -> None:
+    keys = chain(5)
+    made = reserve(tables, keys)
+    assert (states(tables, made.slots), matched(tables, keys)) == ({RESERVED}, 0)
+    check_invariants(tables)
+    assert commit(tables, made) == 5
+    assert (states(tables, made.slots), matched(tables, keys)) == ({READY}, 5)
+    check_invariants(tables)
+
+
+def test_aborted_slots_are_free_again(tables: Tables) -> None:
+    keys = chain(5)
+    slots.abort(tables, made := reserve(tables, keys))
+    assert states(tables, made.slots) == {FREE}
+    assert find(tables, keys) == [-1] * 5
+    assert not tables.slab_block_bytes.any()
+    check_invariants(tables)
+
+
+def test_keys_that_are_here_need_no_slot(tables: Tables) -> None:
+    keys = chain(6)
+    put(tables, keys[:2])
+    made = reserve(tables, keys)
+    assert (made.rows.tolist(), made.existing, made.dropped) == ([2, 3, 4, 5], 2, 0)
+    check_invariants(tables)
+
+
+def test_second_writer_gets_no_slot_for_a_key_under_way(tables: Tables) -> None:
+    keys = chain(3)
+    first = reserve(tables, keys, holder=0)
+    second = reserve(tables, keys, holder=1)
+    assert (len(second.slots), second.existing) == (0, 3)
+    assert commit(tables, second) == 0
+    assert commit(tables, first) == 3
+    assert matched(tables, keys) == 3
+
+
+def test_chain_without_its_parent_is_dropped(tables: Tables) -> None:
+    keys = chain(4)
+    made = reserve(tables, keys[2:], parent=keys[1], depth=2)
+    assert (len(made.slots), made.existing, made.dropped) == (0, 0, 2)
+    assert int(tables.header["dropped"]) == 2
+    check_invariants(tables)
+
+
+def test_chain_goes_on_below_a_parent(tables: Tables) -> None:
+    keys = chain(6)
+    head = put(tables, keys[:3])
+    tail = put(tables, keys[3:], parent=keys[2], depth=3)
+    assert tables.slot_parent[tail.slots].tolist() == [head.slots[-1], *tail.slots[:-1]]
+    assert tables.slot_depth[tail.slots].tolist() == [3, 4, 5]
+    check_invariants(tables)
+
+
+def test_parent_that_is_here_settles_the_depth(tables: Tables) -> None:
+    keys = chain(6)
+    put(tables, keys[:3])
+    tail = put(tables, keys[3:], parent=keys[2], depth=0)
+    assert tables.slot_depth[tail.slots].tolist() == [3, 4, 5]
+    check_invariants(tables)
+
+
+def test_what_is_reserved_is_a_prefix_of_what_is_missing(tables: Tables) -> None:
+    held = chain(60, seed="held")
+    put(tables, held)
+    take(tables, held)
+    keys = chain(10)
+    made = reserve(tables, keys)
+    assert (made.rows.tolist(), made.dropped) == ([0, 1, 2, 3], 6)
+    check_invariants(tables)
+
+
+def test_full_bucket_cuts_the_chain(tables: Tables) -> None:
+    keys = np.zeros((BUCKET_WAYS + 4, 4), dtype="<u8")
+    keys[:, 0], keys[:, 1:] = 77, np.arange(1, BUCKET_WAYS + 5)[:, None]
+    made = slots.reserve(
+        tables,
+        keys,
+        parent=None,
+        depth=0,
+        part=0,
+        block_bytes=4096,
+        holder=0,
+        candidates=slots.Candidates(),
+    )
+    assert made is not None
+    assert (len(made.slots), made.dropped) == (BUCKET_WAYS, 4)
+    check_invariants(tables)
+
+
+def test_parentless_blocks_find_their_parent_again(tables: Tables) -> None:
+    keys = chain(5)
+    made = put(tables, keys)
+    slots.quarantine(tables, made.slots[1:2])
+    assert tables.slot_parent[made.slots[2]] == -1
+    check_invariants(tables)
+    again = put(tables, keys)
+    assert again.rows.tolist() == [1]
+    assert tables.slot_parent[made.slots[2]] == again.slots[0]
+    assert matched(tables, keys) == 5
+    check_invariants(tables)
+
+
+def test_parentless_blocks_whose_parent_came_back_alone_are_linked_by_the_next_save(
+    tables: Tables,
+) -> None:
+    keys = chain(3)
+    made = put(tables, keys)
+    slots.quarantine(tables, made.slots[1:2])
+    middle = put(tables, keys[1:2], parent=keys[0], depth=1)
+    assert len(put(tables, keys).slots) == 0
+    assert tables.slot_parent[made.slots[2]] == middle.slots[0]
+    check_invariants(tables)
+
+
+def test_keys_in_a_wrong_order_make_no_block_its_own_ancestor(tables: Tables) -> None:
+    keys = chain(3)
+    put(tables, keys)
+    reserve(tables, keys[::-1])
+    check_invariants(tables)
+    assert evict(tables, 3) == 3
+
+
+def test_late_commit_cannot_hit_a_slot_that_was_given_on(tables: Tables) -> None:
+    stale = reserve(tables, chain(3, seed="stale"))
+    slots.abort(tables, stale)
+    current = reserve(tables, chain(3, seed="current"))
+    assert set(stale.slots) == set(current.slots)
+    assert commit(tables, stale) == 0
+    slots.abort(tables, stale)
+    assert states(tables, current.slots) == {RESERVED}
+
+
+def test_death_leaves_reserved_slots_in_limbo_until_their_time(tables: Tables) -> None:
+    keys = chain(4)
+    dead, alive = reserve(tables, keys[:2], holder=0), reserve(tables, keys[2:], holder=1)
+    assert slots.strand(tables, 0, now=100.0) == 2
+    assert (states(tables, dead.slots), states(tables, alive.slots)) == ({LIMBO}, {RESERVED})
+    check_invariants(tables)
+    assert commit(tables, dead) == 0
+    assert slots.reclaim(tables, before=99.0) == 0
+    assert slots.reclaim(tables, before=100.0) == 2
+    assert states(tables, dead.slots) == {FREE}
+    check_invariants(tables)
+
+
+def test_key_of_a_dead_writer_can_be_stored_by_another(tables: Tables) -> None:
+    keys = chain(2)
+    dead = reserve(tables, keys, holder=0)
+    slots.strand(tables, 0, now=1.0)
+    again = put(tables, keys)
+    assert not set(again.slots) & set(dead.slots)
+    assert matched(tables, keys) == 2
+
+
+def test_leaving_holder_gives_its_slots_back_at_once(tables: Tables) -> None:
+    mine, other = reserve(tables, chain(2), holder=0), reserve(tables, chain(2, seed="x"), holder=1)
+    slots.abort_holder(tables, 0)
+    assert (states(tables, mine.slots), states(tables, other.slots)) == ({FREE}, {RESERVED})
+    check_invariants(tables)
+
+
+def test_quarantined_block_is_no_match_and_stays_while_it_is_leased(tables: Tables) -> None:
+    keys = chain(4)
+    made = put(tables, keys)
+    take(tables, keys)
+    slots.quarantine(tables, np.repeat(made.slots[2:3], 2))
+    assert (matched(tables, keys), int(tables.header["corrupt"])) == (2, 1)
+    check_invariants(tables)
+    assert slots.reclaim(tables, before=1e9) == 0
+    assert states(tables, made.slots[2:3]) == {QUARANTINED}
+
+
+def test_only_ready_slots_are_quarantined(tables: Tables) -> None:
+    made = reserve(tables, chain(2))
+    slots.quarantine(tables, made.slots)
+    assert states(tables, made.slots) == {RESERVED}
+    assert int(tables.header["corrupt"]) == 0
+
+
+def test_changes_are_noted_for_ready_slots_alone(tables: Tables) -> None:
+    made = reserve(tables, chain(2))
+    assert not tables.slot_version.any()
+    commit(tables, made)
+    assert tables.slot_version[made.slots].tolist() == [1, 1]
+    evict(tables, 1)
+    assert sorted(tables.slot_version[made.slots].tolist()) == [1, 2]
+    slots.abort(tables, reserve(tables, chain(1, seed="y")))
+    assert int(tables.slot_version.sum()) == 3
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 64])
+def test_full_arena_keeps_storing(count: int) -> None:
+    tables = make_tables()
+    for round_number in range(30):
+        made = put(tables, chain(count, seed=f"chain {round_number}"))
+        assert (len(made.slots), made.dropped) == (count, 0)
+        check_invariants(tables)

@@ -1,0 +1,118 @@
+"""Who may open what a tier makes: its own user, and the members of a group if one is named."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvray.errors import ConfigError, ShardUnavailable
+from kvray.store.machine.access import OWN_USER, Access
+from kvray.store.nvme import NvmeStore
+from kvray.store.nvme.disk import Disk
+from tests.unit.store.nvme.small_store import spec
+
+GROUP = 54321
+"""Of nobody here; only root may give files to it."""
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be other users")
+
+
+def mode_of(path: Path) -> int:
+    return path.stat().st_mode & 0o7777
+
+
+def test_without_a_group_files_are_the_users_alone_whatever_they_were(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch(mode=0o666)
+    OWN_USER.give(file)
+    OWN_USER.give_directory(tmp_path)
+    assert (mode_of(file), mode_of(tmp_path)) == (0o600, 0o700)
+
+
+@needs_root
+def test_a_group_may_open_files_and_may_not_write_to_directories(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    access = Access.of(str(GROUP))
+    access.give(tmp_path / "file")
+    access.give_directory(tmp_path)
+    assert (mode_of(tmp_path / "file"), mode_of(tmp_path)) == (0o660, 0o750)
+    assert (tmp_path / "file").stat().st_gid == tmp_path.stat().st_gid == GROUP
+
+
+def test_a_group_has_a_name_or_a_number() -> None:
+    assert Access.of("root") == Access.of("0") == Access(gid=0)
+    assert Access.of(None) == OWN_USER
+
+
+@pytest.mark.parametrize("group", ["no such group", "-1", "4294967295", "9" * 40, "a\0b", "", "²"])
+def test_a_group_that_is_none_is_refused(group: str) -> None:
+    with pytest.raises(ConfigError, match="no such group"):
+        Access.of(group)
+
+
+def test_a_directory_of_this_user_is_trusted_and_so_is_one_that_is_not_there(
+    tmp_path: Path,
+) -> None:
+    OWN_USER.check_trust(tmp_path)
+    OWN_USER.check_trust(tmp_path / "none")
+    OWN_USER.check_own(tmp_path)
+
+
+def test_a_link_is_not_trusted_even_to_a_directory_of_this_user(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(ShardUnavailable, match="does not trust it"):
+        OWN_USER.check_trust(tmp_path / "link")
+    with pytest.raises(ConfigError, match="is a link"):
+        OWN_USER.check_own(tmp_path / "link")
+
+
+@needs_root
+def test_a_directory_of_another_user_is_trusted_only_if_it_is_of_the_group(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, GROUP)
+    tmp_path.chmod(0o750)
+    Access(gid=GROUP).check_trust(tmp_path)
+    for access in (OWN_USER, Access(gid=GROUP + 1)):
+        with pytest.raises(ShardUnavailable, match=r"of user 12345.* arena\.group"):
+            access.check_trust(tmp_path)
+    tmp_path.chmod(0o770)  # any member may have put the arena there
+    with pytest.raises(ShardUnavailable, match="mode 0770"):
+        Access(gid=GROUP).check_trust(tmp_path)
+
+
+@needs_root
+@pytest.mark.parametrize(("group", "modes"), [(None, (0o700, 0o600)), (str(GROUP), (0o750, 0o660))])
+def test_files_on_disk_are_let_in_like_the_arena(
+    tmp_path: Path, group: str | None, modes: tuple[int, int]
+) -> None:
+    before = os.umask(0)
+    try:
+        NvmeStore(tmp_path / "nvme", replace(spec(), group=group)).close()
+        Disk(Access.of(group)).create(tmp_path / "nvme" / "file", 4096).close()
+        other = tmp_path / "nvme" / "other"
+        other.touch()
+        Disk(Access.of(group)).open(other).close()
+    finally:
+        os.umask(before)
+    assert (mode_of(tmp_path / "nvme"), mode_of(tmp_path / "nvme" / "file")) == modes
+    assert mode_of(other) == modes[1], "what was there keeps the mode that it had"
+
+
+def test_a_directory_on_disk_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "nvme").symlink_to(tmp_path / "real")
+    with pytest.raises(ConfigError, match="is a link"):
+        NvmeStore(tmp_path / "nvme", spec())
+
+
+@needs_root
+def test_a_user_who_is_not_in_the_group_is_told_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    os.chown(tmp_path / "file", 12345, 12345)
+    tmp_path.chmod(0o755)
+    os.seteuid(12345)
+    try:
+        with pytest.raises(ConfigError, match=r"12345.* may not give files to the group 54321"):
+            Access(gid=GROUP).give(tmp_path / "file")
+    finally:
+        os.seteuid(0)

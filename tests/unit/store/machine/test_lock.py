@@ -1,0 +1,450 @@
+"""The arena's lock: threads, processes, death, forks, and a bounded wait."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvray.errors import ShardUnavailable
+from kvray.store import Arena
+from kvray.store.machine.lock import ArenaLock
+from kvray.store.machine.side_file import ARENA_BYTE, HOLDER_BYTES, Description, SideFile
+from tests.unit.store.conftest import Child
+from tests.unit.store.small_arena import chain, store
+
+TAKE = "(kept := SideFile.at(directory / 'lock.test')).try_lock({byte})"
+GIVE = "(kept := SideFile.at(directory / 'lock.test')).unlock({byte})"
+
+
+@pytest.fixture
+def side_file(directory: Path) -> SideFile:
+    return SideFile.at(directory / "lock.test")
+
+
+def test_processes_exclude_each_other(side_file: SideFile, child: Callable[[], Child]) -> None:
+    other = child()
+    assert side_file.try_lock(ARENA_BYTE)
+    assert other.say(TAKE.format(byte=ARENA_BYTE)) == "False"
+    side_file.unlock(ARENA_BYTE)
+    assert other.say(TAKE.format(byte=ARENA_BYTE)) == "True"
+    assert not side_file.try_lock(ARENA_BYTE)
+    other.say(GIVE.format(byte=ARENA_BYTE))
+    assert side_file.try_lock(ARENA_BYTE)
+
+
+def test_a_file_that_nobody_uses_any_more_is_closed(directory: Path) -> None:
+    path = directory / "lock.test"
+    arena_lock = ArenaLock(SideFile.at(path))
+    for _ in range(2):
+        assert arena_lock.acquire(0)
+        arena_lock.release()
+    assert open_at(path) == 2, "the file's own, and this thread's"
+    del arena_lock
+    assert open_at(path) == 0
+
+
+def test_bytes_are_locked_one_by_one(side_file: SideFile, child: Callable[[], Child]) -> None:
+    assert side_file.try_lock(HOLDER_BYTES)
+    assert not side_file.try_lock(HOLDER_BYTES), "it is taken, by this process"
+    assert child().say(TAKE.format(byte=HOLDER_BYTES + 1)) == "True"
+
+
+def test_holder_of_a_byte_is_named_while_it_lives(
+    side_file: SideFile, child: Callable[[], Child]
+) -> None:
+    other = child()
+    assert side_file.holder_of(HOLDER_BYTES) is None
+    other.say(TAKE.format(byte=HOLDER_BYTES))
+    assert side_file.holder_of(HOLDER_BYTES) == other.process.pid
+    other.process.send_signal(signal.SIGSTOP)
+    assert side_file.holder_of(HOLDER_BYTES) == other.process.pid
+    other.kill()
+    assert side_file.holder_of(HOLDER_BYTES) is None
+    assert side_file.try_lock(HOLDER_BYTES)
+    assert side_file.holder_of(HOLDER_BYTES) == os.getpid()
+
+
+def test_lock_of_a_dead_process_is_free_at_once(
+    side_file: SideFile, child: Callable[[], Child]
+) -> None:
+    other = child()
+    other.say(TAKE.format(byte=ARENA_BYTE))
+    lock = ArenaLock(side_file)
+    assert not lock.acquire(0)
+    other.kill()
+    assert lock.acquire(0)
+    lock.release()
+
+
+def test_second_taker_in_one_process_is_refused(side_file: SideFile) -> None:
+    first, second = ArenaLock(side_file), ArenaLock(side_file)
+    assert first.acquire(0)
+    assert not second.acquire(0.01)
+    first.release()
+    assert second.acquire(0)
+    second.release()
+
+
+def test_threads_exclude_each_other(side_file: SideFile) -> None:
+    lock, inside, most = ArenaLock(side_file), [0], [0]
+
+    def work() -> None:
+        for _ in range(50):
+            assert lock.acquire(10)
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0)
+            inside[0] -= 1
+            lock.release()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (inside, most) == ([0], [1])
+    assert not side_file.turn.locked()
+
+
+def test_thread_waits_in_a_queue_behind_the_others_of_its_process(
+    side_file: SideFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, has_it, go_on, looks = ArenaLock(side_file), threading.Event(), threading.Event(), [0]
+    really = Description.set
+
+    def count(*args: Any) -> bool:
+        looks[0] += 1
+        return really(*args)
+
+    thread = threading.Thread(
+        target=lambda: (lock.acquire(1), has_it.set(), go_on.wait(60), lock.release())
+    )
+    thread.start()
+    assert has_it.wait(60)
+    monkeypatch.setattr(Description, "set", count)
+    start = time.monotonic()
+    taken, took_s = lock.acquire(0.05), time.monotonic() - start
+    go_on.set()
+    thread.join()
+    assert not taken
+    assert took_s < 1
+    assert looks[0] < 60, "each look takes the interpreter from who is in the section"
+
+
+def test_turn_that_an_exception_has_lost_is_recreated(side_file: SideFile) -> None:
+    lock, start = ArenaLock(side_file), time.monotonic()
+    side_file.turn.acquire()
+    assert lock.acquire(5)
+    lock.release()
+    assert time.monotonic() - start < 1
+    assert not side_file.turn.locked()
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.002, 0.1])
+def test_wait_is_bounded(side_file: SideFile, child: Callable[[], Child], wait_s: float) -> None:
+    child().say(TAKE.format(byte=ARENA_BYTE))
+    lock = ArenaLock(side_file)
+    waits = []
+    for _ in range(5):
+        start = time.monotonic()
+        assert not lock.acquire(wait_s)
+        waits.append(time.monotonic() - start)
+        assert not side_file.turn.locked(), "other threads need not wait"
+    # The best of five: a wait may be longer by the time that it waited for a core.
+    assert wait_s * 0.5 <= min(waits) <= wait_s + 0.02
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_child_is_detached_and_breaks_no_lock(
+    side_file: SideFile, child: Callable[[], Child]
+) -> None:
+    other = child()
+    assert side_file.try_lock(HOLDER_BYTES)
+    lock = ArenaLock(side_file)
+    assert lock.acquire(0)
+    pid = os.fork()
+    if pid == 0:
+        start = time.monotonic()
+        taken = lock.acquire(5) or side_file.try_lock(HOLDER_BYTES + 1)
+        lock.release()
+        side_file.unlock(HOLDER_BYTES)
+        os.closerange(3, 256)
+        os._exit(1 if taken or time.monotonic() - start > 1 else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    for byte in (ARENA_BYTE, HOLDER_BYTES):
+        assert other.say(TAKE.format(byte=byte)) == "False"
+    lock.release()
+    assert lock.acquire(0)
+    lock.release()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_fork_is_refused_at_once_while_another_thread_of_its_parent_has_the_lock(
+    side_file: SideFile,
+) -> None:
+    lock, has_it, go_on = ArenaLock(side_file), threading.Event(), threading.Event()
+    assert lock.acquire(0)
+    lock.release()
+    thread = threading.Thread(
+        target=lambda: (lock.acquire(1), has_it.set(), go_on.wait(60), lock.release())
+    )
+    thread.start()
+    assert has_it.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        start = time.monotonic()
+        taken = lock.acquire(5)
+        os._exit(1 if taken or time.monotonic() - start > 1 else 0)
+    status = os.waitpid(pid, 0)[1]
+    assert side_file.is_locked(ARENA_BYTE)
+    go_on.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_programs_that_a_process_starts_do_not_share_its_locks(
+    arena: Arena, child: Callable[[], Child]
+) -> None:
+    other = child()
+    other.say("arena.join('parent')")
+    other.say("arena._lock.acquire(1)")
+    pid = int(other.say("__import__('subprocess').Popen(['sleep', '60'], close_fds=False).pid"))
+    try:
+        other.kill()
+        assert not arena.side_file.is_locked(HOLDER_BYTES + 1)
+        assert not arena.side_file.is_locked(ARENA_BYTE)
+        assert Path(f"/proc/{pid}").exists()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_one_file_under_two_names_is_one_side_file(directory: Path) -> None:
+    (directory / "real").mkdir()
+    (directory / "link").symlink_to("real")
+    assert SideFile.at(directory / "real" / "lock.x") is SideFile.at(directory / "link" / "lock.x")
+
+
+def test_file_that_was_unlinked_is_not_taken_for_its_successor(
+    directory: Path, child: Callable[[], Child]
+) -> None:
+    path = directory / "lock.test"
+    first = SideFile.at(path)
+    assert first.try_lock(ARENA_BYTE)
+    path.unlink()
+    second = SideFile.at(path)
+    assert second is not first
+    assert second.try_lock(ARENA_BYTE)
+    assert child().say(TAKE.format(byte=ARENA_BYTE)) == "False"
+
+
+def test_locks_stay_whatever_else_the_process_does_with_the_file(
+    side_file: SideFile, directory: Path, child: Callable[[], Child]
+) -> None:
+    lock = ArenaLock(side_file)
+    assert lock.acquire(0)
+    assert side_file.try_lock(HOLDER_BYTES)
+    shutil.copytree(directory, directory.with_name(f"{directory.name}-copy"))
+    shutil.rmtree(directory.with_name(f"{directory.name}-copy"))
+    side_file.path.read_bytes()
+    other = child()
+    for byte in (ARENA_BYTE, HOLDER_BYTES):
+        assert other.say(TAKE.format(byte=byte)) == "False"
+    lock.release()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize("in_section", [False, True])
+def test_lock_of_a_dead_parent_does_not_live_in_its_fork(
+    arena: Arena, child: Callable[[], Child], in_section: bool
+) -> None:
+    other = child()
+    other.say("arena.join('parent')")
+    if in_section:
+        other.say("(held := arena.section(1)).__enter__()")
+    pid = int(other.say("os.fork() or time.sleep(60)"))
+    try:
+        other.kill()
+        deadline = time.monotonic() + 5  # the fork may not have run yet
+        while arena.side_file.is_locked(HOLDER_BYTES + 1):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert ArenaLock(arena.side_file).acquire(0)
+        ArenaLock(arena.side_file).release()
+        assert Path(f"/proc/{pid}").exists()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_fork_in_the_middle_of_a_section_ends_nothing_of_its_parents(
+    arena: Arena, child: Callable[[], Child]
+) -> None:
+    other = child()
+    with arena.section(1) as entered:
+        assert entered
+        arena.tables.put(np.arange(3), holder_live=1)
+        pid = os.fork()
+        if pid:
+            status = os.waitpid(pid, 0)[1]
+            assert arena.tables.undo.begin(), "the fork has settled its parent's step"
+            assert other.say("ArenaLock(arena.side_file).acquire(0)") == "False"
+        else:  # with the descriptors that were its parent's
+            own = [SideFile.at(arena.directory / f"lock.{number}") for number in range(4)]
+            taken = [one.try_lock(ARENA_BYTE) for one in own]
+    if not pid:
+        stolen = [Description(one.path).set(ARENA_BYTE, 1) for one in own]
+        os._exit(0 if all(taken) and not any(stolen) else 1)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert other.say("arena.match(small.chain(1))") == "0"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_fork_opens_what_it_needs_again(arena: Arena) -> None:
+    store(arena, chain(3))
+    with SideFile._registry_lock:  # as another thread might have it
+        pid = os.fork()
+        if not pid:
+            answers: list[int | None] = []
+
+            def use() -> None:
+                own = Arena(arena.directory, lock_wait_s=1)
+                answers.extend((own.match(chain(3)), own.join("fork")))
+
+            thread = threading.Thread(target=use, daemon=True)
+            thread.start()
+            thread.join(10)
+            os._exit(0 if answers == [3, 1] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not arena.side_file.is_locked(HOLDER_BYTES + 1)
+
+
+def test_thread_that_ends_leaves_neither_its_lock_nor_its_descriptor(side_file: SideFile) -> None:
+    lock, before = ArenaLock(side_file), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        thread = threading.Thread(target=lock.acquire, args=(0,))
+        thread.start()
+        thread.join()
+        assert not side_file.is_locked(ARENA_BYTE)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_section_inside_a_section_of_the_same_thread_is_refused(arena: Arena) -> None:
+    with arena.section(1), arena.section(1) as entered:
+        assert not entered
+    with arena.section(0) as entered:
+        assert entered
+
+
+def test_a_section_that_another_has_come_before_is_refused(arena: Arena) -> None:
+    late = arena.section(1)
+    with arena.section(1):  # as a signal's handler, before `with` has entered the first
+        pass
+    with late as entered:
+        assert not entered
+    with arena.section(0) as entered:
+        assert entered
+
+
+def test_closed_arena_has_no_section_and_keeps_no_lock(
+    arena: Arena, child: Callable[[], Child]
+) -> None:
+    other = child()
+    arena.close()
+    with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
+        pass
+    assert other.say("arena.match(small.chain(1))") == "0"
+
+
+def test_arena_that_is_closed_inside_a_section_keeps_no_lock(
+    arena: Arena, child: Callable[[], Child]
+) -> None:
+    other = child()
+    tables = arena._tables
+    with pytest.raises(ShardUnavailable, match="closed"), arena.section(1):
+        _read_closed(arena)
+    arena._tables = tables
+    assert other.say("arena.match(small.chain(1))") == "0"
+
+
+def test_who_has_just_had_the_lock_lets_others_go_first(directory: Path) -> None:
+    waiting = memoryview(bytearray(8)).cast("Q")
+    lock = ArenaLock(SideFile.at(directory / "lock.test"), waiting)
+    assert lock.acquire(1)
+    lock.release()
+    for late_s, least_s in ((0.0005, 0.0003), (3600.0, 0.0), (-1.0, 0.0)):
+        waiting[0] = int((time.monotonic() + late_s) * 1e9)
+        start = time.monotonic()
+        assert lock.acquire(1)
+        lock.release()
+        assert least_s <= time.monotonic() - start < least_s + 0.1
+
+
+def test_letting_others_go_first_is_bounded_and_soon_forgotten(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, naps = memoryview(bytearray(8)).cast("Q"), [0]
+    lock = ArenaLock(SideFile.at(directory / "lock.test"), waiting)
+
+    def ask_again(_: float = 0.0) -> None:
+        waiting[0] = int((time.monotonic() + 0.001) * 1e9)
+        naps[0] += 1
+
+    monkeypatch.setattr("kvray.store.machine.lock.time.sleep", ask_again)
+    for since_s, wait_s, mark_s, is_letting in (
+        (0.0, 1.0, 0.001, True),
+        (0.0, 0.0, 0.001, False),
+        (9.0, 1.0, 0.001, False),
+        (0.0, 1.0, -1.0, False),
+        (0.0, 1.0, 3600.0, False),
+    ):
+        naps[0], start = 0, time.monotonic()
+        waiting[0], lock._released = int((start + mark_s) * 1e9), start - since_s
+        assert lock.acquire(wait_s)
+        assert time.monotonic() - start < 0.5
+        assert bool(naps[0]) == is_letting
+        lock.release()
+
+
+@pytest.mark.parametrize("other_mark", [None, 7])
+def test_who_waits_says_so_and_takes_only_his_own_mark_back(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, other_mark: int | None
+) -> None:
+    waiting, marks = memoryview(bytearray(8)).cast("Q"), []
+    side_file = SideFile.at(directory / "lock.test")
+    lock, elsewhere = ArenaLock(side_file, waiting), Description(side_file.path)
+    assert elsewhere.set(ARENA_BYTE, 1)
+
+    def nap(_: float) -> None:
+        marks.append(waiting[0] / 1e9 - time.monotonic())
+        elsewhere.unlock(0)
+        waiting[0] = other_mark or waiting[0]
+
+    monkeypatch.setattr("kvray.store.machine.lock.time.sleep", nap)
+    assert lock.acquire(1)
+    lock.release()
+    assert -0.5 < marks[0] < 0.002
+    assert waiting[0] == (other_mark or 0)
+
+
+def test_side_file_that_must_exist_is_not_made(directory: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        SideFile.at(directory / "lock.missing", create=False)
+    assert not list(directory.iterdir())
+
+
+def _read_closed(arena: Arena) -> None:
+    arena._tables = None
+    arena.stats()
+
+
+def open_at(path: Path) -> int:
+    """Return how many descriptors this process has of a file."""
+    links = [os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()]
+    return links.count(str(path.resolve()))

@@ -1,0 +1,136 @@
+"""What the kernel says of an arena's pages, and the command that gets larger ones."""
+
+from pathlib import Path
+
+import pytest
+
+from kvray.store import Arena, ArenaOwner
+from kvray.store.arena.prefault import mapping_of, populate
+from kvray.store.machine import numa, pages
+from kvray.store.machine.mounts import Mount
+from kvray.store.machine.pages import ArenaPages, larger_pages_command, mapped_file
+from tests.unit.store.small_arena import make_arena
+
+SMAPS = """\
+7fc9f0400000-7fc9f2400000 rw-s 00000000 00:27 2                          /shm/arena
+KernelPageSize:        4 kB
+Rss:               16384 kB
+ShmemPmdMapped:    14336 kB
+Shared_Hugetlb:        0 kB
+Private_Hugetlb:       0 kB
+VmFlags: rd wr sh mr mw me ms hg
+7fca00000000-7fca00001000 rw-p 00000000 00:00 0
+KernelPageSize:        4 kB
+Rss:                   4 kB
+ShmemPmdMapped:        0 kB
+Shared_Hugetlb:        0 kB
+Private_Hugetlb:       0 kB
+7fcb00000000-7fcb04000000 rw-s 00000000 00:27 2                          /huge/arena
+KernelPageSize:     2048 kB
+Rss:                   0 kB
+ShmemPmdMapped:        0 kB
+Shared_Hugetlb:     2048 kB
+Private_Hugetlb:   63488 kB
+7fcc00000000-7fcc02000000 rw-s 00000000 00:27 2                          /shm/arena
+KernelPageSize:        4 kB
+Rss:                   8 kB
+ShmemPmdMapped:        0 kB
+Shared_Hugetlb:        0 kB
+Private_Hugetlb:       0 kB
+"""
+MIB = 2**20
+
+
+@pytest.fixture
+def thp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The kernel's settings of huge pages."""
+    monkeypatch.setattr(pages, "_THP", tmp_path)
+    (tmp_path / "hpage_pmd_size").write_text(f"{2 * MIB}\n")
+    (tmp_path / "shmem_enabled").write_text("always within_size advise [never] deny force\n")
+    return tmp_path
+
+
+def test_of_a_file_mapped_twice_the_fuller_mapping_counts(thp: Path) -> None:
+    file = mapped_file(SMAPS, Path("/shm/arena"))
+    assert file is not None
+    assert (file.address, file.mapped_bytes) == (0x7FC9F0400000, 16 * MIB)
+    assert (file.huge_bytes, file.huge_page_bytes) == (14 * MIB, 2 * MIB)
+
+
+def test_all_of_hugetlbfs_is_huge(thp: Path) -> None:
+    file = mapped_file(SMAPS, Path("/huge/arena"))
+    assert file is not None
+    assert file.mapped_bytes == file.huge_bytes == 64 * MIB
+    assert file.huge_page_bytes == 2 * MIB
+
+
+def test_a_file_that_is_not_mapped_has_no_figures(thp: Path) -> None:
+    assert mapped_file(SMAPS, Path("/shm/other")) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "command"),
+    [
+        ("tmpfs", ("rw", "size=1g"), "mount -o remount,huge=advise /dev/shm"),
+        ("tmpfs", ("rw", "huge=never"), "mount -o remount,huge=advise /dev/shm"),
+        ("tmpfs", ("rw", "huge=advise"), "echo 1 > /proc/sys/vm/compact_memory"),
+        ("hugetlbfs", ("rw", "pagesize=2M"), None),
+        ("ext4", ("rw",), None),
+    ],
+)
+def test_one_command_gets_larger_pages(
+    thp: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    options: tuple[str, ...],
+    command: str | None,
+) -> None:
+    mount = Mount(point=Path("/dev/shm"), kind=kind, device="0:1", root="/", options=options)
+    monkeypatch.setattr(pages, "mount_of", lambda path: mount)
+    assert larger_pages_command(Path("/dev/shm/kvray-x")) == command
+
+
+def test_a_kernel_that_denies_huge_pages_is_told_to_give_them(thp: Path) -> None:
+    (thp / "shmem_enabled").write_text("always within_size advise never [deny] force\n")
+    assert larger_pages_command(Path("/dev/shm")) == f"echo never > {thp}/shmem_enabled"
+
+
+def test_a_kernel_without_huge_pages_has_no_command(thp: Path) -> None:
+    (thp / "hpage_pmd_size").unlink()
+    assert larger_pages_command(Path("/dev/shm")) is None
+
+
+# -- of a real arena ------------------------------------------------------------------------------
+
+
+def test_figures_come_once_there_is_an_arena_and_follow_its_successor(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ArenaPages(directory / "arena")
+    assert asked.figures() == {}
+    arena = make_arena(directory)
+    populate(mapping_of(arena.tables))
+    figures = asked.figures()
+    assert figures["mapped_bytes"] >= (directory / "arena").stat().st_size
+    assert figures["numa_nodes"] == len(numa.memory_nodes())
+    monkeypatch.setattr(pages, "_SMAPS", Path("/nowhere"))
+    assert asked.figures() == figures, "it was asked again, which takes long"
+    monkeypatch.undo()
+    ArenaOwner(arena).retire()
+    successor = make_arena(directory)
+    assert asked.figures()["mapped_bytes"] < figures["mapped_bytes"]
+    arena.close()
+    successor.close()
+
+
+def test_figures_of_an_arena_that_is_not_all_mapped_are_looked_for_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_LOOK_S", 0.0)
+    make_arena(directory).close()
+    arena = Arena(directory, lock_wait_s=1)
+    asked = ArenaPages(directory / "arena")
+    before = asked.figures()["mapped_bytes"]
+    populate(mapping_of(arena.tables))
+    assert asked.figures()["mapped_bytes"] > before
+    arena.close()

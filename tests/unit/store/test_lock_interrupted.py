@@ -1,0 +1,227 @@
+"""Exceptions from outside at any place of a section: the lock ends with it, whatever happens.
+
+Raised are KeyboardInterrupt before each single bytecode of a section in turn, by a tracing hook,
+and real signals and exceptions of other threads at random moments.
+"""
+
+import ctypes
+import itertools
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from kvray.errors import ShardUnavailable
+from kvray.store import Arena
+from kvray.store.arena import holders
+from kvray.store.machine.side_file import ARENA_BYTE, HOLDER_BYTES, Description, SideFile
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.small_arena import chain, fetch, store
+
+# An exception may strike inside a finalizer or a callback, which Python can only report.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+KEYS = chain(10)
+
+
+class Outside(BaseException):
+    """What somebody else raises here."""
+
+
+class Failure(Exception):
+    """What a section itself raises."""
+
+
+class Strike:
+    """Raises before the n-th bytecode of whatever is traced."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> "Strike":
+        frame.f_trace_opcodes = True
+        if event in ("opcode", "return"):
+            self.left -= 1
+            if self.left == 0:
+                raise Outside
+        return self
+
+
+@pytest.fixture
+def probe(arena: Arena) -> Callable[[], bool]:
+    """Tell whether another process could take the arena's lock now."""
+    elsewhere = Description(arena.side_file.path)
+
+    def is_free() -> bool:
+        taken = elsewhere.set(ARENA_BYTE, 1)
+        elsewhere.unlock(0)
+        return taken
+
+    return is_free
+
+
+def read(arena: Arena) -> None:
+    leases = arena.lease(KEYS)
+    if leases is not None:
+        arena.release(*leases)
+
+
+def plain(arena: Arena) -> None:
+    with arena.section(1):
+        arena.tables.stored += 0
+
+
+def fail(arena: Arena) -> None:
+    try:
+        with arena.section(1):
+            raise Failure
+    except Failure:
+        pass
+
+
+@pytest.mark.parametrize("act", [plain, fail, read])
+def test_exception_before_any_bytecode_leaves_no_lock(
+    arena: Arena, probe: Callable[[], bool], act: Callable[[Arena], None]
+) -> None:
+    store(arena, KEYS)
+    kept = []
+    for at in itertools.count(1):
+        strike = Strike(at)
+        sys.settrace(strike)
+        try:
+            act(arena)
+        except Outside as error:
+            kept.append(error)  # with its traceback, as a shell keeps its last
+        finally:
+            sys.settrace(None)
+        assert probe(), f"before bytecode {at}"
+        with arena.section(0) as entered:
+            assert entered, f"before bytecode {at}"
+        if strike.left > 0:
+            break
+        if len(kept) % 50 == 0:
+            kept.clear()
+            assert probe()
+    assert at > 50
+    kept.clear()
+    arena.leave()
+    arena.join("again")
+    check_invariants(arena.tables)
+    leases = arena.lease(KEYS)
+    assert leases
+    assert fetch(arena, KEYS, leases[0])
+
+
+def test_exceptions_of_another_thread_leave_no_lock(
+    arena: Arena, probe: Callable[[], bool]
+) -> None:
+    store(arena, KEYS)
+    rng, ended, struck = random.Random(1), threading.Event(), []
+
+    def work() -> None:
+        while not ended.is_set():
+            try:
+                while not ended.is_set():
+                    read(arena)
+            except Outside as error:
+                struck.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    target = ctypes.c_ulong(thread.ident or 0)
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        time.sleep(rng.uniform(0, 0.001))
+        raise_in(target, ctypes.py_object(Outside))
+        with arena.section(2) as entered:
+            assert entered, "the lock has leaked"
+    while thread.is_alive():
+        ended.set()
+        thread.join(0.1)
+    assert struck
+    assert probe()
+    check_invariants(arena.tables)
+
+
+def test_signals_leave_no_lock(arena: Arena, probe: Callable[[], bool]) -> None:
+    store(arena, KEYS)
+    rng, kept = random.Random(2), []
+
+    def strike(*_: object) -> None:
+        raise Outside
+
+    before = signal.signal(signal.SIGALRM, strike)
+    try:
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(0.00001, 0.001))
+                soon = time.monotonic() + 0.02
+                while time.monotonic() < soon:  # a finalizer that is struck swallows it
+                    read(arena)
+            except Outside as error:
+                kept.append(error)
+            assert probe()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(kept) > 100
+    check_invariants(arena.tables)
+
+
+def test_handler_that_uses_the_arena_inside_a_section_is_refused(
+    arena: Arena, probe: Callable[[], bool]
+) -> None:
+    answers: list[Any] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: answers.append(arena.match(KEYS)))
+    try:
+        with arena.section(1):
+            os.kill(os.getpid(), signal.SIGALRM)
+            while not answers:
+                time.sleep(0)
+            assert not probe()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert answers == [None]
+    assert probe()
+    assert SideFile.at(arena.side_file.path) is arena.side_file
+
+
+def test_leaving_that_fails_halfway_leaves_no_living_row(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise Outside
+
+    row = arena.holder
+    monkeypatch.setattr(holders, "leave", fail)
+    with pytest.raises(Outside):
+        arena.leave()
+    assert arena.leave()
+    assert arena.tables.holder_live[row], "undone, for the owner to bury"
+    assert not arena.side_file.is_locked(HOLDER_BYTES + row)
+
+
+def test_joining_that_fails_halfway_keeps_no_row(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise IndexError  # as a damaged table makes it
+
+    arena.leave()
+    arena.tables.holder_live[0] = 1  # of a dead process
+    with monkeypatch.context() as patch:
+        patch.setattr(holders, "bury", fail)
+        for _ in range(3):
+            with pytest.raises(ShardUnavailable):
+                arena.join("again")
+    assert not any(arena.side_file.is_locked(HOLDER_BYTES + row) for row in range(4))
+    assert arena.join("again") == 0

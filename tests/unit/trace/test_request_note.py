@@ -1,0 +1,76 @@
+"""Notes on requests, as they travel."""
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvray.errors import ConfigError
+from kvray.trace.arrival import Arrival
+from kvray.trace.request_note import KEYS_MAX, RequestNote, pack, sampled, unpack
+from tests.unit.store.small_arena import chain
+
+NOTE = RequestNote(
+    request_id=7,
+    at=1.7e9,
+    num_tokens=100,
+    tokens_per_block=4,
+    first=1,
+    end=3,
+    wanted=24,
+    reason="not_stored",
+    arrivals=(Arrival(3, "nixl", "kvray-shard-b"),),
+    stage_s=0.01,
+    lease_s=0.001,
+    prefix_digest=bytes(8),
+    step=2,
+    keys=tuple(chain(5)),
+)
+
+
+def test_a_note_comes_out_as_it_went_in() -> None:
+    assert unpack(pack(NOTE)) == NOTE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"request_id": "7"},
+        {"wanted": -1},
+        {"tokens_per_block": 0},
+        {"reason": "x" * 100},
+        {"prefix_digest": b"short"},
+        {"arrivals": ((1, 2),)},
+        {"at": None},
+        {"keys": (b"x" * 31,)},
+    ],
+)
+def test_what_no_note_has_is_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="no note on a request"):
+        unpack(pack(NOTE._replace(**change)))
+
+
+@given(st.binary(max_size=200))
+def test_bytes_that_are_no_note_are_refused(junk: bytes) -> None:
+    with pytest.raises(ConfigError):
+        unpack(junk)
+
+
+def test_other_things_than_notes_are_refused() -> None:
+    for junk in (None, 3, "text", msgpack.packb([1, 2]), b"x" * 20_000):
+        with pytest.raises(ConfigError):
+            unpack(junk)
+
+
+@given(st.integers(0, 500), st.integers(0, 500))
+def test_of_many_missing_keys_some_are_noted_the_first_one_first(count: int, end: int) -> None:
+    keys = chain(count)
+    step, some = sampled(keys, min(end, count))
+    assert len(some) <= KEYS_MAX
+    assert list(some) == keys[min(end, count) :: step]
+
+
+def test_keys_that_are_no_bytes_are_refused() -> None:
+    for keys in ("x" * 32, ["x"] * 32, None):
+        with pytest.raises(ConfigError, match="no note on a request"):
+            unpack(msgpack.packb((*NOTE[:-1], keys)))
