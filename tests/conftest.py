@@ -10,13 +10,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
+from tests import workers
+
 SHM = Path("/dev/shm")
 GRACE_S = 2.0
 """How long a resource that is on its way out may take."""
+
+LEFT_BY_WORKERS: set[str] = set()
 
 THIRD_PARTY_THREADS = ("tqdm_monitor", "ThreadPoolExecutor", "asyncio_", "PythonGCThread", "ray_")
 """Starts of the names of threads that other packages keep for the life of the process."""
@@ -39,6 +44,9 @@ def _pin_environment() -> Path:
             del os.environ[name]
     return scratch
 
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    workers.take_own_shm()
 
 # Before any test module imports ray, which reads some of these only once.
 SCRATCH = _pin_environment()
@@ -65,6 +73,11 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Say which tests share a worker."""
+    workers.group(items)
+
+
 def pytest_unconfigure() -> None:
     """Remove the session's home, also when no test was run."""
     shutil.rmtree(SCRATCH, ignore_errors=True)
@@ -77,12 +90,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     for process in _session_processes():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             process.kill()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left"] = sorted(left)
+    else:
+        left |= LEFT_BY_WORKERS
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         reporter = session.config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             reporter.write_line("")
             reporter.write_line(f"The session left behind: {', '.join(sorted(left))}", red=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker of pytest-xdist has found."""
+    LEFT_BY_WORKERS.update(getattr(node, "workeroutput", {}).get("left", ()))
 
 
 @pytest.fixture(autouse=True)

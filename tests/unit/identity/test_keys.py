@@ -350,7 +350,7 @@ def test_media_without_a_digest_is_refused() -> None:
         torch.tensor(TOKENS, dtype=torch.int32),
         list(torch.tensor(TOKENS)),
     ],
-    ids=lambda tokens: f"{type(tokens).__name__}-{tokens!r:.30}",
+    ids=lambda tokens: f"{type(tokens).__name__}-{tokens!r:.24}",
 )
 def test_every_form_of_the_same_tokens_gives_the_same_keys(tokens: Any) -> None:
     assert keys_of(tokens) == keys_of(TOKENS)
@@ -402,7 +402,7 @@ def test_the_caller_s_array_is_left_as_it_was() -> None:
         torch.empty(4, dtype=torch.int64, device="meta"),
         list(torch.tensor([1.0, 2.0])),
     ],
-    ids=lambda tokens: f"{type(tokens).__name__}-{tokens!r:.30}",
+    ids=lambda tokens: f"{type(tokens).__name__}-{tokens!r:.24}",
 )
 def test_what_is_no_flat_list_of_32_bit_integers_is_refused(tokens: Any) -> None:
     with pytest.raises(ConfigError, match=r"[Tt]oken"):
