@@ -1,16 +1,17 @@
 """The Python API over Ray, for command lines, ingresses and users; engines never use it."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 
 from kvray.actors.explain import explaining
 from kvray.actors.names import LOOKUP_NAME
 from kvray.actors.ray_glue.arguments import in_pieces
-from kvray.actors.ray_glue.calls import ask_all, call, get_actor
+from kvray.actors.ray_glue.calls import ask_all, call, get_actor, tier_named
 from kvray.actors.tier import connection, tier
 from kvray.config import KVRayConfig, load_config
 from kvray.errors import ConfigError, KVRayError
@@ -31,6 +32,23 @@ class Prefetched:
     """Why no more tokens are ready; `none` if all are."""
 
 
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
+
+
+def _in_its_tier(
+    method: "Callable[Concatenate[Client, _Given], _Result]",
+) -> "Callable[Concatenate[Client, _Given], _Result]":
+    """Have a method mean the client's tier: the process may have joined Ray in any namespace."""
+
+    @functools.wraps(method)
+    def wrapped(client: "Client", /, *args: _Given.args, **named: _Given.kwargs) -> _Result:
+        with tier_named(client.cluster_name):
+            return method(client, *args, **named)
+
+    return cast("Callable[Concatenate[Client, _Given], _Result]", wrapped)
+
+
 class Client:
     """A connection to the tier of a Ray cluster.
 
@@ -46,11 +64,13 @@ class Client:
         """
         config = config or load_config()
         self._config = config
+        self.cluster_name = config.cluster_name
         self._timeout_s = config.ray.timeout_s
         self._owns_connection = not ray.is_initialized()
         if self._owns_connection:
             connection.connect_configured(config)
 
+    @_in_its_tier
     def status(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Return what shards and lookup say of themselves.
 
@@ -62,6 +82,7 @@ class Client:
         """
         return tier.status(timeout_s=self._timeout_s if timeout_s is None else timeout_s)
 
+    @_in_its_tier
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> Match:
         """Return the longest run of leading `keys` that shards hold, and which shards.
 
@@ -79,6 +100,7 @@ class Client:
         match: Match = call(lookup.match, num_parts, *pieces, timeout_s=self._timeout_s)
         return match
 
+    @_in_its_tier
     def prefetch(
         self,
         tokens: Tokens,
@@ -132,6 +154,7 @@ class Client:
             reason=last["reason"],
         )
 
+    @_in_its_tier
     def explain(
         self, request_id: int | None = None, *, replica: str | None = None, last: int = 1
     ) -> dict[str, Any]:
@@ -150,6 +173,7 @@ class Client:
             replica=replica, request_id=request_id, last=last, timeout_s=self._timeout_s
         )
 
+    @_in_its_tier
     def explain_tokens(
         self,
         tokens: Tokens,
@@ -175,6 +199,7 @@ class Client:
             packed, replica=replica, salt=salt, lora=lora, timeout_s=self._timeout_s
         )
 
+    @_in_its_tier
     def contents(self, namespace: str | None = None, *, hottest: int = 20) -> dict[str, Any]:
         """Return what each shard has of each namespace, and the prefixes of one used most.
 
@@ -188,6 +213,7 @@ class Client:
         """
         return tier.contents(namespace, hottest, timeout_s=self._timeout_s)
 
+    @_in_its_tier
     def clear(self) -> int:
         """Evict every block that nobody leases, on every node; return how many.
 

@@ -1,4 +1,4 @@
-"""What lets pytest-xdist's workers run side by side: a /dev/shm for each, and what stays together."""
+"""Lets the workers of pytest-xdist run side by side: a /dev/shm each, and which tests share one."""
 
 import ctypes
 import os

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import ray
 
-from kvray.actors.names import NAMESPACE
 from kvray.actors.ray_glue.async_calls import ActorCalls
-from kvray.actors.ray_glue.calls import list_actors
+from kvray.actors.ray_glue.calls import current_namespace, list_actors
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import ConfigError, ShardUnavailable
 from tests.ray.conftest import TIMEOUT_S
@@ -36,7 +35,7 @@ class Other:
 
 
 def create() -> Any:
-    made = ray.remote(Other).options(name=NAME, namespace=NAMESPACE, num_cpus=0).remote()
+    made = ray.remote(Other).options(name=NAME, namespace=current_namespace(), num_cpus=0).remote()
     ray.get(made.echo.remote(0), timeout=TIMEOUT_S)
     return made
 

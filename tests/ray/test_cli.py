@@ -103,15 +103,21 @@ def test_interrupted_up_leaves_nothing(
     assert shell.leftovers() == []
 
 
-def test_namespace_in_use_is_refused_and_left_alone(
+def test_two_tiers_share_a_ray_and_neither_sees_the_other(
     shell: Shell, local: LocalRay, running: KVRayConfig
 ) -> None:
-    done = shell.run("up", "--address", local.address, **local.environ())
-    assert done.returncode == 2
-    assert f"in use by the tier {running.cluster_name!r}" in done.stderr
-    assert done.stderr.count("\n") == 1
+    environ = local.environ() | {"KVRAY_RAY__ADDRESS": local.address}
+    assert shell.run("up", **environ).returncode == 0
+    (shard,) = json.loads(shell.run("status", "--json", **environ).stdout)["shards"]
+    (other,) = tier.status(timeout_s=10)["shards"]
+    assert shard["arena"]["arena_id"] != other["arena"]["arena_id"]
+    assert shell.run("down", **environ).returncode == 0
     assert shell.leftovers() == []
-    assert [shard["state"] for shard in tier.status(timeout_s=10)["shards"]] == ["serving"]
+    (after,) = tier.status(timeout_s=10)["shards"]
+    assert (after["pid"], after["state"]) == (other["pid"], "serving")
+    done = shell.run("status", **environ)
+    assert done.returncode == 2
+    assert f"a tier that runs ({running.cluster_name})" in done.stderr
 
 
 def test_another_arena_is_refused_and_the_tier_left_alone(

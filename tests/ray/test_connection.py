@@ -35,14 +35,14 @@ def run(code: str, **environ: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.parametrize("address", ["nonsense", "127.0.0.1", ":6379", "host:", "ray://a:10001"])
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="write host:port"):
-        connection.connect(address)
+        connection.connect(address, "t")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1:99999", "no-such-host.invalid:1"])
 def test_an_address_where_nobody_listens_is_told_at_once(address: str) -> None:
     began = time.monotonic()
     with pytest.raises(ShardUnavailable, match="Nobody answers at the Ray address"):
-        connection.connect(address)
+        connection.connect(address, "t")
     assert time.monotonic() - began < 10
 
 
@@ -57,7 +57,7 @@ def test_a_port_of_something_else_is_told_within_seconds(
         peer = _answering(listener, answer)
         began = time.monotonic()
         with pytest.raises(ShardUnavailable, match=r"is no Ray head; correct ray\.address"):
-            connection.connect(f"127.0.0.1:{listener.getsockname()[1]}")
+            connection.connect(f"127.0.0.1:{listener.getsockname()[1]}", "t")
         assert time.monotonic() - began < 10
         os.kill(peer, signal.SIGKILL)
         os.waitpid(peer, 0)
@@ -88,7 +88,7 @@ def test_without_a_local_tier_its_name_is_told() -> None:
 def test_a_wrong_token_is_told_within_seconds(local: LocalRay, token: str) -> None:
     began = time.monotonic()
     done = run(
-        f"connection.connect({local.address!r})", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token
+        f"connection.connect({local.address!r}, 't')", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token
     )
     assert "RAY_AUTH_MODE and RAY_AUTH_TOKEN if it wants a token." in done.stderr
     assert "ShardUnavailable" in done.stderr

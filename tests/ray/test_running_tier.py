@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from kvray.actors.names import LOOKUP_NAME
-from kvray.actors.ray_glue.calls import call, get_actor
+from kvray.actors.ray_glue.calls import call, get_actor, tier_named
 from kvray.actors.tier import tier
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.client import Client
@@ -43,12 +43,22 @@ def test_other_settings_of_a_client_are_no_matter(running: KVRayConfig) -> None:
     assert tier.up(other, timeout_s=TIMEOUT_S)
 
 
-def test_another_tier_in_the_same_ray_is_refused(running: KVRayConfig) -> None:
+def test_a_tier_of_another_name_is_not_started_in_this_one_s_namespace(
+    running: KVRayConfig,
+) -> None:
     other = config_with("other")
-    with pytest.raises(ConfigError, match=f"in use by the tier '{running.cluster_name}'"):
+    with pytest.raises(ConfigError, match=f"in the namespace 'kvray-{running.cluster_name}'"):
         tier.up(other, timeout_s=TIMEOUT_S)
     assert not other.node_dir.exists()
-    assert tier.status(timeout_s=TIMEOUT_S)["cluster_name"] == running.cluster_name
+
+
+def test_a_client_means_its_tier_whatever_namespace_its_process_joined(
+    running: KVRayConfig,
+) -> None:
+    with Client(running) as client, tier_named("elsewhere"):
+        assert client.status()["cluster_name"] == running.cluster_name
+        with pytest.raises(ShardUnavailable, match="'elsewhere'"):
+            tier.status(timeout_s=TIMEOUT_S)
 
 
 def test_an_engine_and_a_client_see_the_same_blocks(

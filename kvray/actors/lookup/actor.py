@@ -41,10 +41,6 @@ class LookupActor:
         """Return the code and settings that it runs with."""
         return self._build_info
 
-    def cluster_name(self) -> str:
-        """Return the name of the tier."""
-        return self._cluster_name
-
     def announce(self, announcement: Announcement) -> Answer:
         """Take an announcement, which is a heartbeat too."""
         now = time.monotonic()

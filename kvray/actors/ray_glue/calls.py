@@ -4,19 +4,37 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvray.actors.names import NAMESPACE
+from kvray.actors.names import LOOKUP_NAME, NAMESPACE_PREFIX, SUPERVISOR_NAME, namespace_of
 from kvray.actors.telemetry.log_lines import Lines, Quiet
 from kvray.errors import KVRayError, ShardUnavailable
 
 _HEAD = {"node:__internal_head__": 0.001}
 """Resource of Ray's head: what the tier has one of is there, and does not go with another node."""
 _POLL_S = 0.1
+
+_namespace: ContextVar[str | None] = ContextVar("kvray_namespace", default=None)
+
+
+@contextlib.contextmanager
+def tier_named(cluster_name: str) -> Iterator[None]:
+    """Mean the tier of that name in this block, whatever namespace this process joined Ray with."""
+    before = _namespace.set(namespace_of(cluster_name))
+    try:
+        yield
+    finally:
+        _namespace.reset(before)
+
+
+def current_namespace() -> str:
+    """Return the Ray namespace whose actors are meant: by default that of this process."""
+    return _namespace.get() or str(ray.get_runtime_context().namespace)
 
 
 def create_actor(
@@ -46,7 +64,7 @@ def create_actor(
     made = ray.remote(concurrency_groups=dict(groups or {}))(actor)  # type: ignore[call-overload]
     return made.options(
         name=name,
-        namespace=NAMESPACE,
+        namespace=current_namespace(),
         lifetime="detached",
         get_if_exists=True,
         max_restarts=-1,
@@ -62,11 +80,16 @@ def get_actor(name: str) -> Any:
     Raises:
         ShardUnavailable: there is none of that name.
     """
+    namespace = current_namespace()
     try:
-        return ray.get_actor(name, namespace=NAMESPACE)
+        return ray.get_actor(name, namespace=namespace)
     except ValueError:
+        tier = namespace.removeprefix(NAMESPACE_PREFIX)
+        others = sorted(_tiers() - {tier}) if name in (LOOKUP_NAME, SUPERVISOR_NAME) else []
+        fix = f"set cluster_name to a tier that runs ({', '.join(others)}), or " if others else ""
         raise ShardUnavailable(
-            f"There is no actor {name} in this Ray cluster; start the tier with `kvray up`."
+            f"The tier {tier!r} has no actor {name} in this Ray cluster; {fix}start the tier with"
+            " `kvray up`."
         ) from None
 
 
@@ -139,12 +162,23 @@ def mapped_errors() -> Iterator[None]:
 
 def list_actors() -> list[str]:
     """Return the names of the tier's living actors."""
+    namespace = current_namespace()
     named = ray.util.list_named_actors(all_namespaces=True)
     return sorted(
         actor["name"]
         for actor in named
-        if actor["namespace"] == NAMESPACE and actor["name"].startswith("kvray-")
+        if actor["namespace"] == namespace and actor["name"].startswith("kvray-")
     )
+
+
+def _tiers() -> set[str]:
+    """Return the names of the tiers in this Ray cluster."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return {
+        actor["namespace"].removeprefix(NAMESPACE_PREFIX)
+        for actor in named
+        if actor["name"] == LOOKUP_NAME and actor["namespace"].startswith(NAMESPACE_PREFIX)
+    }
 
 
 def kill_actor(name: str) -> None:

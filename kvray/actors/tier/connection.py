@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import ray
 
-from kvray.actors.names import NAMESPACE
+from kvray.actors.names import namespace_of
 from kvray.actors.ray_glue.calls import first_line
 from kvray.actors.ray_glue.private import few_tries, read_token_again, signals_kept
 from kvray.actors.tier.local_ray import LocalRay, find
@@ -23,8 +23,8 @@ _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0,
 _HTTP2_SETTINGS = 4
 
 
-def connect(address: str) -> None:
-    """Connect this process to a Ray cluster as a driver.
+def connect(address: str, cluster_name: str) -> None:
+    """Connect this process to a Ray cluster as a driver, in the namespace of a tier.
 
     Raises:
         ShardUnavailable: nobody answers there, or the token is not the cluster's.
@@ -34,7 +34,7 @@ def connect(address: str) -> None:
         with few_tries(), signals_kept(), _words_held():
             ray.init(
                 address=address,
-                namespace=NAMESPACE,
+                namespace=namespace_of(cluster_name),
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 configure_logging=False,
@@ -74,7 +74,7 @@ def connect_configured(config: KVRayConfig) -> None:
             )
         _adopt_token(local)
         address = local.address
-    connect(address)
+    connect(address, config.cluster_name)
 
 
 def _adopt_token(local: LocalRay) -> None:

@@ -108,7 +108,7 @@ def preview(config: KVRayConfig, rollout: Rollout) -> Plan | None:
     """Return what `bring_up` would do to the tier that runs; None: none does. Changes nothing.
 
     Raises:
-        ConfigError: another tier runs in that Ray cluster, or the token cannot be read.
+        ConfigError: the token cannot be read.
         ShardUnavailable: the Ray cluster at `config.ray.address`, or a part, does not answer.
     """
     proof_of(config)

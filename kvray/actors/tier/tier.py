@@ -13,10 +13,10 @@ from kvray.actors.lookup.actor import create_lookup
 from kvray.actors.names import (
     LOOKUP_NAME,
     MOVER_PREFIX,
-    NAMESPACE,
     SHARD_PREFIX,
     SUPERVISOR_NAME,
     mover_name,
+    namespace_of,
     shard_name,
 )
 from kvray.actors.owner.admin import ask_to_be_admitted, proof_of
@@ -25,6 +25,7 @@ from kvray.actors.ray_glue.calls import (
     ask_all,
     await_forgotten,
     call,
+    current_namespace,
     get_actor,
     kill_actor,
     list_actors,
@@ -73,20 +74,17 @@ def up(
         The shards' statuses.
 
     Raises:
-        ConfigError: another tier runs in this Ray cluster, no node is to have a shard, blocks
-            would go that `rollout` does not let go, or a change asks for a token; or the token
-            cannot be read.
+        ConfigError: no node is to have a shard, blocks would go that `rollout` does not let go, or
+            a change asks for a token; or the token cannot be read.
         CapacityError: a shard could not get its memory.
         ShardUnavailable: the shards were not ready within `timeout_s`.
     """
     proof_of(config)  # which could not be ended with a token that nobody can read
     rollout = rollout or Rollout()
+    _check_namespace(config)
     with mapped_errors():
         is_running = bool(list_actors())
-    # One after the other: in another tier's namespace no supervisor of ours must start.
-    with mapped_errors():
-        lookup = create_lookup(config.cluster_name, config.shard.silent_s)
-    _check_name(config, call(lookup.cluster_name, timeout_s=timeout_s))
+        create_lookup(config.cluster_name, config.shard.silent_s)
     if is_running:
         observer = Observer(report=report, told=told)
         planned = look(config, rollout, timeout_s=timeout_s, observer=observer)
@@ -97,8 +95,6 @@ def up(
     deadline = time.monotonic() + timeout_s
     with mapped_errors():
         supervisor = create_supervisor(config)
-    running = call(supervisor.config, timeout_s=max(1.0, deadline - time.monotonic()))
-    _check_name(config, running.cluster_name)
     while True:
         shards = _shard_statuses(supervisor, max(1.0, deadline - time.monotonic()))
         report(shards)
@@ -116,13 +112,11 @@ def preview(config: KVRayConfig, rollout: Rollout, *, timeout_s: float) -> Plan 
     """Return what `up` would do to the tier that runs; None: none does. Changes nothing.
 
     Raises:
-        ConfigError: another tier runs in this Ray cluster.
         ShardUnavailable: a part does not answer in time.
     """
     with mapped_errors():
         if not list_actors():
             return None
-    _check_name(config, call(get_actor(LOOKUP_NAME).cluster_name, timeout_s=timeout_s))
     return look(config, rollout, timeout_s=timeout_s, observer=Observer())
 
 
@@ -229,11 +223,12 @@ def down(
     return found
 
 
-def _check_name(config: KVRayConfig, running: str) -> None:
-    if running != config.cluster_name:
+def _check_namespace(config: KVRayConfig) -> None:
+    """Refuse a connection in another namespace, which the actors would inherit and look into."""
+    if (joined := current_namespace()) != namespace_of(config.cluster_name):
         raise ConfigError(
-            f"The namespace {NAMESPACE!r} of this Ray cluster is in use by the tier {running!r};"
-            f" run `kvray down` for it first, or set cluster_name to {running!r}."
+            f"This process joined Ray in the namespace {joined!r}; have `connect_configured` join"
+            f" it for the tier {config.cluster_name!r}."
         )
 
 
