@@ -21,7 +21,6 @@ class LookupActor:
     """The tier's lookup as a named actor; each method is one call of the `Lookup`."""
 
     def __init__(self, cluster_name: str, silent_s: float = SILENT_S) -> None:
-        """Serve the tier `cluster_name`; shards silent for `silent_s` are left out of answers."""
         log_to_stderr()
         self._cluster_name = cluster_name
         self._build_info = build_info_of(

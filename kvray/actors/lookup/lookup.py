@@ -87,11 +87,6 @@ class Lookup:
     """
 
     def __init__(self, silent_s: float = SILENT_S) -> None:
-        """Start empty, with a fresh epoch.
-
-        Args:
-            silent_s: how long a shard may be silent.
-        """
         self.index = Index()
         self._silent_s = silent_s
         self._ranks = RankDirectory()

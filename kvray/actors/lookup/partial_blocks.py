@@ -16,7 +16,6 @@ class PartialBlocks:
     """The queue of each shard; advice only, so an answer that is lost does no harm."""
 
     def __init__(self) -> None:
-        """Start with empty queues."""
         self._queues: dict[str, _Queue] = {}
 
     def note(self, losses: list[Loss]) -> None:

@@ -11,7 +11,6 @@ class RankDirectory:
     """Replica and rank -> shard. Of two shards that name a rank the later one counts."""
 
     def __init__(self) -> None:
-        """Start empty."""
         # Shard -> (replica, rank) -> number of the change that named it.
         self._ranks: dict[str, dict[tuple[str, int], int]] = {}
         self._changes = 0

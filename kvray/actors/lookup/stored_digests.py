@@ -45,7 +45,7 @@ class StoredDigests:
     """
 
     def __init__(self, *, namespaces_max: int, digests_max: int) -> None:
-        """Start empty, with room for `digests_max` digests in each of `namespaces_max`."""
+        """Have room for `digests_max` digests in each of `namespaces_max`."""
         self._namespaces_max = namespaces_max
         self._digests_max = digests_max
         # Opening -> the replica that stored it last.

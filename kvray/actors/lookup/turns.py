@@ -14,7 +14,6 @@ class Turns:
     """The turns that the lookup gives; pure. Without turns all shards would announce at once."""
 
     def __init__(self) -> None:
-        """Start with all turns free."""
         # Shard -> when its turn runs out.
         self._taken: dict[str, float] = {}
         self._waiting: dict[str, float] = {}

@@ -98,7 +98,6 @@ class RayMovers:
     """The movers of other nodes, looked up with Ray by name. Thread-safe."""
 
     def __init__(self) -> None:
-        """Start without handles."""
         self._handles: dict[str, Any] = {}
         self._lock = threading.Lock()
         # Without Ray's head a look-up never returns; the caller must not hang with it.
@@ -142,7 +141,6 @@ class RayMover:
     """The mover of another node, as a `RemoteMover`."""
 
     def __init__(self, name: str, movers: RayMovers) -> None:
-        """Call the actor `name`."""
         self._name = name
         self._movers = movers
 

@@ -29,7 +29,6 @@ class FencedSlots:
     """
 
     def __init__(self, arena: Arena, transport: Transport) -> None:
-        """Guard what `transport` writes into `arena`."""
         self._arena = arena
         self._transport = transport
         self._lock = threading.Lock()

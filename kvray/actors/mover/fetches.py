@@ -56,15 +56,7 @@ class Fetches:
         links: PeerLinks,
         settings: FetchSettings,
     ) -> None:
-        """Fetch into `arena`.
-
-        Args:
-            arena: joined by this process.
-            transports: by name, the best first.
-            fenced: the fenced slots of each transport.
-            links: calls other movers, and knows by which transports they may send.
-            settings: timeouts and bounds.
-        """
+        """`transports` are by name, the best first."""
         self._arena = arena
         self._transports = transports
         self._fenced = fenced

@@ -103,14 +103,11 @@ class Mover:
         remote: Callable[[str], RemoteMover],
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """Serve the arena in `settings.directory`, as soon as there is one.
+        """Serve the arena in a directory, as soon as there is one.
 
-        Args:
-            name: the mover's name, everywhere.
-            settings: plain values.
-            remote: returns the mover of a name; raises ShardUnavailable if there is none.
-            ended: called when the arena was retired or replaced, or after a defect in the
-                background thread; the caller starts another mover in another process.
+        `remote` returns the mover of a name, or raises ShardUnavailable. `ended` is called when the
+        arena was retired or replaced, or after a defect in the background thread. The caller then
+        starts another mover in another process.
         """
         self.name = name
         self._settings = settings

@@ -90,14 +90,7 @@ class PeerLinks:
         call_timeout_s: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start without links.
-
-        Args:
-            fenced: the fenced slots of each transport of this node, the best transport first.
-            mover: returns the mover of a name; raises ShardUnavailable if there is none.
-            call_timeout_s: how long a mover may take to answer.
-            now: monotonic seconds.
-        """
+        """`fenced` has the transports of this node, the best first."""
         self.mover = mover
         self._fenced = fenced
         self._call_timeout_s = call_timeout_s

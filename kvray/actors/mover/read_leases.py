@@ -55,14 +55,6 @@ class ReadLeases:
         leases_max: int,
         lease_max_s: float,
     ) -> None:
-        """Lease blocks of `arena` and send them by `transports`.
-
-        Args:
-            arena: joined by this process.
-            transports: by name.
-            leases_max: how many there may be at once.
-            lease_max_s: longest time that a lease lasts without a renewal.
-        """
         self._arena = arena
         self._transports = transports
         self._leases_max = leases_max

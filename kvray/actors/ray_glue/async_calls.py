@@ -19,7 +19,6 @@ class ActorCalls:
     """The `Ask` of Ray's actors; used by one event loop."""
 
     def __init__(self) -> None:
-        """Know no actor yet."""
         self._handles: dict[str, Any] = {}
         self._searches = threading.Semaphore(_SEARCHES_MAX)
 

@@ -17,7 +17,6 @@ class Nudge:
     """
 
     def __init__(self, name: str, *, every_s: float) -> None:
-        """Call the actor `name`."""
         self._name = name
         self._every_s = every_s
         self._due = 0.0

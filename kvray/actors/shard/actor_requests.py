@@ -25,16 +25,6 @@ class ActorRequests:
         tenants: Callable[[], TenantSalts | None],
         loop: LoopThread,
     ) -> None:
-        """Answer for the shard `name`.
-
-        Args:
-            name: see there.
-            deadline_s: how long a prefetch may take.
-            replicas: of the shard's node.
-            serving: returns the shard's parts; raises while it does not serve.
-            tenants: returns what derives the salts of tenants.
-            loop: the shard's.
-        """
         self._name = name
         self._deadline_s = deadline_s
         self._replicas = replicas

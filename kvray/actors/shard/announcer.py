@@ -56,7 +56,6 @@ class Announcer:
     """
 
     def __init__(self, shard: str, announce: Announce) -> None:
-        """Announce for `shard`, with the notes at its `desk`."""
         self.desk = DigestDesk()
         self._answer: Answer | None = None
         self._shard = shard

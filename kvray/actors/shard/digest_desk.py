@@ -28,7 +28,6 @@ class DigestDesk:
     """
 
     def __init__(self) -> None:
-        """Start with nothing noted."""
         self._pending: list[Note] = []
         self._sent: list[Note] = []
         self._told = StoredDigests(namespaces_max=_NAMESPACES_MAX, digests_max=_DIGESTS_MAX)

@@ -46,14 +46,6 @@ class Duplicates:
         ask: Ask,
         num_shards: Callable[[], int],
     ) -> None:
-        """Tell `retention` which blocks are duplicates.
-
-        Args:
-            retention: of the shard's arena.
-            shard: its name.
-            ask: calls the lookup.
-            num_shards: returns the number of live shards; a lone shard asks nothing.
-        """
         self._retention = retention
         self._shard = shard
         self._ask = ask

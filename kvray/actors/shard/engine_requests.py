@@ -22,14 +22,6 @@ class EngineRequests:
         serving: Callable[[], Serving],
         requests: RequestLog,
     ) -> None:
-        """Answer for a shard.
-
-        Args:
-            replicas: of the shard's node.
-            desk: takes what they note of their prompts' prefix digests.
-            serving: returns the shard's parts; raises while it does not serve.
-            requests: takes what they note of their requests.
-        """
         self._replicas = replicas
         self._desk = desk
         self._serving = serving

@@ -80,14 +80,7 @@ class EngineServer:
         hung_up: Callable[[int], None],
         access: Access = OWN_USER,
     ) -> None:
-        """Serve on `path` once started.
-
-        Args:
-            path: of the socket.
-            handlers: see there.
-            hung_up: told of each connection that ends.
-            access: who may connect.
-        """
+        """Serve on the socket `path` once started; `hung_up` hears of each connection's end."""
         self._path = path
         self._handlers = handlers
         self._hung_up = hung_up

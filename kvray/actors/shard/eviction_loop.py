@@ -33,17 +33,6 @@ class EvictionLoop:
         ask: Ask,
         num_shards: Callable[[], int],
     ) -> None:
-        """Keep the arena of `owner`.
-
-        Args:
-            owner: of the arena, which was adopted.
-            free_target: share of the slots that is kept free.
-            policy: decides which blocks go first, see `kvray.store.policy`.
-            admission: decides which of them are worth a write, likewise.
-            shard: the shard's name.
-            ask: calls the lookup, which knows what other shards have.
-            num_shards: live shards of the tier, as known here.
-        """
         self._shard = shard
         self.disk: NvmeDisk | None = None
         """None: the node is to keep nothing on disk."""

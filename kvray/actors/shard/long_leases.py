@@ -8,7 +8,6 @@ class LongLeases:
     """Tells of each holder once, until it has given its old leases back."""
 
     def __init__(self, *, after_s: float) -> None:
-        """Call a lease long that is older than `after_s`."""
         self._after_s = after_s
         self._told: set[int] = set()
 

@@ -18,7 +18,6 @@ class LookupLine:
     """Brings announcements to the lookup; for one thread at a time."""
 
     def __init__(self) -> None:
-        """Know no lookup yet."""
         self._lookup: Any = None
         self._under_way: tuple[Announcement, Any] | None = None
 

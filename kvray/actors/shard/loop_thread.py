@@ -25,13 +25,7 @@ class LoopThread:
         main: Callable[[], Coroutine[Any, Any, None]],
         ended: Callable[[Exception | None], None],
     ) -> None:
-        """Run nothing yet.
-
-        Args:
-            owner: name of whose loop it is, for errors.
-            main: gives what is run.
-            ended: called in the thread when that is over, with what it raised.
-        """
+        """Run `main` once started; `ended` gets what it raised, in the thread."""
         self._owner = owner
         self._main = main
         self._ended = ended

@@ -49,7 +49,6 @@ class NvmeDisk:
         *,
         shard: str,
     ) -> None:
-        """Have no tier yet; arguments as for `NvmeTier`, and the shard's name."""
         self.tier: NvmeTier | None = None
         """None: the disk is out, or not open yet."""
         self._arguments = arena, retention, settings, gone

@@ -35,7 +35,7 @@ class NvmeReads:
     def __init__(
         self, arena: Arena, promoter: Promoter, directory: Path, *, reads_max: int
     ) -> None:
-        """Read with `promoter`, at most `reads_max` at once; `directory` is for messages."""
+        """Read at most `reads_max` spans at once; `directory` is for messages."""
         self._arena = arena
         self._promoter = promoter
         self._directory = directory

@@ -68,12 +68,6 @@ class NvmeTier:
     ) -> None:
         """Open the store and recover its blocks: from a thread, as it waits for the device.
 
-        Args:
-            arena: whose blocks are kept.
-            retention: says which of them leave it next, and are worth it.
-            settings: see there.
-            gone: remembers what has left.
-
         Raises:
             CapacityError, TierError: the device has no room, or failed.
             ConfigError: the directory or the sizes cannot be used.

@@ -82,14 +82,6 @@ class Queries:
         *,
         tenants: Callable[[], TenantSalts | None],
     ) -> None:
-        """Answer from these.
-
-        Args:
-            replicas: of the shard's node.
-            desk: has the lookup's findings.
-            serving: returns the shard's parts; raises while it does not serve.
-            tenants: returns what derives the salts of tenants.
-        """
         self.requests = RequestLog()
         """The notes of engines."""
         self._replicas = replicas

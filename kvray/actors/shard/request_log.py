@@ -23,7 +23,6 @@ class RequestLog:
     """
 
     def __init__(self, bytes_max: int = _BYTES_MAX) -> None:
-        """Start with none."""
         self._bytes_max = bytes_max
         self._num_bytes = 0
         self._packed: OrderedDict[tuple[str, int, int], bytes] = OrderedDict()

@@ -45,18 +45,7 @@ class Serving:
         replicas: Replicas,
         peers: Peers,
     ) -> None:
-        """Serve the arena of `owner`.
-
-        Args:
-            name: the shard's.
-            settings: see there.
-            owner: of the arena, which was adopted.
-            eviction: of the same; whoever made it closes it.
-            epoch: of that adoption.
-            announcer: tells the lookup what comes and goes.
-            replicas: of the shard's node.
-            peers: the other shards.
-        """
+        """Serve the arena of `owner`; whoever made `eviction` closes it."""
         self.owner = owner
         self.eviction = eviction
         self.epoch = epoch

@@ -57,14 +57,9 @@ class Shard:
     ) -> None:
         """Own the arena of `settings.directory`.
 
-        Args:
-            name: the shard's name, everywhere.
-            settings: see there.
-            announce: brings announcements to the lookup.
-            crashed: called after the shard has ended by a defect of its own and logged it.
-            ask: calls lookup, mover and other shards, from the shard's event loop.
-            is_restart: whether a shard with these settings has run here before; then it also serves
-                without the directory of its NVMe tier.
+        `crashed` is called after the shard has ended by a defect and logged it. With `is_restart` a
+        shard with these settings has run here before; then it also serves without the directory
+        of its NVMe tier.
         """
         self.name = name
         self._is_restart = is_restart

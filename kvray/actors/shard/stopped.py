@@ -13,7 +13,6 @@ class StoppedHolder:
     """Names the process, and ends it after a while; one that runs is never ended."""
 
     def __init__(self, shard: str, *, limit_s: float) -> None:
-        """Look on behalf of `shard`; end what stays stopped for longer than `limit_s`."""
         self._shard = shard
         self._limit_s = limit_s
         self._locked_before = False

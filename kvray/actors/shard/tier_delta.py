@@ -40,10 +40,8 @@ class TierDelta:
     ) -> None:
         """Have told nothing yet: every block counts as a change.
 
-        Args:
-            tables: returns the tier's; not kept, because they may be mapped memory.
-            changes_since: of the same tier.
-            every_s: the least time between two looks at all slots.
+        `tables` is asked each time, because they may be mapped memory. Two looks at all slots are
+        `every_s` apart at least.
         """
         self._tables = tables
         self._every_s = every_s

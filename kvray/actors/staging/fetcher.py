@@ -64,15 +64,7 @@ class Fetcher:
         fetches_max: int,
         waiting_max: int,
     ) -> None:
-        """Fetch by `peers` and `nvme`.
-
-        Args:
-            peers: calls the movers and the other shards.
-            nvme: returns the node's own disk, if it can be read now.
-            deadline_s: how long a fetch may take.
-            fetches_max: orders that the mover has at once.
-            waiting_max: stages that may wait for one source.
-        """
+        """The mover has `fetches_max` orders at once; `waiting_max` stages wait for one source."""
         self._peers = peers
         self._nvme = nvme
         self._deadline_s = deadline_s

@@ -19,7 +19,6 @@ class Fetch:
     """One order to the node's mover or disk, which stages may wait for."""
 
     def __init__(self, keys: Sequence[BlockKey], steps: Sequence[FetchStep]) -> None:
-        """Fetch `steps` of the prefix `keys`."""
         self.keys = keys
         self.steps = tuple(steps)
         self.blocks = [
@@ -79,7 +78,6 @@ class FetchesInFlight:
     """The fetches under way, by the blocks they bring; state of the shard's event loop."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._by_block: dict[tuple[BlockKey, int], Fetch] = {}
         self._count = 0
 

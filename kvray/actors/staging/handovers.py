@@ -15,7 +15,6 @@ class Handovers:
     """
 
     def __init__(self, arena: Arena) -> None:
-        """Hold nothing."""
         self._arena = arena
         self._held: deque[tuple[float, tuple[Lease, ...]]] = deque()
 

@@ -48,14 +48,7 @@ class Peers:
         call_timeout_s: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Call for `shard`.
-
-        Args:
-            shard: its own name.
-            ask: makes the calls.
-            call_timeout_s: how long an answer that needs no work may take.
-            now: monotonic seconds.
-        """
+        """An answer that needs no work may take `call_timeout_s`."""
         self.shard = shard
         self._ask = ask
         self._call_timeout_s = call_timeout_s

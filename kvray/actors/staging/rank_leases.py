@@ -27,7 +27,6 @@ class RankLeases:
     def __init__(
         self, arena: Arena, replicas: Replicas, now: Callable[[], float] = time.monotonic
     ) -> None:
-        """Lease in `arena` for ranks in `replicas`."""
         self._arena = arena
         self._replicas = replicas
         self._now = now

@@ -26,7 +26,6 @@ class RanksAway:
     """Calls other shards for those ranks; state of the event loop. Late calls go on."""
 
     def __init__(self, peers: Peers, *, call_timeout_s: float) -> None:
-        """Call by `peers`, which leave alone actors silent for `call_timeout_s`."""
         self._peers = peers
         self._call_timeout_s = call_timeout_s
         self._calls: set[asyncio.Task[Any]] = set()

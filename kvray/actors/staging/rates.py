@@ -28,7 +28,6 @@ class Rates:
     """The rates of all nodes; of too many the one that was used longest ago goes."""
 
     def __init__(self) -> None:
-        """Start without any."""
         self._rates: dict[tuple[str, str], Rate] = {}
         self._latest: dict[str, str] = {}
 

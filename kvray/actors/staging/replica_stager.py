@@ -44,7 +44,6 @@ class ReplicaStager:
         peers: Peers,
         settings: StagingSettings,
     ) -> None:
-        """Stage with `stager` for the ranks in `replicas`."""
         self._stager = stager
         self._replicas = replicas
         self._settings = settings

@@ -84,7 +84,6 @@ class Replicas:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start without any; `clock` gives monotonic seconds."""
         self._clock = clock
         self._ranks: dict[tuple[str, int], _Rank] = {}
         self._num_ended = 0

@@ -103,16 +103,7 @@ class Stager:
         num_shards: Callable[[], int],
         nvme: Callable[[], LocalDisk | None] = lambda: None,
     ) -> None:
-        """Stage into `arena`.
-
-        Args:
-            arena: the shard's.
-            peers: calls the other actors.
-            settings: plain values.
-            num_shards: returns the number of live shards, this one included; 0: the lookup does
-                not answer.
-            nvme: returns the node's own disk, if it can be read now.
-        """
+        """`num_shards` counts the live shards, this one too; 0: the lookup does not answer."""
         self.handovers = Handovers(arena)
         self._arena = arena
         self._peers = peers

@@ -30,7 +30,6 @@ class Verifier:
     """Checks staged blocks; used by the shard's event loop alone."""
 
     def __init__(self, arena: Arena, handovers: Handovers, *, handover_s: float) -> None:
-        """Check blocks of `arena`, and keep them leased in `handovers` for `handover_s`."""
         self._arena = arena
         self._handovers = handovers
         self._handover_s = handover_s
