@@ -9,7 +9,7 @@ from kvray.config.environment import (
     without_settings,
 )
 from kvray.config.schema import SettingRow, json_schema, setting_rows
-from kvray.config.sections import TENANT_NAME, KVRayConfig, ShardConfig
+from kvray.config.sections import TENANT_NAME, KVRayConfig, ShardConfig, StagingConfig
 from kvray.config.settings import Setting, effective_settings
 from kvray.config.sizes import exact_size, format_size, parse_size
 from kvray.config.sources import (
@@ -29,6 +29,7 @@ __all__ = [
     "Setting",
     "SettingRow",
     "ShardConfig",
+    "StagingConfig",
     "cache_dir",
     "config_on_node",
     "effective_settings",

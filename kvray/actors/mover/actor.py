@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
-from kvray.actors.mover.mover import Mover, MoverSettings
+from kvray.actors.mover.mover import Mover
 from kvray.actors.mover.orders import FetchReport, LeaseRequest, ReadLease, SendOrder
 from kvray.actors.names import MOVER_PREFIX, mover_name
 from kvray.actors.ray_glue.arguments import packed, unpacked
@@ -35,12 +35,15 @@ class MoverActor:
         )
         self._name = name
         self._movers = RayMovers()
+        config = config_on_node(config, labels=node_labels())
         self._mover = Mover(
             name,
-            mover_settings(config_on_node(config, labels=node_labels())),
+            config.node_dir,
+            config.staging,
             self._movers.mover,
             # Ray restarts it, and it attaches to the arena that is there then.
             ended=lambda: os._exit(1),
+            lock_wait_s=config.arena.lock_wait_s,
         )
         self._mover.start()
         self._metrics = MetricsThread(lambda now: mover_figures(name, self._mover.status()))
@@ -164,20 +167,6 @@ class RayMover:
         except ShardUnavailable:
             self._movers.forget(self._name)
             raise
-
-
-def mover_settings(config: KVRayConfig) -> MoverSettings:
-    """Return the settings of a mover from the configuration."""
-    staging = config.staging
-    return MoverSettings(
-        directory=config.node_dir,
-        lock_wait_s=config.arena.lock_wait_s,
-        transports=staging.transports,
-        call_timeout_s=staging.call_timeout_s,
-        lease_s=staging.lease_s,
-        fetches_max=staging.fetches_max,
-        bytes_in_flight=staging.bytes_in_flight,
-    )
 
 
 def create_mover(node_id: str, config: KVRayConfig, *, name: str | None = None) -> Any:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
@@ -20,6 +20,7 @@ from kvray.actors.mover.fenced_slots import FencedSlots
 from kvray.actors.mover.orders import FetchOrder, FetchReport, LeaseRequest, SendOrder, Span
 from kvray.actors.mover.peer_links import PeerLinks, is_link_error
 from kvray.actors.mover.source import FIRST_BYTES, LeasedBlocks, Pace, Piece, Source
+from kvray.config import StagingConfig
 from kvray.errors import KVRayError, ShardUnavailable, TransferTimeout
 from kvray.identity.block import KEY_BYTES, BlockKey, split_keys
 from kvray.store import Arena, PartRequest
@@ -36,15 +37,6 @@ _MARGIN_S = 0.1
 """A source gives up this much earlier than the asker, so that its reason arrives."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchSettings:
-    """The settings of fetches, as plain values."""
-
-    call_timeout_s: float
-    lease_s: float
-    bytes_in_flight: int
-
-
 class Fetches:
     """The receiving side of a mover. Thread-safe."""
 
@@ -54,7 +46,7 @@ class Fetches:
         transports: Mapping[str, Transport],
         fenced: Mapping[str, FencedSlots],
         links: PeerLinks,
-        settings: FetchSettings,
+        settings: StagingConfig,
     ) -> None:
         """`transports` are by name, the best first."""
         self._arena = arena

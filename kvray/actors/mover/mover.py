@@ -9,12 +9,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvray.actors.mover.fenced_slots import FencedSlots
-from kvray.actors.mover.fetches import Fetches, FetchSettings
+from kvray.actors.mover.fetches import Fetches
 from kvray.actors.mover.orders import (
     FetchOrder,
     FetchReport,
@@ -25,13 +24,12 @@ from kvray.actors.mover.orders import (
 )
 from kvray.actors.mover.peer_links import PeerLinks, RemoteMover
 from kvray.actors.mover.read_leases import ReadLeases
+from kvray.config import StagingConfig
 from kvray.errors import KVRayError, ShardUnavailable
 from kvray.store import Arena
 from kvray.store.arena.file import ARENA_FILE, holds_arena
 from kvray.store.arena.prefault import Populator
 from kvray.transport import open_transports
-
-__all__ = ["Mover", "MoverSettings", "RemoteMover"]
 
 _log = logging.getLogger("kvray.mover")
 
@@ -42,25 +40,11 @@ _JOIN_TIMEOUT_S = 10.0
 READ_LEASES_MAX = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoverSettings:
-    """The settings of a mover, as plain values."""
-
-    directory: Path
-    lock_wait_s: float
-    transports: tuple[str, ...]
-    """The best first."""
-    call_timeout_s: float
-    lease_s: float
-    fetches_max: int
-    bytes_in_flight: int
-
-
 class _Attached:
     """The parts of a mover that belong to one arena."""
 
     def __init__(
-        self, arena: Arena, settings: MoverSettings, remote: Callable[[str], RemoteMover]
+        self, arena: Arena, settings: StagingConfig, remote: Callable[[str], RemoteMover]
     ) -> None:
         self.arena = arena
         self.populator = Populator(arena.tables)
@@ -75,11 +59,7 @@ class _Attached:
             self.transports,
             self.fenced,
             self.links,
-            FetchSettings(
-                call_timeout_s=settings.call_timeout_s,
-                lease_s=settings.lease_s,
-                bytes_in_flight=settings.bytes_in_flight,
-            ),
+            settings,
         )
         self.links.start()
 
@@ -99,9 +79,12 @@ class Mover:
     def __init__(
         self,
         name: str,
-        settings: MoverSettings,
+        directory: Path,
+        settings: StagingConfig,
         remote: Callable[[str], RemoteMover],
         ended: Callable[[], None] = lambda: None,
+        *,
+        lock_wait_s: float,
     ) -> None:
         """Serve the arena in a directory, as soon as there is one.
 
@@ -110,7 +93,9 @@ class Mover:
         starts another mover in another process.
         """
         self.name = name
+        self._directory = directory
         self._settings = settings
+        self._lock_wait_s = lock_wait_s
         self._remote = remote
         self._ended = ended
         self._attached: _Attached | None = None
@@ -249,12 +234,11 @@ class Mover:
         self._ended()
 
     def _try_attach(self) -> None:
-        settings = self._settings
         arena = None
         try:
-            arena = Arena(settings.directory, lock_wait_s=settings.lock_wait_s)
+            arena = Arena(self._directory, lock_wait_s=self._lock_wait_s)
             arena.join(LABEL)
-            attached = _Attached(arena, settings, self._remote)
+            attached = _Attached(arena, self._settings, self._remote)
         except KVRayError as error:
             self._message = str(error)
             if arena is not None:
@@ -268,7 +252,7 @@ class Mover:
 
     def _is_superseded(self, arena: Arena) -> bool:
         """Whether `arena` was retired, or its file removed by hand and another made."""
-        path = self._settings.directory / ARENA_FILE
+        path = self._directory / ARENA_FILE
         return arena.retired or (path.exists() and not holds_arena(path, arena.arena_id))
 
 

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvray.actors.shard.nvme_tier import NvmeSettings
-from kvray.actors.staging.stager import StagingSettings
-from kvray.config import KVRayConfig
+from kvray.config import KVRayConfig, StagingConfig
 from kvray.identity.tenant import tenant_id
 from kvray.store import ArenaSpec
 from kvray.store.arena.quotas import name_of
@@ -27,7 +26,7 @@ class ShardSettings:
     heartbeat_s: float
     stopped_s: float = 30.0
     """How long a process that is stopped may keep the arena's lock."""
-    staging: StagingSettings = field(default_factory=StagingSettings)
+    staging: StagingConfig = field(default_factory=StagingConfig)
     quotas: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the blocks of namespaces may take of the arena, see `quotas.set_quotas`."""
     policy: str = "gittins"
@@ -44,7 +43,7 @@ class ShardSettings:
     @classmethod
     def of(cls, config: KVRayConfig, claims: MemoryClaims | None = None) -> "ShardSettings":
         """Return what a configuration says; `claims` is what Ray takes of the node's memory."""
-        arena, shard, staging = config.arena, config.shard, config.staging
+        arena, shard = config.arena, config.shard
         return cls(
             directory=config.node_dir,
             spec=ArenaSpec.of(config, claims),
@@ -54,12 +53,7 @@ class ShardSettings:
             stopped_s=arena.stopped_s,
             announce_s=shard.announce_s,
             heartbeat_s=shard.heartbeat_s,
-            staging=StagingSettings(
-                deadline_s=staging.deadline_s,
-                call_timeout_s=staging.call_timeout_s,
-                handover_s=staging.handover_s,
-                fetches_max=staging.fetches_max,
-            ),
+            staging=config.staging,
             quotas=_quotas(config),
             policy=arena.policy,
             admission=config.nvme.admission,

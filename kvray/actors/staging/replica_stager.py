@@ -18,8 +18,9 @@ from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.rank_leases import RankLeases
 from kvray.actors.staging.ranks_away import RanksAway
 from kvray.actors.staging.replicas import Reader, Replicas
-from kvray.actors.staging.stager import Prefix, Staged, Stager, StagingSettings
+from kvray.actors.staging.stager import Prefix, Staged, Stager
 from kvray.actors.staging.verifier import Verifier
+from kvray.config import StagingConfig
 from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES, BlockKey, split_keys
 from kvray.store import Arena
@@ -30,7 +31,6 @@ _LEASING_SHARE = 0.3
 """Share of the wait for the second round of calls to other shards."""
 _SUMMING_SHARE = 0.3
 """Share of the wait for checking the blocks that arrived."""
-"""Reasons, the one that explains a miss best first."""
 
 
 class ReplicaStager:
@@ -42,7 +42,7 @@ class ReplicaStager:
         stager: Stager,
         replicas: Replicas,
         peers: Peers,
-        settings: StagingSettings,
+        settings: StagingConfig,
     ) -> None:
         self._stager = stager
         self._replicas = replicas

@@ -25,6 +25,7 @@ from kvray.actors.staging.plan import (
     plan_staging,
 )
 from kvray.actors.staging.runs import merged
+from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.index import Run
@@ -44,16 +45,6 @@ _BUSY_S = 0.001
 _CANCEL_S = 0.1
 _JOINED_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
 """How long a stage waits for another one's fetch before it checks whether its blocks are here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagingSettings:
-    """The settings of staging, as plain values."""
-
-    deadline_s: float = 10.0
-    call_timeout_s: float = 1.0
-    handover_s: float = 2.0
-    fetches_max: int = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +89,7 @@ class Stager:
         self,
         arena: Arena,
         peers: Peers,
-        settings: StagingSettings,
+        settings: StagingConfig,
         *,
         num_shards: Callable[[], int],
         nvme: Callable[[], LocalDisk | None] = lambda: None,

@@ -12,14 +12,15 @@ from kvray.actors.ray_glue.arguments import unpacked
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.replica_stager import ReplicaStager
 from kvray.actors.staging.replicas import Reader, Replicas
-from kvray.actors.staging.stager import Prefix, Stager, StagingSettings
+from kvray.actors.staging.stager import Prefix, Stager
+from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.index import Run
 from kvray.store import Arena, PartRequest
 from tests.unit.store.small_arena import PATIENT_S, SLOT, make_arena, spec
 
-SETTINGS = StagingSettings(deadline_s=2.0, call_timeout_s=0.2, handover_s=5.0, fetches_max=2)
+SETTINGS = StagingConfig(deadline_s=2.0, call_timeout_s=0.2, handover_s=5.0, fetches_max=2)
 
 Answer = Callable[..., Any]
 
@@ -87,7 +88,7 @@ class Nodes:
         self,
         name: str = "a",
         *,
-        settings: StagingSettings = SETTINGS,
+        settings: StagingConfig = SETTINGS,
         num_shards: int = 2,
     ) -> Stager:
         node = self.by_name[name]

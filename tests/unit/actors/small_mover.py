@@ -3,11 +3,10 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvray.actors.mover.mover import Mover, MoverSettings, RemoteMover
+from kvray.actors.mover.mover import Mover
 from kvray.actors.mover.orders import (
     FetchOrder,
     FetchReport,
@@ -16,6 +15,8 @@ from kvray.actors.mover.orders import (
     SendOrder,
     Span,
 )
+from kvray.actors.mover.peer_links import RemoteMover
+from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, PartRequest
@@ -32,17 +33,14 @@ LEASE_S = 2.0
 DEADLINE_S = 10.0
 
 
-def settings_for(directory: Path, **changes: Any) -> MoverSettings:
-    settings = MoverSettings(
-        directory=directory,
-        lock_wait_s=0.5,
-        transports=("nixl",),
-        call_timeout_s=2.0,
-        lease_s=LEASE_S,
-        fetches_max=4,
-        bytes_in_flight=64 * 2**20,
-    )
-    return replace(settings, **changes)
+LOCK_WAIT_S = 0.5
+SETTINGS = StagingConfig(
+    transports=("nixl",),
+    call_timeout_s=2.0,
+    lease_s=LEASE_S,
+    fetches_max=4,
+    bytes_in_flight=64 * 2**20,
+)
 
 
 class Node:
@@ -63,7 +61,12 @@ class Node:
 
     def start(self, **changes: Any) -> Mover:
         self.mover = Mover(
-            self.name, settings_for(self.directory, **changes), self._peer, self._end
+            self.name,
+            self.directory,
+            SETTINGS.model_copy(update=changes),
+            self._peer,
+            self._end,
+            lock_wait_s=LOCK_WAIT_S,
         )
         self.mover.start()
         wait_until(lambda: self.mover.status()["state"] == "serving")
@@ -142,7 +145,7 @@ class FarPeer:
 
 def far_mover(directory: str) -> Mover:
     """Return a mover of the process that calls this."""
-    mover = Mover("far", settings_for(Path(directory)), _no_peer)
+    mover = Mover("far", Path(directory), SETTINGS, _no_peer, lock_wait_s=LOCK_WAIT_S)
     mover.start()
     wait_until(lambda: mover.status()["state"] == "serving")
     return mover

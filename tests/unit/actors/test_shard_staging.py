@@ -78,7 +78,7 @@ def tier() -> Iterator[Tier]:
     for name in "ab":
         settings = settings_for(
             parent / name,
-            staging=replace(SETTINGS, handover_s=0.5),
+            staging=SETTINGS.model_copy(update={"handover_s": 0.5}),
             nvme=nvme_for(disk) if name == "b" else None,
             admission="all",
         )

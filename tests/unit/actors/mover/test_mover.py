@@ -16,10 +16,10 @@ from kvray.store.arena import key_index
 from kvray.store.arena.layout import DEFAULT_PRIORITY, READY
 from tests.unit.actors.small_mover import (
     LEASE_S,
+    SETTINGS,
     MakeNode,
     Node,
     is_right,
-    settings_for,
     span,
     wait_until,
 )
@@ -245,7 +245,7 @@ def test_order_whose_time_is_up_is_refused(source: Node, target: Node) -> None:
 
 
 def test_mover_waits_for_an_arena(directory: Path) -> None:
-    mover = Mover("m", settings_for(directory), lambda name: NotImplemented)
+    mover = Mover("m", directory, SETTINGS, lambda name: NotImplemented, lock_wait_s=0.5)
     mover.start()
     report = mover.fetch(FetchOrder(spans=(span("a", chain(2)),), deadline_s=1.0))
     assert report.here == (0,)

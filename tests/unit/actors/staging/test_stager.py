@@ -491,7 +491,7 @@ def test_a_mover_of_its_own_that_is_frozen_is_found_out_long_before_the_deadline
         assert time.monotonic() - began < 5
         assert ("kvray-mover-a", "ping") in nodes.calls
 
-    play(scene, settings=replace(SETTINGS, deadline_s=60.0))
+    play(scene, settings=SETTINGS.model_copy(update={"deadline_s": 60.0}))
 
 
 def test_without_a_lookup_that_knows_the_others_the_store_is_down(
