@@ -140,11 +140,6 @@ class ShardActor:
         """See `ActorRequests.prefetch`."""
         return self._shard.requests.prefetch(replica, tokens, salt=salt, lora=lora, media=media)
 
-    @ray.method(concurrency_group="prefetch")
-    def stage(self, replica: str, rank: int, keys: bytes, wait_s: float) -> dict[str, Any]:
-        """See `ActorRequests.stage`."""
-        return self._shard.requests.stage(replica, rank, keys, wait_s)
-
     @ray.method(concurrency_group="ranks")
     def stage_ranks(
         self,
@@ -155,7 +150,7 @@ class ShardActor:
         verify_from: int | None,
         *keys: bytes,
     ) -> dict[str, Any]:
-        """See `ActorRequests.stage_ranks`; the keys are end to end, `in_pieces`."""
+        """See `ReplicaStager.stage_here`; the keys are end to end, `in_pieces`."""
         return self._shard.requests.stage_ranks(
             replica, ranks, wait_s, tokens_per_s, verify_from, *keys
         )
@@ -169,12 +164,12 @@ class ShardActor:
     def lease_ranks(
         self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
     ) -> dict[int, list[Any]]:
-        """See `ActorRequests.lease_ranks`; the keys are end to end, `in_pieces`."""
+        """See `RankLeases.lease`; the keys are end to end, `in_pieces`."""
         return self._shard.requests.lease_ranks(replica, ranks, token, *keys)
 
     @ray.method(concurrency_group="leases")
     def release_ranks(self, token: str) -> None:
-        """See `ActorRequests.release_ranks`."""
+        """See `RankLeases.release`."""
         self._shard.requests.release_ranks(token)
 
     def stop(self, retire: bool, flush: bool = False) -> None:

@@ -43,12 +43,7 @@ class ActorRequests:
     ) -> dict[str, Any]:
         """Bring a prompt's blocks here for a replica before its engine sees the request.
 
-        Args:
-            replica: one with a rank that has registered here.
-            tokens: see `prompt_keys`, as for the rest.
-            salt: see there.
-            lora: see there.
-            media: see there.
+        The arguments are those of `prompt_keys`.
 
         Returns:
             num_tokens and num_blocks that lead and are here now for all ranks; staged_tokens that
@@ -82,10 +77,7 @@ class ActorRequests:
         }
 
     def promote(self, order: FetchOrder) -> int:
-        """Bring blocks from this node's disk into its memory, for another shard.
-
-        Returns:
-            How many blocks came.
+        """Bring blocks from this node's disk into its memory, for another shard; return how many.
 
         Raises:
             ShardUnavailable: the shard is not serving, or does not answer in time.
@@ -95,10 +87,6 @@ class ActorRequests:
             return 0
         report = self._loop.wait(nvme.promote(order), order.deadline_s + ANSWER_S)
         return sum(source.num_blocks for source in report.sources.values())
-
-    def stage(self, replica: str, rank: int, keys: bytes, wait_s: float) -> dict[str, Any]:
-        """See `ReplicaStager.stage_here`, for one rank."""
-        return self.stage_ranks(replica, [rank], wait_s, 0.0, None, keys)
 
     def stage_ranks(
         self,
@@ -117,11 +105,11 @@ class ActorRequests:
     def lease_ranks(
         self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
     ) -> dict[int, list[Any]]:
-        """See `ReplicaStager.lease_here`."""
-        lease = self._serving().stager.lease_here
-        return self._loop.call(lambda: lease(replica, ranks, token, *keys), ANSWER_S)
+        """See `RankLeases.lease`."""
+        leases = self._serving().stager.leases
+        return self._loop.call(lambda: leases.lease(replica, ranks, token, *keys), ANSWER_S)
 
     def release_ranks(self, token: str) -> None:
-        """See `ReplicaStager.release_here`."""
-        release = self._serving().stager.release_here
-        self._loop.call(lambda: release(token), ANSWER_S)
+        """See `RankLeases.release`."""
+        leases = self._serving().stager.leases
+        self._loop.call(lambda: leases.release(token), ANSWER_S)

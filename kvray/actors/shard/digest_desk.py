@@ -2,10 +2,12 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from kvray.actors.lookup.stored_digests import Finding, Note, Origin, StoredDigests
-from kvray.errors import ConfigError
+from kvray.actors.staging.wire_values import Count, checked
 from kvray.identity.block import Namespace
 from kvray.trace.prefix_digest import NOTES_MAX, PREFIX_DIGEST_BYTES
 
@@ -17,8 +19,12 @@ _DIGESTS_MAX = 4096
 _RANKS_MAX = 4096
 _ANSWERS_MAX = 8
 """Answers in one reply; a namespace is tens of kilobytes at most."""
-_TOKENS_MAX = 2**31
 _INCOMPATIBLE_MAX = 4096
+
+_Digest = Annotated[
+    bytes, Field(strict=True, min_length=PREFIX_DIGEST_BYTES, max_length=PREFIX_DIGEST_BYTES)
+]
+_NOTES = TypeAdapter(Annotated[tuple[tuple[_Digest, Count], ...], Field(max_length=NOTES_MAX)])
 
 
 class DigestDesk:
@@ -41,9 +47,8 @@ class DigestDesk:
         Raises:
             ConfigError: these are no notes; nothing was taken.
         """
-        _check_notes(notes)
-        room = _PENDING_MAX - len(self._pending)
-        self._pending.extend((origin, digest, tokens) for digest, tokens in notes[:room])
+        taken = checked(_NOTES, notes, "notes on digests")[: _PENDING_MAX - len(self._pending)]
+        self._pending.extend((origin, digest, tokens) for digest, tokens in taken)
 
     def due(self, *, full: bool) -> list[Note]:
         """Return what to tell the lookup now, and all that it was told before if `full`."""
@@ -99,20 +104,3 @@ class DigestDesk:
         )
         if len(self._findings) > _RANKS_MAX:
             self._findings.popitem(last=False)
-
-
-def _check_notes(notes: object) -> None:
-    if not isinstance(notes, list | tuple) or len(notes) > NOTES_MAX:
-        raise ConfigError(f"Notes on digests are a list of at most {NOTES_MAX}.")
-    for note in notes:
-        if not (
-            isinstance(note, list | tuple)
-            and len(note) == 2
-            and isinstance(note[0], bytes)
-            and len(note[0]) == PREFIX_DIGEST_BYTES
-            and isinstance(note[1], int)
-            and 0 <= note[1] < _TOKENS_MAX
-        ):
-            raise ConfigError(
-                f"A note is a digest of {PREFIX_DIGEST_BYTES} bytes and a number of tokens."
-            )

@@ -45,20 +45,9 @@ class EngineRequests:
         replica: str,
         rank: int,
         namespace: dict[str, Any],
-        wanted: Any = (),
-        num_ranks: Any = 1,
-        holder: Any = None,
-        adapters: Any = None,
-        tenants: Any = None,
+        **reads: Any,
     ) -> dict[str, Any]:
-        reader = read_reader(
-            Namespace.from_wire(namespace),
-            wanted=wanted,
-            num_ranks=num_ranks,
-            holder=holder,
-            adapters=adapters,
-            tenants=tenants,
-        )
+        reader = read_reader(Namespace.from_wire(namespace), **reads)
         self._replicas.register(connection, replica, rank, reader)
         return {"peers": self._can_stage(replica, rank)}
 
@@ -91,25 +80,5 @@ class EngineRequests:
             return False  # it writes its last blocks to disk, and still counts
         return serving.has_more() or serving.stager.has_ranks_elsewhere(replica, rank)
 
-    async def _stage(
-        self,
-        connection: int,
-        replica: str,
-        rank: int,
-        keys: bytes,
-        wait_s: float,
-        tokens_per_s: float = 0.0,
-        verify_from: Any = None,
-        token: str = "",
-        unread: Sequence[str] = (),
-    ) -> dict[str, Any]:
-        return await self._serving().stager.stage(
-            replica,
-            rank,
-            keys,
-            wait_s,
-            tokens_per_s,
-            verify_from=verify_from,
-            token=token,
-            unread=unread,
-        )
+    async def _stage(self, connection: int, **request: Any) -> dict[str, Any]:
+        return await self._serving().stager.stage(**request)

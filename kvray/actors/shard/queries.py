@@ -12,8 +12,9 @@ from kvray.actors.shard.prompt_keys import prompt_keys
 from kvray.actors.shard.request_log import RequestLog
 from kvray.actors.shard.serving import Serving
 from kvray.actors.staging.replicas import Replicas
+from kvray.actors.staging.wire_values import keys_of
 from kvray.errors import ConfigError
-from kvray.identity.block import KEY_BYTES, BlockKey, Namespace, namespace_id, split_keys
+from kvray.identity.block import Namespace, namespace_id
 from kvray.identity.tenant import TenantSalts
 from kvray.store.arena import key_index, lease, quotas
 from kvray.store.arena.layout import READY
@@ -116,7 +117,7 @@ class Queries:
         """
         serving = self._serving()
         owner, nvme = serving.owner, serving.nvme
-        packed = key_index.pack_keys(_checked(keys))
+        packed = key_index.pack_keys(keys_of(keys, keys_max=KEYS_MAX))
         gone = owner.history.of(packed[:, 0], before=before)
         return Whereabouts(
             host=_num_parts([owner.arena.tables], packed),
@@ -189,12 +190,6 @@ def _num_parts(tiers: Sequence[Tables], packed: Array) -> Array:
             there |= lease.present(tables, packed, part)
         counts += there
     return counts
-
-
-def _checked(keys: object) -> Sequence[BlockKey]:
-    if not isinstance(keys, bytes) or len(keys) % KEY_BYTES or len(keys) > KEYS_MAX * KEY_BYTES:
-        raise ConfigError(f"keys are bytes, {KEY_BYTES} for each of at most {KEYS_MAX} blocks.")
-    return split_keys(keys)
 
 
 def _number(namespace: str) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvray.actors.staging.replicas import Replicas
+from kvray.actors.staging.wire_values import keys_of
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, Held, Lease
 from kvray.store.arena.lease import id_of
@@ -35,7 +36,7 @@ class RankLeases:
         self._to_release: set[int] = set()
 
     def lease(
-        self, replica: str, ranks: Sequence[int], keys: Sequence[BlockKey], token: str
+        self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
     ) -> dict[int, list[Any]]:
         """Lease exactly `keys` for each of `ranks`, in the name of its process.
 
@@ -43,15 +44,16 @@ class RankLeases:
             rank -> [arena_id, lease_id, page, num_slots, check]; {} if a block is missing for a
             rank, the arena is busy, or the token came before.
         """
+        blocks = keys_of(b"".join(keys))
         if not self._use(token):
             return {}
         lease_id = id_of(token)
         taken: dict[int, Lease] = {}
         for rank in ranks:
-            held = self._lease_one(replica, rank, keys, lease_id)
+            held = self._lease_one(replica, rank, blocks, lease_id)
             if held is not None and held.leases:
                 taken[rank] = held.leases[0]
-            if held is None or held.num_blocks < len(keys):
+            if held is None or held.num_blocks < len(blocks):
                 self._release(lease_id)
                 return {}
         return {

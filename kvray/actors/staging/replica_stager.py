@@ -7,11 +7,12 @@ with its rank. A shard that is asked so asks no other shard: no two can wait for
 """
 
 import asyncio
-import math
 import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.staging.peers import Peers
@@ -20,13 +21,18 @@ from kvray.actors.staging.ranks_away import RanksAway
 from kvray.actors.staging.replicas import Reader, Replicas
 from kvray.actors.staging.stager import Prefix, Staged, Stager
 from kvray.actors.staging.verifier import Verifier
+from kvray.actors.staging.wire_values import Count, Name, Seconds, checked, keys_of
 from kvray.config import StagingConfig
 from kvray.errors import ConfigError
-from kvray.identity.block import KEY_BYTES, BlockKey, split_keys
+from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.store import Arena
 from kvray.trace.reasons import STAGE_REASONS
 
-_TOKENS_MAX = 64
+_SECONDS = TypeAdapter(Seconds)
+_PLACE = TypeAdapter(Count | None)
+_Token = Annotated[Name, Field(max_length=64)]
+_TOKEN = TypeAdapter(_Token)
+_TOKENS = TypeAdapter(Annotated[tuple[_Token, ...], Field(max_length=64)])
 _LEASING_SHARE = 0.3
 """Share of the wait for the second round of calls to other shards."""
 _SUMMING_SHARE = 0.3
@@ -48,7 +54,8 @@ class ReplicaStager:
         self._replicas = replicas
         self._settings = settings
         self._away = RanksAway(peers, call_timeout_s=settings.call_timeout_s)
-        self._leases = RankLeases(arena, replicas)
+        self.leases = RankLeases(arena, replicas)
+        """Those of ranks here, for leaders elsewhere."""
         self._verifier = Verifier(arena, stager.handovers, handover_s=settings.handover_s)
 
     async def stage(
@@ -86,16 +93,17 @@ class ReplicaStager:
         """
         began = time.monotonic()
         blocks = keys_of(keys)
-        until = began + _seconds(wait_s, "wait_s", longest=self._settings.deadline_s)
-        tokens_per_s = _seconds(tokens_per_s, "tokens_per_s", longest=math.inf)
-        verify_from = _place(verify_from)
+        until = began + min(checked(_SECONDS, wait_s, "wait_s"), self._settings.deadline_s)
+        tokens_per_s = checked(_SECONDS, tokens_per_s, "tokens_per_s")
+        verify_from = checked(_PLACE, verify_from, "verify_from")
+        unread_tokens = checked(_TOKENS, unread, "unread")
         leader = self._replicas.reader(replica, rank)
         if leader is None:
             raise ConfigError(f"Rank {rank} of {replica!r:.80} has not registered here.")
         ranks = leader.ranks(rank)
         is_alone = len(self._replicas.readers(replica, ranks)) == len(ranks)
-        if unread and not is_alone:
-            self._away.release_unread(replica, _tokens(unread))
+        if unread_tokens and not is_alone:
+            self._away.release_unread(replica, unread_tokens)
         staged_until = until if is_alone else until - (until - began) * _LEASING_SHARE
         staged, elsewhere = await self._stage_all(
             replica, ranks, blocks, tokens_per_s, staged_until, verify_from=verify_from
@@ -109,7 +117,7 @@ class ReplicaStager:
             answer["arrivals"] = staged.arrivals
         if elsewhere and staged.num_blocks:
             keys = keys[: staged.num_blocks * KEY_BYTES]
-            (token,) = _tokens([token or secrets.token_hex(16)])
+            token = checked(_TOKEN, token or secrets.token_hex(16), "token")
             leases = await self._away.lease(replica, elsewhere, keys, until, token)
             if leases is None:
                 return {"num_blocks": 0, "reason": "too_slow", "leases": {}}
@@ -181,9 +189,9 @@ class ReplicaStager:
         if len(here) < len(set(ranks)):
             missing = sorted(set(ranks) - here.keys())
             raise ConfigError(f"Ranks {missing} of {replica!r:.80} have not registered here.")
-        wait_s = _seconds(wait_s, "wait_s", longest=self._settings.deadline_s)
+        wait_s = min(checked(_SECONDS, wait_s, "wait_s"), self._settings.deadline_s)
         until = time.monotonic() + wait_s
-        first = _place(verify_from)
+        first = checked(_PLACE, verify_from, "verify_from")
         prefix = prefix_for(keys_of(b"".join(keys)), here.values(), tokens_per_s)
         if first is not None:
             wait_s -= wait_s * _SUMMING_SHARE
@@ -192,16 +200,6 @@ class ReplicaStager:
             staged = await self._verifier.sound(prefix, staged, first, until=until)
         return {"num_blocks": staged.num_blocks, "reason": staged.reason}
 
-    def lease_here(
-        self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
-    ) -> dict[int, list[Any]]:
-        """Lease for ranks of this node, as `RankLeases.lease`; `keys` end to end, in pieces."""
-        return self._leases.lease(replica, ranks, keys_of(b"".join(keys)), token)
-
-    def release_here(self, token: str) -> None:
-        """Release leases by their token, as `RankLeases.release`."""
-        self._leases.release(token)
-
     def status(self) -> dict[str, Any]:
         """Return the stager's figures; from any thread."""
         return self._stager.status()
@@ -209,7 +207,7 @@ class ReplicaStager:
     def expire(self) -> None:
         """Do what is due; called often."""
         self._stager.handovers.expire(time.monotonic())
-        self._leases.retry()
+        self.leases.retry()
 
     async def close(self) -> None:
         """End all stages, checks and calls. Twice is fine."""
@@ -286,36 +284,3 @@ def _has_windows(readers: Mapping[int, Reader]) -> bool:
     return any(
         one.window is not None for reader in readers.values() for one in reader.part_requests
     )
-
-
-def keys_of(keys: object) -> list[BlockKey]:
-    """Return the keys that lie end to end in `keys`.
-
-    Raises:
-        ConfigError: they are not keys.
-    """
-    if not isinstance(keys, bytes) or not keys or len(keys) % KEY_BYTES:
-        raise ConfigError(f"keys are bytes, {KEY_BYTES} for each block and at least one.")
-    return split_keys(keys)
-
-
-def _tokens(tokens: object) -> list[str]:
-    if (
-        not isinstance(tokens, list | tuple)
-        or len(tokens) > _TOKENS_MAX
-        or not all(isinstance(one, str) and 0 < len(one) <= _TOKENS_MAX for one in tokens)
-    ):
-        raise ConfigError(f"Tokens are at most {_TOKENS_MAX} texts, and no longer each.")
-    return list(tokens)
-
-
-def _place(value: object) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise ConfigError(f"verify_from is the place of a block or None, not {value!r:.40}.")
-    return value
-
-
-def _seconds(value: object, name: str, *, longest: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ConfigError(f"{name} is a number from 0 on, not {value!r:.40}.")
-    return min(float(value), longest)

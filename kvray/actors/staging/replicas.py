@@ -2,11 +2,14 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from kvray.actors.lookup.stored_digests import Origin
+from kvray.actors.staging.wire_values import Count, Name, Positive, checked
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.block import Namespace
 from kvray.index import PARTS_MAX
@@ -20,13 +23,17 @@ ENDED_MAX = 32
 BACK_S = 15.0
 """How long each of them is: engines whose connection broke are back within seconds."""
 _NAMESPACES_MAX = 64
-_NAME_MAX = 256
 _COUNTERS_MAX = 256
 _AGE = "uptime_s"
 """The one counter that the sum leaves out."""
 _PARTS_MAX = 256
 _NAMESPACE_MAX = 64 * 2**10
 """Characters of all texts of a namespace: the lookup keeps it, and answers carry it."""
+
+_Part = Annotated[Count, Field(lt=PARTS_MAX)]
+_Text = Annotated[str, Field(strict=True, max_length=_NAMESPACE_MAX)]
+_CounterName = Annotated[str, Field(strict=True, max_length=256)]
+_Number = Annotated[int, Field(strict=True)]
 
 MODEL_KEY_PREFIX = "key:"
 """`Namespace.model` begins with this where a `model_key` was given instead of a checkpoint."""
@@ -56,12 +63,13 @@ class Reader:
     @property
     def part_bytes(self) -> int:
         """Bytes of one of its parts of a block, on average."""
-        return max(1, _count_of(self.namespace, "part_bytes") // max(1, len(self.part_requests)))
+        of_all = checked(_SIZE, self.namespace.part_bytes, "part_bytes")
+        return max(1, of_all // max(1, len(self.part_requests)))
 
     @property
     def tokens_per_block(self) -> int:
         """Tokens that a block has."""
-        return _count_of(self.namespace, "tokens_per_block")
+        return checked(_SIZE, self.namespace.tokens_per_block, "tokens_per_block")
 
 
 @dataclass(slots=True)
@@ -75,6 +83,25 @@ class _Rank:
     @property
     def namespace(self) -> Namespace:
         return self.reader.namespace
+
+
+class _Reads(BaseModel):
+    """The fields of a registration, as on the wire."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    wanted: tuple[tuple[_Part, Positive | None], ...] = Field(default=(), max_length=_PARTS_MAX)
+    """Part and window of each part that its leases must have."""
+    num_ranks: Annotated[Positive, Field(le=_RANKS_MAX)] = 1
+    holder: tuple[_Text, Count, Count] | None = None
+    """Arena, row and generation of its membership."""
+    adapters: _Text | None = None
+    tenants: Name | None = None
+
+
+_READS = TypeAdapter(_Reads)
+_COUNTERS = TypeAdapter(Annotated[dict[_CounterName, _Number], Field(max_length=_COUNTERS_MAX)])
+_NAME, _RANK, _SIZE = TypeAdapter(Name), TypeAdapter(Count), TypeAdapter(Positive)
 
 
 class Replicas:
@@ -143,11 +170,11 @@ class Replicas:
             ConfigError: the figures are invalid.
         """
         _check_name(replica, rank)
-        _check_counters(counters)
+        counters = checked(_COUNTERS, counters, "counters")
         entry = self._ranks.get((replica, rank))
         if entry is None or entry.connection != connection:
             return None
-        entry.counters = dict(counters)
+        entry.counters = counters
         if leaving:
             entry.connection, entry.ended_at = None, self._clock()
         return Origin(replica=replica, rank=rank, namespace=entry.namespace)
@@ -226,93 +253,28 @@ class Replicas:
         return ended | {one.digest: one.namespace.to_wire() for one in list(self._ranks.values())}
 
 
-def read_reader(
-    namespace: Namespace,
-    *,
-    wanted: Any = (),
-    num_ranks: Any = 1,
-    holder: Any = None,
-    adapters: Any = None,
-    tenants: Any = None,
-) -> Reader:
-    """Return how a rank reads, from the fields of its registration.
-
-    Args:
-        namespace: of its blocks.
-        wanted: [part, window or None] for each part that its leases must have.
-        num_ranks: ranks that it asks for.
-        holder: [arena_id, row, generation], its membership in the node's arena.
-        adapters: how its engine reads LoRA adapters.
-        tenants: the check of the secret behind its salts.
+def read_reader(namespace: Namespace, **fields: Any) -> Reader:
+    """Return how a rank of `namespace` reads, from the other `fields` of its registration.
 
     Raises:
         ConfigError: a field is invalid.
     """
-    if not (
-        isinstance(wanted, list | tuple)
-        and len(wanted) <= _PARTS_MAX
-        and all(map(_is_part_request, wanted))
-    ):
-        raise ConfigError(f"wanted is a list of at most {_PARTS_MAX} [part, window or None].")
-    if not _is_count(num_ranks) or not 1 <= num_ranks <= _RANKS_MAX:
-        raise ConfigError(f"num_ranks is a number from 1 to {_RANKS_MAX}, not {num_ranks!r:.40}.")
-    if holder is not None and not (
-        isinstance(holder, list | tuple)
-        and len(holder) == 3
-        and isinstance(holder[0], str)
-        and all(map(_is_count, holder[1:]))
-    ):
-        raise ConfigError("holder is [arena_id, row, generation].")
-    if adapters is not None and not (isinstance(adapters, str) and len(adapters) <= _NAMESPACE_MAX):
-        raise ConfigError(f"adapters is a text of at most {_NAMESPACE_MAX} characters.")
-    if tenants is not None and not (isinstance(tenants, str) and len(tenants) <= _NAME_MAX):
-        raise ConfigError(f"tenants is a text of at most {_NAME_MAX} characters.")
+    reads = checked(_READS, fields, "registration")
+    arena_id, *member = reads.holder or ("",)
     return Reader(
         namespace=namespace,
-        part_requests=tuple(PartRequest(part, window) for part, window in wanted),
-        num_ranks=num_ranks,
-        arena_id="" if holder is None else holder[0],
-        member=None if holder is None else Membership(*holder[1:]),
-        adapters=adapters,
-        tenants=tenants,
+        part_requests=tuple(PartRequest(part, window) for part, window in reads.wanted),
+        num_ranks=reads.num_ranks,
+        arena_id=arena_id,
+        member=Membership(*member) if member else None,
+        adapters=reads.adapters,
+        tenants=reads.tenants,
     )
 
 
-def _count_of(namespace: Namespace, name: str) -> int:
-    """Return a count from a namespace, whose fields may have any type."""
-    value = getattr(namespace, name)
-    if not _is_count(value) or value < 1:
-        raise ConfigError(f"A namespace's {name} is a number from 1 on, not {value!r:.40}.")
-    return int(value)
-
-
-def _is_part_request(one: object) -> bool:
-    return (
-        isinstance(one, list | tuple)
-        and len(one) == 2
-        and _is_count(one[0])
-        and one[0] < PARTS_MAX
-        and (one[1] is None or (_is_count(one[1]) and one[1] > 0))
-    )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-
-
-def _check_name(replica: object, rank: object) -> None:
-    if not (isinstance(replica, str) and 0 < len(replica) <= _NAME_MAX):
-        raise ConfigError(f"A replica's name is a text of 1 to {_NAME_MAX} characters.")
-    if not isinstance(rank, int) or rank < 0:
-        raise ConfigError(f"A rank is a number from 0 on, not {rank!r}.")
-
-
-def _check_counters(counters: object) -> None:
-    if not isinstance(counters, Mapping) or len(counters) > _COUNTERS_MAX:
-        raise ConfigError(f"Counters are a map of at most {_COUNTERS_MAX} numbers.")
-    for name, value in counters.items():
-        if not (isinstance(name, str) and len(name) <= _NAME_MAX and isinstance(value, int)):
-            raise ConfigError(f"Counter {str(name)[:_NAME_MAX]!r} is no number with a name.")
+def _check_name(replica: Any, rank: Any) -> None:
+    checked(_NAME, replica, "replica")
+    checked(_RANK, rank, "rank")
 
 
 def _check_layout(replica: str, mine: Namespace, other: str, theirs: Namespace) -> None:

@@ -146,7 +146,8 @@ class Nodes:
         if (there := self.rank_stagers.get(actor)) is not None:
             if method == "stage_ranks":
                 return await there.stage_here(*args)
-            return there.lease_here(*args) if method == "lease_ranks" else there.release_here(*args)
+            leases = there.leases
+            return leases.lease(*args) if method == "lease_ranks" else leases.release(*args)
         assert method == "fetch", (actor, method)
         return await self.fetch(self.by_name[actor.rpartition("-")[2]], unpacked(*args))
 

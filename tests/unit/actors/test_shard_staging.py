@@ -219,7 +219,6 @@ def test_a_shard_stages_and_leases_for_a_leader_elsewhere(tier: Tier) -> None:
         "num_blocks": 12,
         "reason": "none",
     }
-    assert tier.a.requests.stage("r", 0, packed, 2.0)["num_blocks"] == 12
     leases = tier.a.requests.lease_ranks("r", [0], "token", packed)
     assert leases[0][0] == arena.arena_id
     tier.a.requests.release_ranks("token")
@@ -238,5 +237,5 @@ def test_a_shard_that_ends_meanwhile_answers_nobody_for_ever(tier: Tier) -> None
     stopper = threading.Thread(target=stop_soon, name="stopper")
     stopper.start()
     with pytest.raises(ShardUnavailable):
-        tier.a.requests.stage("r", 0, b"".join(KEYS), 5.0)
+        tier.a.requests.stage_ranks("r", [0], 5.0, 0.0, None, b"".join(KEYS))
     stopper.join()

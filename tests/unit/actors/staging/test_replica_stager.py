@@ -325,7 +325,7 @@ def test_leases_whose_answer_is_lost_are_released(play: Callable[[Scene], None])
         store_both(pair)
 
         async def lose(*args: Any) -> Any:
-            assert pair.other.lease_here(*args)
+            assert pair.other.leases.lease(*args)
             assert pair.leased(1) == 20
             await asyncio.sleep(60)
 
@@ -344,7 +344,7 @@ def test_leases_of_a_shard_that_died_before_it_answered_are_released_by_the_next
         store_both(pair)
 
         def die(*args: Any) -> Any:
-            assert pair.other.lease_here(*args)
+            assert pair.other.leases.lease(*args)
             assert pair.leased(1) == 20
             pair.nodes.replica_stager("b", {})  # no rank has registered again yet
             raise ShardUnavailable("The shard died.")
@@ -360,12 +360,12 @@ def test_leases_of_a_shard_that_died_before_it_answered_are_released_by_the_next
 def test_a_token_that_was_released_leases_nothing_any_more(play: Callable[[Scene], None]) -> None:
     async def scene(pair: Pair) -> None:
         store(pair.nodes["b"].arena, KEYS, part=1)
-        pair.other.release_here("token")
-        assert pair.other.lease_here("r", [1], "token", PACKED) == {}
+        pair.other.leases.release("token")
+        assert pair.other.leases.lease("r", [1], "token", PACKED) == {}
         assert pair.leased(1) == 0
-        assert pair.other.lease_here("r", [1], "another", PACKED)[1][3] == 20
-        pair.other.release_here("another")
-        pair.other.release_here("another")
+        assert pair.other.leases.lease("r", [1], "another", PACKED)[1][3] == 20
+        pair.other.leases.release("another")
+        pair.other.leases.release("another")
         assert pair.leased(1) == 0
 
     play(scene)
@@ -376,7 +376,7 @@ def test_no_lease_is_taken_for_a_rank_that_has_left(play: Callable[[Scene], None
         store(pair.nodes["b"].arena, KEYS, part=1)
         pair.ranks[1].leave()
         pair.ranks[1].join("somebody else in the same row")
-        assert pair.other.lease_here("r", [1], "token", PACKED) == {}
+        assert pair.other.leases.lease("r", [1], "token", PACKED) == {}
         assert pair.leased(1) == 0
 
     play(scene)
@@ -385,7 +385,7 @@ def test_no_lease_is_taken_for_a_rank_that_has_left(play: Callable[[Scene], None
 def test_less_than_asked_for_is_not_leased(play: Callable[[Scene], None]) -> None:
     async def scene(pair: Pair) -> None:
         store(pair.nodes["b"].arena, KEYS[:19], part=1)
-        assert pair.other.lease_here("r", [1], "token", PACKED) == {}
+        assert pair.other.leases.lease("r", [1], "token", PACKED) == {}
         assert pair.leased(1) == 0
 
     play(scene)
