@@ -50,11 +50,9 @@ def runs_between(arrivals: Arrivals, first: int, end: int) -> Iterator[tuple[int
 
 
 def joined(before: Arrivals, after: Arrivals) -> Arrivals:
-    """Return how blocks arrived in two stages of one request; the first stage takes precedence.
+    """Return how blocks arrived in two stages of one request.
 
-    Args:
-        before: of the first stage.
-        after: of the second, which found the blocks of the first there.
+    The first stage takes precedence: the second found its blocks there.
     """
     if not before or not after:
         return before or after

@@ -43,14 +43,10 @@ class StateRun(NamedTuple):
 def block_states(
     answers: Mapping[str, Whereabouts], num_blocks: int, *, num_parts: int, past: bool = False
 ) -> list[BlockState]:
-    """Return the state of each block.
+    """Return the state of each of `num_blocks` blocks, from the answers by shard.
 
-    Args:
-        answers: by shard, of `num_blocks` rows each.
-        num_blocks: how many.
-        num_parts: parts that a whole block has.
-        past: whether an eviction outweighs that the block is stored now, as in a question about an
-            earlier moment.
+    In the `past`, as in a question about an earlier moment, an eviction outweighs that the block is
+    stored now.
     """
     return [_block_state(answers, block, num_parts, past=past) for block in range(num_blocks)]
 

@@ -35,13 +35,9 @@ INCOMPATIBLE = "incompatible"
 def explain_requests(
     *, replica: str | None, request_id: int | None, last: int, timeout_s: float
 ) -> dict[str, Any]:
-    """Return what came of requests, the latest first, and why.
+    """Return what came of requests, up to the `last`, the latest first, and why.
 
-    Args:
-        replica: whose; None: of all.
-        request_id: which; None: any.
-        last: how many at most.
-        timeout_s: how long each question may take.
+    Without `replica` or `request_id` all count. Each question may take `timeout_s`.
 
     Returns:
         "requests", and "silent": the shards that did not answer.

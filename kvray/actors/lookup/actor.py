@@ -86,12 +86,7 @@ class LookupActor:
 
 
 def create_lookup(cluster_name: str, silent_s: float = SILENT_S) -> Any:
-    """Return the tier's lookup; start it if there is none.
-
-    Args:
-        cluster_name: the tier's.
-        silent_s: how long a shard may be silent before answers leave it out.
-    """
+    """Return the tier's lookup, which is started if there is none."""
     # One thread answers everything but pings: the `Lookup` is not thread-safe.
     return create_actor(
         LookupActor, LOOKUP_NAME, cluster_name, silent_s, groups={"health": 1}, max_concurrency=1

@@ -172,10 +172,7 @@ class RayMover:
 def create_mover(node_id: str, config: KVRayConfig, *, name: str | None = None) -> Any:
     """Return the mover's actor on a node; start it if there is none.
 
-    Args:
-        node_id: the id that Ray gives the node.
-        config: the tier's.
-        name: the actor's; None: the one that the node's shard looks for.
+    Without a `name` it has the one that the node's shard looks for.
     """
     name = name or mover_name(node_id)
     # Two movers that fetch from each other must never wait for each other.

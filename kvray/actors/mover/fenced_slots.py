@@ -62,9 +62,8 @@ class FencedSlots:
     def transfer(self, reservation: Reservation, incarnation: int) -> Iterator[None]:
         """Have reserved slots written during the `with` block; fence them if that fails.
 
-        Args:
-            reservation: the slots; aborted if nothing was sent.
-            incarnation: the one whose address the source has.
+        Slots that nothing was sent to are aborted. `incarnation` is the one whose address the
+        source has.
 
         Raises:
             TransportUnavailable: that incarnation has ended.
@@ -103,10 +102,8 @@ class FencedSlots:
     def settle(self, *, at_once: bool = False) -> None:
         """Renew the transport's end if slots are fenced, and free them.
 
-        It waits while other transfers are under way, but no longer than `PATIENCE_S`.
-
-        Args:
-            at_once: renew now, which ends other transfers.
+        It waits while other transfers are under way, but no longer than `PATIENCE_S`. With
+        `at_once` it does not, and ends them.
         """
         with self._renewing:
             with self._lock:

@@ -97,7 +97,6 @@ class Fetches:
         )
 
     def _lease(self, source: Source, order: FetchOrder, deadline: float) -> None:
-        """Have a source lease the blocks of the order that it has."""
         addresses = {}
         for name in self._links.transports_for(source.name):
             with suppress(KVRayError):
@@ -134,10 +133,7 @@ class Fetches:
     def _pieces(self, span: Span, leased: LeasedBlocks, start: int) -> list[Piece]:
         """Reserve slots for the leased head of a span; return the pieces that fill them.
 
-        Args:
-            span: the blocks that were asked for.
-            leased: those that the source has, from the first on.
-            start: place of the first in the read lease.
+        The first of the `leased` blocks has the place `start` in the read lease.
         """
         sizes, checksums = leased.sizes, leased.checksums
         keys = split_keys(span.keys[: len(sizes) * KEY_BYTES])
@@ -168,7 +164,6 @@ class Fetches:
         return pieces
 
     def _run_lane(self, source: Source, deadline: float) -> None:
-        """Fetch pieces of a source until none is left, or one fails."""
         if source.lease is None:
             return
         in_flight = self._in_flight[source.lease.transport]

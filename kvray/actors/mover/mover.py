@@ -257,7 +257,6 @@ class Mover:
 
 
 def _refused(order: FetchOrder, error: KVRayError) -> FetchReport:
-    """Return the report of an order that was refused."""
     report = SourceReport(
         num_blocks=0,
         num_bytes=0,

@@ -187,7 +187,6 @@ class PeerLinks:
         return [one for one in self._fenced if not peer.links[one].is_left_out]
 
     def _due(self) -> list[tuple[str, list[str]]]:
-        """Return the peers that are due, with the transports to choose from."""
         now, due = self._now(), []
         incarnations = {name: fenced.incarnation for name, fenced in self._fenced.items()}
         with self._lock:

@@ -134,11 +134,10 @@ class ReadLeases:
             self._leave(order.token, grant)
 
     def release(self, token: int, suspects: bytes) -> None:
-        """End a read lease, after checking blocks that arrived without their checksum.
+        """End a read lease, unless it has ended, after a check of blocks that arrived wrong.
 
-        Args:
-            token: of the lease; one that has ended is passed over.
-            suspects: places of such blocks, u32; those that are bad here too are quarantined.
+        `suspects` has the places of blocks that arrived without their checksum, u32. Those that are
+        bad here too are quarantined.
         """
         places = np.frombuffer(suspects, dtype="<u4")
         with self._lock:
@@ -217,7 +216,6 @@ class ReadLeases:
             self._end_idle()
 
     def _end_idle(self) -> None:
-        """End released leases that nothing is being sent from."""
         with self._lock:
             over = {
                 token: grant

@@ -87,14 +87,9 @@ def open_owner_file(directory: Path) -> SideFile | None:
 
 
 def sweep(directory: Path, wait_s: float = 0.0) -> bool:
-    """Remove what a dead shard left in `directory`; nothing if a shard owns it.
+    """Remove what a dead shard left in `KVRayConfig.node_dir`; nothing if a shard owns it.
 
-    Args:
-        directory: `KVRayConfig.node_dir`.
-        wait_s: how long to wait for an owner that is ending.
-
-    Returns:
-        Whether nothing is left there.
+    An owner that is ending gets `wait_s`. Return whether nothing is left there.
     """
     deadline = time.monotonic() + wait_s
     while is_own(directory):
@@ -135,13 +130,9 @@ def remove_files(directory: Path) -> None:
 
 
 def remove_leftovers(directory: Path, keep: str | None = None) -> None:
-    """Remove what owners that died left behind: half-made arenas, locks of arenas long gone.
+    """Remove what dead owners left behind: half-made arenas, locks of arenas long gone.
 
-    Only the holder of the owner lock may.
-
-    Args:
-        directory: where.
-        keep: id of the arena whose lock is in use.
+    The arena with the id `keep` keeps its lock. Only the holder of the owner lock may do this.
     """
     kept = None if keep is None else lock_path(directory, keep)
     for pattern in ("arena.*.new", "lock.*"):

@@ -47,11 +47,11 @@ def create_actor(
 ) -> Any:
     """Return the actor of that name, started if it is not there.
 
-    It outlives who started it, is started again as often as it ends, and gets no call twice.
+    It outlives its creator, restarts as often as it ends, and gets no call twice.
 
     Args:
         actor: its class.
-        name: see there.
+        name: its name in the tier's namespace.
         args: of its constructor.
         node_id: the node of Ray on which it has to be; None: the head.
         groups: concurrency groups, and how many calls of each there may be at once.
@@ -224,5 +224,4 @@ def first_line(error: BaseException) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return what a traceback ends with."""
     return [type(error).__name__, *str(error).strip().splitlines()][-1]

@@ -89,7 +89,6 @@ class DigestDesk:
         return self._incompatible.get((replica, rank, digest))
 
     def _keep(self, finding: Finding) -> None:
-        """Add a finding to those of its rank, of which there is one a namespace."""
         origin = finding.origin
         self._incompatible[origin.replica, origin.rank, finding.prefix_digest] = finding
         if len(self._incompatible) > _INCOMPATIBLE_MAX:

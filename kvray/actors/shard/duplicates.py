@@ -55,12 +55,7 @@ class Duplicates:
         self._work: asyncio.Future[Any] | None = None
 
     def tick(self, now: float, *, free_share: float) -> None:
-        """Ask when it is time; called often.
-
-        Args:
-            now: monotonic seconds.
-            free_share: as for `Retention.ask`.
-        """
+        """Ask when it is time; called often. `free_share` is as for `Retention.ask`."""
         num_shards = self._num_shards()
         is_busy = self._round is not None and not self._round.done()
         if num_shards > 1 and now >= self._due_at and not is_busy:
@@ -97,12 +92,9 @@ class Duplicates:
 def are_duplicates(names: Array, parts: Array, runs: Sequence[Run], shard: str) -> Array:
     """Return a mask of the blocks that another shard keeps, so that `shard` need not.
 
-    Args:
-        names: u64 [num_blocks, 4], uniform. Blocks of equal names are kept by the same shard, if
-            it has them.
-        parts: i8 [num_blocks], the part of each block.
-        runs: the holders of the blocks, from `Index.locate`.
-        shard: a holder of all of them, whether or not `runs` say so yet.
+    `names` are u64 [num_blocks, 4] and uniform: of equal names the same shard keeps all blocks that
+    it has. `parts` are i8 [num_blocks]. `runs` has the holders, from `Index.locate`; `shard` holds
+    all blocks, whether or not `runs` say so yet.
     """
     kept_elsewhere = np.zeros(len(names), dtype=bool)
     highest = int(parts.max(initial=0))
@@ -119,7 +111,6 @@ def are_duplicates(names: Array, parts: Array, runs: Sequence[Run], shard: str) 
 
 
 def _by_holders(runs: Sequence[Run]) -> Iterator[tuple[Mapping[str, int], Array]]:
-    """Yield each set of holders with the rows of its blocks."""
     numbers: dict[frozenset[tuple[str, int]], int] = {}
     which = [numbers.setdefault(frozenset(run.holders.items()), len(numbers)) for run in runs]
     lengths = np.diff([0, *(run.stop for run in runs)])

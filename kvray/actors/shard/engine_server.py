@@ -147,7 +147,6 @@ class EngineServer:
             self._stop_listening(before)
 
     def _has_path(self) -> bool:
-        """Return whether the path still names our socket."""
         try:
             return self._bound is not None and os.path.samestat(self._bound, os.stat(self._path))
         except OSError:
@@ -255,7 +254,6 @@ class EngineServer:
                 client.transport.abort()
 
     async def _receive(self, reader: asyncio.StreamReader, client: _Client) -> bytes:
-        """Return the next frame's body."""
         head = reader.readexactly(wire.LENGTH.size)
         if not client.is_known:
             length = wire.body_length(await asyncio.wait_for(head, _FRAME_S))

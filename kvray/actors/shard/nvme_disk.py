@@ -65,12 +65,10 @@ class NvmeDisk:
         self._is_closing = False
 
     async def open(self, stopping: asyncio.Event, *, is_restart: bool) -> None:
-        """Open the tier; `tick` tries a disk again that fails or hangs.
+        """Open the tier until `stopping` is set; `tick` tries a disk again that fails or hangs.
 
-        Args:
-            stopping: ends the wait once it is set.
-            is_restart: whether the shard served with these settings before. A directory that is
-                missing now is then a disk that is out.
+        At a restart, where the shard served with these settings before, a directory that is missing
+        now is a disk that is out.
 
         Raises:
             ConfigError: the directory or the sizes cannot be used.
@@ -152,7 +150,6 @@ class NvmeDisk:
         self._work = asyncio.get_running_loop().run_in_executor(None, self._open)
 
     def _open(self) -> NvmeTier | None:
-        """Open the tier, in a thread."""
         directory = self._settings.directory
         with device_errors(directory, "looked at"):
             root = os.stat("/").st_dev
@@ -227,7 +224,6 @@ class NvmeDisk:
 
 
 def _closed(tier: NvmeTier) -> None:
-    """Close a tier; return None in its place."""
     tier.close()
 
 

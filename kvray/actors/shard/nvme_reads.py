@@ -146,7 +146,6 @@ class NvmeReads:
         raise TransferTimeout(f"{self._directory} did not give all blocks in time.")
 
     def _heard(self, brought: Brought) -> Brought:
-        """Note how a read ended."""
         self._answers()
         is_bad = brought.num_unreadable and not brought.num_blocks
         self._num_bad_reads = self._num_bad_reads + 1 if is_bad else 0

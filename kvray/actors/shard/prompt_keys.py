@@ -25,16 +25,15 @@ def prompt_keys(
 ) -> list[BlockKey]:
     """Return the keys of a prompt's full blocks.
 
-    Its engine computes the last token itself, so it has no use for a block that ends with it; but
-    a prompt may be the beginning of others.
+    Its engine computes the last token itself, so it has no use for a block that ends with it; but a
+    prompt may be the beginning of others.
 
     Args:
         reader: a rank of the replica that the prompt is for.
         tokens: the prompt's token ids, little-endian int32 end to end.
         salt: the request's cache salt.
         lora: path of the request's adapter, as the engine is given it and as this node has it.
-        media: for each item its position and its digest, as the connector gives them to
-            `kvray.identity.keys.MediaItem`.
+        media: position and digest of each item, as in `kvray.identity.keys.MediaItem`.
         tenants: derives salts with the secret of this node, if it has one.
 
     Raises:

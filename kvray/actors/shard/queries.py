@@ -152,11 +152,9 @@ class Queries:
         return Prompt(keys=b"".join(keys), namespace=reader.namespace, prefix_digest=digest)
 
     def contents(self, namespace: str | None, hottest: int) -> dict[str, Any]:
-        """Return the sizes of each namespace in the tiers and, of one, its most used prefixes.
+        """Return the sizes of each namespace in the tiers and, of one, its `hottest` prefixes.
 
-        Args:
-            namespace: the first 8 hex digits of its digest; None: no prefixes.
-            hottest: how many prefixes.
+        That one is named by the first 8 hex digits of its digest; None: no prefixes.
         """
         serving = self._serving()
         tables, nvme = serving.owner.arena.tables, serving.nvme
@@ -181,7 +179,6 @@ class Queries:
 
 
 def _num_parts(tiers: Sequence[Tables], packed: Array) -> Array:
-    """Return how many parts of each block some tier has."""
     counts = np.zeros(len(packed), dtype=np.int64)
     known = [np.unique(tables.slot_part[tables.slot_state == READY]) for tables in tiers]
     for part in np.unique(np.concatenate(known)).tolist():

@@ -52,10 +52,7 @@ class RequestLog:
     ) -> list[tuple[str, int, bytes]]:
         """Return (replica, rank, packed note) of up to `last` requests, the latest first.
 
-        Args:
-            replica: whose; None: of all.
-            request_id: which; None: any.
-            last: how many at most.
+        Without `replica` or `request_id` all count.
         """
         found = []
         for name, rank, number in self._keys(replica, request_id):

@@ -158,7 +158,6 @@ class Serving:
             self._auditing = loop.run_in_executor(None, self._timed_audit)
 
     def _timed_audit(self) -> dict[str, int]:
-        """Look, and have the next look wait."""
         began = time.monotonic()
         try:
             return self.owner.audit()

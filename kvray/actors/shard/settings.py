@@ -72,7 +72,6 @@ def _quotas(config: KVRayConfig) -> dict[str, int]:
 
 
 def _nvme(config: KVRayConfig) -> NvmeSettings | None:
-    """Return what the NVMe tier needs to know; its smallest slot is the arena's."""
     nvme = config.nvme
     if config.nvme_dir is None:
         return None

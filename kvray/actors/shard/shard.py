@@ -104,11 +104,9 @@ class Shard:
     def stop(self, *, retire: bool, timeout_s: float, flush: bool = False) -> None:
         """End the shard. Twice is fine.
 
-        Args:
-            retire: whether its arena and files go too.
-            timeout_s: how long it may take, beside the flush.
-            flush: whether to write blocks that are only in memory to disk before, for the time that
-                the NVMe tier's settings allow; `status` shows the progress.
+        With `retire` its arena and files go too. With `flush` blocks that are only in memory are
+        written to disk before, for the time that the NVMe tier's settings allow, which `timeout_s`
+        does not include; `status` shows the progress.
 
         Raises:
             ShardUnavailable: it has not ended in time.
@@ -343,10 +341,7 @@ class Shard:
 def _what_is_lost(arena: Arena, path: Path, mapped: os.stat_result) -> str:
     """Return which file of a served arena can no longer be opened, in a sentence; empty: none.
 
-    Args:
-        arena: that one.
-        path: of its file.
-        mapped: what that was when the arena was mapped.
+    `mapped` says what the file at `path` was when the arena was mapped.
     """
     try:
         if not os.path.samestat(mapped, path.stat()):

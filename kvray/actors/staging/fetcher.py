@@ -78,11 +78,9 @@ class Fetcher:
         self._by_transport: dict[str, Counter[str]] = {}
 
     def may_ask(self, others: set[str], failed: frozenset[str]) -> dict[str, Peer]:
-        """Return the sources that may be asked now: the disk as `NVME`, and some of `others`.
+        """Return the sources that may be asked now: the disk as `NVME`, and some shards.
 
-        Args:
-            others: shards.
-            failed: movers that are not to be asked.
+        They are among the shards `others`. `failed` names movers that are not to be asked.
         """
         peers = self._peers.may_ask(others, without=failed)
         nvme = self._nvme()
@@ -105,10 +103,8 @@ class Fetcher:
     ) -> Fetch:
         """Start to fetch the first of `steps`, as many as one order takes.
 
-        Args:
-            keys: of the whole prefix.
-            steps: of a plan; none of their blocks is in flight.
-            windowed: parts of which a block is useful without the one before it.
+        None of their blocks is in flight. `windowed` are the parts of which a block is useful
+        without the one before it.
         """
         is_own = steps[0].shard == NVME
         # Disk and mover work one after the other: a child needs its parent.
@@ -159,7 +155,6 @@ class Fetcher:
         spans: Spans,
         until: float,
     ) -> None:
-        """Have one order carried out, if there is time left."""
         left_s = until - time.monotonic()
         if left_s > 0:
             fetch.report = await carry_out(FetchOrder(spans=spans, deadline_s=left_s))

@@ -45,13 +45,10 @@ class Fetch:
     def arrived(
         self, keys: Sequence[BlockKey], transport_of: Callable[[str], str]
     ) -> Iterator[tuple[FetchStep, str]]:
-        """Yield the steps that brought blocks of `keys`, and their transports.
+        """Yield the steps that brought blocks of a prefix, all here now, and their transports.
 
         Without a report every step counts: the blocks may be committed before the mover says so.
-
-        Args:
-            keys: a prefix whose blocks are all here.
-            transport_of: returns the transport by which a shard gave blocks last, or an empty text.
+        Then `transport_of` gives the transport by which a shard gave blocks last, or an empty text.
         """
         # Keys are chained: two prefixes with one key in common share all before it.
         shared = bisect.bisect_left(
@@ -110,12 +107,9 @@ class FetchesInFlight:
 def arrivals_by(
     fetches: Sequence[Fetch], keys: Sequence[BlockKey], transport_of: Callable[[str], str]
 ) -> Arrivals:
-    """Return how the blocks of `keys`, all here now, came; those in no fetch were here before.
+    """Return how the blocks of a prefix, all here now, came by the `fetches` of a stage.
 
-    Args:
-        fetches: of the stage.
-        keys: a prefix.
-        transport_of: as for `Fetch.arrived`.
+    Blocks in no fetch were here before.
     """
     if not fetches:
         return ()
@@ -141,13 +135,7 @@ def first_steps(steps: Sequence[FetchStep]) -> list[FetchStep]:
 def spans_of(
     keys: Sequence[BlockKey], steps: Iterable[FetchStep], windowed: frozenset[int]
 ) -> Iterator[Span]:
-    """Yield the spans of a mover's order.
-
-    Args:
-        keys: of the whole prefix.
-        steps: what to fetch.
-        windowed: parts of which a block is useful without the one before it.
-    """
+    """Yield the spans of a mover's order to fetch `steps` of a prefix."""
     for step in steps:
         yield Span(
             source=mover_of(step.shard),

@@ -67,9 +67,7 @@ class Peers:
     def tick(self, now: float, *, num_shards: int) -> None:
         """Ping and connect where that is due; called often, waits for nothing.
 
-        Args:
-            now: monotonic seconds.
-            num_shards: live shards of the tier, this one included; 0 if that is not known.
+        `num_shards` counts the live shards of the tier, this one included; 0: not known.
         """
         for name in list(self._breakers):
             self._state(name)  # which pings those whose pause is over
@@ -148,16 +146,10 @@ class Peers:
         self._homes.pop(replica, None)
 
     async def call(self, actor: str, method: str, *args: Any, work_s: float = 0.0) -> Any:
-        """Call an actor if it may be called now.
+        """Call an actor if it may be called now; the deadline is `work_s + call_timeout_s`.
 
         A caller in a hurry stops waiting but lets the call go on. Otherwise hurried calls alone
         would never find out that a peer does not answer.
-
-        Args:
-            actor: its name.
-            method: what to call.
-            args: its arguments.
-            work_s: how long the other side may work; the deadline is `call_timeout_s` later.
 
         Raises:
             ShardUnavailable: no answer in time, or it is left alone after a failure.
@@ -216,11 +208,8 @@ class Peers:
     def may_ask(self, shards: Iterable[str], *, without: frozenset[str]) -> dict[str, Peer]:
         """Return those of `shards` that may be asked for blocks now, with their rates.
 
-        Each shard has them in another order, so that not all fetch a popular block from one.
-
-        Args:
-            shards: names of shards.
-            without: movers to leave out.
+        Each shard has them in another order, so that not all fetch a popular block from one. Shards
+        whose movers are in `without` are left out.
         """
         found = {}
         for shard in sorted(shards, key=lambda name: (name < self.shard, name)):

@@ -125,15 +125,10 @@ class ReplicaStager:
         return answer
 
     async def prefetch(self, replica: str, rank: int, keys: bytes) -> dict[str, Any]:
-        """Stage `keys` for all ranks, within `deadline_s`.
-
-        Args:
-            replica: its name.
-            rank: one of its ranks that is registered here.
-            keys: end to end, of a prompt's blocks from its root.
+        """Stage `keys` for all ranks of a replica, one of which, `rank`, is registered here.
 
         Returns:
-            num_blocks that are here now, reason, and num_staged that were not here before.
+            num_blocks that are here within `deadline_s`, reason, and num_staged that were not here before.
 
         Raises:
             ConfigError: no such rank is registered.
@@ -169,15 +164,9 @@ class ReplicaStager:
         verify_from: int | None,
         *keys: bytes,
     ) -> dict[str, Any]:
-        """Stage `keys` for `ranks`, all registered here; answer after `wait_s` at most.
+        """Stage for `ranks` of a leader elsewhere; all of them are registered here.
 
-        Args:
-            replica: the one whose leader asks.
-            ranks: those to stage for.
-            wait_s: longest time that it takes.
-            tokens_per_s: as for `stage`.
-            verify_from: the first block that is checked before it counts; None: none is.
-            keys: end to end, in as many pieces as it takes.
+        The arguments are those of `stage`; `keys` come in as many pieces as it takes.
 
         Returns:
             num_blocks and reason, as in `Staged`.

@@ -119,13 +119,7 @@ class Replicas:
         self._namespaces: dict[str, Namespace] = {}
 
     def register(self, connection: int, replica: str, rank: int, reads: Namespace | Reader) -> None:
-        """Enter the rank of a `connection`.
-
-        Args:
-            connection: number of the connection.
-            replica: name of its replica.
-            rank: its number there.
-            reads: its namespace, or how it reads.
+        """Enter the rank of a connection, with its namespace or how it reads.
 
         Raises:
             ConfigError: the name is invalid, or the namespace has fields of wrong types.

@@ -12,9 +12,7 @@ from kvray.index import Run
 def runs_of(holder: str, masks: Mapping[int, Mask]) -> list[Run]:
     """Return the runs of the blocks that one holder has.
 
-    Args:
-        holder: its name.
-        masks: part -> mask of the prefix's blocks that it has; all of equal length.
+    The `masks` by part, all of equal length, say which of the prefix's blocks those are.
     """
     length = max((len(mask) for mask in masks.values()), default=0)
     if not any(mask.any() for mask in masks.values()):
@@ -39,6 +37,5 @@ def merged(one: Sequence[Run], other: Sequence[Run]) -> list[Run]:
 
 
 def _holders(runs: Sequence[Run], stop: int) -> Mapping[str, int]:
-    """Return the holders of the block before `stop`."""
     at = bisect.bisect_left(runs, stop, key=lambda run: run.stop)
     return runs[at].holders if at < len(runs) else {}

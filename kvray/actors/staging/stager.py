@@ -184,12 +184,7 @@ class Stager:
         }
 
     async def _stage(self, prefix: Prefix, fetches: list[Fetch]) -> StageReason:
-        """Fetch the missing blocks of `prefix`; return why not all are here.
-
-        Args:
-            prefix: the blocks to stage.
-            fetches: gets the fetches that this stage waited for.
-        """
+        """Add the fetches for missing blocks to `fetches`; return why not all blocks are here."""
         try:
             stage = self._fetch_in_turns(prefix, fetches)
             return await asyncio.wait_for(stage, self._settings.deadline_s)
@@ -273,7 +268,6 @@ class Stager:
 
 
 def _others(runs: Sequence[Run], own: str) -> set[str]:
-    """Return the shards in `runs` but the own one."""
     # Runs are many, different sets of holders are few.
     different = {id(run.holders): run.holders for run in runs}
     return {shard for holders in different.values() for shard in holders} - {own, NVME}

@@ -39,11 +39,7 @@ class Verifier:
     async def sound(self, prefix: Prefix, staged: Staged, first: int, *, until: float) -> Staged:
         """Return the part of `staged` that proves sound in time; a bad block is quarantined.
 
-        Args:
-            prefix: the blocks that were asked for.
-            staged: how many of them are here.
-            first: leading blocks that no rank will load.
-            until: when the answer is due.
+        No rank will load the `first` blocks.
         """
         if staged.num_blocks <= first:
             return staged
