@@ -82,10 +82,10 @@ class ActorRequests:
         Raises:
             ShardUnavailable: the shard is not serving, or does not answer in time.
         """
-        nvme = self._serving().nvme
+        nvme = self._serving().eviction.nvme
         if nvme is None:
             return 0
-        report = self._loop.wait(nvme.promote(order), order.deadline_s + ANSWER_S)
+        report = self._loop.wait(nvme.reads.promote(order), order.deadline_s + ANSWER_S)
         return sum(source.num_blocks for source in report.sources.values())
 
     def stage_ranks(

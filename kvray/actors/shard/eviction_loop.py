@@ -7,11 +7,10 @@ import numpy as np
 
 from kvray.actors.shard.duplicates import Duplicates
 from kvray.actors.shard.nvme_disk import NvmeDisk
-from kvray.actors.shard.nvme_tier import NvmeSettings, NvmeTier
+from kvray.actors.shard.nvme_tier import NvmeTier
+from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.staging.ask import Ask
 from kvray.store import ArenaOwner
-from kvray.store.demoter import Progress
-from kvray.store.nvme import NvmeStore
 from kvray.store.retention import Retention
 from kvray.store.use_counts import UseCounts
 
@@ -25,50 +24,31 @@ class EvictionLoop:
     def __init__(
         self,
         owner: ArenaOwner,
+        settings: ShardSettings,
         *,
-        free_target: float,
-        policy: str,
-        admission: str,
         shard: str,
         ask: Ask,
         num_shards: Callable[[], int],
     ) -> None:
-        self._shard = shard
-        self.disk: NvmeDisk | None = None
-        """None: the node is to keep nothing on disk."""
         self._owner = owner
-        self._free_target = free_target
-        self._retention = Retention(owner.arena, policy, admission)
+        self._free_target = settings.free_target
+        self._retention = Retention(owner.arena, settings.policy, settings.admission)
         self._round: asyncio.Future[None] | None = None
         self._duplicates = Duplicates(self._retention, shard=shard, ask=ask, num_shards=num_shards)
-        self._free_share = free_target + _AHEAD_SHARE
+        self._free_share = settings.free_target + _AHEAD_SHARE
         """Below this free share, blocks may soon be evicted or written to disk."""
-
-    async def open_nvme(
-        self, settings: NvmeSettings, stopping: asyncio.Event, *, is_restart: bool
-    ) -> None:
-        """Keep blocks on disk too; see `NvmeDisk.open`.
-
-        Raises:
-            ConfigError: as there.
-        """
-        owner = self._owner
-        self.disk = NvmeDisk(
-            owner.arena, self._retention, settings, owner.history, shard=self._shard
-        )
-        self._free_share = max(self._free_share, 1.0 - settings.high_watermark)
-        await self.disk.open(stopping, is_restart=is_restart)
+        self.disk: NvmeDisk | None = None
+        """None: the node is to keep nothing on disk."""
+        if settings.nvme is not None:
+            self.disk = NvmeDisk(
+                owner.arena, self._retention, settings.nvme, owner.history, shard=shard
+            )
+            self._free_share = max(self._free_share, 1.0 - settings.nvme.high_watermark)
 
     @property
     def nvme(self) -> NvmeTier | None:
         """The tier below the arena, if there is one and its disk works now."""
         return None if self.disk is None else self.disk.tier
-
-    @property
-    def store(self) -> NvmeStore | None:
-        """The blocks on disk, if there is an NVMe tier."""
-        nvme = self.nvme
-        return None if nvme is None else nvme.store
 
     @property
     def uses(self) -> UseCounts:
@@ -97,11 +77,6 @@ class EvictionLoop:
         if self.disk is not None:
             self.disk.tick(now)
 
-    async def flush(self, progress: Progress) -> None:
-        """Write blocks that are only in memory to disk, as far as the settings allow."""
-        if self.disk is not None:
-            await self.disk.flush(progress)
-
     async def close(self) -> None:
         """End the current round. Twice is fine."""
         await self._duplicates.close()
@@ -111,8 +86,8 @@ class EvictionLoop:
             await self.disk.close()
 
     def _keep(self) -> None:
-        self._retention.observe()
         retention = self._retention
+        retention.observe()
         self._owner.evict_ahead(
             self._free_target, retention.rank, are_duplicates=retention.are_duplicates
         )

@@ -16,7 +16,7 @@ from kvray.actors.shard.nvme_tier import NvmeSettings, NvmeTier
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable, TierError
 from kvray.store import Arena
 from kvray.store.arena.block_history import BlockHistory
-from kvray.store.demoter import DemotionCounts, Progress
+from kvray.store.demoter import DemotionCounts
 from kvray.store.nvme import NvmeStats
 from kvray.store.nvme.disk import device_errors
 from kvray.store.retention import Retention
@@ -101,11 +101,6 @@ class NvmeDisk:
             self._let_go(self.tier, failure, now)
         else:
             self.tier.tick(now)
-
-    async def flush(self, progress: Progress) -> None:
-        """Flush the tier, if the disk works; as `NvmeTier.flush`."""
-        if self.tier is not None:
-            await self.tier.flush(progress)
 
     async def close(self) -> None:
         """Close the tier, as far as the device answers. Twice is fine."""

@@ -7,6 +7,7 @@ waits for one that hangs.
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -14,11 +15,15 @@ from random import Random
 from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport, Span
 from kvray.actors.staging.plan import Peer
 from kvray.actors.staging.rates import Rates
+from kvray.actors.staging.runs import runs_of
 from kvray.breaker import Breaker
 from kvray.errors import KVRayError, TransferTimeout
 from kvray.identity.block import BlockKey, split_keys
+from kvray.index import Run
 from kvray.store import Arena
-from kvray.store.promoter import Brought, Promoter
+from kvray.store.arena import key_index
+from kvray.store.nvme import NvmeStore
+from kvray.store.promoter import Brought, Promoted, Promoter
 from kvray.trace.arrival import NVME
 
 _log = logging.getLogger("kvray.shard")
@@ -33,11 +38,18 @@ class NvmeReads:
     """Reads blocks of one store into the arena."""
 
     def __init__(
-        self, arena: Arena, promoter: Promoter, directory: Path, *, reads_max: int
+        self,
+        arena: Arena,
+        store: NvmeStore,
+        promoted: Promoted,
+        *,
+        directory: Path,
+        reads_max: int,
     ) -> None:
         """Read at most `reads_max` spans at once; `directory` is for messages."""
         self._arena = arena
-        self._promoter = promoter
+        self._store = store
+        self._promoter = Promoter(arena, store, promoted)
         self._directory = directory
         self._reads_max = reads_max
         self._readers = ThreadPoolExecutor(reads_max, "kvray-promote")
@@ -65,6 +77,11 @@ class NvmeReads:
         if self.failure or state == "open":
             return False
         return state == "closed" or self._num_reading() < self._reads_max
+
+    def runs(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> list[Run]:
+        """Return which of `keys` the store has, as held by `NVME`."""
+        packed = key_index.pack_keys(keys)
+        return runs_of(NVME, {part: self._store.present(packed, part) for part in parts})
 
     def peer(self) -> Peer:
         """Return how fast the disk has been lately."""

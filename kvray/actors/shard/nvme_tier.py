@@ -9,25 +9,21 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvray.actors.mover.orders import FetchOrder, FetchReport
 from kvray.actors.shard.nvme_reads import NvmeReads
-from kvray.actors.staging.plan import Peer
-from kvray.actors.staging.runs import runs_of
 from kvray.config import exact_size, format_size
 from kvray.errors import KVRayError, TierError
-from kvray.identity.block import BlockKey
-from kvray.index import Run
 from kvray.store import Arena
-from kvray.store.arena import block_history, key_index
+from kvray.store.arena import block_history
 from kvray.store.arena.block_history import BlockHistory
 from kvray.store.arena.figures import by_namespace
 from kvray.store.arena.layout import READY
@@ -36,9 +32,7 @@ from kvray.store.nvme import NvmeSpec, NvmeStore
 from kvray.store.nvme.budget import WriteBudget
 from kvray.store.nvme.disk import device_errors
 from kvray.store.nvme.record import SegmentShape
-from kvray.store.promoter import Promoter
 from kvray.store.retention import Retention
-from kvray.trace.arrival import NVME
 
 _log = logging.getLogger("kvray.shard")
 
@@ -97,10 +91,11 @@ class NvmeTier:
             budget=self._budget,
             retention=retention,
         )
-        self._reads = NvmeReads(
+        self.reads = NvmeReads(
             arena,
-            Promoter(arena, self.store, retention.promoted),
-            settings.directory,
+            self.store,
+            retention.promoted,
+            directory=settings.directory,
             reads_max=settings.reads_max,
         )
         self._writer = ThreadPoolExecutor(1, "kvray-demote")
@@ -114,25 +109,12 @@ class NvmeTier:
     @property
     def failure(self) -> str:
         """Why the device cannot be used any more; empty while it can."""
-        return self._reads.failure
+        return self.reads.failure
 
     @property
     def may_have_blocks(self) -> bool:
         """Whether it has, or had, any blocks."""
         return bool(self.store.report.blocks or self._demoter.counts.demoted_blocks)
-
-    def runs(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> list[Run]:
-        """Return which of `keys` it has, as held by `NVME`."""
-        packed = key_index.pack_keys(keys)
-        return runs_of(NVME, {part: self.store.present(packed, part) for part in parts})
-
-    def may_ask(self, now: float) -> bool:
-        """Return whether the disk may be read now; not while it is hung."""
-        return not self.failure and self._reads.may_ask(now)
-
-    def peer(self) -> Peer:
-        """Return how fast the disk has been lately."""
-        return self._reads.peer()
 
     def status(self) -> dict[str, Any]:
         """Return figures for people; from any thread."""
@@ -142,8 +124,8 @@ class NvmeTier:
             **asdict(self.store.stats()),
             "namespaces": by_namespace(self.store.tables),
             **asdict(self._demoter.counts),
-            "promoted_blocks": self._reads.num_blocks,
-            "promoted_bytes": self._reads.num_bytes,
+            "promoted_blocks": self.reads.num_blocks,
+            "promoted_bytes": self.reads.num_bytes,
             "write_budget_bytes": self._budget.available(time.time()),
             "recovered_blocks": self.store.report.blocks,
             "recovery_s": self._recovery_s,
@@ -153,32 +135,26 @@ class NvmeTier:
 
     def _message(self, now: float) -> str:
         """Return why blocks are not read or written, if they are not."""
-        if reason := self.failure or self._reads.error:
+        if reason := self.failure or self.reads.error:
             return reason
         writing, for_s = self._writing, now - self._writing_since
         if writing is None or writing.done() or for_s < _HUNG_S:
             return ""
         return f"{self._settings.directory} has not answered a write for {for_s:.0f} s."
 
-    async def promote(self, order: FetchOrder) -> FetchReport:
-        """Read blocks into the arena; raises nothing: blocks that do not come are a miss."""
-        return await self._reads.promote(order)
-
     # -- writing ------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Go on writing the blocks that leave the arena next; called often."""
-        self._reads.tick()
+        self.reads.tick()
         if self._writing is not None:
             if not self._writing.done():
                 return
             ended, self._writing = self._writing, None
             self._look_at = now if self._take(ended) else now + _IDLE_S
         if now >= self._look_at and not self.failure:
-            self._writing, self._writing_since = (
-                self._writer.submit(self._demoter.demote_ahead),
-                now,
-            )
+            self._writing = self._writer.submit(self._demoter.demote_ahead)
+            self._writing_since = now
 
     async def flush(self, progress: Progress) -> None:
         """Write the blocks that it lacks, the last used first, for `flush_s` at most.
@@ -190,7 +166,8 @@ class NvmeTier:
         until = time.monotonic() + self._settings.flush_s
         counts, seen = self._demoter.counts, -1
         try:
-            work = asyncio.wrap_future(self._writer.submit(self._flush, until, progress))
+            flush = partial(self._demoter.flush, until=until, progress=progress)
+            work = asyncio.wrap_future(self._writer.submit(flush))
             while not work.done() and seen != counts.demoted_bytes:
                 seen = counts.demoted_bytes
                 await asyncio.wait({work}, timeout=_HUNG_S)
@@ -201,9 +178,6 @@ class NvmeTier:
                 _log.error("%s does not answer; it is not flushed", self._settings.directory)
         except (KVRayError, RuntimeError) as error:
             _log.error("The NVMe tier could not be flushed: %s", str(error))
-
-    def _flush(self, until: float, progress: Progress) -> int:
-        return self._demoter.flush(until=until, progress=progress)
 
     def clear(self, timeout_s: float) -> int:
         """Evict every block; return how many. From any thread but the loop's.
@@ -240,7 +214,7 @@ class NvmeTier:
         if not isinstance(error, KVRayError):
             raise error
         if isinstance(error, TierError):
-            self._reads.failure = str(error)  # a device that refuses writes is not read either
+            self.reads.failure = str(error)  # a device that refuses writes is not read either
         if str(error) != self._said:  # log it once, however often it is tried
             self._said = str(error)
             # As text: the error's traceback would keep the arena mapped.
@@ -256,7 +230,7 @@ class NvmeTier:
         with contextlib.suppress(KVRayError):
             self._demoter.close()
         self.store.close()  # reads under way end with their piece
-        self._reads.close()
+        self.reads.close()
 
 
 def _remarks(settings: NvmeSettings) -> Iterator[str]:

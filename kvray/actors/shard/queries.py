@@ -116,7 +116,7 @@ class Queries:
             ShardUnavailable: the shard does not serve.
         """
         serving = self._serving()
-        owner, nvme = serving.owner, serving.nvme
+        owner, nvme = serving.owner, serving.eviction.nvme
         packed = key_index.pack_keys(keys_of(keys, keys_max=KEYS_MAX))
         gone = owner.history.of(packed[:, 0], before=before)
         return Whereabouts(
@@ -157,7 +157,7 @@ class Queries:
         That one is named by the first 8 hex digits of its digest; None: no prefixes.
         """
         serving = self._serving()
-        tables, nvme = serving.owner.arena.tables, serving.nvme
+        tables, nvme = serving.owner.arena.tables, serving.eviction.nvme
         found: dict[int, dict[str, int]] = {}
         for tier, held in (("host", tables), ("nvme", nvme.store.tables if nvme else None)):
             for number, (blocks, size) in quotas.used(held).items() if held is not None else ():

@@ -9,9 +9,7 @@ from typing import Any
 from kvray import __version__
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.eviction_loop import EvictionLoop
-from kvray.actors.shard.long_leases import LongLeases
 from kvray.actors.shard.loop_thread import pause
-from kvray.actors.shard.nvme_tier import NvmeTier
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.stopped import StoppedHolder
 from kvray.actors.staging.peers import Peers
@@ -19,6 +17,7 @@ from kvray.actors.staging.replica_stager import ReplicaStager
 from kvray.actors.staging.replicas import Replicas
 from kvray.actors.staging.stager import Stager
 from kvray.store import ArenaOwner
+from kvray.store.arena import lease
 from kvray.store.arena.mapped import is_damage
 
 _log = logging.getLogger("kvray.shard")
@@ -55,7 +54,8 @@ class Serving:
         self._replicas = replicas
         self._peers = peers
         self._stopped = StoppedHolder(name, limit_s=settings.stopped_s)
-        self._long_leases = LongLeases(after_s=settings.lease_warn_s)
+        self._long_leases: set[int] = set()
+        """Holders with long leases that were named already."""
         self._sending: asyncio.Future[None] | None = None
         self._auditing: asyncio.Future[dict[str, int]] | None = None
         self._audit_at = 0.0
@@ -67,20 +67,14 @@ class Serving:
             peers,
             settings.staging,
             num_shards=lambda: announcer.num_shards,
-            nvme=lambda: eviction.nvme,
+            nvme=lambda: None if eviction.nvme is None else eviction.nvme.reads,
         )
         self.stager = ReplicaStager(owner.arena, stager, replicas, peers, settings.staging)
 
-    @property
-    def nvme(self) -> NvmeTier | None:
-        """The node's blocks on disk, if it has such a tier and its disk works now."""
-        return self.eviction.nvme
-
     def has_more(self) -> bool:
         """Return whether there may be blocks that are not in the arena but can be staged."""
-        nvme = self.nvme
-        on_disk = nvme is not None and nvme.may_have_blocks
-        return self._announcer.num_shards > 1 or on_disk
+        nvme = self.eviction.nvme
+        return self._announcer.num_shards > 1 or (nvme is not None and nvme.may_have_blocks)
 
     def identity(self) -> dict[str, Any]:
         """Return what engines are told of the shard, see `hello` in `EngineRequests`."""
@@ -186,7 +180,9 @@ class Serving:
                 return False
             self._sending.result()
             self._sending = None
-        if not self._announcer.collect(self.owner, self.eviction.store) and not is_due:
+        nvme = self.eviction.nvme
+        store = None if nvme is None else nvme.store
+        if not self._announcer.collect(self.owner, store) and not is_due:
             return False
         loop = asyncio.get_running_loop()
         self._sending = loop.run_in_executor(None, self._announcer.send, self.epoch)
@@ -197,6 +193,10 @@ class Serving:
         self._replicas.add_up()
         for label in self.owner.bury_dead(limbo_s=self._settings.limbo_s):
             _log.warning("%s: holder %s died; its leases ended", self._name, label)
-        newly = self._long_leases.newly(self.owner.arena, now=time.monotonic())
-        for label, num_slots in newly:
-            _log.warning("%s: holder %s has leased %d slots for long", self._name, label, num_slots)
+        tables = self.owner.arena.tables
+        before = time.monotonic() - self._settings.lease_warn_s
+        long = dict(lease.long_leases(tables, before=before))
+        for row in sorted(long.keys() - self._long_leases):
+            label = bytes(tables.holder_label[row]).decode(errors="replace")
+            _log.warning("%s: holder %s has leased %d slots for long", self._name, label, long[row])
+        self._long_leases = set(long)

@@ -158,7 +158,7 @@ class Shard:
         """
         serving = self._require_serving()
         cleared = self._loop.call(serving.owner.clear, timeout_s)
-        nvme = serving.nvme
+        nvme = serving.eviction.nvme
         return cleared + (0 if nvme is None else nvme.clear(timeout_s))
 
     def _require_serving(self) -> Serving:
@@ -217,16 +217,14 @@ class Shard:
         settings = self._settings
         eviction = EvictionLoop(
             owner,
-            free_target=settings.free_target,
-            policy=settings.policy,
-            admission=settings.admission,
+            settings,
             shard=self.name,
             ask=self._ask,
             num_shards=lambda: self._announcer.num_shards,
         )
         stack.push_async_callback(eviction.close)
-        if settings.nvme is not None:
-            await eviction.open_nvme(settings.nvme, self._stopping, is_restart=self._is_restart)
+        if eviction.disk is not None:
+            await eviction.disk.open(self._stopping, is_restart=self._is_restart)
         serving = Serving(
             self.name,
             settings,
@@ -238,41 +236,35 @@ class Shard:
             peers=Peers(self.name, self._ask, call_timeout_s=settings.staging.call_timeout_s),
         )
         stack.push_async_callback(serving.stager.close)
-        server = self._make_server(access)
+        requests = EngineRequests(
+            self._replicas, self._announcer.desk, self._require_serving, self.queries.requests
+        )
+        path = settings.directory / SOCKET_FILE
+        server = EngineServer(path, requests.handlers(), self._replicas.disconnect, access)
         stack.push_async_callback(server.close)
         await server.start()
         self._serving, self._state, self._lost = serving, {"state": "serving"}, ""
-        path = self._settings.directory / ARENA_FILE
-        mapped = path.stat()
+        arena_path = settings.directory / ARENA_FILE
+        mapped = arena_path.stat()
 
         async def is_there() -> bool:
-            self._lost = _what_is_lost(owner.arena, path, mapped)
+            self._lost = _what_is_lost(owner.arena, arena_path, mapped)
             if not self._lost and not claim.renew():
-                self._lost = f"{path.parent} has another owner now."
+                self._lost = f"{settings.directory} has another owner now."
             if not self._lost:
                 await server.keep_bound()
             return not self._lost
 
         await serving.run(self._stopping, is_there)
         if self._stopping.is_set():
-            if self._flushes:
-                await eviction.flush(self._flushing)
+            if self._flushes and eviction.nvme is not None:
+                await eviction.nvme.flush(self._flushing)
             return
         _log.error("%s: %s It makes a new arena; engines follow.", self.name, self._lost)
         self._serving = None
         self._wait_for(self._lost)
         with contextlib.suppress(OSError):  # some of its files are gone
             owner.retire()
-
-    def _make_server(self, access: Access) -> EngineServer:
-        requests = EngineRequests(
-            self._replicas,
-            self._announcer.desk,
-            self._require_serving,
-            self.queries.requests,
-        )
-        path = self._settings.directory / SOCKET_FILE
-        return EngineServer(path, requests.handlers(), self._replicas.disconnect, access)
 
     async def _become_owner(self, claim: Claim) -> bool:
         """Wait until the directory is ours; False if the shard has to stop before."""

@@ -8,15 +8,14 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any, Protocol
 
 from kvray.actors.mover.orders import FetchOrder, FetchReport, Span
 from kvray.actors.ray_glue.arguments import packed
-from kvray.actors.staging.fetches_in_flight import (
+from kvray.actors.staging.fetch import (
     Fetch,
-    FetchesInFlight,
     first_steps,
     rest_of,
     spans_of,
@@ -72,7 +71,8 @@ class Fetcher:
         self._waiting_max = waiting_max
         self._waiting: Counter[str] = Counter()
         """Source -> stages that wait for it."""
-        self.in_flight = FetchesInFlight()
+        self._by_block: dict[tuple[BlockKey, int], Fetch] = {}
+        """Key and part -> the fetch in flight that brings it; no block is in two."""
         self.tasks: set[asyncio.Task[None]] = set()
         self._counts: Counter[str] = Counter()
         self._by_transport: dict[str, Counter[str]] = {}
@@ -87,6 +87,16 @@ class Fetcher:
         if nvme is not None and mover_of(NVME) not in failed and nvme.may_ask(time.monotonic()):
             peers = {NVME: nvme.peer(), **peers}
         return {name: one for name, one in peers.items() if self._waiting[name] < self._waiting_max}
+
+    def covering(self, keys: Sequence[BlockKey], steps: Iterable[FetchStep]) -> list[Fetch]:
+        """Return the fetches in flight that bring blocks of `steps`."""
+        found = {
+            id(fetch): fetch
+            for step in steps
+            for block in range(step.start, step.stop)
+            if (fetch := self._by_block.get((keys[block], step.part))) is not None
+        }
+        return list(found.values())
 
     @contextlib.contextmanager
     def waiting_for(self, fetches: Sequence[Fetch]) -> Iterator[None]:
@@ -110,7 +120,7 @@ class Fetcher:
         # Disk and mover work one after the other: a child needs its parent.
         alike = takewhile(lambda step: (step.shard == NVME) == is_own, steps)
         fetch = Fetch(keys, first_steps([*alike]))
-        self.in_flight.start(fetch)
+        self._by_block.update(dict.fromkeys(fetch.blocks, fetch))
         spans = tuple(spans_of(keys, fetch.steps, windowed))
         task = asyncio.get_running_loop().create_task(self._fetch(fetch, spans))
         self.tasks.add(task)
@@ -122,14 +132,16 @@ class Fetcher:
         names = ("staged_blocks", "promoted_blocks", "staged_bytes", "corrupt_blocks")
         return {
             **{name: self._counts[name] for name in names},
-            "under_way": len(self.in_flight),
+            "under_way": len(self.tasks),
             "transports": {name: dict(one) for name, one in list(self._by_transport.items())},
         }
 
     def _finish(self, task: "asyncio.Task[None]", fetch: Fetch) -> None:
         # As a callback of the task: one that is cancelled before it begins ends here too.
         self.tasks.discard(task)
-        self.in_flight.finish(fetch)
+        for block in fetch.blocks:
+            self._by_block.pop(block, None)
+        fetch.finished.set()
         if not task.cancelled() and (defect := task.exception()) is not None:
             _log.error("a fetch ended by a defect", exc_info=defect)
 

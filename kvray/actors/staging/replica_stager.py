@@ -76,7 +76,7 @@ class ReplicaStager:
             replica: name of the asking replica.
             rank: the asking rank.
             keys: end to end, of a prompt's blocks from its root.
-            wait_s: longest time that it takes.
+            wait_s: longest time that it takes, in seconds.
             tokens_per_s: the engine's speed at computing the blocks; 0: not known.
             verify_from: the first block that is checked before it counts for ranks on other nodes,
                 which the engine cannot check itself; None: none is.
@@ -97,10 +97,7 @@ class ReplicaStager:
         tokens_per_s = checked(_SECONDS, tokens_per_s, "tokens_per_s")
         verify_from = checked(_PLACE, verify_from, "verify_from")
         unread_tokens = checked(_TOKENS, unread, "unread")
-        leader = self._replicas.reader(replica, rank)
-        if leader is None:
-            raise ConfigError(f"Rank {rank} of {replica!r:.80} has not registered here.")
-        ranks = leader.ranks(rank)
+        ranks = self._ranks_of(replica, rank)
         is_alone = len(self._replicas.readers(replica, ranks)) == len(ranks)
         if unread_tokens and not is_alone:
             self._away.release_unread(replica, unread_tokens)
@@ -108,11 +105,7 @@ class ReplicaStager:
         staged, elsewhere = await self._stage_all(
             replica, ranks, blocks, tokens_per_s, staged_until, verify_from=verify_from
         )
-        answer: dict[str, Any] = {
-            "num_blocks": staged.num_blocks,
-            "reason": staged.reason,
-            "leases": {},
-        }
+        answer: dict[str, Any] = {**_answer(staged), "leases": {}}
         if staged.num_blocks and staged.arrivals:
             answer["arrivals"] = staged.arrivals
         if elsewhere and staged.num_blocks:
@@ -128,32 +121,23 @@ class ReplicaStager:
         """Stage `keys` for all ranks of a replica, one of which, `rank`, is registered here.
 
         Returns:
-            num_blocks that are here within `deadline_s`, reason, and num_staged that were not here before.
+            num_blocks that are here within `deadline_s`; num_staged that were not here before; reason.
 
         Raises:
             ConfigError: no such rank is registered.
         """
-        blocks = keys_of(keys)
-        reader = self._replicas.reader(replica, rank)
-        if reader is None:
-            raise ConfigError(f"Rank {rank} of {replica!r:.80} has not registered here.")
-        ranks = reader.ranks(rank)
+        blocks, ranks = keys_of(keys), self._ranks_of(replica, rank)
         prefix = prefix_for(blocks, self._replicas.readers(replica, ranks).values(), 0.0)
         before = self._stager.num_here(prefix)
         until = time.monotonic() + self._settings.deadline_s
         staged, _ = await self._stage_all(replica, ranks, blocks, 0.0, until)
-        return {
-            "num_blocks": staged.num_blocks,
-            "num_staged": max(0, staged.num_blocks - before),
-            "reason": staged.reason,
-        }
+        return {**_answer(staged), "num_staged": max(0, staged.num_blocks - before)}
 
     def has_ranks_elsewhere(self, replica: str, rank: int) -> bool:
         """Return whether a rank speaks for others that are not registered here."""
         leader = self._replicas.reader(replica, rank)
-        return leader is not None and len(
-            self._replicas.readers(replica, leader.ranks(rank))
-        ) < len(leader.ranks(rank))
+        ranks = [] if leader is None else leader.ranks(rank)
+        return len(self._replicas.readers(replica, ranks)) < len(ranks)
 
     async def stage_here(
         self,
@@ -187,7 +171,7 @@ class ReplicaStager:
         staged = await self._stager.stage(prefix, wait_s=wait_s)
         if first is not None:
             staged = await self._verifier.sound(prefix, staged, first, until=until)
-        return {"num_blocks": staged.num_blocks, "reason": staged.reason}
+        return _answer(staged)
 
     def status(self) -> dict[str, Any]:
         """Return the stager's figures; from any thread."""
@@ -203,6 +187,13 @@ class ReplicaStager:
         await self._away.close()
         await self._verifier.close()
         await self._stager.close()
+
+    def _ranks_of(self, replica: str, rank: int) -> list[int]:
+        """Return the ranks that a rank of this node asks for."""
+        reader = self._replicas.reader(replica, rank)
+        if reader is None:
+            raise ConfigError(f"Rank {rank} of {replica!r:.80} has not registered here.")
+        return reader.ranks(rank)
 
     async def _stage_all(
         self,
@@ -248,6 +239,10 @@ class ReplicaStager:
             replica, ranks, blocks[:num_blocks], tokens_per_s, until, verify_from=verify_from
         )
         return (shortest if again.num_blocks == num_blocks else again), elsewhere
+
+
+def _answer(staged: Staged) -> dict[str, Any]:
+    return {"num_blocks": staged.num_blocks, "reason": staged.reason}
 
 
 def prefix_for(

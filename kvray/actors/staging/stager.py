@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvray.actors.staging.fetch import Fetch, arrivals_by
 from kvray.actors.staging.fetcher import Fetcher, LocalDisk
-from kvray.actors.staging.fetches_in_flight import Fetch, arrivals_by
 from kvray.actors.staging.handovers import Handovers
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.plan import (
@@ -222,7 +222,7 @@ class Stager:
                     return plan.reason
                 # Sources that cannot be asked now may have more.
                 return "too_slow" if is_late else obstacle
-            before = self._fetcher.in_flight.covering(prefix.keys, plan.steps)
+            before = self._fetcher.covering(prefix.keys, plan.steps)
             if before:
                 self._counts["joined"] += not joins
                 fetches += [one for one in before if one not in fetches]

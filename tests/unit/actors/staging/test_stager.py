@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport
 from kvray.actors.ray_glue.arguments import unpacked
 from kvray.actors.staging import stager as stager_module
-from kvray.actors.staging.fetches_in_flight import FETCH_BLOCKS_MAX
+from kvray.actors.staging.fetch import FETCH_BLOCKS_MAX
 from kvray.actors.staging.plan import Peer
 from kvray.actors.staging.stager import Staged, Stager
 from kvray.errors import ShardUnavailable
@@ -141,7 +141,7 @@ def test_parts_come_from_whoever_has_them(play: Callable[..., None]) -> None:
 def test_a_prefix_longer_than_one_fetch_comes_in_several(
     play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvray.actors.staging.fetches_in_flight.FETCH_BLOCKS_MAX", 6)
+    monkeypatch.setattr("kvray.actors.staging.fetch.FETCH_BLOCKS_MAX", 6)
     assert FETCH_BLOCKS_MAX > 6
 
     async def scene(nodes: Nodes, stager: Stager) -> None:

@@ -1,7 +1,8 @@
-"""The fetches that are under way, so that no block is fetched twice at once."""
+"""One fetch of staged blocks: its steps, its orders, and how the blocks came."""
 
 import asyncio
 import bisect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -56,52 +57,18 @@ class Fetch:
             True,
             key=lambda block: keys[block] != self.keys[block],
         )
-        for index, step in enumerate(self.steps):
+        here = self.report.here if self.report is not None else ()
+        for step, num_here in itertools.zip_longest(self.steps, here[: len(self.steps)]):
             is_own = step.shard == NVME
+            stop = min(step.stop, shared)
             if self.report is None:
-                stop = step.stop
                 transport = NVME if is_own else transport_of(step.shard) or HERE
             else:
-                here = self.report.here
-                stop = step.start + (here[index] if index < len(here) else 0)
+                stop = min(stop, step.start + (num_here or 0))
                 source = self.report.sources.get(NVME if is_own else mover_of(step.shard))
                 transport = source.transport if source is not None else ""
-            stop = min(stop, step.stop, shared)
             if stop > step.start and transport:
                 yield replace(step, stop=stop), transport
-
-
-class FetchesInFlight:
-    """The fetches under way, by the blocks they bring; state of the shard's event loop."""
-
-    def __init__(self) -> None:
-        self._by_block: dict[tuple[BlockKey, int], Fetch] = {}
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def covering(self, keys: Sequence[BlockKey], steps: Iterable[FetchStep]) -> list[Fetch]:
-        """Return the fetches that bring blocks of `steps`."""
-        found = {
-            id(fetch): fetch
-            for step in steps
-            for block in range(step.start, step.stop)
-            if (fetch := self._by_block.get((keys[block], step.part))) is not None
-        }
-        return list(found.values())
-
-    def start(self, fetch: Fetch) -> None:
-        """Enter a fetch; none of its blocks is in another one."""
-        self._by_block.update(dict.fromkeys(fetch.blocks, fetch))
-        self._count += 1
-
-    def finish(self, fetch: Fetch) -> None:
-        """Take a fetch out, however it ended, and wake the stages that wait for it."""
-        for block in fetch.blocks:
-            self._by_block.pop(block, None)
-        self._count -= 1
-        fetch.finished.set()
 
 
 def arrivals_by(
