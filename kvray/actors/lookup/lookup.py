@@ -123,12 +123,11 @@ class Lookup:
         self._last[shard] = last
         self._heard[shard] = now
         self._turns.go_on(shard, now, more=announcement.more)
-        findings = self._digests.take(announcement.prefix_digests)
         return Answer(
             lookup_epoch=self.epoch,
             resync=False,
             now_s=now,
-            findings=findings,
+            findings=self._digests.take(announcement.prefix_digests),
             num_shards=len(self._live(now)),
             partial_keys=self._partial_blocks.take(shard, self.index),
         )
@@ -164,21 +163,13 @@ class Lookup:
         return here == (arena_id, epoch, sequence + 1)
 
     def match(self, keys: bytes, num_parts: int, now: float) -> Match:
-        """Match among shards that are not silent, as `Index.match`.
-
-        Raises:
-            ConfigError: as there.
-        """
+        """Match among shards that are not silent, as `Index.match`."""
         self._live(now)
         self._count(keys)
         return self.index.match(keys, num_parts)
 
     def locate(self, keys: bytes, now: float) -> list[Run]:
-        """Locate among shards that are not silent, as `Index.locate`.
-
-        Raises:
-            ConfigError: as there.
-        """
+        """Locate among shards that are not silent, as `Index.locate`."""
         self._live(now)
         self._count(keys)
         return self.index.locate(keys)

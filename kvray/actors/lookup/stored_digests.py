@@ -48,7 +48,7 @@ class StoredDigests:
         """Have room for `digests_max` digests in each of `namespaces_max`."""
         self._namespaces_max = namespaces_max
         self._digests_max = digests_max
-        # Opening -> the replica that stored it last.
+        # Namespace -> digest -> the replica that stored it last.
         self._stored: OrderedDict[Namespace, OrderedDict[bytes, str]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -65,7 +65,9 @@ class StoredDigests:
             origin, digest, num_tokens = note
             if num_tokens == 0:
                 self.add(note)
-            elif (elsewhere := self._elsewhere(origin.namespace, digest)) is not None:
+            elif digest in self._stored.get(origin.namespace, ()):
+                continue
+            elif (elsewhere := self.elsewhere(origin.namespace, digest)) is not None:
                 namespace, replica = elsewhere
                 findings.append(
                     Finding(
@@ -108,9 +110,3 @@ class StoredDigests:
             }
             for digest, replica in digests.items():
                 yield origins[replica], digest, 0
-
-    def _elsewhere(self, namespace: Namespace, digest: bytes) -> tuple[Namespace, str] | None:
-        """Return the likest other namespace with `digest`; None if `namespace` has it."""
-        if digest in self._stored.get(namespace, ()):
-            return None
-        return self.elsewhere(namespace, digest)

@@ -98,54 +98,32 @@ class MoverActor:
 
 
 class RayMovers:
-    """The movers of other nodes, looked up with Ray by name. Thread-safe."""
+    """The movers of other nodes, by name. Thread-safe."""
 
     def __init__(self) -> None:
-        self._handles: dict[str, Any] = {}
+        self._movers: dict[str, RayMover] = {}
         self._lock = threading.Lock()
         # Without Ray's head a look-up never returns; the caller must not hang with it.
         self._lookups = ThreadPoolExecutor(2, "kvray-lookup")
 
     def mover(self, name: str) -> "RayMover":
         """Return the mover of that name; its first call looks it up."""
-        return RayMover(name, self)
-
-    def handle(self, name: str, timeout_s: float) -> Any:
-        """Return a mover's handle.
-
-        Raises:
-            ShardUnavailable: there is none of that name, or Ray does not answer.
-        """
         with self._lock:
-            known = self._handles.get(name)
-        if known is None:
-            try:
-                known = self._lookups.submit(get_actor, name).result(timeout_s)
-            except FutureTimeoutError:
-                raise ShardUnavailable(
-                    f"Ray does not say where {name} is; is its head up?"
-                ) from None
-            with self._lock:
-                self._handles[name] = known
-        return known
+            return self._movers.setdefault(name, RayMover(name, self._lookups))
 
     def retain(self, names: Iterable[str]) -> None:
         """Forget all movers but these."""
         with self._lock:
-            self._handles = {name: self._handles[name] for name in names if name in self._handles}
-
-    def forget(self, name: str) -> None:
-        """Look a mover up again next time: it may have been replaced."""
-        with self._lock:
-            self._handles.pop(name, None)
+            self._movers = {name: self._movers[name] for name in names if name in self._movers}
 
 
 class RayMover:
-    """The mover of another node, as a `RemoteMover`."""
+    """The mover of another node, as a `RemoteMover`: looked up with Ray by name. Thread-safe."""
 
-    def __init__(self, name: str, movers: RayMovers) -> None:
+    def __init__(self, name: str, lookups: ThreadPoolExecutor) -> None:
         self._name = name
-        self._movers = movers
+        self._lookups = lookups
+        self._handle: Any = None
 
     def lease(self, request: LeaseRequest, *, timeout_s: float) -> ReadLease:
         """Lease blocks there."""
@@ -158,15 +136,32 @@ class RayMover:
 
     def release(self, token: int, suspects: bytes, *, timeout_s: float) -> None:
         """End a read lease there."""
-        self._movers.handle(self._name, timeout_s).release.remote(token, suspects)
+        self._found(timeout_s).release.remote(token, suspects)
 
     def _call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        handle = self._movers.handle(self._name, timeout_s)
+        handle = self._found(timeout_s)
         try:
             return call(getattr(handle, method), *args, timeout_s=timeout_s)
         except ShardUnavailable:
-            self._movers.forget(self._name)
+            self._handle = None  # it may have been replaced
             raise
+
+    def _found(self, timeout_s: float) -> Any:
+        """Return the handle.
+
+        Raises:
+            ShardUnavailable: there is none of that name, or Ray does not answer.
+        """
+        handle = self._handle
+        if handle is None:
+            try:
+                handle = self._lookups.submit(get_actor, self._name).result(timeout_s)
+            except FutureTimeoutError:
+                raise ShardUnavailable(
+                    f"Ray does not say where {self._name} is; is its head up?"
+                ) from None
+            self._handle = handle
+        return handle
 
 
 def create_mover(node_id: str, config: KVRayConfig, *, name: str | None = None) -> Any:

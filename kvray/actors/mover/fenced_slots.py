@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from kvray.errors import LeaseExpired, TransportUnavailable
 from kvray.store import Arena, Reservation
@@ -12,12 +11,6 @@ from kvray.transport import Transport
 
 PATIENCE_S = 2.0
 """How long slots stay fenced for the sake of other transfers, which a renewal would end."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Fenced:
-    reservation: Reservation
-    since: float
 
 
 class FencedSlots:
@@ -35,14 +28,15 @@ class FencedSlots:
         self._renewing = threading.Lock()
         self._incarnation = 0
         self._num_transfers = 0
-        self._fenced: list[_Fenced] = []
+        self._fenced: list[tuple[Reservation, float]] = []
+        """With the time since when each is fenced."""
         self.num_slots_total = 0
 
     @property
     def num_slots(self) -> int:
         """Slots that are fenced now."""
         with self._lock:
-            return sum(len(one.reservation.slots) for one in self._fenced)
+            return sum(len(reservation.slots) for reservation, _ in self._fenced)
 
     @property
     def incarnation(self) -> int:
@@ -95,7 +89,7 @@ class FencedSlots:
             with self._lock:
                 if incarnation == self._incarnation:
                     self.num_slots_total += len(reservation.slots)
-                    self._fenced.append(_Fenced(reservation, time.monotonic()))
+                    self._fenced.append((reservation, time.monotonic()))
                     return
         self._arena.abort(reservation)
 
@@ -109,7 +103,7 @@ class FencedSlots:
             with self._lock:
                 if not self._fenced:
                     return
-                waited_s = time.monotonic() - self._fenced[0].since
+                waited_s = time.monotonic() - self._fenced[0][1]
                 if self._num_transfers and waited_s < PATIENCE_S and not at_once:
                     return
             try:
@@ -121,6 +115,6 @@ class FencedSlots:
                 self._num_transfers = 0
                 freed, self._fenced = self._fenced, []
         for one in freed:
-            if not self._arena.abort(one.reservation):
+            if not self._arena.abort(one[0]):
                 with self._lock:
                     self._fenced.append(one)

@@ -136,7 +136,10 @@ class Mover:
                     " staging.fetches_max."
                 )
         except KVRayError as error:
-            return _refused(order, error)
+            report = SourceReport.of(error)
+            return FetchReport(
+                here=(0,) * len(order.spans), sources={one.source: report for one in order.spans}
+            )
         with self._lock:
             self._fetching += 1
             self._num_fetches += bool(order.spans)
@@ -154,27 +157,15 @@ class Mover:
             attached.links.connect(names)
 
     def lease(self, request: LeaseRequest) -> ReadLease:
-        """Lease blocks for the mover of another node; as `ReadLeases.grant`.
-
-        Raises:
-            CapacityError, ShardUnavailable, TransportUnavailable: see there.
-        """
+        """See `ReadLeases.grant`; raises ShardUnavailable without an arena, as do the next two."""
         return self._require().read_leases.grant(request)
 
     def send(self, order: SendOrder) -> Any:
-        """Send a piece of a read lease; as `ReadLeases.send`.
-
-        Raises:
-            LeaseExpired, ShardUnavailable, TransferError: see there.
-        """
+        """See `ReadLeases.send`."""
         return self._require().read_leases.send(order)
 
     def release(self, token: int, suspects: bytes) -> None:
-        """End a read lease; as `ReadLeases.release`.
-
-        Raises:
-            ShardUnavailable: this mover has no arena.
-        """
+        """See `ReadLeases.release`."""
         self._require().read_leases.release(token, suspects)
 
     def status(self) -> dict[str, Any]:
@@ -254,17 +245,3 @@ class Mover:
         """Whether `arena` was retired, or its file removed by hand and another made."""
         path = self._directory / ARENA_FILE
         return arena.retired or (path.exists() and not holds_arena(path, arena.arena_id))
-
-
-def _refused(order: FetchOrder, error: KVRayError) -> FetchReport:
-    report = SourceReport(
-        num_blocks=0,
-        num_bytes=0,
-        seconds=0.0,
-        transport="",
-        error=type(error).__name__,
-        message=str(error),
-    )
-    return FetchReport(
-        here=(0,) * len(order.spans), sources={span.source: report for span in order.spans}
-    )

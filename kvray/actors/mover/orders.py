@@ -1,6 +1,9 @@
 """Orders to movers and their answers: plain values that travel between processes."""
 
 from dataclasses import dataclass, field
+from typing import Any
+
+from kvray.errors import KVRayError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,15 +36,22 @@ class FetchOrder:
 class SourceReport:
     """The result of a fetch from one node."""
 
-    num_blocks: int
-    num_bytes: int
-    seconds: float
-    transport: str
+    num_blocks: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+    transport: str = ""
     corrupt: int = 0
     """Blocks that arrived without their checksum."""
     error: str | None = None
     """Name of the `kvray.errors` class that ended it early."""
     message: str = ""
+
+    @classmethod
+    def of(cls, error: KVRayError | None, **figures: Any) -> "SourceReport":
+        """Return the report of a fetch that `error` has ended early, if it is one."""
+        if error is None:
+            return cls(**figures)
+        return cls(error=type(error).__name__, message=str(error), **figures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

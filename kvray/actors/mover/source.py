@@ -146,12 +146,11 @@ class Source:
 
     def report(self) -> SourceReport:
         """Return its figures."""
-        return SourceReport(
+        return SourceReport.of(
+            self.error,
             num_blocks=self.num_blocks,
             num_bytes=self.num_bytes,
             seconds=max(0.0, self.ended_at - self.began_at),
             transport=self.lease.transport if self.lease else "",
             corrupt=len(self.suspects),
-            error=type(self.error).__name__ if self.error else None,
-            message=str(self.error) if self.error else "",
         )

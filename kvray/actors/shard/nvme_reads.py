@@ -115,13 +115,8 @@ class NvmeReads:
         self.num_blocks += num_blocks
         self.num_bytes += num_bytes
         self._rates.note(NVME, NVME, num_bytes=num_bytes, seconds=seconds, now=time.monotonic())
-        report = SourceReport(
-            num_blocks=num_blocks,
-            num_bytes=num_bytes,
-            seconds=seconds,
-            transport=NVME,
-            error=type(error).__name__ if error else None,
-            message=str(error or ""),
+        report = SourceReport.of(
+            error, num_blocks=num_blocks, num_bytes=num_bytes, seconds=seconds, transport=NVME
         )
         return FetchReport(
             here=tuple(self._here(span) for span in order.spans), sources={NVME: report}

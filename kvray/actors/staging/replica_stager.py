@@ -121,7 +121,7 @@ class ReplicaStager:
         """Stage `keys` for all ranks of a replica, one of which, `rank`, is registered here.
 
         Returns:
-            num_blocks that are here within `deadline_s`; num_staged that were not here before; reason.
+            num_blocks here within `deadline_s`, num_staged that were not here before, and reason.
 
         Raises:
             ConfigError: no such rank is registered.
