@@ -4,6 +4,7 @@ Answers are plain mappings, as `kvray explain --json` prints them; ranges are in
 """
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -116,21 +117,14 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
         for run in state_runs(found):
             start = note.end + run.start * note.step
             stop = min(note.wanted, note.end + run.stop * note.step)
-            ranges.append(
-                {
-                    **_range(start * size, stop * size, "miss"),
-                    **_left(run),
-                    "reason": _reason(asked, run.block),
-                    "places": _places(run.block),
-                }
-            )
+            reason = _reason(asked, run.block)
+            ranges.append(_run_range(run, start * size, stop * size, "miss", reason=reason))
     if note.num_tokens > note.wanted * size:
         ranges.append(_range(note.wanted * size, note.num_tokens, "computed"))
-    missed: dict[str, int] = {}
+    missed: Counter[str] = Counter()
     for one in ranges:
         if one["what"] == "miss":
-            count = one["stop"] - one["start"]
-            missed[one["reason"]] = missed.get(one["reason"], 0) + count
+            missed[one["reason"]] += one["stop"] - one["start"]
     reason = max(missed, key=lambda name: missed[name], default=note.reason)
     return {
         "request_id": note.request_id,
@@ -143,7 +137,7 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
         "tokens_per_block": size,
         "own_tokens": note.first * size,
         "hit_tokens": max(0, note.end - note.first) * size,
-        "missed_tokens": sum(missed.values()),
+        "missed_tokens": missed.total(),
         "reason": reason,
         "stage_s": round(note.stage_s, 6),
         "lease_s": round(note.lease_s, 6),
@@ -189,11 +183,7 @@ def _prompt(
     num_blocks = len(prompt.keys) // KEY_BYTES
     found = block_states(answers, num_blocks, num_parts=namespace.num_parts)
     ranges = [
-        {
-            **_range(run.start * size, run.stop * size, run.block.state),
-            **_left(run),
-            "places": _places(run.block),
-        }
+        _run_range(run, run.start * size, run.stop * size, run.block.state)
         for run in state_runs(found)
     ]
     if num_tokens > num_blocks * size:
@@ -270,21 +260,18 @@ def _range(start: int, stop: int, what: str, **more: Any) -> dict[str, Any]:
     return {"start": start, "stop": stop, "what": what, **more}
 
 
-def _left(run: StateRun) -> dict[str, Any]:
-    """Return when, from where and why blocks left; nothing if they did not."""
+def _run_range(run: StateRun, start: int, stop: int, what: str, **more: Any) -> dict[str, Any]:
+    """Return a range with its places; with when, whence and why its blocks left, if they did."""
     block = run.block
-    if not block.at:
-        return {}
-    return {
-        "left_at": [run.first_at, run.last_at],
-        "left_node": block.node,
-        "left_tier": block.tier,
-        "left_by": block.cause,
-    }
-
-
-def _places(block: BlockState) -> list[dict[str, str]]:
-    return [{"node": shard, "tier": tier} for shard, tier in block.places]
+    if block.at:
+        more |= {
+            "left_at": [run.first_at, run.last_at],
+            "left_node": block.node,
+            "left_tier": block.tier,
+            "left_by": block.cause,
+        }
+    places = [{"node": shard, "tier": tier} for shard, tier in block.places]
+    return _range(start, stop, what, **more, places=places)
 
 
 def _incompatible(

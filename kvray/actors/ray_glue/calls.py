@@ -160,6 +160,29 @@ def mapped_errors() -> Iterator[None]:
         raise ShardUnavailable(f"An actor of the tier is gone ({first_line(error)}).") from None
 
 
+class Nudge:
+    """Calls an actor now and then, and does not wait for its answer.
+
+    A process that could not become the actor it was started for, with a full disk say, counts as
+    running with Ray until somebody calls it: only then does it end, and Ray starts the next.
+    """
+
+    def __init__(self, name: str, *, every_s: float) -> None:
+        self._name = name
+        self._every_s = every_s
+        self._due = 0.0
+        self._answer: Any = None
+
+    def give(self, now: float) -> None:
+        """Call it if it is time, and it has answered the last one."""
+        if now < self._due:
+            return
+        self._due = now + self._every_s
+        with contextlib.suppress(KVRayError), mapped_errors():
+            if self._answer is None or ray.wait([self._answer], timeout=0)[0]:
+                self._answer = get_actor(self._name).ping.remote()
+
+
 def list_actors() -> list[str]:
     """Return the names of the tier's living actors."""
     namespace = current_namespace()

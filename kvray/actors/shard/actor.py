@@ -16,8 +16,7 @@ from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME, shard_name
 from kvray.actors.owner.admin import check_proof, proof_of
 from kvray.actors.ray_glue.arguments import unpacked
 from kvray.actors.ray_glue.async_calls import ActorCalls
-from kvray.actors.ray_glue.calls import create_actor, log_to_stderr, node_labels
-from kvray.actors.ray_glue.nudge import Nudge
+from kvray.actors.ray_glue.calls import Nudge, create_actor, log_to_stderr, node_labels
 from kvray.actors.ray_glue.private import available_resources
 from kvray.actors.shard.lookup_line import LookupLine
 from kvray.actors.shard.queries import Asked, Prompt, Whereabouts

@@ -72,7 +72,8 @@ class Announcer:
         self._sequence = 0
         self._ranks: list[tuple[str, int]] = []
         self._ranks_said: list[tuple[str, int]] | None = None
-        self._num_shards = 0
+        self.num_shards = 0
+        """Live shards of the tier, as the lookup said last; 0 while it does not answer."""
         self._lookup_epoch: str | None = None
         self._is_heard = True
         # An announcement whose answer is still to come, and since when.
@@ -89,11 +90,6 @@ class Announcer:
         self._keys_max = ANNOUNCED_MAX
         # An epoch of the lookup, and by how much its clock is ahead.
         self._lookup_clock: tuple[str, float] | None = None
-
-    @property
-    def num_shards(self) -> int:
-        """Live shards of the tier, as the lookup said last; 0 while it does not answer."""
-        return self._num_shards
 
     def status(self) -> dict[str, Any]:
         """Return how far the lookup is behind; from any thread.
@@ -136,7 +132,8 @@ class Announcer:
                 self._note(gone, False)
                 self._note(come, True)
         is_new = bool(self._pending) or self._owes_end or self._ranks != self._ranks_said
-        return self._can_send() and self._is_heard and (is_new or self._lookup_epoch is None)
+        may_send = self._is_heard and time.monotonic() >= self._send_at
+        return may_send and (is_new or self._lookup_epoch is None)
 
     def _follow(self, owner: ArenaOwner, store: NvmeStore | None) -> None:
         """Look at this arena and this store from now on, should they be others than before."""
@@ -163,7 +160,7 @@ class Announcer:
     def send(self, shard_epoch: int) -> None:
         """Announce what was noted, or just a heartbeat; what fails is sent again later."""
         if self._under_way is None:
-            if not self._can_send():
+            if time.monotonic() < self._send_at:
                 return
             # Never a number twice: one that seems lost may still arrive.
             self._sequence += 1
@@ -173,8 +170,8 @@ class Announcer:
         try:
             answer = self._announce(self._under_way)
             if answer is None and time.monotonic() > self._sent_at + self._patience_s:
-                waited_s, self._patience_s = self._patience_s, 2 * self._patience_s
-                self._patience_s = min(self._patience_s, _PATIENCE_MAX_S)
+                waited_s = self._patience_s
+                self._patience_s = min(2 * waited_s, _PATIENCE_MAX_S)
                 raise ShardUnavailable(f"No answer within {waited_s:.0f} s; see `kvray status`.")
         except KVRayError as error:
             self._give_up(error)
@@ -185,15 +182,12 @@ class Announcer:
         announcement, self._under_way = self._under_way, None
         self._take(announcement, answer)
 
-    def _can_send(self) -> bool:
-        return time.monotonic() >= self._send_at
-
     def _take(self, announcement: Announcement, answer: Answer) -> None:
         """Go on from what the lookup answered, however late."""
         if not self._is_heard:
             _log.info("%s: the lookup answers again", self._shard)
         now = time.monotonic()
-        self._is_heard, self._num_failures, self._num_shards = True, 0, answer.num_shards
+        self._is_heard, self._num_failures, self.num_shards = True, 0, answer.num_shards
         self._patience_s = _PATIENCE_S
         self._lookup_clock = answer.lookup_epoch, answer.now_s - now
         if answer.resync:
@@ -231,7 +225,7 @@ class Announcer:
         if self._is_heard:
             _log.warning("%s: the lookup cannot be told: %s", self._shard, why)
         self._is_heard = False
-        self._num_shards = 0
+        self.num_shards = 0
 
     def _fit_to(self, announcement: Announcement, took_s: float) -> None:
         """Have the next pieces be as large as the lookup takes in a moment."""

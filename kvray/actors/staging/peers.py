@@ -10,13 +10,12 @@ from typing import Any
 
 from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport
 from kvray.actors.names import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX
-from kvray.actors.ray_glue.arguments import in_pieces, packed
+from kvray.actors.ray_glue.arguments import packed
 from kvray.actors.staging.ask import Ask
 from kvray.actors.staging.plan import Peer
 from kvray.actors.staging.rates import Rates
 from kvray.breaker import Breaker
 from kvray.errors import KVRayError, ShardUnavailable, TransferError
-from kvray.index import Run
 
 _HOMES_S = 2.0
 """How long the whereabouts of a replica's ranks count."""
@@ -50,6 +49,7 @@ class Peers:
     ) -> None:
         """An answer that needs no work may take `call_timeout_s`."""
         self.shard = shard
+        self._mover = mover_of(shard)
         self._ask = ask
         self._call_timeout_s = call_timeout_s
         self._now = now
@@ -78,15 +78,6 @@ class Peers:
             self._connect_at = now + _CONNECT_S
             self._connecting = asyncio.get_running_loop().create_task(self._connect())
 
-    async def locate(self, keys: bytes) -> list[Run]:
-        """Return the holders of `keys`, in their order.
-
-        Raises:
-            ShardUnavailable: the lookup did not answer, or has not lately.
-        """
-        runs: list[Run] = await self.call(LOOKUP_NAME, "locate", *in_pieces(keys))
-        return runs
-
     async def fetch(self, order: FetchOrder) -> FetchReport:
         """Have this node's mover fetch blocks, and note how its sources did.
 
@@ -96,7 +87,7 @@ class Peers:
         for source in {span.source for span in order.spans}:
             self._breaker(source).begin(self._now())
         report: FetchReport = await self._call_watched(
-            mover_of(self.shard), "fetch", *packed(order), work_s=order.deadline_s
+            self._mover, "fetch", *packed(order), work_s=order.deadline_s
         )
         for source, one in report.sources.items():
             self._note(source, one)
@@ -112,19 +103,18 @@ class Peers:
         """
         shards = sorted(await self._ask(LOOKUP_NAME, "shards", timeout_s=self._call_timeout_s))
         movers = [mover_of(shard) for shard in shards]
-        self._retain({LOOKUP_NAME, self.shard, mover_of(self.shard), *shards, *movers})
+        self._retain({LOOKUP_NAME, self.shard, self._mover, *shards, *movers})
         # A mover connects with some movers of a large tier; each begins elsewhere.
         place = bisect.bisect(shards, self.shard)
-        others = [one for one in movers[place:] + movers[:place] if one != mover_of(self.shard)]
-        own = mover_of(self.shard)
-        await self._ask(own, "connect", others, timeout_s=self._call_timeout_s)
+        others = [one for one in movers[place:] + movers[:place] if one != self._mover]
+        await self._ask(self._mover, "connect", others, timeout_s=self._call_timeout_s)
         nothing = FetchOrder(spans=(), deadline_s=self._call_timeout_s)
-        await self._ask(own, "fetch", nothing, timeout_s=2 * self._call_timeout_s)
+        await self._ask(self._mover, "fetch", nothing, timeout_s=2 * self._call_timeout_s)
 
     @property
     def can_fetch(self) -> bool:
         """Whether this node's mover may be called now."""
-        return self._state(mover_of(self.shard)) != "open"
+        return self._state(self._mover) != "open"
 
     async def homes(self, replica: str) -> Mapping[int, str]:
         """Return rank -> shard for the ranks of `replica`, as the lookup lately said.
@@ -135,7 +125,7 @@ class Peers:
         at, known = self._homes.get(replica, (float("-inf"), {}))
         if self._now() - at > _HOMES_S:
             known = await self.call(LOOKUP_NAME, "replica", replica)
-            self._homes.pop(replica, None)
+            self.forget_homes(replica)
             self._homes[replica] = self._now(), known
             if len(self._homes) > _HOMES_MAX:
                 del self._homes[next(iter(self._homes))]
@@ -227,7 +217,7 @@ class Peers:
     def last_transport(self, shard: str) -> str:
         """Return the transport by which a shard's mover gave blocks last; empty: it never did."""
         rate = self._rates.latest().get(mover_of(shard))
-        return rate.transport if rate is not None else ""
+        return "" if rate is None else rate.transport
 
     def status(self) -> list[dict[str, Any]]:
         """Return one entry for each process that was called or gave blocks; from any thread."""

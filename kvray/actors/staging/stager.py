@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvray.actors.names import LOOKUP_NAME
+from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.staging.fetch import Fetch, arrivals_by
 from kvray.actors.staging.fetcher import Fetcher, LocalDisk
 from kvray.actors.staging.handovers import Handovers
@@ -253,9 +255,11 @@ class Stager:
         if not self._peers.can_fetch:
             return own, "store_down"
         try:
-            return merged(own, await self._peers.locate(b"".join(prefix.keys))), "not_stored"
+            keys = in_pieces(b"".join(prefix.keys))
+            found: list[Run] = await self._peers.call(LOOKUP_NAME, "locate", *keys)
         except ShardUnavailable:
             return own, "store_down"
+        return merged(own, found), "not_stored"
 
     def _present(self, prefix: Prefix) -> dict[int, Mask]:
         parts = list(prefix.block_bytes)
