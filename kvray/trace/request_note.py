@@ -71,11 +71,7 @@ def pack(note: RequestNote) -> bytes:
 
 
 def unpack(packed: object) -> RequestNote:
-    """Return the note that `pack` has packed.
-
-    Raises:
-        ConfigError: these bytes are no note.
-    """
+    """Return the note that `pack` has packed; ConfigError if these bytes are none."""
     if not isinstance(packed, bytes) or len(packed) > _PACKED_MAX:
         raise ConfigError(f"A note on a request is at most {_PACKED_MAX} bytes.")
     try:

@@ -209,11 +209,7 @@ def _prompt(
 
 
 def _homes(shards: Mapping[str, Any], replica: str | None, timeout_s: float) -> dict[str, str]:
-    """Return replica -> a shard where it is registered; one of each namespace if none is named.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return replica -> a shard where it is registered; without a name, one of each namespace."""
     answers = ask_all({name: shard.status for name, shard in shards.items()}, timeout_s)
     homes: dict[str, str] = {}
     seen: set[str] = set()

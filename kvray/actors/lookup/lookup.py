@@ -99,11 +99,7 @@ class Lookup:
         self._heard: dict[str, float] = {}
 
     def announce(self, announcement: Announcement, now: float) -> Answer:
-        """Take an announcement, which is a heartbeat too.
-
-        Raises:
-            ConfigError: its keys and parts do not match; the shard has to resync.
-        """
+        """Take an announcement, a heartbeat too; ConfigError: its keys and parts do not match."""
         shard = announcement.shard
         epoch, until = announcement.until or ("", 0.0)
         if epoch == self.epoch and now > until:

@@ -147,11 +147,7 @@ class RayMover:
             raise
 
     def _found(self, timeout_s: float) -> Any:
-        """Return the handle.
-
-        Raises:
-            ShardUnavailable: there is none of that name, or Ray does not answer.
-        """
+        """Return the handle; ShardUnavailable if there is none, or Ray does not answer."""
         handle = self._handle
         if handle is None:
             try:

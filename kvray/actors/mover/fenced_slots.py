@@ -44,11 +44,7 @@ class FencedSlots:
         return self._incarnation
 
     def target(self) -> tuple[int, bytes]:
-        """Return the incarnation and the address that a source sends to.
-
-        Raises:
-            TransportUnavailable: this end has no address at present.
-        """
+        """Return incarnation and address to send to; TransportUnavailable if there is none now."""
         with self._renewing, self._lock:
             return self._incarnation, self._transport.address
 
@@ -57,10 +53,7 @@ class FencedSlots:
         """Have reserved slots written during the `with` block; fence them if that fails.
 
         Slots that nothing was sent to are aborted. `incarnation` is the one whose address the
-        source has.
-
-        Raises:
-            TransportUnavailable: that incarnation has ended.
+        source has; once it has ended, this raises TransportUnavailable.
         """
         with self._renewing, self._lock:
             is_current = incarnation == self._incarnation

@@ -276,8 +276,7 @@ class _BytesInFlight:
     def enter(self, num_bytes: int, deadline: float) -> None:
         """Add bytes as soon as there is room; a piece alone always has it.
 
-        Raises:
-            TransferTimeout: there was no room before the deadline.
+        TransferTimeout: there was no room before the deadline.
         """
         _left(deadline, 0.0)
         with self._changed:
@@ -305,11 +304,7 @@ def _at_once(calls: Sequence[Callable[[], None]]) -> None:
 
 
 def _left(deadline: float, longest_s: float) -> float:
-    """Return the seconds until a deadline, or `longest_s` if that is shorter.
-
-    Raises:
-        TransferTimeout: there are none left.
-    """
+    """Return the seconds to a deadline, at most `longest_s`; TransferTimeout if none are left."""
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TransferTimeout("The blocks did not arrive in time; late ones are left out.")

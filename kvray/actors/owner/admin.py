@@ -27,11 +27,7 @@ _NONCE_BYTES = 32
 
 
 def proof_of(config: KVRayConfig | None) -> str:
-    """Return the proof of having the token that `config` names; empty if it names none.
-
-    Raises:
-        ConfigError: the token cannot be read.
-    """
+    """Return the proof of having the token that `config` names; empty if it names none."""
     if config is None or config.security.auth_token_file is None:
         return ""
     token = read_secret(config.security.auth_token_file, setting="security.auth_token_file")
@@ -102,11 +98,7 @@ def ask_to_be_admitted(config: KVRayConfig | None, *, timeout_s: float) -> None:
 
 
 def _answer(admit: Any, proof: str, timeout_s: float) -> KVRayError | None:
-    """Return why a part refuses; None: it does not.
-
-    Raises:
-        ShardUnavailable: it does not answer.
-    """
+    """Return why a part refuses; None: it does not. ShardUnavailable: it does not answer."""
     try:
         call(admit, proof, timeout_s=timeout_s)
     except ConfigError as refusal:

@@ -95,11 +95,7 @@ class Claim:
         return False
 
     def renew(self) -> bool:
-        """Return whether the directory is still ours; an owner file that was removed is made again.
-
-        Raises:
-            ConfigError: the directory cannot be used.
-        """
+        """Return whether the directory is still ours; replace an owner file that was removed."""
         if self._file is None or self._file.is_current():
             return self._file is not None
         make_directory(self._directory, self._access)

@@ -70,11 +70,7 @@ def let_in(directory: Path, arena_id: str, access: Access) -> None:
 
 
 def open_owner_file(directory: Path) -> SideFile | None:
-    """Return the file of the owner lock; None if the directory has just been removed.
-
-    Raises:
-        ConfigError: it cannot be opened.
-    """
+    """Return the file of the owner lock; None if the directory has just been removed."""
     try:
         return SideFile.at(directory / OWNER_FILE)
     except FileNotFoundError:

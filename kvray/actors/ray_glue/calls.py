@@ -75,11 +75,7 @@ def create_actor(
 
 
 def get_actor(name: str) -> Any:
-    """Return the handle of a named actor of the tier.
-
-    Raises:
-        ShardUnavailable: there is none of that name.
-    """
+    """Return the handle of a named actor of the tier; ShardUnavailable if there is none."""
     namespace = current_namespace()
     try:
         return ray.get_actor(name, namespace=namespace)
@@ -94,12 +90,7 @@ def get_actor(name: str) -> Any:
 
 
 def call(method: Any, *args: Any, timeout_s: float) -> Any:
-    """Call an actor's method and wait for at most `timeout_s`.
-
-    Raises:
-        ShardUnavailable: no answer in time, or the actor is gone.
-        KVRayError: what the method raised.
-    """
+    """Call an actor's method; ShardUnavailable without an answer within `timeout_s`."""
     with mapped_errors():
         return ray.get(method.remote(*args), timeout=timeout_s)
 

@@ -77,11 +77,7 @@ class ActorRequests:
         }
 
     def promote(self, order: FetchOrder) -> int:
-        """Bring blocks from this node's disk into its memory, for another shard; return how many.
-
-        Raises:
-            ShardUnavailable: the shard is not serving, or does not answer in time.
-        """
+        """Bring blocks from disk into its memory for another shard; return how many."""
         nvme = self._serving().eviction.nvme
         if nvme is None:
             return 0

@@ -48,11 +48,7 @@ def open_arena(directory: Path, spec: ArenaSpec, *, shard: str, progress: Progre
 
 
 def _adoptable(directory: Path, spec: ArenaSpec) -> Arena:
-    """Map the arena that is there.
-
-    Raises:
-        ShardUnavailable: it cannot be mapped, or is not what `spec` asks for.
-    """
+    """Map the arena that is there; ShardUnavailable if it is not what `spec` asks for."""
     arena = Arena(directory, lock_wait_s=_LOCK_WAIT_S)
     if arena.cluster_name != spec.cluster_name:
         reason = f"it is of the cluster {arena.cluster_name!r}, not {spec.cluster_name!r}."

@@ -28,8 +28,6 @@ What one awaits holds up its own connection only, whose answers come in the orde
 """
 
 _CONNECTIONS_MAX = 1024
-_FILES_SHARE = 0.5
-"""Of the descriptors that the process may have, what connections take at most."""
 _SILENT_S = 1.0
 """A connection that was heard since goes for none of its own process."""
 _FRAME_S = 10.0
@@ -95,11 +93,7 @@ class EngineServer:
         self._said: dict[str, float] = {}
 
     async def start(self) -> None:
-        """Bind the socket, replacing what a dead shard left.
-
-        Raises:
-            ConfigError: its path is too long, or it cannot be made.
-        """
+        """Bind the socket, replacing what a dead shard left; ConfigError if it cannot be made."""
         check_path(self._path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -110,17 +104,16 @@ class EngineServer:
             self._bound = os.stat(self._path)
             listener.listen(_ACCEPTS_MAX)
             listener.setblocking(False)
-            self._listener = listener
-            self._resume(listener)
-        except ConfigError:
+        except (ConfigError, OSError) as error:
             listener.close()
-            raise
-        except OSError as error:
-            listener.close()
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(
                 f"The socket {self._path} cannot be made ({error.strerror}); set arena.dir to a"
                 " tmpfs that this user may write to."
             ) from None
+        self._listener = listener
+        self._resume(listener)
 
     async def close(self) -> None:
         """Hang up on everybody and unlink the socket. Twice is fine."""
@@ -135,11 +128,7 @@ class EngineServer:
                 self._path.unlink(missing_ok=True)
 
     async def keep_bound(self) -> None:
-        """Bind the socket again if somebody has removed it; who is connected stays so.
-
-        Raises:
-            ConfigError: as `start`.
-        """
+        """Bind the socket again if somebody has removed it; who is connected stays so."""
         if self._listener is not None and not self._has_path():
             _log.warning("%s was removed, and is made again", self._path)
             before = self._listener
@@ -255,10 +244,8 @@ class EngineServer:
 
     async def _receive(self, reader: asyncio.StreamReader, client: _Client) -> bytes:
         head = reader.readexactly(wire.LENGTH.size)
-        if not client.is_known:
-            length = wire.body_length(await asyncio.wait_for(head, _FRAME_S))
-        else:
-            length = wire.body_length(await head)
+        head_s = None if client.is_known else _FRAME_S
+        length = wire.body_length(await asyncio.wait_for(head, head_s))
         if length < _LARGE_BYTES:
             return await asyncio.wait_for(reader.readexactly(length), _FRAME_S)
         # A client that behaves sends a frame in milliseconds, so its frame is not the oldest.
@@ -299,11 +286,10 @@ class EngineServer:
 
 
 def _places() -> int:
-    """Return how many connections there may be: descriptors are needed for more than that."""
+    """Return how many connections there may be: they take half of the descriptors at most."""
     files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files_max == resource.RLIM_INFINITY:
-        return _CONNECTIONS_MAX
-    return max(1, min(_CONNECTIONS_MAX, int(files_max * _FILES_SHARE)))
+    is_unbounded = files_max == resource.RLIM_INFINITY
+    return _CONNECTIONS_MAX if is_unbounded else max(1, min(_CONNECTIONS_MAX, files_max // 2))
 
 
 def _pid_of(peer: socket.socket) -> int:
@@ -314,11 +300,7 @@ def _pid_of(peer: socket.socket) -> int:
 
 
 def check_path(path: Path) -> None:
-    """Refuse a path that no socket can have.
-
-    Raises:
-        ConfigError: it is too long.
-    """
+    """Raise ConfigError for a path that is too long for a socket."""
     if len(os.fsencode(path)) > _PATH_MAX:
         raise ConfigError(
             f"The socket path {path} is longer than {_PATH_MAX} bytes; choose a shorter arena.dir"

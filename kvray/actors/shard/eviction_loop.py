@@ -62,11 +62,7 @@ class EvictionLoop:
         return int(np.count_nonzero(self._retention.are_duplicates(np.arange(num_slots))))
 
     def tick(self, now: float) -> None:
-        """Start the next round when the last one is over; called often.
-
-        Raises:
-            KVRayError: the round before ended so; other errors are defects.
-        """
+        """Start the next round when the last one is over; called often. Raises what that raised."""
         if self._round is None or self._round.done():
             ended, self._round = self._round, None
             if ended is not None:

@@ -22,11 +22,7 @@ class LookupLine:
         self._under_way: tuple[Announcement, Any] | None = None
 
     def announce(self, announcement: Announcement) -> Answer | None:
-        """See `Announce`.
-
-        Raises:
-            KVRayError: the announcement is lost, or was refused.
-        """
+        """See `Announce`; raises KVRayError if the announcement is lost, or was refused."""
         try:
             if self._lookup is None:
                 self._lookup = get_actor(LOOKUP_NAME)

@@ -52,11 +52,9 @@ class LoopThread:
             self._require_loop().call_soon_threadsafe(function)
 
     def call(self, function: Callable[[], T], timeout_s: float) -> T:
-        """Return what `function` returns on the loop.
+        """Return what `function` returns on the loop, or raise its KVRayError.
 
-        Raises:
-            ShardUnavailable: the loop did not get to it, or is over.
-            KVRayError: what `function` raised.
+        ShardUnavailable: the loop did not get to it, or is over.
         """
         answer: Future[T] = Future()
 
@@ -73,11 +71,9 @@ class LoopThread:
             raise self._silent(timeout_s) from None
 
     def wait(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Return what `work` returns on the loop; it is cancelled if that takes too long.
+        """Return what `work` returns on the loop, or raise its KVRayError.
 
-        Raises:
-            ShardUnavailable: it took too long, or the loop is over.
-            KVRayError: what `work` raised.
+        ShardUnavailable: it took too long, and is cancelled; or the loop is over.
         """
         future = None
         try:

@@ -123,12 +123,11 @@ class NvmeDisk:
         tier = self.tier
         if tier is not None:
             return {"state": "open", **tier.status()}
-        counts = {one.name: 0 for one in fields(NvmeStats)}
         return {
             "state": "out",
             "directory": str(self._settings.directory),
             "capacity_bytes": self._settings.spec.capacity,
-            **counts,
+            **{one.name: 0 for one in fields(NvmeStats)},
             "is_direct": True,
             "namespaces": {},
             **asdict(DemotionCounts()),

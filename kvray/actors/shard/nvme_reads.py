@@ -129,9 +129,7 @@ class NvmeReads:
     async def _read(self, span: Span, deadline: float) -> Brought:
         """Read a span in a thread; wait for it until the deadline, and not if it hangs.
 
-        Raises:
-            KVRayError: the read raised it; TransferTimeout if it is late.
-            RuntimeError: the tier is closed.
+        A late read raises TransferTimeout, a closed tier RuntimeError.
         """
         now = time.monotonic()
         if not self.may_ask(now):

@@ -182,8 +182,7 @@ class NvmeTier:
     def clear(self, timeout_s: float) -> int:
         """Evict every block; return how many. From any thread but the loop's.
 
-        Raises:
-            TierError: the device failed, or did not answer within `timeout_s`.
+        TierError: the device failed, or did not answer within `timeout_s`.
         """
         try:
             work = self._writer.submit(self._clear)

@@ -109,12 +109,7 @@ class Queries:
         return asked
 
     def whereabouts(self, keys: bytes, before: float | None) -> Whereabouts:
-        """Return where blocks are, and when they left; only removals `before` count, if given.
-
-        Raises:
-            ConfigError: `keys` are none, or too many.
-            ShardUnavailable: the shard does not serve.
-        """
+        """Return where blocks are, and when they left; only removals `before` count, if given."""
         serving = self._serving()
         owner, nvme = serving.owner, serving.eviction.nvme
         packed = key_index.pack_keys(keys_of(keys, keys_max=KEYS_MAX))
@@ -135,8 +130,7 @@ class Queries:
     ) -> Prompt:
         """Return the keys that a prompt would have in a replica that is registered here.
 
-        Raises:
-            ConfigError: it is not, or a value cannot be used.
+        ConfigError: it is not, or a value cannot be used.
         """
         first = self._replicas.first_reader(replica)
         if first is None:

@@ -136,11 +136,7 @@ class Shard:
         return {**status, **self._state}
 
     def asked(self, *, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
-        """Return the requests that `RequestLog.find` finds for these arguments.
-
-        Raises:
-            ShardUnavailable: the shard does not answer.
-        """
+        """Return the requests that `RequestLog.find` finds for these arguments."""
         find = self.queries.requests.find
         found = self._loop.call(
             lambda: find(replica=replica, request_id=request_id, last=last), ANSWER_S

@@ -9,11 +9,9 @@ class Ask(Protocol):
     """Calls a method of a named actor in another process."""
 
     async def __call__(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
-        """Return the method's answer.
+        """Return the method's answer, or raise its KVRayError.
 
-        Raises:
-            ShardUnavailable: no answer within `timeout_s`, or there is no such actor.
-            KVRayError: the method raised it.
+        ShardUnavailable: no answer within `timeout_s`, or there is no such actor.
         """
         ...
 

@@ -79,11 +79,7 @@ class Peers:
             self._connecting = asyncio.get_running_loop().create_task(self._connect())
 
     async def fetch(self, order: FetchOrder) -> FetchReport:
-        """Have this node's mover fetch blocks, and note how its sources did.
-
-        Raises:
-            ShardUnavailable: the mover did not answer, or has not lately.
-        """
+        """Have this node's mover fetch blocks, and note how its sources did; raises as `call`."""
         for source in {span.source for span in order.spans}:
             self._breaker(source).begin(self._now())
         report: FetchReport = await self._call_watched(
@@ -96,10 +92,8 @@ class Peers:
     async def connect(self) -> None:
         """Have this node's mover shake hands with all others, and forget peers that have left.
 
-        The first request then finds every actor looked up and every link connected.
-
-        Raises:
-            ShardUnavailable: lookup or mover did not answer.
+        The first request then finds every actor looked up and every link connected. Raises as
+        `call`.
         """
         shards = sorted(await self._ask(LOOKUP_NAME, "shards", timeout_s=self._call_timeout_s))
         movers = [mover_of(shard) for shard in shards]
@@ -117,11 +111,7 @@ class Peers:
         return self._state(self._mover) != "open"
 
     async def homes(self, replica: str) -> Mapping[int, str]:
-        """Return rank -> shard for the ranks of `replica`, as the lookup lately said.
-
-        Raises:
-            ShardUnavailable: the lookup did not answer, or has not lately.
-        """
+        """Return rank -> shard of a replica, as the lookup said lately; raises as `call`."""
         at, known = self._homes.get(replica, (float("-inf"), {}))
         if self._now() - at > _HOMES_S:
             known = await self.call(LOOKUP_NAME, "replica", replica)
@@ -175,9 +165,6 @@ class Peers:
         """Call as `call`, but give up as soon as the actor does not answer a ping.
 
         Work may take seconds; a frozen actor is noticed after one.
-
-        Raises:
-            ShardUnavailable, KVRayError: as `call`.
         """
         work = asyncio.ensure_future(self.call(actor, method, *args, work_s=work_s))
         try:

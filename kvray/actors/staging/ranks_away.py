@@ -144,11 +144,7 @@ class RanksAway:
         _log.warning("%s: leases at %s could not be released", self._peers.shard, shard)
 
     async def _within(self, call: Coroutine[Any, Any, Any], until: float) -> Any:
-        """Return the answer of `call`; None if it is late, and then it goes on.
-
-        Raises:
-            KVRayError: the call raised it in time.
-        """
+        """Return the answer of `call`, or raise its error; None if it is late, but goes on."""
         task = self._in_background(call)
         await asyncio.wait({task}, timeout=max(0.0, until - time.monotonic()))
         if not task.done():

@@ -158,10 +158,8 @@ class Replicas:
     ) -> Origin | None:
         """Keep a rank's latest figures and return its origin; None if it has to register first.
 
-        With `leaving` they are its last ones, and it counts as disconnected from then on.
-
-        Raises:
-            ConfigError: the figures are invalid.
+        With `leaving` they are its last ones, and it counts as disconnected from then on. Invalid
+        figures raise ConfigError.
         """
         _check_name(replica, rank)
         counters = checked(_COUNTERS, counters, "counters")
@@ -248,11 +246,7 @@ class Replicas:
 
 
 def read_reader(namespace: Namespace, **fields: Any) -> Reader:
-    """Return how a rank of `namespace` reads, from the other `fields` of its registration.
-
-    Raises:
-        ConfigError: a field is invalid.
-    """
+    """Return how a rank reads, from the `fields` of its registration; ConfigError if one is bad."""
     reads = checked(_READS, fields, "registration")
     arena_id, *member = reads.holder or ("",)
     return Reader(

@@ -17,11 +17,7 @@ Seconds = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
 def checked(kind: TypeAdapter[T], value: Any, name: str) -> T:
-    """Return `value` if it is of a kind, with tuples for the lists of the wire.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Return `value`, with tuples for lists; ConfigError if it is not of that kind."""
     try:
         return kind.validate_python(value)
     except ValidationError as error:
@@ -33,11 +29,7 @@ def checked(kind: TypeAdapter[T], value: Any, name: str) -> T:
 
 
 def keys_of(keys: object, *, keys_max: int | None = None) -> Sequence[BlockKey]:
-    """Return the keys that lie end to end in `keys`, one at least.
-
-    Raises:
-        ConfigError: they are not keys, or too many.
-    """
+    """Return the keys that lie end to end in `keys`; ConfigError if they are none, or too many."""
     if not isinstance(keys, bytes) or not keys or len(keys) % KEY_BYTES:
         raise ConfigError(f"keys are bytes, {KEY_BYTES} for each block and at least one.")
     if keys_max is not None and len(keys) > keys_max * KEY_BYTES:
