@@ -1,6 +1,7 @@
 """`kvray bench`: one command for each thing that is measured."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,6 @@ from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvray.lab.bench.report import Report
-    from kvray.lab.bench.runner import Runner
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 QuickOption = Annotated[
@@ -50,12 +50,12 @@ def local(
     processes that store and retrieve, and removes it again.
     """
 
-    def prepare() -> "Callable[[Runner], Report]":
+    def prepare() -> "Callable[..., Report]":
         from kvray.lab.bench.local import LocalScale, measure_local
 
         settings = load_config(config)
         scale = LocalScale.fit(_parse(capacity, "--capacity"), repeat=repeat, quick=quick)
-        return lambda runner: measure_local(scale, arena_dir=settings.arena.dir, runner=runner)
+        return partial(measure_local, scale, arena_dir=settings.arena.dir)
 
     _run(prepare, as_json=as_json, plot=plot, verbose=verbose)
 
@@ -74,13 +74,13 @@ def gpu(
     own under arena.dir, of some 4 GiB, and removes it again.
     """
 
-    def prepare() -> "Callable[[Runner], Report]":
+    def prepare() -> "Callable[..., Report]":
         from kvray.lab.bench.gpu import GpuScale, measure_gpu
         from kvray.lab.bench.gpu_device import GpuDevice
 
         settings = load_config(config)
         scale, device = GpuScale.fit(repeat=repeat, quick=quick), GpuDevice("cuda:0")
-        return lambda run: measure_gpu(scale, device, arena_dir=settings.arena.dir, runner=run)
+        return partial(measure_gpu, scale, device, arena_dir=settings.arena.dir)
 
     _run(prepare, as_json=as_json, verbose=verbose)
 
@@ -104,13 +104,14 @@ def connector(
     needs neither Ray nor a running tier, and leaves nothing behind.
     """
 
-    def prepare() -> "Callable[[Runner], Report]":
+    def prepare() -> "Callable[..., Report]":
         from kvray.lab.bench.connector import measure_connector
 
-        settings, block_bytes = load_config(config), _parse(block, "--block")
-        num_requests = 10 if quick else requests
-        return lambda runner: measure_connector(
-            settings, num_requests=num_requests, block_bytes=block_bytes, runner=runner
+        return partial(
+            measure_connector,
+            load_config(config),
+            num_requests=10 if quick else requests,
+            block_bytes=_parse(block, "--block"),
         )
 
     _run(prepare, as_json=as_json, verbose=verbose)
@@ -132,10 +133,10 @@ def lookup(
     It needs neither Ray nor a running tier. 5 million entries take some 700 MB.
     """
 
-    def prepare() -> "Callable[[Runner], Report]":
+    def prepare() -> "Callable[..., Report]":
         from kvray.lab.bench.lookup import measure_lookup
 
-        return lambda runner: measure_lookup(entries, runner=runner)
+        return partial(measure_lookup, entries)
 
     _run(prepare, as_json=as_json, verbose=verbose)
 
@@ -153,12 +154,12 @@ def staging(
     them again. It needs NIXL.
     """
 
-    def prepare() -> "Callable[[Runner], Report]":
+    def prepare() -> "Callable[..., Report]":
         from kvray.lab.bench.staging import NUM_BLOCKS, REPEAT, measure_staging
 
         num_blocks = NUM_BLOCKS // 8 if quick else NUM_BLOCKS
         pairs = min(repeat or REPEAT, 3) if quick else repeat or REPEAT
-        return lambda run: measure_staging(num_blocks=num_blocks, repeat=pairs, runner=run)
+        return partial(measure_staging, num_blocks=num_blocks, repeat=pairs)
 
     _run(prepare, as_json=as_json, verbose=verbose)
 
@@ -194,31 +195,25 @@ def nvme(
     most. It removes them all again.
     """
 
-    def prepare() -> "Callable[[Runner], Report]":
+    def prepare() -> "Callable[..., Report]":
         from kvray.lab.bench.nvme import NvmeScale, measure_nvme
 
-        settings = load_config(config)
-        scale = NvmeScale.fit(
-            [_parse(size, "--block") for size in block or ()],
-            repeat=repeat,
-            quick=quick,
-            disk=directory,
-            arena_dir=settings.arena.dir,
-            huge_dir=arena_directory,
-        )
-        return lambda runner: measure_nvme(scale, runner=runner)
+        sizes = [_parse(size, "--block") for size in block or ()]
+        scale = NvmeScale.fit(sizes, repeat=repeat, quick=quick, disk=directory)
+        arena_dir = load_config(config).arena.dir
+        return partial(measure_nvme, scale, arena_dir=arena_dir, huge_dir=arena_directory)
 
     _run(prepare, as_json=as_json, verbose=verbose)
 
 
 def _run(
-    prepare: "Callable[[], Callable[[Runner], Report]]",
+    prepare: "Callable[[], Callable[..., Report]]",
     *,
     as_json: bool,
     plot: Path | None = None,
     verbose: bool,
 ) -> None:
-    """Measure, and show the report."""
+    """Measure, and show the report; `prepare` imports the bench and returns its measuring."""
     with boundary(verbose=verbose) as interrupts:
         if plot is not None:
             check_plot(plot)
@@ -227,7 +222,7 @@ def _run(
 
             measure = prepare()
         with running(interrupts) as runner:
-            report = measure(runner)
+            report = measure(runner=runner)
         if as_json:
             print(report.to_json())
         else:

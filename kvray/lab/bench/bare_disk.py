@@ -6,9 +6,9 @@ import mmap
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +31,7 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _libc.mount.argtypes = (*[ctypes.c_char_p] * 3, ctypes.c_ulong, ctypes.c_char_p)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfers:
+class Transfers(NamedTuple):
     """How the floor moves its bytes."""
 
     num_bytes: int
@@ -45,18 +44,21 @@ class Transfers:
         return f"{format_size(self.num_bytes)} by {threads}"
 
 
+_MIB = 2**20
 TRANSFERS = tuple(
-    Transfers(num_bytes=mib * 2**20, num_threads=num_threads)
+    Transfers(mib * _MIB, num_threads)
     for mib, num_threads in ((4, 2), (4, 4), (16, 1), (16, 4), (64, 1), (64, 2), (256, 1))
 )
 """Tried for the floor: from several transfers at a time to one that is as large as can be."""
 
 
 class BareDisk:
-    """A file as large as `memory`, which is written to it and read from it, one byte to one."""
+    """A file as large as `memory`, which is written to it and read from it, one byte to one.
+
+    `memory` begins on the boundary of a page and has whole pages. `renew` makes the file.
+    """
 
     def __init__(self, path: Path, memory: Array) -> None:
-        """Have no file yet; `memory` is on the boundary of a page and has whole pages."""
         self.path = path
         self._memory = memory
         self._fd = -1
@@ -93,9 +95,7 @@ class BareDisk:
     def fastest(self) -> tuple[Transfers, Transfers]:
         """Return the transfers whose stores and retrieves are fastest here, by their medians."""
         size = self._memory.nbytes
-        tried = [one for one in TRANSFERS if one.num_bytes <= size] or [
-            Transfers(num_bytes=size, num_threads=1)
-        ]
+        tried = [one for one in TRANSFERS if one.num_bytes <= size] or [Transfers(size, 1)]
         stores: dict[Transfers, list[float]] = {one: [] for one in tried}
         retrieves: dict[Transfers, list[float]] = {one: [] for one in tried}
         for _ in range(_TRIES):

@@ -20,7 +20,7 @@ import torch
 from kvray import connector
 from kvray.errors import KVRayError
 from kvray.lab.bench.connector_tier import ConnectorTier
-from kvray.lab.bench.runner import TOKENS_PER_BLOCK
+from kvray.lab.bench.runner import TOKENS_PER_BLOCK, timed
 from kvray.lab.bench.worker import hash_bare
 from kvray.lab.reference.cache_manager import KVCacheManager
 from kvray.lab.reference.connector_manager import KvCacheConnectorManager
@@ -56,7 +56,6 @@ Prompt = list[int]
 class Sample:
     """Times of one batch of requests, from its arrival to its end."""
 
-    num_requests: int
     calls: dict[str, float]
     """Seconds by name: `match`, `alloc`, `plan` and `finish` of the leader, `load` of its worker;
     and `pickle`, of the metadata of their pass."""
@@ -69,8 +68,9 @@ class Sample:
 
     @property
     def leader_s(self) -> float:
-        """All that the leader did, a request."""
-        return sum(self.calls.get(name, 0.0) for name in _LEADER_CALLS.values()) / self.num_requests
+        """The time of all of the leader's calls for one request."""
+        seconds = sum(self.calls.get(name, 0.0) for name in _LEADER_CALLS.values())
+        return seconds / len(self.hit_tokens)
 
 
 class BenchEngine:
@@ -102,21 +102,26 @@ class BenchEngine:
             chunk_tokens=chunk_tokens,
             num_threads=1,
         )
-        self._times = CallTimes()
-        config_path = tier.config_path(verify=verify)
-        args = [_args_of(rank, num_ranks) for rank in range(num_ranks)]
         geometry = KVGeometry(
             num_layers=_NUM_LAYERS, num_kv_heads=1, head_dim=tier.block_bytes // BLOCK_STEP
         )
         self._cache = KVCacheManager(geometry, self._options)
         pool = self._cache.get_unique_primary_pool()
-        self._scheduler = _bound("KvRayScheduler", config_path)(args[0])
-        self._workers = [_bound("KvRayWorker", config_path)(one) for one in args]
+        # Both halves of the connector as TensorRT-LLM finds them, with a configuration file.
+        config_path = tier.config_path(verify=verify)
+        scheduler_class, worker_class = (
+            getattr(connector, f"{name}@{config_path}")
+            for name in ("KvRayScheduler", "KvRayWorker")
+        )
+        args = [_args_of(rank, num_ranks) for rank in range(num_ranks)]
+        self._scheduler: Any = scheduler_class(args[0])
+        self._workers = [worker_class(one) for one in args]
         for rank, worker in enumerate(self._workers):
             worker.register_kv_caches(torch.zeros_like(pool) if rank else pool)
         self._link = tier.attach()
         if self._link.arena is None:
             raise KVRayError("The bench's engine did not find its arena; run it again.")
+        self._seconds: dict[str, float] = defaultdict(float)
         self._meta: object = None
         self._time_calls()
         self._manager = KvCacheConnectorManager(
@@ -129,7 +134,6 @@ class BenchEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self._scheduler.shutdown()
         for worker in self._workers:
             worker.shutdown()
@@ -145,7 +149,11 @@ class BenchEngine:
         Raises:
             Exception: whatever ended the engine.
         """
-        arrivals = _Arrivals(self._requests(batches), lambda done: note(self._sample(done)))
+        requests = (
+            [LlmRequest(next(self._request_ids), prompt, max_new_tokens=1) for prompt in batch]
+            for batch in batches
+        )
+        arrivals = _Arrivals(requests, lambda done: note(self._sample(done)))
         executor = Executor(
             cast("ModelEngine", _NoModel(self._manager)),
             self._cache,
@@ -159,8 +167,6 @@ class BenchEngine:
 
     def _time_calls(self) -> None:
         """Time the calls of the leader and of its worker; keep the metadata of each pass."""
-        for method, name in _LEADER_CALLS.items():
-            self._times.watch(self._scheduler, method, name)
         build = self._scheduler.build_connector_meta
 
         def build_and_keep(output: Any) -> object:
@@ -168,63 +174,36 @@ class BenchEngine:
             return self._meta
 
         self._scheduler.build_connector_meta = build_and_keep
-        self._times.watch(self._link.arena, "read_slots", "copy")
-        self._times.watch(self._workers[0], "start_load_kv", "load", without="copy")
+        for method, name in _LEADER_CALLS.items():
+            self._watch(self._scheduler, method, name)
+        self._watch(self._link.arena, "read_slots", "copy")
+        self._watch(self._workers[0], "start_load_kv", "load")
 
-    def _requests(self, batches: Iterable[Sequence[Prompt]]) -> Iterator[list[LlmRequest]]:
-        for batch in batches:
-            yield [
-                LlmRequest(next(self._request_ids), prompt, max_new_tokens=1) for prompt in batch
-            ]
-
-    def _sample(self, done: Sequence[LlmRequest]) -> Sample:
-        packed = self._times.time("pickle", lambda: pickle.dumps(self._meta))
-        calls = self._times.take()
-        prompts = [request.get_tokens(0)[: request.prompt_len] for request in done]
-        began = time.perf_counter()
-        for prompt in prompts:
-            hash_bare(prompt)
-        return Sample(
-            num_requests=len(done),
-            calls=calls,
-            hash_s=(time.perf_counter() - began) / len(done),
-            meta_bytes=len(packed),
-            hit_tokens=[request.py_num_connector_matched_tokens for request in done],
-        )
-
-
-class CallTimes:
-    """Seconds by name since the last `take`."""
-
-    def __init__(self) -> None:
-        """Start with nothing timed."""
-        self._seconds: dict[str, float] = defaultdict(float)
-
-    def watch(self, target: Any, method: str, name: str, *, without: str = "") -> None:
-        """Time every call of a method of one object, without the time of `without` meanwhile."""
+    def _watch(self, target: Any, method: str, name: str) -> None:
+        """Time every call of a method of one object, without the copies that it makes."""
         call = getattr(target, method)
 
         def timed_call(*args: Any) -> Any:
-            inner_s = self._seconds.get(without, 0.0)
+            copied_s, began = self._seconds["copy"], time.perf_counter()
             try:
-                return self.time(name, lambda: call(*args))
+                return call(*args)
             finally:
-                self._seconds[name] += inner_s - self._seconds.get(without, 0.0)
+                seconds = time.perf_counter() - began
+                self._seconds[name] += seconds - (self._seconds["copy"] - copied_s)
 
         vars(target)[method] = timed_call
 
-    def time(self, name: str, call: Callable[[], Any]) -> Any:
-        """Return the result of `call`, and add its time to `name`."""
-        began = time.perf_counter()
-        try:
-            return call()
-        finally:
-            self._seconds[name] += time.perf_counter() - began
-
-    def take(self) -> dict[str, float]:
-        """Return the times so far, and start again from nothing."""
-        seconds, self._seconds = dict(self._seconds), defaultdict(float)
-        return seconds
+    def _sample(self, done: Sequence[LlmRequest]) -> Sample:
+        pickled = timed(lambda: pickle.dumps(self._meta))
+        calls, self._seconds = {**self._seconds, "pickle": pickled.seconds}, defaultdict(float)
+        prompts = [request.get_tokens(0)[: request.prompt_len] for request in done]
+        hashed = timed(lambda: [hash_bare(prompt) for prompt in prompts])
+        return Sample(
+            calls=calls,
+            hash_s=hashed.seconds / len(done),
+            meta_bytes=len(pickle.dumps(self._meta)),
+            hit_tokens=[request.py_num_connector_matched_tokens for request in done],
+        )
 
 
 class _AllRanks:
@@ -308,8 +287,3 @@ def _args_of(rank: int, num_ranks: int) -> LlmArgs:
         parallel_config=ParallelConfig(mapping=mapping),
         kv_cache_config=KvCacheConfig(tokens_per_block=TOKENS_PER_BLOCK),
     )
-
-
-def _bound(name: str, config_path: object) -> Any:
-    """Return a class of the connector as TensorRT-LLM finds it, with a configuration file."""
-    return getattr(connector, f"{name}@{config_path}")

@@ -20,17 +20,18 @@ _CLUSTER = "bench"
 
 
 class ConnectorTier:
-    """An arena without a shard, in a directory that ends with the run."""
+    """An arena without a shard, in a directory that ends with the run.
+
+    It leads all connectors of this process to the arena.
+
+    Raises:
+        CapacityError: the arena does not fit into the memory.
+        ConfigError: no directory can be made in `arena.dir`.
+    """
 
     def __init__(
         self, settings: KVRayConfig, *, capacity: int, block_bytes: int, runner: Runner
     ) -> None:
-        """Make the arena, and lead all connectors of this process to it.
-
-        Raises:
-            CapacityError: the arena does not fit into the memory.
-            ConfigError: no directory can be made in `arena.dir`.
-        """
         self.block_bytes = block_bytes
         self._settings = settings
         self._runner = runner
@@ -42,7 +43,7 @@ class ConnectorTier:
         self._node_dir = self._directory / f"kvray-{_CLUSTER}"
         self._node_dir.mkdir()
         spec = bench_spec(capacity, slot_min=block_bytes)
-        self._owner = ArenaOwner(runner.make_arena(self._node_dir, spec))
+        self.clear = ArenaOwner(runner.make_arena(self._node_dir, spec)).clear
 
     def config_path(self, *, verify: bool) -> Path:
         """Return a configuration file that leads to this tier."""
@@ -64,19 +65,12 @@ class ConnectorTier:
             attach_retry_s=self._settings.connector.attach_retry_s,
         )
 
-    def clear(self) -> None:
-        """Evict every block."""
-        self._owner.clear()
-
     @contextmanager
     def neighbour(self) -> Iterator[None]:
         """Run another process of the node that stores, leases and releases without a pause."""
         with self._runner.scope() as runner:
-            with runner.interrupts.held():
-                worker = Worker()
-                runner.stack.callback(worker.close)
-            # Its pages are not touched ahead, unlike those of an engine.
-            worker.call("attach", directory=str(self._node_dir), is_populated=False)
+            worker = Worker.start(runner)
+            worker.call("attach", directory=str(self._node_dir))
             worker.send("churn", block_bytes=self.block_bytes)
             yield
             worker.send("detach")  # which ends the churning

@@ -6,6 +6,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from kvray.config import format_size
 from kvray.errors import CapacityError
 from kvray.lab.bench.gpu_copies import BlockCopies
@@ -41,11 +43,6 @@ class GpuScale:
             return cls(lengths=few, pairs=repeat or 3, prefill_pairs=repeat or 1)
         return cls(pairs=repeat or 15, prefill_pairs=repeat or 5)
 
-    @property
-    def num_measurements(self) -> int:
-        """Rows of copies, and lengths of prompts."""
-        return 8 * len(self.block_sizes) + len(self.lengths)
-
     def spec(self) -> ArenaSpec:
         """Return an arena with room for the largest measurement."""
         prompt = self.lengths[-1] // self.shapes.tokens_per_block * self.shapes.block_bytes
@@ -76,8 +73,8 @@ def measure_gpu(scale: GpuScale, device: GpuDevice, *, arena_dir: Path, runner: 
         KVRayError: there is no room, or a step failed.
     """
     if device.is_gpu:
-        scale.check_memory(device.free_bytes())
-    runner.show("Starting", total=scale.num_measurements)
+        scale.check_memory(int(torch.cuda.mem_get_info(device.device)[0]))
+    runner.show("Starting", total=8 * len(scale.block_sizes) + len(scale.lengths))
     rows: list[Row] = []
     copied: Counter[str] = Counter()
     arena = runner.make_arena(runner.make_directory(arena_dir), scale.spec())
@@ -89,7 +86,11 @@ def measure_gpu(scale: GpuScale, device: GpuDevice, *, arena_dir: Path, runner: 
         runner.advance()
     lengths = zip(scale.lengths, rows[-len(scale.lengths) :], strict=True)
     first = crossover({length: row.ratio or 0.0 for length, row in lengths})
-    facts = device.facts()
+    facts = {
+        "gpu": torch.cuda.get_device_name(device.device) if device.is_gpu else "cpu",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
     how = ", ".join(f"{format_size(size)} {name}" for name, size in copied.items())
     faster = f"Loading is the faster way from {first:,} tokens on." if first else ""
     return Report(

@@ -1,5 +1,6 @@
 """Copies of blocks between an arena and a paged pool, beside one copy of pinned memory."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
@@ -16,7 +17,6 @@ from kvray.identity.keys import chain_keys, request_seed
 from kvray.lab.bench.gpu_device import GpuDevice
 from kvray.lab.bench.report import Row, copy_row
 from kvray.lab.bench.runner import (
-    LARGE_BYTES,
     TOKENS_PER_BLOCK,
     Duration,
     Pair,
@@ -32,23 +32,22 @@ _SLOWEST_BYTES_S = 10e9
 """The device is kept busy for as long as copies of this speed would take."""
 _GROWTH_S = 5.0
 """How long to wait for more of the arena to be registered."""
+_KINDS = tuple(itertools.product((False, True), (False, True), (True, False)))
+"""Whether the device is busy, whether pages are a run, whether blocks are loaded."""
 
 
-def part_of(pages: torch.Tensor, num_layers: int) -> Part:
-    """Return pages [num_pages, block_bytes] of bytes, in which layers lie one after the other."""
+def open_pool(pages: torch.Tensor, arena: Arena, num_layers: int) -> tuple[DevicePool, Part]:
+    """Return a pool of pages, and its part, once the arena's memory is registered if it can be.
+
+    Args:
+        pages: bytes [num_pages, block_bytes], in which layers lie one after the other.
+        arena: copies go to it and come from it.
+        num_layers: layers of each page.
+    """
     share = pages.shape[1] // num_layers
     steps = tuple(LayerRange((one,), one * share, (one + 1) * share) for one in range(num_layers))
-    return Part(
-        index=0,
-        group=0,
-        regions=(Region(pages=pages, steps=steps),),
-        window_blocks=None,
-        is_stored_here=True,
-    )
-
-
-def open_pool(part: Part, arena: Arena, *, num_layers: int) -> DevicePool:
-    """Return the pool of `part` once the arena's memory is registered, if it can be."""
+    region = Region(pages=pages, steps=steps)
+    part = Part(index=0, group=0, regions=(region,), window_blocks=None, is_stored_here=True)
     pool = DevicePool([part], num_layers=num_layers, has_hooks=True)
     pool.attend(arena)
     before, grown = -1, time.monotonic()
@@ -58,41 +57,36 @@ def open_pool(part: Part, arena: Arena, *, num_layers: int) -> DevicePool:
         elif time.monotonic() - grown > _GROWTH_S:
             break  # copies are slower then, and the report says so
         time.sleep(0.01)
-    return pool
+    return pool, part
 
 
 class BlockCopies:
-    """Blocks of one size, in an arena and in a pool of twice as many pages."""
+    """Blocks of one size, in an arena and in a pool of twice as many pages.
+
+    Raises:
+        KVRayError: the arena has no room.
+    """
 
     def __init__(
         self, device: GpuDevice, arena: Arena, *, num_blocks: int, block_bytes: int
     ) -> None:
-        """Reserve slots and make the pool.
-
-        Raises:
-            KVRayError: the arena has no room.
-        """
         self._device = device
         self._arena = arena
         self._num_bytes = num_blocks * block_bytes
-        keys = chain_keys(
-            np.arange(num_blocks * TOKENS_PER_BLOCK),
-            tokens_per_block=TOKENS_PER_BLOCK,
-            seed=request_seed(b"kvray bench gpu"),
-        )
+        tokens, seed = np.arange(num_blocks * TOKENS_PER_BLOCK), request_seed(b"kvray bench gpu")
+        keys = chain_keys(tokens, tokens_per_block=TOKENS_PER_BLOCK, seed=seed)
         self._reservation = reserve_all(arena, keys, block_bytes=block_bytes)
         self._slots: Array = self._reservation.slots.astype(np.int64)
         self._pages = torch.zeros(
             2 * num_blocks, block_bytes, dtype=torch.uint8, device=device.device
         )
-        self._part = part_of(self._pages, NUM_LAYERS)
-        self._pool = open_pool(self._part, arena, num_layers=NUM_LAYERS)
-        self._pinned = device.pinned(self._num_bytes)
+        self._pool, self._part = open_pool(self._pages, arena, NUM_LAYERS)
+        # The bare copy: torch's pinned memory, which copies fastest, and as much on the device.
+        self._pinned = torch.zeros(self._num_bytes, dtype=torch.uint8, pin_memory=device.is_gpu)
         self._whole = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device.device)
         self._side = device.make_stream()
-        rng = default_rng(0)
         self._in_order: Array = np.arange(num_blocks)
-        self._scattered: Array = rng.permutation(2 * num_blocks)[:num_blocks]
+        self._scattered: Array = default_rng(0).permutation(2 * num_blocks)[:num_blocks]
 
     def close(self) -> dict[str, int]:
         """Give everything back; return the bytes that were copied, by the way of copying."""
@@ -100,26 +94,19 @@ class BlockCopies:
         self._arena.abort(self._reservation)
         return dict(self._pool.copied_bytes)
 
-    def take(self, pairs: int) -> Iterator[Row]:
+    def take(self, count: int) -> Iterator[Row]:
         """Measure loads and saves, of scattered pages and of a run, the device idle and busy."""
         self._check()
-        size = self._num_bytes // len(self._slots)
-        kind, least = ("4mib", 0.9) if size == LARGE_BYTES else ("128kib", 0.8)
-        for is_busy in (False, True):
-            for is_run in (False, True):
-                pages = self._in_order if is_run else self._scattered
-                title = f"{{}}, {format_size(size)} blocks"
-                title += ", pages in a row" if is_run else ""
-                title += ", beside matrix products" if is_busy else ""
-                suffix = ("_run" if is_run else "") + ("_busy" if is_busy else "")
-                for verb, name, is_load in (("load", "h2d", True), ("save", "d2h", False)):
-                    yield copy_row(
-                        title.format(verb),
-                        f"gpu_{name}_{{}}_{kind}{suffix}",
-                        self._pairs(pairs, pages, is_load=is_load, is_busy=is_busy),
-                        num_bytes=self._num_bytes,
-                        least=least,
-                    )
+        size = format_size(self._num_bytes // len(self._slots))
+        for is_busy, is_run, is_load in _KINDS:
+            title = f"{'load' if is_load else 'save'}, {size} blocks"
+            title += ", pages in a row" if is_run else ""
+            title += ", beside matrix products" if is_busy else ""
+            name = f"gpu_{'h2d' if is_load else 'd2h'}_{{}}_{size.lower()}"
+            name += ("_run" if is_run else "") + ("_busy" if is_busy else "")
+            pages = self._in_order if is_run else self._scattered
+            pairs = self._pairs(count, pages, is_load=is_load, is_busy=is_busy)
+            yield copy_row(title, name, pairs, num_bytes=self._num_bytes)
 
     def _pairs(self, count: int, pages: Array, *, is_load: bool, is_busy: bool) -> list[Pair]:
         def ours(_: int) -> Duration:

@@ -15,14 +15,13 @@ _WARM_UP = 8
 
 
 class GpuDevice:
-    """A device with a stream that stands for the engine's."""
+    """A device, such as "cuda:0" or "cpu", with a stream that stands for the engine's.
+
+    Raises:
+        ConfigError: there is no GPU that torch can use.
+    """
 
     def __init__(self, device: str) -> None:
-        """Use `device`, such as "cuda:0" or "cpu".
-
-        Raises:
-            ConfigError: there is no GPU that torch can use.
-        """
         self.device = torch.device(device)
         self.is_gpu = self.device.type == "cuda"
         if self.is_gpu and not torch.cuda.is_available():
@@ -47,10 +46,6 @@ class GpuDevice:
         """Wait, without sleeping, for all work of the device."""
         if self.is_gpu:
             torch.cuda.synchronize(self.device)
-
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Return pinned host memory of torch, which copies fastest."""
-        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.is_gpu)
 
     def time(self, work: Callable[[], Any]) -> Duration:
         """Time `work`, with the device idle before it; it returns when its work is done."""
@@ -81,12 +76,3 @@ class GpuDevice:
         with self.on(self._beside):
             for _ in range(count):
                 torch.mm(self._matrix, self._matrix)
-
-    def free_bytes(self) -> int:
-        """Return how much memory of the GPU is free."""
-        return int(torch.cuda.mem_get_info(self.device)[0])
-
-    def facts(self) -> dict[str, Any]:
-        """Return the device and the libraries that were measured."""
-        name = torch.cuda.get_device_name(self.device) if self.is_gpu else "cpu"
-        return {"gpu": name, "torch": torch.__version__, "cuda": torch.version.cuda}

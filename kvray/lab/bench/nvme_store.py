@@ -25,10 +25,12 @@ _SMALL_PAGE = 4096
 
 
 class NvmeBench:
-    """One arena of `num_bytes`, and blocks of one size that fill it; all ends with the run."""
+    """One arena of `num_bytes`, and blocks of one size that fill it; all ends with the run.
+
+    It finds out first how the floor is fastest.
+    """
 
     def __init__(self, num_bytes: int, arena_dir: Path, disk: Path, *, runner: Runner) -> None:
-        """Make the arena, and find out how the floor is fastest."""
         self.num_bytes = num_bytes
         self._disk = runner.make_directory(disk)
         self._store: NvmeStore | None = None
@@ -47,14 +49,11 @@ class NvmeBench:
         self.bare_stores, self.bare_retrieves = self._floor.fastest()
 
     def _drop_store(self) -> None:
-        """Close the store, and remove its files. Twice is fine."""
         if self._store is not None:
             self.is_direct &= self._store.stats().is_direct
             self._store.close()
             shutil.rmtree(self._store.directory, ignore_errors=True)
             self._store = None
-
-    # -- before a measurement -----------------------------------------------------------------
 
     def renew(self, block_bytes: int) -> None:
         """Make a store whose only file has room for one arena of blocks of that size.
@@ -83,8 +82,6 @@ class NvmeBench:
         """Fill the arena with the blocks of a chain that the store does not have."""
         self._put(self.num_bytes // self._block_bytes)
 
-    # -- measured -----------------------------------------------------------------------------
-
     def store(self, index: int) -> Duration:
         """Demote the arena's blocks, for good."""
         packed = key_index.pack_keys(self._keys)
@@ -102,7 +99,7 @@ class NvmeBench:
             self._tier.flush()
 
         duration = timed(work)
-        self._check(stored, "stored")
+        _check(stored, "stored")
         return duration
 
     def store_into_full(self, index: int) -> Duration:
@@ -129,7 +126,7 @@ class NvmeBench:
                 self._arena.commit(made, got.checksums)
 
         duration = timed(work)
-        self._check(sound, "retrieved")
+        _check(sound, "retrieved")
         return duration
 
     def retrieve_bare(self, index: int) -> Duration:
@@ -137,14 +134,11 @@ class NvmeBench:
         self._go_cold()
         duration = self._floor.retrieve(self.bare_retrieves)
         starts = self._memory.view("<u8")[:: _SMALL_PAGE // 8]
-        self._check(starts != 0, "read bare")
+        _check(starts != 0, "read bare")
         return duration
-
-    # -- inside -------------------------------------------------------------------------------
 
     @property
     def _tier(self) -> NvmeStore:
-        """The store that `renew` has made."""
         assert self._store is not None
         return self._store
 
@@ -170,12 +164,13 @@ class NvmeBench:
             np.copyto(piece, pattern[: len(piece)])
             piece.view("<u8")[:: _SMALL_PAGE // 8] += np.uint64(at + 1)
 
-    def _check(self, done: Array, verb: str) -> None:
-        if not len(done) or not done.all():
-            raise KVRayError(
-                f"Only {np.count_nonzero(done)} of {len(done)} blocks of the bench were {verb}; its"
-                " figures would mean nothing. This is a defect, or the disk is failing."
-            )
+
+def _check(done: Array, verb: str) -> None:
+    if not len(done) or not done.all():
+        raise KVRayError(
+            f"Only {np.count_nonzero(done)} of {len(done)} blocks of the bench were {verb}; its"
+            " figures would mean nothing. This is a defect, or the disk is failing."
+        )
 
 
 def _page_bytes(path: Path) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -27,21 +28,17 @@ SHORT_TOKENS, LONG_TOKENS = 8_192, 131_072
 LOCK_WAIT_S = 1.0
 """No step may end as a miss: processes of one run take the arena's lock in turn."""
 SLOT_MIN = 64 * 2**10
-
-_SLAB_BYTES = 64 * 2**20
-_HOLDERS_MAX = 16
+SLAB_BYTES = 64 * 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Duration:
-    """How long timed work took, perhaps that of several processes at once."""
+class Duration(NamedTuple):
+    """The time of some work, perhaps that of several processes at once."""
 
     seconds: float
     cpu_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Pair(NamedTuple):
     """The same work done by kvray and bare, one right after the other."""
 
     ours: Duration
@@ -53,7 +50,7 @@ def timed(work: Callable[[], object]) -> Duration:
     cpu_s, began = time.process_time(), time.perf_counter()
     work()
     seconds = time.perf_counter() - began
-    return Duration(seconds=seconds, cpu_s=time.process_time() - cpu_s)
+    return Duration(seconds, time.process_time() - cpu_s)
 
 
 def measure(
@@ -70,11 +67,10 @@ def measure(
     pairs = []
     for index in range(first, first + count):
         if index % 2:
-            earlier = ours(index)
-            pairs.append(Pair(ours=earlier, floor=floor(index)))
+            pairs.append(Pair(ours(index), floor(index)))
         else:
-            earlier = floor(index)
-            pairs.append(Pair(ours=ours(index), floor=earlier))
+            bare = floor(index)
+            pairs.append(Pair(ours(index), bare))
     return pairs
 
 
@@ -105,20 +101,14 @@ def over_all(spans: Sequence[tuple[float, float, float]]) -> Duration:
     Args:
         spans: (began, ended, CPU seconds) of each, by one clock.
     """
-    return Duration(
-        seconds=max(ended for _, ended, _ in spans) - min(began for began, _, _ in spans),
-        cpu_s=sum(cpu_s for _, _, cpu_s in spans),
-    )
+    began, ended, cpu_s = zip(*spans, strict=True)
+    return Duration(max(ended) - min(began), sum(cpu_s))
 
 
 def bench_spec(capacity: int, *, slot_min: int = SLOT_MIN) -> ArenaSpec:
     """Return an arena of the bench with room for `capacity` bytes of blocks."""
     return ArenaSpec(
-        cluster_name="bench",
-        capacity=capacity,
-        slab=_SLAB_BYTES,
-        slot_min=slot_min,
-        holders_max=_HOLDERS_MAX,
+        cluster_name="bench", capacity=capacity, slab=SLAB_BYTES, slot_min=slot_min, holders_max=16
     )
 
 

@@ -12,8 +12,8 @@ import secrets
 import socket
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from kvray.actors.tier.connection import connect_configured
 from kvray.config import KVRayConfig, config_on_node, load_config
 from kvray.errors import KVRayError
 from kvray.identity.block import split_keys
-from kvray.lab.bench.runner import LOCK_WAIT_S, Duration, Pair, measure, reserve_all
+from kvray.lab.bench.runner import LOCK_WAIT_S, SLAB_BYTES, Duration, Pair, measure, reserve_all
 from kvray.lab.chaos.machine import RESOURCE
 from kvray.store import Arena, ArenaOwner, ArenaSpec
 from kvray.transport.nixl import NixlTransport, bindings
@@ -35,9 +35,7 @@ from kvray.transport.transport import Array
 
 BLOCK_BYTES = 4 * 2**20
 
-_SLAB_BYTES = 64 * 2**20
 _TIMEOUT_S = 120.0
-_SOURCE, _TARGET = 0, 1
 _REFS_AHEAD = 2
 """Objects that are asked for before the one that is waited for."""
 _POLL_S = 0.0002
@@ -45,28 +43,27 @@ _FIRST_BYTES = 4096
 _DRAM = "DRAM"
 
 BareAddress = tuple[bytes, int]
-"""Where a bare push goes to: NIXL's metadata of the other end, and its memory's address."""
+"""Target of a bare push: NIXL's metadata of the other end, and its memory's address."""
 
 
-class BenchNode:
+class _BenchNode:
     """An actor with one node's arena; it does all work there that needs no mover."""
 
     def __init__(self, config: KVRayConfig, num_blocks: int) -> None:
-        """Make an arena with room for so many blocks."""
         config = config_on_node(config)
         config.node_dir.mkdir()
+        self._num_bytes = num_blocks * BLOCK_BYTES
         spec = ArenaSpec(
             cluster_name=config.cluster_name,
-            capacity=num_blocks * BLOCK_BYTES + _SLAB_BYTES,
-            slab=_SLAB_BYTES,
+            capacity=self._num_bytes + SLAB_BYTES,
+            slab=SLAB_BYTES,
             slot_min=config.arena.slot_min,
             holders_max=config.arena.holders_max,
         )
         self._arena = Arena.create(config.node_dir, spec, lock_wait_s=LOCK_WAIT_S)
         self._arena.join("bench")
-        self._num_bytes = num_blocks * BLOCK_BYTES
         self._memory = self._arena.tables.data[: self._num_bytes]
-        self._nixl: NixlTransport | None = None
+        self._transport: NixlTransport | None = None
         self._bare: Any = None
         self._bare_peer = ""
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -78,21 +75,15 @@ class BenchNode:
         self._arena.commit(made, self._arena.write(made, pool, np.arange(len(made.slots)) % 8))
 
     def clear(self) -> None:
-        """Evict every block."""
         ArenaOwner(self._arena).clear()
 
     def pid(self) -> int:
-        """Return this process's id."""
         return os.getpid()
 
     # -- NIXL's own Python API with its own defaults, and nothing of kvray -----------------------
 
     def open_bare(self) -> BareAddress:
-        """Open an end of NIXL's own, and return where others push to.
-
-        Raises:
-            TransportUnavailable: NIXL is not installed.
-        """
+        """Open an end of NIXL's own, and return where others push to."""
         package = bindings().__name__.rpartition(".")[0]
         api = importlib.import_module(f"{package}._api")
         base = self._memory.ctypes.data
@@ -110,11 +101,7 @@ class BenchNode:
         self.push_bare(address, _FIRST_BYTES)
 
     def push_bare(self, address: BareAddress, num_bytes: int | None = None) -> None:
-        """Push the first bytes of the memory, or all, to the same place there, as one transfer.
-
-        Raises:
-            KVRayError: NIXL says that it failed, or it did not end.
-        """
+        """Push the first bytes of the memory, or all, to the same place there, as one transfer."""
         agent, size = self._bare, num_bytes or self._num_bytes
         local = agent.get_xfer_descs([(self._memory.ctypes.data, size, 0)], _DRAM)
         remote = agent.get_xfer_descs([(address[1], size, 0)], _DRAM)
@@ -131,17 +118,18 @@ class BenchNode:
     # -- kvray's transport, a bare socket, and Ray's objects ------------------------------------
 
     def address(self) -> bytes:
-        """Return where pushes of the transport go to."""
-        return self._transport().address
+        """Return the address of the transport, which this opens."""
+        self._transport = self._transport or NixlTransport(self._memory)
+        return self._transport.address
 
     def push(self, address: bytes) -> None:
         """Push everything by the transport, at once."""
         start = np.zeros(1, dtype=np.int64)
         size = np.full(1, self._num_bytes)
-        self._transport().send(address, start, start, size, timeout_s=_TIMEOUT_S)
+        self._transport = self._transport or NixlTransport(self._memory)
+        self._transport.send(address, start, start, size, timeout_s=_TIMEOUT_S)
 
     def port(self) -> int:
-        """Return where a bare socket listens."""
         return int(self._listener.getsockname()[1])
 
     def receive(self) -> None:
@@ -162,33 +150,24 @@ class BenchNode:
             connection.sendall(self._memory.data)
             connection.recv(1)
 
-    def piece(self, start: int, stop: int) -> Array:
-        """Return bytes of the arena as an object of Ray."""
-        return self._memory[start:stop]
+    def piece(self, start: int) -> Array:
+        return self._memory[start : start + ObjectRefTransport.piece_bytes]
 
     def pull(self, source: Any) -> None:
         """Bring everything here as objects of Ray, and copy it into the arena."""
-        step = ObjectRefTransport.piece_bytes
-        starts = list(range(0, self._num_bytes, step))
-        ends = [min(start + step, self._num_bytes) for start in starts]
-        refs: list[Any] = []
+        starts = range(0, self._num_bytes, ObjectRefTransport.piece_bytes)
+        refs: deque[Any] = deque()
         for index, start in enumerate(starts):
-            for ahead in range(len(refs), min(index + _REFS_AHEAD, len(starts))):
-                refs.append(source.piece.remote(starts[ahead], ends[ahead]))
-            self._memory[start : ends[index]] = ray.get(refs[index], timeout=_TIMEOUT_S)
-            refs[index] = None
-
-    def _transport(self) -> NixlTransport:
-        if self._nixl is None:
-            self._nixl = NixlTransport(self._memory)
-        return self._nixl
+            for ahead in starts[index + len(refs) : index + _REFS_AHEAD]:
+                refs.append(source.piece.remote(ahead))
+            piece = ray.get(refs.popleft(), timeout=_TIMEOUT_S)
+            self._memory[start : start + len(piece)] = piece
 
 
 class StagingBench:
     """Two nodes with an arena and two movers each: one fetches by nixl, one by object_ref."""
 
     def __init__(self, config: KVRayConfig, num_blocks: int) -> None:
-        """Start everything on the nodes of the cluster that this process is connected to."""
         self._num_blocks = num_blocks
         self._keys = np.random.default_rng(1).bytes(32 * num_blocks)
         nodes = [
@@ -218,40 +197,29 @@ class StagingBench:
         """Return pairs of each measurement; the sockets have no side of ours."""
         for name in self._movers:  # connections, pages, and code that is loaded only then
             self._stage(name)
-        self._push_bare()
-        self._push()
-        self._stream()
-        self._pull()
-        pairs: dict[str, list[Pair]] = {}
+        for bare in (self._push_bare, self._push, self._stream, self._pull):
+            bare()
+        pairs: dict[str, list[Pair]] = defaultdict(list)
         for index in range(repeat):
-            nixl = self._pair(index, "nixl", self._push_bare)
-            found = {
-                "nixl": nixl,
-                "transport": Pair(ours=nixl.ours, floor=self._push()),
-                "socket": Pair(ours=nixl.ours, floor=self._stream()),
-                "object_ref": self._pair(index, "object_ref", self._pull),
-            }
-            for name, pair in found.items():
-                pairs.setdefault(name, []).append(pair)
+            (nixl,) = self._pair(index, "nixl", self._push_bare)
+            pairs["nixl"].append(nixl)
+            pairs["transport"].append(Pair(nixl.ours, self._push()))
+            pairs["socket"].append(Pair(nixl.ours, self._stream()))
+            pairs["object_ref"] += self._pair(index, "object_ref", self._pull)
         return pairs
 
-    def _pair(self, index: int, transport: str, floor: Callable[[], Duration]) -> Pair:
-        """Return one pair; the sides take turns at going first."""
-        (pair,) = measure(
-            1, ours=lambda _: self._stage(transport), floor=lambda _: floor(), first=index
+    def _pair(self, index: int, transport: str, bare: Callable[[], Duration]) -> list[Pair]:
+        return measure(
+            1, ours=lambda _: self._stage(transport), floor=lambda _: bare(), first=index
         )
-        return pair
 
     def _stage(self, transport: str) -> Duration:
         """Have the target's mover fetch everything."""
-        span = Span(source=_mover(transport, _SOURCE), part=0, keys=self._keys, parent=b"", depth=0)
+        span = Span(source=_mover(transport, 0), part=0, keys=self._keys, parent=b"", depth=0)
         order = FetchOrder(spans=(span,), deadline_s=_TIMEOUT_S)
-        mover = self._movers[transport][_TARGET]
-        reports: list[FetchReport] = []
-        duration = _timed(
-            self._pids[transport], lambda: reports.append(_get(mover.fetch.remote(order)))
-        )
-        (report,) = reports
+        mover = self._movers[transport][1]
+        report: FetchReport
+        duration, report = _timed(self._pids[transport], lambda: mover.fetch.remote(order))
         if report.here != (self._num_blocks,):
             raise KVRayError(
                 f"Only {report.here[0]} of {self._num_blocks} blocks came:"
@@ -264,38 +232,37 @@ class StagingBench:
         address = _get(self._target.open_bare.remote())
         _get(self._source.open_bare.remote())
         _get(self._source.connect_bare.remote(address))
-        duration = self._bare(lambda: [self._source.push_bare.remote(address)])
+        duration = self._time_bare(lambda: self._source.push_bare.remote(address))
         _get([node.close_bare.remote() for node in self._nodes])
         return duration
 
     def _push(self) -> Duration:
         address = _get(self._target.address.remote())
-        return self._bare(lambda: [self._source.push.remote(address)])
+        return self._time_bare(lambda: self._source.push.remote(address))
 
     def _stream(self) -> Duration:
         port = _get(self._target.port.remote())
-        return self._bare(lambda: [self._target.receive.remote(), self._source.stream.remote(port)])
+        return self._time_bare(
+            lambda: [self._target.receive.remote(), self._source.stream.remote(port)]
+        )
 
     def _pull(self) -> Duration:
-        return self._bare(lambda: [self._target.pull.remote(self._source)])
+        return self._time_bare(lambda: self._target.pull.remote(self._source))
 
-    def _bare(self, begin: Callable[[], list[Any]]) -> Duration:
-        return _timed(self._bare_pids, lambda: _get(begin()))
+    def _time_bare(self, begin: Callable[[], Any]) -> Duration:
+        return _timed(self._bare_pids, begin)[0]
 
 
 def _start_node(node_id: str, config: KVRayConfig, num_blocks: int) -> Any:
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
-    node = ray.remote(BenchNode).options(num_cpus=0, scheduling_strategy=affinity)
+    node = ray.remote(_BenchNode).options(num_cpus=0, scheduling_strategy=affinity)
     return node.remote(config, num_blocks)
 
 
 def _wait_serving(mover: Any) -> int:
     """Return a mover's pid once it has its arena and its transport."""
     deadline = time.monotonic() + _TIMEOUT_S
-    while True:
-        status = _get(mover.status.remote())
-        if status["state"] == "serving":
-            break
+    while (status := _get(mover.status.remote()))["state"] != "serving":
         if time.monotonic() > deadline:
             raise KVRayError(f"{status['mover']} is not ready: {status['message']}")
         time.sleep(0.05)
@@ -305,17 +272,15 @@ def _wait_serving(mover: Any) -> int:
     return int(status["pid"])
 
 
-def _timed(pids: list[int], work: Callable[[], object]) -> Duration:
-    """Do `work` and time it; the CPU time is that of the processes that do it."""
-    before = _cpu_s(pids)
-    began = time.perf_counter()
-    work()
+def _timed(pids: list[int], begin: Callable[[], Any]) -> tuple[Duration, Any]:
+    """Await what `begin` begins; return its time, with the CPU time of `pids`, and its result."""
+    before, began = _cpu_s(pids), time.perf_counter()
+    result = _get(begin())
     seconds = time.perf_counter() - began
-    return Duration(seconds=seconds, cpu_s=_cpu_s(pids) - before)
+    return Duration(seconds, _cpu_s(pids) - before), result
 
 
 def _cpu_s(pids: list[int]) -> float:
-    """Return the CPU seconds that processes have used."""
     times = [psutil.Process(pid).cpu_times() for pid in pids]
     return float(sum(one.user + one.system for one in times))
 
@@ -333,10 +298,8 @@ def main() -> None:
     config = load_config(sys.argv[1])
     try:
         connect_configured(config)
-        pairs = StagingBench(config, int(sys.argv[2])).take(int(sys.argv[3]))
-        found: dict[str, Any] = {
-            name: [asdict(pair) for pair in taken] for name, taken in pairs.items()
-        }
+        found: dict[str, Any]
+        found = StagingBench(config, int(sys.argv[2])).take(int(sys.argv[3]))
     except KVRayError as error:
         found = {"error": str(error)}
     print(json.dumps(found), flush=True)

@@ -22,7 +22,7 @@ from numpy.random import default_rng
 from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys, request_seed
-from kvray.lab.bench.runner import LOCK_WAIT_S, TOKENS_PER_BLOCK, reserve_all
+from kvray.lab.bench.runner import LOCK_WAIT_S, TOKENS_PER_BLOCK, Runner, reserve_all
 from kvray.lab.reference.child_process import JsonPipe, PipeClosed
 from kvray.store import Arena
 from kvray.store.arena.prefault import mapping_of, populate
@@ -43,7 +43,6 @@ class Worker:
     """The parent's handle on a process, which never outlives its parent."""
 
     def __init__(self) -> None:
-        """Start the process; it is ready when it answers its first call."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
@@ -55,6 +54,14 @@ class Worker:
         assert answers, "a pipe was asked for"
         with calls, answers:
             self._pipe = JsonPipe(os.dup(answers.fileno()), os.dup(calls.fileno()))
+
+    @classmethod
+    def start(cls, runner: Runner) -> Worker:
+        """Return a new process, which ends with the run."""
+        with runner.interrupts.held():
+            worker = cls()
+            runner.stack.callback(worker.close)
+        return worker
 
     def call(self, name: str, **arguments: Any) -> Any:
         """Have the process do something, and return its answer.
@@ -95,24 +102,21 @@ def call_all(workers: Sequence[Worker], name: str, **arguments: Any) -> list[Any
     return [worker.receive() for worker in workers]
 
 
-class Work:
+class _Work:
     """The calls that a process answers: an arena, a buffer, and the work on them."""
 
     def __init__(self) -> None:
-        """Start with neither an arena nor a buffer."""
         self._arena: Arena | None = None
         self._buffer = np.empty(0, dtype=np.uint8)
 
-    def attach(self, *, directory: str, is_populated: bool = True) -> None:
+    def attach(self, *, directory: str) -> None:
         """Map the arena in `directory` in place of the one before, as an engine's link does."""
         self.detach()
         self._arena = Arena(Path(directory), lock_wait_s=LOCK_WAIT_S)
         self._arena.join("bench")
-        if is_populated:
-            populate(mapping_of(self._arena.tables))
+        populate(mapping_of(self._arena.tables))
 
     def detach(self) -> None:
-        """Unmap the arena. Twice is fine."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None
@@ -124,54 +128,42 @@ class Work:
         for at in range(0, num_bytes, _PATTERN_BYTES):
             self._buffer[at : at + _PATTERN_BYTES] = pattern[: num_bytes - at]
 
-    # -- copies: buffer and arena have as many sections as fit into the buffer ------------------
+    # -- copies of a section: that part of buffer and arena which has `shape` (blocks, bytes) ----
 
-    def store(self, *, chain: int, num_blocks: int, block_bytes: int, section: int) -> Times:
-        """Store a section of the buffer as the blocks of a chain."""
-        keys, pool = _block_keys(chain, num_blocks), self._pool(num_blocks, block_bytes, section)
-        rows, arena = np.arange(num_blocks), self.arena
+    def store(self, *, chain: int, shape: tuple[int, int], section: int) -> Times:
+        keys, pool = _block_keys(chain, shape[0]), _cut(self._buffer, shape, section)
+        rows, arena = np.arange(shape[0]), self.arena
 
-        def work() -> int:
-            made = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
-            if made is None or len(made.rows) < num_blocks:
-                return 0
-            return num_blocks * arena.commit(made, arena.write(made, pool, rows))
+        def work() -> bool:
+            made = reserve_all(arena, keys, block_bytes=shape[1])
+            return arena.commit(made, arena.write(made, pool, rows))
 
-        return _timed(work, expected=num_blocks)
+        return _timed(work)
 
-    def retrieve(
-        self, *, chain: int, num_blocks: int, block_bytes: int, section: int, verify: bool
-    ) -> Times:
-        """Copy the blocks of a chain into a section of the buffer."""
-        keys, pool = _block_keys(chain, num_blocks), self._pool(num_blocks, block_bytes, section)
-        rows, arena = np.arange(num_blocks), self.arena
+    def retrieve(self, *, chain: int, shape: tuple[int, int], section: int, verify: bool) -> Times:
+        keys, pool = _block_keys(chain, shape[0]), _cut(self._buffer, shape, section)
+        rows, arena = np.arange(shape[0]), self.arena
 
-        def work() -> int:
+        def work() -> bool:
             leases = arena.lease(keys)
-            if not leases or leases[0].num_slots < num_blocks:
-                return 0
+            if not leases or leases[0].num_slots < len(keys):
+                return False
             arena.read(leases[0], pool, rows, verify=verify)
-            return num_blocks * arena.release(*leases)
+            return arena.release(*leases)
 
-        return _timed(work, expected=num_blocks)
+        return _timed(work)
 
-    def copy(self, *, num_bytes: int, section: int, is_store: bool) -> Times:
-        """Copy a section bare, into the arena's memory, whose blocks are lost, or out of it."""
-        where = slice(section * num_bytes, (section + 1) * num_bytes)
-        source, target = self._buffer[where], self.arena.tables.data[where]
+    def copy(self, *, shape: tuple[int, int], section: int, is_store: bool) -> Times:
+        """Copy bare, into the arena's memory, whose blocks are lost, or out of it."""
+        source = _cut(self._buffer, shape, section).reshape(-1)
+        target = _cut(self.arena.tables.data, shape, section).reshape(-1)
         if not is_store:
             source, target = target, source
-
-        def work() -> int:
-            np.copyto(target, source)
-            return len(target)
-
-        return _timed(work, expected=len(source))
+        return _timed(lambda: np.copyto(target, source))
 
     # -- lookups ------------------------------------------------------------------------------
 
     def store_prompt(self, *, num_tokens: int, block_bytes: int) -> None:
-        """Store a block of zeros for every block of the prompt of that length."""
         keys = chain_keys(_prompt(num_tokens), tokens_per_block=TOKENS_PER_BLOCK, seed=_SEED)
         made = reserve_all(self.arena, keys, block_bytes=block_bytes)
         pool = np.zeros((len(keys), block_bytes), dtype=np.uint8)
@@ -196,10 +188,10 @@ class Work:
             hash_bare(tokens)
             pairs.append((seconds, time.perf_counter() - began))
             found = sum(lease.num_slots for lease in leases or ())
-            if leases is None or found != present // TOKENS_PER_BLOCK:
+            expected = present // TOKENS_PER_BLOCK
+            if leases is None or found != expected:
                 raise KVRayError(
-                    f"A lookup found {found} blocks instead of {present // TOKENS_PER_BLOCK}; run"
-                    " the bench again."
+                    f"A lookup found {found} blocks instead of {expected}; run the bench again."
                 )
         return pairs
 
@@ -218,14 +210,8 @@ class Work:
 
     @property
     def arena(self) -> Arena:
-        """The arena that was attached."""
         assert self._arena is not None
         return self._arena
-
-    def _pool(self, num_blocks: int, block_bytes: int, section: int) -> Array:
-        num_bytes = num_blocks * block_bytes
-        where = slice(section * num_bytes, (section + 1) * num_bytes)
-        return self._buffer[where].reshape(num_blocks, block_bytes)
 
 
 def hash_bare(tokens: Sequence[int]) -> bytes:
@@ -235,6 +221,11 @@ def hash_bare(tokens: Sequence[int]) -> bytes:
     for at in range(0, len(packed), step):
         parent = hashlib.sha256(parent + packed[at : at + step]).digest()
     return parent
+
+
+def _cut(memory: Array, shape: tuple[int, int], section: int) -> Array:
+    num_bytes = shape[0] * shape[1]
+    return memory[section * num_bytes : (section + 1) * num_bytes].reshape(shape)
 
 
 def _prompt(num_tokens: int, present: int | None = None) -> list[int]:
@@ -253,18 +244,18 @@ def _block_keys(chain: int, num_blocks: int) -> list[BlockKey]:
     return chain_keys(tokens, tokens_per_block=TOKENS_PER_BLOCK, seed=_SEED)
 
 
-def _timed(work: Callable[[], int], *, expected: int) -> Times:
-    """Do `work` and time it; it returns how much it did.
+def _timed(work: Callable[[], bool | None]) -> Times:
+    """Do `work` and time it.
 
     Raises:
-        KVRayError: it did less than it should, so that its time means nothing.
+        KVRayError: it returned False: it did less than it should, so that its time means nothing.
     """
     cpu_s, began = time.process_time(), time.monotonic()
-    done: Any = work()
+    is_done = work()
     ended, cpu_s = time.monotonic(), time.process_time() - cpu_s
-    if done != expected:
+    if is_done is False:
         raise KVRayError(
-            f"A step of the bench did {done} of {expected}: the arena was busy or had no room;"
+            "A step of the bench did not copy all of its blocks: the arena was busy or had no room;"
             " run it again, with a larger --capacity if it happens again."
         )
     return began, ended, cpu_s
@@ -272,7 +263,7 @@ def _timed(work: Callable[[], int], *, expected: int) -> Times:
 
 def main() -> None:
     """Answer the parent's calls until it closes its pipe."""
-    work, pipe = Work(), JsonPipe(sys.stdin.fileno(), sys.stdout.fileno())
+    work, pipe = _Work(), JsonPipe(sys.stdin.fileno(), sys.stdout.fileno())
     try:
         while True:
             call = pipe.receive(timeout_s=None)
