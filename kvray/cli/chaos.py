@@ -2,18 +2,14 @@
 
 import json
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from kvray.console.boundary import boundary
-from kvray.console.interrupts import Interrupts
 from kvray.console.options import VerboseOption
 from kvray.errors import ConfigError
-
-if TYPE_CHECKING:
-    from kvray.lab.chaos.play import Options
 
 EXIT_FAILED = 1
 _PLAIN_WIDTH = 130
@@ -58,8 +54,10 @@ def chaos(
     """
     with boundary(verbose=verbose) as interrupts:
         with interrupts.masked():
+            from kvray.lab.chaos import report
+            from kvray.lab.chaos.judge import has_passed
             from kvray.lab.chaos.network import why_impossible
-            from kvray.lab.chaos.play import Options
+            from kvray.lab.chaos.play import Options, play
             from kvray.lab.chaos.schedule import KINDS
 
         names = {kind.name for kind in KINDS}
@@ -76,20 +74,12 @@ def chaos(
             kinds=tuple(only or ()),
             has_network=network and why_impossible() is None,
         )
-        passed = _run(options, as_json=as_json, interrupts=interrupts)
-    if not passed:
+        console = Console(stderr=True, highlight=False)
+        found = play(options, console=console, interrupts=interrupts)
+        if as_json:
+            print(json.dumps(found, indent=2))
+        else:
+            width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+            report.print_all(Console(highlight=False, width=width), found)
+    if not has_passed(found):
         raise typer.Exit(EXIT_FAILED)
-
-
-def _run(options: "Options", *, as_json: bool, interrupts: Interrupts) -> bool:
-    from kvray.lab.chaos import play, report
-    from kvray.lab.chaos.judge import has_passed
-
-    console = Console(stderr=True, highlight=False)
-    found = play.play(options, console=console, interrupts=interrupts)
-    if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-        report.print_all(Console(highlight=False, width=width), found)
-    return has_passed(found)

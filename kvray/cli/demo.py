@@ -2,7 +2,6 @@
 
 import sys
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +9,6 @@ from rich.console import Console
 
 from kvray.config import parse_size
 from kvray.console.boundary import boundary
-from kvray.console.interrupts import Interrupts
 from kvray.console.options import VerboseOption
 from kvray.console.picture import PlotOption, check_plot
 from kvray.errors import ConfigError
@@ -41,34 +39,29 @@ def demo(
     a token differs from a run without kvray, or if a prefix was not shared.
     """
     with boundary(verbose=verbose) as interrupts:
-        passed = _run(model, as_json=as_json, arena=arena, plot=plot, interrupts=interrupts)
-    if not passed:
+        try:
+            capacity = parse_size(arena)
+        except ValueError as error:
+            raise ConfigError(f"--arena: {error}.") from None
+        if plot is not None:
+            check_plot(plot)
+        with interrupts.masked():
+            from kvray.lab.demo import report
+            from kvray.lab.demo.play import play
+
+        began = time.monotonic()
+        console = Console(stderr=True, highlight=False)
+        records, verdict = play(model, capacity=capacity, console=console, interrupts=interrupts)
+        seconds = time.monotonic() - began
+        if as_json:
+            print(report.to_json(records, verdict, model=model, seconds=seconds))
+        else:
+            width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+            console = Console(highlight=False, width=width)
+            report.print_all(console, records, verdict, seconds=seconds)
+        if plot is not None:
+            from kvray.lab.demo.plot import draw
+
+            draw(records, plot)
+    if verdict.failures:
         raise typer.Exit(EXIT_FAILED)
-
-
-def _run(
-    model: str, *, as_json: bool, arena: str, plot: Path | None, interrupts: Interrupts
-) -> bool:
-    try:
-        capacity = parse_size(arena)
-    except ValueError as error:
-        raise ConfigError(f"--arena: {error}.") from None
-    if plot is not None:
-        check_plot(plot)
-    with interrupts.masked():
-        from kvray.lab.demo import play, report
-
-    began = time.monotonic()
-    console = Console(stderr=True, highlight=False)
-    records, verdict = play.play(model, capacity=capacity, console=console, interrupts=interrupts)
-    seconds = time.monotonic() - began
-    if as_json:
-        print(report.to_json(records, verdict, model=model, seconds=seconds))
-    else:
-        width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-        report.print_all(Console(highlight=False, width=width), records, verdict, seconds=seconds)
-    if plot is not None:
-        from kvray.lab.demo.plot import draw
-
-        draw(records, plot)
-    return not verdict.failures

@@ -4,13 +4,11 @@ import time
 from collections.abc import Callable, Mapping
 
 from kvray.client import Client
-from kvray.lab.demo.prompts import Prompt
+from kvray.lab.demo.prompts import TOKENS_PER_BLOCK, Prompts
 from kvray.lab.demo.record import Record
 from kvray.lab.reference import KvConnectorConfig, Replica
 
-TOKENS_PER_BLOCK = 32
-MAX_TOKENS = 16
-
+_MAX_TOKENS = 16
 _SAVED_TIMEOUT_S = 20.0
 _POLL_S = 0.02
 _CONNECTOR = KvConnectorConfig(
@@ -24,16 +22,24 @@ class Engines:
     """Starts engines, sends them prompts, and records their answers."""
 
     def __init__(
-        self, client: Client, *, model: str, environ: Mapping[str, str], num_threads: int
+        self,
+        client: Client,
+        prompts: Prompts,
+        *,
+        model: str,
+        environ: Mapping[str, str],
+        num_threads: int,
     ) -> None:
         """Begin without an engine.
 
         Args:
             client: connected to the tier.
+            prompts: those that may be asked.
             model: the engines load it.
             environ: variables with which an engine finds the tier.
             num_threads: of each engine; equal answers need equal numbers.
         """
+        self.prompts = prompts
         self.records: list[Record] = []
         self.advance: Callable[[], None] = lambda: None
         """Called after each start and each answer, for a bar that moves."""
@@ -76,55 +82,35 @@ class Engines:
         self,
         phase: str,
         replica: str,
-        prompt: Prompt,
+        prompt: str,
         *,
         expected_hit_tokens: int | None = None,
         until_saved: bool = False,
     ) -> None:
         """Send a prompt to one engine and record the answer.
 
-        Args:
-            phase: of the demo.
-            replica: the engine's name.
-            prompt: what to ask.
-            expected_hit_tokens: see `Record`.
-            until_saved: return when the computed blocks are in the tier, to which the prompt must
-                be new. If they do not come, the hits that follow will tell.
+        `until_saved` returns when the computed blocks are in the tier, to which the prompt must be
+        new. If they do not come, the hits that follow will tell.
         """
         stored_before = self._num_stored() if until_saved else 0
-        output = self._replicas[replica].generate([prompt.token_ids], max_tokens=MAX_TOKENS)[0]
+        tokens = self.prompts[prompt]
+        output = self._replicas[replica].generate([tokens], max_tokens=_MAX_TOKENS)[0]
         self.records.append(
             Record(
                 phase=phase,
                 replica=replica,
-                prompt=prompt.name,
-                prompt_tokens=output.prompt_tokens,
-                reused_tokens=output.reused_tokens,
-                hit_tokens=output.hit_tokens,
-                ttft_s=output.ttft_s,
-                # A tiny model answers with any bytes, also with such as are no Unicode.
-                text=output.text.encode("utf-8", "replace").decode(),
-                token_ids=output.token_ids,
+                prompt=prompt,
+                output=output,
                 expected_hit_tokens=expected_hit_tokens,
             )
         )
         if until_saved:
             computed = output.prompt_tokens - output.reused_tokens - output.hit_tokens
-            self._await_stored(stored_before + computed // TOKENS_PER_BLOCK)
+            num_stored = stored_before + computed // TOKENS_PER_BLOCK
+            deadline = time.monotonic() + _SAVED_TIMEOUT_S
+            while self._num_stored() < num_stored and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
         self.advance()
-
-    def _await_stored(self, num_blocks: int) -> None:
-        deadline = time.monotonic() + _SAVED_TIMEOUT_S
-        while self._num_stored() < num_blocks and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
 
     def _num_stored(self) -> int:
         return sum(shard["arena"]["stored"] for shard in self._client.status()["shards"])
-
-
-def shareable_tokens(num_tokens: int) -> int:
-    """Return how many tokens of a prompt another engine can take from the tier.
-
-    Full blocks only, and never the whole prompt: the engine computes at least one token.
-    """
-    return (num_tokens - 1) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK

@@ -9,7 +9,7 @@ from kvray.errors import ConfigError
 from kvray.lab.reference.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from kvray.lab.reference.weights import find_weights
 
-SMOLLM2 = "smollm2"
+_SMOLLM2 = "smollm2"
 
 
 def is_tiny(model: str) -> bool:
@@ -28,7 +28,7 @@ def fetch_model(model: str) -> None:
         raise ConfigError(
             f"The demo's engines need {', '.join(missing)}; run `pip install 'kvray[demo]'`."
         )
-    if model == SMOLLM2:
+    if model == _SMOLLM2:
         find_weights()  # shows a bar if it has to download them
     elif not is_tiny(model) and not Path(model).expanduser().exists():
         raise ConfigError(
@@ -46,12 +46,11 @@ def read_model(model: str, console: Console) -> tuple[str, Tokenizer]:
     if is_tiny(model):
         return model, ByteTokenizer()
     with console.status("Reading the model"):
-        if model == SMOLLM2:
-            from kvray.lab.reference.checkpoint import find_smollm2
+        path = Path(model).expanduser().absolute()
+        if model == _SMOLLM2:
+            from kvray.lab.reference.checkpoint import find_smollm2  # imports torch
 
             path = find_smollm2()
-        else:
-            path = Path(model).expanduser().absolute()
         try:
             return str(path), load_tokenizer(path)
         except (OSError, ValueError) as error:  # transformers raises both

@@ -13,11 +13,11 @@ from kvray.client import Client
 from kvray.config import environ_for, format_size, load_config
 from kvray.console.interrupts import Interrupts
 from kvray.console.progress import LaunchProgress, ProgressLine
-from kvray.lab.demo.engines import TOKENS_PER_BLOCK, Engines
+from kvray.lab.demo.engines import Engines
 from kvray.lab.demo.model import fetch_model, is_tiny, read_model
-from kvray.lab.demo.phases import ORACLE_PHASE, PHASES, split_oracle
+from kvray.lab.demo.phases import ORACLE_PHASE, PHASES
 from kvray.lab.demo.prompts import make_prompts
-from kvray.lab.demo.record import Record, Verdict, judge
+from kvray.lab.demo.record import ORACLE, Record, Verdict, judge
 
 _SHM = Path("/dev/shm")
 _ROOM = 1.1
@@ -28,13 +28,7 @@ _THREADS_MAX = 4
 def play(
     model: str, *, capacity: int, console: Console, interrupts: Interrupts
 ) -> tuple[list[Record], Verdict]:
-    """Play all phases and judge them.
-
-    Args:
-        model: `smollm2`, `tiny` or the path of a checkpoint.
-        capacity: bytes of the tier.
-        console: shows the progress.
-        interrupts: end it early.
+    """Play all phases on a tier of `capacity` bytes, and judge them.
 
     Raises:
         KVRayError: the model, the tier or an engine did not work.
@@ -53,9 +47,9 @@ def play(
             )
         # Only now: torch starts threads, and there must be none while Ray takes over the signals.
         path, tokenizer = read_model(model, console)
-        prompts = make_prompts(tokenizer, tokens_per_block=TOKENS_PER_BLOCK)
         engines = Engines(
             stack.enter_context(Client(settings)),
+            make_prompts(tokenizer),
             model=path,
             environ=environ_for(config_path),
             num_threads=min(_THREADS_MAX, len(os.sched_getaffinity(0))),
@@ -66,8 +60,9 @@ def play(
                 title = "" if phase is ORACLE_PHASE else f"Phase {phase.name}: "
                 with line.during(title + phase.title, phase.num_steps) as advance:
                     engines.advance = advance
-                    phase.play(engines, prompts)
-    oracle, records = split_oracle(engines.records)
+                    phase.play(engines)
+    oracle = {record.prompt: record for record in engines.records if record.phase == ORACLE}
+    records = [record for record in engines.records if record.phase != ORACLE]
     return records, judge(records, oracle=oracle)
 
 

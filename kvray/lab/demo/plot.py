@@ -1,7 +1,6 @@
 """The times that the demo measured, as a picture."""
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -11,6 +10,7 @@ from kvray.console.picture import write_picture
 from kvray.lab.demo.phases import PHASES
 from kvray.lab.demo.record import Record
 from kvray.lab.demo.report import duration
+from kvray.lab.reference import Output
 
 _COMPUTED, _OWN, _HIT = "#b8bcc2", "#9cc6e6", "#2a78b5"
 _LEGEND = {"computed": _COMPUTED, "from the engine's own pool": _OWN, "from the tier": _HIT}
@@ -25,19 +25,18 @@ def draw(records: Sequence[Record], path: Path) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    places = _places(records)
+    order = [phase.name for phase in PHASES]
+    places = [at + _GAP * order.index(record.phase) for at, record in enumerate(records)]
     figure = Figure(figsize=(9, 1 + _INCHES_PER_ROW * max(places)), layout="constrained")
     axes = figure.subplots()
-    colours = [colour_of(record) for record in records]
-    axes.barh(places, [record.ttft_s for record in records], 0.8, color=colours)
-    axes.set_yticks(
-        places, [f"{one.replica}, {one.prompt}, {one.prompt_tokens:,} tokens" for one in records]
-    )
+    colours = [colour_of(record.output) for record in records]
+    axes.barh(places, [record.output.ttft_s for record in records], 0.8, color=colours)
+    names = [f"{one.replica}, {one.prompt}, {one.output.prompt_tokens:,} tokens" for one in records]
+    axes.set_yticks(places, names)
     titles = {phase.name: phase.title for phase in PHASES}
     for place, record in zip(places, records, strict=True):
-        axes.annotate(
-            f" {duration(record.ttft_s)}", (record.ttft_s, place), va="center", fontsize=8
-        )
+        ttft_s = record.output.ttft_s
+        axes.annotate(f" {duration(ttft_s)}", (ttft_s, place), va="center", fontsize=8)
         if title := titles.pop(record.phase, None):  # at its first request
             axes.text(0, place - 0.85, f"{record.phase}: {title}", va="center", weight="bold")
     axes.set_ylim(max(places) + 0.6, -1.4)
@@ -48,15 +47,8 @@ def draw(records: Sequence[Record], path: Path) -> None:
     write_picture(figure, path)
 
 
-def colour_of(record: Record) -> str:
-    """Return the colour of the bar of a request."""
-    if record.hit_tokens:
+def colour_of(output: Output) -> str:
+    """Return the colour of the bar of an answer."""
+    if output.hit_tokens:
         return _HIT
-    return _OWN if record.reused_tokens else _COMPUTED
-
-
-def _places(records: Sequence[Record]) -> list[float]:
-    """Return where each bar is from above: apart by one, and by more between phases."""
-    phases = [record.phase for record in records]
-    gaps = [0.0, *(0.0 if one == before else _GAP for before, one in pairwise(phases))]
-    return [at + gap for at, gap in enumerate(accumulate(gaps))]
+    return _OWN if output.reused_tokens else _COMPUTED

@@ -1,10 +1,10 @@
 """The prompts of the demo: a handbook, each time from another chapter on, and a question."""
 
-from dataclasses import dataclass
 from importlib.resources import files
 
 from kvray.lab.reference.tokenizer import Tokenizer
 
+TOKENS_PER_BLOCK = 32
 LONG_BLOCKS = 48
 """Blocks of the long prompt, which fills them exactly: the last token is the last of a block."""
 UNALIGNED_BLOCKS = 22
@@ -12,62 +12,12 @@ UNALIGNED_TOKENS = 13
 """Tokens of the other long prompt after its last full block."""
 SYSTEM_BLOCKS = 16
 OFFLOAD_BLOCKS = 18
-OFFLOAD_TOKENS = 9
+_OFFLOAD_TOKENS = 9
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """A prompt as the engine takes it."""
-
-    name: str
-    token_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompts:
-    """All prompts; only those of `same_system` begin with the same block."""
-
-    long: Prompt
-    unaligned: Prompt
-    same_system: tuple[Prompt, ...]
-    offload_a: Prompt
-    offload_b: Prompt
-
-    def all(self) -> tuple[Prompt, ...]:
-        """Return each prompt once."""
-        return (self.long, self.unaligned, *self.same_system, self.offload_a, self.offload_b)
-
-
-def make_prompts(tokenizer: Tokenizer, *, tokens_per_block: int) -> Prompts:
-    """Cut the prompts to their exact numbers of tokens."""
-    # SmolLM2's tokenizer knows the marks of a chat; others get plain text.
-    begin, end = _CHAT if len(tokenizer.encode("<|im_start|>")) == 1 else _PLAIN
-
-    def make(name: str, chapter: int, question: str, num_blocks: int, num_more: int = 0) -> Prompt:
-        asked = tokenizer.encode(end.format(question=question))
-        num_tokens = num_blocks * tokens_per_block + num_more
-        document = tokenizer.encode(begin + _handbook_from(chapter))[: num_tokens - len(asked)]
-        assert len(document) + len(asked) == num_tokens, "the handbook is long enough"
-        return Prompt(name=name, token_ids=(*document, *asked))
-
-    def make_same(name: str, question: str) -> Prompt:
-        asked = tokenizer.encode(end.format(question=question))
-        return make(name, 2, question, SYSTEM_BLOCKS, len(asked))
-
-    full_cache = "What is the worst answer to a full cache?"
-    failures = "Which failures are unfriendly, and why?"
-    return Prompts(
-        long=make("long", 0, "What is the hard part of serving language models?", LONG_BLOCKS),
-        unaligned=make("unaligned", 3, full_cache, UNALIGNED_BLOCKS, UNALIGNED_TOKENS),
-        same_system=(
-            make_same("question 1", "Why is a replica slow after a restart?"),
-            make_same("question 2", "What is to be done before a process is stopped?"),
-            make_same("question 3", "What does the fingerprint cover?"),
-        ),
-        offload_a=make("A", 4, failures, OFFLOAD_BLOCKS, OFFLOAD_TOKENS),
-        offload_b=make("B", 1, "Which two clocks do users feel?", OFFLOAD_BLOCKS, OFFLOAD_TOKENS),
-    )
-
+LONG, UNALIGNED = "long", "unaligned"
+SAME_SYSTEM = ("question 1", "question 2", "question 3")
+"""Only these prompts begin with the same block."""
+OFFLOAD_A, OFFLOAD_B = "A", "B"
 
 _CHAT = (
     "<|im_start|>system\nAnswer from this handbook in one sentence.\n\n",
@@ -75,6 +25,44 @@ _CHAT = (
 )
 """The text before the document, and the text after it with the question."""
 _PLAIN = ("", "\n\nQuestion: {question}\nAnswer:")
+
+Prompts = dict[str, tuple[int, ...]]
+"""Name -> token ids."""
+
+
+def make_prompts(tokenizer: Tokenizer) -> Prompts:
+    """Cut the prompts to their exact numbers of tokens."""
+    # SmolLM2's tokenizer knows the marks of a chat; others get plain text.
+    begin, end = _CHAT if len(tokenizer.encode("<|im_start|>")) == 1 else _PLAIN
+
+    def make(chapter: int, question: str, num_blocks: int, more: int | None = 0) -> tuple[int, ...]:
+        """Return a prompt with `more` tokens after its full blocks; None: with all the question."""
+        asked = tokenizer.encode(end.format(question=question))
+        num_tokens = num_blocks * TOKENS_PER_BLOCK + (len(asked) if more is None else more)
+        document = tokenizer.encode(begin + _handbook_from(chapter))[: num_tokens - len(asked)]
+        assert len(document) + len(asked) == num_tokens, "the handbook is long enough"
+        return (*document, *asked)
+
+    failures = "Which failures are unfriendly, and why?"
+    full_cache = "What is the worst answer to a full cache?"
+    one, two, three = SAME_SYSTEM
+    return {
+        LONG: make(0, "What is the hard part of serving language models?", LONG_BLOCKS),
+        UNALIGNED: make(3, full_cache, UNALIGNED_BLOCKS, UNALIGNED_TOKENS),
+        one: make(2, "Why is a replica slow after a restart?", SYSTEM_BLOCKS, None),
+        two: make(2, "What is to be done before a process is stopped?", SYSTEM_BLOCKS, None),
+        three: make(2, "What does the fingerprint cover?", SYSTEM_BLOCKS, None),
+        OFFLOAD_A: make(4, failures, OFFLOAD_BLOCKS, _OFFLOAD_TOKENS),
+        OFFLOAD_B: make(1, "Which two clocks do users feel?", OFFLOAD_BLOCKS, _OFFLOAD_TOKENS),
+    }
+
+
+def shareable_tokens(num_tokens: int) -> int:
+    """Return how many tokens of a prompt another engine can take from the tier.
+
+    Full blocks only, and never the whole prompt: the engine computes at least one token.
+    """
+    return (num_tokens - 1) // TOKENS_PER_BLOCK * TOKENS_PER_BLOCK
 
 
 def _handbook_from(chapter: int) -> str:

@@ -2,47 +2,39 @@
 
 import json
 from collections.abc import Sequence
+from itertools import groupby
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvray.lab.demo.engines import TOKENS_PER_BLOCK
 from kvray.lab.demo.phases import PHASES
+from kvray.lab.demo.prompts import TOKENS_PER_BLOCK
 from kvray.lab.demo.record import WITH_KVRAY, WITHOUT_KVRAY, Record, Verdict, found_tokens
 
-_WIDTH_WITHOUT_TEXT = 67
-_TEXT_MIN = 10
-_NAMES = ("phase", "replica", "prompt", "prompt_tokens", "reused_tokens", "hit_tokens")
+_TOKENS = ("prompt_tokens", "reused_tokens", "hit_tokens")
 
 
-def make_table(records: Sequence[Record], *, width: int) -> Table:
-    """Return one row for each request; the text gets what the other columns leave of `width`."""
-    room = max(_TEXT_MIN, width - _WIDTH_WITHOUT_TEXT)
+def make_table(records: Sequence[Record]) -> Table:
+    """Return one row for each request; the text gets the width that the other columns leave."""
     table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
     for name in ("phase", "replica", "prompt"):
         table.add_column(name, no_wrap=True)
     for name in ("prompt\ntokens", "own\npool", "hit\ntokens", "first\ntoken"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("text", no_wrap=True)
-    phase = records[0].phase if records else ""
-    for record in records:
-        if record.phase != phase:
-            table.add_section()
-        phase = record.phase
-        text = Text(" ".join(record.text.split()))
-        text.truncate(room, overflow="ellipsis")
-        table.add_row(
-            record.phase,
-            record.replica,
-            record.prompt,
-            str(record.prompt_tokens),
-            str(record.reused_tokens),
-            f"[bold green]{record.hit_tokens}[/]" if record.hit_tokens else "0",
-            duration(record.ttft_s),
-            text,
-        )
+    table.add_column("text")
+    for phase, of_phase in groupby(records, key=lambda record: record.phase):
+        for record in of_phase:
+            output = record.output
+            table.add_row(
+                *(phase, record.replica, record.prompt),
+                *(str(output.prompt_tokens), str(output.reused_tokens)),
+                f"[bold green]{output.hit_tokens}[/]" if output.hit_tokens else "0",
+                duration(output.ttft_s),
+                Text(" ".join(record.text.split()), no_wrap=True, overflow="ellipsis"),
+            )
+        table.add_section()
     return table
 
 
@@ -50,7 +42,7 @@ def print_all(
     console: Console, records: Sequence[Record], verdict: Verdict, *, seconds: float
 ) -> None:
     """Print the table and the verdict."""
-    console.print(make_table(records, width=console.width))
+    console.print(make_table(records))
     if verdict.identical_text:
         console.print("[green]✔[/] Every text equals that of an engine that reuses nothing.")
     for failure in verdict.failures:
@@ -80,8 +72,14 @@ def to_json(records: Sequence[Record], verdict: Verdict, *, model: str, seconds:
         "tokens_per_block": TOKENS_PER_BLOCK,
         "seconds": round(seconds, 1),
         "requests": [
-            {name: getattr(record, name) for name in _NAMES}
-            | {"ttft_s": round(record.ttft_s, 6), "text": record.text}
+            {
+                "phase": record.phase,
+                "replica": record.replica,
+                "prompt": record.prompt,
+                **{name: getattr(record.output, name) for name in _TOKENS},
+                "ttft_s": round(record.output.ttft_s, 6),
+                "text": record.text,
+            }
             for record in records
         ],
     }

@@ -33,3 +33,9 @@ def batch_of(prompts: Any) -> tuple[list[Prompt], bool]:
     if not is_text and prompts and all(isinstance(item, Sequence) for item in prompts):
         return list(prompts), False
     return [prompts], True
+
+
+def count_wrong(answer: Sequence[int], truth: Sequence[int]) -> int:
+    """Return how many tokens of an answer differ, missing and surplus ones included."""
+    differing = sum(mine != true for mine, true in zip(answer, truth, strict=False))
+    return differing + abs(len(answer) - len(truth))

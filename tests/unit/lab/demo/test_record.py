@@ -1,29 +1,40 @@
 from dataclasses import replace
 from typing import Any
 
-from kvray.lab.demo.record import WITH_KVRAY, WITHOUT_KVRAY, Record, Verdict, count_wrong, judge
+from kvray.lab.demo.record import ORACLE, WITH_KVRAY, WITHOUT_KVRAY, Record, Verdict, judge
+from kvray.lab.reference import Output
+from kvray.lab.reference.output import count_wrong
 
 
-def make_record(**fields: Any) -> Record:
+def make_output(**fields: Any) -> Output:
     defaults: dict[str, Any] = {
-        "phase": "a",
-        "replica": "replica-1",
-        "prompt": "long",
         "prompt_tokens": 64,
         "reused_tokens": 0,
         "hit_tokens": 0,
         "ttft_s": 1.0,
         "text": "yes",
         "token_ids": (1, 2, 3),
+        "finish_reason": "length",
     }
-    return Record(**{**defaults, **fields})
+    return Output(**{**defaults, **fields})
 
 
-TRUTH = make_record(phase="oracle", replica="oracle")
-COLD = make_record(ttft_s=2.0, expected_hit_tokens=0)
-SHARED = make_record(replica="replica-2", ttft_s=0.1, hit_tokens=32, expected_hit_tokens=32)
-WITHOUT = make_record(phase="c", replica=WITHOUT_KVRAY)
-WITH = make_record(phase="c", replica=WITH_KVRAY, hit_tokens=32)
+def make_record(phase: str, replica: str, expected: int | None = None, **fields: Any) -> Record:
+    output = make_output(**fields)
+    return Record(
+        phase=phase, replica=replica, prompt="long", output=output, expected_hit_tokens=expected
+    )
+
+
+def changed(record: Record, **fields: Any) -> Record:
+    return replace(record, output=replace(record.output, **fields))
+
+
+TRUTH = make_record(ORACLE, ORACLE)
+COLD = make_record("a", "replica-1", 0, ttft_s=2.0)
+SHARED = make_record("a", "replica-2", 32, ttft_s=0.1, hit_tokens=32)
+WITHOUT = make_record("c", WITHOUT_KVRAY)
+WITH = make_record("c", WITH_KVRAY, hit_tokens=32)
 GOOD = (COLD, SHARED, WITHOUT, WITH)
 
 
@@ -43,7 +54,7 @@ def test_ratio_is_that_of_the_first_prompt() -> None:
 
 
 def test_other_token_fails() -> None:
-    wrong = replace(SHARED, token_ids=(1, 9, 3), text="no")
+    wrong = changed(SHARED, token_ids=(1, 9, 3), text="no")
     verdict = verdict_of(COLD, wrong, WITHOUT, WITH)
     assert not verdict.identical_text
     assert verdict.wrong_tokens == 1
@@ -51,31 +62,33 @@ def test_other_token_fails() -> None:
 
 
 def test_other_token_of_equal_text_fails() -> None:
-    verdict = verdict_of(COLD, replace(SHARED, token_ids=(1, 9, 3)), WITHOUT, WITH)
+    verdict = verdict_of(COLD, changed(SHARED, token_ids=(1, 9, 3)), WITHOUT, WITH)
     assert not verdict.identical_text
     assert verdict.failures
 
 
 def test_missing_and_surplus_tokens_count() -> None:
-    assert count_wrong(make_record(token_ids=(1,)), TRUTH) == 2
-    assert count_wrong(make_record(token_ids=(1, 2, 3, 4)), TRUTH) == 1
+    assert count_wrong((1, 2, 3), (1, 2, 3)) == 0
+    assert count_wrong((1, 9, 3), (1, 2, 3)) == 1
+    assert count_wrong((1,), (1, 2, 3)) == 2
+    assert count_wrong((1, 2, 3, 4), (1, 2, 3)) == 1
 
 
 def test_fewer_hits_than_must_be_fail() -> None:
-    verdict = verdict_of(COLD, replace(SHARED, hit_tokens=0), WITHOUT, WITH)
+    verdict = verdict_of(COLD, changed(SHARED, hit_tokens=0), WITHOUT, WITH)
     assert "found 0 tokens" in verdict.failures[0]
     assert verdict.identical_text
 
 
 def test_more_hits_than_can_be_fail() -> None:
-    assert verdict_of(COLD, replace(SHARED, hit_tokens=64), WITHOUT, WITH).failures
+    assert verdict_of(COLD, changed(SHARED, hit_tokens=64), WITHOUT, WITH).failures
 
 
 def test_offloading_without_effect_fails() -> None:
-    verdict = verdict_of(COLD, SHARED, WITHOUT, replace(WITH, hit_tokens=0))
+    verdict = verdict_of(COLD, SHARED, WITHOUT, changed(WITH, hit_tokens=0))
     assert "Phase c" in verdict.failures[0]
 
 
 def test_reuse_without_kvray_fails() -> None:
-    verdict = verdict_of(COLD, SHARED, replace(WITHOUT, reused_tokens=32), WITH)
+    verdict = verdict_of(COLD, SHARED, changed(WITHOUT, reused_tokens=32), WITH)
     assert "Phase c" in verdict.failures[0]
