@@ -1,35 +1,20 @@
 """The requests of other actors to a serving shard: blocks for a prompt, for ranks, from disk."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from kvray.actors.mover.orders import FetchOrder
 from kvray.actors.shard.loop_thread import ANSWER_S, LoopThread
 from kvray.actors.shard.prompt_keys import prompt_keys
-from kvray.actors.shard.serving import Serving
-from kvray.actors.staging.replicas import Replicas
+from kvray.actors.shard.serving import ShardParts
 from kvray.errors import ConfigError
-from kvray.identity.tenant import TenantSalts
 
 
 class ActorRequests:
     """Hands each request to the shard's event loop and waits for the answer. Thread-safe."""
 
-    def __init__(
-        self,
-        name: str,
-        deadline_s: float,
-        replicas: Replicas,
-        serving: Callable[[], Serving],
-        *,
-        tenants: Callable[[], TenantSalts | None],
-        loop: LoopThread,
-    ) -> None:
-        self._name = name
-        self._deadline_s = deadline_s
-        self._replicas = replicas
-        self._serving = serving
-        self._tenants = tenants
+    def __init__(self, parts: ShardParts, loop: LoopThread) -> None:
+        self._parts = parts
         self._loop = loop
 
     def prefetch(
@@ -53,21 +38,21 @@ class ActorRequests:
             ConfigError: a value cannot be used, or no rank of `replica` has registered here.
             ShardUnavailable: the shard is not serving, or does not answer in time.
         """
-        first = self._replicas.first_reader(replica)
+        first = self._parts.replicas.first_reader(replica)
         if first is None:
             raise ConfigError(
-                f"No rank of {replica!r:.80} has registered with {self._name}; prefetch at a node"
-                " where it runs."
+                f"No rank of {replica!r:.80} has registered with {self._parts.name}; prefetch at a"
+                " node where it runs."
             )
         rank, reader = first
         keys = prompt_keys(
-            reader, tokens, salt=salt, lora=lora, media=media, tenants=self._tenants()
+            reader, tokens, salt=salt, lora=lora, media=media, tenants=self._parts.tenants
         )
         if not keys:
             return {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0, "reason": "none"}
         found = self._loop.wait(
-            self._serving().stager.prefetch(replica, rank, b"".join(keys)),
-            self._deadline_s + ANSWER_S,
+            self._parts.serving().stager.prefetch(replica, rank, b"".join(keys)),
+            self._parts.settings.staging.deadline_s + ANSWER_S,
         )
         return {
             "num_tokens": found["num_blocks"] * reader.tokens_per_block,
@@ -78,7 +63,7 @@ class ActorRequests:
 
     def promote(self, order: FetchOrder) -> int:
         """Bring blocks from disk into its memory for another shard; return how many."""
-        nvme = self._serving().eviction.nvme
+        nvme = self._parts.serving().eviction.nvme
         if nvme is None:
             return 0
         report = self._loop.wait(nvme.reads.promote(order), order.deadline_s + ANSWER_S)
@@ -94,7 +79,7 @@ class ActorRequests:
         *keys: bytes,
     ) -> dict[str, Any]:
         """See `ReplicaStager.stage_here`."""
-        stage = self._serving().stager.stage_here
+        stage = self._parts.serving().stager.stage_here
         answer = stage(replica, ranks, wait_s, tokens_per_s, verify_from, *keys)
         return self._loop.wait(answer, wait_s + ANSWER_S)
 
@@ -102,10 +87,10 @@ class ActorRequests:
         self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
     ) -> dict[int, list[Any]]:
         """See `RankLeases.lease`."""
-        leases = self._serving().stager.leases
+        leases = self._parts.serving().stager.leases
         return self._loop.call(lambda: leases.lease(replica, ranks, token, *keys), ANSWER_S)
 
     def release_ranks(self, token: str) -> None:
         """See `RankLeases.release`."""
-        leases = self._serving().stager.leases
+        leases = self._parts.serving().stager.leases
         self._loop.call(lambda: leases.release(token), ANSWER_S)

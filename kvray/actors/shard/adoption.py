@@ -20,7 +20,7 @@ second and keep what they had for ten more."""
 _RETRY_S = 0.5
 
 
-def open_arena(directory: Path, spec: ArenaSpec, *, shard: str, progress: Progress) -> Arena:
+def open_arena(directory: Path, spec: ArenaSpec, shard: str, progress: Progress) -> Arena:
     """Return the arena in `directory` if it is the one we would make, else a new one.
 
     One that is not is retired, so that those who are attached to it attach to the new one. Only

@@ -1,13 +1,11 @@
 """The requests of engines to their node's shard."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from kvray.actors.shard.digest_desk import DigestDesk
 from kvray.actors.shard.engine_server import Handler
-from kvray.actors.shard.request_log import RequestLog
-from kvray.actors.shard.serving import Serving
-from kvray.actors.staging.replicas import Replicas, read_reader
+from kvray.actors.shard.serving import ShardParts
+from kvray.actors.staging.replicas import read_reader
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import Namespace
 
@@ -15,17 +13,8 @@ from kvray.identity.block import Namespace
 class EngineRequests:
     """Answers the requests of engines; fields come as the wire has them, with the connection."""
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        desk: DigestDesk,
-        serving: Callable[[], Serving],
-        requests: RequestLog,
-    ) -> None:
-        self._replicas = replicas
-        self._desk = desk
-        self._serving = serving
-        self._requests = requests
+    def __init__(self, parts: ShardParts) -> None:
+        self._parts = parts
 
     def handlers(self) -> dict[str, Handler]:
         """Return the function for each request."""
@@ -37,7 +26,7 @@ class EngineRequests:
         }
 
     def _hello(self, connection: int) -> dict[str, Any]:
-        return self._serving().identity()
+        return self._parts.serving().identity()
 
     def _register(
         self,
@@ -48,7 +37,7 @@ class EngineRequests:
         **reads: Any,
     ) -> dict[str, Any]:
         reader = read_reader(Namespace.from_wire(namespace), **reads)
-        self._replicas.register(connection, replica, rank, reader)
+        self._parts.replicas.register(connection, replica, rank, reader)
         return {"peers": self._can_stage(replica, rank)}
 
     def _report(
@@ -61,24 +50,24 @@ class EngineRequests:
         requests: Sequence[Any] = (),
         leaving: bool = False,
     ) -> dict[str, Any]:
-        origin = self._replicas.report(connection, replica, rank, counters, leaving=leaving)
+        origin = self._parts.replicas.report(connection, replica, rank, counters, leaving=leaving)
         if origin is None:
             return {"known": False}
-        self._desk.note(origin, openings)
-        self._requests.note(origin, requests)
+        self._parts.announcer.desk.note(origin, openings)
+        self._parts.request_log.note(origin, requests)
         return {
             "known": True,
-            "incompatible": self._desk.answers(replica, rank),
+            "incompatible": self._parts.announcer.desk.answers(replica, rank),
             "peers": self._can_stage(replica, rank),
         }
 
     def _can_stage(self, replica: str, rank: int) -> bool:
         """Return whether it is worth a rank's while to ask for more than the arena has."""
         try:
-            serving = self._serving()
+            serving = self._parts.serving()
         except ShardUnavailable:
             return False  # it writes its last blocks to disk, and still counts
         return serving.has_more() or serving.stager.has_ranks_elsewhere(replica, rank)
 
     async def _stage(self, connection: int, **request: Any) -> dict[str, Any]:
-        return await self._serving().stager.stage(**request)
+        return await self._parts.serving().stager.stage(**request)

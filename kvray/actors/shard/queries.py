@@ -1,21 +1,17 @@
 """The queries of people to a shard: requests, blocks and contents; none of them is urgent."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from kvray.actors.shard.digest_desk import DigestDesk
 from kvray.actors.shard.prompt_keys import prompt_keys
-from kvray.actors.shard.request_log import RequestLog
-from kvray.actors.shard.serving import Serving
-from kvray.actors.staging.replicas import Replicas
+from kvray.actors.shard.serving import ShardParts
 from kvray.actors.staging.wire_values import keys_of
 from kvray.errors import ConfigError
 from kvray.identity.block import Namespace, namespace_id
-from kvray.identity.tenant import TenantSalts
 from kvray.store.arena import key_index, lease, quotas
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
@@ -73,35 +69,23 @@ class Prompt:
 
 
 class Queries:
-    """Answers for one shard, from any thread; only `requests` belongs to its event loop."""
+    """Answers for one shard, from any thread."""
 
-    def __init__(
-        self,
-        replicas: Replicas,
-        desk: DigestDesk,
-        serving: Callable[[], Serving],
-        *,
-        tenants: Callable[[], TenantSalts | None],
-    ) -> None:
-        self.requests = RequestLog()
-        """The notes of engines."""
-        self._replicas = replicas
-        self._desk = desk
-        self._serving = serving
-        self._tenants = tenants
+    def __init__(self, parts: ShardParts) -> None:
+        self._parts = parts
 
     def asked(self, found: Sequence[tuple[str, int, bytes]]) -> list[Asked]:
         """Return the details of requests that `RequestLog.find` has found."""
         asked = []
         for name, rank, packed in found:
             note = unpack(packed)
-            finding = self._desk.incompatible(name, rank, note.prefix_digest)
+            finding = self._parts.announcer.desk.incompatible(name, rank, note.prefix_digest)
             asked.append(
                 Asked(
                     replica=name,
                     rank=rank,
                     note=note,
-                    namespace=self._replicas.namespace_of(name, rank),
+                    namespace=self._parts.replicas.namespace_of(name, rank),
                     stored_by="" if finding is None else finding.replica,
                     stored_in=None if finding is None else finding.namespace,
                 )
@@ -110,7 +94,7 @@ class Queries:
 
     def whereabouts(self, keys: bytes, before: float | None) -> Whereabouts:
         """Return where blocks are, and when they left; only removals `before` count, if given."""
-        serving = self._serving()
+        serving = self._parts.serving()
         owner, nvme = serving.owner, serving.eviction.nvme
         packed = key_index.pack_keys(keys_of(keys, keys_max=KEYS_MAX))
         gone = owner.history.of(packed[:, 0], before=before)
@@ -132,11 +116,11 @@ class Queries:
 
         ConfigError: it is not, or a value cannot be used.
         """
-        first = self._replicas.first_reader(replica)
+        first = self._parts.replicas.first_reader(replica)
         if first is None:
             raise ConfigError(f"No rank of {replica!r:.80} is registered here now.")
         reader = first[1]
-        keys = prompt_keys(reader, tokens, salt=salt, lora=lora, tenants=self._tenants())
+        keys = prompt_keys(reader, tokens, salt=salt, lora=lora, tenants=self._parts.tenants)
         if len(keys) > KEYS_MAX:
             raise ConfigError(f"A prompt of {len(keys)} blocks is too long; at most {KEYS_MAX}.")
         # An adapter or a tenant enters the digest by what only keys are made of here.
@@ -150,7 +134,7 @@ class Queries:
 
         That one is named by the first 8 hex digits of its digest; None: no prefixes.
         """
-        serving = self._serving()
+        serving = self._parts.serving()
         tables, nvme = serving.owner.arena.tables, serving.eviction.nvme
         found: dict[int, dict[str, int]] = {}
         for tier, held in (("host", tables), ("nvme", nvme.store.tables if nvme else None)):

@@ -4,18 +4,22 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvray import __version__
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.eviction_loop import EvictionLoop
 from kvray.actors.shard.loop_thread import pause
+from kvray.actors.shard.request_log import RequestLog
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.stopped import StoppedHolder
+from kvray.actors.staging.ask import Ask
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.replica_stager import ReplicaStager
 from kvray.actors.staging.replicas import Replicas
 from kvray.actors.staging.stager import Stager
+from kvray.identity.tenant import TenantSalts
 from kvray.store import ArenaOwner
 from kvray.store.arena import lease
 from kvray.store.arena.mapped import is_damage
@@ -29,31 +33,34 @@ _MENDED_S, _MENDS_MAX = 10.0, 5
 """An error that comes back so often, however the tables are mended, is a defect."""
 
 
+@dataclass(slots=True, kw_only=True)
+class ShardParts:
+    """The parts that a shard has from its start to its end, whether or not it serves."""
+
+    name: str
+    settings: ShardSettings
+    announcer: Announcer
+    ask: Ask
+    """Calls lookup, mover and other shards, from the event loop."""
+    serving: "Callable[[], Serving]"
+    """Returns the other parts; raises while the shard does not serve."""
+    replicas: Replicas = field(default_factory=Replicas)
+    request_log: RequestLog = field(default_factory=RequestLog)
+    tenants: TenantSalts | None = None
+
+
 class Serving:
     """The parts of a shard from the adoption of its arena to its end; used by its event loop."""
 
-    def __init__(
-        self,
-        name: str,
-        settings: ShardSettings,
-        owner: ArenaOwner,
-        eviction: EvictionLoop,
-        *,
-        epoch: int,
-        announcer: Announcer,
-        replicas: Replicas,
-        peers: Peers,
-    ) -> None:
-        """Serve the arena of `owner`; whoever made `eviction` closes it."""
+    def __init__(self, parts: ShardParts, owner: ArenaOwner, *, epoch: int) -> None:
+        """Serve the arena of `owner`, adopted as `epoch`, until `close`."""
+        settings, announcer = parts.settings, parts.announcer
         self.owner = owner
-        self.eviction = eviction
-        self.epoch = epoch
-        self._name = name
-        self._settings = settings
-        self._announcer = announcer
-        self._replicas = replicas
-        self._peers = peers
-        self._stopped = StoppedHolder(name, limit_s=settings.stopped_s)
+        self._epoch = epoch
+        self._parts = parts
+        self._name = parts.name
+        self._peers = Peers(parts.name, parts.ask, call_timeout_s=settings.staging.call_timeout_s)
+        self._stopped = StoppedHolder(parts.name, limit_s=settings.stopped_s)
         self._long_leases: set[int] = set()
         """Holders with long leases that were named already."""
         self._sending: asyncio.Future[None] | None = None
@@ -62,26 +69,42 @@ class Serving:
         self._heartbeat_at = 0.0
         self._is_due = False
         self._mended_at: list[float] = []
+        self.eviction = eviction = EvictionLoop(
+            owner,
+            settings,
+            shard=parts.name,
+            ask=parts.ask,
+            num_shards=lambda: announcer.num_shards,
+        )
         stager = Stager(
             owner.arena,
-            peers,
+            self._peers,
             settings.staging,
             num_shards=lambda: announcer.num_shards,
             nvme=lambda: None if eviction.nvme is None else eviction.nvme.reads,
         )
-        self.stager = ReplicaStager(owner.arena, stager, replicas, peers, settings.staging)
+        self.stager = ReplicaStager(
+            owner.arena, stager, parts.replicas, self._peers, settings.staging
+        )
+
+    async def close(self) -> None:
+        """End staging, then eviction. Twice is fine."""
+        try:
+            await self.stager.close()
+        finally:
+            await self.eviction.close()
 
     def has_more(self) -> bool:
         """Return whether there may be blocks that are not in the arena but can be staged."""
         nvme = self.eviction.nvme
-        return self._announcer.num_shards > 1 or (nvme is not None and nvme.may_have_blocks)
+        return self._parts.announcer.num_shards > 1 or (nvme is not None and nvme.may_have_blocks)
 
     def identity(self) -> dict[str, Any]:
         """Return what engines are told of the shard, see `hello` in `EngineRequests`."""
         return {
             "shard": self._name,
             "arena_id": self.owner.arena.arena_id,
-            "shard_epoch": self.epoch,
+            "shard_epoch": self._epoch,
             "version": __version__,
             "monotonic_s": time.monotonic(),
         }
@@ -92,10 +115,10 @@ class Serving:
             "arena": self.owner.arena.stats(),
             "removed_blocks": self.owner.history.counts(),
             "duplicate_blocks": self.eviction.num_duplicates,
-            "announcements": self._announcer.status(),
-            "replicas": self._replicas.status(),
-            "ended": self._replicas.ended(),
-            "namespaces": self._replicas.namespaces(),
+            "announcements": self._parts.announcer.status(),
+            "replicas": self._parts.replicas.status(),
+            "ended": self._parts.replicas.ended(),
+            "namespaces": self._parts.replicas.namespaces(),
             "staging": self.stager.status(),
         }
         if self.eviction.disk is not None:
@@ -117,7 +140,7 @@ class Serving:
                 if not is_damage(error) or not self._may_mend(now):
                     raise
                 self._mend(error)
-            await pause(stopping, self._settings.announce_s)
+            await pause(stopping, self._parts.settings.announce_s)
         self._peers.close()
         if self._auditing is not None:
             await asyncio.wait([self._auditing])  # the arena is closed next
@@ -126,12 +149,12 @@ class Serving:
 
     def _tick(self, now: float) -> None:
         if now >= self._heartbeat_at:
-            self._heartbeat_at, self._is_due = now + self._settings.heartbeat_s, True
+            self._heartbeat_at, self._is_due = now + self._parts.settings.heartbeat_s, True
             self._bury_and_warn()
             self._audit(now)
         self.eviction.tick(now)
         self.stager.expire()
-        self._peers.tick(now, num_shards=self._announcer.num_shards)
+        self._peers.tick(now, num_shards=self._parts.announcer.num_shards)
         if self._announce(is_due=self._is_due):
             self._is_due = False
 
@@ -174,7 +197,7 @@ class Serving:
 
         A lookup that does not answer keeps the shard from announcing, but from nothing else.
         """
-        self._announcer.name_ranks(self._replicas.connected())
+        self._parts.announcer.name_ranks(self._parts.replicas.connected())
         if self._sending is not None:
             if not self._sending.done():
                 return False
@@ -182,19 +205,19 @@ class Serving:
             self._sending = None
         nvme = self.eviction.nvme
         store = None if nvme is None else nvme.store
-        if not self._announcer.collect(self.owner, store) and not is_due:
+        if not self._parts.announcer.collect(self.owner, store) and not is_due:
             return False
         loop = asyncio.get_running_loop()
-        self._sending = loop.run_in_executor(None, self._announcer.send, self.epoch)
+        self._sending = loop.run_in_executor(None, self._parts.announcer.send, self._epoch)
         return True
 
     def _bury_and_warn(self) -> None:
         self._stopped.look(self.owner.arena.side_file, now=time.monotonic())
-        self._replicas.add_up()
-        for label in self.owner.bury_dead(limbo_s=self._settings.limbo_s):
+        self._parts.replicas.add_up()
+        for label in self.owner.bury_dead(limbo_s=self._parts.settings.limbo_s):
             _log.warning("%s: holder %s died; its leases ended", self._name, label)
         tables = self.owner.arena.tables
-        before = time.monotonic() - self._settings.lease_warn_s
+        before = time.monotonic() - self._parts.settings.lease_warn_s
         long = dict(lease.long_leases(tables, before=before))
         for row in sorted(long.keys() - self._long_leases):
             label = bytes(tables.holder_label[row]).decode(errors="replace")

@@ -19,14 +19,11 @@ from kvray.actors.shard.adoption import open_arena
 from kvray.actors.shard.announcer import Announce, Announcer
 from kvray.actors.shard.engine_requests import EngineRequests
 from kvray.actors.shard.engine_server import EngineServer, check_path
-from kvray.actors.shard.eviction_loop import EvictionLoop
 from kvray.actors.shard.loop_thread import ANSWER_S, LoopThread, pause
 from kvray.actors.shard.queries import Asked, Queries
-from kvray.actors.shard.serving import Serving
+from kvray.actors.shard.serving import Serving, ShardParts
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.staging.ask import Ask, ask_nobody
-from kvray.actors.staging.peers import Peers
-from kvray.actors.staging.replicas import Replicas
 from kvray.errors import CapacityError, ConfigError, KVRayError, ShardUnavailable
 from kvray.identity.tenant import TenantSalts
 from kvray.store import Arena, ArenaOwner
@@ -67,27 +64,18 @@ class Shard:
         """Why its last arena was lost; empty if it was not."""
         self._crashed = crashed
         self._settings = settings
-        self._announcer = Announcer(name, announce)
-        self._replicas = Replicas()
-        self._ask = ask
+        self._parts = ShardParts(
+            name=name,
+            settings=settings,
+            announcer=Announcer(name, announce),
+            ask=ask,
+            serving=self._require_serving,
+        )
         self._serving: Serving | None = None
-        self._tenants: TenantSalts | None = None
         self._loop = LoopThread(name, self._main, self._ended)
-        self.queries = Queries(
-            self._replicas,
-            self._announcer.desk,
-            self._require_serving,
-            tenants=lambda: self._tenants,
-        )
+        self.queries = Queries(self._parts)
         """Answers people."""
-        self.requests = ActorRequests(
-            name,
-            settings.staging.deadline_s,
-            self._replicas,
-            self._require_serving,
-            tenants=lambda: self._tenants,
-            loop=self._loop,
-        )
+        self.requests = ActorRequests(self._parts, self._loop)
         """Answers other actors."""
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
         self._stopping = asyncio.Event()
@@ -137,7 +125,7 @@ class Shard:
 
     def asked(self, *, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
         """Return the requests that `RequestLog.find` finds for these arguments."""
-        find = self.queries.requests.find
+        find = self._parts.request_log.find
         found = self._loop.call(
             lambda: find(replica=replica, request_id=request_id, last=last), ANSWER_S
         )
@@ -167,7 +155,7 @@ class Shard:
         directory = self._settings.directory
         check_path(directory / SOCKET_FILE)  # before minutes are spent on the arena
         if self._settings.tenant_secret_file is not None:
-            self._tenants = TenantSalts.read(self._settings.tenant_secret_file)
+            self._parts.tenants = TenantSalts.read(self._settings.tenant_secret_file)
         access, mode = Access.of(self._settings.group), 0o700
         while not self._stopping.is_set():
             try:
@@ -191,10 +179,13 @@ class Shard:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(claim.release)
             stack.callback(self._tidy, claim)
-            arena = await asyncio.get_running_loop().run_in_executor(None, self._open_arena)
+            settings = self._settings
+            arena = await asyncio.get_running_loop().run_in_executor(
+                None, open_arena, settings.directory, settings.spec, self.name, self._preparing
+            )
             stack.callback(arena.close)
-            let_in(self._settings.directory, arena.arena_id, access)
-            owner = ArenaOwner(arena, self._settings.quotas)
+            let_in(settings.directory, arena.arena_id, access)
+            owner = ArenaOwner(arena, settings.quotas)
             populator = Populator(arena.tables)
             stack.callback(populator.stop)
             epoch = await self._adopt(owner)
@@ -211,32 +202,16 @@ class Shard:
     ) -> None:
         """Serve with an adopted arena; everything that this opens goes on the stack."""
         settings = self._settings
-        eviction = EvictionLoop(
-            owner,
-            settings,
-            shard=self.name,
-            ask=self._ask,
-            num_shards=lambda: self._announcer.num_shards,
+        serving = Serving(self._parts, owner, epoch=epoch)
+        stack.push_async_callback(serving.close)
+        if serving.eviction.disk is not None:
+            await serving.eviction.disk.open(self._stopping, is_restart=self._is_restart)
+        server = EngineServer(
+            settings.directory / SOCKET_FILE,
+            EngineRequests(self._parts).handlers(),
+            self._parts.replicas.disconnect,
+            access,
         )
-        stack.push_async_callback(eviction.close)
-        if eviction.disk is not None:
-            await eviction.disk.open(self._stopping, is_restart=self._is_restart)
-        serving = Serving(
-            self.name,
-            settings,
-            owner,
-            eviction,
-            epoch=epoch,
-            announcer=self._announcer,
-            replicas=self._replicas,
-            peers=Peers(self.name, self._ask, call_timeout_s=settings.staging.call_timeout_s),
-        )
-        stack.push_async_callback(serving.stager.close)
-        requests = EngineRequests(
-            self._replicas, self._announcer.desk, self._require_serving, self.queries.requests
-        )
-        path = settings.directory / SOCKET_FILE
-        server = EngineServer(path, requests.handlers(), self._replicas.disconnect, access)
         stack.push_async_callback(server.close)
         await server.start()
         self._serving, self._state, self._lost = serving, {"state": "serving"}, ""
@@ -253,8 +228,8 @@ class Shard:
 
         await serving.run(self._stopping, is_there)
         if self._stopping.is_set():
-            if self._flushes and eviction.nvme is not None:
-                await eviction.nvme.flush(self._flushing)
+            if self._flushes and (nvme := serving.eviction.nvme) is not None:
+                await nvme.flush(self._flushing)
             return
         _log.error("%s: %s It makes a new arena; engines follow.", self.name, self._lost)
         self._serving = None
@@ -271,11 +246,7 @@ class Shard:
         return False
 
     async def _adopt(self, owner: ArenaOwner) -> int | None:
-        """Adopt the arena, however long some process keeps its lock.
-
-        Returns:
-            The new epoch; None if the shard has to stop before.
-        """
+        """Adopt the arena, however long its lock is kept; return the epoch, None at a stop."""
         while not self._stopping.is_set():
             try:
                 return owner.adopt()
@@ -284,12 +255,6 @@ class Shard:
                 self._wait_for(str(error))
                 await pause(self._stopping, _RETRY_S)
         return None
-
-    def _open_arena(self) -> Arena:
-        settings = self._settings
-        return open_arena(
-            settings.directory, settings.spec, shard=self.name, progress=self._preparing
-        )
 
     def _wait_for(self, message: str) -> None:
         self._state = {"state": "starting", "done": 0, "total": 0, "message": message}
