@@ -85,10 +85,7 @@ class NvmeReads:
 
     def peer(self) -> Peer:
         """Return how fast the disk has been lately."""
-        rate = self._rates.of(NVME, time.monotonic())
-        if rate is None:
-            return Peer()
-        return Peer(latency_s=rate.latency_s, bytes_per_s=rate.bytes_per_s)
+        return self._rates.peer(NVME, time.monotonic())
 
     def tick(self) -> None:
         """Trust the disk again if all reads that hung have ended; called often."""
@@ -114,10 +111,10 @@ class NvmeReads:
         seconds = time.monotonic() - began_s
         self.num_blocks += num_blocks
         self.num_bytes += num_bytes
-        self._rates.note(NVME, NVME, num_bytes=num_bytes, seconds=seconds, now=time.monotonic())
         report = SourceReport.of(
             error, num_blocks=num_blocks, num_bytes=num_bytes, seconds=seconds, transport=NVME
         )
+        self._rates.note(NVME, report, now=time.monotonic())
         return FetchReport(
             here=tuple(self._here(span) for span in order.spans), sources={NVME: report}
         )

@@ -193,12 +193,8 @@ class Peers:
             mover = mover_of(shard)
             state = self._state(mover)
             if shard != self.shard and mover not in without and state != "open":
-                rate = self._rates.of(mover, self._now())
-                found[shard] = Peer(
-                    latency_s=rate.latency_s if rate else 0.0,
-                    bytes_per_s=rate.bytes_per_s if rate else None,
-                    has_failed=state == "half-open",
-                )
+                has_failed = state == "half-open"
+                found[shard] = self._rates.peer(mover, self._now(), has_failed=has_failed)
         return found
 
     def last_transport(self, shard: str) -> str:
@@ -233,20 +229,12 @@ class Peers:
             self._fail(source, report.message or report.error or "")
         else:
             breaker.succeed()
-        self._rates.note(
-            source,
-            report.transport,
-            num_bytes=report.num_bytes,
-            seconds=report.seconds,
-            now=self._now(),
-        )
+        self._rates.note(source, report, now=self._now())
 
     def _state(self, name: str) -> str:
         """Return the state of a breaker, which stays open until a ping is answered."""
         known = self._breakers.get(name)
-        if known is None:
-            return "closed"
-        state = known.state(self._now())
+        state = "closed" if known is None else known.state(self._now())
         if state == "half-open" and name not in self._answering:
             if name not in self._pings:
                 task = asyncio.get_running_loop().create_task(
@@ -262,12 +250,10 @@ class Peers:
         if ping.cancelled() or name not in self._breakers:
             return
         error = ping.exception()
-        if error is None or (
-            isinstance(error, KVRayError) and not isinstance(error, ShardUnavailable)
-        ):
-            self._answering.add(name)
-        else:
+        if isinstance(error, ShardUnavailable) or not isinstance(error, KVRayError | None):
             self._fail(name, error)
+        else:
+            self._answering.add(name)
 
     def _fail(self, name: str, error: BaseException | str) -> None:
         self._answering.discard(name)

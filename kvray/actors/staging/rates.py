@@ -1,7 +1,10 @@
-"""Measured rates of each node and transport; pure."""
+"""Measured rates of the sources of blocks; pure."""
 
 from collections.abc import Container
 from dataclasses import dataclass
+
+from kvray.actors.mover.orders import SourceReport
+from kvray.actors.staging.plan import Peer
 
 _WEIGHT = 0.3
 """Weight of the newest measurement."""
@@ -14,9 +17,8 @@ _RATES_MAX = 1024
 
 @dataclass(slots=True)
 class Rate:
-    """The measurements of one transport from one node."""
+    """The measurements of one source, by the transport that it used last."""
 
-    source: str
     transport: str
     latency_s: float = 0.0
     bytes_per_s: float | None = None
@@ -25,47 +27,42 @@ class Rate:
 
 
 class Rates:
-    """The rates of all nodes; of too many the one that was used longest ago goes."""
+    """The rates of all sources; of too many the one that was used longest ago goes."""
 
     def __init__(self) -> None:
-        self._rates: dict[tuple[str, str], Rate] = {}
-        self._latest: dict[str, str] = {}
+        self._rates: dict[str, Rate] = {}
 
-    def note(
-        self, source: str, transport: str, *, num_bytes: int, seconds: float, now: float
-    ) -> None:
+    def note(self, source: str, report: SourceReport, *, now: float) -> None:
         """Take the measurement of a fetch that brought blocks."""
-        if num_bytes <= 0 or seconds <= 0:
+        if report.num_bytes <= 0 or report.seconds <= 0:
             return
-        rate = self._rates.pop((source, transport), None) or Rate(source, transport)
-        if num_bytes < _SMALL:
-            rate.latency_s = _blend(rate.latency_s or None, seconds)
+        rate = self._rates.pop(source, None)
+        if rate is None or rate.transport != report.transport:
+            rate = Rate(report.transport)
+        if report.num_bytes < _SMALL:
+            rate.latency_s = _blend(rate.latency_s or None, report.seconds)
         else:
-            moving = max(seconds - rate.latency_s, seconds / 2)
-            rate.bytes_per_s = _blend(rate.bytes_per_s, num_bytes / moving)
+            moving_s = max(report.seconds - rate.latency_s, report.seconds / 2)
+            rate.bytes_per_s = _blend(rate.bytes_per_s, report.num_bytes / moving_s)
         rate.at = now
-        self._rates[source, transport] = rate
-        self._latest[source] = transport
+        self._rates[source] = rate
         if len(self._rates) > _RATES_MAX:
-            oldest = next(iter(self._rates))
-            del self._rates[oldest]
-            if self._latest.get(oldest[0]) == oldest[1]:
-                del self._latest[oldest[0]]
+            del self._rates[next(iter(self._rates))]
 
     def retain(self, sources: Container[str]) -> None:
         """Forget all rates but those of `sources`."""
-        self._rates = {key: rate for key, rate in self._rates.items() if key[0] in sources}
-        self._latest = {key[0]: key[1] for key in self._latest.items() if key[0] in sources}
+        self._rates = {name: rate for name, rate in self._rates.items() if name in sources}
 
-    def of(self, source: str, now: float) -> Rate | None:
-        """Return the rate of the transport that `source` used last; None if it is too old."""
-        rate = self._rates.get((source, self._latest.get(source, "")))
-        return None if rate is None or now - rate.at > _FORGET_S else rate
+    def peer(self, source: str, now: float, *, has_failed: bool = False) -> Peer:
+        """Return a source as the planner sees it; a measurement that is too old does not count."""
+        rate = self._rates.get(source)
+        if rate is None or now - rate.at > _FORGET_S:
+            return Peer(has_failed=has_failed)
+        return Peer(latency_s=rate.latency_s, bytes_per_s=rate.bytes_per_s, has_failed=has_failed)
 
     def latest(self) -> dict[str, Rate]:
-        """Return the rate of each node's last transport, however old; from any thread."""
-        rates = dict(self._rates)
-        return {key[0]: rates[key] for key in dict(self._latest).items() if key in rates}
+        """Return the rate of each source, however old; from any thread."""
+        return dict(self._rates)
 
 
 def _blend(before: float | None, measured: float) -> float:
