@@ -13,9 +13,8 @@ from pathlib import Path
 from random import Random
 
 from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport, Span
-from kvray.actors.staging.plan import Peer
+from kvray.actors.staging.plan import Peer, runs_of
 from kvray.actors.staging.rates import Rates
-from kvray.actors.staging.runs import runs_of
 from kvray.breaker import Breaker
 from kvray.errors import KVRayError, TransferTimeout
 from kvray.identity.block import BlockKey, split_keys

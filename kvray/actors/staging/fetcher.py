@@ -4,33 +4,30 @@ State of the shard's event loop. A fetch goes on whatever becomes of the stage t
 """
 
 import asyncio
+import bisect
 import contextlib
+import itertools
 import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Protocol
 
 from kvray.actors.mover.orders import FetchOrder, FetchReport, Span
 from kvray.actors.ray_glue.arguments import packed
-from kvray.actors.staging.fetch import (
-    Fetch,
-    first_steps,
-    rest_of,
-    spans_of,
-)
 from kvray.actors.staging.peers import Peers, mover_of
 from kvray.actors.staging.plan import FetchStep, Peer
 from kvray.errors import KVRayError
-from kvray.identity.block import BlockKey
+from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.index import Run
-from kvray.trace.arrival import NVME
+from kvray.trace.arrival import HERE, NVME, Arrivals, arrivals_of
 
 _log = logging.getLogger("kvray.shard")
 
-Spans = tuple[Span, ...]
-
+FETCH_BLOCKS_MAX = 4096
+"""Blocks of one fetch; more come in several fetches, one after the other."""
 _PROMOTE_S = 3.0
 """How long another shard may take to promote blocks from its disk."""
 
@@ -49,6 +46,75 @@ class LocalDisk(Protocol):
 
     async def promote(self, order: FetchOrder) -> FetchReport:
         """Read blocks into the arena; those that do not come are a miss."""
+
+
+class Fetch:
+    """One order to the node's mover or disk, which stages may wait for."""
+
+    def __init__(
+        self, keys: Sequence[BlockKey], steps: Sequence[FetchStep], windowed: frozenset[int]
+    ) -> None:
+        """Fetch `steps` of a prefix; of `windowed` parts a block needs no block before it."""
+        self.keys = keys
+        self.steps = tuple(steps)
+        self.spans = tuple(
+            Span(
+                source=mover_of(step.shard),
+                part=step.part,
+                keys=b"".join(keys[step.start : step.stop]),
+                parent=keys[step.start - 1] if step.start else b"",
+                depth=step.start,
+                needs_parent=step.start > 0 and step.part not in windowed,
+            )
+            for step in steps
+        )
+        self.blocks = [
+            (keys[block], step.part) for step in steps for block in range(step.start, step.stop)
+        ]
+        self.finished = asyncio.Event()
+        self.report: FetchReport | None = None
+        """None while it is under way, and if the mover did not answer."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every block has arrived."""
+        return self.report is not None and not self.lacking()
+
+    def lacking(self) -> frozenset[str]:
+        """Return the movers that did not give all that was asked of them."""
+        assert self.report is not None, "it has finished"
+        return frozenset(
+            mover_of(step.shard)
+            for step, here in zip(self.steps, self.report.here, strict=False)
+            if here < step.stop - step.start
+        )
+
+    def arrived(
+        self, keys: Sequence[BlockKey], transport_of: Callable[[str], str]
+    ) -> Iterator[tuple[FetchStep, str]]:
+        """Yield the steps that brought blocks of a prefix, all here now, and their transports.
+
+        Without a report every step counts: the blocks may be committed before the mover says so.
+        Then `transport_of` gives the transport by which a shard gave blocks last, or an empty text.
+        """
+        # Keys are chained: two prefixes with one key in common share all before it.
+        shared = bisect.bisect_left(
+            range(min(len(keys), len(self.keys))),
+            True,
+            key=lambda block: keys[block] != self.keys[block],
+        )
+        here = self.report.here if self.report is not None else ()
+        for step, num_here in itertools.zip_longest(self.steps, here[: len(self.steps)]):
+            is_own = step.shard == NVME
+            stop = min(step.stop, shared)
+            if self.report is None:
+                transport = NVME if is_own else transport_of(step.shard) or HERE
+            else:
+                stop = min(stop, step.start + (num_here or 0))
+                source = self.report.sources.get(NVME if is_own else mover_of(step.shard))
+                transport = source.transport if source is not None else ""
+            if stop > step.start and transport:
+                yield replace(step, stop=stop), transport
 
 
 class Fetcher:
@@ -119,10 +185,9 @@ class Fetcher:
         is_own = steps[0].shard == NVME
         # Disk and mover work one after the other: a child needs its parent.
         alike = takewhile(lambda step: (step.shard == NVME) == is_own, steps)
-        fetch = Fetch(keys, first_steps([*alike]))
+        fetch = Fetch(keys, _first_steps([*alike]), windowed)
         self._by_block.update(dict.fromkeys(fetch.blocks, fetch))
-        spans = tuple(spans_of(keys, fetch.steps, windowed))
-        task = asyncio.get_running_loop().create_task(self._fetch(fetch, spans))
+        task = asyncio.get_running_loop().create_task(self._fetch(fetch))
         self.tasks.add(task)
         task.add_done_callback(lambda _: self._finish(task, fetch))
         return fetch
@@ -145,18 +210,18 @@ class Fetcher:
         if not task.cancelled() and (defect := task.exception()) is not None:
             _log.error("a fetch ended by a defect", exc_info=defect)
 
-    async def _fetch(self, fetch: Fetch, spans: Spans) -> None:
+    async def _fetch(self, fetch: Fetch) -> None:
         until = time.monotonic() + self._deadline_s
         try:
             if fetch.steps[0].shard == NVME:
                 # The disk has its own threads, and must not wait for a node that is silent.
                 if (nvme := self._nvme()) is not None:
-                    await self._order(fetch, nvme.promote, spans, until)
+                    await self._order(fetch, nvme.promote, until)
                 return
             async with self._room:
-                await self._order(fetch, self._peers.fetch, spans, until)
-                if await self._promote_at_sources(fetch, spans, until):
-                    await self._order(fetch, self._peers.fetch, spans, until)
+                await self._order(fetch, self._peers.fetch, until)
+                if await self._promote_at_sources(fetch, until):
+                    await self._order(fetch, self._peers.fetch, until)
         except KVRayError as error:
             _log.warning("%s: blocks could not be fetched: %s", self._peers.shard, error)
 
@@ -164,27 +229,22 @@ class Fetcher:
         self,
         fetch: Fetch,
         carry_out: Callable[[FetchOrder], Awaitable[FetchReport]],
-        spans: Spans,
         until: float,
     ) -> None:
         left_s = until - time.monotonic()
         if left_s > 0:
-            fetch.report = await carry_out(FetchOrder(spans=spans, deadline_s=left_s))
+            fetch.report = await carry_out(FetchOrder(spans=fetch.spans, deadline_s=left_s))
             self._count(fetch.report)
 
-    async def _promote_at_sources(self, fetch: Fetch, spans: Spans, until: float) -> bool:
-        """Have the shards whose movers lacked blocks promote them from their disks.
-
-        Returns:
-            Whether the movers are worth another order.
-        """
+    async def _promote_at_sources(self, fetch: Fetch, until: float) -> bool:
+        """Have shards promote what their movers lacked; True: the movers are worth a new order."""
         if fetch.report is None or fetch.is_whole:
             return False
         missing: dict[str, list[Span]] = {}
-        for step, span, here in zip(fetch.steps, spans, fetch.report.here, strict=False):
+        for step, span, here in zip(fetch.steps, fetch.spans, fetch.report.here, strict=False):
             source = fetch.report.sources.get(mover_of(step.shard))
             if here < step.stop - step.start and source is not None and source.error is None:
-                missing.setdefault(step.shard, []).append(rest_of(span, here))
+                missing.setdefault(step.shard, []).append(_rest_of(span, here))
         left_s = min(_PROMOTE_S, max(0.0, until - time.monotonic()))
         calls = [
             self._peers.call(
@@ -210,3 +270,46 @@ class Fetcher:
             counts["bytes"] += source.num_bytes
             self._counts["staged_blocks"] += source.num_blocks
             self._counts["staged_bytes"] += source.num_bytes
+
+
+def arrivals_by(
+    fetches: Sequence[Fetch], keys: Sequence[BlockKey], transport_of: Callable[[str], str]
+) -> Arrivals:
+    """Return how the blocks of a prefix, all here now, came by the `fetches` of a stage.
+
+    Blocks in no fetch were here before.
+    """
+    if not fetches:
+        return ()
+    ways: list[tuple[str, str] | None] = [None] * len(keys)
+    for fetch in fetches:
+        for step, transport in fetch.arrived(keys, transport_of):
+            source = "" if step.shard == NVME else step.shard
+            ways[step.start : step.stop] = [(transport, source)] * (step.stop - step.start)
+    return arrivals_of(ways)
+
+
+def _first_steps(steps: Sequence[FetchStep]) -> list[FetchStep]:
+    """Return the first of `steps`, as many as one fetch takes."""
+    taken, room = [], FETCH_BLOCKS_MAX
+    for step in steps:
+        if room <= 0:
+            break
+        taken.append(replace(step, stop=min(step.stop, step.start + room)))
+        room -= step.stop - step.start
+    return taken
+
+
+def _rest_of(span: Span, num_blocks: int) -> Span:
+    """Return a span without its first blocks, for a node that may not have those.
+
+    Its blocks are useful without their parents, which the asking node has.
+    """
+    at = num_blocks * KEY_BYTES
+    return replace(
+        span,
+        keys=span.keys[at:],
+        parent=span.keys[at - KEY_BYTES : at] if num_blocks else span.parent,
+        depth=span.depth + num_blocks,
+        needs_parent=False,
+    )

@@ -9,29 +9,27 @@ other cannot stop each other. Every wait ends with a deadline.
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvray.actors.names import LOOKUP_NAME
 from kvray.actors.ray_glue.arguments import in_pieces
-from kvray.actors.staging.fetch import Fetch, arrivals_by
-from kvray.actors.staging.fetcher import Fetcher, LocalDisk
-from kvray.actors.staging.handovers import Handovers
+from kvray.actors.staging.fetcher import Fetch, Fetcher, LocalDisk, arrivals_by
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.plan import (
     Mask,
     PrefixRequest,
     longest_prefix,
+    merged,
     plan_staging,
 )
-from kvray.actors.staging.runs import merged
 from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.index import Run
-from kvray.store import Arena, Held, PartRequest
+from kvray.store import Arena, Held, Lease, PartRequest
 from kvray.trace.arrival import NVME, Arrivals
 from kvray.trace.reasons import StageReason
 
@@ -41,6 +39,7 @@ _STAGES_MAX = 128
 """Stages at once, those included that nobody waits for any more."""
 _WAITING_MAX = _STAGES_MAX // 2
 """Stages that may wait for one source: one that hangs leaves room for the others."""
+_HANDOVERS_MAX = 256
 _FRUITLESS_MAX = 3
 """Incomplete fetches after which a stage is given up."""
 _BUSY_S = 0.001
@@ -82,6 +81,45 @@ class Staged:
     """Why there are no more."""
     arrivals: Arrivals = field(default=(), compare=False)
     """How the blocks came, for people; nothing is decided by it."""
+
+
+class Handovers:
+    """The shard's own leases on staged blocks, until the asking engine has its own.
+
+    Each ends at its time; of too many the oldest ends earlier. Its blocks are then as likely to
+    stay as any that were just used.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._held: deque[tuple[float, tuple[Lease, ...]]] = deque()
+
+    def __len__(self) -> int:
+        """Return how many prefixes are held."""
+        return len(self._held)
+
+    def keep(self, held: Held, *, until: float) -> None:
+        """Take over the leases of a prefix and hold them until then."""
+        if held.leases:
+            self._held.append((until, held.leases))
+        while len(self._held) > _HANDOVERS_MAX and self._release_oldest():
+            pass
+
+    def expire(self, now: float) -> None:
+        """Release the leases whose time is over; if the arena is busy, the next time."""
+        while self._held and self._held[0][0] <= now and self._release_oldest():
+            pass
+
+    def close(self) -> None:
+        """Release all leases; if the arena is too busy, they end with this process."""
+        while self._held and self._release_oldest():
+            pass
+
+    def _release_oldest(self) -> bool:
+        released = self._arena.release(*self._held[0][1])
+        if released:
+            self._held.popleft()
+        return released
 
 
 class Stager:

@@ -9,8 +9,7 @@ import asyncio
 import logging
 import time
 
-from kvray.actors.staging.handovers import Handovers
-from kvray.actors.staging.stager import Prefix, Staged
+from kvray.actors.staging.stager import Handovers, Prefix, Staged
 from kvray.errors import KVRayError
 from kvray.store import Arena, Held
 from kvray.store.arena import lease

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport
 from kvray.actors.ray_glue.arguments import unpacked
 from kvray.actors.staging import stager as stager_module
-from kvray.actors.staging.fetch import FETCH_BLOCKS_MAX
+from kvray.actors.staging.fetcher import FETCH_BLOCKS_MAX
 from kvray.actors.staging.plan import Peer
 from kvray.actors.staging.stager import Staged, Stager
 from kvray.errors import ShardUnavailable
@@ -141,7 +141,7 @@ def test_parts_come_from_whoever_has_them(play: Callable[..., None]) -> None:
 def test_a_prefix_longer_than_one_fetch_comes_in_several(
     play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvray.actors.staging.fetch.FETCH_BLOCKS_MAX", 6)
+    monkeypatch.setattr("kvray.actors.staging.fetcher.FETCH_BLOCKS_MAX", 6)
     assert FETCH_BLOCKS_MAX > 6
 
     async def scene(nodes: Nodes, stager: Stager) -> None:
@@ -397,7 +397,7 @@ def test_what_was_staged_is_kept_until_the_handover_is_over(play: Callable[..., 
 def test_of_too_many_handovers_the_oldest_ends(
     play: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvray.actors.staging.handovers._HANDOVERS_MAX", 3)
+    monkeypatch.setattr("kvray.actors.staging.stager._HANDOVERS_MAX", 3)
 
     async def scene(nodes: Nodes, stager: Stager) -> None:
         store(nodes["a"].arena, KEYS)
