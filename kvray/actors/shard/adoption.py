@@ -8,7 +8,8 @@ from pathlib import Path
 from kvray.actors.owner.ownership import remove_leftovers
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from kvray.store import Arena, ArenaSpec
-from kvray.store.arena.file import ARENA_FILE, Progress
+from kvray.store.arena.file import ARENA_FILE
+from kvray.store.arena.prefault import Progress
 from kvray.store.arena.retirement import retire_file
 
 _log = logging.getLogger("kvray.shard")

@@ -1,4 +1,4 @@
-"""What an engine does with its node's arena: lease, read, reserve, write and commit blocks."""
+"""An engine's access to its node's arena: lease, read, reserve, write and commit blocks."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -38,12 +38,12 @@ class PartRead(NamedTuple):
 class Arena(MappedArena):
     """One process's access to the blocks of an arena; all methods may be called from any thread.
 
-    Methods that answer None or False found the lock taken for `lock_wait_s`: treat it as a miss
-    (`arena_busy`), or try again. A retired arena gives no new lease and no new slot. Leases and
-    reservations from before can still be read, written and given back.
+    A method that answers None or False could not get the lock within `lock_wait_s`: treat it as a
+    miss (`arena_busy`), or try again. A retired arena gives no new lease and no new slot; earlier
+    leases and reservations stay usable.
 
-    It inherits, against the house's rule, because every caller that leases or writes needs the
-    mapping, the membership and the section as well.
+    It inherits, against the house's rule: whoever leases or writes needs mapping, membership and
+    section too.
     """
 
     def __init__(self, directory: Path, *, lock_wait_s: float) -> None:
@@ -58,11 +58,10 @@ class Arena(MappedArena):
     # -- leases -------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> list[Lease] | None:
-        """Lease the longest run of leading `keys` of which every part is here.
+        """Lease the longest run of leading `keys` that has every part.
 
-        Returns:
-            One lease a part, all of the same length; [] if not even the first block is here;
-            None if the arena was busy, or has too many leases for one more.
+        Returns one lease a part, all of one length; [] without the first block; None if the arena
+        was busy or has too many leases.
 
         Raises:
             ConfigError: `keys` are no keys, or num_parts < 1.
@@ -87,13 +86,12 @@ class Arena(MappedArena):
             readers: for each reader, such as a rank, the parts that its lease names.
             member: the process that gets the leases; None: this one.
             lease_id: one id for all of them, see `lease.id_of`; None: a number for each.
-            is_counted_on: whether these blocks are leased and promised already. Then a retired
-                arena, from which nothing goes, gives the leases too.
+            is_counted_on: the blocks are leased and promised already; a retired arena leases these
+                too.
 
         Returns:
-            One lease a reader, which names the slots of its parts one part after the other; no
-            lease if not even the first block is here, or `member` is a holder no more; None if
-            the arena was busy, or has too many leases for one more.
+            One lease a reader, its parts one after the other; none without the first block, or if
+                `member` has left; None if the arena was busy or has too many leases.
 
         Raises:
             ConfigError: `keys` are no keys.
@@ -124,9 +122,9 @@ class Arena(MappedArena):
             return None if taken is None else Held(num_blocks=run, leases=tuple(taken))
 
     def lease_slots(self, chosen: Array) -> Lease | None:
-        """Lease the READY slots of `chosen`, whatever they hold; None if the arena was busy.
+        """Lease the READY ones of the slots `chosen`; None if the arena was busy.
 
-        This is no use of the blocks: what is evicted next does not change.
+        It does not count as use of the blocks.
 
         Raises:
             LeaseExpired: this process is no holder.
@@ -149,10 +147,10 @@ class Arena(MappedArena):
             return lease.match(self.tables, packed, _all_parts(num_parts))[0]
 
     def present(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> list[Array]:
-        """Return which of `keys` are here now, as one mask a part.
+        """Return one mask a part: which of `keys` are here now.
 
-        Read without the lock, so that a long prompt makes nobody wait. The answer may be wrong
-        for a block that comes or goes meanwhile; only a lease makes sure.
+        Read without the lock, so that a long prompt makes nobody wait. Only a lease makes sure of
+        the answer.
         """
         packed = key_index.pack_keys(keys)
         return [lease.present(self.tables, packed, part) for part in parts]
@@ -169,7 +167,7 @@ class Arena(MappedArena):
     def release_ids(self, lease_ids: Iterable[int]) -> bool:
         """End all leases that have one of these ids, whoever took them; False if busy: retry.
 
-        Nobody may take a lease of such an id meanwhile: the search holds no lock.
+        Nobody may take a lease of such an id meanwhile, because the search holds no lock.
         """
         found = [(one, lease.records(self.tables, one)) for one in lease_ids]
         found = [(one, pages) for one, pages in found if len(pages)]
@@ -218,11 +216,10 @@ class Arena(MappedArena):
                 payload.read_regions(self.tables, one.slots, one.regions, one.pages)
 
     def check(self, held: Lease, chosen: Array, *, verify: bool) -> None:
-        """Accept or refuse the copy of the leased slots `chosen`.
+        """Accept or refuse the copy of the leased slots `chosen`; `verify`: by their checksums.
 
         Raises:
-            CorruptBlock: with `verify`, a block does not have its checksum; else, one was found to
-                be wrong.
+            CorruptBlock: a block is wrong, or was found to be wrong meanwhile.
             LeaseExpired: the lease was released, perhaps during the copy.
         """
         with self.making_sense():
@@ -230,9 +227,7 @@ class Arena(MappedArena):
         self._refuse_unsound(held, chosen, sound)
 
     def sound(self, held: Lease, places: Array | slice) -> Array:
-        """Return a mask of the blocks at these `places` in a lease: those with their checksum.
-
-        The others are quarantined.
+        """Return a mask of the blocks at `places` of a lease that are sound; quarantine the others.
 
         Raises:
             LeaseExpired: the lease was released.
@@ -261,7 +256,6 @@ class Arena(MappedArena):
             )
 
     def _is_sound(self, held: Lease, chosen: Array, sound: Array | None) -> Array:
-        """Return a mask of the blocks that may be used, once they have been copied or summed."""
         self.holder_of(held)  # raises if what was read is void
         ready: Array = self.tables.slot_state[chosen] == READY
         return ready if sound is None else ready & sound
@@ -290,8 +284,8 @@ class Arena(MappedArena):
             part: part that will be written.
             block_bytes: bytes of the part.
             namespace: owner of the blocks, see `block.namespace_id`; 0: not known.
-            priority: retention priority, 0 to 100: lower goes first. One, or one a key; a block
-                that is here keeps the higher one.
+            priority: retention priority, 0 to 100, one or one a key: lower goes first. A block that
+                is here keeps the higher one.
             needs_parent: whether nothing is reserved if `parent` is not here.
             wait_s: longest try for the lock; None: `lock_wait_s`.
 

@@ -1,7 +1,4 @@
-"""Looks for contradictions in an arena's tables: what a flipped bit or a stray pointer has left.
-
-Changes nothing. Without the lock a step that is under way looks like damage: see `lasting`.
-"""
+"""Finds contradictions in an arena's tables, such as a flipped bit leaves. Changes nothing."""
 
 from collections.abc import Mapping
 
@@ -12,22 +9,22 @@ from kvray.store.arena.layout import BUCKET_WAYS, FREE, PAGE_SLOTS, QUARANTINED,
 from kvray.store.arena.tables import Array, Tables
 
 Damage = Mapping[str, Array]
-"""What is wrong -> the rows where it is, ascending; only what is wrong somewhere."""
+"""What is wrong -> the rows where it is, ascending; empty entries are left out."""
 
 _SHARE_SLOTS = 65_536
 
 
 def shares(tables: Tables) -> list[range]:
-    """Return the slabs that are looked at together: all of them, in order."""
+    """Return all slabs, in order, as ranges that are looked at together."""
     at_once = max(1, _SHARE_SLOTS // tables.geometry.slots_per_slab)
     num_slabs = tables.geometry.num_slabs
     return [range(at, min(at + at_once, num_slabs)) for at in range(0, num_slabs, at_once)]
 
 
 def find(tables: Tables, share: range) -> Damage:
-    """Return what is wrong in some slabs, and in as much of the key index and the lease pages.
+    """Return what is wrong in some slabs, and in the same share of key index and lease pages.
 
-    The names are those of docs/arena_format.md; rows of `entries` are places in the key index.
+    docs/arena_format.md lists the names; rows of `entries` are places in the key index.
     """
     geometry = tables.geometry
     slots = np.arange(share.start, share.stop + 1) * geometry.slots_per_slab
@@ -55,19 +52,21 @@ def find(tables: Tables, share: range) -> Damage:
 
 
 def lasting(tables: Tables, share: range) -> Damage:
-    """Return what two looks without the lock find wrong: mostly no step that is under way."""
+    """Return what two looks without the lock both find wrong.
+
+    One look would take a step that is under way for damage.
+    """
     found = find(tables, share)
     return both(found, find(tables, share)) if found else found
 
 
 def both(one: Damage, other: Damage) -> Damage:
-    """Return what is in both."""
+    """Return the damage that both have."""
     shared = {name: np.intersect1d(one[name], other[name]) for name in one if name in other}
     return {name: rows for name, rows in shared.items() if len(rows)}
 
 
 def _share(share: range, tables: Tables, num_rows: int) -> Array:
-    """Return as large a share of a table's rows as `share` is of all slabs."""
     num_slabs = tables.geometry.num_slabs
     first, stop = (one * num_rows // num_slabs for one in (share.start, share.stop))
     return np.arange(first, stop)

@@ -1,4 +1,4 @@
-"""Which blocks have left a node's tiers, when and why: a bounded memory for people. Thread-safe."""
+"""Remembers for people which blocks have left a node's tiers, when and why. Thread-safe."""
 
 import threading
 import time
@@ -9,7 +9,7 @@ import numpy as np
 from kvray.store.arena.tables import Array
 
 REMOVALS_MAX = 2**18
-"""Blocks that are remembered: at 18 bytes each 4.5 MiB, of which only what is used is touched."""
+"""Blocks remembered: 18 bytes each, 4.5 MiB at most."""
 
 TIERS = ("host", "nvme")
 HOST, NVME = range(len(TIERS))
@@ -39,12 +39,11 @@ class Removals:
 class BlockHistory:
     """The last blocks that left, by the first 8 bytes of their keys.
 
-    Whoever evicts for the owner says so at once, by `note`. What others evicted is found out some
-    moments later, and `note_rest` leaves out what was noted already.
+    The owner notes its own evictions at once, with `note`. It finds those of others some moments
+    later; `note_rest` leaves out what was noted already.
     """
 
     def __init__(self, most: int = REMOVALS_MAX) -> None:
-        """Remember up to `most` removals from now on."""
         self._lock = threading.Lock()
         self._words = np.zeros(most, dtype="<u8")
         self._at = np.zeros(most)
@@ -71,9 +70,9 @@ class BlockHistory:
             self._put(words, tier, np.broadcast_to(causes, words.shape), now)
 
     def note_rest(self, words: Array, tier: int, causes: Array, *, now: float) -> None:
-        """Note blocks that were found to have left, as far as `note` was not told of them.
+        """Note blocks that were found to have left, except those that `note` was told of.
 
-        What was noted before the finding before this one, and not found, was never looked at.
+        A note that two findings in a row do not confirm is forgotten.
         """
         with self._lock:
             before, since = self._own[tier]
@@ -122,7 +121,7 @@ class BlockHistory:
 
 
 def _are_in(many: Array, few: Array) -> Array:
-    """Return a mask of those of `many` that are among the `few`, which are sorted."""
+    """Return a mask of `many`: those among the sorted `few`."""
     if not len(few):
         return np.zeros(len(many), dtype=bool)
     at = np.minimum(np.searchsorted(few, many), len(few) - 1)

@@ -1,8 +1,8 @@
-"""Copies, and copies that are summed: in pieces that a core's own cache holds, where that pays.
+"""Copies blocks, and sums them on the way, in pieces that fit into a core's cache.
 
-A copy is bound by memory, and so is the sum of what has left the cache: one after the other they
-take half as long again as the copy alone. In pieces the sum costs a seventh of the copy, and where
-there is much to copy a second thread makes up for that.
+Memory bounds a copy, and so it bounds the sum of bytes that have left the cache: one after the
+other they take 1.5 times as long as the copy. In pieces the sum costs a seventh of the copy. A
+second thread makes up for that where there is much to copy.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ import xxhash
 from kvray.store.arena.layout import Array
 
 _PIECE_BYTES = 512 * 2**10
-"""Twice this fits into a core's own cache of 1 MiB or more: a piece, and where it goes."""
+"""A piece and its target fit together into a core's own cache of 1 MiB or more."""
 
 _LINE_BYTES = 64
 _WHOLE_BYTES = 64 * 2**20
-"""A run of more is copied as a whole: past the cache, which several readers of the same blocks
-would have to share. A smaller one is a sixth faster through it, if its target starts at a line."""
+"""A longer run is copied as a whole, past the cache, which several readers of the same blocks would
+share. A shorter one is a sixth faster through the cache, if its target starts at a line."""
 
 _SHARED_BYTES = 8 * 2**20
 """From here on a second thread is worth waking up."""
@@ -38,24 +38,22 @@ class Copy(NamedTuple):
 
 
 class Copier:
-    """One process's hands for copies; may be used by several threads at once."""
+    """Makes one process's copies; several threads may use it at once."""
 
     def __init__(self) -> None:
-        """Start no second thread before there is much to copy, and none in a forked child."""
+        """Start no thread until there is much to copy, and none in a forked child."""
         self._second = ThreadPoolExecutor(1, "kvray-copy")
         self._pid = os.getpid()
 
     def close(self) -> None:
-        """End the second thread; what is under way is finished. Twice is fine."""
+        """End the second thread after what is under way. Twice is fine."""
         if self._pid == os.getpid():
             self._second.shutdown()
 
     def copy_and_sum(self, copies: Sequence[Copy], seeds: list[int]) -> Array:
-        """Make `copies` and return the checksum of what is in each target now, u64 [num_blocks].
+        """Make `copies`; return the checksum of what is in each target now, u64 [num_blocks].
 
-        Args:
-            copies: in any order; together they have as many blocks as there are seeds.
-            seeds: one a block.
+        `seeds` has one seed a block; the copies may come in any order.
         """
         checksums = [0] * len(seeds)  # a list: it takes a few numbers at a time for less
         turns = iter([(copy, at) for copy in copies for at in _starts(copy)])
@@ -74,7 +72,7 @@ class Copier:
 
 
 def copy_run(target: Array, source: Array) -> None:
-    """Copy blocks that are contiguous in target and source, both of shape [n, block_bytes]."""
+    """Copy adjacent blocks to adjacent places, both [n, block_bytes]."""
     is_dense = target.flags.c_contiguous and source.flags.c_contiguous
     if not is_dense or target.nbytes > _WHOLE_BYTES or target.ctypes.data % _LINE_BYTES:
         np.copyto(target, source)
@@ -90,7 +88,6 @@ def sum_blocks(blocks: Array, seeds: list[int]) -> list[int]:
 
 
 def _starts(copy: Copy) -> range:
-    """Return where each piece of `copy` starts: as many blocks as it holds, at least one."""
     return range(0, len(copy.source), _step(copy))
 
 
@@ -100,7 +97,6 @@ def _step(copy: Copy) -> int:
 
 
 def _take_turns(turns: Iterator[tuple[Copy, int]], seeds: list[int], checksums: list[int]) -> None:
-    """Make copies until there are none left to make."""
     for copy, at in turns:
         stop = at + _step(copy)
         target, source = copy.target[at:stop], copy.source[at:stop]
@@ -114,7 +110,7 @@ def _take_turns(turns: Iterator[tuple[Copy, int]], seeds: list[int], checksums: 
 
 
 def _copy_large(target: Array, source: Array, seed: int) -> int:
-    """Copy one block piece by piece; return what `sum_blocks` would of the copy."""
+    """Copy one block piece by piece; return its checksum, as `sum_blocks` would."""
     digest = xxhash.xxh3_64(seed=seed)
     for at in range(0, len(source), _PIECE_BYTES):
         piece = target[at : at + _PIECE_BYTES]

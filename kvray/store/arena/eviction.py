@@ -1,4 +1,4 @@
-"""Which blocks to evict, and in which order; a prefix from its tail.
+"""Chooses the blocks to evict, in their order; of a prefix the tail goes first.
 
 Blocks that were given up go first, then those beyond a namespace's quota, then those of lower
 retention priority. Among equals the lowest rank goes: a policy's, or the time of the last use.
@@ -13,7 +13,7 @@ from kvray.store.arena.layout import NO_SLOTS, PRIORITY_MAX, READY
 from kvray.store.arena.tables import Array, Tables
 
 Rank = Callable[[Array], Array]
-"""Slots -> a number for each, f8: the lowest is to go first."""
+"""Slots -> a number for each, f8: the lowest goes first."""
 
 _GIVEN_UP = 0
 _BEYOND_QUOTA = 1
@@ -31,11 +31,10 @@ def choose_victims(
 ) -> Array:
     """Return up to `count` slots to evict, children before their parents.
 
-    Nothing is changed, and no lock is needed: `keep_evictable` checks the result again, under the
-    lock. A slot qualifies if it is READY, nobody leases it, and every child that it
-    has in the arena goes before it. Of those that qualify the lowest in the order of the module
-    goes, where a parent comes no sooner than any of its children: fewer than `count` are returned
-    only when nothing else qualifies.
+    Changes nothing and needs no lock: `keep_evictable` checks the result again, under the lock. A
+    slot qualifies if it is READY, nobody leases it, and every child that it has in the arena goes
+    before it. The lowest in the module's order go, where a parent comes no sooner than its
+    children. Fewer than `count` are returned only when nothing else qualifies.
 
     Args:
         tables: the arena's tables.
@@ -46,15 +45,12 @@ def choose_victims(
     """
     fit = within[is_fit(tables, within)]
     ranks = _ranks(tables, fit, rank)
-    classes = _classify(tables, fit, ranks, protect, by_use=rank is None)
+    classes = classify(tables, fit, ranks, protect, by_use=rank is None)
     return _first(tables, fit, (ranks, classes), count, protect)
 
 
 def choose_beyond_quotas(tables: Tables, most: int, rank: Rank | None = None) -> Array:
-    """Return up to `most` slots with what namespaces have beyond their quotas.
-
-    As `choose_victims`, among the blocks of each such namespace.
-    """
+    """Return up to `most` slots, in order, of namespaces that are over their quotas."""
     over = quotas.excess(tables)
     if not over:
         return NO_SLOTS
@@ -66,10 +62,10 @@ def choose_beyond_quotas(tables: Tables, most: int, rank: Rank | None = None) ->
 def keep_evictable(
     tables: Tables, chosen: Array, *, protect: Array = NO_SLOTS, rank: Rank | None = None
 ) -> Array:
-    """Return those of `chosen` that can go without any other, in the order in which they should.
+    """Return those of `chosen` that can go without any other, in the order in which they go.
 
-    A block can go if it is fit itself and all its children are here and can go. With a `rank` that
-    alone is the order; without, it is the module's, but for quotas, which take a look at all.
+    A block can go if it is fit and all its children are here and can go. A `rank` alone decides the
+    order; without one it is the module's, except quotas, which need a look at all blocks.
     """
     ranks = _ranks(tables, chosen, rank)
     if rank is None:
@@ -78,26 +74,18 @@ def keep_evictable(
 
 
 def is_fit(tables: Tables, slots: Array) -> Array:
-    """Return a mask of the `slots` with READY blocks that nobody leases."""
+    """Return a mask of the `slots` that have READY blocks which nobody leases."""
     fit: Array = (tables.slot_state.take(slots) == READY) & (tables.slot_leases.take(slots) == 0)
     return fit
 
 
-def classify(tables: Tables, fit: Array, *, protect: Array) -> Array | None:
+def classify(
+    tables: Tables, fit: Array, ranks: Array, protect: Array, *, by_use: bool = True
+) -> Array | None:
     """Return the class of each of the slots `fit`, i8: the lower goes first. None: all are in one.
 
-    Args:
-        tables: the arena's tables.
-        fit: slots of blocks that may go, as far as they themselves are concerned.
-        protect: slots that must stay.
+    `ranks` are theirs; `by_use` says that they are the times of last use. `protect` must stay.
     """
-    return _classify(tables, fit, _ranks(tables, fit, None), protect, by_use=True)
-
-
-def _classify(
-    tables: Tables, fit: Array, ranks: Array, protect: Array, *, by_use: bool
-) -> Array | None:
-    """Return what `classify` does, for blocks of these ranks; by_use: that they were used last."""
     over = quotas.excess(tables)
     if not over:
         # A look at all rows costs a thirtieth of a look at some, and mostly they are the same.
@@ -112,7 +100,7 @@ def _classify(
 
 
 def _by_priority(tables: Tables, slots: Array, *, by_use: bool) -> Array | None:
-    """Return the class of each of `slots` if there were no quotas; None if rank alone decides."""
+    """Return the class of each of `slots` without quotas; None if rank alone decides."""
     priority = tables.slot_priority.take(slots)
     is_one = not len(slots) or priority.min() == priority.max()
     # A block that was given up counts as never used.
@@ -134,7 +122,7 @@ def _beyond(
     protect: Array,
     most: int | None = None,
 ) -> Array:
-    """Return what goes so that namespaces have so many bytes less; each one's first to go first.
+    """Return the blocks that go so that namespaces lose so many bytes, in order for each namespace.
 
     Args:
         tables: the arena's tables.
@@ -160,7 +148,7 @@ def _beyond(
 def _first(
     tables: Tables, fit: Array, order: tuple[Array, Array | None], count: int, protect: Array
 ) -> Array:
-    """Return up to `count` of the slots `fit`, by their (ranks, classes); see `choose_victims`."""
+    """Return up to `count` of the slots `fit`, in the order of their (ranks, classes)."""
     ranks, classes = order
     wanted = 4 * count
     while True:
@@ -176,7 +164,7 @@ def _first(
 
 
 def _lowest(ranks: Array, classes: Array | None, count: int) -> Array:
-    """Return the rows of the `count` lowest, in no order; there are more than that."""
+    """Return the rows of the `count` lowest, in no order; there are more rows than that."""
     if classes is None:
         return np.argpartition(ranks, count - 1)[:count]
     last = np.searchsorted(np.cumsum(np.bincount(classes)), count)
@@ -188,7 +176,7 @@ def _lowest(ranks: Array, classes: Array | None, count: int) -> Array:
 
 
 def _joined(ranks: Array, classes: Array | None) -> Array:
-    """Return one rank in place of two, f8: that of the class, and in it that of the block."""
+    """Return one rank, f8, that orders by class and then by rank."""
     if classes is None:
         return ranks
     order = np.lexsort((ranks, classes))

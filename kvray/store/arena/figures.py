@@ -1,8 +1,8 @@
-"""An arena's figures for people: what is in it, who has it, and how its slabs are used.
+"""An arena's figures for people: its contents, its holders, and the use of its slabs.
 
-Blocks of one request are copied in runs of neighbouring slots, and a run never leaves its slab. So
-the free slots of a block size count as fragmented where they lie outside the longest free run of
-their slab: 0 means that every slab's free memory is in one piece, whatever its size.
+Copies run over neighbouring slots of one slab. So free slots of a block size count as fragmented
+where they lie outside the longest free run of their slab. 0 means that every slab's free memory is
+in one piece.
 """
 
 from typing import Any
@@ -41,10 +41,7 @@ def figures(tables: Tables) -> dict[str, Any]:
 
 
 def by_namespace(tables: Tables) -> list[dict[str, Any]]:
-    """Return what the largest namespaces have, in order; "" is where the name is not known.
-
-    Read without the lock, as all of it.
-    """
+    """Return the blocks and bytes of the largest namespaces, in order; "" is an unknown one."""
     found = sorted(quotas.used(tables).items(), key=lambda one: -one[1][1])
     return [
         {
@@ -60,11 +57,8 @@ def by_namespace(tables: Tables) -> list[dict[str, Any]]:
 def slab_use(tables: Tables) -> list[dict[str, Any]]:
     """Return the use of the slabs of each block size, ascending; needs no lock.
 
-    Returns:
-        One dict a block size: `block_bytes`, its `slabs`, their `slots`, the `blocks` in them,
-        `free_slots`, the `longest_free_run` of them, their `fragmented_share` (see the module),
-        and the bytes that no block can use: `slot_waste_bytes` between a block's end and its
-        slot's, `slab_waste_bytes` after the last slot of a slab.
+    `slot_waste_bytes` lie between a block's end and its slot's, `slab_waste_bytes` after the last
+    slot of a slab; no block can use them.
     """
     return [_use(tables, size) for size in slabs.block_sizes(tables)]
 

@@ -1,4 +1,4 @@
-"""The file of an arena: made complete before it gets its name, checked before it is mapped."""
+"""The file of an arena: complete before it gets its name, checked before it is mapped."""
 
 import bisect
 import mmap
@@ -34,16 +34,6 @@ from kvray.store.machine import numa
 from kvray.store.machine.capacity import MemoryClaims, check_room
 from kvray.store.machine.side_file import SideFile
 
-__all__ = [
-    "ARENA_FILE",
-    "ArenaSpec",
-    "Progress",
-    "create_file",
-    "holds_arena",
-    "lock_path",
-    "map_file",
-]
-
 ARENA_FILE = "arena"
 _ARENA_ID = re.compile(rb"[0-9a-f]{16}")
 _FIGURES = ("capacity", "slab_bytes", "slot_min", "holders_max")
@@ -52,7 +42,7 @@ _CLUSTER_NAME_BYTES = HEADER["cluster_name"].itemsize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaSpec:
-    """What an owner asks of a new arena; sizes in bytes."""
+    """An owner's figures for a new arena; sizes in bytes."""
 
     cluster_name: str
     capacity: int
@@ -60,13 +50,13 @@ class ArenaSpec:
     slot_min: int
     holders_max: int
     interleave: bool = True
-    """Over the NUMA nodes; else its memory is that of the node whose thread made it."""
+    """Over the NUMA nodes; else all memory comes from the node of the thread that makes it."""
     claims: MemoryClaims | None = None
     """What Ray takes of the same memory; None: there is no Ray."""
 
     @classmethod
     def of(cls, config: KVRayConfig, claims: MemoryClaims | None = None) -> "ArenaSpec":
-        """Return what a configuration asks of the arena of a node."""
+        """Return the spec of a node's arena in a configuration."""
         arena = config.arena
         return cls(
             cluster_name=config.cluster_name,
@@ -88,10 +78,7 @@ class ArenaSpec:
         )
 
     def largest_capacity(self, file_bytes: int) -> int:
-        """Return the largest capacity, in whole MiB, whose file has at most `file_bytes`.
-
-        0: there is none.
-        """
+        """Return the largest capacity, in MiB, whose file has at most `file_bytes`; 0: none."""
 
         def size(mib: int) -> int:
             asked = replace(self, capacity=mib << 20)
@@ -107,7 +94,7 @@ def lock_path(directory: Path, arena_id: str) -> Path:
 
 
 def require_room(directory: Path, spec: ArenaSpec) -> None:
-    """Make sure that an arena of `spec` can be held in memory at `directory`.
+    """Make sure that an arena of `spec` fits into memory at `directory`.
 
     Raises:
         CapacityError: see `check_room`.
@@ -158,7 +145,7 @@ def create_file(directory: Path, spec: ArenaSpec, progress: Progress) -> None:
 
 
 def map_file(path: Path) -> Tables:
-    """Map an arena after checking that its header is one that this code understands.
+    """Map an arena if this code understands its header.
 
     Raises:
         ShardUnavailable: there is none, or it is of another format, or not whole.
@@ -203,7 +190,7 @@ def holds_arena(path: Path, arena_id: str) -> bool:
 
 
 def _check_header(path: Path, head: bytes) -> Geometry:
-    """Return the figures in an arena's header, or say why they cannot be used."""
+    """Return the figures in an arena's header, or raise `ShardUnavailable`."""
     if len(head) < HEADER.itemsize:
         raise ShardUnavailable(f"{path} is too short to be an arena; restart the tier.")
     header = np.frombuffer(head, HEADER)[0]
@@ -225,7 +212,7 @@ def _check_header(path: Path, head: bytes) -> Geometry:
 
 
 def _build(path: Path, spec: ArenaSpec, arena_id: str, progress: Progress) -> None:
-    """Write a complete arena file: memory allocated and touched, tables empty, header last."""
+    """Write a complete arena file: its memory allocated and touched, its header last."""
     geometry = spec.geometry()
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -267,5 +254,5 @@ def _allocate(fd: int, total: int, progress: Progress) -> None:
 
 
 def _page_bytes(path: Path) -> int:
-    """Return what the size of a file at `path` must be a multiple of: on hugetlbfs, a huge page."""
+    """Return the page size of the file system: on hugetlbfs, a huge page."""
     return os.statvfs(path).f_bsize

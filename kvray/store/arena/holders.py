@@ -1,4 +1,4 @@
-"""Holders of an arena: who is attached, told from the dead by a lock on one byte for each row.
+"""Holders of an arena: processes that are attached; a byte lock for each row tells who lives.
 
 Every function that changes something expects the arena's lock.
 """
@@ -22,7 +22,7 @@ class Membership(NamedTuple):
 
 
 def is_member(tables: Tables, member: Membership) -> bool:
-    """Return whether that very process is still a holder, dead or not: it is not buried yet."""
+    """Return whether this very process is still a holder; a dead one is until it is buried."""
     row, generation = member
     return (
         0 <= row < tables.geometry.holders_max
@@ -57,14 +57,14 @@ def _occupy(tables: Tables, row: int, label: bytes, *, now: float) -> None:
 
 
 def leave(tables: Tables, row: int) -> None:
-    """End what a holder has that writes and reads no more; its byte is unlocked afterwards."""
+    """End what a holder has, which writes and reads no more; its byte is unlocked afterwards."""
     slots.abort_holder(tables, row)
     lease.release_holder(tables, row)
     tables.put(np.array([row]), holder_live=0)
 
 
 def bury(tables: Tables, row: int, *, now: float) -> str:
-    """End what a dead holder had, whose copies may still be landing; return its label."""
+    """End what a dead holder had, whose copies may still land; return its label."""
     lease.release_holder(tables, row)
     slots.strand(tables, row, now=now)
     tables.put(np.array([row]), holder_live=0)

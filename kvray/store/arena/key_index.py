@@ -1,8 +1,8 @@
 """The key index of an arena: (key, part) -> slot, set-associative, vectorised over keys.
 
-A key's bucket follows from its first 8 bytes (they are uniform, being sha256) and its part; a
-bucket has 16 ways and nothing overflows into the next one, so a look-up reads exactly one
-bucket, a removal leaves no tombstone, and the table never has to be rehashed.
+The first 8 bytes of a key, uniform as part of a sha256, and its part choose a bucket. A bucket has
+16 ways and never overflows into the next one. So a look-up reads one bucket, a removal leaves no
+tombstone, and the table never has to be rehashed.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from kvray.store.arena.layout import BUCKET_WAYS, READY
 from kvray.store.arena.tables import Array, Tables
 
 _PART_STEP = 0x9E3779B97F4A7C15
-"""Odd constant that sends the parts of one key to unrelated buckets."""
+"""An odd constant: it sends the parts of one key to unrelated buckets."""
 
 _PART_STEP_U8 = np.uint64(_PART_STEP)
 
 _FIRST_KEYS = 512
-"""Of so many leading keys all must be here before the others of a long prompt are looked for."""
+"""All of these leading keys must be here before the rest of a long prompt is looked up."""
 
 _WAY_BITS = BUCKET_WAYS.bit_length() - 1
 
@@ -38,13 +38,9 @@ def pack_keys(keys: Sequence[BlockKey]) -> Array:
 
 
 def words(first: Array, part: "int | Array") -> Array:
-    """Return 64 bits that stand for a block: the first 8 bytes of its key, and its part.
+    """Return 64 bits for each block, from `first`, the first word of its key, and its part.
 
     They choose its bucket, seed its checksum, and tell what a lease was asked for.
-
-    Args:
-        first: the first word of each key, u64 [num_keys].
-        part: of each block, or of all.
     """
     if isinstance(part, int):
         return first ^ np.uint64(part * _PART_STEP & 2**64 - 1)
@@ -58,12 +54,9 @@ def words_in(tables: Tables, slots: Array) -> Array:
 
 
 def find(tables: Tables, keys: Array, part: "int | Array") -> Array:
-    """Return the slot of each key, shape [num_keys], -1 where there is none.
+    """Return the slot of each key, -1 where there is none; i8 [num_keys].
 
-    Args:
-        tables: the arena's tables.
-        keys: u64 of shape [num_keys, 4].
-        part: the part to find of each, or of all.
+    `keys` are u64 [num_keys, 4]; `part` is one for all, or one a key.
     """
     row, slot = _candidates(tables, keys, part)
     found = np.full(len(keys), -1, dtype=np.int64)
@@ -78,13 +71,10 @@ def find(tables: Tables, keys: Array, part: "int | Array") -> Array:
 
 
 def find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
-    """Return the slots of the longest run of leading keys that have one for each of `parts`.
+    """Return the slots [num_parts, run] of the longest run of leading keys that has all `parts`.
 
-    The same as the head of `find` for each part, at half its price or less: a chain is mostly
-    there from its root on, and then its keys are compared all at once.
-
-    Returns:
-        Slots, shape [num_parts, run].
+    It equals the head of `find` for each part, at half the price or less: a chain is mostly here
+    from its root on, and then all its keys are compared at once.
     """
     head = _find_run(tables, keys[:_FIRST_KEYS], parts)
     if head.shape[1] < _FIRST_KEYS:
@@ -117,13 +107,11 @@ def _find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
 def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":
     """Return the slots of `keys`, shape [1, num_keys], if they are READY and lie in a row.
 
-    Those of a chain do where there was room for it; a row goes on in the next slab. One look into
-    the index tells where it would begin, or that there is none, as the first key is not here; then
-    the slots themselves, which lie close together, tell whether it is one. A slot that is FREE may
-    still have the key of a block that is elsewhere now.
+    Where there was room, those of a chain do; a row goes on in the next slab. One look into the
+    index finds the first slot, or that there is none. The slots themselves, which lie close
+    together, tell the rest. A FREE slot may still have the key of a block that is elsewhere now.
 
-    Returns:
-        The slots of all keys, or of none; None if they lie in no row.
+    Returns no slots if the first key is not here, and None if the keys lie in no row.
     """
     bucket = int(_bucket(tables, keys[:1], part)[0])
     tags = tables.index_tag[bucket].tolist()
@@ -152,13 +140,9 @@ def _row_from(tables: Tables, first: int, count: int) -> "Array | None":
 
 
 def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Array:
-    """Enter `slots` under their keys; return a mask of those that found their bucket full.
+    """Enter `slots`, none of which is in the index; return a mask of those whose bucket was full.
 
-    Args:
-        tables: the arena's tables.
-        slots: shape [num_slots], none of them in the index.
-        keys: their keys, u64 of shape [num_slots, 4].
-        part: their parts, or the one that all have.
+    `keys` are u64 [num_slots, 4]; `part` is one for all, or one a slot.
     """
     bucket, tag = _bucket(tables, keys, part), _tag(keys)
     full = np.zeros(len(slots), dtype=bool)
@@ -181,7 +165,7 @@ def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Ar
 def remove(tables: Tables, slots: Array) -> None:
     """Take `slots` out of the index; one that is not in it is passed over.
 
-    Entries that are emptied may not be filled in the same step, like the slots they name.
+    Like the slots, the emptied entries must not be filled in the same step.
     """
     bucket = _bucket(tables, tables.slot_key[slots], tables.slot_part[slots])
     row, way = np.nonzero(tables.index_slot[bucket] == (slots + 1)[:, None])
@@ -189,7 +173,7 @@ def remove(tables: Tables, slots: Array) -> None:
 
 
 def place(tables: Tables, slots: Array) -> tuple[Array, Array]:
-    """Return (bucket, tag) under which the index is to have the blocks that `slots` claim."""
+    """Return (bucket, tag) under which the blocks that `slots` claim belong into the index."""
     keys = tables.slot_key[slots]
     return _bucket(tables, keys, tables.slot_part[slots]), _tag(keys)
 

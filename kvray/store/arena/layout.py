@@ -21,7 +21,7 @@ ALIGNMENT = 4096
 """Slots start and end on this boundary, so that files can be read into them directly."""
 
 LIVE, RETIRED = 1, 2
-"""States of an arena. RETIRED: whoever maps it detaches and looks for its successor."""
+"""States of an arena. RETIRED: who maps it detaches and looks for its successor."""
 
 FREE, RESERVED, READY, LIMBO, QUARANTINED = range(5)
 """States of a slot. Only READY slots are ever read as blocks. LIMBO: its writer died, and a late
@@ -29,8 +29,7 @@ copy may still land. QUARANTINED: its bytes did not have their checksum."""
 
 PRIORITY_MAX = 100
 DEFAULT_PRIORITY = 35
-"""Retention priority of blocks of which nothing is said: TensorRT-LLM's own,
-`KvCacheRetentionConfig::kDefaultRetentionPriority`."""
+"""Priority of blocks without one: TensorRT-LLM's `kDefaultRetentionPriority`."""
 
 BUCKET_WAYS = 16
 PAGE_SLOTS = 256
@@ -96,7 +95,7 @@ def align(size: int, to: int = ALIGNMENT) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """The figures of an arena that never change in its life; every offset follows from them."""
+    """Figures that never change in an arena's life; every offset follows from them."""
 
     capacity: int
     slab_bytes: int
@@ -127,7 +126,7 @@ class Geometry:
 
     @property
     def is_sound(self) -> bool:
-        """Whether the figures can be those of an arena: all positive, each a multiple."""
+        """Whether the figures can be an arena's: all positive, each a multiple."""
         return (
             min(self.capacity, self.slab_bytes, self.slot_min, self.holders_max) > 0
             and self.capacity % self.slab_bytes == 0
@@ -154,8 +153,8 @@ class Geometry:
     def num_buckets(self) -> int:
         """Buckets of the key index, a power of two.
 
-        At four slots a bucket of 16 ways, one bucket in a million overflows (Poisson); a block
-        that finds its bucket full is not stored.
+        At four slots a bucket of 16 ways, one bucket in a million overflows (Poisson). A block that
+        finds its bucket full is not stored.
         """
         return max(16, 1 << (self.num_slots // 4 - 1).bit_length())
 

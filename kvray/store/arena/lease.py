@@ -1,6 +1,6 @@
 """Leases: records of which holder may read which slots, kept in pages of the arena.
 
-A slot's lease count is derived from the records; a record ends by release or with its holder.
+The records give a slot's lease count. A record ends by release or with its holder.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,8 +28,8 @@ class Lease:
     """First page of the record."""
     num_slots: int
     check: int
-    """xxh3 of the `words` of the blocks that it was given for: a reader finds out if damaged tables
-    name other blocks."""
+    """xxh3 of the `words` of the leased blocks: shows readers whether damaged tables name others.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,22 +46,20 @@ class PartRequest(NamedTuple):
 
     part: int
     window: int | None = None
-    """Of a prefix, only this many trailing blocks must have it; None: all."""
+    """Only so many trailing blocks of a prefix must have it; None: all."""
 
 
 def id_of(name: str) -> int:
-    """Return the lease id that stands for `name`: it is known without the record."""
+    """Return the lease id of `name`, which is known without the record."""
     return _NAMED | xxhash.xxh3_64_intdigest(name.encode())
 
 
 def match(
     tables: Tables, keys: Array, requests: Iterable[PartRequest]
 ) -> tuple[int, dict[PartRequest, Array]]:
-    """Return the longest prefix of `keys` that has every requested part, READY.
+    """Return the length of the longest prefix of `keys` that has every requested part READY.
 
-    Returns:
-        Its number of blocks, and for each part its slots in prefix order: as many as there are
-        blocks, or the last `window` of them.
+    With it, for each part its slots in prefix order: one a block, or the last `window` of them.
     """
     found: dict[PartRequest, Array] = {}
     whole: list[PartRequest] = []
@@ -87,7 +85,7 @@ def present(tables: Tables, keys: Array, part: int) -> Array:
 
 
 def asked_of(keys: Array, run: int, slots: Mapping[PartRequest, Array]) -> dict[PartRequest, Array]:
-    """Return the `words` of the blocks that `match` has found, as it gave their slots."""
+    """Return the `words` of the blocks that `match` has found, arranged as their slots."""
     return {
         one: key_index.words(keys[run - len(found) : run, 0], one.part)
         for one, found in slots.items()
@@ -102,17 +100,10 @@ def joined(each: Mapping[PartRequest, Array], parts: Sequence[PartRequest]) -> A
 def places(
     parts: Sequence[PartRequest], num_blocks: int, *, first: int, stop: int
 ) -> list[tuple[int, slice]]:
-    """Return where a lease has blocks of its prefix, part by part.
+    """Return where a lease has blocks `first` to `stop` of its prefix of `num_blocks` blocks.
 
-    Args:
-        parts: what was leased, one after the other.
-        num_blocks: of the prefix.
-        first: the first block that is asked for.
-        stop: the one after the last.
-
-    Returns:
-        For each part, the first of those blocks that is leased, and their places in the lease; a
-        window may have none of them.
+    `parts` were leased one after the other. For each, returns the first of those blocks that is
+    leased, and their places in the lease; a window may have none of them.
     """
     found, before = [], 0
     for one in parts:
@@ -136,17 +127,16 @@ def take(
 ) -> list[Lease] | None:
     """Lease slots to `holder` for each of `readers`; None if the records' pages are used up.
 
-    The whole prefix is leased, from its root, so that no ancestor of a leased block can go. That
-    counts as use of its blocks, unless `is_use` says that it is none.
+    The whole prefix is leased, from its root, so that no ancestor of a leased block can go.
 
     Args:
         tables: the arena's tables.
         readers: the slots of each lease, in prefix order.
         holder: row in the holder table.
         now: monotonic seconds.
-        asked: for each reader the `words` of the blocks that were asked for; None: whatever is in
-            the slots.
-        lease_id: what all of them are known by; None: each by a number of its own.
+        asked: for each reader the `words` of the blocks that it asked for; None: those in the
+            slots.
+        lease_id: of all of them; None: each gets a number of its own.
         is_use: whether the blocks become the last to be evicted.
     """
     counts = [max(1, -(-len(slots) // PAGE_SLOTS)) for slots in readers]
@@ -176,8 +166,8 @@ def take(
 def leased_slots(tables: Tables, lease: Lease) -> Array | None:
     """Return the slots of `lease` in prefix order; None if it has ended.
 
-    Needs no lock: a record does not change while it is held. One that somebody ends meanwhile is
-    told by looking twice.
+    Needs no lock: a record does not change while it is held, and a second look tells whether
+    somebody has ended it meanwhile.
     """
     pages = _pages(tables, lease)
     if pages is None:
@@ -189,8 +179,8 @@ def leased_slots(tables: Tables, lease: Lease) -> Array | None:
 def names_what_was_asked(tables: Tables, lease: Lease, slots: Array) -> bool:
     """Return whether `slots`, as `leased_slots` gave them, have the blocks of `lease`.
 
-    Needs no lock: what is leased does not change. Whatever did change, be it the record, a slot's
-    key or who has the slot, shows here, before the bytes are looked at.
+    Needs no lock: nothing leased changes. A changed record, key or slot shows here, before anybody
+    looks at the bytes.
     """
     inside = len(slots) == lease.num_slots and slots.max(initial=0) < tables.geometry.num_slots
     return inside and _check(key_index.words_in(tables, slots)) == lease.check
@@ -206,15 +196,15 @@ def release(tables: Tables, lease: Lease) -> bool:
 
 
 def records(tables: Tables, lease_id: int) -> Array:
-    """Return the pages of all leases that are known by `lease_id`.
+    """Return the pages of all leases of the id `lease_id`.
 
-    Needs no lock where nobody takes one of that id meanwhile: all pages are looked at.
+    Needs no lock where nobody takes one of that id meanwhile.
     """
     return np.flatnonzero((tables.page_lease == np.uint64(lease_id)) & (tables.page_holder > 0))
 
 
 def release_records(tables: Tables, lease_id: int, pages: Array) -> int:
-    """End those leases of which `records` gave `pages`; return how many slots they still named."""
+    """End the leases in `pages`, from `records`; return how many slots they still named."""
     still = (tables.page_lease[pages] == np.uint64(lease_id)) & (tables.page_holder[pages] > 0)
     return _end(tables, pages[still])
 
@@ -242,7 +232,6 @@ def long_leases(tables: Tables, *, before: float) -> list[tuple[int, int]]:
 
 
 def _pages(tables: Tables, lease: Lease) -> list[int] | None:
-    """Return the pages of the record of `lease`; None if it has ended or never was."""
     pages: list[int] = []
     page = lease.page
     num_pages = len(tables.page_holder)
@@ -259,8 +248,7 @@ def _pages(tables: Tables, lease: Lease) -> list[int] | None:
 def _longest(windows: "Sequence[tuple[int, Array]]") -> int:
     """Return the length of the longest prefix whose trailing blocks are all there.
 
-    Args:
-        windows: for each part how many trailing blocks it needs, and which blocks it has.
+    `windows` has for each part how many trailing blocks it needs, and a mask of those it has.
     """
     places = np.arange(1, len(windows[0][1]) + 1)
     fits = np.ones(len(places), dtype=bool)
@@ -285,11 +273,7 @@ def _ready_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
 
 
 def _record(tables: Tables, slots: Array, pages: list[int], lease_id: int, now: float) -> int:
-    """Write the record of a lease into free pages; it is none before they get their holder.
-
-    Returns:
-        The first of them.
-    """
+    """Write a lease's record into free pages, which get their holder later; return the first."""
     for place, page in enumerate(pages):
         named = slots[place * PAGE_SLOTS : (place + 1) * PAGE_SLOTS]
         tables.page_slots[page, : len(named)] = named
@@ -314,7 +298,7 @@ def _free_pages(tables: Tables, count: int) -> list[int] | None:
 
 
 def _named(tables: Tables, pages: "Array | list[int]") -> Array:
-    """Return every slot that `pages` name, with repetitions, but for what is no slot."""
+    """Return every slot that `pages` name, with repetitions, without what is no slot."""
     filled = np.arange(PAGE_SLOTS) < tables.page_count[pages][:, None]
     named = tables.page_slots[pages][filled]
     return named[named < tables.geometry.num_slots].astype(np.int64)

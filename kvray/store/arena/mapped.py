@@ -20,10 +20,11 @@ from kvray.errors import CapacityError, CorruptBlock, KVRayError, LeaseExpired, 
 from kvray.store.arena import file as arena_file
 from kvray.store.arena import holders, lease, repair
 from kvray.store.arena.figures import figures
-from kvray.store.arena.file import ARENA_FILE, ArenaSpec, Progress, lock_path
+from kvray.store.arena.file import ARENA_FILE, ArenaSpec, lock_path
 from kvray.store.arena.holders import Membership
 from kvray.store.arena.layout import LIVE
 from kvray.store.arena.lease import Lease
+from kvray.store.arena.prefault import Progress
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.machine.lock import ArenaLock
 from kvray.store.machine.side_file import HOLDER_BYTES, SideFile
@@ -40,7 +41,7 @@ _DAMAGE = (LookupError, ArithmeticError, ValueError)
 class MappedArena:
     """An arena that this process has mapped; all methods may be called from any thread.
 
-    The owner and the commands for people need no more than this. `Arena` adds what engines do.
+    The owner and the commands for people need no more. `Arena` adds what engines do.
     """
 
     def __init__(self, directory: Path, *, lock_wait_s: float) -> None:
@@ -82,8 +83,8 @@ class MappedArena:
     ) -> _Mapped:
         """Make, prefault and map a new arena; only the node's owner may.
 
-        The file gets its name when it is complete, so nobody ever maps half an arena. An arena
-        that has the name before must be retired first.
+        The file gets its name when it is complete, so nobody ever maps half an arena. Retire an
+        earlier arena of that name first.
 
         Raises:
             CapacityError: it does not fit into the mount, the cgroup or the memory.
@@ -168,11 +169,8 @@ class MappedArena:
     def leave(self, *, unless_leased: bool = False) -> bool:
         """Give back all that this process holds; its copies must have ended. Twice is fine.
 
-        Args:
-            unless_leased: stay if a living process has a lease here, or if the arena is busy.
-
-        Returns:
-            Whether this process is no holder now.
+        With `unless_leased` it stays if a living process has a lease here, or if the arena is busy.
+        Returns whether this process is no holder now.
         """
         if self._holder is None:
             return True
@@ -217,11 +215,10 @@ class MappedArena:
     def holder_of(self, held: Lease) -> Membership:
         """Return the process that has the lease.
 
-        Read without the lock: a record does not change while it is held. It stays ended once it
-        has ended, as no lease and no generation of a row is given twice. So a process that has
+        Read without the lock: a record does not change while it is held. An ended lease stays
+        ended, because no lease id and no generation of a row is given twice. So a process that has
         the lease before and after a copy had it all the while, and a leased block is neither
-        evicted nor written. Leases of one name are alike (`lease.id_of`); their generations
-        differ.
+        evicted nor written. Leases of one name are alike (`lease.id_of`); their generations differ.
 
         Raises:
             LeaseExpired: it has ended, or its holder has; nothing keeps its blocks.
@@ -256,10 +253,9 @@ class MappedArena:
     def section(self, wait_s: float, *, may_rebuild: bool = False) -> AbstractContextManager[bool]:
         """Hold the lock; False: somebody else has it, or the owner must rebuild the tables.
 
-        All that is written inside stands when the section ends, or none of it does. An exception
-        undoes it here; after a death the next taker of the lock undoes it. So does the next taker
-        after an exception from outside that came before this process could undo the step. The
-        lock is given up in any case.
+        All writes inside stand when the section ends, or none does. An exception undoes them here;
+        after a death the next taker of the lock does. It does so too if an exception from outside
+        kept this process from undoing the step. The lock is given up in any case.
 
         Raises:
             ShardUnavailable: the arena was closed.
@@ -281,10 +277,10 @@ class MappedArena:
 
     @contextmanager
     def making_sense(self) -> Iterator[None]:
-        """Let a body that looks at damaged tables fail as if there were no arena.
+        """Treat an error that damaged tables cause as a missing arena.
 
-        Bounds are checked where a table's value becomes an index. This is for all other values: a
-        flipped bit is no reason for a process to end.
+        Bounds are checked where a table's value becomes an index. This covers all other values: a
+        flipped bit must not end a process.
 
         Raises:
             ShardUnavailable: the tables make no sense.
@@ -334,7 +330,7 @@ class MappedArena:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return whether tables that make no sense may have led to this error."""
+    """Return whether damaged tables may have caused this error."""
     return _is_senseless(error) or _is_senseless(error.__cause__)
 
 

@@ -25,7 +25,7 @@ _EVICT_BATCH = 256
 """Blocks that one section evicts: the lock is kept for a moment only."""
 
 _QUOTA_STEP = 4096
-"""Blocks that go at a time because their namespace is over its quota: a new quota may mean many."""
+"""Most blocks that go at a time because of quotas; a new quota may concern many."""
 
 
 class ArenaOwner:
@@ -38,9 +38,7 @@ class ArenaOwner:
     def __init__(self, arena: Arena, quotas: Mapping[str, int] | None = None) -> None:
         """Own `arena`; `adopt` it first if it may have had another owner.
 
-        Args:
-            arena: to be owned.
-            quotas: bytes that the blocks of namespaces may take, see `quotas.set_quotas`.
+        `quotas` are as for `quotas.set_quotas`.
         """
         self.arena = arena
         self.history = BlockHistory()
@@ -51,10 +49,7 @@ class ArenaOwner:
         """Count of changes when no namespace was over its quota."""
 
     def adopt(self) -> int:
-        """Take over: fence off the last owner, rebuild the tables, set the quotas.
-
-        Returns:
-            The new shard_epoch.
+        """Fence off the last owner, rebuild the tables, set the quotas; return the new shard_epoch.
 
         Raises:
             ConfigError: the quotas cannot be kept.
@@ -69,12 +64,10 @@ class ArenaOwner:
         raise ShardUnavailable(self.arena.no_entry())
 
     def audit(self) -> dict[str, int]:
-        """Look at the next share of the tables, and derive all of them again if some are wrong.
+        """Check the next share of the tables; rebuild all of them if some are wrong.
 
-        So what became of them by a flipped bit is mended, within a cycle of calls.
-
-        Returns:
-            What was wrong -> in how many rows; see `audit.find`.
+        A cycle of calls so repairs what a flipped bit did. Returns what was wrong (`audit.find`) ->
+        in how many rows.
         """
         tables, shares = self._tables, audit.shares(self._tables)
         share = shares[self._audited % len(shares)]
@@ -90,7 +83,7 @@ class ArenaOwner:
         return {name: len(rows) for name, rows in found.items()}
 
     def mend(self) -> bool:
-        """Derive the tables again, as they made no sense; False if the arena is busy."""
+        """Rebuild tables that made no sense; False if the arena is busy."""
         with self._section(_PATIENT_S) as entered:
             if entered:
                 self._rebuild()
@@ -120,15 +113,11 @@ class ArenaOwner:
         *,
         are_duplicates: Callable[[Array], Array] | None = None,
     ) -> int:
-        """Evict what is beyond quotas, and until a `free_target` share is free of each block size.
+        """Evict what is over quotas, and more until `free_target` of each size's slots is free.
 
-        Args:
-            free_target: share of the slots.
-            rank: of slots, the lowest goes first; None: the order in which they were used last.
-            are_duplicates: tells which slots have blocks that another node keeps, for people.
-
-        Returns:
-            How many blocks went; some may be left for the next time.
+        `rank` is as for `eviction.choose_victims`. `are_duplicates` masks the slots whose blocks
+        another node keeps, for people. Returns how many blocks went; some may be left for the next
+        time.
         """
         evicted = self._evict_beyond_quotas(rank)
         for size in slabs.block_sizes(self._tables):
@@ -140,18 +129,12 @@ class ArenaOwner:
         return self._tables.changes_since(seen, lambda: self._section(self.arena.lock_wait_s))
 
     def give_up(self, keys: bytes, parts: Iterable[int]) -> int:
-        """Have blocks that are of no use any more evicted before all others.
+        """Have useless blocks evicted before all others.
 
-        They stay READY until then, and whoever uses one makes it as good as any other again. A
-        block whose children are in use stays as long as they do.
-
-        Args:
-            keys: 32 bytes each, end to end.
-            parts: which parts of them.
-
-        Returns:
-            How many blocks are to go first: those that are here and that nobody leases; 0 if the
-            arena was busy, for this is no more than advice.
+        They stay READY until then, and a use makes one as good as any other again. A block whose
+        children are in use stays as long as they do. `keys` are 32 bytes each, end to end, and
+        `parts` those of them to give up. Returns how many go first: those here that nobody leases;
+        0 if the arena was busy, since this is only advice.
         """
         tables, packed = self._tables, np.frombuffer(keys, "<u8").reshape(-1, 4)
         # The search is done outside: the lock is kept for a moment only.
@@ -177,7 +160,9 @@ class ArenaOwner:
         everything = np.arange(self._tables.geometry.num_slots)
         cleared = 0
         while True:
-            went = self._evict(_EVICT_BATCH, within=everything, wait_s=_PATIENT_S)
+            # The search among all slots is done outside: the lock is kept for a moment only.
+            found = eviction.choose_victims(self._tables, _EVICT_BATCH, within=everything)
+            went = self._evict_found(found, np.full(len(found), gone.CLEARED), wait_s=_PATIENT_S)
             if went is None:
                 raise ShardUnavailable(self.arena.no_entry())
             if not went:
@@ -206,7 +191,7 @@ class ArenaOwner:
         return self.arena.section(wait_s, may_rebuild=True)
 
     def _evict_beyond_quotas(self, rank: Rank | None) -> int:
-        tables, evicted = self._tables, 0
+        tables = self._tables
         changes = tables.changes
         if changes == self._within_at:
             return 0
@@ -214,14 +199,7 @@ class ArenaOwner:
             self._within_at = changes
             return 0
         found = eviction.choose_beyond_quotas(tables, _QUOTA_STEP, rank)
-        for start in range(0, len(found), _EVICT_BATCH):
-            batch = found[start : start + _EVICT_BATCH]
-            causes = np.full(len(batch), gone.QUOTA)
-            went = self._evict_found(batch, causes, wait_s=self.arena.lock_wait_s)
-            if went is None:
-                break
-            evicted += went
-        return evicted
+        return self._evict_in_batches(found, lambda batch: np.full(len(batch), gone.QUOTA))
 
     def _evict_ahead(
         self,
@@ -235,25 +213,27 @@ class ArenaOwner:
             return 0
         within = slabs.slots_of(self._tables, block_bytes)
         found = eviction.choose_victims(self._tables, short, within=within, rank=rank)
-        evicted = 0
-        # Each can go if all before it have: so many at a time as the lock may be kept for.
-        for start in range(0, len(found), _EVICT_BATCH):
-            batch = found[start : start + _EVICT_BATCH]
+
+        def causes_of(batch: Array) -> Array:
             causes = np.full(len(batch), gone.AHEAD)
             if are_duplicates is not None:
                 causes[are_duplicates(batch)] = gone.DUPLICATE
             causes[self._tables.slot_tick[batch] == 0] = gone.GIVEN_UP
-            went = self._evict_found(batch, causes, wait_s=self.arena.lock_wait_s)
+            return causes
+
+        return self._evict_in_batches(found, causes_of)
+
+    def _evict_in_batches(self, found: Array, causes_of: Callable[[Array], Array]) -> int:
+        """Evict what of `found` still can go, until the arena is busy; return how many went."""
+        evicted = 0
+        # Each can go if all before it have. The lock is kept for a batch at a time.
+        for start in range(0, len(found), _EVICT_BATCH):
+            batch = found[start : start + _EVICT_BATCH]
+            went = self._evict_found(batch, causes_of(batch), wait_s=self.arena.lock_wait_s)
             if went is None:
                 break
             evicted += went
         return evicted
-
-    def _evict(self, count: int, *, within: Array, wait_s: float) -> int | None:
-        """Evict up to `count` blocks in one section; None if the arena was busy."""
-        # The search among all slots is done outside: the lock is kept for a moment only.
-        found = eviction.choose_victims(self._tables, count, within=within)
-        return self._evict_found(found, np.full(len(found), gone.CLEARED), wait_s=wait_s)
 
     def _evict_found(self, found: Array, causes: Array, *, wait_s: float) -> int | None:
         """Evict what of `found` still can go, each for its cause; None if the arena was busy."""

@@ -1,7 +1,7 @@
-"""Copies of blocks between an engine's pool and slots, in runs, with checksums.
+"""Copies blocks between an engine's pool and slots, in runs, with checksums.
 
-No lock is held here: the bytes of a reserved slot belong to its writer, those of a leased slot
-do not change.
+Needs no lock: the bytes of a reserved slot belong to its writer, those of a leased slot do not
+change.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,14 +16,9 @@ from kvray.store.arena.tables import Array, Tables
 
 
 def write(tables: Tables, slots: Array, pool: Array, block_ids: Array, *, copier: Copier) -> Array:
-    """Copy blocks of `pool` into reserved slots; return their checksums, u64 [num_blocks].
+    """Copy rows `block_ids` of `pool` into reserved slots; return the checksums, u64 [num_blocks].
 
-    Args:
-        tables: the arena's tables.
-        slots: reserved slots, one a block.
-        pool: bytes of shape [num_blocks, block_bytes].
-        block_ids: rows of `pool`, one a slot.
-        copier: makes the copies.
+    `pool` has bytes of shape [num_blocks, block_bytes].
 
     Raises:
         ConfigError: there are not as many blocks as slots.
@@ -43,11 +38,7 @@ def read(
     verify: bool,
     copier: Copier,
 ) -> Array | None:
-    """Copy leased slots into blocks of `pool`; arguments as for `write`.
-
-    Returns:
-        With `verify`, a mask of the copies that have their checksum; else None.
-    """
+    """Copy leased slots into `pool`, as `write`; with `verify`, return a mask of sound copies."""
     runs = _runs(tables, slots, pool, block_ids)
     if not verify:
         for _, in_arena, in_pool in runs:
@@ -60,19 +51,10 @@ def read(
 
 
 def write_regions(tables: Tables, slots: Array, regions: Sequence[Array], pages: Array) -> Array:
-    """Copy pages that consist of several regions into reserved slots, one page a slot.
+    """Copy pages of several regions into reserved slots; return the checksums, u64 [num_slots].
 
-    Args:
-        tables: the arena's tables.
-        slots: reserved slots, one a page.
-        regions: bytes of shape [num_pages, size] each; end to end they fill a slot.
-        pages: rows of each region, one a slot.
-
-    Returns:
-        The slots' checksums, u64 [num_slots].
-
-    Raises:
-        ConfigError, LayoutMismatch: as `write`.
+    A region has bytes of shape [num_pages, size]; end to end they fill a slot. `pages` has a row
+    for each slot. Raises as `write`.
     """
     for in_arena, in_region in _region_runs(tables, slots, regions, pages):
         copy_run(in_arena, in_region)
@@ -80,22 +62,19 @@ def write_regions(tables: Tables, slots: Array, regions: Sequence[Array], pages:
 
 
 def read_regions(tables: Tables, slots: Array, regions: Sequence[Array], pages: Array) -> None:
-    """Copy leased slots into pages that consist of several regions; as `write_regions`."""
+    """Copy leased slots into pages of several regions; arguments as for `write_regions`."""
     for in_arena, in_region in _region_runs(tables, slots, regions, pages):
         copy_run(in_region, in_arena)
 
 
 def verify(tables: Tables, slots: Array) -> Array:
-    """Return a mask of the leased `slots` whose bytes have the checksum recorded for them."""
+    """Return a mask of the leased `slots` that have their checksum."""
     sound: Array = sum_slots(tables, slots) == tables.slot_checksum[slots]
     return sound
 
 
 def sum_slots(tables: Tables, slots: Array) -> Array:
-    """Return the checksum of the bytes that are in each slot now, u64 [num_slots].
-
-    The slots may be of different sizes.
-    """
+    """Return the checksum of each slot's bytes now, u64 [num_slots]; sizes may differ."""
     checksums = np.empty(len(slots), dtype="<u8")
     seeds = _seeds(tables, slots)
     sizes = tables.block_bytes(slots)
@@ -118,14 +97,9 @@ def slot_bytes(tables: Tables, slot: int) -> Array:
 
 
 def offsets(tables: Tables, slots: Array, block_bytes: int) -> Array:
-    """Return where in `tables.data` the bytes of each slot start, i64 [num_slots].
+    """Return where in `tables.data` each slot's block of `block_bytes` starts, i64 [num_slots].
 
     A slot never reaches from one slab into the next.
-
-    Args:
-        tables: the arena's tables.
-        slots: slots that the caller has leased or reserved.
-        block_bytes: bytes of a block in each of them.
 
     Raises:
         LayoutMismatch: the blocks of a slot are of another size.
@@ -143,7 +117,6 @@ def offsets(tables: Tables, slots: Array, block_bytes: int) -> Array:
 
 
 def _seeds(tables: Tables, slots: Array) -> list[int]:
-    """Return what the checksum of each slot's block is seeded with: what block it is."""
     seeds: list[int] = key_index.words_in(tables, slots).tolist()
     return seeds
 
@@ -174,10 +147,7 @@ def _region_runs(
 def _areas(
     tables: Tables, slots: Array, block_ids: Array, block_bytes: int
 ) -> Iterator[tuple[int, int, Array]]:
-    """Yield (start, stop, bytes) of each run that is contiguous in memory and in blocks.
-
-    The bytes are the run's slots, shape [stop - start, block_bytes].
-    """
+    """Yield (start, stop, bytes [stop - start, block_bytes]) of each run, contiguous in both."""
     if len(slots) != len(block_ids):
         raise ConfigError(
             f"{len(block_ids)} blocks cannot be copied from or to {len(slots)} slots; give one"
@@ -193,5 +163,5 @@ def _areas(
 
 
 def runs(breaks: Array, count: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each run among `count` things; `breaks[i]`: a run ends behind i."""
+    """Yield (start, stop) of each run of `count` items; `breaks[i]`: a run ends behind item i."""
     return pairwise([0, *(np.flatnonzero(breaks) + 1).tolist(), count] if count else [])

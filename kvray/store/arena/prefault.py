@@ -1,9 +1,9 @@
-"""Memory made ready before it is used: mapped in parallel, in huge pages where the mount has them.
+"""Makes memory ready before its use: mapped in parallel, in huge pages where the mount has them.
 
-Memory that nobody has touched takes a copy at a twentieth of its speed, and memory that only other
-processes have touched at a third: so the owner populates an arena when it makes it, and every
-process its own mapping. `madvise` is called through `ctypes.CDLL`, which gives up the GIL
-meanwhile; `mmap.madvise` keeps it.
+A copy into untouched memory runs at a twentieth of its speed, and at a third where only other
+processes have touched it. So the owner populates an arena when it makes it, and every process its
+own mapping. `madvise` is called through `ctypes.CDLL`, which gives up the GIL meanwhile;
+`mmap.madvise` keeps it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]
 
 CHUNK_BYTES = 64 * 2**20
 _QUIET_CHUNK_BYTES = 16 * 2**20
-"""Smaller behind an engine, which can map nothing new for as long as a chunk takes: 4 ms."""
+"""Smaller behind an engine, which cannot map anything while a chunk takes its 4 ms."""
 _THREADS_MAX = 8
 _HUGEPAGE, _POPULATE_WRITE = 14, 23
 
@@ -33,14 +33,14 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def mapping_of(tables: Tables) -> Array:
-    """Return the bytes of a whole arena, its tables included; they keep it mapped."""
+    """Return the bytes of a whole arena with its tables; they keep it mapped."""
     mapping = tables.header.base
     assert mapping is not None
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
 def ask_for_huge_pages(memory: Array) -> None:
-    """Have `memory` mapped in huge pages, if its mount gives any; before it is touched."""
+    """Ask for huge pages under `memory`, which nobody has touched."""
     _libc.madvise(memory.ctypes.data, memory.nbytes, _HUGEPAGE)  # a hint: it may be refused
 
 
@@ -52,13 +52,9 @@ def populate(
 ) -> bool:
     """Map every page of `memory` for writing, and allocate those that do not exist yet.
 
-    Args:
-        memory: bytes of a mapping from a page's start on; what they hold stays as it is.
-        threads: how many share the work; None: one for each core, but not too many.
-        progress: called in this thread as chunks are done; what it raises ends the work.
-
-    Returns:
-        False: a kernel before 5.14 cannot; its pages are mapped, one by one, at first use.
+    Contents stay. `threads` defaults to one a core, with a bound. `progress` is called in this
+    thread as chunks are done; what it raises ends the work. Returns False on a kernel before 5.14,
+    which cannot: it maps pages one by one at first use.
 
     Raises:
         OSError: some page cannot be had; ENOSPC: its mount is full.
@@ -77,13 +73,13 @@ def populate(
 
 
 class Populator:
-    """Populates this process's mapping of an arena, in a thread beside what already uses it.
+    """Populates this process's mapping of an arena, in a thread beside its users.
 
     What crosses to the thread: the mapping, of which it changes nothing.
     """
 
     def __init__(self, tables: Tables) -> None:
-        """Start; it ends by itself when all is mapped, or when the arena is retired."""
+        """Start; the thread ends when all is mapped, or when the arena is retired."""
         self._stopping = threading.Event()
         # The thread alone has the mapping, and lets it go when it ends.
         self._thread = threading.Thread(
@@ -109,7 +105,7 @@ def _cut(memory: Array, chunk_bytes: int) -> list[Array]:
 
 
 def _populate(chunk: Array) -> bool:
-    """Populate `chunk` in one call, during which no other thread can change the address space."""
+    """Populate `chunk` in one call; meanwhile no other thread can change the address space."""
     if _libc.madvise(chunk.ctypes.data, chunk.nbytes, _POPULATE_WRITE) == 0:
         return True
     code = ctypes.get_errno()

@@ -1,7 +1,7 @@
-"""How many bytes the blocks of one namespace may take of an arena, and how many they do.
+"""Quotas: the bytes that one namespace's blocks may take of an arena, and those that they take.
 
-The owner writes the quotas into the arena, where every writer that evicts finds them. Blocks whose
-namespace is not known have none. Pure; needs no lock, but to set them.
+The owner writes the quotas into the arena, where every writer that evicts finds them. Blocks of an
+unknown namespace have none. Pure; only setting them needs the lock.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from kvray.store.arena.tables import Tables
 
 _ID_DIGITS = 8
 _FEW = 8
-"""Namespaces that are summed up one by one: an arena has hardly ever more, and it is faster."""
+"""Namespaces that are summed up one by one, which is faster; an arena hardly ever has more."""
 
 
 def name_of(namespace: int) -> str:
@@ -25,10 +25,8 @@ def name_of(namespace: int) -> str:
 def set_quotas(tables: Tables, quotas: Mapping[str, int]) -> None:
     """Have these quotas, in bytes, and no others.
 
-    Args:
-        tables: the arena's tables.
-        quotas: by the hex digits that a namespace's digest begins with; where several fit it is
-            the longest, and "" fits all.
+    Names are the hex digits that a namespace's digest begins with. The longest that fits counts,
+    and "" fits all.
 
     Raises:
         ConfigError: they are too many, or a name has other characters.
@@ -78,7 +76,7 @@ def used(tables: Tables) -> dict[int, tuple[int, int]]:
 
 
 def excess(tables: Tables) -> dict[int, int]:
-    """Return by how many bytes namespaces are over their quotas; only those that are."""
+    """Return, for namespaces over their quotas, by how many bytes they are."""
     if not tables.quota_bytes.any():
         return {}
     over = {}
@@ -90,7 +88,7 @@ def excess(tables: Tables) -> dict[int, int]:
 
 
 def _number(digits: str, fill: str) -> int:
-    """Return hex digits, filled up, as the number that an arena knows a namespace by."""
+    """Return hex digits, filled up, as the number of a namespace in an arena."""
     try:
         return int.from_bytes(bytes.fromhex(digits.ljust(_ID_DIGITS, fill)), "little")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Rebuild everything in an arena's tables that follows from the slots and the lease records."""
+"""Rebuilds all of an arena's tables that follow from its slots and lease records."""
 
 import numpy as np
 
@@ -9,19 +9,12 @@ from kvray.store.arena.tables import Array, Tables
 
 
 def rebuild(tables: Tables, *, now: float) -> int:
-    """Derive again, from the slots and the lease records, everything that follows from them.
+    """Derive everything that follows from the slots and the lease records; `now` is monotonic.
 
-    Only the owner does this, since it takes time over all slots: when it takes an arena over, and
-    when a process died in a step that was too large for the undo record. The truth is each slot's
-    state and each lease page's holder. Key index, lease counts, families and empty slabs follow
-    from it. A process that dies in here leaves the same truth to the next.
-
-    Args:
-        tables: the arena's tables.
-        now: monotonic seconds.
-
-    Returns:
-        How many slots were given up.
+    Takes time over all slots, so only the owner does it: when it takes an arena over, and after a
+    death in a step that was too large for the undo record. The truth is each slot's state and each
+    lease page's holder. Key index, lease counts, families and empty slabs follow from it. A process
+    that dies in here leaves the same truth to the next. Returns how many slots were given up.
     """
     tables.undo.tear()
     _free_unsound(tables)
@@ -44,7 +37,7 @@ def rebuild(tables: Tables, *, now: float) -> int:
 
 
 def _free_unsound(tables: Tables) -> None:
-    """Free the slots whose state cannot be right, whatever wrote it: nobody can have them."""
+    """Free the slots whose state cannot be right: nobody can have them."""
     sizes, writer = tables.slab_block_bytes, tables.slot_holder
     sizes[sizes > tables.geometry.slab_bytes] = 0
     writer[(writer < 0) | (writer > tables.geometry.holders_max)] = 0
@@ -52,7 +45,7 @@ def _free_unsound(tables: Tables) -> None:
 
 
 def drop_unsound_leases(tables: Tables) -> None:
-    """Forget the pages that cannot be part of a lease, whatever wrote them."""
+    """Free the pages that cannot be part of a lease."""
     pages = np.flatnonzero(tables.page_holder)
     slots = tables.page_slots[pages]
     states = tables.slot_state[np.where(slots < tables.geometry.num_slots, slots, 0)]
@@ -66,7 +59,7 @@ def drop_unsound_leases(tables: Tables) -> None:
 def _used_oldest_first(tables: Tables) -> Array:
     """Return the slots that name a block: READY before RESERVED, each from the oldest on.
 
-    Where two slots claim one block, the slot of the interrupted call comes last.
+    Of two slots that claim one block, that of the interrupted call comes last.
     """
     used = np.flatnonzero((tables.slot_state == READY) | (tables.slot_state == RESERVED))
     return used[np.lexsort((tables.slot_tick[used], tables.slot_state[used] != READY))]
@@ -81,7 +74,7 @@ def _relink(tables: Tables, used: Array) -> None:
 
 
 def _duplicates(tables: Tables, used: Array) -> Array:
-    """Return a mask of the slots that name a key and part which an earlier one names too."""
+    """Return a mask of the slots whose key and part an earlier one names too."""
     keys, parts = tables.slot_key[used], tables.slot_part[used]
     # Sorting plain numbers releases the GIL, and sorting rows does not: with millions of slots the
     # process's other threads would stand still for seconds.
@@ -95,7 +88,7 @@ def _duplicates(tables: Tables, used: Array) -> Array:
 
 
 def _give_up(tables: Tables, lost: Array, now: float) -> None:
-    """Take slots out of use without breaking a lease or a copy that is still under way."""
+    """Take slots out of use without breaking a lease or a copy that is under way."""
     reserved = tables.slot_state[lost] == RESERVED
     leased = ~reserved & (tables.slot_leases[lost] > 0)
     tables.slot_since[lost[reserved]] = now

@@ -1,4 +1,4 @@
-"""End whatever lies in an arena's place, whether or not this code could map it."""
+"""Ends whatever lies in an arena's place, even if this code cannot map it."""
 
 import contextlib
 import mmap
@@ -8,15 +8,15 @@ from pathlib import Path
 from kvray.store.arena.layout import MAGIC, RETIRED
 
 STATE_BYTES = slice(12, 16)
-"""Where an arena's state stands in the file, in every version of the format."""
+"""Place of an arena's state in the file, in every version of the format."""
 
 
 def retire_file(path: Path) -> None:
     """Have the processes that map the arena at `path` leave it, then unlink it.
 
-    An arena of any format, its header however torn behind the magic, is marked RETIRED, and those
-    who map it look for its successor. What they have mapped stays: the file is never truncated.
-    What is no arena is unlinked only.
+    An arena of any format, even with a torn header behind the magic, is marked RETIRED, and those
+    who map it look for its successor. Their mappings stay: the file is never truncated. Any other
+    file is only unlinked.
 
     Raises:
         OSError: it cannot be unlinked; it is a directory, for example.

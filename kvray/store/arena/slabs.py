@@ -11,7 +11,7 @@ from kvray.store.arena.tables import Array, Tables
 
 _FIRST = np.zeros(1, dtype=np.int64)
 _BUSY = np.uint64(2**64 - 1)
-"""In place of the time of use of what cannot go."""
+"""Stands for the time of use of blocks that cannot go."""
 _CLASS_SHIFT = np.uint64(48)
 """Times of use are below that: one a microsecond, for nine years."""
 
@@ -29,7 +29,7 @@ def block_sizes(tables: Tables) -> list[int]:
 
 
 def num_possible(tables: Tables, block_bytes: int) -> int:
-    """Return how many blocks of a size there can be: in its slabs and the spare ones."""
+    """Return how many blocks of a size fit into its slabs and the spare ones."""
     num_slabs = np.count_nonzero(np.isin(tables.slab_block_bytes, (0, block_bytes)))
     return int(num_slabs) * usable(tables, block_bytes)
 
@@ -53,19 +53,19 @@ def free_slots(tables: Tables, block_bytes: int) -> Array:
 
 
 def num_available(tables: Tables, block_bytes: int) -> int:
-    """Return how many blocks of `block_bytes` fit without evicting any: in its slabs and spare."""
+    """Return how many blocks of a size fit into its slabs and the spare ones without eviction."""
     slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
     free = np.count_nonzero(_states(tables, slabs, block_bytes) == FREE)
     return int(free) + num_spare(tables) * usable(tables, block_bytes)
 
 
 def num_spare(tables: Tables) -> int:
-    """Return how many slabs serve no block size: any may take them."""
+    """Return the number of slabs that serve no block size."""
     return int(np.count_nonzero(tables.slab_block_bytes == 0))
 
 
 def shortfall(tables: Tables, block_bytes: int, free_target: float) -> int:
-    """Return how many blocks must go so that `free_target` of the slots of its slabs is free.
+    """Return how many blocks must go so that a `free_target` share of its slabs' slots is free.
 
     Spare slabs count as its own: a slab that eviction empties becomes one.
     """
@@ -75,7 +75,7 @@ def shortfall(tables: Tables, block_bytes: int, free_target: float) -> int:
 
 
 def take_spare(tables: Tables, count: int, block_bytes: int) -> None:
-    """Give `block_bytes` as many spare slabs as `count` blocks need beside its FREE slots."""
+    """Give `block_bytes` the spare slabs that `count` blocks need beside its FREE slots."""
     spare = np.flatnonzero(tables.slab_block_bytes == 0)
     missing = count - (
         num_available(tables, block_bytes) - len(spare) * usable(tables, block_bytes)
@@ -86,7 +86,7 @@ def take_spare(tables: Tables, count: int, block_bytes: int) -> None:
 
 
 def give_back(tables: Tables, slots: Array) -> None:
-    """Return those slabs of `slots` that have become empty to all block sizes."""
+    """Make those slabs of `slots` spare that have become empty."""
     slabs = np.unique(slots // tables.geometry.slots_per_slab)
     empty = slabs[(_by_slab(tables)[slabs] == FREE).all(axis=1)]
     tables.put(empty[tables.slab_block_bytes[empty] > 0], slab_block_bytes=0)
@@ -95,9 +95,9 @@ def give_back(tables: Tables, slots: Array) -> None:
 def choose_to_clear(tables: Tables, count: int, block_bytes: int, *, protect: Array) -> Array:
     """Return the blocks that go so that up to `count` slabs of other block sizes become spare.
 
-    The slabs are those whose last block to go is the first to go, of those that can be emptied:
-    nothing in them, and no block that hangs from one in them, is leased, being written or in
-    `protect`. Needs no lock: `eviction.keep_evictable` has the last word.
+    A slab can be cleared if nothing in it, and no block that hangs from one in it, is leased, being
+    written or in `protect`. Of these slabs it chooses those whose blocks can go first. Needs no
+    lock: `eviction.keep_evictable` has the last word.
     """
     busy = (tables.slot_state != FREE) & (tables.slot_state != READY) | (tables.slot_leases > 0)
     busy[protect] = True
@@ -134,10 +134,10 @@ def longest_runs_first(slots: Array, count: int) -> Array:
 
 
 def _order(tables: Tables, protect: Array) -> Array:
-    """Return a number for each slot, u8: of READY blocks the lowest is to go first."""
+    """Return a number for each slot, u8: of READY blocks the lowest goes first."""
     order: Array = tables.slot_tick.copy()
     fit = np.flatnonzero(is_fit(tables, np.arange(tables.geometry.num_slots)))
-    classes = classify(tables, fit, protect=protect)
+    classes = classify(tables, fit, order[fit].astype(np.float64), protect)
     if classes is not None:
         order[fit] += classes.astype("<u8") << _CLASS_SHIFT
     return order
@@ -155,7 +155,7 @@ def _with_descendants(tables: Tables, slabs: Array) -> Array:
 
 
 def _parents(tables: Tables) -> Array:
-    """Return every slot's parent, and one row more: it is where there is none, its own too."""
+    """Return every slot's parent, and one more row that stands for none and is its own parent."""
     nowhere = tables.geometry.num_slots
     parents = tables.parents()
     has_one = (tables.slot_state != FREE) & (parents >= 0)
@@ -165,18 +165,17 @@ def _parents(tables: Tables) -> Array:
 def _rounds(tables: Tables) -> int:
     """Return after how many doublings every block has seen its root.
 
-    Counted, because without the lock parents may be seen to go in a circle.
+    Counted, because without the lock parents may seem to form a circle.
     """
     return int(tables.slot_depth.max()).bit_length()
 
 
 def _states(tables: Tables, slabs: Array, block_bytes: int) -> Array:
-    """Return the states of the slots in use in `slabs`, shape [num_slabs, slots of a slab]."""
     states: Array = _by_slab(tables)[slabs, : usable(tables, block_bytes)]
     return states
 
 
 def _by_slab(tables: Tables, column: "Array | None" = None) -> Array:
-    """Return a column of the slot table (by default the states) as [num_slabs, slots_per_slab]."""
+    """Return a column of the slot table (the states) as [num_slabs, slots_per_slab]."""
     column = tables.slot_state if column is None else column
     return column.reshape(tables.geometry.num_slabs, -1)

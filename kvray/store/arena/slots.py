@@ -1,4 +1,4 @@
-"""Slots of an arena: reserve -> write -> commit, or abort; evict; and the remains of a death.
+"""Slots of an arena: reserve, write, commit or abort; evict; and recovery after a death.
 
 Every function changes only the tables, in steps that can be undone; the caller holds the arena's
 lock. Payloads are written between `reserve` and `commit`, outside the lock.
@@ -42,11 +42,11 @@ class Reservation:
     dropped: int
     """Keys that got no slot: no room, or their parent is not here."""
     number: int = 0
-    """Never given twice in an arena's life. A commit counts only for slots that still have the
-    number, so that a late one cannot hit slots that somebody else has reserved since."""
+    """Never given twice in an arena's life. A commit counts only for slots that still have it, so
+    that a late one cannot hit slots that somebody else has reserved since."""
 
     def only(self, chosen: "Array | slice") -> "Reservation":
-        """Return the part of this reservation that `chosen`, a mask or a slice, names."""
+        """Return the part of this reservation that the mask or slice `chosen` selects."""
         return replace(
             self, rows=self.rows[chosen], slots=self.slots[chosen], words=self.words[chosen]
         )
@@ -70,10 +70,9 @@ class Candidates:
 def checked(
     keys: Array, *, depth: int, part: int, block_bytes: int, priority: int | Array
 ) -> int | Array:
-    """Refuse arguments of `reserve` that would only prove wrong in a half-done step.
+    """Refuse arguments of `reserve` that would otherwise fail in a half-done step.
 
-    Returns:
-        `priority` as `reserve` takes it: one, or one a key as u8.
+    Returns `priority` as `reserve` takes it: one, or one a key as u8.
 
     Raises:
         ConfigError: two keys are equal, or a number is out of range.
@@ -99,10 +98,7 @@ def checked(
 def find_candidates(
     tables: Tables, keys: Array, *, parent: Array | None, part: int, block_bytes: int
 ) -> Candidates:
-    """Return blocks that may go so that `keys` can be reserved; arguments as for `reserve`.
-
-    Needs no lock.
-    """
+    """Return blocks that may go for `keys`; arguments as for `reserve`; needs no lock."""
     short = len(keys) - slabs.num_available(tables, block_bytes)
     if short <= 0:
         return Candidates()
@@ -137,13 +133,12 @@ def reserve(
 ) -> Reservation | None:
     """Reserve a slot for each key of a chain that the arena does not have.
 
-    Arguments as for `Arena.reserve`, but `keys` are u64 of shape [num_keys, 4] and `parent` is
-    [1, 4]; a parent that is here knows its depth better than `depth`. `holder` is the writer's row,
-    and `candidates` come from `find_candidates`. With `is_last` it makes do with fewer slots.
+    Arguments as for `Arena.reserve`, but `keys` are u64 of shape [num_keys, 4] and `parent` is [1,
+    4]; a parent that is here knows its depth better than `depth`. `holder` is the writer's row, and
+    `candidates` come from `find_candidates`. With `is_last` it makes do with fewer slots.
 
-    Returns:
-        The slots; None if there are too few and it is not the last try. Reserved keys are always
-        a prefix of the missing ones: a block whose parent is not here could never be matched.
+    Returns the slots; None if there are too few and it is not the last try. Reserved keys are a
+    prefix of the missing ones: a block whose parent is not here could never be matched.
     """
     before, chain = _find(tables, keys, parent, part)
     if parent is not None and before < 0 and needs_parent:
@@ -189,7 +184,6 @@ def reserve(
 
 
 def _find(tables: Tables, keys: Array, parent: Array | None, part: int) -> tuple[int, Array]:
-    """Return the slot of `parent` and of each of `keys`, -1 where there is none."""
     if parent is None:
         return -1, key_index.find(tables, keys, part)
     found = key_index.find(tables, np.concatenate((parent, keys)), part)
@@ -204,7 +198,7 @@ def _nothing(*, dropped: int) -> Reservation:
 def _fill(
     tables: Tables, slots: Array, keys: Array, *, depth: Array, part: int, holder: int
 ) -> None:
-    """Note what FREE slots will hold, and for whom; nobody looks before they are RESERVED."""
+    """Write what FREE slots will hold, and for whom; nobody looks before they are RESERVED."""
     tables.slot_key[slots] = keys
     tables.slot_part[slots] = part
     tables.slot_depth[slots] = depth
@@ -226,7 +220,7 @@ def _raise_priority(tables: Tables, slots: Array, asked: int | Array) -> None:
 def _link(tables: Tables, chain: Array, before: int) -> None:
     """Link each block of `chain` (-1: not here) that has no parent to the one before it.
 
-    These are the new blocks, and blocks that outlived a parent that is back now.
+    These are the new blocks, and blocks that outlived a parent which is back now.
     """
     parents = np.concatenate(([before], chain[:-1]))
     alone = (chain >= 0) & (parents >= 0) & (tables.slot_parent[chain] < 0)
@@ -313,7 +307,7 @@ def reclaim(tables: Tables, *, before: float) -> int:
 
 
 def unlink(tables: Tables, slots: Array) -> None:
-    """Take `slots` out of the index and out of their families; their state is set already."""
+    """Take `slots`, whose state is set already, out of the index and their families."""
     key_index.remove(tables, slots)
     parents = tables.parents(slots)
     tables.add(parents[parents >= 0], slot_children=-1)

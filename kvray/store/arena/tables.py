@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvray.store.arena.layout import HEADER, READY, Array, Geometry, header_offset
-from kvray.store.arena.undo import NoUndo, UndoRecord
+from kvray.store.arena.undo import UndoRecord
 
 __all__ = ["Array", "Tables"]
 
@@ -22,7 +22,7 @@ _UNDONE = (
     "holder_live",
     "page_holder",
 )
-"""Columns of the undo record: those that say what is what. The others say it better."""
+"""Columns of the undo record: they say what is what. The others change nothing of that."""
 
 _STATE = header_offset("state")
 _WAITING = header_offset("waiting")
@@ -45,8 +45,8 @@ class Tables:
     """One attribute a table of `Geometry.tables`, and the header.
 
     Views on a buffer that may be shared with other processes. All functions that take a `Tables`
-    expect the caller to hold the arena's lock, unless they say otherwise. What can be told from
-    nothing else is written through `put` and `add` only, which can be undone.
+    expect the caller to hold the arena's lock, unless they say otherwise. Values that follow from
+    no others are written by `put` and `add` only, which can be undone.
     """
 
     slab_block_bytes: Array
@@ -104,14 +104,10 @@ class Tables:
         has_data: bool = True,
         has_undo: bool = True,
     ) -> None:
-        """Lay views over `buffer`.
+        """Lay views over `buffer`, of `geometry.file_bytes` bytes, or `table_bytes` without data.
 
-        Args:
-            buffer: `geometry.file_bytes` bytes, or `geometry.table_bytes` without data.
-            geometry: the figures that all offsets follow from.
-            has_data: whether the slots' bytes follow the tables; if not, they lie elsewhere, as
-                in files, and `data` is empty.
-            has_undo: whether what is overwritten is noted, so that a step can be undone.
+        Without `has_data` the slots' bytes lie elsewhere, as in files, and `data` is empty. Without
+        `has_undo` a step cannot be undone: for tables that end with their process.
         """
         self.geometry = geometry
         self.bucket_mask = np.uint64(geometry.num_buckets - 1)
@@ -125,9 +121,8 @@ class Tables:
         data_bytes, at = (geometry.capacity, offsets["data"]) if has_data else (0, 0)
         self.data: Array = np.ndarray((data_bytes,), "u1", buffer, at)
         self.columns = {name: getattr(self, name).reshape(-1) for name in _UNDONE}
-        self.undo: UndoRecord | NoUndo = NoUndo()
-        if has_undo:
-            self.undo = UndoRecord(self.columns, self._words, self.undo_entry, self.undo_log)
+        entries = self.undo_entry if has_undo else self.undo_entry[:0]
+        self.undo = UndoRecord(self.columns, self._words, entries, self.undo_log)
 
     @property
     def state(self) -> int:
@@ -159,7 +154,7 @@ class Tables:
         return tick
 
     def changed(self, slots: Array) -> None:
-        """Note that `slots` became or ceased to be READY, for whoever announces it."""
+        """Note that `slots` became or ceased to be READY, for those who announce it."""
         self.slot_version[slots] += 1
         self.changes += 1
 
@@ -168,15 +163,11 @@ class Tables:
     ) -> tuple[Array, Array, Array]:
         """Return what became or ceased to be READY since `seen`, and bring `seen` up to date.
 
-        A slot may have changed more than once: the caller remembers what it held before.
+        A slot may have changed more than once: the caller remembers what it held before. `seen` has
+        the slot versions of the last call, u32 [num_slots]. `section` holds the lock; where it
+        gives False, nothing counts as changed.
 
-        Args:
-            seen: the slot versions at the last call, u32 [num_slots]; changed in place.
-            section: holds the lock; False: the tables are busy, and nothing counts as changed.
-
-        Returns:
-            (slots that changed, mask of those READY now, their keys, which mean nothing where a
-            slot is not READY).
+        Returns (changed slots, mask of those READY now, their keys, which count only where READY).
         """
         # Without the lock: the next call sees what this one misses by a moment.
         changed = np.flatnonzero(self.slot_version != seen)
@@ -200,7 +191,7 @@ class Tables:
         return sizes.astype(np.int64)
 
     def name(self, slot: int) -> str:
-        """Return the key in a slot as people see it: its first 8 hex digits."""
+        """Return a slot's key as people see it: its first 8 hex digits."""
         return bytes(self.slot_key[slot].tobytes()).hex()[:8]
 
     def rows(self, slab: int) -> Array:

@@ -1,13 +1,13 @@
 """The undo record of an arena: the old values of all that the present section overwrites.
 
 A section changes the tables in steps. Before a step overwrites anything that counts, it notes the
-old values here, in the file itself. The next taker of the lock after a death puts them back: a step
-happens whole or not at all, and undoing it costs as much as doing it.
+old values here, in the file itself. The next taker of the lock after a death puts them back. So a
+step happens whole or not at all, and undoing it costs as much as doing it.
 
 Why that holds, wherever the writer dies: an entry is complete before the count of entries covers
-it, and covered before the first of its rows is overwritten. Putting back is the same whether it
-is done once or, by somebody who died over it, half and then again. A death ends a process between
-two instructions, and the next taker of the lock sees every store before that point.
+it, and covered before the first of its rows is overwritten. To put values back half, and then
+again, is the same as once. A death ends a process between two instructions, and the next taker of
+the lock sees every store before that point.
 
 Values that nobody reads now are not noted: the rows of a FREE slot or page, recency, and counters
 that only grow. So a slot that a step frees must not be filled before the step is settled.
@@ -18,8 +18,8 @@ from collections.abc import Collection, Mapping
 from kvray.store.arena.layout import UNDO_ENTRIES, Array, header_offset
 
 TORN = 2**32
-"""In place of the count: the step was too large to be noted. After a death in it, only a rebuild
-brings the tables back."""
+"""In place of the count: the step was too large to note. After a death in it only a rebuild helps.
+"""
 
 _WORD = 4
 _COUNT = header_offset("undo_count") // 8
@@ -31,13 +31,11 @@ class UndoRecord:
     def __init__(
         self, columns: Mapping[str, Array], words: memoryview, entries: Array, log: Array
     ) -> None:
-        """Note what is overwritten in `columns`.
+        """Note what is overwritten in `columns`, one-dimensional and the same in every process.
 
-        Args:
-            columns: the one-dimensional columns of the tables; the same in every process.
-            words: the header as u64, of which one is the count of entries.
-            entries: rows of (column, rows, where its index starts in the log, where its values).
-            log: u32 words.
+        `words` is the header as u64, of which one is the count of entries. A row of `entries` is
+        (column, rows, where its index starts in the log, where its values); no entries: every step
+        counts as torn. `log` has u32 words.
         """
         self._columns = list(columns.values())
         self._codes = {name: code for code, name in enumerate(columns)}
@@ -66,10 +64,7 @@ class UndoRecord:
             self.roll_back()
 
     def note(self, index: Array, names: Collection[str]) -> None:
-        """Note what the rows `index` of the columns `names` hold, before they are overwritten.
-
-        Every row is one of the table's, counted from its start.
-        """
+        """Note the rows `index`, counted from the table's start, of the columns `names`."""
         rows, start = len(index), self._used
         if not rows or self._count == TORN:
             return
@@ -117,7 +112,8 @@ class UndoRecord:
 
     def _has_room(self, rows: int, num_columns: int) -> bool:
         words = rows + num_columns * (2 * rows + 1)
-        return self._used + words <= len(self._log) and self._count + num_columns <= UNDO_ENTRIES
+        has_entries = self._count + num_columns <= len(self._entries)
+        return has_entries and self._used + words <= len(self._log)
 
     def _values(self, column: Array, at: int, rows: int) -> Array:
         end = at + -(-rows * column.itemsize // _WORD)
@@ -128,32 +124,3 @@ class UndoRecord:
         if code >= len(self._columns) or start + rows > at or at + 2 * rows > len(self._log):
             return False
         return bool((self._log[start : start + rows] < len(self._columns[code])).all())
-
-
-class NoUndo:
-    """No undo record: for tables that end with their process.
-
-    A step that fails halfway cannot be undone.
-    """
-
-    is_open = False
-
-    def begin(self) -> bool:
-        """Return False: no step is ever open."""
-        return False
-
-    def end(self, is_well: bool) -> None:
-        """Do nothing."""
-
-    def note(self, index: Array, names: Collection[str]) -> None:
-        """Note nothing."""
-
-    def settle(self) -> None:
-        """Do nothing."""
-
-    def tear(self) -> None:
-        """Do nothing."""
-
-    def roll_back(self) -> bool:
-        """Return False: there is nothing to undo with."""
-        return False

@@ -1,7 +1,7 @@
-"""The records of all slots, as they are or soon will be on disk, and which pages must be written.
+"""The records of all slots, as they are or soon will be on disk, and the pages to write.
 
-The user of a book holds the store's lock. A page is copied under it and written without it, so
-that the lock is never held over I/O and no record changes under the device's hands.
+The user of a book holds the store's lock. A page is copied under it and written without it. So the
+lock is never held over I/O, and no record changes while the device reads it.
 """
 
 from typing import NamedTuple
@@ -14,13 +14,13 @@ from kvray.store.nvme.record import RECORD, RECORDS_PER_PAGE
 
 
 class Pages(NamedTuple):
-    """Pages of one segment's table that are to be written."""
+    """Pages of one segment's table that must be written."""
 
     slab: int
     pages: Array
     """Their indices, ascending."""
     records: Array
-    """RECORD, shape [num_pages, RECORDS_PER_PAGE]; a copy, on the boundary of a page."""
+    """RECORD, shape [num_pages, RECORDS_PER_PAGE]; a copy, page-aligned."""
 
 
 class RecordBook:
@@ -34,7 +34,7 @@ class RecordBook:
         self._dirty = np.zeros((geometry.num_slabs, rows // RECORDS_PER_PAGE), dtype=bool)
 
     def table(self, slab: int) -> Array:
-        """Return a slab's records, whole pages of them, to be filled from its file."""
+        """Return a slab's records, whole pages of them, for its file to fill."""
         table: Array = self._tables[slab]
         return table
 
@@ -50,7 +50,7 @@ class RecordBook:
         self._dirty[slab, row // RECORDS_PER_PAGE] = True
 
     def bury(self, slots: Array) -> None:
-        """Have the records of `slots` written as empty, where they are not so already."""
+        """Have the records of `slots` written as empty, where they are not."""
         slab, row = np.divmod(slots, self._slots_per_slab)
         named = self._tables["sequence"][slab, row] > 0
         slab, row = slab[named], row[named]
@@ -58,12 +58,12 @@ class RecordBook:
         self._dirty[slab, row // RECORDS_PER_PAGE] = True
 
     def forget(self, slab: int) -> None:
-        """Forget a slab's records: it has a new file, whose table is empty."""
+        """Forget a slab's records, because its new file has an empty table."""
         self._tables[slab] = np.zeros((), dtype=RECORD)
         self._dirty[slab] = False
 
     def take_dirty(self) -> list[Pages]:
-        """Return copies of all pages that must be written; they count as written from now on."""
+        """Return copies of all pages to write; they count as written from now on."""
         taken = []
         for slab in np.flatnonzero(self._dirty.any(axis=1)).tolist():
             pages = np.flatnonzero(self._dirty[slab])
@@ -75,6 +75,6 @@ class RecordBook:
         return taken
 
     def give_back(self, taken: list[Pages]) -> None:
-        """Note that the pages `taken` must still be written: their write failed."""
+        """Mark the pages `taken` as unwritten again: their write failed."""
         for one in taken:
             self._dirty[one.slab, one.pages] = True

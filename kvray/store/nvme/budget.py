@@ -1,4 +1,4 @@
-"""How much may be written to a device that wears out; pure except for `load` and `save`."""
+"""Bounds the writes to a device that wears out; pure except for `load` and `save`."""
 
 import contextlib
 import json
@@ -10,14 +10,14 @@ LEDGER_FILE = "written"
 
 _DAY_S = 86400.0
 _SAVED = 1 / 24
-"""Share of a day's bytes that can be saved up, and be written at once after a quiet hour."""
+"""Share of a day's bytes that a quiet hour saves up for one write."""
 
 
 class WriteBudget:
-    """A day's bytes, given out evenly: in any 24 hours no more than these are spent.
+    """A day's bytes, given out evenly: any 24 hours spend no more than these.
 
     Times are seconds since 1970, because a restart must not give the same bytes twice. If the clock
-    is put back, nothing is given until it has caught up. One thread spends and saves; any may ask.
+    goes back, nothing is given until it has caught up. One thread spends and saves; any may ask.
     """
 
     def __init__(self, bytes_per_day: float | None, *, now: float) -> None:
@@ -34,13 +34,13 @@ class WriteBudget:
         return None if self.bytes_per_day is None else max(0, int(self._at(now)[0]))
 
     def spend(self, num_bytes: int, now: float) -> None:
-        """Note what was written. It may exceed the savings; then the next write waits longer."""
+        """Note written bytes. They may exceed the savings; then the next write waits longer."""
         if self.bytes_per_day is not None:
             saved, at = self._at(now)
             self._state = saved - num_bytes, at
 
     def load(self, directory: Path) -> None:
-        """Continue from the ledger of an earlier process; without a readable one, start as new."""
+        """Continue from the ledger of an earlier process; without one, start as new."""
         now = self._state[1]
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             noted = json.loads((directory / LEDGER_FILE).read_text())
@@ -50,7 +50,7 @@ class WriteBudget:
                 self._state = self._at(now)
 
     def save(self, directory: Path) -> None:
-        """Leave a ledger for the next process; without room for it, that one starts as new."""
+        """Leave a ledger for the next process; if there is no room, it starts as new."""
         if self.bytes_per_day is None:
             return
         with contextlib.suppress(OSError):
@@ -60,7 +60,7 @@ class WriteBudget:
             os.replace(draft, directory / LEDGER_FILE)
 
     def _at(self, now: float) -> tuple[float, float]:
-        """Return what is saved up by `now`, and since when that counts."""
+        """Return the savings at `now`, and the time from which they count."""
         saved, at = self._state
         passed_s = max(0.0, now - at)
         return min(self._saved_max, saved + passed_s * self._per_s), max(at, now)

@@ -1,4 +1,4 @@
-"""Which bytes of memory go to or come from which bytes of a file, in few large transfers. Pure."""
+"""Plans few large transfers between bytes of memory and bytes of a file. Pure."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Chunk:
     """One transfer: blocks that lie side by side in the file, wherever they lie in memory."""
 
     rows: Array
-    """Places of its blocks among those that were asked for."""
+    """Places of its blocks among the requested ones."""
     offset: int
     buffers: list[Array]
 
@@ -24,12 +24,9 @@ def cut(
 ) -> list[Chunk]:
     """Return the transfers that move blocks between `memory` and one file.
 
-    Args:
-        memory: bytes of the arena.
-        starts: where each block lies in `memory`, i64 [num_blocks].
-        offsets: where each lies in the file, i64 [num_blocks], no two alike.
-        io_bytes: bytes that are moved of each: its own, and what fills its last page.
-        chunk_bytes: bytes that one transfer should not exceed; it has one block at least.
+    `starts` are the blocks' places in `memory` and `offsets` those in the file, all different; i64
+    [num_blocks]. Each block moves `io_bytes`: its own, and the rest of its last page. A transfer
+    keeps to `chunk_bytes`, but has at least one block.
     """
     if not len(starts):
         return []

@@ -1,7 +1,7 @@
-"""Files past the page cache, directories that survive a power loss, and what goes wrong with both.
+"""Files past the page cache, and directories that survive a power loss.
 
-The one place of the NVMe tier that calls the operating system: tests put another `Disk` in its
-place, which notes every write and sync, or fails some.
+Only this module of the NVMe tier calls the operating system. Tests replace `Disk` by one that notes
+every write and sync, or fails some.
 """
 
 import contextlib
@@ -30,21 +30,18 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFile:
-    """One open file; may be read and written by several threads at once."""
+    """One open file, from `Disk.open` or `Disk.create`; several threads may use it at once."""
 
     def __init__(self, path: Path, fd: int, *, is_direct: bool, disk: "Disk") -> None:
-        """Own `fd`; use `Disk.open` or `Disk.create` instead."""
         self.path = path
         self.is_direct = is_direct
         self._fd = fd
         self._disk = disk
 
     def write(self, buffers: Sequence[Array], offset: int) -> None:
-        """Write `buffers` one behind the other from byte `offset` on.
+        """Write `buffers` one behind the other from byte `offset` on, a multiple of a page.
 
-        Args:
-            buffers: at most BUFFERS_MAX, each of whole pages and on the boundary of one.
-            offset: a multiple of a page.
+        At most BUFFERS_MAX buffers, each page-aligned and of whole pages.
 
         Raises:
             CapacityError: the file system is full.
@@ -54,7 +51,7 @@ class DiskFile:
             self._transfer(os.pwritev, buffers, offset)
 
     def read(self, buffers: Sequence[Array], offset: int) -> None:
-        """Fill `buffers` with what the file has from byte `offset` on; arguments as for `write`.
+        """Fill `buffers` from byte `offset` on; arguments as for `write`.
 
         Raises:
             TierError: the device failed, or the file ends before.
@@ -67,22 +64,14 @@ class DiskFile:
                 os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
-        """Return when all that was written before survives a power loss.
-
-        Raises:
-            CapacityError, TierError: as `write`.
-        """
+        """Return when all earlier writes survive a power loss; raises as `write`."""
         with device_errors(self.path, "written"):
             os.fdatasync(self._fd)
             if not self.is_direct:
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def allocate(self, size: int) -> None:
-        """Give the file `size` bytes of its own, zeros where nothing was; it never shrinks.
-
-        Raises:
-            CapacityError, TierError: as `write`.
-        """
+        """Give the file `size` bytes, the new ones zero; it never shrinks. Raises as `write`."""
         with device_errors(self.path, "made"):
             os.posix_fallocate(self._fd, 0, size)
 
@@ -115,7 +104,7 @@ class DiskFile:
             views = _after(views, done)
 
     def _give_up_direct(self) -> None:
-        """Go on through the page cache: some file systems refuse at the first transfer only."""
+        """Use the page cache from now on: some file systems refuse only at the first transfer."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         self.is_direct = False
@@ -123,14 +112,14 @@ class DiskFile:
 
 
 class Disk:
-    """Opens and names files; says once if they have to go through the page cache."""
+    """Opens and names files; logs once if they must go through the page cache."""
 
     def __init__(self, access: Access = OWN_USER) -> None:
         self._access = access
         self._has_told = False
 
     def open(self, path: Path) -> DiskFile:
-        """Open a file that is there, for reading and writing.
+        """Open an existing file for reading and writing.
 
         Raises:
             TierError: it cannot be opened.
@@ -145,7 +134,7 @@ class Disk:
         return file
 
     def create(self, path: Path, size: int) -> DiskFile:
-        """Make a file of `size` bytes, all zero, that has all of its room from now on.
+        """Make a file of `size` zero bytes, with all its room allocated.
 
         Raises:
             CapacityError: there is no room for it; nothing is left of it.
@@ -164,12 +153,12 @@ class Disk:
         return file
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file its name, for good once the directory is synced."""
+        """Rename a file; durable once the directory is synced."""
         with device_errors(source, "renamed"):
             os.rename(source, target)
 
     def remove(self, path: Path) -> None:
-        """Take a file's name away; who has it open can still use it."""
+        """Take a file's name away; open descriptors stay usable."""
         with device_errors(path, "removed"):
             os.unlink(path)
 
@@ -183,7 +172,7 @@ class Disk:
                 os.close(fd)
 
     def check_writable(self, directory: Path) -> None:
-        """Write a page to a new file in `directory`, and remove it; a full disk is no fault.
+        """Write a page to a new file in `directory` and remove it; a full disk is no error.
 
         Raises:
             TierError: the device failed.
@@ -199,7 +188,7 @@ class Disk:
             path.unlink(missing_ok=True)
 
     def free_bytes(self, directory: Path) -> int:
-        """Return how much the file system of `directory` can still take from this user."""
+        """Return the bytes that this user can still write to the file system of `directory`."""
         with device_errors(directory, "looked at"):
             stat = os.statvfs(directory)
         return stat.f_bavail * stat.f_frsize
@@ -232,7 +221,7 @@ class Disk:
 
 @contextlib.contextmanager
 def device_errors(path: Path, what: str) -> Iterator[None]:
-    """Map errors of the operating system to ours, in sentences that say what to do.
+    """Turn errors of the operating system into ours, with a sentence that says what to do.
 
     Raises:
         CapacityError: the file system is full.
@@ -254,7 +243,7 @@ def device_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def _after(views: list[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of `views` after their first `done` bytes."""
+    """Return `views` without their first `done` bytes."""
     for index, view in enumerate(views):
         if done < view.nbytes:
             return [view[done:], *views[index + 1 :]]

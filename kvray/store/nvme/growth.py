@@ -1,7 +1,7 @@
-"""Slabs that have no file because the disk is full: taken out of the tables until there is room.
+"""Slabs without a file, because the disk is full: out of use until there is room.
 
 Pure, like `slabs`: the caller holds the store's lock. A closed slab serves a block size that fits
-nowhere, and its first slot is in LIMBO. So it is not spare, and nobody chooses it to be cleared.
+nowhere, and its first slot is in LIMBO. So it is not spare, and nobody clears it.
 """
 
 import numpy as np
@@ -10,16 +10,11 @@ from kvray.store.arena.layout import FREE, LIMBO, Array
 from kvray.store.arena.tables import Tables
 
 CLOSED = 2**62
-"""In place of the block size that a closed slab serves."""
+"""Stands for the block size of a closed slab."""
 
 
 def close_spare(tables: Tables, has_file: Array) -> Array:
-    """Close the spare slabs without a file, and return them.
-
-    Args:
-        tables: the store's tables.
-        has_file: a mask over all slabs.
-    """
+    """Close the spare slabs without a file, and return them; `has_file` masks all slabs."""
     closed = np.flatnonzero((tables.slab_block_bytes == 0) & ~has_file)
     tables.put(closed, slab_block_bytes=CLOSED)
     tables.put(closed * tables.geometry.slots_per_slab, slot_state=LIMBO)

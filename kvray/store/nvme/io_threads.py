@@ -1,4 +1,4 @@
-"""Several transfers at a time: as many as there are threads, without a queue."""
+"""Runs several transfers at a time: as many as there are threads, without a queue."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -8,18 +8,18 @@ Task = Callable[[], None]
 
 
 class IoThreads:
-    """A fixed number of threads that take turns with whoever calls; used by several at once."""
+    """A fixed number of threads; each caller of `run` works too, and several may call at once."""
 
     def __init__(self, num_threads: int) -> None:
-        """Start threads as they are needed, one less than `num_threads`: the caller is one too."""
+        """Use `num_threads` threads, of which the caller is one."""
         self.num_threads = num_threads
         self._num_helpers = max(0, num_threads - 1)
         self._helpers = ThreadPoolExecutor(max(1, self._num_helpers), "kvray-nvme")
 
     def run(self, tasks: Sequence[Task]) -> None:
-        """Do all `tasks`, in no order; return when all of them have ended.
+        """Do all `tasks`, in any order; return when all of them have ended.
 
-        At most `num_threads` tasks of a caller are under way. After the first failure none begins.
+        At most `num_threads` tasks of a caller run at once. After the first failure none begins.
 
         Raises:
             Exception: the error of the first task that failed.
@@ -40,7 +40,7 @@ class IoThreads:
             raise errors[0]
 
     def close(self) -> None:
-        """End the threads; what is under way is finished. Twice is fine."""
+        """End the threads after what is under way. Twice is fine."""
         self._helpers.shutdown()
 
 

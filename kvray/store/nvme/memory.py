@@ -1,4 +1,4 @@
-"""Memory of this process alone, on the boundaries of pages, that costs nothing until it is used."""
+"""Page-aligned memory of this process alone, which costs nothing until it is used."""
 
 import mmap
 
@@ -8,16 +8,16 @@ from kvray.store.arena.layout import Array, Geometry
 from kvray.store.arena.tables import Tables
 
 _NORESERVE = 0x4000
-"""MAP_NORESERVE of Linux, which Python names from 3.11 on only: tables are mostly never touched."""
+"""MAP_NORESERVE of Linux, which Python names from 3.11 on: most tables are never touched."""
 
 
 def aligned(size: int) -> Array:
-    """Return `size` zero bytes on the boundary of a page, as direct I/O asks for."""
+    """Return `size` zero bytes, page-aligned for direct I/O."""
     return np.frombuffer(_private(size), dtype="u1", count=size)
 
 
 def private_tables(geometry: Geometry) -> Tables:
-    """Return empty tables whose slots' bytes lie elsewhere."""
+    """Return empty tables; their slots' bytes lie elsewhere."""
     return Tables(_private(geometry.table_bytes), geometry, has_data=False)
 
 

@@ -1,7 +1,7 @@
-"""Reads blocks of a store into an arena and says which of them are what they should be.
+"""Reads blocks of a store into an arena, and checks each of them.
 
-Any number of reads may be under way; each leases what it reads, so that nobody writes there. The
-store's lock is taken for moments, never over I/O.
+Any number of reads may run at once. Each leases its blocks, so that nobody writes there. The
+store's lock is held for moments, never over I/O.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Reader:
         threads: IoThreads,
         section: Callable[[], AbstractContextManager[bool]],
     ) -> None:
-        """Read from `files` what `tables` have; `section` is the store's lock."""
+        """Read from `files` the blocks of `tables`; `section` is the store's lock."""
         self.num_unreadable = self.read_bytes = 0
         self._tables = tables
         self._book = book
@@ -88,7 +88,7 @@ class Reader:
 
     @contextlib.contextmanager
     def leased(self, keys: Array, part: int) -> Iterator[Array]:
-        """Hold the blocks that are here; gives the slot of each key, -1 where there is none."""
+        """Lease the blocks that are here; yields the slot of each key, -1 where there is none."""
         with self._section():
             found = key_index.find(self._tables, keys, part)
             found[self._tables.slot_state[found] != READY] = -1
@@ -101,7 +101,7 @@ class Reader:
                 self._tables.add(held, slot_leases=-1)
 
     def note_use(self) -> None:
-        """Enter into the book when and how often blocks were used."""
+        """Write into the book when and how often blocks were used."""
         with self._section():
             ready = np.flatnonzero(self._tables.slot_state == READY)
             records = self._book.records(ready)
@@ -116,7 +116,6 @@ class Reader:
 
     @contextlib.contextmanager
     def _under_way(self) -> Iterator[None]:
-        """Keep the files open meanwhile."""
         with self._idle:
             if self._is_closed:
                 raise ShardUnavailable("This process has closed its NVMe tier.")

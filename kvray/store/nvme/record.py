@@ -1,11 +1,10 @@
-"""What a segment file consists of: its header, a record for each slot, and where they lie.
+"""A segment file's contents: a header, a record for each slot, and where they lie.
 
 Pure: bytes in, bytes out. `docs/nvme_format.md` describes the same, byte for byte.
 
-Why a record can be trusted, whatever a power loss leaves of the page that it was written in: it
-lies in one sector of 512 bytes, which a drive writes whole or not at all, so it is the old record
-or the new one. Its neighbours in a page that is written again have the same bytes before and
-after, so that no mixture of sectors changes them. What is neither is told by the checksum.
+A power loss leaves each record old or new, because it lies in one sector of 512 bytes, which a
+drive writes whole or not at all. A page that is written again has its other records unchanged, so
+no mixture of sectors changes them. The checksum reveals everything else.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from kvray.store.arena.layout import ALIGNMENT, Array, Geometry, align
 MAGIC = b"KVRAYNVM"
 FORMAT_VERSION = 2
 PAGE_BYTES = ALIGNMENT
-"""What is written at once: header, or so many bytes of a table, or a multiple of it of payload."""
+"""Unit of writing: the header, a page of a table, a multiple of it of payload."""
 
 HEADER = np.dtype(
     [
@@ -65,12 +64,12 @@ _DERIVED = ("stride", "num_slots", "table_offset", "payload_offset", "file_bytes
 """Fields of the header that follow from the geometry and the block size."""
 _SUMMED_BYTES = RECORD.itemsize - 8
 _ROW_STEP = 0x9E3779B97F4A7C15
-"""Odd constant that makes the seed of one row tell nothing about that of the next."""
+"""An odd constant: seeds of neighbouring rows have nothing in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentShape:
-    """Where everything lies in a segment file; follows from the tier's geometry and block size."""
+    """Where everything lies in a segment file; follows from geometry and block size."""
 
     block_bytes: int
     stride: int
@@ -78,13 +77,13 @@ class SegmentShape:
 
     @classmethod
     def of(cls, geometry: Geometry, block_bytes: int) -> "SegmentShape":
-        """Return the shape of a segment that serves blocks of `block_bytes`."""
+        """Return the shape of a segment for blocks of `block_bytes`."""
         stride = geometry.stride(block_bytes)
         return cls(block_bytes=block_bytes, stride=stride, num_slots=geometry.slab_bytes // stride)
 
     @property
     def table_offset(self) -> int:
-        """Behind the header, so that both are read at once."""
+        """Behind the header, so that one read takes both."""
         return PAGE_BYTES
 
     @property
@@ -123,11 +122,8 @@ def make_header(
 def refusal(page: bytes, *, cluster_name: str, number: int, geometry: Geometry) -> str | None:
     """Return in one word why a file that begins with `page` cannot be used; None if it can.
 
-    Args:
-        page: the first bytes of the file.
-        cluster_name: the tier that opens it.
-        number: the segment's number, as its name has it.
-        geometry: that of the tier.
+    `number` is the segment's number in its file's name; `cluster_name` and `geometry` are the
+    tier's.
     """
     if len(page) < PAGE_BYTES or not page.startswith(MAGIC):
         return "unknown"
@@ -149,28 +145,19 @@ def refusal(page: bytes, *, cluster_name: str, number: int, geometry: Geometry) 
 
 
 def read_header(page: bytes) -> tuple[int, int]:
-    """Return (segment_id, block_bytes) of a header that `refusal` found nothing in."""
+    """Return (segment_id, block_bytes) of a header that `refusal` accepts."""
     header = np.frombuffer(page, HEADER, count=1)[0]
     return int(header["segment_id"]), int(header["block_bytes"])
 
 
 def seal(records: Array, *, segment_id: int, first_row: int) -> None:
-    """Write the checksums of records that name a block; those that name none stay all zero.
-
-    Args:
-        records: RECORD, shape [num_records]; changed in place.
-        segment_id: the segment that they are for.
-        first_row: the slot of the first of them.
-    """
+    """Write the checksums of a segment's `records` from slot `first_row` on; empty ones stay zero."""
     rows = np.flatnonzero(~is_empty(records))
     records["checksum"][rows] = _checksums(records, rows, segment_id, first_row)
 
 
 def is_sound(records: Array, *, segment_id: int, first_row: int) -> Array:
-    """Return a mask of the records that were written whole for the place where they are.
-
-    Arguments as for `seal`. An empty record is not sound.
-    """
+    """Return a mask of the records that were written whole for the place where they lie."""
     rows = np.flatnonzero(~is_empty(records))
     sound = np.zeros(len(records), dtype=bool)
     sums: Array = _checksums(records, rows, segment_id, first_row)
@@ -186,7 +173,7 @@ def is_empty(records: Array) -> Array:
 
 
 def _checksums(records: Array, rows: Array, segment_id: int, first_row: int) -> Array:
-    """Return the xxh3 of each of `rows`, seeded with its place: a copy elsewhere is not sound."""
+    """Return the xxh3 of each of `rows`, seeded with its place: a copy elsewhere is unsound."""
     memory = records.view("u1").data
     seeds = (rows.astype("<u8") + np.uint64(first_row)) * np.uint64(_ROW_STEP)
     seeds ^= np.uint64(segment_id)

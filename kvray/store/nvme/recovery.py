@@ -1,11 +1,11 @@
-"""What a directory of segment files holds after whatever has happened to it.
+"""Finds the blocks that a directory of segment files holds after whatever has happened to it.
 
-Only the headers and the tables are read, each from end to end, and all that is derived from them
-is derived by vectors. Payloads are looked at when they are read as blocks.
+It reads only headers and tables, each from end to end, and derives everything by vectors. Payloads
+are checked when blocks are read.
 
-A block whose parent did not survive is kept: it takes part in eviction like any other, is found as
-soon as its parent is stored again, and would cost a second writing if it were dropped. A single bit
-that turned in the record of a chain's first block would otherwise take the whole tree with it.
+A block whose parent is lost stays. It takes part in eviction like any other, and is found again as
+soon as its parent is stored, without a second write. Otherwise one flipped bit in the record of a
+chain's first block would cost the whole tree.
 """
 
 import contextlib
@@ -32,25 +32,25 @@ _NUMBER_MAX = 2**62
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryReport:
-    """What was found at the start: blocks that can be served, and why others cannot."""
+    """Results of a start: the blocks that can be served, and why others cannot."""
 
     blocks: int
-    """Blocks that are in the index."""
+    """Blocks in the index."""
     parentless: int
-    """Those among them whose parent did not survive: no match before it is stored again."""
+    """Blocks whose parent is lost: no match before it is stored again."""
     segments: int
     damaged: int
     """Records that were torn, flipped or copied from elsewhere."""
     truncated: int
-    """Records whose bytes lie behind the end of a file that was cut short."""
+    """Records of blocks beyond the end of a shortened file."""
     duplicates: int
-    """Records of a block that was stored again later, elsewhere."""
+    """Records of blocks that were stored again later, elsewhere."""
     crowded: int
     """Blocks that found no place in the index."""
     surplus: tuple[str, ...]
-    """Segment files that were removed because the capacity was lowered: those unused longest."""
+    """Segment files, unused longest, that a lowered capacity removed."""
     aside: tuple[str, ...]
-    """Files that are not this tier's; they were renamed, with the reason behind their name."""
+    """Files that are not this tier's, renamed with the reason behind their name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +64,10 @@ class Survey:
 
 
 def survey(disk: Disk, directory: Path, *, cluster_name: str, geometry: Geometry) -> Survey:
-    """Open the segment files in `directory` that this tier can use, and put the others in order.
+    """Open the segment files in `directory` that this tier can use, and clear the others away.
 
-    A file of another tier, version or geometry is renamed, never removed: it may be somebody's. So
-    is one with a damaged header. Files that were never finished are removed.
+    A file of another tier, version or geometry, or with a damaged header, is renamed and never
+    removed: it may be somebody's. Unfinished files are removed.
 
     Raises:
         TierError: the device failed.
@@ -101,7 +101,7 @@ def read_tables(segments: Sequence[Segment], book: RecordBook, tables: Tables) -
     """Fill empty tables with the blocks that the segments hold, segment i in slab i.
 
     Raises:
-        CapacityError: a file that was cut short cannot be made whole again.
+        CapacityError: a shortened file cannot be made whole again.
         TierError: the device failed.
     """
     found: list[Array] = []
@@ -163,7 +163,7 @@ def _put_aside(disk: Disk, path: Path, reason: str) -> str:
 
 
 def _drop_surplus(disk: Disk, segments: list[Segment], num_slabs: int) -> tuple[str, ...]:
-    """Remove the segments that a lowered capacity has no place for; return their names."""
+    """Remove the segments beyond a lowered capacity; return their names."""
     if len(segments) <= num_slabs:
         return ()
     segments.sort(key=_last_use, reverse=True)
@@ -185,7 +185,7 @@ def _last_use(segment: Segment) -> int:
 
 
 def _clear_others(book: RecordBook, first_slot: int, records: Array, rows: Array) -> None:
-    """Have every record but those of `rows` written as empty, so that it is told of only once."""
+    """Have all records but `rows` written as empty, so that each is reported only once."""
     others = ~is_empty(records)
     others[rows] = False
     lost = np.flatnonzero(others)
@@ -195,7 +195,7 @@ def _clear_others(book: RecordBook, first_slot: int, records: Array, rows: Array
 
 
 def _latest(records: Array) -> Array:
-    """Return a mask of the records of which none of the same block is younger."""
+    """Return a mask of the records that are the youngest of their block."""
     latest = np.ones(len(records), dtype=bool)
     # Digests: two of one block are among those with one first word, and hardly any others.
     word = key_index.words(records["key"][:, 0], records["part"])
@@ -214,7 +214,7 @@ def _latest(records: Array) -> Array:
 
 
 def _fill(tables: Tables, slots: Array, records: Array) -> Array:
-    """Enter blocks into tables; return a mask of those that found no place in the index."""
+    """Enter blocks into tables; return a mask of those without a place in the index."""
     tables.slot_key[slots] = records["key"]
     tables.slot_part[slots] = records["part"]
     tables.slot_depth[slots] = records["depth"]
@@ -235,7 +235,7 @@ def _fill(tables: Tables, slots: Array, records: Array) -> Array:
 
 
 def _link(tables: Tables, slots: Array, records: Array) -> int:
-    """Link blocks to their parents; return how many have none here though they are no roots."""
+    """Link blocks to their parents; return how many are neither roots nor have a parent here."""
     below = records["parent"].any(axis=1)
     slots, records = slots[below], records[below]
     parents = key_index.find(tables, records["parent"], records["part"])
@@ -248,6 +248,6 @@ def _link(tables: Tables, slots: Array, records: Array) -> int:
 
 
 def _free_empty_slabs(tables: Tables) -> None:
-    """Give slabs all of whose blocks were lost back to all block sizes."""
+    """Make slabs spare that lost all their blocks."""
     states = tables.slot_state.reshape(tables.geometry.num_slabs, -1)
     tables.slab_block_bytes[~states.any(axis=1)] = 0

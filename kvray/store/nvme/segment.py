@@ -1,4 +1,4 @@
-"""One segment file: made whole before it has its name, opened only if it is this tier's."""
+"""One segment file: complete before it has its name, opened only if it is this tier's."""
 
 import contextlib
 import re
@@ -28,26 +28,22 @@ _UNFINISHED = ".new"
 
 
 class Segment:
-    """An open segment file of which this process is the owner."""
+    """An open segment file, owned by this process; from `create_segment` or `open_segment`."""
 
     def __init__(
         self, file: DiskFile, *, number: int, segment_id: int, shape: SegmentShape
     ) -> None:
-        """Own `file`; use `create_segment` or `open_segment` instead."""
         self.file = file
         self.number = number
         self.segment_id = segment_id
         self.shape = shape
 
     def offsets(self, rows: Array) -> Array:
-        """Return where the payload of each slot lies in the file."""
+        """Return where each slot's payload lies in the file."""
         return self.shape.payload_offset + rows * self.shape.stride
 
     def read_table(self, target: Array) -> int:
-        """Fill `target` with the records of all slots; return how many the file has.
-
-        Args:
-            target: RECORD, shape [whole pages of records], on the boundary of a page.
+        """Fill `target`, page-aligned whole pages of RECORD; return how many records the file has.
 
         Raises:
             TierError: the device failed.
@@ -60,15 +56,10 @@ class Segment:
         return min(self.shape.num_slots, pages * RECORDS_PER_PAGE)
 
     def write_pages(self, pages: Array, records: Array) -> None:
-        """Seal and write pages of records.
+        """Seal and write the caller's copy of pages of records, which changes in place.
 
-        Args:
-            pages: indices of the pages, ascending.
-            records: RECORD, shape [num_pages, RECORDS_PER_PAGE], the caller's own copy, on the
-                boundary of a page; changed in place.
-
-        Raises:
-            CapacityError, TierError: as `DiskFile.write`.
+        `pages` are their indices, ascending. `records` are RECORD, shape [num_pages,
+        RECORDS_PER_PAGE], page-aligned. Raises as `DiskFile.write`.
         """
         for start, end in runs(np.diff(pages) != 1, len(pages)):
             run, page = records[start:end].reshape(-1), int(pages[start])
@@ -81,18 +72,18 @@ class Segment:
 
 
 def path_of(directory: Path, number: int) -> Path:
-    """Return the file of the segment of that number."""
+    """Return the path of a segment file."""
     return directory / f"segment-{number:08d}"
 
 
 def number_of(path: Path) -> int | None:
-    """Return the number in the name of a segment file; None if it is none."""
+    """Return the number in a segment file's name; None for other files."""
     named = _NAME.fullmatch(path.name)
     return None if named is None else int(named[1])
 
 
 def unfinished(directory: Path) -> list[Path]:
-    """Return the files of segments that were never whole, because their maker died."""
+    """Return the segment files that are incomplete because their maker died."""
     found = sorted(directory.glob(f"segment-*{_UNFINISHED}"))
     return [path for path in found if number_of(path.with_suffix("")) is not None]
 

@@ -1,7 +1,7 @@
 """The segment files of a store, one a slab: made as blocks need them, within budget and room.
 
-An empty file is kept: its room is the tier's anyway, and writing into it again is cheaper than into
-a new one. It gives way when its slab is to serve another block size.
+An empty file stays: its room is the tier's anyway, and to write into it again is cheaper than into
+a new one. It goes when its slab must serve another block size.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ from kvray.store.nvme.segment import Segment, create_segment
 
 
 class SegmentFiles:
-    """The open files, by slab; only the one thread that writes changes which they are."""
+    """The open files, by slab; only the one thread that writes changes them."""
 
     def __init__(
         self,
@@ -29,16 +29,10 @@ class SegmentFiles:
         found: list[Segment],
         next_number: int,
     ) -> None:
-        """Own the segments that were found, segment i in slab i.
+        """Own the segments `found`, segment i in slab i.
 
-        Args:
-            disk: makes files.
-            directory: where they are.
-            cluster_name: written into every one.
-            geometry: that of the store.
-            free_reserve: bytes of the file system that stay free.
-            found: what is there.
-            next_number: above the number of every file that is there.
+        `free_reserve` bytes of the file system stay free. `next_number` is above that of every
+        file.
         """
         self.by_slab = dict(enumerate(found))
         self._disk = disk
@@ -59,7 +53,7 @@ class SegmentFiles:
         return segment is not None and segment.shape.block_bytes == block_bytes
 
     def replace(self, slab: int, block_bytes: int) -> None:
-        """Give a slab, of which nobody uses anything, a new file for blocks of that size.
+        """Give a slab, which nobody uses, a new file for blocks of that size.
 
         Raises:
             CapacityError: there is no room for it; the slab has no file then.
@@ -90,7 +84,7 @@ class SegmentFiles:
         )
 
     def has_room_for_one(self) -> bool:
-        """Whether the largest file that there can be leaves the reserve free."""
+        """Whether the largest possible file leaves the reserve free."""
         shape = SegmentShape.of(self._geometry, self._geometry.slot_min)
         return self._has_room(shape.file_bytes)
 

@@ -1,14 +1,15 @@
 """A node's NVMe tier: blocks in segment files, and an index that every start rebuilds from them.
 
-What is decided is decided by the code of the arena: the tables here are an arena's (`tables`,
-`slots`, `slabs`, `key_index`, `eviction`) without its data, in this process's own memory. A slab is
-a segment file. Invariants:
+The arena's code decides here too: the tables are an arena's (`tables`, `slots`, `slabs`,
+`key_index`, `eviction`) without its data, in this process's own memory. A slab is a segment file.
+Invariants:
 
 - A record is written only when its payload survives a power loss, and a block is READY only when
-  its record is written. What was READY when `flush` began survives a power loss when it returns.
-- A slot that is being read is leased: it is neither evicted nor written meanwhile.
+  its record is written. Blocks that were READY when `flush` began survive a power loss when it
+  returns.
+- A slot is leased while it is read: nobody evicts or writes it meanwhile.
 - A record may outlive its block until its page is written again, at the latest by `flush`. After a
-  death it names a block that was evicted, whose bytes are still there or fail their checksum.
+  death it names an evicted block, whose bytes are still there or fail their checksum.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ _UNFIT = (
     errno.ENOTDIR,
     errno.EPERM,
 )
-"""What a directory that was chosen wrongly fails with; anything else is its device's fault."""
+"""Errors of a badly chosen directory; all others are its device's fault."""
 _ROOT = np.zeros((1, 4), dtype="<u8")
 
 
@@ -55,13 +56,13 @@ class NvmeStore:
     """One process's NVMe tier, of which it is the only owner; all methods from any thread.
 
     `write`, `read`, `flush` and `close` wait for the device and belong into an executor. So does
-    `reserve`, which looks through all blocks for those that may go when the store is full. The
-    others take the time of a few vector operations over what they are given. One write or flush is
-    under way at a time, others wait for their turn; any number of reads is, beside it.
+    `reserve`, which searches all blocks for victims when the store is full. The others take a few
+    vector operations over their arguments. One write or flush runs at a time and others wait their
+    turn; beside it any number of reads runs.
     """
 
     def __init__(self, directory: Path, spec: NvmeSpec, *, disk: Disk | None = None) -> None:
-        """Take `directory` over and find what is in it.
+        """Take `directory` over and find its blocks.
 
         Raises:
             CapacityError, TierError: the device has no room, or failed.
@@ -113,7 +114,7 @@ class NvmeStore:
         )
 
     def close(self) -> None:
-        """Close the files and give the directory up; what `flush` was not called for may be lost.
+        """Close the files and give the directory up; unflushed blocks may be lost.
 
         Waits for what is under way. Twice is fine.
         """
@@ -128,7 +129,7 @@ class NvmeStore:
             self._owner_file.discard()
 
     def check_in_place(self) -> None:
-        """Refuse to go on in files that no path leads to any more; waits for the device.
+        """Check that the directory's path still leads to the open files; waits for the device.
 
         Raises:
             TierError: the directory was removed, unmounted or mounted over, or the device failed.
@@ -148,7 +149,7 @@ class NvmeStore:
     def find(self, keys: Array, part: int) -> tuple[Array, Array]:
         """Return the slot of each of `keys`, and its bytes, 0 where it is not here; takes no lock.
 
-        What a slot holds may change at any time.
+        The contents of a slot may change at any time.
         """
         tables = self.tables
         found = key_index.find(tables, keys, part)
@@ -169,10 +170,8 @@ class NvmeStore:
         """Reserve a slot for each key of a chain that is not here, evicting others if need be.
 
         Arguments as for `Arena.reserve`, but `keys` are u64 of shape [num_keys, 4] and `parent` is
-        [1, 4]. The parent must be here or under way.
-
-        Returns:
-            The slots, to be given to `write` or `abort`; those of leading missing keys only.
+        [1, 4]. The parent must be here or under way. Returns the slots of leading missing keys, for
+        `write` or `abort`.
 
         Raises:
             CapacityError: a segment holds no block of that size.
@@ -213,12 +212,12 @@ class NvmeStore:
         return self.tables.changes_since(seen, self._section)
 
     def touch(self, used: Array) -> None:
-        """Note that blocks were used, in this tier or above: they do not go soon."""
+        """Note a use of blocks, in this tier or above: they do not go soon."""
         with self._section():
             self.tables.slot_tick[used] = self.tables.next_tick()
 
     def evict(self, victims: Array) -> Array:
-        """Evict those of `victims` that can go without any other; return those that went."""
+        """Evict those of `victims` that can go without any other; return them."""
         with self._section():
             victims = keep_evictable(self.tables, victims)
             slots.evict(self.tables, victims)
@@ -253,19 +252,16 @@ class NvmeStore:
     # -- with the device ----------------------------------------------------------------------
 
     def write(self, demotions: Sequence[Demotion], arena: Tables) -> list[Array]:
-        """Write blocks of an arena to the slots that were reserved for them.
+        """Write blocks of an arena to their reserved slots; settle the reservations in any case.
 
-        They are found from the return of this call on, and survive the death of the process;
-        a power loss only after `flush`. In one call many chains share what a sync costs.
-
-        Args:
-            demotions: chains; their reservations are settled when this returns or raises.
-            arena: the tables of the arena, with its data.
+        Readers find the blocks once this returns, also after the death of the process; after a
+        power loss only once `flush` has returned. In one call many chains share the price of a
+        sync. `arena` are the arena's tables, with its data.
 
         Returns:
-            One mask a demotion: the blocks that are stored. The others had no room on the disk, or
-            (with `NvmeSpec.verify_writes`) fail their checksum in the arena, where the caller
-            should have them quarantined.
+            One mask a demotion of the stored blocks. The others had no room on the disk, or (with
+                `NvmeSpec.verify_writes`) fail their checksum in the arena, where the caller should
+                have them quarantined.
 
         Raises:
             ConfigError: a slot of the arena holds another block than the one it goes to.
@@ -279,13 +275,11 @@ class NvmeStore:
     def flush(self, *, note_use: bool = False) -> None:
         """Return when all blocks that are READY now survive a power loss, and evicted ones do not.
 
-        Args:
-            note_use: write down too when and how often blocks were used: at an orderly end, so that
-                the next start evicts in the right order.
+        `note_use` also writes when and how often blocks were used: at an orderly end, so that the
+        next start evicts in the right order.
 
         Raises:
-            CapacityError, TierError: the device failed; what is not durable is tried again by the
-                next flush.
+            CapacityError, TierError: the device failed; the next flush tries again.
         """
         with self._turn:
             self._check_open()
@@ -294,16 +288,10 @@ class NvmeStore:
             self._writer.flush()
 
     def read(self, keys: Array, part: int, arena: Tables, arena_slots: Array) -> Promoted:
-        """Read blocks into reserved slots of an arena, and check them there.
+        """Read blocks (u64 [num_keys, 4]) into slots reserved for them in an arena, and check them.
 
-        A block whose bytes are wrong is taken out of service, for as long as the store is open.
-        One that the device refuses to read is a miss, and stays: it may be a passing fault.
-
-        Args:
-            keys: u64 [num_keys, 4].
-            part: whose bytes.
-            arena: the tables of the arena, with its data.
-            arena_slots: slots that the caller has reserved there, one for each of these keys.
+        A wrong block goes out of service, for as long as the store is open. A block that the device
+        refuses to read is a miss, and stays: the fault may pass.
 
         Raises:
             ConfigError: a slot of the arena is reserved for another block.
@@ -315,7 +303,7 @@ class NvmeStore:
 
     @contextlib.contextmanager
     def _section(self) -> Iterator[bool]:
-        """Have the tables to oneself, for a moment: what fails in here has changed nothing."""
+        """Hold the tables for a moment; a failure in here changes nothing."""
         with self._lock:
             self._check_open()
             try:
@@ -337,8 +325,8 @@ class NvmeStore:
 def _own(directory: Path, access: Access) -> SideFile:
     """Take the owner's lock of a directory, which ends with this process.
 
-    Where an unmounted disk or a slip of the pen leaves out more than nvme.dir itself, nothing is
-    made: it would be on another disk than the one that was meant.
+    If more than nvme.dir itself is missing, nothing is made: a disk may not be mounted, and the
+    directory would land on another one.
     """
     with device_errors(directory, "used for the NVMe tier"):
         try:

@@ -1,4 +1,4 @@
-"""What an owner asks of its NVMe tier, what it is told of it, and what goes in and out. Pure."""
+"""Plain data of the NVMe tier: an owner's request, the counts, what goes in and comes out."""
 
 from dataclasses import dataclass
 
@@ -10,26 +10,25 @@ from kvray.store.nvme.record import CLUSTER_NAME_BYTES, SegmentShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmeSpec:
-    """What an owner asks of its NVMe tier; sizes in bytes."""
+    """An owner's figures for its NVMe tier; sizes in bytes."""
 
     cluster_name: str
     capacity: int
     """Of all segment files together, at most."""
     segment: int = 2**30
-    """Payload of one segment file. Another value than before puts what is there aside."""
+    """Payload of one segment file. Another value puts existing files aside."""
     slot_min: int = 64 * 2**10
     """Smallest slot; likewise."""
     free_reserve: int = 0
     """Of the file system, for others."""
     io_threads: int = 4
-    """Transfers that one call has under way."""
+    """Transfers that one call runs at once."""
     group: str | None = None
-    """Whose members may open the files too; see `Access`."""
+    """Its members may open the files too; see `Access`."""
     verify_writes: bool = False
     """Whether the arena's bytes are compared with their checksum before they are recorded. Reads
-    compare it in any case, and nothing is served before; what this adds is that a block that was
-    damaged in memory is found at its demotion, and takes no room on the disk. It at least
-    doubles the CPU of a write."""
+    compare it in any case before anything is served. This finds a block that memory has damaged at
+    its demotion, so that it takes no room on disk. It at least doubles the CPU of a write."""
 
     def geometry(self) -> Geometry:
         """Return the figures of the tables of such a tier.
@@ -81,12 +80,12 @@ class Demotion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promoted:
-    """What `read` has brought into an arena's slots, one row a key."""
+    """Blocks that `read` has brought into an arena's slots, one row a key."""
 
     sound: Array
-    """A mask of those that are there and are what their key says."""
+    """A mask of those that are there and have their checksum."""
     checksums: Array
-    """u64; what to commit the sound ones with."""
+    """u64, to commit the sound ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +94,7 @@ class NvmeStats:
 
     blocks: int
     block_bytes: int
-    """Of the blocks that are here, what fills their last page included."""
+    """Of the blocks that are here, with the rest of their last page."""
     segments: int
     file_bytes: int
     segments_without_room: int

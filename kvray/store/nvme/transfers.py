@@ -1,7 +1,7 @@
-"""Blocks between slots of an arena and one segment file, summed in the turn that moves them.
+"""Moves blocks between an arena and one segment file; the thread that moves also sums.
 
 What crosses between threads: views of the arena's slots, which the caller has leased or reserved,
-and arrays over all blocks that were asked for, of which each turn writes its own rows.
+and arrays over all requested blocks, of which each task writes its own rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,11 +19,11 @@ from kvray.store.nvme.io_threads import Task
 from kvray.store.nvme.segment import Segment
 
 _CHUNK_BYTES_MIN = 2**20
-"""What one transfer moves at least: from here on a device is at full speed."""
+"""The least that one transfer moves: from here on a device is at full speed."""
 
 _CHUNK_BYTES_MAX, _SUMMED_BYTES_MAX = 64 * 2**20, 32 * 2**20
-"""What one moves at most: the larger, the less CPU it costs, and blocks that are summed are so
-while other transfers are under way."""
+"""The most that one transfer moves. A large one costs less CPU; blocks are summed while other
+transfers run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,24 +36,21 @@ class Move:
     arena: Tables
     arena_slots: Array
     rows: Array
-    """Places of the blocks among all that were asked for."""
+    """Places of the blocks among all requested ones."""
 
 
 def chunk_bytes(moves: Sequence[Move], num_threads: int, *, is_summed: bool) -> int:
-    """Return how large transfers should be so that each of the threads has one."""
+    """Return the bytes of a transfer, so that each of the threads has one."""
     total = sum(len(one.rows) * align(one.segment.shape.block_bytes) for one in moves)
     most = _SUMMED_BYTES_MAX if is_summed else _CHUNK_BYTES_MAX
     return min(max(-(-total // num_threads), _CHUNK_BYTES_MIN), most)
 
 
 def write_tasks(move: Move, *, chunk_bytes: int, sums: Array | None) -> list[Task]:
-    """Return what writes blocks to their segment.
+    """Return the tasks that write blocks to their segment.
 
-    Args:
-        move: the blocks.
-        chunk_bytes: bytes of one transfer.
-        sums: u64, one for each block that was asked for: gets the checksum that its bytes have in
-            the arena, which the caller compares before it records the block. None: nobody does.
+    `sums`, u64 and one for each requested block, gets the checksums of the bytes in the arena,
+    which the caller compares before it records the blocks; None: nobody does.
     """
 
     def write(chunk: Chunk) -> None:
@@ -66,13 +63,10 @@ def write_tasks(move: Move, *, chunk_bytes: int, sums: Array | None) -> list[Tas
 
 
 def read_tasks(move: Move, *, chunk_bytes: int, sums: Array, unreadable: Array) -> list[Task]:
-    """Return what reads blocks from their segment; one that the device refuses is told of.
+    """Return the tasks that read blocks from their segment.
 
-    Args:
-        move: the blocks.
-        chunk_bytes: bytes of one transfer.
-        sums: u64, one for each block that was asked for: gets the checksum of what came.
-        unreadable: a mask like it of the blocks that the device refused.
+    `sums`, u64 and one for each requested block, gets the checksums of what came; `unreadable`, a
+    mask like it, the blocks that the device refused.
     """
 
     def read(chunk: Chunk) -> None:
@@ -98,14 +92,9 @@ def read_tasks(move: Move, *, chunk_bytes: int, sums: Array, unreadable: Array) 
 def moves(
     segments: dict[int, Segment], slots: Array, slots_per_slab: int, arena: Tables, into: Array
 ) -> list[Move]:
-    """Return one move for each segment that has some of `slots`.
+    """Return one move for each segment, by slab in `segments`, that has some of `slots`.
 
-    Args:
-        segments: by slab.
-        slots: of the store, one a block.
-        slots_per_slab: rows of the store's slot table that a slab owns.
-        arena: where the blocks come from or go to.
-        into: its slots, one a block.
+    `into` has the slot of `arena` for each of them.
     """
     slab, row = np.divmod(slots, slots_per_slab)
     made = []
@@ -124,10 +113,10 @@ def moves(
 
 
 def check_same(tables: Tables, slots: Array, arena: Tables, arena_slots: Array) -> None:
-    """Refuse to move blocks between slots that are not of the same keys and parts.
+    """Refuse to move blocks between slots of different keys or parts.
 
     Raises:
-        ConfigError: some are not, or there are not as many.
+        ConfigError: some differ, or there are not as many.
     """
     same = len(slots) == len(arena_slots) and np.array_equal(
         tables.slot_key[slots], arena.slot_key[arena_slots]

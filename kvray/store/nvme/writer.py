@@ -1,6 +1,6 @@
-"""The one hand that writes to a store's files: payloads, a sync, records; and a sync for `flush`.
+"""The only writer of a store's files: payloads, a sync, records; and a sync for `flush`.
 
-Whoever calls has the writer's turn. The store's lock is taken for moments, never over I/O.
+The caller has the writer's turn. The store's lock is held for moments, never over I/O.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from kvray.store.nvme.transfers import check_same, chunk_bytes, moves, write_tas
 _log = logging.getLogger("kvray.nvme")
 
 _RETRY_S = 10.0
-"""How often a full disk is looked at again."""
+"""How often a full disk is checked for room."""
 
 
 class Writer:
@@ -43,7 +43,8 @@ class Writer:
         section: Callable[[], AbstractContextManager[bool]],
         verifies: bool,
     ) -> None:
-        """Write to `files` what `tables` and `book` say; `section` is the store's lock.
+        """Write blocks of `tables`, and records of `book`, to `files`; `section` is the store's
+        lock.
 
         With `verifies`, an arena's bytes are compared with their checksum before they count.
         """
@@ -109,7 +110,7 @@ class Writer:
         return has_file
 
     def _stop_growing(self, homeless: Array, error: CapacityError) -> None:
-        """Go on with the files that there are until the disk has room for one more."""
+        """Go on with the existing files until the disk has room for one more."""
         with self._section():
             mine = homeless[self._tables.slot_state[homeless] == RESERVED]
             slots.free(self._tables, mine)
@@ -130,7 +131,7 @@ class Writer:
     # -- blocks -------------------------------------------------------------------------------
 
     def _write_payloads(self, targets: Array, arena: Tables, sources: Array) -> Array:
-        """Write blocks for good; return a mask of those that may be recorded."""
+        """Write blocks durably; return a mask of those that may be recorded."""
         # Whoever made the checksum in the arena had the bytes in its cache. It goes into the record
         # as it is, and the read that brings the block back compares it before anything is served:
         # a block that memory has damaged meanwhile is found then, as one is that the disk damages.
@@ -178,7 +179,7 @@ class Writer:
                 slots.abort(self._tables, whole.only(~mask))
 
     def _abandon(self, demotions: Sequence[Demotion], targets: Array) -> None:
-        """Nothing of a call that failed is stored."""
+        """Store nothing of a call that failed."""
         with self._section():
             self._book.bury(targets)
             for one in demotions:
@@ -203,7 +204,7 @@ class Writer:
             self._book.give_back(taken)
 
     def _sync(self, slabs: Iterable[int]) -> None:
-        """Return when what was written to the files of `slabs` survives a power loss."""
+        """Return when the files of `slabs` survive a power loss."""
         try:
             self._threads.run([self._files.by_slab[slab].file.sync for slab in slabs])
         except (CapacityError, TierError) as error:
