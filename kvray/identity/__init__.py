@@ -1,4 +1,4 @@
-"""What names a block: its key, its namespace, the checkpoint and the tenant behind them.
+"""Everything that names a block: its key, its namespace, the checkpoint and the tenant.
 
-Engines, shards and commands use it. Pure, but for the fingerprint, which reads a checkpoint.
+Engines, shards and commands use it. Pure, except for the fingerprint, which reads a checkpoint.
 """

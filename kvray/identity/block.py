@@ -1,4 +1,4 @@
-"""What names a block: its key, and the namespace that seeds the keys."""
+"""The name of a block: its key, and the namespace that seeds the keys."""
 
 import hashlib
 import operator
@@ -15,35 +15,32 @@ BlockKey = NewType("BlockKey", bytes)
 KEY_BYTES = 32
 KEY_FORMAT_VERSION = 2
 UNNAMED = "fingerprinting"
-"""`Namespace.model` of a rank whose model has no name yet, and why its requests miss.
+"""`Namespace.model` of a rank whose model has no name yet, and the reason of its misses.
 
 Nothing is keyed with it: two models may have it at once.
 """
 
 
 def split_keys(keys: bytes) -> list[BlockKey]:
-    """Return the keys that lie end to end in `keys`, which the caller knows to be whole."""
+    """Return the keys that lie end to end in `keys`, the last of which is whole."""
     return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
 
 def namespace_id(digest: bytes) -> int:
-    """Return what an arena knows a namespace by: the first 4 bytes of its digest, little-endian.
-
-    0 stands for one that is not known.
-    """
+    """Return an arena's number of a namespace: 4 bytes of its digest, little-endian; 0: unknown."""
     return int.from_bytes(digest[:4], "little")
 
 
 def frame(*items: bytes) -> bytes:
-    """Join `items` so that no two different lists give equal bytes (each behind its u64 length)."""
+    """Join `items`, each behind its u64 length: different lists never give equal bytes."""
     return b"".join(struct.pack("<Q", len(item)) + item for item in items)
 
 
 def tagged(value: str | int, *, what: str) -> bytes:
     """Return `value` as bytes that tell text from number and are equal in every process.
 
-    Not `repr`, which writes a numpy integer or a character that is new to Unicode differently
-    from one installation to the next. A lone surrogate, which JSON can carry, is kept as it is.
+    Not `repr`, which writes a numpy integer or a character that is new to Unicode differently from
+    one installation to the next. A lone surrogate, which JSON can carry, is kept as it is.
 
     Raises:
         ConfigError: `value`, which the message calls `what`, is neither text nor whole number.
@@ -67,7 +64,7 @@ class Namespace:
     """
 
     model: str
-    """`model_key`, the fingerprint of the checkpoint, or `UNNAMED` as long as neither is known."""
+    """`model_key`, the fingerprint of the checkpoint, or `UNNAMED` while neither is known."""
     quantization: str
     """Weight and KV quantisation, as the engine names them."""
     overrides: str
@@ -94,8 +91,8 @@ class Namespace:
     def digest(self) -> bytes:
         """Return the 32 bytes that stand for this namespace in every key.
 
-        They are the sha256 of the framed items `kvray.namespace` and, field by field, its name
-        and its value, a text as `str:` and its UTF-8, a number as `int:` and its hex digits.
+        They are the sha256 of the framed items `kvray.namespace` and, field by field, its name and
+        its value, a text as `str:` and its UTF-8, a number as `int:` and its hex digits.
 
         Raises:
             ConfigError: a field is neither a text nor a whole number.
@@ -116,9 +113,5 @@ class Namespace:
 
     @classmethod
     def from_wire(cls, values: Mapping[str, object]) -> "Namespace":
-        """Build a namespace from `to_wire`'s mapping.
-
-        Raises:
-            TypeError: a field is missing or unknown.
-        """
+        """Return the namespace of `to_wire`'s mapping; TypeError: a field is missing or unknown."""
         return cls(**values)  # type: ignore[arg-type]

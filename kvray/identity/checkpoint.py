@@ -11,7 +11,7 @@ from kvray.errors import ConfigError
 
 _WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".engine", ".plan", ".nemo", ".npz")
 _NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state.*)\.(bin|pt|pth)")
-"""Files that trainers leave beside the weights and no engine loads."""
+"""Files of trainers beside the weights, which no engine loads."""
 _CONFIGS = (".json", ".yaml", ".yml", ".py")
 """Settings of the model, its quantisation and its media processors, the list of tensors by file,
 and the code of models that bring their own."""
@@ -21,7 +21,7 @@ _NOT_CONFIGS = re.compile(
 )
 """Files that make token ids, which the keys contain, or choose among them; and trainers' notes."""
 _NOT_PARTS = re.compile(r"\..*|__pycache__|original|lost\+found|(checkpoint|global_step)-?\d+")
-"""Directories inside a checkpoint that no engine reads: other states, and the weights once more."""
+"""Directories that no engine reads: other states, and the weights once more."""
 _DEPTH_MAX = 3
 _PIECE = re.compile(r".*-\d+-of-\d+\.\w+|rank\d+\.engine")
 
@@ -67,7 +67,7 @@ def find_files(root: Path) -> list[CheckpointFile]:
             found = list(_walk(root, b"", _DEPTH_MAX))
         else:
             _check_single(root)
-            file = _identify(root, b"")
+            file = file_of(root.stat(), root, b"")
             found = [file] if file is not None and file.is_weights else []
     except OSError as error:
         raise unreadable(error, root) from None
@@ -88,7 +88,8 @@ def _walk(directory: Path, prefix: bytes, depth: int) -> Iterator[CheckpointFile
                 if depth and not _NOT_PARTS.fullmatch(entry.name):
                     yield from _walk(directory / entry.name, name + b"/", depth - 1)
             elif _is_part(entry.name):
-                file = _identify(directory / entry.name, name)
+                path = directory / entry.name
+                file = file_of(path.stat(), path, name)
                 if file is not None:
                     yield file
 
@@ -109,10 +110,6 @@ def _is_part(name: str) -> bool:
 
 def _is_weights(name: str) -> bool:
     return name.endswith(_WEIGHTS) and not _NOT_WEIGHTS.fullmatch(name)
-
-
-def _identify(path: Path, name: bytes) -> CheckpointFile | None:
-    return file_of(path.stat(), path, name)
 
 
 def file_of(status: os.stat_result, path: Path, name: bytes) -> CheckpointFile | None:

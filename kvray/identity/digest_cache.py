@@ -1,4 +1,4 @@
-"""Digests of checkpoint files that were read before, and whose turn it is to read the others."""
+"""Keeps digests of checkpoint files, and has processes take turns to read the others."""
 
 import fcntl
 import hashlib
@@ -17,11 +17,11 @@ _ENTRY_BYTES_MAX = 16 * 2**20
 _POLL_S = 0.1
 _ANNOUNCED = struct.Struct("<QQ")
 _STALL_S = 30.0
-"""A process that waits for another one that makes no progress reads for itself after that."""
+"""A process waits so long for another one that makes no progress, then reads for itself."""
 
 
 class DigestCache:
-    """Digests that were found before; each counts while its file is the same."""
+    """Digests of earlier readings; each counts while its file is the same."""
 
     def __init__(self, root: Path, cache_dir: Path | None) -> None:
         digest = hashlib.sha256(os.fsencode(root.absolute())).hexdigest()
@@ -65,9 +65,9 @@ class DigestCache:
     def turn(self, progress: Progress) -> Iterator[Callable[[Progress], None]]:
         """Wait until no other process reads the checkpoint; yield a function that reports progress.
 
-        The kernel ends a turn with its process, however that dies. Nobody waits for a process that
-        makes no progress, nor for a cache that cannot be used or locked. Then several read one
-        checkpoint, which costs time and nothing else.
+        The kernel ends a turn with its process, however that dies. Nobody waits for a process
+        without progress, nor for a cache that cannot be used or locked. Then several read one
+        checkpoint, which costs only time.
         """
         descriptor = self._open_lock()
         try:

@@ -6,8 +6,8 @@ a format tag, then for each file, in order of name, its name (its path below the
 sha256 of its content.
 
 Why sha256, which is no faster than a disk: a hub's cache names large files by it. So a downloaded
-file has its digest without being read, and the same digest as its copy elsewhere. Such a name, or
-a digest from the cache, gives the same fingerprint sooner; it never gives another one.
+file has its digest without being read, and the same digest as its copy elsewhere. A digest from the
+hub or the cache gives the same fingerprint sooner, never another one.
 """
 
 import errno
@@ -38,12 +38,12 @@ READERS_MAX = 8
 
 _READ_BYTES = 4 * 2**20
 _ALONE_BYTES_MAX = 32 * 2**20
-"""Files that come to no more are read by the caller's thread: quicker than starting others."""
+"""The caller's thread reads files of no more in all: quicker than starting others."""
 _NICENESS = 10
 _TICK_NS = 20_000_000
 """Longer than the step of the clock that stamps files (10 ms on a kernel with HZ=100)."""
 _KEEP_S = 1.0
-"""How often what is known so far is written down, and others are told how far it is."""
+"""How often known digests are written down, and others hear of the progress."""
 
 
 def fingerprint_model(
@@ -52,22 +52,22 @@ def fingerprint_model(
     """Return a name of the checkpoint or LoRA adapter at `path` that no other one has.
 
     Some threads of low priority read all of it, except files whose digest is known from the cache
-    or a hub's layout. Of several processes that need one checkpoint, one reads it and the others
-    wait for the result.
+    or a hub's layout. If several processes need one checkpoint, one reads it and the others wait
+    for the result.
 
     Args:
-        path: a directory that holds weight files and their configuration, or one weight file.
-            Links are followed, and directories inside it looked into.
-        cache_dir: where digests are kept in one small file per path, made when missing; each
-            counts only while its file is the same. None, or one that cannot be used: none kept.
+        path: a directory of weight files and their configuration, or one weight file. It follows
+            links, and looks into directories inside.
+        cache_dir: keeps digests in one small file per path, made when missing; each counts only
+            while its file is the same. None, or one that cannot be used: none kept.
         progress: kept up to date; its `on_step` may end the reading.
 
     Returns:
         64 hexadecimal digits.
 
     Raises:
-        ConfigError: there is nothing at `path`, it holds no weights, or files change while they
-            are read.
+        ConfigError: there is nothing at `path`, it holds no weights, or files change while they are
+            read.
 
     Source: TensorRT-LLM's Hugging Face weight loader takes `*.safetensors`, `*.bin` and `*.pth`
     from the directory itself; some models (VILA) have theirs in directories inside it.
@@ -94,9 +94,9 @@ def fingerprint_model(
 def stamp_model(path: str | Path) -> str:
     """Return a stamp that changes whenever the fingerprint of the checkpoint at `path` could.
 
-    It is made of the places and times of files and reads none of them: microseconds a file.
-    Compare it with a stamp from before the fingerprint: `fingerprint_model` waits until later
-    changes show in a file's times.
+    It covers the places and times of files and reads none of them: microseconds a file. Compare it
+    with a stamp from before the fingerprint: `fingerprint_model` waits until later changes show in
+    a file's times.
 
     Raises:
         ConfigError: there is nothing at `path`, or it holds no weights.
@@ -110,12 +110,7 @@ def stamp_model(path: str | Path) -> str:
 def _digests(
     files: list[CheckpointFile], memory: DigestCache, progress: Progress
 ) -> dict[CheckpointFile, bytes]:
-    """Return the sha256 of each file's content.
-
-    Raises:
-        Changed: a file is another one by now.
-        OSError: a file cannot be read.
-    """
+    """Return the sha256 of each file's content; raises Changed, or OSError for unreadable ones."""
     named = {file: digest for file in files if (digest := named_by_hub(file)) is not None}
     known = memory.recall(files) | named
     if len(known) < len(files):
@@ -134,8 +129,8 @@ def _digests(
 def _wait_for_tick(files: list[CheckpointFile]) -> None:
     """Wait until any later change of content gets a new time of change.
 
-    A file written twice within one step of the clock keeps its times: without the wait, the
-    second content would be taken for the first one, now and from the cache.
+    A file written twice within one step of the clock keeps its times. Without the wait the second
+    content would pass for the first one, now and from the cache.
     """
     age_ns = time.time_ns() - max(file.ctime_ns for file in files)
     if 0 <= age_ns < _TICK_NS:
@@ -245,7 +240,7 @@ class _Reading:
 def _pieces(descriptor: int, size: int, buffer: bytearray) -> Iterator[memoryview]:
     """Yield the content of a file piece by piece; each is gone with the next.
 
-    Holes are zeros, as anywhere, but are not read: they would fill the page cache.
+    Holes are zeros, but are not read: they would fill the page cache.
     """
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     has_holes = os.fstat(descriptor).st_blocks * 512 < size

@@ -12,12 +12,12 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 def named_by_hub(file: CheckpointFile) -> bytes | None:
     """Return the digest by which a hub's cache names a file, if it can be trusted.
 
-    The cache has `snapshots/<revision>/<name>`, a link to `blobs/<sha256>`; the link is made once
-    the file is there and named. A file that was written, replaced or restored after any of its
-    links was made is read instead: somebody may have edited it in place.
+    The cache has `snapshots/<revision>/<name>`, a link to `blobs/<sha256>`, made once the file is
+    there and named. A file that was written, replaced or restored after any of its links was made
+    is read instead: somebody may have edited it in place.
 
-    Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache; small files have names
-    of 40 digits, which are of another hash.
+    Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache; names of 40 digits, of
+    small files, are another hash.
     """
     blob = Path(os.path.realpath(file.path))
     if not _DIGEST.fullmatch(blob.name) or blob.parent.name != "blobs":

@@ -4,16 +4,16 @@ The chain starts from a *seed*: the sha256 of four items, each behind its length
 
     "kvray.seed" | the namespace's digest | salt | adapter
 
-where salt is `str:` and its UTF-8, `int:` and its hex digits, or nothing without a salt, and
-adapter is `lora:` and the adapter's fingerprint, or nothing without one. A block's key is the
-sha256 of its message, which is
+The salt is `str:` and its UTF-8, `int:` and its hex digits, or nothing without a salt. The adapter
+is `lora:` and the adapter's fingerprint, or nothing without one. A block's key is the sha256 of its
+message:
 
     parent (32 bytes) | u32 tokens_per_block | its tokens, i32 each | u32 number of extras | extras
 
-where parent is the key of the block before (the seed for the first), and an extra is a media item
-that begins in this block: u32 its offset in the block, u32 the length of its digest, the digest;
-items stand in order of offset, then digest. All numbers are little endian. Every part has a fixed
-length or stands behind its length, so no two different contents give one message.
+The parent is the key of the block before (the seed for the first). An extra is a media item that
+begins in this block: u32 its offset in the block, u32 the length of its digest, the digest. Items
+stand in order of offset, then digest. All numbers are little endian. Every part has a fixed length
+or stands behind its length, so no two different contents give one message.
 """
 
 import hashlib
@@ -59,15 +59,10 @@ class MediaItem:
 def request_seed(
     namespace: bytes, *, salt: str | int | None = None, lora: bytes | None = None
 ) -> bytes:
-    """Return the seed of one request's chain.
+    """Return the 32-byte seed of one request's chain.
 
-    Args:
-        namespace: `Namespace.digest()`.
-        salt: the request's cache salt; text and number never give equal seeds.
-        lora: fingerprint of the request's LoRA adapter, None without one.
-
-    Returns:
-        32 bytes.
+    `namespace` is `Namespace.digest()`, `lora` the fingerprint of the request's LoRA adapter. As
+    `salt`, text and number never give equal seeds.
 
     Raises:
         ConfigError: a salt that is neither text nor whole number.
@@ -168,7 +163,7 @@ def _frame_blocks(tokens: npt.NDArray[np.int32], tokens_per_block: int) -> npt.N
 
 
 def _add_media(messages: Iterable[tuple[bytes]], extras: dict[int, bytes]) -> list[tuple[bytes]]:
-    """Return `messages`, those that have extras with them in place of the zero at their end."""
+    """Return `messages`, where extras replace the zero at the end."""
     return [
         (message[:-4] + extras[index],) if index in extras else (message,)
         for index, (message,) in enumerate(messages)
@@ -176,7 +171,7 @@ def _add_media(messages: Iterable[tuple[bytes]], extras: dict[int, bytes]) -> li
 
 
 def _media_extras(media: Sequence[MediaItem], tokens_per_block: int) -> dict[int, bytes]:
-    """Return block index -> the count and the extras that end its message in place of a zero."""
+    """Return block index -> the count and the extras that end its message."""
     blocks: dict[int, list[bytes]] = {}
     for item in sorted(media, key=lambda item: (item.position, item.digest)):
         index, offset = divmod(item.position, tokens_per_block)

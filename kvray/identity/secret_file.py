@@ -14,11 +14,8 @@ _OPEN_TO_OTHERS = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
 def read_secret(path: Path, *, setting: str) -> bytes:
     """Return the secret in a file, without the white space around it.
 
-    The group may read it: the engines of a node and its Ray may be of different users.
-
-    Args:
-        path: the file, or a link to it, as Kubernetes mounts them.
-        setting: what names it, for the message.
+    The group may read it: the engines of a node and its Ray may be of different users. `path` may
+    be a link, as Kubernetes mounts them; messages name the `setting`.
 
     Raises:
         ConfigError: it cannot be read, others can read it, or it is too short or too long.

@@ -26,18 +26,18 @@ from kvray.identity.secret_file import read_secret
 _REMEMBERED = 4096
 """Salts whose derivation is remembered."""
 _SALT_MAX = 256
-"""Characters of a salt that is: what callers choose must not fill the memory."""
+"""Characters of a remembered salt: callers choose them, and must not fill the memory."""
 _NAME = re.compile(TENANT_NAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantSalt:
-    """What a request of a tenant is keyed with."""
+    """The salt and number of a tenant's request."""
 
     salt: str
     """Takes the place of the request's own salt."""
     tenant_id: int
-    """What an arena knows the tenant by, for its quota; see `tenant_id`."""
+    """An arena's number of the tenant, for its quota; see `tenant_id`."""
 
 
 class TenantSalts:
@@ -59,11 +59,11 @@ class TenantSalts:
 
     @property
     def check(self) -> str:
-        """What tells equal secrets from unequal ones, and says nothing else of them."""
+        """A text that tells equal secrets from unequal ones, and reveals nothing else."""
         return self._mac(b"kvray.tenant.check")[:16]
 
     def derive(self, salt: str | int | None) -> TenantSalt | None:
-        """Return what to key a request with, by its cache salt; None: it names no tenant.
+        """Return the salt of a request, from its cache salt; None: it names no tenant.
 
         Such a request must share nothing with any other.
 
@@ -92,9 +92,9 @@ class TenantSalts:
 
 
 def tenant_id(tenant: str) -> int:
-    """Return what an arena knows a tenant by: never 0, which is nobody's.
+    """Return an arena's number of a tenant; never 0, which is nobody's.
 
-    A hash of 32 bits: two tenants that share one would share a quota, but no block.
+    It is a hash of 32 bits: two tenants that share one would share a quota, but no block.
     """
     return _id_of(tenant.encode())
 

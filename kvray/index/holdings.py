@@ -9,7 +9,6 @@ class Incarnation:
     __slots__ = ("is_ended", "is_kept", "is_silent", "numbers", "shard")
 
     def __init__(self, shard: str) -> None:
-        """Start without blocks."""
         self.shard = shard
         self.is_ended = False
         self.is_kept = False
@@ -29,7 +28,6 @@ class Holding:
     __slots__ = ("live", "masks", "num_keys", "seen")
 
     def __init__(self, masks: Masks) -> None:
-        """Stand for `masks`."""
         self.masks = masks
         self.num_keys = 0
         self.seen = -1
@@ -40,7 +38,6 @@ class Holdings:
     """All holdings that some key has, by number; 0 stands for no holders."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self._numbers: dict[frozenset[tuple[Incarnation, int]], int] = {}
         self._holdings: list[Holding] = [Holding({})]
         self._free: list[int] = []

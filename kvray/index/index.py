@@ -1,7 +1,9 @@
 """Key -> holders, for millions of blocks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import numpy as np
 
@@ -11,12 +13,12 @@ from kvray.index.holdings import Holdings, Incarnation, Masks
 from kvray.index.key_table import Array, KeyTable
 
 PARTS_MAX = 1024
-"""Parts of a block that the index can tell apart: far more than ranks of any replica."""
+"""Parts of a block that the index can tell apart: far more than a replica has ranks."""
 
 _PART_BITS = PARTS_MAX.bit_length() - 1
 _WAYS_PURGED = 1000
 _HEAD = 512
-"""Keys of a long prompt to look up first; the rest only if all of these are held."""
+"""Keys of a long prompt to look up first; the rest only if somebody holds all of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +27,8 @@ class Match:
 
     num_blocks: int
     holders: dict[str, int]
-    """Shard -> leading blocks of which it has every part. Further blocks may have their parts on
-    several shards."""
+    """Shard -> leading blocks that it has whole. Several shards may share the parts of further
+    blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +56,12 @@ class Loss:
 class Index:
     """Key -> holders; single-threaded, no clock, no I/O.
 
-    A shard that is dropped or restarts is not found from that moment on. Its entries stay until
-    `purge` removes them, in slices so that no call takes long.
+    Keys come as bytes: 32 each, end to end, in prefix order. A shard that is dropped or restarts is
+    not found from that moment on. Its entries stay until `purge` removes them, in slices so that no
+    call takes long.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._table = KeyTable()
         self._holdings = Holdings()
         self._shards: dict[str, Incarnation] = {}
@@ -95,7 +97,7 @@ class Index:
         return entries
 
     def add(self, shard: str, keys: bytes, parts: Sequence[int]) -> None:
-        """Enter parts of blocks that `shard` now has; `keys` end to end, 32 bytes each.
+        """Enter parts of blocks that `shard` now has, one part a key.
 
         Raises:
             ConfigError: keys and parts differ in number, or a part is out of range.
@@ -110,14 +112,7 @@ class Index:
             )
 
     def remove(self, shard: str, keys: bytes, parts: Sequence[int]) -> list[Loss]:
-        """Remove parts that `shard` no longer has; unknown ones are ignored.
-
-        Returns:
-            The blocks that lost the last holder of a part.
-
-        Raises:
-            ConfigError: as `add`.
-        """
+        """Remove parts that `shard` no longer has, if known; return the losses. Raises as `add`."""
         packed, numbers = _entries(keys, parts)
         one = self._shards.get(shard)
         if one is None:
@@ -161,14 +156,10 @@ class Index:
         self._set_silent(shard, False)
 
     def purge(self, slots_max: int) -> list[Loss]:
-        """Remove some of the entries of shards that were dropped or started over.
+        """Remove some entries of shards that were dropped or started over; return the losses.
 
-        Args:
-            slots_max: how many slots of the table to visit; a key has about 3. Fewer are visited
-                while the entries to remove have many different holdings, each of which is work.
-
-        Returns:
-            As `remove`.
+        Visits up to `slots_max` slots of the table; a key has about 3. It visits fewer while the
+        entries to remove have many different holdings, each of which is work.
         """
         self._ended = [one for one in self._ended if one.numbers]
         chosen = self._to_purge()
@@ -189,10 +180,6 @@ class Index:
 
         Different shards may hold the parts of a block, as with ranks on several nodes.
 
-        Args:
-            keys: keys in prefix order, 32 bytes each, end to end.
-            num_parts: parts that make a block whole.
-
         Raises:
             ConfigError: no block has that many parts, or the last key is not whole.
         """
@@ -204,7 +191,7 @@ class Index:
         for some in (slice(0, _HEAD), slice(_HEAD, None)):
             for start, stop, number in self._runs(packed[some], some.start):
                 live = self._holdings.live(number)
-                if not _has_all(live, whole):
+                if whole & ~_union(live.values()):
                     return Match(num_blocks=start, holders=holders)
                 for shard, parts in live.items():
                     if parts & whole == whole and holders.get(shard, 0) == start:
@@ -212,10 +199,8 @@ class Index:
         return Match(num_blocks=len(packed), holders=holders)
 
     def locate(self, keys: bytes) -> list[Run]:
-        """Return the holders of `keys`, 32 bytes each, end to end.
-
-        Returns:
-            Runs from the first key to the last one with a holder; keys in between may have none.
+        """Return runs from the first key to the last one with a holder; keys in between may have
+        none.
 
         Raises:
             ConfigError: the last key is not whole.
@@ -231,12 +216,12 @@ class Index:
         return [Run(stop=stop, holders=holders) for stop, holders in found]
 
     def still_lost(self, keys: bytes, parts: int) -> bytes:
-        """Return those of `keys` that lack a holder of one of `parts`; silent shards count."""
+        """Return those of `keys` that lack a holder of `parts`; silent shards count."""
         packed = _pack(keys)
         numbers = self._table.values(packed, self._table.find(packed))
         different, which = np.unique(numbers, return_inverse=True)
         lost = [
-            bool(parts & ~_union(_without_ended(self._holdings.masks(number))))
+            bool(parts & ~_union(_without_ended(self._holdings.masks(number)).values()))
             for number in different.tolist()
         ]
         rows = np.flatnonzero(np.array(lost, dtype=bool)[which])
@@ -342,17 +327,8 @@ def _without_ended(masks: Masks) -> Masks:
     return {one: mask for one, mask in masks.items() if not _is_over(one)}
 
 
-def _union(masks: Masks) -> int:
-    union = 0
-    for mask in masks.values():
-        union |= mask
-    return union
-
-
-def _has_all(live: dict[str, int], whole: int) -> bool:
-    for mask in live.values():
-        whole &= ~mask
-    return not whole
+def _union(masks: Iterable[int]) -> int:
+    return reduce(or_, masks, 0)
 
 
 def _lost(before: Masks, after: Masks) -> int:
@@ -365,4 +341,4 @@ def _lost(before: Masks, after: Masks) -> int:
         return 0
     stay = {one.shard for one in after}
     gone = {one: mask for one, mask in before.items() if one.shard not in stay}
-    return _union(gone) & ~_union(after)
+    return _union(gone.values()) & ~_union(after.values())

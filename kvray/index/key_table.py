@@ -1,8 +1,8 @@
 """Maps millions of keys to small numbers, in arrays; vectorised over keys.
 
 The first 8 bytes of a key, uniform as part of a sha256, choose its bucket. A bucket has 16 ways;
-the few keys that find none free spill into a dict. The table grows by linear hashing: it splits
-a few buckets at a time, so that no call has to rehash the whole, and growing copies rows. It has no
+the few keys that find none free spill into a dict. The table grows by linear hashing: it splits a
+few buckets at a time, so that no call has to rehash the whole, and growing copies rows. It has no
 objects for Python's garbage collector to walk.
 """
 
@@ -35,12 +35,11 @@ _SPLIT = 1024
 class KeyTable:
     """Key -> number from 1 to 2**32 - 1.
 
-    It never shrinks. Keys are rows of four u64. `find` returns the place of a key, valid until
-    the next `put`.
+    It never shrinks. Keys are rows of four u64. A key's place from `find` is valid until the next
+    `put`.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._num_buckets = _BUCKETS_MIN
         self._level = _BUCKETS_MIN.bit_length() - 1
         # A tag of 0 marks a free way: its value is 0, its key arbitrary.
@@ -95,10 +94,7 @@ class KeyTable:
     def put(self, keys: Array, places: Array, values: Array) -> None:
         """Give each key a new number; 0 removes it.
 
-        Args:
-            keys: no two are equal.
-            places: from `find`.
-            values: u32, shape [num_keys].
+        No two `keys` are equal; `places` are from `find`, and `values` are u32 [num_keys].
         """
         here = places >= 0
         gone = places[here & (values == 0)]
@@ -113,12 +109,9 @@ class KeyTable:
             self._insert(keys[new], values[new])
 
     def with_values(self, chosen: Array, start: int, stop: int) -> Array:
-        """Return the places from slot `start` to `stop` of keys whose number is `chosen`.
+        """Return the places of keys whose number is `chosen`, from slot `start` to before `stop`.
 
-        Args:
-            chosen: bool for each number from 0 on; numbers beyond its end are not chosen.
-            start: the first slot to visit.
-            stop: the slot after the last.
+        `chosen` is a mask of numbers from 0 on; numbers beyond its end are not chosen.
         """
         values = self._values[: self._num_buckets].reshape(-1)[start:stop]
         known = np.minimum(values, len(chosen) - 1)
@@ -139,7 +132,6 @@ class KeyTable:
         return np.where(split < self._num_buckets, split, split & ((1 << self._level) - 1))
 
     def _grow(self, count: int) -> None:
-        """Split buckets until there is room for `count` keys more."""
         while self._len + count > _MEAN_KEYS * self._num_buckets:
             self._split()
 

@@ -11,8 +11,7 @@ from kvray.store import Arena
 _log = logging.getLogger("kvray.node")
 
 _FLUSH_S = 0.1
-"""How long one round may take, so that an arena that stays locked does not keep the thread from
-its other work."""
+"""A round takes no longer, so that a locked arena does not keep the thread from its other work."""
 _WAITING_MAX = 4096
 
 Deferred = Callable[[Arena], bool]

@@ -5,16 +5,14 @@ from collections.abc import Mapping
 _VALUE_MAX = 48
 """Characters shown of a value."""
 _BEFORE = 8
-"""How many of them precede the first difference."""
+"""Characters shown before the first difference."""
 
 
 def explain(num_tokens: int, replica: str, difference: Mapping[str, tuple[object, object]]) -> str:
-    """Return lines for people: the missed tokens, how the namespaces differ, what to do.
+    """Return lines for people: the missed tokens, how the namespaces differ, the fix.
 
-    Args:
-        num_tokens: missed tokens of prompts whose first tokens `replica` has stored.
-        replica: the other one.
-        difference: field of the namespace -> (value here, value there).
+    `num_tokens` were missed in prompts whose first tokens `replica` has stored. `difference` is
+    field of the namespace -> (value here, value there).
     """
     rows = [(name, *_shown(_text(mine), _text(its))) for name, (mine, its) in difference.items()]
     names, ours = (max((len(row[at]) for row in rows), default=0) for at in (0, 1))

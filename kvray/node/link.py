@@ -1,9 +1,9 @@
 """A process's link to its node's tier: the arena it has mapped, kept attached in the background.
 
-One link a directory and process, shared by all who ask (a rank-0 engine process has a scheduler
-and a worker). A daemon thread attaches, notices a retired arena, registers replicas with the
-shard, sends their figures, and retries calls that found the arena busy; a second one populates
-the mapping. An engine that started before its shard, or outlives it, joins again by itself.
+One link a directory and process, shared by all users (a rank-0 engine process has a scheduler and a
+worker). A daemon thread attaches, notices a retired arena, registers replicas with the shard, sends
+their figures, and retries calls that found the arena busy; a second one populates the mapping. An
+engine that started before its shard, or outlives it, joins again by itself.
 """
 
 import logging
@@ -30,14 +30,17 @@ _REPORT_S = 1.0
 _RETRY_S = 0.005
 _LAST_FLUSH_S = 2.0
 _PREVIOUS_S = 10.0
-"""How long an arena that was replaced stays mapped at least: its leader may be a moment behind, and
-lease there once more. After that it stays as long as a living process has a lease in it."""
+"""Minimum time that a replaced arena stays mapped: its leader may be a moment behind, and lease
+there once more. After that it stays as long as a living process has a lease in it."""
 
 T = TypeVar("T")
 
 
 class NodeLink:
-    """This process's access to the tier in one directory; use `attach` to get it."""
+    """This process's access to the tier in one directory; use `attach` to get it.
+
+    It attaches at once if there is an arena, and keeps looking if there is none.
+    """
 
     def __init__(
         self,
@@ -48,7 +51,6 @@ class NodeLink:
         attach_retry_s: float,
         access: Access,
     ) -> None:
-        """Attach at once if there is an arena, and keep looking if there is none."""
         self.directory = directory
         self._label = label
         self._lock_wait_s = lock_wait_s
@@ -83,8 +85,8 @@ class NodeLink:
     def arena_named(self, arena_id: str) -> Arena | None:
         """Return the arena of that id if it is the present one, or an earlier one with leases.
 
-        What was leased in an arena stays readable after its owner retired it: a promise is kept,
-        however often the tier is replaced meanwhile.
+        Leased blocks stay readable after an arena's owner retired it: a promise is kept, however
+        often the tier is replaced meanwhile.
         """
         for arena in (self._arena, *(arena for arena, _ in self._previous)):
             if arena is not None and arena.arena_id == arena_id and not self._forked:
@@ -92,7 +94,7 @@ class NodeLink:
         return None
 
     def member(self, owner: object, key: object, create: Callable[[], T]) -> T:
-        """Return what `create` made for this very `owner` and an equal `key`, made once."""
+        """Return the object that `create` made once for this very `owner` and an equal `key`."""
         with self._members_lock:
             for known, known_key, made in self._members:
                 if known is owner and known_key == key:
@@ -102,7 +104,7 @@ class NodeLink:
             return made
 
     def members(self) -> list[object]:
-        """Return what was made for all owners, the latest first."""
+        """Return the objects made for all owners, the latest first."""
         with self._members_lock:
             return [made for _, _, made in reversed(self._members)]
 
@@ -137,7 +139,7 @@ class NodeLink:
         return self._socket.call(op, timeout_s=timeout_s, **fields)
 
     def detach(self) -> None:
-        """One user less; the last one closes the link. In a forked child nothing happens."""
+        """Drop one user; the last one closes the link. In a forked child nothing happens."""
         if self._forked:
             return
         with _links_lock:
@@ -199,7 +201,7 @@ class NodeLink:
                 _log.exception("kvray: a defect in the background; the engine goes on")
 
     def _try_attach(self) -> None:
-        """Map the arena that is there now, if it is not the one we have."""
+        """Map the arena that is there now, if it is another one."""
         if self._arena is not None and not self._is_superseded(self._arena):
             return
         if self._arena is not None:
@@ -233,7 +235,7 @@ class NodeLink:
     def _close_previous(self) -> None:
         """Unmap replaced arenas that hold no promised block.
 
-        Ranks read by leases that their leader's process has: one of any living holder counts.
+        Ranks read by leases of their leader's process: one of any living holder counts.
         """
         now = time.monotonic()
         for entry in self._previous:
@@ -277,15 +279,15 @@ def attach(
 ) -> NodeLink:
     """Return this process's link to the tier in `directory`; `NodeLink.detach` gives it back.
 
+    The first caller's values hold. The registry is locked while it attaches, which takes seconds at
+    worst: whoever asks for the same directory meanwhile wants that very link.
+
     Args:
         directory: `KVRayConfig.node_dir`.
-        label: who this process is, for people.
+        label: this process's name for people.
         lock_wait_s: longest try for the arena's lock.
         attach_retry_s: how often to look for an arena while there is none.
         access: whose arena is trusted, beside one of this process's own user.
-
-    The first caller's values hold. The registry is locked while it attaches, which takes seconds
-    at worst: whoever asks for the same directory meanwhile wants that very link.
     """
     directory = directory.absolute()
     with _links_lock:
@@ -304,7 +306,7 @@ def attach(
 
 
 def _forget_links() -> None:
-    """After a fork: the links are the parent's, and their threads are not here."""
+    """Forget, after a fork, the parent's links, whose threads are not here."""
     global _links_lock
     _links_lock = threading.Lock()
     _links.clear()

@@ -1,4 +1,4 @@
-"""Prompt-prefix digests that one rank noted, and the misses that turned out to be incompatible."""
+"""Prompt-prefix digests of one rank, and its misses that turned out to be incompatible."""
 
 import logging
 from typing import Any
@@ -24,7 +24,6 @@ class PrefixDigests:
     """
 
     def __init__(self) -> None:
-        """Start with nothing noted."""
         self.incompatible_tokens = 0
         """Missed tokens that turned out to be stored in another namespace; never falls."""
         self._waiting: list[tuple[bytes, int]] = []
@@ -32,11 +31,7 @@ class PrefixDigests:
         self._explained: set[str] = set()
 
     def note_stored(self, digest: bytes) -> None:
-        """Note that the first block of a prompt is stored: it was saved, or found.
-
-        Args:
-            digest: see `prefix_digest`.
-        """
+        """Note that the first block of a prompt is stored: it was saved, or found."""
         if digest in self._known or not self._note(digest, 0):
             return
         if len(self._known) >= _KNOWN_MAX:
@@ -46,9 +41,7 @@ class PrefixDigests:
     def note_missed(self, digest: bytes, num_tokens: int) -> None:
         """Note a prompt of which not even the first block is stored.
 
-        Args:
-            digest: see `prefix_digest`.
-            num_tokens: tokens that are counted as missed because of it; of none there is no note.
+        `num_tokens` count as missed because of it; with none there is no note.
         """
         if num_tokens > 0:
             self._note(digest, num_tokens)
@@ -58,7 +51,7 @@ class PrefixDigests:
         return self._waiting[:NOTES_MAX]
 
     def reported(self, num_notes: int, incompatible: list[dict[str, Any]]) -> None:
-        """The shard has taken the first `num_notes` and answered what `DigestDesk` says."""
+        """Drop the first `num_notes`, which the shard has, and read its answers."""
         del self._waiting[:num_notes]
         for answer in incompatible:
             self.incompatible_tokens += answer["num_tokens"]

@@ -1,4 +1,4 @@
-"""The ranks of this process as its node's shard knows them, and the figures it hears of them."""
+"""The ranks of this process as its node's shard knows them, and their figures for it."""
 
 import logging
 import threading
@@ -28,25 +28,25 @@ class Registration:
     counters: Callable[[], dict[str, int]]
     """Figures for `kvray status`: totals since the engine started."""
     prefix_digests: PrefixDigests | None = None
-    """What the rank notes of its prompts; None if it notes nothing."""
+    """The notes of its prompts; None if it makes none."""
     requests: RequestNotes | None = None
-    """Notes on its requests; None if it makes none."""
+    """The notes of its requests; None if it makes none."""
     part_requests: tuple[PartRequest, ...] = (PartRequest(0),)
     """The parts that its leases must have."""
     num_ranks: int = 1
-    """Ranks that it speaks for, or is spoken for with; 1: itself alone."""
+    """Ranks that it speaks for, or that speak for it; 1: itself alone."""
     adapters: str | None = None
     """How its engine reads LoRA adapters; None if it knows of none."""
     tenants: str | None = None
-    """`TenantSalts.check` of the secret that its salts are derived with; None: they are not."""
+    """`TenantSalts.check` of the secret that derives its salts; None: no secret."""
     told: Namespace | None = None
-    """The namespace that the shard has accepted; None: it has to hear of the rank again."""
+    """The namespace that the shard has accepted; None: it must hear of the rank again."""
     refusal: str | None = None
     """The shard's sentence, if it refuses."""
     has_peers: bool = False
-    """Whether the shard has said that it may bring blocks here, from other nodes or from disk."""
+    """Whether the shard may bring blocks here, from other nodes or from disk."""
     former: str | None = None
-    """What the replica was called when the shard was told last, if it has another name now."""
+    """The replica's name when the shard heard of it last, if it has another now."""
 
     def rename(self, replica: str) -> None:
         """Have it registered as a rank of `replica`, with the next report."""
@@ -62,7 +62,7 @@ class Registration:
 
     @property
     def accepted(self) -> bool:
-        """Whether the shard knows the rank by its namespace of now, which others may renew."""
+        """Whether the shard knows the rank by its present namespace, which others may renew."""
         return self.told is self.namespace
 
 
@@ -72,19 +72,14 @@ class Registrations:
     def __init__(
         self, socket: ShardSocket, membership: Callable[[], tuple[str, Membership] | None]
     ) -> None:
-        """Tell the shard behind `socket`.
-
-        Args:
-            socket: of the node's shard.
-            membership: returns the arena of this process, and its row there.
-        """
+        """Tell the shard behind `socket`; `membership` gives this process's arena and row."""
         self._socket = socket
         self._membership = membership
         self._lock = threading.Lock()
         self._all: list[Registration] = []
 
     def add(self, registration: Registration, *, tell: bool) -> None:
-        """Take a rank in; `tell` the shard now, else the next `report` does.
+        """Add a rank; `tell` the shard now, else the next `report` does.
 
         Raises:
             LayoutMismatch: another replica claims the same `model_key` with another layout.
@@ -112,13 +107,13 @@ class Registrations:
         return was_in
 
     def forget_answers(self) -> None:
-        """Note that there is a new shard or connection, which has to hear all again."""
+        """Note that there is a new shard or connection, which must hear all again."""
         with self._lock:
             for registration in self._all:
                 registration.told = None
 
     def report(self) -> None:
-        """Tell the shard of every rank, changed or not: a shard that was restarted knows none."""
+        """Tell the shard of every rank, changed or not: a restarted shard knows none."""
         for registration in list(self._all):
             if not any(one is registration for one in self._all):
                 continue  # It left since the list was taken.
@@ -134,11 +129,7 @@ class Registrations:
                     _log.error("kvray: replica %s is refused: %s", registration.replica, error)
 
     def report_last(self, registration: Registration) -> None:
-        """Leave a rank's last figures with the shard.
-
-        Raises:
-            KVRayError: the shard did not take them.
-        """
+        """Leave a rank's last figures with the shard; KVRayError: it did not take them."""
         self._report(registration, timeout_s=_LAST_REPORT_S, leaving=True)
 
     def _report(self, registration: Registration, *, timeout_s: float, leaving: bool) -> None:

@@ -13,17 +13,16 @@ class RequestNotes:
     """The latest requests of one rank.
 
     The engine's thread notes, in about a microsecond and without a lock; the link's thread takes
-    and reports. Both use `_waiting`, a deque; of too many the oldest goes.
+    and reports. Both use `_waiting`, a deque that drops the oldest beyond its bound.
     """
 
     def __init__(self) -> None:
-        """Start with nothing noted."""
         self._waiting: deque[RequestNote] = deque(maxlen=_WAITING_MAX)
         self._said: OrderedDict[int, tuple[int, int, str]] = OrderedDict()
         """Request -> what was noted of it last: an engine that is full asks in every pass."""
 
     def note(self, note: RequestNote) -> None:
-        """Note what came of a request, unless it is what came of it before."""
+        """Note the outcome of a request, unless it is the same as before."""
         came = note.first, note.end, note.reason
         if self._said.get(note.request_id) == came:
             return
@@ -33,7 +32,7 @@ class RequestNotes:
         self._waiting.append(note)
 
     def take(self) -> list[RequestNote]:
-        """Return what to report next, the oldest first; it waits no longer."""
+        """Return the notes to report next, the oldest first; they wait no longer."""
         count = min(NOTES_MAX, len(self._waiting))
         return [self._waiting.popleft() for _ in range(count)]
 
@@ -44,7 +43,7 @@ class RequestNotes:
 
 
 def packed(notes: list[RequestNote]) -> list[bytes]:
-    """Return notes as a report carries them; a request whose number no frame carries has none."""
+    """Return notes in a report's form, without requests whose number no frame carries."""
     found = []
     for note in notes:
         with contextlib.suppress(TypeError, ValueError, OverflowError):

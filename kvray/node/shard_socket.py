@@ -14,10 +14,9 @@ from kvray.wire import SOCKET_FILE
 
 
 class ShardSocket:
-    """Calls to this node's shard; connects when needed and again after a failure."""
+    """Calls to the shard whose arena lies in `directory`; connects again after a failure."""
 
     def __init__(self, directory: Path) -> None:
-        """Speak to the shard whose arena lies in `directory`."""
         self._path = directory / SOCKET_FILE
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
@@ -29,7 +28,7 @@ class ShardSocket:
         Raises:
             ShardUnavailable: no answer within `timeout_s`.
             TransferError: `fields` are more than a frame takes, or the answer is none.
-            KVRayError: what the shard answered with.
+            KVRayError: the shard's own answer.
         """
         if os.getpid() != self._pid:
             # The connection is the parent's: two processes would read each other's replies.
@@ -84,7 +83,7 @@ class ShardSocket:
 
 
 def _receive(peer: socket.socket, size: int, deadline: float) -> bytes:
-    """Return so many bytes; what is there at the deadline counts, however late we look."""
+    """Return so many bytes; bytes that came before the deadline count, however late we look."""
     received = bytearray()
     while len(received) < size:
         peer.settimeout(max(deadline - time.monotonic(), 0.0))

@@ -24,7 +24,7 @@ from kvray.trace.reasons import STAGE_REASONS, StageReason
 
 _WAY_S = 0.005
 _WAY_SHARE = 0.2
-"""Of the wait, what is for the way there and back; the shard may take the rest."""
+"""Share of the wait for the way there and back; the shard may take the rest."""
 _KEYS_MAX = 65_536
 """Blocks of a prompt that are asked for; more would fill a frame."""
 _UNREAD_MAX = 64
@@ -41,7 +41,7 @@ class StageReply:
     reason: StageReason
     """Why there are not more."""
     leases: dict[int, tuple[str, Lease]] = field(default_factory=dict)
-    """Of each rank on another node (its arena, its lease of those blocks); ours to end."""
+    """Rank on another node -> (its arena, its lease of those blocks); ours to end."""
     arrivals: Arrivals = field(default=(), compare=False)
     """How the blocks came here, for people; nothing is decided by it."""
 
@@ -50,7 +50,6 @@ class StageCalls:
     """The calls of one engine; used by its scheduler's thread alone, and without one of its own."""
 
     def __init__(self, directory: Path) -> None:
-        """Ask the shard whose arena lies in `directory`."""
         self._socket = ShardSocket(directory)
         self._breaker = Breaker(Random(os.getpid()))
         self._name = secrets.token_hex(8)
@@ -73,14 +72,14 @@ class StageCalls:
         tokens_per_s: float,
         verify_from: int | None = None,
     ) -> StageReply:
-        """Return what of `keys` is here after `wait_s` at most; raises nothing of the shard's.
+        """Return which of `keys` are here after `wait_s` at most; raises no error of the shard.
 
         Args:
             keys: of a prompt's blocks, from its root.
-            replica: who asks, as it has registered.
+            replica: the asking replica, as it has registered.
             rank: likewise.
             wait_s: longest time that this call takes.
-            tokens_per_s: what computing the blocks instead would come to; 0: not known.
+            tokens_per_s: speed of computing the blocks instead; 0: not known.
             verify_from: of ranks on other nodes the first block to be checked there before it
                 counts; None: none is.
         """

@@ -27,9 +27,9 @@ from kvray.store.retention import Retention, find_alike
 _log = logging.getLogger("kvray.nvme")
 
 _BATCH_BYTES = 64 * 2**20
-"""Bytes that are leased and written at once: worth a sync, and released soon."""
+"""Bytes leased and written at once: worth a sync, and released soon."""
 _BATCH_SHARE = 1 / 16
-"""Share of the arena that one batch takes at most: it cannot be evicted meanwhile."""
+"""Most of the arena that one batch takes, because it cannot be evicted meanwhile."""
 _ROOM_SHARE = 0.01
 """Share of the store's blocks of a size that goes at once when it is full."""
 _LOCK_WAIT_S = 0.5
@@ -65,14 +65,9 @@ class Demoter:
         budget: WriteBudget,
         retention: Retention,
     ) -> None:
-        """Demote what lies above `high_watermark`, a share of the arena's slots.
+        """Demote the blocks above `high_watermark`, a share of the slots of the joined `arena`.
 
-        Args:
-            arena: this process has joined it.
-            store: the tier below.
-            high_watermark: see above.
-            budget: the bytes that may be written.
-            retention: says which blocks go next from either tier, and which are worth a write.
+        `retention` says which blocks go next from either tier, and which are worth a write.
         """
         self.counts = DemotionCounts()
         self._arena = arena
@@ -111,14 +106,8 @@ class Demoter:
     def flush(self, *, until: float, progress: Progress = lambda done, total: None) -> int:
         """Write all blocks that the store does not have; return how many.
 
-        The blocks that would go last come first. They survive a power loss when this returns.
-
-        Args:
-            until: `time.monotonic` after which no other batch is begun.
-            progress: told of bytes.
-
-        Raises:
-            CapacityError, TierError, ShardUnavailable: as for `demote_ahead`.
+        The blocks that would go last come first. They survive a power loss when this returns. No
+        batch begins after `until`, a time of `time.monotonic`. Raises as `demote_ahead`.
         """
         tables = self._arena.tables
         ready = np.flatnonzero(tables.slot_state == READY)
@@ -152,7 +141,7 @@ class Demoter:
     # -- choosing -----------------------------------------------------------------------------
 
     def _num_above(self, block_bytes: int) -> int:
-        """Return how many blocks of a size are above the watermark of all that it could have."""
+        """Return how many blocks of a size are above the watermark of all possible ones."""
         tables = self._arena.tables
         most = slabs.num_possible(tables, block_bytes)
         used = most - slabs.num_available(tables, block_bytes)
@@ -217,7 +206,7 @@ class Demoter:
     # -- writing ------------------------------------------------------------------------------
 
     def _by_batch(self, paths: Sequence[Array]) -> Iterator[list[Array]]:
-        """Yield pieces of the paths, so many at a time as are written at once."""
+        """Yield pieces of the paths, each list as much as is written at once."""
         batch: list[Array] = []
         left = self._batch_bytes
         for path in paths:
@@ -233,10 +222,9 @@ class Demoter:
             yield batch
 
     def _write(self, paths: Sequence[Array]) -> int | None:
-        """Write blocks that are still what they were.
+        """Write blocks that are still the same.
 
-        Returns:
-            How many are in the store now; None if the arena was busy: try again.
+        Returns how many are in the store now; None if the arena was busy: try again.
         """
         tables = self._arena.tables
         numbers = [tables.slot_number[path] for path in paths]
@@ -284,7 +272,7 @@ class Demoter:
         return Demotion(pending=pending, arena_slots=path[pending.reservation.rows])
 
     def _make_room(self, wanted: Array) -> None:
-        """Evict from the store the blocks of lowest rank, so that these blocks fit."""
+        """Evict the store's blocks of lowest rank, so that these blocks fit."""
         size = int(self._arena.tables.block_bytes(wanted[:1])[0])
         below = self._store.tables
         short = len(wanted) - slabs.num_available(below, size)

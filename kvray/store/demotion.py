@@ -8,18 +8,12 @@ from kvray.store.arena.tables import Array, Tables
 
 
 def paths_to(tables: Tables, slots: Array, is_below: Callable[[Array], Array]) -> list[Array]:
-    """Return what has to be written so that `slots` and all their ancestors are below.
+    """Return paths to write so that `slots` and all their ancestors are in the tier below.
 
-    Nothing is changed. Without the lock the result may be out of date.
-
-    Args:
-        tables: of the tier that they leave.
-        slots: the blocks to write, of any prompts.
-        is_below: tells of slots of that tier which are in the tier below as well, as a mask.
-
-    Returns:
-        Paths of slots, each from a block to one of its descendants; the block before a path is
-        below, or in an earlier path, or there is none.
+    Changes nothing; without the lock the result may be out of date. `tables` are those of the upper
+    tier, of whose slots `is_below` gives a mask: those that the tier below has. A path leads from a
+    block to one of its descendants. The block before a path is below, in an earlier path, or there
+    is none.
     """
     parent = tables.parents()
     wanted = np.zeros(len(parent), dtype=bool)

@@ -1,6 +1,6 @@
 """The blocks of an arena that another node keeps too, by the lookup's latest answers. Pure."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -8,25 +8,24 @@ from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
 
 _AGAIN_S = 10.0
-"""The time between two questions about a block."""
+"""Time between two questions about a block."""
 _VALID_S = 30.0
-"""The time that an answer counts: two lost answers in between do no harm."""
+"""Time that an answer counts: two lost answers in between do no harm."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class Question(NamedTuple):
     """Blocks of an arena to ask the lookup about."""
 
     slots: Array
-    """Their slots, i8 [num_blocks]."""
+    """i8 [num_blocks]."""
     numbers: Array
     """The slots' numbers, which change with their blocks, u8 [num_blocks]."""
     ticks: Array
-    """Ticks of their last use, u8 [num_blocks]."""
+    """Times of their last use, u8 [num_blocks]."""
     keys: Array
     """u8 [num_blocks, 4]."""
     parts: Array
-    """The part in each slot, [num_blocks]."""
+    """[num_blocks]."""
     names: Array
     """Keys of the first blocks of their stretches, u8 [num_blocks, 4]."""
 
@@ -34,14 +33,12 @@ class Question:
 class DuplicateBlocks:
     """Questions and answers about the blocks of an arena; single-threaded.
 
-    `ask` shares nothing with the rest, so it may run in another thread.
-
-    An answer about a slot ends with its block, and sooner: with the block's next use, because used
-    blocks are to stay, and after `_VALID_S`.
+    `ask` shares nothing with the rest, so it may run in another thread. An answer about a slot ends
+    with its block, with the block's next use, because used blocks are to stay, and after
+    `_VALID_S`.
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Start without answers."""
         self._asked_number, self._said_number, self._said_tick = np.zeros((3, num_slots), "<u8")
         self._asked_at, self._duplicate_at = np.full((2, num_slots), -np.inf)
 
@@ -64,14 +61,8 @@ class DuplicateBlocks:
         # While a block stays so do its ancestors, and then all of this belongs together.
         stayed = (tables.slot_state[slots] == READY) & (tables.slot_number[slots] == numbers)
         stayed &= heads >= 0
-        question = Question(
-            slots=slots[stayed],
-            numbers=numbers[stayed],
-            ticks=ticks[stayed],
-            keys=keys[stayed],
-            parts=parts[stayed],
-            names=names[stayed],
-        )
+        rows = slots, numbers, ticks, keys, parts, names
+        question = Question(*(column[stayed] for column in rows))
         self._asked_number[question.slots] = question.numbers
         self._asked_at[question.slots] = now
         return question

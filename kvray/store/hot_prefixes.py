@@ -1,4 +1,4 @@
-"""The prefixes of a namespace that are used most, as an arena has them; pure, needs no lock."""
+"""Finds the most used prefixes of a namespace in an arena; pure, needs no lock."""
 
 from dataclasses import dataclass
 
@@ -17,17 +17,17 @@ class HotPrefix:
     """The first 8 hex digits of its last block's key."""
     num_blocks: int
     uses: int
-    """How often it was found since it came; of several in some 100 ms one counts."""
+    """How often it was found since it came; several uses within some 100 ms count once."""
     used_s_ago: float | None
-    """How long ago the last use was; None: there was none."""
+    """Seconds since the last use; None: there was none."""
 
 
 def hot_prefixes(
     tables: Tables, uses: UseCounts, *, namespace: int, most: int, now: float
 ) -> list[HotPrefix]:
-    """Return up to `most` prefixes, what was used most and last first.
+    """Return up to `most` prefixes, the most and latest used first.
 
-    A prompt of which all blocks are used alike is one prefix, and where prompts part their common
+    A prompt whose blocks are all used alike is one prefix. Where prompts part, their common
     beginning is one more if it is used more often than each of them.
     """
     slots = np.flatnonzero((tables.slot_state == READY) & (tables.slot_namespace == namespace))

@@ -1,7 +1,7 @@
 """Brings blocks from a store's files into free slots of its node's arena, along a prefix.
 
-The whole rest of a prefix is read ahead, piece by piece from its front. The longer an engine waits,
-the more of the prefix is READY, and never with a gap.
+It reads the whole rest of a prefix ahead, piece by piece from its front. The longer an engine
+waits, the more of the prefix is READY, and never with a gap.
 """
 
 import time
@@ -25,12 +25,12 @@ _LOCK_WAIT_S = 0.5
 
 
 Promoted = Callable[[Array, Array], None]
-"""Called with slots of the arena, and the slots of the store whose blocks are there now."""
+"""Called with slots of the arena, and the store's slots of the same blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Brought:
-    """The blocks that a promotion has made READY."""
+    """Blocks that a promotion has made READY."""
 
     num_blocks: int
     num_bytes: int
@@ -61,13 +61,10 @@ class Promoter:
     ) -> Brought:
         """Bring leading blocks of a chain here, for as long as there is time and room.
 
-        Args:
-            keys: in prefix order; those that are here already are passed over.
-            parent: key before the first one; None at the root.
-            depth: place of the first one in its chain.
-            part: index of the part.
-            needs_parent: whether the blocks are of no use without their parent.
-            deadline: `time.monotonic` after which no other piece is begun.
+        `keys` are in prefix order; those here already are passed over. `parent` is the key before
+        the first one, None at the root, and `depth` the first one's place in its chain. With
+        `needs_parent` the blocks are of no use without their parent. No piece begins after
+        `deadline`, a time of `time.monotonic`.
 
         Raises:
             CapacityError: a block fits into no slab of the arena.

@@ -1,4 +1,4 @@
-"""Which blocks of a node stay: policies that follow the events in its tiers. Thread-safe."""
+"""Decides which blocks of a node stay, by policies that follow its events. Thread-safe."""
 
 import threading
 import time
@@ -23,12 +23,12 @@ _DUPLICATE = -1e30
 _NEW = 1e30
 """Rank of blocks that have come since the last look: above all others."""
 _GOING_SHARE = 1 / 8
-"""Of a size's blocks, those that count as going next: what is used much is not among them."""
+"""Share of a size's blocks that counts as going next: much used ones are not among them."""
 _GOING_MAX = 4096
 
 
 class Retention:
-    """The policies of an arena and of the store below it, and what is admitted there.
+    """The policies of an arena and of the store below it, and the store's admission.
 
     The lock guards the policies, which many threads ask. It is held for a look at tables or a
     ranking, never for I/O.
@@ -47,13 +47,13 @@ class Retention:
         """Of the arena's blocks, for people; read without the lock."""
 
     def put_below(self, store: NvmeStore) -> None:
-        """Decide on the blocks of `store` too; the blocks already there rank by their last use."""
+        """Decide on the blocks of `store` too; existing ones rank by their last use."""
         with self._lock:
             num_slots = store.geometry.num_slots
             self._below = _Below(store, self._policy.beside(num_slots), np.zeros(num_slots, bool))
 
     def drop_below(self) -> None:
-        """Decide on the arena alone from now on: the store below it is to be closed."""
+        """Decide on the arena alone from now on: the store below it will be closed."""
         with self._lock:
             self._below = None
 
@@ -71,7 +71,7 @@ class Retention:
                 self._below.store.touch(slots[both])
 
     def rank(self, slots: Array) -> Array:
-        """Return a number for each of `slots` of the arena, f8: the lowest is to go first."""
+        """Return a number for each of `slots` of the arena, f8: the lowest goes first."""
         ranks = self._rank_alone(slots)
         mask = self.are_duplicates(slots)
         if mask.any():
@@ -100,10 +100,8 @@ class Retention:
     def ask(self, free_share: float) -> Question:
         """Return blocks that go next and that no recent question was about.
 
-        For one thread at a time.
-
-        Args:
-            free_share: of a size's blocks; while more than that is free, nothing goes soon.
+        For one thread at a time. While more than `free_share` of a size's blocks is free, nothing
+        of that size goes soon.
         """
         tables = self._arena.tables
         going = [NO_SLOTS]
@@ -124,14 +122,14 @@ class Retention:
             self._duplicates.note(question, mask, now=time.monotonic())
 
     def are_duplicates(self, slots: Array) -> Array:
-        """Return a mask of `slots`, set for blocks that another node is known to keep."""
+        """Return a mask of `slots`: blocks that another node is known to keep."""
         with self._lock:
             return self._duplicates.among(self._arena.tables, slots, now=time.monotonic())
 
     # -- the tier below -----------------------------------------------------------------------
 
     def rank_below(self, slots: Array) -> Array:
-        """Return a number for each of `slots` of the store, f8: the lowest is to go first."""
+        """Return a number for each of `slots` of the store, f8: the lowest goes first."""
         with self._lock:
             return np.zeros(len(slots)) if self._below is None else self._below.rank(slots)
 
@@ -188,12 +186,12 @@ class _Below:
 
 
 def find_alike(tables: Tables, slots: Array, others: Tables) -> Array:
-    """Return where other tables have the blocks that are in `slots`, -1 where they do not."""
+    """Return the slots in `others` of the blocks in `slots`, -1 where there is none."""
     found = key_index.find(others, tables.slot_key[slots], tables.slot_part[slots])
     return np.where(others.slot_state[found] == READY, found, -1)
 
 
 def _has_less(tables: Tables, block_bytes: int, free_share: float) -> bool:
-    """Return whether less than a share of all blocks of a size that there can be has room."""
+    """Return whether less than a share of all possible blocks of a size has room."""
     most = slabs.num_possible(tables, block_bytes)
     return slabs.num_available(tables, block_bytes) < free_share * most

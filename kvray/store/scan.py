@@ -1,8 +1,8 @@
-"""The walk over an arena's READY blocks that checks each of them, while others go on using it.
+"""The walk over an arena's READY blocks that checks each of them, while others use the arena.
 
-Blocks are leased a batch at a time, so that no block goes while it is summed. A block that is
-evicted before the walk comes to it is passed over. A block that is stored behind the walk is not
-checked; its writer has just summed it.
+Blocks are leased a batch at a time, so that no block goes while it is summed. The walk passes over
+blocks that are evicted before it comes to them. It does not check blocks stored behind it, whose
+writers have just summed them.
 """
 
 import time
@@ -21,7 +21,7 @@ from kvray.store.arena.tables import Array, Tables
 
 BATCH_BYTES = 64 * 2**20
 _PATIENT_S = 5.0
-"""How long a batch's lease and its release are tried for."""
+"""How long it tries for a batch's lease and its release."""
 
 _RETRY_S = 0.01
 
@@ -31,16 +31,16 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scan:
-    """What a walk found."""
+    """The result of a walk."""
 
     blocks: int
-    """Blocks whose bytes were checked."""
+    """Checked blocks."""
     num_bytes: int
-    """Bytes of those."""
+    """Their bytes."""
     corrupt: tuple[str, ...]
-    """The first 8 hex digits of the key of each block that had not its checksum."""
+    """The first 8 hex digits of the key of each block without its checksum."""
     damage: Mapping[str, int]
-    """What is wrong in the tables -> in how many rows; see docs/arena_format.md."""
+    """Damage of the tables -> in how many rows; see docs/arena_format.md."""
     skipped: int
     """Blocks that could not be leased: they went meanwhile, or the arena stayed busy."""
 
@@ -48,10 +48,8 @@ class Scan:
 def scan(arena: Arena, report: Report, *, batch_bytes: int = BATCH_BYTES) -> Scan:
     """Check the bytes of every READY block; quarantine those that are wrong.
 
-    Args:
-        arena: the arena, of which this process is a holder.
-        report: told how far the walk is; an exception in it ends the walk and its leases.
-        batch_bytes: bytes that are leased at once; always at least one block.
+    This process is a holder of `arena`. `report` hears how far the walk is; an exception in it ends
+    the walk and its leases. `batch_bytes` are leased at once, at least one block.
 
     Raises:
         LeaseExpired: this process is no holder.
@@ -86,7 +84,7 @@ def scan(arena: Arena, report: Report, *, batch_bytes: int = BATCH_BYTES) -> Sca
 
 
 def _audit(arena: Arena) -> dict[str, int]:
-    """Return what is wrong in the tables, looked at under the lock where it seems wrong."""
+    """Return the damage of the tables; a second look under the lock confirms it."""
     damage: Counter[str] = Counter()
     for share in audit.shares(arena.tables):
         found = audit.lasting(arena.tables, share)
@@ -99,7 +97,7 @@ def _audit(arena: Arena) -> dict[str, int]:
 
 
 def _batches(tables: Tables, batch_bytes: int) -> Iterator[tuple[Array, int]]:
-    """Yield (slots that are READY as the walk comes to them, their block size), slab by slab."""
+    """Yield (slots that are READY now, their block size), slab by slab."""
     per_slab = tables.geometry.slots_per_slab
     for slab in range(tables.geometry.num_slabs):
         block_bytes = int(tables.slab_block_bytes[slab])

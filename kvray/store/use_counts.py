@@ -1,4 +1,4 @@
-"""How often the blocks of an arena were found since they came, and when last; pure."""
+"""Counts how often the blocks of an arena were found since they came, and when last; pure."""
 
 import numpy as np
 
@@ -6,9 +6,9 @@ from kvray.store.arena.tables import Array, Tables
 
 
 class UseCounts:
-    """Counts for people; the policy decides about blocks. Of two uses between looks one counts.
+    """Counts for people; the policy decides about blocks.
 
-    A slot's count ends with the block in it.
+    Several uses between two looks count once. A slot's count ends with the block in it.
     """
 
     def __init__(self, num_slots: int) -> None:

@@ -1,7 +1,6 @@
 """Runs of blocks in this node's arena, as bytes: written where missing, read where sound.
 
-Whatever the tier does (it may be gone, busy, full or damaged), a caller gets fewer blocks and no
-error.
+If the tier is gone, busy, full or damaged, a caller gets fewer blocks and no error.
 """
 
 import contextlib
@@ -9,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -33,7 +32,7 @@ Source = Callable[[Array], tuple[Array, Array]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The result of one write."""
+    """Counts of blocks of one write."""
 
     stored: int = 0
     existing: int = 0
@@ -44,7 +43,6 @@ class LeasedRun:
     """The leading blocks of a chain that the arena has, held for reading."""
 
     def __init__(self, arena: Arena, lease: Lease, *, verify: bool) -> None:
-        """Read what `lease` names in `arena`, and with `verify` check it."""
         self._arena = arena
         self._lease = lease
         self._verify = verify
@@ -74,7 +72,7 @@ class LeasedRun:
         return len(pool)
 
     def drop_damaged(self) -> None:
-        """Take blocks out of service whose bytes lost their checksum."""
+        """Take blocks without their checksum out of service."""
         self._arena.sound(self._lease, slice(None))
 
     def _read(self, first: int, pool: Array) -> None:
@@ -83,7 +81,11 @@ class LeasedRun:
 
 
 class ArenaBlocks:
-    """Blocks of one size in the arena that `link` is attached to; one part each."""
+    """Blocks of one size in the arena that `link` is attached to; one part each.
+
+    It converts and copies `blocks_per_step` at a time. With `verify` it checks the blocks that it
+    reads. `namespace` owns the blocks, see `block.namespace_id`.
+    """
 
     def __init__(
         self,
@@ -94,10 +96,6 @@ class ArenaBlocks:
         verify: bool,
         namespace: int = 0,
     ):
-        """Convert and copy `blocks_per_step` at a time; with `verify`, check what is read.
-
-        `namespace` is whose the blocks are, see `block.namespace_id`.
-        """
         self._link = link
         self._namespace = namespace
         self._block_bytes = block_bytes
@@ -138,16 +136,14 @@ class ArenaBlocks:
     ) -> Written:
         """Write those of `keys[first:]` that are missing, in prefix order, as far as there is room.
 
-        Args:
-            keys: a whole chain, from its root.
-            first: first block that may be written; without its parent here nothing is.
-            source: gives the bytes; its indexes count from `first`.
-            renew: look for damage in what is here first, and replace it.
+        `keys` are a whole chain, from its root; without its parent here nothing is written.
+        `source` gives the bytes; its indexes count from `first`. `renew` first looks for damage in
+        the blocks that are here, and replaces them.
         """
         arena = self._link.arena
-        written = Written()
+        stored = existing = 0
         if arena is None:
-            return written
+            return Written()
         if renew:
             with self.leased(keys) as held:
                 if held is not None:
@@ -159,15 +155,17 @@ class ArenaBlocks:
                 if reservation is None:
                     break
                 self._fill(arena, reservation, source, reservation.rows + (start - first))
-                written = replace(
-                    written,
-                    stored=written.stored + len(reservation.rows),
-                    existing=written.existing + reservation.existing,
-                )
+                stored += len(reservation.rows)
+                existing += reservation.existing
                 if reservation.dropped:
-                    self._say_dropped(len(keys) - start - len(part) + reservation.dropped)
+                    self.say_once(
+                        "dropped",
+                        "kvray: %d blocks were not stored: the tier has no room for them, or has"
+                        " not the blocks before them that the mask left out (said once)",
+                        len(keys) - start - len(part) + reservation.dropped,
+                    )
                     break
-        return written
+        return Written(stored=stored, existing=existing)
 
     def say_once(self, topic: str, message: str, *details: object) -> None:
         """Log a warning, once for each topic."""
@@ -212,7 +210,7 @@ class ArenaBlocks:
 
     @contextlib.contextmanager
     def _tolerant(self, arena: Arena) -> Iterator[None]:
-        """End the body early, and without an error, at whatever the tier refuses.
+        """End the body early, and without an error, at any refusal of the tier.
 
         This is the boundary of the tensor cache: its user goes on without the tier.
         """
@@ -225,17 +223,9 @@ class ArenaBlocks:
             else:
                 _log.debug("kvray: the arena was given up in the middle of a call: %s", error)
 
-    def _say_dropped(self, num_blocks: int) -> None:
-        self.say_once(
-            "dropped",
-            "kvray: %d blocks were not stored: the tier has no room for them, or has not the"
-            " blocks before them that the mask left out (said once)",
-            num_blocks,
-        )
-
 
 def _patiently(arena: Arena, ask: Callable[[], T | None]) -> T | None:
-    """Return the answer of `ask`, which answers None while the arena is busy; None at last."""
+    """Return the answer of `ask`, which is None while the arena is busy; None at last."""
     deadline = time.monotonic() + _BUSY_S
     while (answer := ask()) is None and not arena.retired and time.monotonic() < deadline:
         pass

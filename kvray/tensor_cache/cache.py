@@ -42,7 +42,7 @@ _STEP_BYTES = 16 * 2**20
 _WAITING_BYTES_MAX = 2**30
 """Copies of tensors that may wait for the background."""
 
-_instances: "Instances[TensorCache]" = Instances()
+_instances = Instances()
 
 
 class TensorCache:
@@ -298,8 +298,7 @@ class TensorCache:
     def _find(self, keys: Sequence[BlockKey], *, wait_s: float) -> tuple[int, Arrivals, str]:
         """Stage `keys`, as far as any node has them.
 
-        Returns:
-            How many leading ones are here, how they came, and why there are not more.
+        Returns how many leading ones are here, how they came, and why there are not more.
         """
         here = self._blocks.count(keys)
         if here == len(keys):
@@ -343,7 +342,7 @@ class TensorCache:
         )
 
     def _packing(self, heads: Heads) -> Source:
-        """Return what converts blocks of `heads` when they are needed."""
+        """Return a source that converts blocks of `heads` when they are needed."""
 
         def pack(blocks: Array) -> tuple[Array, Array]:
             return layout.pack(heads, blocks, self.metadata), np.arange(len(blocks))
@@ -351,7 +350,7 @@ class TensorCache:
         return pack
 
     def _load(self, prompt: MaskedPrompt) -> torch.Tensor:
-        """Return the KV of the blocks of the suffix that are here and sound, as one tensor."""
+        """Return the KV of the suffix's blocks that are here and sound, as one tensor."""
         metadata, done = self.metadata, 0
         blob = layout.empty_blob(0, metadata)
         with self._blocks.leased(prompt.keys) as held:
@@ -379,11 +378,8 @@ def _fingerprint(model: str) -> str | None:
 
 
 def _checked(config: object, metadata: object) -> KVRayConfig:
-    """Return the configuration that is meant.
-
-    Raises:
-        ConfigError: it is none, or the metadata are none.
-    """
+    """Return `config`, or the one that `load_config` finds; ConfigError: an argument of another
+    kind."""
     if not isinstance(metadata, TensorMetadata):
         raise ConfigError(f"metadata must be a kvray.TensorMetadata, not a {_kind(metadata)}.")
     if config is not None and not isinstance(config, KVRayConfig):

@@ -1,4 +1,4 @@
-"""Counts what a cache stores, finds and misses, as a connector counts it."""
+"""Counts the tokens that a cache stores, finds and misses, as a connector counts them."""
 
 import threading
 from collections import Counter
@@ -11,7 +11,6 @@ class CacheCounters:
     """Totals of one cache; any thread counts."""
 
     def __init__(self) -> None:
-        """Start with nothing counted."""
         self._lock = threading.Lock()
         self._totals: Counter[str] = Counter()
 
@@ -34,14 +33,10 @@ class CacheCounters:
         reason: str,
         tokens_per_block: int,
     ) -> None:
-        """Count a `retrieve` as a connector counts a request.
+        """Count a `retrieve` of `prompt` as a connector counts a request.
 
-        Args:
-            prompt: what was asked about.
-            num_found: tokens that were retrieved.
-            arrivals: how their blocks came to this node.
-            reason: why there were not more.
-            tokens_per_block: tokens in a block.
+        `num_found` tokens were retrieved, whose blocks came by `arrivals`; `reason` is why not
+        more.
         """
         counts = Counter(
             requests=1,

@@ -1,39 +1,26 @@
-"""The caches of this process: by the id under which they were made, and the names they report."""
+"""The caches of this process by id, and the names that they report."""
 
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
 from kvray.tensor_cache.metadata import TensorMetadata
 
+if TYPE_CHECKING:
+    from kvray.tensor_cache.cache import TensorCache
+
 Place = tuple[Path, int]
 """Directory of the tier, and rank."""
 
 
-class Instance(Protocol):
-    """A cache."""
-
-    config: KVRayConfig
-    metadata: TensorMetadata
-
-    @property
-    def closed(self) -> bool:
-        """Whether it cannot be used any more."""
-        ...
-
-
-T = TypeVar("T", bound=Instance)
-
-
-class Instances(Generic[T]):
-    """Registry of caches by id; a cache that is closed, or came here by a fork, does not count."""
+class Instances:
+    """Registry of caches by id; a closed cache, or one of a forked parent, does not count."""
 
     def __init__(self) -> None:
-        """Start without any."""
-        self._caches: dict[str, T] = {}
+        self._caches: dict[str, TensorCache] = {}
         self._names: set[tuple[Place, str]] = set()
         # Held while a cache is made, so that two threads that ask for one id get one cache.
         self._making = threading.Lock()
@@ -44,8 +31,8 @@ class Instances(Generic[T]):
         instance_id: str,
         config: KVRayConfig,
         metadata: TensorMetadata,
-        make: Callable[[], T],
-    ) -> T:
+        make: "Callable[[], TensorCache]",
+    ) -> "TensorCache":
         """Return the cache of this id, made by `make` if there is none.
 
         Raises:
@@ -58,12 +45,12 @@ class Instances(Generic[T]):
             _check_same(instance_id, found, config, metadata)
             return found
 
-    def get(self, instance_id: str) -> T | None:
+    def get(self, instance_id: str) -> "TensorCache | None":
         """Return the cache of this id, or None."""
         found = self._caches.get(instance_id)
         return None if found is None or found.closed else found
 
-    def pop(self, instance_id: str) -> T | None:
+    def pop(self, instance_id: str) -> "TensorCache | None":
         """Forget the cache of this id and return it; None if there is none."""
         with self._making:
             found = self.get(instance_id)
@@ -87,7 +74,7 @@ class Instances(Generic[T]):
 
 
 def _check_same(
-    instance_id: str, found: Instance, config: KVRayConfig, metadata: TensorMetadata
+    instance_id: str, found: "TensorCache", config: KVRayConfig, metadata: TensorMetadata
 ) -> None:
     different = found.metadata.difference(metadata)
     if found.config != config:

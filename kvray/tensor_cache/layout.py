@@ -1,8 +1,8 @@
 """Conversion between KV tensors and the bytes of blocks.
 
-A block is stored as [num_layers, 2, num_kv_heads, tokens_per_block, head_size], keys before
-values, whatever the layout of the tensors; this is also the order of TensorRT-LLM's pools.
-Elements are moved as integers of their size: no conversion, no NaN that changes its payload.
+A block is stored as [num_layers, 2, num_kv_heads, tokens_per_block, head_size], keys before values,
+whatever the layout of the tensors; TensorRT-LLM's pools have this order too. Elements are moved as
+integers of their size: no conversion, no NaN that changes its payload.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ KV: TypeAlias = Sequence[Sequence[torch.Tensor]] | torch.Tensor
 """A (keys, values) pair for each layer, or one tensor [num_layers, 2, ...]."""
 
 Heads: TypeAlias = list[torch.Tensor]
-"""Keys and values of layer 0, of layer 1 and so on: views of integers, each of shape
-[num_kv_heads, num_tokens, head_size]."""
+"""Keys and values of layer 0, of layer 1 and so on: views of integers, each of shape [num_kv_heads,
+num_tokens, head_size]."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def heads_of(kv: KV, metadata: TensorMetadata) -> Heads:
-    """Return `kv` as views of heads, after checking that it is what `metadata` says.
+    """Return `kv` as views of heads, after checking it against `metadata`.
 
     Raises:
         LayoutMismatch: another number of layers, shape or element type.
@@ -76,7 +76,7 @@ def num_tokens(blob: torch.Tensor, metadata: TensorMetadata) -> int:
 
 
 def first_tokens(blob: torch.Tensor, count: int, metadata: TensorMetadata) -> torch.Tensor:
-    """Return the first tokens of `blob`, by themselves in memory."""
+    """Return a contiguous copy of the first tokens of `blob`; `blob` itself if these are all."""
     if num_tokens(blob, metadata) == count:
         return blob
     # Narrowed as integers, because not every element type can be copied as such.
@@ -92,10 +92,7 @@ def pairs_of(blob: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...
 def pack(heads: Heads, blocks: Array, metadata: TensorMetadata) -> Array:
     """Return the bytes of some blocks of `heads`, u8 [num_blocks, block_bytes].
 
-    Args:
-        heads: the tokens' keys and values, on any device.
-        blocks: ascending indexes of blocks, counted from the first token of `heads`.
-        metadata: the geometry.
+    `heads` may be on any device. `blocks` are ascending indexes from the first token on.
     """
     size = metadata.tokens_per_block
     block_bytes = empty_block_bytes(len(blocks), metadata)
@@ -113,13 +110,10 @@ def pack(heads: Heads, blocks: Array, metadata: TensorMetadata) -> Array:
 
 
 def unpack(block_bytes: Array, heads: Heads, first: int, metadata: TensorMetadata) -> None:
-    """Write blocks into `heads`, from block `first` on; the inverse of `pack`.
+    """Write `block_bytes`, u8 [num_blocks, block_bytes], into `heads` on the CPU; inverse of
+    `pack`.
 
-    Args:
-        block_bytes: u8 [num_blocks, block_bytes].
-        heads: views of CPU tensors.
-        first: index of the first block, counted from the first token of `heads`.
-        metadata: the geometry.
+    `first` is the index of the first block, from the first token of `heads` on.
     """
     num_blocks, size = len(block_bytes), metadata.tokens_per_block
     if num_blocks == 0:

@@ -1,4 +1,4 @@
-"""How long a cache may be used: until it is closed, and the last call has ended."""
+"""The lifetime of a cache: until it is closed, and the last call has ended."""
 
 import contextlib
 import os
@@ -12,7 +12,8 @@ from kvray.errors import ConfigError
 class Lifetime:
     """Counts the calls under way, so that the last one lets go of the arena. Thread-safe.
 
-    Whatever a call copies is still leased or reserved, so nobody else may leave the arena first.
+    A call's blocks stay leased or reserved while it copies, so nobody else may leave the arena
+    first.
     """
 
     def __init__(self, leave: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""What a `TensorCache` is told of its model, and the namespace that follows from it."""
+"""A model's figures for a `TensorCache`, and the namespace that follows from them."""
 
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
@@ -101,10 +101,9 @@ class TensorMetadata:
         return self.num_kv_heads * self.tokens_per_block * self.head_size
 
     def namespace(self, *, fingerprint: str | None = None) -> Namespace:
-        """Return the namespace of the blocks, which `layout` and `salt` are no part of.
+        """Return the namespace of the blocks, which leaves `layout` and `salt` out.
 
-        Args:
-            fingerprint: that of the checkpoint, if `model` is the path of one.
+        `fingerprint` is the checkpoint's, if `model` is the path of one.
         """
         model = f"name:{_quoted(self.model)}" if fingerprint is None else fingerprint
         return Namespace(

@@ -36,18 +36,15 @@ class MaskedPrompt:
 def read_prompt(
     tokens: Tokens, mask: Mask | None, *, tokens_per_block: int, seed: bytes
 ) -> MaskedPrompt:
-    """Return what `tokens` and `mask` ask about.
+    """Return the prompt of `tokens` and `mask`.
 
-    Args:
-        tokens: token ids, shape [num_tokens]; a tensor may be on any device.
-        mask: booleans, shape [num_tokens], False for some leading tokens and True for all others;
-            None: all True.
-        tokens_per_block: tokens in a block.
-        seed: what `request_seed` returned.
+    `tokens` are ids, shape [num_tokens], on any device. `mask` has booleans, shape [num_tokens]:
+    False for some leading tokens and True for all others; None: all True. `seed` is from
+    `request_seed`.
 
     Raises:
-        ConfigError: tokens that are not integers, or a mask that selects no suffix or begins
-            inside a block.
+        ConfigError: tokens that are not integers, or a mask that selects no suffix or begins inside
+            a block.
 
     Source: suffix masks that begin at a chunk, as in LMCache's LMCacheEngine.
     """
@@ -70,7 +67,6 @@ def read_prompt(
 
 
 def _num_masked(mask: Mask, num_tokens: int) -> int:
-    """Return how many leading tokens `mask` leaves out."""
     on_host = mask.detach().cpu() if isinstance(mask, torch.Tensor) else mask
     flags = np.asarray(on_host)
     if flags.shape != (num_tokens,) or (flags.dtype != np.bool_ and num_tokens):

@@ -1,4 +1,4 @@
-"""Blocks that this node's arena does not have: on the node's disk, or on other nodes."""
+"""Stages blocks that this node's arena lacks: from the node's disk, or from other nodes."""
 
 import threading
 import time
@@ -11,12 +11,11 @@ from kvray.node import NodeLink, Registration, StageCalls, StageReply
 class Staging:
     """Has the node's shard bring blocks into the arena; used by any thread.
 
-    One call is under way at a time: whoever has `_turn` has the connection. A call that waits
-    too long for it goes on with the blocks that are here.
+    One call is under way at a time: whoever has `_turn` has the connection. A call that waits too
+    long for it goes on with the blocks that are here.
     """
 
     def __init__(self, link: NodeLink, registration: Registration) -> None:
-        """Ask the shard behind `link` for the rank that `registration` names."""
         self._link = link
         self._registration = registration
         self._calls = StageCalls(link.directory)
@@ -25,8 +24,8 @@ class Staging:
     def stage(self, keys: Sequence[BlockKey], *, wait_s: float) -> StageReply:
         """Return how much of `keys` is in the arena after `wait_s` at most.
 
-        Late blocks still arrive, in the background. The shard keeps staged
-        blocks for `staging.handover_s`; the caller leases them before that ends.
+        Late blocks still arrive, in the background. The shard keeps staged blocks for
+        `staging.handover_s`; the caller leases them before that ends.
         """
         if self._link.arena is None:
             return StageReply(num_blocks=0, reason="store_down")

@@ -9,11 +9,11 @@ from collections.abc import Callable
 class StoreQueue:
     """Does one action after the other in the background; any thread may call any method.
 
-    What crosses to the thread: closures that own all they touch.
+    It holds at most `saves_max` actions of `bytes_max` bytes; a single one may have any size. What
+    crosses to the thread: closures that own all they touch.
     """
 
     def __init__(self, *, saves_max: int, bytes_max: int) -> None:
-        """Hold at most `saves_max` actions of `bytes_max` bytes; a single one may have any size."""
         self._saves_max = saves_max
         self._bytes_max = bytes_max
         self._changed = threading.Condition()
@@ -24,7 +24,7 @@ class StoreQueue:
         self._thread: threading.Thread | None = None
 
     def has_room(self, size: int) -> bool:
-        """Return whether `submit` would take something of `size` bytes now."""
+        """Return whether `submit` would take `size` bytes now."""
         with self._changed:
             return self._has_room(size)
 

@@ -1,10 +1,10 @@
 """One-sided pushes by NIXL, over RDMA where UCX finds a device and over TCP otherwise.
 
-Each end has two agents. Others push through the *inbound* one, which does nothing by itself.
-Destroying it is the fence: pushes that were sent to it cannot write after that. This node's own
-pushes go through the *outbound* one. It is replaced after an error, so that a broken push harms no
-other push, in either direction. Every agent has a name of its own: peers cannot mistake one
-incarnation for the next.
+Each end has two agents. Others push through the *inbound* one, which does nothing by itself. To
+destroy it is the fence: earlier pushes cannot write after that. This node's own pushes go through
+the *outbound* one. It is replaced after an error, so that a broken push harms no other push, in
+either direction. Every agent has a name of its own: peers cannot mistake one incarnation for the
+next.
 
 NIXL knows no deadline: a push to a frozen peer never ends, and one that was given up may still
 write. It runs in a process of its own, because a frozen peer that wakes can abort that process.
@@ -36,7 +36,7 @@ whole core busy."""
 
 _POLL_S = 0.0002
 _PEERS_MAX = 256
-"""An outbound agent with this many targets, most of them long gone, is replaced."""
+"""An outbound agent with so many targets, most of them long gone, is replaced."""
 
 _HEAD = struct.Struct("<8sQQQ")
 """Magic, address of the memory, its bytes, address for handshakes; the agent's metadata follows."""
@@ -47,16 +47,13 @@ _HANDSHAKE_BYTES = 8
 def choose_wires(environ: MutableMapping[str, str], drivers: Collection[str]) -> None:
     """Tell UCX what to use, before the first agent of the process makes it read that.
 
-    Without an RDMA device nodes have only TCP between them. Where several nodes share a machine,
-    UCX would also try shared memory across their separation.
+    Variables that `environ` has stay. `drivers` are from `rdma_drivers`. Without an RDMA device
+    nodes have only TCP between them. Where several nodes share a machine, UCX would also try shared
+    memory across their separation.
 
     A machine without EFA devices goes without UCX's module for them. The module loads the system's
     libefa, and with it a second libibverbs and libnl beside those of NIXL's wheel. When the process
     ends, one libnl frees what the other allocated, which is a segmentation fault.
-
-    Args:
-        environ: of this process. Variables that are set stay as they are.
-        drivers: of the machine's RDMA devices, from `rdma_drivers`.
     """
     if not drivers:
         environ.setdefault("UCX_TLS", "tcp")

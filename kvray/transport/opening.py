@@ -15,14 +15,10 @@ _KINDS: dict[str, type[NixlTransport] | type[ObjectRefTransport]] = {
 def open_transports(
     names: Sequence[str], memory: Array
 ) -> tuple[dict[str, Transport], dict[str, str]]:
-    """Open an end of each transport of `names` over `memory`.
+    """Open an end of each transport of `names`, the best first, over `memory`.
 
-    Args:
-        names: of transports, the best first.
-        memory: u8, of this node; must stay mapped until the ends are closed.
-
-    Returns:
-        The ends by name, in that order; and the reason for each that this node cannot have.
+    `memory` is u8, of this node, and stays mapped until the ends are closed. Returns the ends by
+    name, in that order, and for each missing one the reason.
     """
     opened: dict[str, Transport] = {}
     missing: dict[str, str] = {}

@@ -24,7 +24,7 @@ class Transport(Protocol):
     """Whether a piece that failed or missed its deadline may still arrive, until `renew`."""
 
     piece_bytes: int
-    """The largest useful piece: more is no faster, by measurement."""
+    """The largest useful piece: larger ones are no faster, by measurement."""
     bytes_max: int | None
     """The most bytes on their way to one end at once; None: no bound."""
 
@@ -35,43 +35,27 @@ class Transport(Protocol):
         Raises:
             TransportUnavailable: this end was closed, or could not be renewed.
         """
-        ...
 
     def send(
         self, address: bytes, sources: Array, targets: Array, sizes: Array, *, timeout_s: float
     ) -> Any:
-        """Move a piece to `address`; the source's part.
+        """Move a piece to `address`, of the target's end; the source's part.
 
-        A piece of no blocks only makes the connection.
-
-        Args:
-            address: of the target's end.
-            sources: offsets in this memory, i64 [num_blocks].
-            targets: offsets in the target's memory, i64 [num_blocks].
-            sizes: bytes of each block, i64 [num_blocks].
-            timeout_s: longest time it may take.
-
-        Returns:
-            The parcel for the target's `receive`; it can be pickled.
+        `sources` and `targets` are offsets in the memory of either end, i64 [num_blocks]; `sizes`
+        are bytes, likewise. A piece of no blocks only makes the connection. Returns the parcel for
+        the target's `receive`; it can be pickled.
 
         Raises:
-            TransferTimeout: it took longer.
+            TransferTimeout: it took longer than `timeout_s`.
             TransferError: the target is gone, or the address or an offset is not its own.
         """
-        ...
 
     def receive(self, parcel: Any, targets: Array, sizes: Array) -> None:
-        """Put a piece in place; the target's part.
-
-        Args:
-            parcel: the answer of the source's `send`.
-            targets: offsets in this memory, i64 [num_blocks].
-            sizes: bytes of each block, i64 [num_blocks].
+        """Put the piece of a `parcel` in place; the target's part. Arguments as for `send`.
 
         Raises:
-            TransferError: it is not the piece that was asked for.
+            TransferError: it is another piece.
         """
-        ...
 
     def renew(self) -> None:
         """Replace this end's target, so that earlier pieces cannot write any more.
@@ -79,27 +63,19 @@ class Transport(Protocol):
         Raises:
             TransportUnavailable: there is no new target; the next call tries again.
         """
-        ...
 
     def status(self) -> dict[str, Any]:
         """Return figures for people."""
-        ...
 
     def close(self) -> None:
         """End both ends. Twice is fine."""
-        ...
 
 
 def runs(starts: Array, sizes: Array, *others: Array) -> Array:
-    """Return the edges of the runs of adjacent blocks.
+    """Return the edges of the runs of adjacent blocks: i64 [num_runs + 1].
 
-    Args:
-        starts: offsets of the blocks, i64 [num_blocks].
-        sizes: bytes of each.
-        others: further offsets in which the blocks of a run must be adjacent as well.
-
-    Returns:
-        i64 [num_runs + 1]: the first block of each run, and the number of blocks.
+    These are the first block of each run, and the number of blocks. `starts` are offsets, i64
+    [num_blocks], and `sizes` bytes. The blocks of a run are adjacent in all `others`, too.
     """
     breaks = np.zeros(max(0, len(starts) - 1), dtype=bool)
     for offsets in (starts, *others):
@@ -110,10 +86,6 @@ def runs(starts: Array, sizes: Array, *others: Array) -> Array:
 
 
 def require_inside(offsets: Array, sizes: Array, num_bytes: int, *, whose: str) -> None:
-    """Refuse blocks outside a memory of `num_bytes`.
-
-    Raises:
-        TransferError: a block lies outside.
-    """
+    """Refuse blocks outside a memory of `num_bytes`, with a TransferError."""
     if len(offsets) and (int(offsets.min()) < 0 or int((offsets + sizes).max()) > num_bytes):
         raise TransferError(f"A piece has blocks that lie outside {whose} arena.")

@@ -1,7 +1,7 @@
-"""Who may open what a tier makes on a node: its own user, and a group if one is named.
+"""Who may open a tier's files on a node: its own user, and a group if one is named.
 
 Modes are set after a file was made, so that no umask has a say in them. Group members open the
-arena, its lock file and the socket; they make and remove nothing, for the directory is not theirs
+arena, its lock file and the socket. They cannot make or remove files: the directory is not theirs
 to write to.
 """
 
@@ -15,13 +15,13 @@ from kvray.errors import ConfigError, ShardUnavailable
 
 
 def is_own(found: os.stat_result) -> bool:
-    """Return whether what `lstat` has found is a directory of this user's, and no link to one."""
+    """Return whether `lstat` has found a directory of this user, and no link to one."""
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """The user of this process alone, or with it the members of a group."""
+    """Access for this process's user, or with it for the members of a group."""
 
     gid: int | None = None
 
@@ -55,7 +55,7 @@ class Access:
         return 0o700 if self.gid is None else 0o750
 
     def give(self, file: int | Path) -> None:
-        """Have a file or socket of this user's with these permissions.
+        """Make a file or socket of this user accessible to these people.
 
         Raises:
             ConfigError: this user may not give it to the group.
@@ -64,7 +64,7 @@ class Access:
         self._give(file, self.file_mode)
 
     def give_directory(self, directory: Path) -> None:
-        """Have a directory of this user's with these permissions; raises as `give`."""
+        """Make a directory of this user accessible to these people; raises as `give`."""
         self._give(directory, self.directory_mode)
 
     def check_own(self, directory: Path) -> None:
@@ -81,10 +81,10 @@ class Access:
             )
 
     def check_trust(self, directory: Path) -> None:
-        """Refuse a directory in which somebody else may have laid an arena of his own.
+        """Refuse a directory in which somebody else may have put an arena of his own.
 
-        It must be this user's, or of the group and nobody's to write to but its user's: nobody
-        outside a group can make files of that group.
+        It must be this user's; or of the group, and writable for its user alone. Nobody outside a
+        group can make files of that group.
 
         Raises:
             ShardUnavailable: it is somebody else's.

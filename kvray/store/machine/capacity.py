@@ -1,4 +1,4 @@
-"""Does an arena fit? What mount, cgroups, machine and Ray leave, and the arithmetic in words."""
+"""Whether an arena fits into mount, cgroups and machine beside Ray; the arithmetic in words."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -13,22 +13,23 @@ _SHM = Path("/dev/shm")
 _MEMINFO = Path("/proc/meminfo")
 _HUGE_POOLS = Path("/sys/kernel/mm/hugepages")
 _SPARE = 64 * 2**20
-"""Left out of the capacity that a refusal names: the figures move until somebody has read it."""
+"""Left out of the capacity that a refusal names, because the figures change before somebody reads
+it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryClaims:
-    """What Ray takes of this node's memory, and how much of that may be in use at all."""
+    """Ray's claims on this node's memory."""
 
     object_store_bytes: int
-    """Of its object store, what is not filled yet."""
+    """The unused rest of its object store."""
     threshold: float
     """Share of the node's memory above which Ray kills workers, for as long as it is exceeded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MountRoom:
-    """What a mount has; sizes in bytes."""
+    """Size and room of a mount, in bytes."""
 
     point: Path
     size: int
@@ -45,12 +46,12 @@ class HugePool:
     page_bytes: int
     total: int
     left: int
-    """Pages, as `total`: neither in use nor promised."""
+    """Pages, as `total`, that are neither in use nor promised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMemory:
-    """What a node has for a file in memory at one place, as of now; sizes in bytes."""
+    """A node's memory for a file at one place, as of now; sizes in bytes."""
 
     total: int
     available: int
@@ -72,7 +73,7 @@ class Room:
     words: str
     """How `left` comes about; the end of "The arena needs so much, but"."""
     remedy: str = ""
-    """What helps but a smaller arena; the end of "lower arena.capacity"."""
+    """Other help than a smaller arena; the end of "lower arena.capacity"."""
 
 
 def check_room(
@@ -84,11 +85,8 @@ def check_room(
 ) -> None:
     """Make sure that a file of `file_bytes` can be held in memory at `directory`.
 
-    Args:
-        directory: where it is to lie.
-        file_bytes: its size.
-        claims: what Ray takes here; None: there is no Ray.
-        largest: gives the largest arena.capacity whose file fits into so many bytes; 0: none does.
+    `claims` are Ray's here; None: there is no Ray. `largest` gives the largest arena.capacity whose
+    file fits into so many bytes; 0: none does.
 
     Raises:
         CapacityError: it does not fit; the message has the arithmetic and the fix.
@@ -105,7 +103,7 @@ def check_room(
 
 
 def read_memory(directory: Path) -> NodeMemory:
-    """Return what this machine has for a file in `directory`."""
+    """Return this machine's memory for a file in `directory`."""
     total, available = _machine()
     mount = mount_of(directory)
     is_huge = mount is not None and mount.kind == "hugetlbfs"
@@ -119,7 +117,7 @@ def read_memory(directory: Path) -> NodeMemory:
 
 
 def read_mount(directory: Path) -> MountRoom | None:
-    """Return what the mount of a directory has, if it is of limited size."""
+    """Return the mount of a directory; None if its size has no limit."""
     stat = os.statvfs(directory)
     if not stat.f_blocks:
         return None
@@ -190,7 +188,7 @@ def _mounted(mount: MountRoom, filling: int) -> Room:
 
 
 def _is_shm(directory: Path) -> bool:
-    """Whether the directory is on the mount that Ray's object store fills too."""
+    """Return whether the directory is on the mount that Ray's object store fills too."""
     return _SHM.exists() and os.stat(_SHM).st_dev == os.stat(directory).st_dev
 
 
@@ -204,7 +202,7 @@ def _huge_pool(page_bytes: int) -> HugePool:
 
 
 def _pooled(pool: HugePool, file_bytes: int) -> Room:
-    """Return what is left of the pages that the machine has set aside for hugetlbfs."""
+    """Return the rest of the pages that the machine has set aside for hugetlbfs."""
     left = pool.left * pool.page_bytes
     wanted = pool.total - pool.left + -(-file_bytes // pool.page_bytes)
     return Room(
@@ -217,9 +215,9 @@ def _pooled(pool: HugePool, file_bytes: int) -> Room:
 
 
 def _under_threshold(memory: NodeMemory, claims: MemoryClaims) -> Room:
-    """Return what may come into use before Ray's memory monitor, which sums as here, kills.
+    """Return the memory that may come into use before Ray's memory monitor kills.
 
-    It takes a container's limit for the node's memory, and tmpfs for used like everything else.
+    Like the monitor, it takes a container's limit for the node's memory, and counts tmpfs as used.
     """
     total, used = memory.total, memory.total - memory.available
     for cgroup in memory.cgroups:

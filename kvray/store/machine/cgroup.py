@@ -1,4 +1,4 @@
-"""What the cgroups that this process is in leave of the memory: its own, and those around it."""
+"""The memory that this process's cgroups leave: its own, and those around it."""
 
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -26,7 +26,7 @@ class Cgroup:
 
     path: Path
     is_root: bool
-    """Whether it is the outermost that this process can see: in a container, the container's."""
+    """Whether it is the outermost that this process sees: in a container, the container's."""
     limit: int
     usage: int
     idle_cache: int
@@ -43,9 +43,7 @@ def limiting_cgroups(
 ) -> list[Cgroup]:
     """Return the cgroups with a memory limit that hold this process, the innermost first.
 
-    Args:
-        membership: as in /proc/self/cgroup; None: ask the kernel.
-        listed: the mounts; None: ask the kernel.
+    `membership` is as in /proc/self/cgroup, `listed` are the mounts; None: ask the kernel.
     """
     own = _own_paths(_SELF.read_text() if membership is None else membership)
     return [
@@ -58,7 +56,7 @@ def limiting_cgroups(
 
 
 def _own_paths(membership: str) -> dict[str, str]:
-    """Return kind of hierarchy -> this process's cgroup in it, of those that may count memory."""
+    """Return kind of hierarchy -> this process's cgroup in it, if it may count memory."""
     paths = {}
     for line in membership.splitlines():
         number, controllers, path = line.split(":", 2)

@@ -1,7 +1,7 @@
-"""How a node's memory is shared out between an arena, Ray and others, and what makes it fit. Pure.
+"""Shares a node's memory out between an arena, Ray and others, and says how to make it fit. Pure.
 
-The bounds are those that an arena is checked against when it is made (`capacity`). What is planned
-here keeps within all of them with Ray's object store full and its workers as large as Ray was told.
+An arena is checked against the same bounds when it is made (`capacity`). A plan keeps within all of
+them with Ray's object store full and its workers as large as Ray was told.
 """
 
 import sys
@@ -23,11 +23,11 @@ _GIB = 2**30
 OBJECT_STORE_MIN = 80 * _MIB
 """The least that is asked of Ray, which refuses less than 75 MiB."""
 RAY_BYTES = 768 * _MIB
-"""What Ray's own processes take: 530 MiB of a head without dashboard, 205 MiB of another node."""
+"""Ray's own processes: 530 MiB on a head without dashboard, 205 MiB on another node."""
 _OBJECT_STORE_ENOUGH = _GIB
-"""Less of an object store is offered only where memory has no more."""
+"""A smaller object store is offered only where memory has no more."""
 _OBJECT_STORE_SHARE = 0.3
-"""Ray's own proportion of what is available."""
+"""Ray's own proportion of available memory."""
 _OBJECT_STORE_MAX = 200 * 10**9
 """Ray's own."""
 _THRESHOLD_MAX = 0.98
@@ -36,21 +36,21 @@ _THRESHOLD_MAX = 0.98
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRequest:
-    """The memory that is asked for; sizes in bytes."""
+    """The requested memory; sizes in bytes."""
 
     arena_bytes: int
     """The arena's whole file, tables included."""
     heap_bytes: int
-    """What Ray's workers, engines among them, must have at least."""
+    """Minimum for Ray's workers, engines among them."""
     object_store_bytes: int | None = None
     """None: as Ray takes by itself, or less."""
     threshold: float = 0.95
-    """Share of the memory above which Ray kills workers; raised only where nothing else helps."""
+    """Share of memory above which Ray kills workers; raised only where nothing else helps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One bound, and what it has for whom; sizes in bytes."""
+    """One bound, and its parts; sizes in bytes."""
 
     name: str
     limit: int
@@ -69,14 +69,14 @@ class Share:
 
     @property
     def left(self) -> int:
-        """What remains; below 0 it does not fit."""
+        """The rest; below 0 it does not fit."""
         taken = self.used + self.ray + self.arena + self.object_store + self.heap
         return self.limit - taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What to tell Ray and the machine; sizes in bytes."""
+    """The settings of Ray and the machine; sizes in bytes."""
 
     arena_bytes: int
     object_store_bytes: int
@@ -88,7 +88,7 @@ class Fit:
     pool: HugePool | None
     """Huge pages with the number that is needed, where there are too few."""
     short_by: int
-    """What is missing although the object store is as small as can be; 0: it fits."""
+    """Bytes missing with the smallest object store; 0: it fits."""
     shares: tuple[Share, ...]
 
     @property
@@ -98,12 +98,10 @@ class Fit:
 
 
 def plan(memory: NodeMemory, shm: MountRoom | None, request: MemoryRequest) -> Fit:
-    """Share a node's memory out.
+    """Share a node's memory out for `request`.
 
-    Args:
-        memory: of the node, for a file where the arena is to lie, without that arena.
-        shm: of /dev/shm, in which Ray puts its object store; None: it has no limit.
-        request: what needs room.
+    `memory` is the node's, for a file at the arena's place, without that arena. `shm` is /dev/shm,
+    where Ray puts its object store; None: it has no limit.
     """
     arena = _arena_memory(memory, request.arena_bytes)
     store_min = request.object_store_bytes or min(_OBJECT_STORE_ENOUGH, _rays_own(memory, shm))
@@ -119,7 +117,7 @@ def plan(memory: NodeMemory, shm: MountRoom | None, request: MemoryRequest) -> F
         memory, shm, request, free - arena, store_min
     )
     heap = max(request.heap_bytes, _down(free - arena - store))
-    remounts = tuple(_remounts(memory, shm, request.arena_bytes, store))
+    remounts = tuple(filter(None, _remounts(memory, shm, request.arena_bytes, store)))
     made = Fit(
         arena_bytes=request.arena_bytes,
         object_store_bytes=store,
@@ -134,7 +132,7 @@ def plan(memory: NodeMemory, shm: MountRoom | None, request: MemoryRequest) -> F
 
 
 def largest_arena(memory: NodeMemory, request: MemoryRequest) -> int:
-    """Return the largest file of an arena that fits with this request, mounts enlarged; 0: none."""
+    """Return the largest arena file that fits with this request, mounts enlarged; 0: none."""
     store = request.object_store_bytes or OBJECT_STORE_MIN
     threshold = max(request.threshold, _THRESHOLD_MAX)
     room = left(memory, threshold) - store - request.heap_bytes
@@ -153,9 +151,9 @@ def left(memory: NodeMemory, threshold: float) -> int:
 
 
 def _arena_memory(memory: NodeMemory, arena_bytes: int) -> int:
-    """Return the bytes that are free now and that the arena takes.
+    """Return the bytes of free memory that the arena takes.
 
-    Huge pages were set aside before: only those that are missing are still to be taken.
+    Huge pages were set aside before: only missing ones count.
     """
     if memory.pool is None:
         return arena_bytes
@@ -164,26 +162,26 @@ def _arena_memory(memory: NodeMemory, arena_bytes: int) -> int:
 
 
 def _mountable(memory: NodeMemory) -> int:
-    """Return the largest file that the mount can be made to take: hugetlbfs cannot be resized."""
+    """Return the largest file that the mount can be made to take; hugetlbfs cannot be resized."""
     if memory.pool is None or memory.mount is None:
         return sys.maxsize
     return memory.mount.free
 
 
 def _spare(memory: NodeMemory, request: MemoryRequest, arena: int) -> int:
-    """Return what an object store may have at most, whatever else is changed."""
+    """Return the largest possible object store."""
     threshold = max(request.threshold, _THRESHOLD_MAX)
     return left(memory, threshold) - arena - request.heap_bytes
 
 
 def _thresholds(given: float) -> Iterator[float]:
-    """Yield what may be tried, the least change first."""
+    """Yield the thresholds to try, the least change first."""
     yield given
     yield from (percent / 100 for percent in range(1, 99) if given < percent / 100)
 
 
 def _rays_own(memory: NodeMemory, shm: MountRoom | None) -> int:
-    """Return the object store that Ray makes when it is told nothing."""
+    """Return the object store that Ray makes by default."""
     most = _OBJECT_STORE_MAX
     if shm is not None:
         most = min(most, max(10 * 10**9, int(0.95 * shm.free)))
@@ -194,9 +192,9 @@ def _rays_own(memory: NodeMemory, shm: MountRoom | None) -> int:
 def _object_store(
     memory: NodeMemory, shm: MountRoom | None, request: MemoryRequest, free: int, least: int
 ) -> int:
-    """Return the object store that leaves workers their part of what the arena leaves.
+    """Return the object store that leaves workers their part of the arena's rest.
 
-    It gets smaller before /dev/shm has to get larger, but not less than enough.
+    It shrinks before /dev/shm must grow, but stays large enough.
     """
     size = min(_rays_own(memory, shm), _down(int(_OBJECT_STORE_SHARE * free)))
     size = max(least, min(size, _down(free - request.heap_bytes)))
@@ -209,22 +207,18 @@ def _object_store(
 
 def _remounts(
     memory: NodeMemory, shm: MountRoom | None, arena: int, store: int
-) -> Iterator[MountRoom]:
-    """Yield the mounts that are too small, as they have to be."""
+) -> Iterator[MountRoom | None]:
+    """Yield the mounts that are too small, with their new sizes."""
     mount = memory.mount
     with_shm = mount is not None and mount.is_shm
-    needs = []
     if shm is not None:
-        needs.append((shm, store + (arena if with_shm else 0)))
+        yield enlarged(shm, store + (arena if with_shm else 0))
     if mount is not None and not with_shm and memory.pool is None:
-        needs.append((mount, arena))
-    for one, needed in needs:
-        if larger := enlarged(one, needed):
-            yield larger
+        yield enlarged(mount, arena)
 
 
 def enlarged(mount: MountRoom, needed: int) -> MountRoom | None:
-    """Return a mount as it has to be for `needed` more bytes; None if it has room for them."""
+    """Return a mount with its size for `needed` more bytes; None if it has room for them."""
     if needed <= mount.free:
         return None
     size = _up(mount.size - mount.free + needed)
@@ -232,7 +226,7 @@ def enlarged(mount: MountRoom, needed: int) -> MountRoom | None:
 
 
 def remount_command(mount: MountRoom) -> str:
-    """Return what gives a mount its size, for root to run."""
+    """Return root's command that gives a mount its size."""
     return f"mount -o remount,size={mount.size >> 20}m {mount.point}"
 
 
@@ -261,21 +255,17 @@ def _shares(memory: NodeMemory, shm: MountRoom | None, fit: Fit) -> Iterator[Sha
 
 
 def _down(size: int) -> int:
-    """Return `size` in whole MiB, not more."""
     return max(0, size) // _MIB * _MIB
 
 
 def _up(size: int) -> int:
-    """Return `size` in whole GiB, not less."""
     return -(-size // _GIB) * _GIB
 
 
 def commands(fit: Fit, start: Callable[[str], str]) -> list[str]:
-    """Return what to run on the node, in order; for root but the last.
+    """Return the commands for the node, in order; all but the last are for root.
 
-    Args:
-        fit: one that fits.
-        start: makes the `ray start` line of its options.
+    `fit` must fit; `start` makes the `ray start` line of its options.
     """
     lines = [remount_command(one) for one in fit.remounts]
     if fit.pool is not None:

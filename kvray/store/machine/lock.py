@@ -12,12 +12,13 @@ from kvray.store.machine.side_file import ARENA_BYTE, LOCK, Description, SideFil
 _BACKOFF_S = (0.00002, 0.00005, 0.0001, 0.0002)
 
 _MARK_S = 0.001
-"""How long the mark of a waiting process counts, unless it marks again: some of its pauses."""
+"""The mark of a waiting process counts so long, unless it marks again: some of its pauses."""
 _TURN_S = 0.002
-"""How long a thread waits for its turn before it looks whether somebody has lost theirs."""
+"""A thread waits so long for its turn before it checks whether somebody has lost theirs."""
 _AGAIN_S = 0.001
-"""A process that wants the lock again so soon lets those who wait go first, up to `_YIELD_S`."""
 _YIELD_S = 0.0015
+"""A process that wants the lock again within `_AGAIN_S` lets those who wait go first, for up to
+this."""
 
 
 class ArenaLock:
@@ -27,25 +28,20 @@ class ArenaLock:
     handler, one thread that raises in another. Two things make sure of that:
 
     - The end of a section is one object. Only the interpreter's `with` refers to it, on its stack,
-      so it goes when the `with` does, however that ends. No frame has it among its variables,
-      where a traceback could keep it.
+      so it goes when the `with` does, however that ends. No frame has it among its variables, where
+      a traceback could keep it.
     - When the object goes, a single C function runs: the unlocking. No bytecode comes between, in
       which an exception could be raised.
 
     Normally a section ends by itself, and nothing is left to do when the object goes.
 
-    A waiting thread says so in `waiting`, a word that the processes share. A thread that has just
-    had the lock and wants it again looks there first, and lets the waiting one go before it. The
-    word is a hint: it says until when it counts, so that nobody has to clean up after a death.
+    A waiting thread marks `waiting`, a word that the processes share. A thread that has just had
+    the lock and wants it again looks there first, and lets the waiting one go before it. The mark
+    is a hint that expires by itself, so nobody has to clean up after a death.
     """
 
     def __init__(self, side_file: SideFile, waiting: memoryview | None = None) -> None:
-        """Lock byte ARENA_BYTE of `side_file`.
-
-        Args:
-            side_file: the arena's.
-            waiting: a u64 in shared memory; None: nobody goes first.
-        """
+        """Lock ARENA_BYTE of `side_file`; `waiting` is a shared u64, None: nobody goes first."""
         self._side_file = side_file
         self._waiting = memoryview(bytearray(8)).cast("Q") if waiting is None else waiting
         self._released = 0.0
@@ -58,12 +54,9 @@ class ArenaLock:
     ) -> AbstractContextManager[bool]:
         """Return a context manager that tries for the lock for `wait_s`, and holds it inside.
 
-        Args:
-            wait_s: longest try.
-            opened: called first with the lock; its answer is the section's value. Without the lock
-                that value is False.
-            closed: called last with the lock, if `opened` said True or the section failed, with
-                the error.
+        `opened` is called first with the lock; its answer is the section's value, which is False
+        without the lock. `closed` is called last with the lock, if `opened` said True or the
+        section failed, with the error.
         """
         description = self._side_file.of_thread()
         # A thread that is in a section already: this is its signal's handler, or a finalizer.
@@ -173,7 +166,7 @@ def _is_held(description: Description) -> bool:
 
 
 class _Section:
-    """What `with` sees: it looks up both methods, keeps the second, and lets this object go."""
+    """A context manager; `with` looks up both methods, keeps the second, drops this object."""
 
     __slots__ = ("__enter__", "__exit__")
 
@@ -186,7 +179,7 @@ _REFUSED = cast("AbstractContextManager[bool]", _Section(bool, lambda *_: None))
 
 
 class _Step:
-    """The state that both ends of a section share; it refers to neither of them."""
+    """State that both ends of a section share; it refers to neither of them."""
 
     __slots__ = ("_closed", "_description", "_entered", "_lock", "_opened", "_taken", "_wait_s")
 

@@ -1,9 +1,9 @@
-"""Which processes have a file's bytes locked, as the kernel tells it.
+"""Finds the processes that have a file's bytes locked.
 
-An open-file-description lock names no process: asked for one, the kernel answers -1, as does
-/proc/locks. But it lists the locks of a description with each descriptor of it, in
-/proc/PID/fdinfo, and so tells which processes have it open: as they are numbered here, and as far
-as this user may look. Nothing has to be written down, and nothing written down has to be believed.
+An open-file-description lock names no process: the kernel answers -1, as does /proc/locks. But
+/proc/PID/fdinfo lists the locks of a description with each descriptor of it. It shows which
+processes have it open, as they are numbered here, as far as this user may look. So nothing has to
+be written down, or believed.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 
 def of_file(file: os.stat_result, pids: Iterable[int] = ()) -> dict[int, set[int]]:
-    """Return the processes that have each byte of a file locked; of `pids` if there are any."""
+    """Return byte -> processes that have it locked; of `pids` if there are any."""
     found: dict[int, set[int]] = {}
     for pid in pids or (int(name) for name in os.listdir("/proc") if name.isdigit()):
         for byte in _bytes_of(pid, file):
@@ -22,7 +22,7 @@ def of_file(file: os.stat_result, pids: Iterable[int] = ()) -> dict[int, set[int
 
 
 def state_of(pid: int) -> str:
-    """Return the letter of a process's state, such as T for one that is stopped; "" if gone."""
+    """Return the letter of a process's state, such as T for a stopped one; "" if it is gone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
             return stat.read().rpartition(b") ")[2][:1].decode()
@@ -42,9 +42,9 @@ def name_of(pid: int) -> str:
 def end(pid: int, is_meant: Callable[[], bool]) -> bool:
     """Kill a process of this user, if `is_meant` says so; return whether it was sent the signal.
 
-    A pidfd stands for one process, whatever becomes of its pid, and `is_meant` looks after it was
-    opened: what holds for the pid then holds for that process, or it has died since and the signal
-    reaches nobody.
+    A pidfd stands for one process, even if its pid is reused, and `is_meant` looks after it was
+    opened. So what holds for the pid then holds for that process, or it has died since and the
+    signal reaches nobody.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -62,7 +62,7 @@ def end(pid: int, is_meant: Callable[[], bool]) -> bool:
 
 
 def _bytes_of(pid: int, file: os.stat_result) -> Iterator[int]:
-    """Give the bytes of `file` that descriptors of a process have locked; none if it is gone."""
+    """Yield the bytes of `file` that descriptors of a process have locked."""
     try:
         descriptors = os.listdir(f"/proc/{pid}/fd")
     except OSError:  # another user's, or gone
@@ -75,7 +75,7 @@ def _bytes_of(pid: int, file: os.stat_result) -> Iterator[int]:
 
 
 def _locked(info: Iterable[str]) -> Iterator[int]:
-    """Give the bytes of lines like `lock: 1: OFDLCK ADVISORY WRITE -1 00:1b:5540 0 0`."""
+    """Yield the bytes of lines like `lock: 1: OFDLCK ADVISORY WRITE -1 00:1b:5540 0 0`."""
     for line in info:
         words = line.split()
         if words[:1] == ["lock:"] and "OFDLCK" in words:

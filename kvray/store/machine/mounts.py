@@ -24,11 +24,7 @@ class Mount:
 
 
 def mounts(text: str | None = None) -> list[Mount]:
-    """Return the mounts, a later one over an earlier one at the same point.
-
-    Args:
-        text: what the kernel lists; None: ask it.
-    """
+    """Return the mounts of `text`, or the kernel's; later ones lie over earlier ones."""
     lines = (_MOUNTINFO.read_text() if text is None else text).splitlines()
     return [_parse(line) for line in lines]
 
@@ -59,5 +55,5 @@ def _parse(line: str) -> Mount:
 
 
 def _plain(name: str) -> str:
-    """Return a path without the kernel's escapes, which stand for blanks and the like."""
+    """Return a path without the kernel's escapes for blanks and the like."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), name)

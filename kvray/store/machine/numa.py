@@ -1,7 +1,7 @@
-"""Memory spread over the NUMA nodes of a machine, so that no engine of it is far from all blocks.
+"""Spreads memory over a machine's NUMA nodes, so that no engine is far from all blocks.
 
-The policy is set before the memory is touched. That of a file in shared memory belongs to the file:
-it holds for whoever touches a page first.
+The policy is set before the memory is touched. That of a file in shared memory belongs to the file
+and holds for whoever touches a page first.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ def spread(memory: Array) -> None:
 
 
 def parse_nodes(text: str) -> list[int]:
-    """Return the numbers of a list as the kernel writes it, such as "0-3,8"."""
+    """Return the numbers of a list in the kernel's form, such as "0-3,8"."""
     nodes: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -51,11 +51,9 @@ def parse_nodes(text: str) -> list[int]:
 
 
 def interleave(memory: Array, nodes: Sequence[int]) -> bool:
-    """Have the pages of `memory` taken from `nodes` by turns; False: this machine does not let us.
+    """Take the pages of `memory` from `nodes` by turns; False: this machine does not allow it.
 
-    Args:
-        memory: bytes of a mapping from a page's start on, not touched yet.
-        nodes: at least one.
+    `memory` is a mapping from a page's start on, not touched yet.
     """
     if platform.machine() not in _CALLS:
         return False

@@ -1,6 +1,6 @@
-"""What memory an arena got: pages of which size, from which nodes, and what would get it more.
+"""The memory of an arena: its page sizes, its nodes, and the command that gets larger pages.
 
-The figures are those of this process's mapping, which it must have populated: the kernel tells of
+The figures are those of this process's mapping, which it must have populated: the kernel reports
 huge pages only where they are mapped.
 """
 
@@ -22,22 +22,21 @@ _AREA = re.compile(r"([0-9a-f]+)-[0-9a-f]+ \S+ \S+ \S+ \d+ *(.*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MappedFile:
-    """What the kernel says of one mapping of a file; sizes in bytes."""
+    """The kernel's figures of one mapping of a file; sizes in bytes."""
 
     address: int
     mapped_bytes: int
     """Of the pages that this process has mapped."""
     huge_bytes: int
-    """Those among them that are in huge pages."""
+    """Of these, in huge pages."""
     huge_page_bytes: int
     """Size of a huge page here; 0: there are none."""
 
 
 class ArenaPages:
-    """The memory of the arena at one path, as far as this process has mapped it."""
+    """The memory of the arena at `path`, as far as this process has mapped it."""
 
     def __init__(self, path: Path) -> None:
-        """Ask about the file that is at `path` whenever `figures` is called."""
         self._path = path
         self._figures: dict[str, Any] = {}
         self._inode = 0
@@ -46,7 +45,7 @@ class ArenaPages:
     def figures(self) -> dict[str, Any]:
         """Return sizes, NUMA nodes, and the command that gets larger pages; {} if not mapped.
 
-        For these the kernel walks over every page, so they are kept once all is mapped.
+        The kernel walks over every page for these, so they are kept once all is mapped.
         """
         try:
             stat = os.stat(self._path)
@@ -62,12 +61,7 @@ class ArenaPages:
 
 
 def mapped_file(smaps: str, path: Path) -> MappedFile | None:
-    """Return the mapping of `path` of which most is mapped; None if there is none.
-
-    Args:
-        smaps: as in /proc/self/smaps.
-        path: the file, as it is named now.
-    """
+    """Return the largest mapping of `path`, as it is named now, in the text of /proc/self/smaps."""
     found = [
         _parse(int(start, 16), lines)
         for start, name, lines in _areas(smaps)
@@ -77,7 +71,7 @@ def mapped_file(smaps: str, path: Path) -> MappedFile | None:
 
 
 def larger_pages_command(directory: Path) -> str | None:
-    """Return what root runs before an arena is made in `directory`, to get it huge pages.
+    """Return root's command to run before an arena is made in `directory`, to get it huge pages.
 
     None: this kernel has none for that kind of mount.
     """

@@ -1,13 +1,13 @@
 """A lock file of an arena, as one process has it open: locks on single bytes of it.
 
-The locks are Linux's open-file-description locks. Such a lock belongs to the description that it
-was taken through. It ends with the last descriptor of that description, at the latest with the
-process. Nothing else that a process opens or closes ends it. Every thread that enters sections has
-a description of its own, so that the kernel keeps threads apart as it does processes.
+The locks are Linux's open-file-description locks. Such a lock belongs to the description that took
+it. It ends with the last descriptor of that description, at the latest with the process; nothing
+else that a process opens or closes ends it. Every thread that enters sections has a description of
+its own, so that the kernel keeps threads apart as it does processes.
 
 A fork shares descriptions, and would keep the locks of a dead parent for as long as the child
-lives. So a child closes them before it does anything else. It can use nothing that its parent has
-opened; what the child opens itself is its own.
+lives. So a child closes them before it does anything else. It cannot use what its parent has
+opened; what it opens itself is its own.
 
 `fcntl` is called through `ctypes.PyDLL`, which keeps the GIL: the holder of the arena's lock must
 not stop to wait for another thread of its own process.
@@ -103,19 +103,18 @@ class Description:
 
 @cache
 def _request(byte: int, kind: int) -> Any:
-    """Return what F_OFD_SETLK is given, which it does not change; made once, as it costs a call."""
+    """Return the argument of F_OFD_SETLK, which does not change; made once, as it costs a call."""
     return ctypes.byref(_Flock(kind, os.SEEK_SET, byte, 1, 0))
 
 
 class SideFile:
-    """A lock file, as this process has it open."""
+    """A lock file, as this process has it open; from `SideFile.at`."""
 
     _open: ClassVar["weakref.WeakValueDictionary[Path, SideFile]"] = weakref.WeakValueDictionary()
-    """The registry of this process. Its users keep a file; it is closed with the last of them."""
+    """The registry of this process. A file is closed with the last of its users."""
     _registry_lock = threading.Lock()
 
     def __init__(self, path: Path, *, create: bool) -> None:
-        """Open `path`; use `SideFile.at` instead."""
         self.path = path
         self._description = Description(path, os.O_CREAT if create else 0)
         self._of_thread = threading.local()
@@ -138,7 +137,7 @@ class SideFile:
 
     @classmethod
     def detach_child(cls) -> None:
-        """After a fork: the child gives up what its parent has opened and locked."""
+        """Give up, after a fork, what the parent has opened and locked."""
         _opening.release()
         cls._registry_lock = threading.Lock()
         cls._open.clear()
@@ -186,8 +185,8 @@ class SideFile:
     def holder_of(self, byte: int) -> int | None:
         """Return the pid of the living process that has the lock on `byte`; None if nobody has.
 
-        0: a process of another user or container, which cannot be seen from here, has it. Forks by
-        code other than Python's share a lock: the pid is that of one of them.
+        0: a process of another user or container, invisible from here, has it. Forks by code other
+        than Python's share a lock: the pid is that of one of them.
         """
         if byte in self._own:
             return os.getpid()
@@ -213,7 +212,7 @@ class SideFile:
         return opened
 
     def _other(self, byte: int) -> int | None:
-        """Return a pid, or -1 as of all locks of our kind; None if no other description has it."""
+        """Return a pid, -1 for any lock of our kind; None if no other description has it."""
         flock = _Flock(LOCK, os.SEEK_SET, byte, 1, 0)
         if _libc.fcntl(self._description.fd, _F_OFD_GETLK, ctypes.byref(flock)) != 0:
             raise OSError(ctypes.get_errno(), "fcntl(F_OFD_GETLK) failed", str(self.path))

@@ -151,7 +151,7 @@ def read_header(page: bytes) -> tuple[int, int]:
 
 
 def seal(records: Array, *, segment_id: int, first_row: int) -> None:
-    """Write the checksums of a segment's `records` from slot `first_row` on; empty ones stay zero."""
+    """Write the checksums of a segment's `records` from slot `first_row` on; empty stay zero."""
     rows = np.flatnonzero(~is_empty(records))
     records["checksum"][rows] = _checksums(records, rows, segment_id, first_row)
 

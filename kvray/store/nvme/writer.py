@@ -43,8 +43,7 @@ class Writer:
         section: Callable[[], AbstractContextManager[bool]],
         verifies: bool,
     ) -> None:
-        """Write blocks of `tables`, and records of `book`, to `files`; `section` is the store's
-        lock.
+        """Write blocks of `tables` and records of `book` to `files`; `section` is the store's lock.
 
         With `verifies`, an arena's bytes are compared with their checksum before they count.
         """

@@ -1,4 +1,4 @@
-"""Which blocks are written to disk when they leave the host tier: most are never used again."""
+"""Decides which blocks leaving the host tier are written to disk: most are never used again."""
 
 from typing import Protocol
 
@@ -14,7 +14,7 @@ _LIKELY = 0.05
 class Admission(Protocol):
     """Decides on blocks of the host tier. Single-threaded, no clock, no I/O.
 
-    It hears what a `Policy` hears of them; an event that it does not define does nothing.
+    It hears the events of a `Policy`; an event that it does not define does nothing.
     """
 
     def used(self, use: Use) -> None:
@@ -30,7 +30,7 @@ class Admission(Protocol):
         return
 
     def admits(self, slots: Array, names: Array, *, now: float) -> Array:
-        """Return a mask of the blocks in `slots`, which are to leave the tier: those to write."""
+        """Return a mask of the leaving blocks in `slots`: those to write."""
 
 
 class Everything(Admission):
@@ -44,10 +44,12 @@ class Everything(Admission):
 
 
 class Twice(Admission):
-    """Admits a block that was found since it was stored, or that leaves for the second time."""
+    """Admits a block that was found since it was stored, or that leaves for the second time.
+
+    It remembers as many blocks that left as the tier has slots.
+    """
 
     def __init__(self, num_slots: int, policy: Policy) -> None:
-        """Remember as many blocks that left as the tier has slots."""
         self._ghosts_max = num_slots
         self._ghosts: dict[int, None] = {}
         self._was_found = np.zeros(num_slots, dtype=bool)

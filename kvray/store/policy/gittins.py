@@ -1,8 +1,8 @@
-"""The block that promises the fewest hits for its time goes first: see `prompts` and `hazard`.
+"""Lets the block go first that promises the fewest hits for its time: see `prompts` and `hazard`.
 
 Source: Gittins, "Bandit processes and dynamic allocation indices", 1979, for the index; Beckmann,
 Chen and Cidon, "LHD: improving cache hit rate by maximizing hit density", NSDI 2018, for learning
-such a thing by age and class of what is cached.
+it by age and class of cached objects.
 """
 
 import numpy as np
@@ -11,11 +11,11 @@ from kvray.store.policy.policy import Array, Policy, Use
 from kvray.store.policy.prompts import Prompts
 
 _ROOT, _FOUND, _STORED, _LAST = range(4)
-"""Places of the blocks that are watched: the prompt's first block if it was found, another one that
-was, one that was stored, and its last."""
+"""Places of the watched blocks: the prompt's first block if it was found, another found one, a
+stored one, and its last."""
 
 _END = 4
-"""A prompt that uses all blocks of another but for the last three goes on with it."""
+"""A prompt continues another if it uses all blocks of it but the last three."""
 
 _COPY = 0.5
 """Worth of a block with a copy in the tier below, relative to a block without."""
@@ -32,7 +32,6 @@ class Gittins(Policy):
     keeps_order = False
 
     def __init__(self, num_slots: int, prompts: Prompts | None = None) -> None:
-        """Rank blocks in slots 0 to `num_slots` - 1, by what `prompts` teach."""
         self._prompts = Prompts() if prompts is None else prompts
         self._prompt, self._hits, self._depth = np.zeros((3, num_slots), dtype=np.int64)
         self._copy = np.full(num_slots, _NOWHERE, dtype=np.int64)
@@ -72,7 +71,7 @@ class Gittins(Policy):
         self._end(number, use, names)
 
     def freed(self, slots: Array) -> None:
-        """What has left the tier below is the more worth in this one."""
+        """Without its copy below a block is worth more in this tier."""
         above, copies = self._above, self._copy[slots]
         if above is not None:
             known = copies != _NOWHERE
@@ -99,7 +98,7 @@ class Gittins(Policy):
         return below
 
     def rank(self, slots: Array, *, now: float) -> Array:
-        """What has a copy below is worth less here: it is not lost."""
+        """A block with a copy below is worth less here: it is not lost."""
         worth = self._prompts.worth(*self._facts(slots), now=now)
         if self._above is None:
             has_copy = (self._copy.take(slots) != _NOWHERE) & (worth > 0)
@@ -122,7 +121,7 @@ class Gittins(Policy):
         return number
 
     def _number_of(self, use: Use) -> int:
-        """Return the prompt whose leading blocks were found or stored before these, or begin it."""
+        """Return the prompt whose leading blocks came before these, or begin it."""
         number = None if use.request is None else self._open.get(use.request)
         if number is None and use.parent >= 0:
             number = int(self._prompt[use.parent])
@@ -141,5 +140,5 @@ class Gittins(Policy):
 
 
 def _any(number: int, count: int) -> int:
-    """Return a number below `count` that follows from `number` by chance."""
+    """Return a pseudo-random number below `count`, made from `number`."""
     return (number * 0x9E3779B1 % 2**32) * count >> 32

@@ -1,10 +1,10 @@
-"""When blocks are used again: rates learned by class and age, and what a block is worth by them.
+"""Estimates when blocks are used again, by class and age, and what a block is worth by that.
 
 A class is a combination of factors, such as the turn of its conversation and the length of its
-prompt. From what was used again at which age, and what was not, a rate of return is estimated for
-every class and age. The rates give the chance that a block returns at all, and its Gittins index:
-the best ratio, over all spans for which it may still be kept, of expected hits to the time that it
-would take up its place.
+prompt. A rate of return is estimated for every class and age, from what was used again at which
+age, and what was not. The rates give the chance that a block returns at all, and its Gittins index:
+over all spans for which it may still be kept, the best ratio of expected hits to the time that it
+takes up its place.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from kvray.store.policy.policy import Array
 NUM_AGES = 18
 _FIRST_S = 4.0
 _EDGES = np.concatenate(([0.0], _FIRST_S * 2.0 ** np.arange(NUM_AGES - 1)))
-"""Where the ages begin, seconds: from a blink to days, each twice as long as the one before."""
+"""Where the ages begin, seconds: from a moment to days, each twice as long as the one before."""
 _WIDTHS = np.diff(np.append(_EDGES, 2 * _EDGES[-1]))
 
 _FACTOR_PRIOR = 1.0
@@ -37,7 +37,7 @@ def rates_of(
     """Return the probability of a return in each class at each age, f8 [num_classes, NUM_AGES].
 
     Args:
-        classes: of each observation, its class.
+        classes: the class of each observation.
         seconds: until it returned, or for how long it has been waited for.
         has_returned: whether it did.
         factors: how many values each factor has; their product is the number of classes, and the
@@ -81,7 +81,7 @@ def chance_of(rates: Array) -> Array:
 
 
 def at(table: Array, classes: Array, seconds: Array) -> Array:
-    """Return what a table of classes and ages says of blocks that were used so long ago."""
+    """Return the values of a table [classes, ages] for blocks used so many `seconds` ago."""
     place = np.log2(np.maximum(seconds, _FIRST_S / 2) * (2 / _FIRST_S))
     place = np.minimum(place, NUM_AGES - 1.001)
     age = place.astype(np.int64)
@@ -93,7 +93,7 @@ def at(table: Array, classes: Array, seconds: Array) -> Array:
 
 
 def _smooth(counts: Array) -> Array:
-    """Return counts that each age shares with its neighbours: few are seen of most classes."""
+    """Return counts that each age shares with its neighbours: most classes have few."""
     padded = np.pad(counts, ((0, 0), (1, 1)), mode="edge")
     smooth: Array = 0.25 * padded[:, :-2] + 0.5 * padded[:, 1:-1] + 0.25 * padded[:, 2:]
     return smooth
@@ -102,7 +102,7 @@ def _smooth(counts: Array) -> Array:
 def _fit(returned: Array, at_risk: Array, factors: Sequence[int]) -> Array:
     """Return rates: one of the age, times multipliers of each factor's value and of the class.
 
-    The factors' are found by iterative proportional scaling, which fits Poisson rates.
+    Iterative proportional scaling, which fits Poisson rates, finds the factors' multipliers.
     """
     base = (returned.sum(axis=0) + 0.02) / (at_risk.sum(axis=0) + 1.0)
     expected = (at_risk * base).sum(axis=1).reshape(factors)

@@ -1,4 +1,4 @@
-"""The block that was used longest ago goes first."""
+"""Lets the block go first that was used longest ago."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -14,7 +14,7 @@ class LRU(Policy):
     keeps_order = True
 
     def __init__(self, num_slots: int, clock: Iterator[int] | None = None) -> None:
-        """Rank blocks in slots 0 to `num_slots` - 1, by uses that `clock` counts."""
+        """`clock` counts uses; tiers share it."""
         self._clock = count(1) if clock is None else clock
         self._last = np.zeros(num_slots)
 

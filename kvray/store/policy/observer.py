@@ -1,4 +1,4 @@
-"""Tells policies what happens in an arena, as far as its tables show it.
+"""Tells policies the events in an arena, as far as its tables show them.
 
 A lease of a prefix gives all its blocks one tick, and a store gives its blocks one number. Blocks
 that got the same one since the last look belong to one prompt. So writers and readers send nothing
@@ -18,15 +18,15 @@ from kvray.store.policy.admission import Admission
 from kvray.store.policy.policy import Array, Policy, Use
 
 Section = Callable[[], AbstractContextManager[bool]]
-"""Has the tables stand still; False: not now."""
+"""Keeps the tables still; False: not now."""
 
 
 _NAMESPACES_MAX = 4096
-"""Whose parts are remembered; beyond that they are learned again."""
+"""The parts of so many namespaces are remembered; then they are learned again."""
 
 
 class _Rows(NamedTuple):
-    """The rows of the tables of the slots that have changed."""
+    """Rows of the tables of the changed slots."""
 
     slots: Array
     tick: Array
@@ -43,16 +43,14 @@ class _Rows(NamedTuple):
 class Observer:
     """Looks at the tables of one tier; single-threaded.
 
-    A block that has several parts is one block to a policy. The policy hears of the lowest part;
-    the slots of the other parts copy its facts.
+    A block of several parts is one block to a policy. The policy hears of the lowest part; the
+    slots of the other parts copy its facts.
     """
 
     def __init__(self, tables: Callable[[], Tables], section: Section) -> None:
-        """Have seen nothing yet: what is there counts as stored at the first look.
+        """Start with nothing seen: existing blocks count as stored at the first look.
 
-        Args:
-            tables: returns the tier's; they are not kept, for they may be mapped memory.
-            section: see there.
+        `tables` returns the tier's; they are not kept, for they may be mapped memory.
         """
         self._tables = tables
         self._section = section
@@ -64,15 +62,10 @@ class Observer:
         self._parts: dict[int, list[int]] = {}
 
     def observe(self, policy: Policy, *others: Policy | Admission, now: float) -> Array:
-        """Tell of what has happened since the last look; nothing if the tables are busy.
+        """Tell the events since the last look; nothing if the tables are busy.
 
-        Args:
-            policy: of the tier.
-            others: who is told of uses as well, but not of what leaves.
-            now: seconds, on the policy's clock.
-
-        Returns:
-            The slots whose blocks were used.
+        `others` hear of uses as well, but not of blocks that leave. `now` is on the policy's clock.
+        Returns the slots whose blocks were used.
         """
         rows = self._changed()
         if rows is None:
@@ -151,7 +144,7 @@ class Observer:
         return is_first
 
     def _copy_to_other_parts(self, policy: Policy, slots: Array) -> None:
-        """Copy what is known of the first part of blocks to their other parts."""
+        """Copy the facts of blocks' first part to their other parts."""
         tables = self._tables()
         namespaces = tables.slot_namespace[slots]
         for namespace in np.unique(namespaces).tolist():
@@ -169,9 +162,9 @@ class Observer:
 
 
 def _runs(rows: _Rows, by: Array, mask: Array) -> Iterator[tuple[int, Array]]:
-    """Yield the rows in `mask` that are one after the other in a prompt, in prefix order.
+    """Yield the rows in `mask` that follow each other in a prompt, in prefix order.
 
-    `by` tells prompts apart, and says when each was; it comes first.
+    `by` tells prompts apart and gives the time of each; it comes first.
     """
     chosen = np.flatnonzero(mask)
     if not len(chosen):

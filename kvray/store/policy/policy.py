@@ -11,15 +11,15 @@ class Use(NamedTuple):
     """Consecutive blocks of one prompt that were found in a tier, or stored there."""
 
     slots: Array
-    """Where they are, in prefix order."""
+    """Their slots, in prefix order."""
     names: Array
-    """The first 8 bytes of each block's key, i64: they name blocks that have left the tier too."""
+    """The first 8 bytes of each block's key, i64; they also name blocks that have left the tier."""
     depth: int
-    """Place of the first of them in the prompt."""
+    """The first block's place in the prompt."""
     length: int
     """Blocks of the prompt, as far as is known."""
     now: float
-    """Seconds, on any clock that goes on."""
+    """Seconds, on any clock that does not go back."""
     parent: int = -1
     """Slot of the block before the first one; -1: it is the prompt's first."""
     request: int | None = None
@@ -29,8 +29,8 @@ class Use(NamedTuple):
 class Policy(Protocol):
     """Ranks the blocks of one tier. Single-threaded, no clock, no I/O.
 
-    It knows slots by their numbers, and need not look after families: the caller makes sure
-    that a parent goes after its children. An event that a policy does not define does nothing.
+    It knows slots by their numbers, not their families: the caller makes sure that a parent goes
+    after its children. An event that a policy does not define does nothing.
     """
 
     keeps_order: bool
@@ -47,25 +47,17 @@ class Policy(Protocol):
         return
 
     def answered(self, request: int, num_tokens: int) -> None:
-        """Note that a request, which was named in a `Use`, has ended with so many tokens."""
+        """Note that a request of an earlier `Use` has ended with so many tokens."""
         return
 
     def copied(self, slots: Array, source: Any, theirs: Array) -> None:
-        """Copy from another tier's policy the facts of blocks that are in this tier as well.
+        """Copy the facts of blocks from `source`, the policy of another tier that has them too.
 
-        Args:
-            slots: where they are here.
-            source: the policy that `beside` made this one, or the other way round.
-            theirs: where they are there.
+        `beside` made one of the two from the other. `slots` are here, `theirs` there.
         """
 
     def beside(self, num_slots: int) -> "Policy":
         """Return a policy for another tier of the same prompts."""
 
     def rank(self, slots: Array, *, now: float) -> Array:
-        """Return a number for each of `slots`, f8: the lowest is to go first.
-
-        Args:
-            slots: with blocks in them.
-            now: seconds, on the clock of `Use.now`.
-        """
+        """Return a number for each of `slots`, f8, at `now` of `Use.now`: the lowest goes first."""

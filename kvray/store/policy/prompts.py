@@ -1,6 +1,6 @@
-"""The prompts that used blocks, and a sample of their blocks: did these return?
+"""The prompts that used blocks, with a sample of their blocks that shows which ones return.
 
-Of every prompt a few blocks are watched, whether they stay in a tier or not. When a later prompt
+A few blocks of every prompt are watched, whether they stay in a tier or not. When a later prompt
 uses one, it has returned, at an age that is the time since. From that `hazard` learns what blocks
 are worth, by the turn of their conversation, the length of their prompt, how much of it was new,
 the length of the answer, and their own kind. The prompts seen so far, cut into equal shares, give
@@ -27,7 +27,7 @@ _PROMPTS = 2**16
 _TURNS = np.array([0, 1, 2, 3, 3, 4])
 """Turn -> its class; the last one for all later turns."""
 _LENGTHS, _NEWS, _ANSWERS = 3, 2, 3
-"""Classes of length, of new blocks, and of the answer, of which 0 comes first: not known yet."""
+"""Classes of length, of new blocks, and of the answer, where 0 comes first: not known yet."""
 _FACTORS = (int(_TURNS[-1]) + 1, _LENGTHS, _NEWS, 1 + _ANSWERS, 3)
 _ANSWER_FACTOR = 3
 _LEARN_FIRST = 64
@@ -89,10 +89,9 @@ class Prompts:
         return int(self._num_stored_of[number % _PROMPTS])
 
     def use(self, number: int, names: list[int], *, now: float) -> int:
-        """Note that a prompt uses blocks: those that were watched have returned.
+        """Note that a prompt uses blocks: the watched ones have returned.
 
-        Returns:
-            How many leading ones of `names` were used before, as far as is known.
+        Returns how many leading ones of `names` are known to have been used before.
         """
         num_known = 0
         for name in self._watchers.keys() & names:
@@ -107,7 +106,7 @@ class Prompts:
         return num_known
 
     def measure(self, number: int, *, length: int, num_stored: int, num_new: int) -> None:
-        """Note how many blocks a prompt has, how many are in the tier, how many nobody knew."""
+        """Note a prompt's blocks: all, those in the tier, and those that nobody knew."""
         row = number % _PROMPTS
         self._length_of[row] = max(length, self._length_of[row])
         self._num_stored_of[row], self._num_new_of[row] = num_stored, num_new
@@ -121,16 +120,10 @@ class Prompts:
             self._changed.append(row)
 
     def watch(self, number: int, place: int, name: int, *, hits: int, depth: int) -> None:
-        """Watch a block that a prompt has used, instead of what it had in that place.
+        """Watch the block `name` of a prompt in place of the one in `place`, below WATCHED_MAX.
 
-        A block that it watches in another place already is watched in this one from now on.
-
-        Args:
-            number: of the prompt.
-            place: 0 to WATCHED_MAX - 1.
-            name: of the block.
-            hits: how often it was found before.
-            depth: its place in the prompt.
+        It was found `hits` times before, and its place in the prompt is `depth`. If it is watched
+        in another place, that ends.
         """
         row = number % _PROMPTS
         for before in self._names.get(number, ()):
@@ -145,7 +138,7 @@ class Prompts:
         self._returned_of[row, place] = math.inf
 
     def end(self, number: int, name: int) -> None:
-        """Note the block whose use tells that a prompt goes on with this one."""
+        """Note the block whose use shows that a prompt goes on with this one."""
         for before in self._names.get(number, ()):
             if self._ends.get(before) == number:
                 del self._ends[before]
@@ -153,26 +146,23 @@ class Prompts:
         self._names.setdefault(number, []).append(name)
 
     def worth(self, numbers: Array, depths: Array, hits: Array, *, now: float) -> Array:
-        """Return what blocks are worth: hits a second, f8; before the first lesson, their youth.
+        """Return the worth of blocks, hits a second, f8; before the first lesson, their youth.
 
-        Args:
-            numbers: of the prompts that used them last.
-            depths: their places in it.
-            hits: how often each was found since it was stored.
-            now: seconds.
+        `numbers` are the prompts that used them last, `depths` their places there, and `hits` how
+        often each was found since it was stored.
         """
         if self._worth is None:
             return self._time.take(numbers % _PROMPTS) - now
         return self._at(self._worth, numbers, depths, hits, now)
 
     def chance(self, numbers: Array, depths: Array, hits: Array, *, now: float) -> Array:
-        """Return how likely blocks are to be used again; 1 before the first lesson. As `worth`."""
+        """Return the probability of another use; 1 before the first lesson. As `worth`."""
         if self._chance is None:
             return np.ones(len(numbers))
         return self._at(self._chance, numbers, depths, hits, now)
 
     def _at(self, table: Array, numbers: Array, depths: Array, hits: Array, now: float) -> Array:
-        """Return what a table says of blocks; 0 of those whose prompts are forgotten."""
+        """Return a table's values for blocks; 0 for those of forgotten prompts."""
         rows = numbers % _PROMPTS
         seconds = now - self._time.take(rows)
         found = hazard.at(table, self._classes(rows, depths, hits), seconds)
