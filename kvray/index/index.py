@@ -199,11 +199,9 @@ class Index:
         return Match(num_blocks=len(packed), holders=holders)
 
     def locate(self, keys: bytes) -> list[Run]:
-        """Return runs from the first key to the last one with a holder; keys in between may have
-        none.
+        """Return runs from the first key to the last one with a holder.
 
-        Raises:
-            ConfigError: the last key is not whole.
+        Keys in between may have none. Raises ConfigError if the last key is not whole.
         """
         found: list[tuple[int, dict[str, int]]] = []
         for _, stop, number in self._runs(_pack(keys), 0):

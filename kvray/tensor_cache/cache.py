@@ -378,8 +378,7 @@ def _fingerprint(model: str) -> str | None:
 
 
 def _checked(config: object, metadata: object) -> KVRayConfig:
-    """Return `config`, or the one that `load_config` finds; ConfigError: an argument of another
-    kind."""
+    """Return `config`, or the one that `load_config` finds; ConfigError for other types."""
     if not isinstance(metadata, TensorMetadata):
         raise ConfigError(f"metadata must be a kvray.TensorMetadata, not a {_kind(metadata)}.")
     if config is not None and not isinstance(config, KVRayConfig):

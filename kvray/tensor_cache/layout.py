@@ -110,8 +110,7 @@ def pack(heads: Heads, blocks: Array, metadata: TensorMetadata) -> Array:
 
 
 def unpack(block_bytes: Array, heads: Heads, first: int, metadata: TensorMetadata) -> None:
-    """Write `block_bytes`, u8 [num_blocks, block_bytes], into `heads` on the CPU; inverse of
-    `pack`.
+    """Write u8 [num_blocks, block_bytes] into `heads` on the CPU; the inverse of `pack`.
 
     `first` is the index of the first block, from the first token of `heads` on.
     """
