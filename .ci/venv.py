@@ -18,6 +18,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
@@ -87,10 +88,9 @@ def install():
     """Install what constraints.txt pins, then kvray itself from this checkout."""
     mark_begun()
     say("Installing kvray and its tools into .venv (minutes the first time)")
-    pip = [PYTHON, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
+    # Errors alone: what pip warns of concerns indexes and caches, and its bars hide our own line.
+    pip = [PYTHON, "-m", "pip", "install", "-qq", "--no-input", "--disable-pip-version-check"]
     pip += ["--constraint", os.path.join(ROOT, "constraints.txt")]
-    if not sys.stdout.isatty():
-        pip += ["--quiet"]
     # The build tool comes first and from the pins, so that nothing is fetched behind our back.
     try:
         run(pip + ["hatchling"])
@@ -106,10 +106,26 @@ def mark_begun():
 
 
 def run(command):
-    """Run `command` in the root of the checkout and end with its status if it fails."""
-    status = subprocess.call(command, cwd=ROOT, env=environment())
-    if status:
-        sys.exit("This command failed (status {}): {}".format(status, " ".join(map(repr, command))))
+    """Run `command` in the root of the checkout, show the time, and end if it fails."""
+    process = subprocess.Popen(command, cwd=ROOT, env=environment())
+    is_terminal = sys.stdout.isatty()
+    began = shown = time.time()
+    try:
+        while process.poll() is None:
+            time.sleep(0.05)
+            if time.time() - shown >= (1 if is_terminal else 30):
+                shown = time.time()
+                elapsed = "  {:.0f} s".format(shown - began)
+                show("\r" + elapsed if is_terminal else elapsed + "\n")
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+        if is_terminal:
+            show("\r{:12}\r".format(""))
+    if process.returncode:
+        told = " ".join(map(repr, command))
+        sys.exit("This command failed (status {}): {}".format(process.returncode, told))
 
 
 def runs(code):
@@ -138,7 +154,12 @@ def read(path):
 
 def say(text):
     """Print one line of progress."""
-    sys.stdout.write(text + "\n")
+    show(text + "\n")
+
+
+def show(text):
+    """Print text, a part of a line perhaps, at once."""
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 
