@@ -26,13 +26,15 @@ demo: venv
 
 # Most tests wait more than they compute. Each worker needs a /dev/shm of its own, which only root can make.
 WORKERS ?= $(shell [ "$$(id -u)" = 0 ] && echo 4 || echo 0)
+FAILED := .pytest_cache/v/cache/lastfailed
 
 # A test that fails beside others is tried once more alone: a starved machine breaks it once, a fault twice.
 test: lint
-	$(PY) -m pytest -n $(WORKERS) --dist loadgroup || { \
-		[ $$? -eq 1 ] || exit 1; \
-		echo "The failed tests are tried once more, alone. Each was unstable at best: look at it."; \
-		$(PY) -m pytest --last-failed --last-failed-no-failures none; }
+	@rm -f $(FAILED)
+	$(PY) -m pytest -n $(WORKERS) --no-loadscope-reorder || { \
+		grep -qs true $(FAILED) || exit 1; \
+		echo "The failed tests run once more, alone. Each one is unstable at best: look at it."; \
+		$(PY) -m pytest --last-failed; }
 
 test-long: venv
 	$(PY) -m pytest -m long || [ $$? -eq 5 ] # 5: no such test, which is no failure

@@ -74,8 +74,14 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Say which tests share a worker."""
-    workers.group(items)
+    """Put long tests first."""
+    workers.put_long_ones_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> workers.ByFile:
+    """Keep together what shares fixtures."""
+    return workers.ByFile(config, log)
 
 
 def pytest_unconfigure() -> None:

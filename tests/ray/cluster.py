@@ -36,6 +36,7 @@ class TwoNodes:
 
     machine: Machine
     config_path: Path
+    cluster_name: str = "nodes"
 
     @property
     def nodes(self) -> list[Node]:
@@ -44,7 +45,7 @@ class TwoNodes:
 
     def node_dir(self, node: Node) -> Path:
         """Return where a node's arena and socket are."""
-        return node.arena_dir / "kvray-nodes"
+        return node.arena_dir / f"kvray-{self.cluster_name}"
 
     def engine_environ(self, node: Node) -> dict[str, str]:
         """Return the variables with which an engine finds the tier of its node."""
@@ -57,15 +58,27 @@ class TwoNodes:
 
 
 @contextlib.contextmanager
+def open_tier(
+    machine: Machine, cluster_name: str, settings: Mapping[str, Mapping[str, Any]] = SETTINGS
+) -> Iterator[TwoNodes]:
+    """Have a tier on a machine for the time of a block; the machine may have others after it."""
+    path = machine.write_config(settings, cluster_name=cluster_name)
+    try:
+        up = machine.run("up", "-c", str(path))
+        assert up.returncode == 0, up.stderr
+        yield TwoNodes(machine=machine, config_path=path, cluster_name=cluster_name)
+    finally:
+        down = machine.run("down", "-c", str(path))
+    assert down.returncode == 0, down.stderr
+
+
+@contextlib.contextmanager
 def open_two_nodes(
     settings: Mapping[str, Mapping[str, Any]] = SETTINGS, **options: Any
 ) -> Iterator[TwoNodes]:
     """Have a tier on a new `Machine`, made with `options`, for the time of a block."""
-    with Machine(**options) as machine:
-        config_path = machine.write_config(settings)
-        up = machine.run("up", "-c", str(config_path))
-        assert up.returncode == 0, up.stderr
-        yield TwoNodes(machine=machine, config_path=config_path)
+    with Machine(**options) as machine, open_tier(machine, "nodes", settings) as nodes:
+        yield nodes
 
 
 def wait_for(condition: Callable[[], object], what: str, *, timeout_s: float) -> None:

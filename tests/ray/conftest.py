@@ -15,7 +15,9 @@ from kvray.actors.owner.ownership import sweep
 from kvray.actors.tier import connection, local_ray, tier
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig, load_config
-from tests.ray.cluster import TwoNodes, open_two_nodes
+from kvray.lab.chaos.machine import Machine
+from kvray.lab.chaos.network import why_impossible
+from tests.ray.scrape import OFTEN
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 30.0
@@ -66,11 +68,18 @@ def running(config: KVRayConfig) -> KVRayConfig:
     return config
 
 
-@pytest.fixture(scope="module")
-def two_nodes() -> Iterator[TwoNodes]:
-    """A tier on two nodes of this machine, on a Ray of its own; it is not for this process."""
-    with open_two_nodes() as nodes:
-        yield nodes
+@pytest.fixture(scope="session")
+def machine() -> Iterator[Machine]:
+    """Two nodes with disks, on a Ray of their own, for one tier after the other."""
+    with Machine(has_nvme=True, environ=OFTEN) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def wired_machine() -> Iterator[Machine]:
+    """Two nodes with cables, where this machine allows that; otherwise as `machine`."""
+    with Machine(has_network=why_impossible() is None) as made:
+        yield made
 
 
 class Engine:

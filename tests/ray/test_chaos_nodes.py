@@ -14,7 +14,7 @@ from kvray.lab.chaos import machine as machine_module
 from kvray.lab.chaos.cleanup import processes_of
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
-from tests.ray.cluster import TwoNodes, open_two_nodes, wait_for
+from tests.ray.cluster import TwoNodes, open_tier, open_two_nodes, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -33,6 +33,12 @@ time.sleep(60)
 
 def shard_pids(nodes: TwoNodes) -> list[int]:
     return [process.pid for node in nodes.nodes for process in node.actors("Shard")]
+
+
+@pytest.fixture
+def two_nodes(machine: Machine) -> Iterator[TwoNodes]:
+    with open_tier(machine, "own") as nodes:
+        yield nodes
 
 
 def test_each_node_has_a_shard_and_an_arena_of_its_own(two_nodes: TwoNodes) -> None:

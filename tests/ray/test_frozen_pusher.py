@@ -15,12 +15,13 @@ import pytest
 
 from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
+from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import Network, why_impossible
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena
 from kvray.store.arena import payload
 from kvray.store.arena.layout import READY
-from tests.ray.cluster import SETTINGS, TwoNodes, open_two_nodes, wait_for
+from tests.ray.cluster import SETTINGS, TwoNodes, open_tier, wait_for
 from tests.unit.actors.small_shard import NAMESPACE
 
 NO_NETWORK = why_impossible()
@@ -103,10 +104,9 @@ def store(arena: Arena, count: int) -> list[BlockKey]:
 
 
 @pytest.fixture
-def nodes() -> Iterator[TwoNodes]:
-    with open_two_nodes(
-        {**SETTINGS, "staging": {"deadline_s": DEADLINE_S}}, has_network=True
-    ) as made:
+def nodes(wired_machine: Machine) -> Iterator[TwoNodes]:
+    settings = {**SETTINGS, "staging": {"deadline_s": DEADLINE_S}}
+    with open_tier(wired_machine, "pusher", settings) as made:
         wait_for(lambda: serving(made) == 2, "the movers", timeout_s=60)
         yield made
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvray.lab.chaos.machine import Machine
 from kvray.lab.reference.replica import Replica
-from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_two_nodes, wait_for
+from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier, wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -50,8 +51,8 @@ def num_on_disk(nodes: TwoNodes) -> list[int]:
     return sorted(shard["nvme"]["blocks"] for shard in shards(nodes))
 
 
-def test_a_prompt_that_one_node_has_flushed_is_a_hit_on_the_other() -> None:
-    with open_two_nodes(WITH_DISK, has_nvme=True) as nodes:
+def test_a_prompt_that_one_node_has_flushed_is_a_hit_on_the_other(machine: Machine) -> None:
+    with open_tier(machine, "disks", WITH_DISK) as nodes:
         first = start(nodes, 0)
         try:
             (expected,) = first.generate([PROMPT], max_tokens=4)

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from kvray.identity.block import BlockKey
+from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena
-from tests.ray.cluster import SETTINGS, TwoNodes, open_two_nodes, wait_for
+from tests.ray.cluster import TwoNodes, open_tier, open_two_nodes, wait_for
 from tests.unit.actors.small_shard import NAMESPACE
 
 pytestmark = pytest.mark.ray
@@ -76,8 +77,8 @@ class Tier:
 
 
 @pytest.fixture(scope="module")
-def tier() -> Iterator[Tier]:
-    with open_two_nodes(SETTINGS, has_network=NO_NETWORK is None) as nodes:
+def tier(wired_machine: Machine) -> Iterator[Tier]:
+    with open_tier(wired_machine, "silence") as nodes:
         wait_for(lambda: _movers(nodes) == ["serving"] * 2, "the movers", timeout_s=60)
         made = Tier(nodes)
         yield made
@@ -159,7 +160,7 @@ def test_requests_wait_for_what_is_silent_no_longer_than_it_takes_to_notice(
 @pytest.mark.skipif(NO_NETWORK is not None, reason=f"{NO_NETWORK}")
 def test_where_nixl_gets_through_nowhere_blocks_come_by_the_next_transport() -> None:
     # Each node tells the others to push to its own loopback device.
-    with open_two_nodes(SETTINGS, has_network=True, environ={"UCX_NET_DEVICES": "lo"}) as nodes:
+    with open_two_nodes(has_network=True, environ={"UCX_NET_DEVICES": "lo"}) as nodes:
         wait_for(lambda: _movers(nodes) == ["serving"] * 2, "the movers", timeout_s=60)
         with contextlib.closing(Tier(nodes)) as tier:
             wait_for(tier.is_whole, "a prompt that comes", timeout_s=60)

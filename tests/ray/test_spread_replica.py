@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from kvray.errors import KVRayError
+from kvray.lab.chaos.machine import Machine
 from kvray.lab.reference.engine import ReferenceEngine
 from kvray.lab.reference.output import Output
 from kvray.lab.reference.replica import Replica
 from kvray.store import Arena
 from kvray.store.arena.layout import LIMBO, RESERVED
-from tests.ray.cluster import SETTINGS, TwoNodes, open_two_nodes, wait_for
+from tests.ray.cluster import SETTINGS, TwoNodes, open_tier, wait_for
 from tests.ray.test_two_nodes import CONNECTOR
 
 pytestmark = pytest.mark.ray
@@ -140,16 +141,19 @@ class Spread:
 
 
 @contextlib.contextmanager
-def open_spread() -> Iterator[Spread]:
+def open_spread(machine: Machine) -> Iterator[Spread]:
     """Have two engines, whose ranks are placed the one way round and the other."""
-    with open_two_nodes(PATIENT) as nodes, contextlib.closing(Spread(nodes)) as made:
+    with (
+        open_tier(machine, "spread", PATIENT) as nodes,
+        contextlib.closing(Spread(nodes)) as made,
+    ):
         made.wait_ready(made.start("forth", leader=0), made.start("back", leader=1))
         yield made
 
 
 @pytest.fixture(scope="module")
-def spread() -> Iterator[Spread]:
-    with open_spread() as made:
+def spread(machine: Machine) -> Iterator[Spread]:
+    with open_spread(machine) as made:
         yield made
 
 
@@ -214,7 +218,7 @@ def test_an_engine_ends_with_any_rank_and_its_successor_has_what_it_stored(
 @pytest.mark.long
 def test_the_loss_of_either_node_is_a_miss_and_its_return_brings_the_hits_back() -> None:
     """Both engines lose their leader's node and that of their other rank, and go on."""
-    with open_spread() as spread:
+    with Machine() as machine, open_spread(machine) as spread:
         for node in spread.nodes.nodes:
             prompts = spread.compute(spread.replicas[0], 8)
             assert spread.ask(spread.replicas[1], prompts[0]).hit_tokens == WHOLE

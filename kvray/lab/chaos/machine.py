@@ -139,7 +139,7 @@ class Machine:
         values = {name: dict(section) for name, section in settings.items()}
         values.setdefault("ray", {})["address"] = self.address
         values.setdefault("shard", {})["resource"] = RESOURCE
-        path = self.scratch / "kvray.yaml"
+        path = self.scratch / f"{cluster_name}.yaml"
         path.write_text(yaml.safe_dump({"cluster_name": cluster_name, **values}))
         return path
 
