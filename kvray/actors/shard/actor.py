@@ -107,8 +107,8 @@ class ShardActor:
 
     @ray.method(concurrency_group="people")
     def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
-        """See `Shard.asked`."""
-        return self._shard.asked(replica=replica, request_id=request_id, last=last)
+        """See `Queries.asked`."""
+        return self._shard.queries.asked(replica, request_id, last)
 
     @ray.method(concurrency_group="people")
     def whereabouts(self, before: float | None, *keys: bytes) -> Whereabouts:

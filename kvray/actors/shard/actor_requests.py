@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvray.actors.mover.orders import FetchOrder
-from kvray.actors.shard.loop_thread import ANSWER_S, LoopThread
+from kvray.actors.shard.loop_thread import ANSWER_S
 from kvray.actors.shard.prompt_keys import prompt_keys
 from kvray.actors.shard.serving import ShardParts
 from kvray.errors import ConfigError
@@ -13,9 +13,8 @@ from kvray.errors import ConfigError
 class ActorRequests:
     """Hands each request to the shard's event loop and waits for the answer. Thread-safe."""
 
-    def __init__(self, parts: ShardParts, loop: LoopThread) -> None:
+    def __init__(self, parts: ShardParts) -> None:
         self._parts = parts
-        self._loop = loop
 
     def prefetch(
         self,
@@ -50,7 +49,7 @@ class ActorRequests:
         )
         if not keys:
             return {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0, "reason": "none"}
-        found = self._loop.wait(
+        found = self._parts.loop.wait(
             self._parts.serving().stager.prefetch(replica, rank, b"".join(keys)),
             self._parts.settings.staging.deadline_s + ANSWER_S,
         )
@@ -66,7 +65,7 @@ class ActorRequests:
         nvme = self._parts.serving().eviction.nvme
         if nvme is None:
             return 0
-        report = self._loop.wait(nvme.reads.promote(order), order.deadline_s + ANSWER_S)
+        report = self._parts.loop.wait(nvme.reads.promote(order), order.deadline_s + ANSWER_S)
         return sum(source.num_blocks for source in report.sources.values())
 
     def stage_ranks(
@@ -81,16 +80,16 @@ class ActorRequests:
         """See `ReplicaStager.stage_here`."""
         stage = self._parts.serving().stager.stage_here
         answer = stage(replica, ranks, wait_s, tokens_per_s, verify_from, *keys)
-        return self._loop.wait(answer, wait_s + ANSWER_S)
+        return self._parts.loop.wait(answer, wait_s + ANSWER_S)
 
     def lease_ranks(
         self, replica: str, ranks: Sequence[int], token: str, *keys: bytes
     ) -> dict[int, list[Any]]:
         """See `RankLeases.lease`."""
         leases = self._parts.serving().stager.leases
-        return self._loop.call(lambda: leases.lease(replica, ranks, token, *keys), ANSWER_S)
+        return self._parts.loop.call(lambda: leases.lease(replica, ranks, token, *keys), ANSWER_S)
 
     def release_ranks(self, token: str) -> None:
         """See `RankLeases.release`."""
         leases = self._parts.serving().stager.leases
-        self._loop.call(lambda: leases.release(token), ANSWER_S)
+        self._parts.loop.call(lambda: leases.release(token), ANSWER_S)

@@ -12,6 +12,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +49,18 @@ _PATH_MAX = 107
 """Bytes of a unix socket's path."""
 
 
+@dataclass(eq=False, slots=True)
 class _Client:
     """One connection."""
 
-    def __init__(self, pid: int) -> None:
-        """Have come from process `pid`; 0: one of another namespace, nobody knows which."""
-        self.pid = pid
-        self.is_known = False
-        """Whether it has had an answer to a request that made sense."""
-        self.heard_at = time.monotonic()
-        self.is_dropped = False
-        self.task: asyncio.Task[None] | None = None
-        self.transport: asyncio.Transport | None = None
+    pid: int
+    """0: a process of another namespace, nobody knows which."""
+    is_known: bool = False
+    """Whether it has had an answer to a request that made sense."""
+    heard_at: float = field(default_factory=time.monotonic)
+    is_dropped: bool = False
+    task: asyncio.Task[None] | None = None
+    transport: asyncio.Transport | None = None
 
     def drop(self) -> None:
         """Hang up soon."""
@@ -117,15 +118,16 @@ class EngineServer:
 
     async def close(self) -> None:
         """Hang up on everybody and unlink the socket. Twice is fine."""
-        if self._listener is not None:
-            listener, self._listener = self._listener, None
-            self._stop_listening(listener)
-            tasks = [one.task for one in self._clients if one.task is not None]
-            for client in list(self._clients):
-                client.drop()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            if self._has_path():
-                self._path.unlink(missing_ok=True)
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        self._stop_listening(listener)
+        tasks = [one.task for one in self._clients if one.task is not None]
+        for client in list(self._clients):
+            client.drop()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._has_path():
+            self._path.unlink(missing_ok=True)
 
     async def keep_bound(self) -> None:
         """Bind the socket again if somebody has removed it; who is connected stays so."""

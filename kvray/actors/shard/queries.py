@@ -3,10 +3,12 @@
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from kvray.actors.shard.loop_thread import ANSWER_S
 from kvray.actors.shard.prompt_keys import prompt_keys
 from kvray.actors.shard.serving import ShardParts
 from kvray.actors.staging.wire_values import keys_of
@@ -74,10 +76,11 @@ class Queries:
     def __init__(self, parts: ShardParts) -> None:
         self._parts = parts
 
-    def asked(self, found: Sequence[tuple[str, int, bytes]]) -> list[Asked]:
-        """Return the details of requests that `RequestLog.find` has found."""
+    def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
+        """Return the requests that `RequestLog.find` finds for these arguments."""
+        find = partial(self._parts.request_log.find, replica, request_id, last)
         asked = []
-        for name, rank, packed in found:
+        for name, rank, packed in self._parts.loop.call(find, ANSWER_S):
             note = unpack(packed)
             finding = self._parts.announcer.desk.incompatible(name, rank, note.prefix_digest)
             asked.append(

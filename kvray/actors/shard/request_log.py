@@ -1,7 +1,8 @@
 """The notes of engines on their requests, kept by their shard for people who ask later."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from kvray.actors.lookup.stored_digests import Origin
@@ -47,20 +48,15 @@ class RequestLog:
             self._num_bytes -= _OVERHEAD + len(gone)
 
     def find(
-        self, *, replica: str | None, request_id: int | None, last: int
+        self, replica: str | None, request_id: int | None, last: int
     ) -> list[tuple[str, int, bytes]]:
         """Return (replica, rank, packed note) of up to `last` requests, the latest first.
 
         Without `replica` or `request_id` all count.
         """
-        found = []
-        for name, rank, number in self._keys(replica, request_id):
-            found.append((name, rank, self._packed[name, rank, number]))
-            if len(found) >= min(last, FOUND_MAX):
-                break
-        return found
-
-    def _keys(self, replica: str | None, request_id: int | None) -> Iterator[tuple[str, int, int]]:
-        for key in reversed(self._packed):
-            if replica in (None, key[0]) and request_id in (None, key[2]):
-                yield key
+        found = (
+            (name, rank, self._packed[name, rank, number])
+            for name, rank, number in reversed(self._packed)
+            if replica in (None, name) and request_id in (None, number)
+        )
+        return list(islice(found, max(0, min(last, FOUND_MAX))))

@@ -10,7 +10,7 @@ from typing import Any
 from kvray import __version__
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.eviction_loop import EvictionLoop
-from kvray.actors.shard.loop_thread import pause
+from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.request_log import RequestLog
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.stopped import StoppedHolder
@@ -39,6 +39,7 @@ class ShardParts:
 
     name: str
     settings: ShardSettings
+    loop: LoopThread
     announcer: Announcer
     ask: Ask
     """Calls lookup, mover and other shards, from the event loop."""

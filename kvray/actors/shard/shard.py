@@ -19,8 +19,8 @@ from kvray.actors.shard.adoption import open_arena
 from kvray.actors.shard.announcer import Announce, Announcer
 from kvray.actors.shard.engine_requests import EngineRequests
 from kvray.actors.shard.engine_server import EngineServer, check_path
-from kvray.actors.shard.loop_thread import ANSWER_S, LoopThread, pause
-from kvray.actors.shard.queries import Asked, Queries
+from kvray.actors.shard.loop_thread import LoopThread, pause
+from kvray.actors.shard.queries import Queries
 from kvray.actors.shard.serving import Serving, ShardParts
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.staging.ask import Ask, ask_nobody
@@ -64,18 +64,19 @@ class Shard:
         """Why its last arena was lost; empty if it was not."""
         self._crashed = crashed
         self._settings = settings
+        self._serving: Serving | None = None
+        self._loop = LoopThread(name, self._main, self._ended)
         self._parts = ShardParts(
             name=name,
             settings=settings,
+            loop=self._loop,
             announcer=Announcer(name, announce),
             ask=ask,
             serving=self._require_serving,
         )
-        self._serving: Serving | None = None
-        self._loop = LoopThread(name, self._main, self._ended)
         self.queries = Queries(self._parts)
         """Answers people."""
-        self.requests = ActorRequests(self._parts, self._loop)
+        self.requests = ActorRequests(self._parts)
         """Answers other actors."""
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
         self._stopping = asyncio.Event()
@@ -122,14 +123,6 @@ class Shard:
             with contextlib.suppress(ShardUnavailable):  # its arena was closed meanwhile
                 return {**status, **state, **serving.status()}
         return {**status, **self._state}
-
-    def asked(self, *, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
-        """Return the requests that `RequestLog.find` finds for these arguments."""
-        find = self._parts.request_log.find
-        found = self._loop.call(
-            lambda: find(replica=replica, request_id=request_id, last=last), ANSWER_S
-        )
-        return self.queries.asked(found)
 
     def clear(self, timeout_s: float) -> int:
         """Evict every block that nobody leases, on disk too; return how many.

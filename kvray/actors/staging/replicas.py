@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -183,9 +184,8 @@ class Replicas:
 
     def first_reader(self, replica: str) -> tuple[int, Reader] | None:
         """Return the lowest connected rank of `replica`; None if there is none."""
-        ranks = sorted(rank for name, rank in self.connected() if name == replica)
-        reader = self.reader(replica, ranks[0]) if ranks else None
-        return None if reader is None else (ranks[0], reader)
+        ranks = [rank for name, rank in self.connected() if name == replica]
+        return min(self.readers(replica, ranks).items(), key=itemgetter(0), default=None)
 
     def connected(self) -> list[tuple[str, int]]:
         """Return (replica, rank) of all that are connected; from any thread."""

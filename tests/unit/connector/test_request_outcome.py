@@ -35,7 +35,7 @@ def asked(shard: Shard, pair: Pair, request_id: int) -> Asked:
 
     def find() -> list[Asked]:
         # The pairs of this process are replicas of one name.
-        return shard.asked(replica=replica, request_id=request_id, last=1)
+        return shard.queries.asked(replica, request_id, 1)
 
     wait_for(lambda: bool(find()), "the report")
     return find()[0]
