@@ -29,8 +29,7 @@ from kvray.store.arena.tables import Array
 from kvray.transport import Transport
 
 NUM_LANES = 2
-_THREADS_MAX = 32
-"""Sources or lanes that run at once; the others wait for their turn."""
+_THREADS_MAX = 32  # sources or lanes that run at once; the others wait for their turn
 
 _LOCK_WAIT_S = 0.5
 _MARGIN_S = 0.1

@@ -56,8 +56,7 @@ class RemoteMover(Protocol):
 class _Link:
     """One transport from one node."""
 
-    failures: int = 0
-    """In a row."""
+    failures: int = 0  # in a row
     retry_at: float = 0.0
     incarnation: int = -1
     """This node's incarnation that the last successful piece was sent to."""
@@ -71,12 +70,9 @@ class _Link:
 @dataclass(slots=True)
 class _Peer:
     links: defaultdict[str, _Link] = field(default_factory=lambda: defaultdict(_Link))
-    last: str = ""
-    """The transport of the last success."""
-    due_at: float = 0.0
-    """When the next handshake is due."""
-    misses: int = 0
-    """Handshakes in a row that failed."""
+    last: str = ""  # the transport of the last success
+    due_at: float = 0.0  # when the next handshake is due
+    misses: int = 0  # handshakes in a row that failed
 
 
 class PeerLinks:

@@ -27,8 +27,7 @@ _BUSY_WAIT_S = 0.1
 class _Grant:
     """One read lease, in terms of the arena and of this process."""
 
-    leases: list[Lease | None]
-    """One a group; None: none of its blocks is here."""
+    leases: list[Lease | None]  # one a group; None: none of its blocks is here
     slots: Array
     sizes: Array
     offsets: Array

@@ -14,8 +14,7 @@ from kvray.store.arena.tables import Array
 
 FIRST_BYTES = 16 * 2**20
 _LEAST_BYTES = 4 * 2**20
-_LAST_BYTES = 64 * 2**20
-"""Checking this much takes no longer than one more piece would."""
+_LAST_BYTES = 64 * 2**20  # checking this much takes no longer than one more piece would
 _PIECE_S = 0.1
 """The target time of a piece, its wait for the one before included. The end of each piece is when
 a stopped source is noticed and the lease renewed."""

@@ -22,12 +22,9 @@ from kvray.store.machine.side_file import OWNER_BYTE, SideFile
 
 _log = logging.getLogger("kvray.shard")
 
-_WAIT_S = 20.0
-"""How long another owner may take to end."""
-_GRACE_S = 2.0
-"""How long an earlier self may take to end in order, before it is ended."""
-_NAME_BYTES = 2**32
-"""The byte of a shard's name is one of 2**48 from here on."""
+_WAIT_S = 20.0  # how long another owner may take to end
+_GRACE_S = 2.0  # how long an earlier self may take to end in order, before it is ended
+_NAME_BYTES = 2**32  # the byte of a shard's name is one of 2**48 from here on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

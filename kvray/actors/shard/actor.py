@@ -31,8 +31,7 @@ from kvray.store.machine.capacity import MemoryClaims
 from kvray.store.machine.pages import ArenaPages
 
 _STOP_TIMEOUT_S = 20.0
-_NUDGE_S = 5.0
-"""How often the supervisor is called, which nobody else calls for long."""
+_NUDGE_S = 5.0  # how often the supervisor is called, which nobody else calls for long
 
 _GROUPS = {"health": 1, "people": 2, "prefetch": 8, "ranks": 8, "leases": 4, "disk": 8}
 """Threads for calls that may take long, apart: what another shard waits for must not queue behind

@@ -30,8 +30,7 @@ Announce = Callable[[Announcement], Answer | None]
 Called again with the same announcement, it waits on. Raises KVRayError once there will be none.
 """
 
-_DISK_S = 0.5
-"""How often a disk is looked at, which may have tens of millions of slots."""
+_DISK_S = 0.5  # how often a disk is looked at, which may have tens of millions of slots
 ANNOUNCED_MAX = 20_000
 """Keys in one announcement; the rest follows in the next."""
 _LEAST_MAX = 128

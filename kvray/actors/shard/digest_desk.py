@@ -12,13 +12,11 @@ from kvray.identity.block import Namespace
 from kvray.trace.prefix_digest import NOTES_MAX, PREFIX_DIGEST_BYTES
 
 _PENDING_MAX = 8192
-_SENT_MAX = 2048
-"""Notes in one announcement, beside those that are told again."""
+_SENT_MAX = 2048  # notes in one announcement, beside those that are told again
 _NAMESPACES_MAX = 16
 _DIGESTS_MAX = 4096
 _RANKS_MAX = 4096
-_ANSWERS_MAX = 8
-"""Answers in one reply; a namespace is tens of kilobytes at most."""
+_ANSWERS_MAX = 8  # answers in one reply; a namespace is tens of kilobytes at most
 _INCOMPATIBLE_MAX = 4096
 
 _Digest = Annotated[

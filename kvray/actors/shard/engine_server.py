@@ -29,8 +29,7 @@ What one awaits holds up its own connection only, whose answers come in the orde
 """
 
 _CONNECTIONS_MAX = 1024
-_SILENT_S = 1.0
-"""A connection that was heard since goes for none of its own process."""
+_SILENT_S = 1.0  # a connection that was heard since goes for none of its own process
 _FRAME_S = 10.0
 """How long the rest of a frame may take, or the first one of a connection; after that an engine may
 be silent for ever."""
@@ -40,23 +39,19 @@ _LARGE_BYTES, _LARGE_BYTES_MAX = 128 * 2**10, 16 * 2**20
 """Frames from that size on, and what all of them that are under way have together."""
 _ACCEPTS_MAX = 64
 """Connections that are accepted before the loop goes on with its other work."""
-_PAUSE_S = 0.2
-"""How long nobody is accepted once descriptors have run out."""
+_PAUSE_S = 0.2  # how long nobody is accepted once descriptors have run out
 _SAY_S = 60.0
 _MESSAGE_MAX = 1000
 _CREDENTIALS = struct.Struct("3i")
-_PATH_MAX = 107
-"""Bytes of a unix socket's path."""
+_PATH_MAX = 107  # bytes of a unix socket's path
 
 
 @dataclass(eq=False, slots=True)
 class _Client:
     """One connection."""
 
-    pid: int
-    """0: a process of another namespace, nobody knows which."""
-    is_known: bool = False
-    """Whether it has had an answer to a request that made sense."""
+    pid: int  # 0: a process of another namespace, nobody knows which
+    is_known: bool = False  # whether it has had an answer to a request that made sense
     heard_at: float = field(default_factory=time.monotonic)
     is_dropped: bool = False
     task: asyncio.Task[None] | None = None

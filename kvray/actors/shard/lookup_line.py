@@ -10,8 +10,7 @@ from kvray.actors.ray_glue.calls import get_actor, mapped_errors
 from kvray.errors import KVRayError
 
 _WAIT_S = 2.0
-_READY_S = 1.0
-"""How long an answer may take that is known to be there."""
+_READY_S = 1.0  # how long an answer may take that is known to be there
 
 
 class LookupLine:

@@ -23,18 +23,15 @@ from kvray.store.retention import Retention
 
 _log = logging.getLogger("kvray.shard")
 
-_START_S = 20.0
-"""How long a shard waits for its disk before it serves without it."""
+_START_S = 20.0  # how long a shard waits for its disk before it serves without it
 _RETRY_S = 0.1
 """Pause between two tries at the start, while an earlier process still has the directory."""
 _PAUSE_S = (1.0, 15.0)
 """Shortest and longest time between two tries to open the disk again."""
-_LOOK_S = 1.0
-"""How often the directory is checked for being where its files are."""
+_LOOK_S = 1.0  # how often the directory is checked for being where its files are
 _SOUND_S = 60.0
 """A disk that worked for this long counts as sound, and its pauses start short again."""
-_CLOSE_S = 5.0
-"""How long an ending shard waits for its disk."""
+_CLOSE_S = 5.0  # how long an ending shard waits for its disk
 
 
 class NvmeDisk:

@@ -36,10 +36,8 @@ from kvray.store.retention import Retention
 
 _log = logging.getLogger("kvray.shard")
 
-_IDLE_S = 0.25
-"""How long after a round without writes the next one begins."""
-_HUNG_S = 10.0
-"""The disk counts as hung when a write lasts this long."""
+_IDLE_S = 0.25  # how long after a round without writes the next one begins
+_HUNG_S = 10.0  # the disk counts as hung when a write lasts this long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

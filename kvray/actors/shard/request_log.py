@@ -11,8 +11,7 @@ from kvray.trace.request_note import NOTES_MAX, unpack
 
 _BYTES_MAX = 16 * 2**20
 """Of all notes; one has some hundred bytes, and up to 2.5 KiB if it is a miss."""
-_OVERHEAD = 300
-"""Bytes that keeping one takes beside its own."""
+_OVERHEAD = 300  # bytes that keeping one takes beside its own
 FOUND_MAX = 1000
 
 

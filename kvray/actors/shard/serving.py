@@ -27,8 +27,7 @@ from kvray.store.arena.mapped import is_damage
 _log = logging.getLogger("kvray.shard")
 
 _LAST_SEND_S = 3.0
-_AUDIT_SHARE = 0.02
-"""Of a core, for looks at the tables: those at large ones take long."""
+_AUDIT_SHARE = 0.02  # of a core, for looks at the tables: those at large ones take long
 _MENDED_S, _MENDS_MAX = 10.0, 5
 """An error that comes back so often, however the tables are mended, is a defect."""
 

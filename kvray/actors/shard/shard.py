@@ -60,8 +60,7 @@ class Shard:
         """
         self.name = name
         self._is_restart = is_restart
-        self._lost = ""
-        """Why its last arena was lost; empty if it was not."""
+        self._lost = ""  # why its last arena was lost; empty if it was not
         self._crashed = crashed
         self._settings = settings
         self._serving: Serving | None = None

@@ -28,8 +28,7 @@ _log = logging.getLogger("kvray.shard")
 
 FETCH_BLOCKS_MAX = 4096
 """Blocks of one fetch; more come in several fetches, one after the other."""
-_PROMOTE_S = 3.0
-"""How long another shard may take to promote blocks from its disk."""
+_PROMOTE_S = 3.0  # how long another shard may take to promote blocks from its disk
 
 
 class LocalDisk(Protocol):
@@ -135,8 +134,7 @@ class Fetcher:
         self._deadline_s = deadline_s
         self._room = asyncio.Semaphore(fetches_max)
         self._waiting_max = waiting_max
-        self._waiting: Counter[str] = Counter()
-        """Source -> stages that wait for it."""
+        self._waiting: Counter[str] = Counter()  # source -> stages that wait for it
         self._by_block: dict[tuple[BlockKey, int], Fetch] = {}
         """Key and part -> the fetch in flight that brings it; no block is in two."""
         self.tasks: set[asyncio.Task[None]] = set()

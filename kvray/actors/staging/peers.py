@@ -17,14 +17,12 @@ from kvray.actors.staging.rates import Rates
 from kvray.breaker import Breaker
 from kvray.errors import KVRayError, ShardUnavailable, TransferError
 
-_HOMES_S = 2.0
-"""How long the whereabouts of a replica's ranks count."""
+_HOMES_S = 2.0  # how long the whereabouts of a replica's ranks count
 _HOMES_MAX = 1024
 _BREAKERS_MAX = 1024
 _FAULTS = frozenset({"ShardUnavailable", "TransferError", "TransferTimeout"})
 """Errors of a fetch that its source is to blame for, as far as can be told."""
-_CONNECT_S = 5.0
-"""How often the mover's list of other movers is renewed."""
+_CONNECT_S = 5.0  # how often the mover's list of other movers is renewed
 
 
 def mover_of(shard: str) -> str:

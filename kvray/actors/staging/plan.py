@@ -16,16 +16,13 @@ Mask = npt.NDArray[np.bool_]
 
 CHUNK_BLOCKS = 64
 """A run up to this long comes from one shard; a longer one is dealt out to all that have it."""
-_ENDS_MAX = 8
-"""Ends of a prefix to compare the costs of."""
+_ENDS_MAX = 8  # ends of a prefix to compare the costs of
 _RUNS_MAX = 64
 """Runs of all parts that one plan considers, so that it takes milliseconds in any tier; the next
 plan considers what follows."""
 _RUNS_MIN = 4
-_SHARDS_MAX = 16
-"""Shards that one plan chooses from."""
-_CHUNKS_MAX = 32
-"""Chunks of one prefix; a longer prefix has larger chunks."""
+_SHARDS_MAX = 16  # shards that one plan chooses from
+_CHUNKS_MAX = 32  # chunks of one prefix; a longer prefix has larger chunks
 _UNMEASURED_BYTES_PER_S = 10e9
 """Faster than any measured node, so that unmeasured ones are tried."""
 

@@ -14,12 +14,10 @@ from kvray.trace.reasons import StageReason
 
 _log = logging.getLogger("kvray.shard")
 
-_ROUND_TRIP_SHARE = 0.2
-"""Share of a wait for the round trip to another shard."""
+_ROUND_TRIP_SHARE = 0.2  # share of a wait for the round trip to another shard
 _RELEASING_S = 60.0
 """How long a release is retried: a shard that died has to come back for it."""
-_CANCEL_S = 1.0
-"""How long a cancelled call may take to end; the rest end with the loop."""
+_CANCEL_S = 1.0  # how long a cancelled call may take to end; the rest end with the loop
 
 
 class RanksAway:

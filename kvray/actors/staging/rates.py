@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from kvray.actors.mover.orders import SourceReport
 from kvray.actors.staging.plan import Peer
 
-_WEIGHT = 0.3
-"""Weight of the newest measurement."""
+_WEIGHT = 0.3  # weight of the newest measurement
 _SMALL = 2**20
 """A fetch below this many bytes measures the latency, one above it the rate."""
 _FORGET_S = 30.0

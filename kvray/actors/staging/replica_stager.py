@@ -33,10 +33,8 @@ _PLACE = TypeAdapter(Count | None)
 _Token = Annotated[Name, Field(max_length=64)]
 _TOKEN = TypeAdapter(_Token)
 _TOKENS = TypeAdapter(Annotated[tuple[_Token, ...], Field(max_length=64)])
-_LEASING_SHARE = 0.3
-"""Share of the wait for the second round of calls to other shards."""
-_SUMMING_SHARE = 0.3
-"""Share of the wait for checking the blocks that arrived."""
+_LEASING_SHARE = 0.3  # share of the wait for the second round of calls to other shards
+_SUMMING_SHARE = 0.3  # share of the wait for checking the blocks that arrived
 
 
 class ReplicaStager:

@@ -25,8 +25,7 @@ BACK_S = 15.0
 """How long each of them is: engines whose connection broke are back within seconds."""
 _NAMESPACES_MAX = 64
 _COUNTERS_MAX = 256
-_AGE = "uptime_s"
-"""The one counter that the sum leaves out."""
+_AGE = "uptime_s"  # the one counter that the sum leaves out
 _PARTS_MAX = 256
 _NAMESPACE_MAX = 64 * 2**10
 """Characters of all texts of a namespace: the lookup keeps it, and answers carry it."""

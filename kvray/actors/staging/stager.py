@@ -35,13 +35,11 @@ from kvray.trace.reasons import StageReason
 
 _log = logging.getLogger("kvray.shard")
 
-_STAGES_MAX = 128
-"""Stages at once, those included that nobody waits for any more."""
+_STAGES_MAX = 128  # stages at once, those included that nobody waits for any more
 _WAITING_MAX = _STAGES_MAX // 2
 """Stages that may wait for one source: one that hangs leaves room for the others."""
 _HANDOVERS_MAX = 256
-_FRUITLESS_MAX = 3
-"""Incomplete fetches after which a stage is given up."""
+_FRUITLESS_MAX = 3  # incomplete fetches after which a stage is given up
 _BUSY_S = 0.001
 _CANCEL_S = 0.1
 _JOINED_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
