@@ -12,11 +12,10 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME
-from kvray.actors.ray_glue.calls import ask_all, call, get_actor, list_actors, mapped_errors
+from kvray.actors.ray_glue.calls import ask_all, get_actor, list_actors, mapped_errors
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.identity.block import frame
@@ -79,39 +78,28 @@ def ask_to_be_admitted(config: KVRayConfig | None, *, timeout_s: float) -> None:
     except ConfigError as error:
         fault = error  # of the caller's own file, which tells more than any refusal
     timeout_s = min(timeout_s, _ASK_S)
-    # Parts that an earlier kvray has made know of no token.
-    answers: list[KVRayError | None] = []
-    with contextlib.suppress(ShardUnavailable, AttributeError):
-        answers = [_answer(get_actor(SUPERVISOR_NAME).admit, proof, timeout_s)]
-    answers = answers or _ask_shards(proof, timeout_s)
+    answers = _answers([SUPERVISOR_NAME], proof, timeout_s)
+    answers = answers or _answers(_shards(), proof, timeout_s)
     if not answers or None in answers:
         return
     with _witness() as witness:
-        again = _ask_shards(f"{proof} {witness}", timeout_s)
-        with contextlib.suppress(ShardUnavailable, AttributeError):
-            admit = get_actor(SUPERVISOR_NAME).admit
-            again.append(_answer(admit, f"{proof} {witness}", timeout_s))
+        again = _answers([*_shards(), SUPERVISOR_NAME], f"{proof} {witness}", timeout_s)
     if None not in again:
         refusal = fault or answers[0]
         assert refusal is not None, "nobody has let us in"
         raise refusal
 
 
-def _answer(admit: Any, proof: str, timeout_s: float) -> KVRayError | None:
-    """Return why a part refuses; None: it does not. ShardUnavailable: it does not answer."""
-    try:
-        call(admit, proof, timeout_s=timeout_s)
-    except ConfigError as refusal:
-        return refusal
-    return None
-
-
-def _ask_shards(proof: str, timeout_s: float) -> list[KVRayError | None]:
-    """Return the answers of the shards that give one, None of who lets us in."""
-    methods = {}
+def _shards() -> list[str]:
     with mapped_errors():
-        names = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
+        return [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
+
+
+def _answers(names: Iterable[str], proof: str, timeout_s: float) -> list[KVRayError | None]:
+    """Return the refusals of the parts that answer; None for each that lets us in."""
+    methods = {}
     for name in names:
+        # Parts that an earlier kvray has made know of no token.
         with contextlib.suppress(ShardUnavailable, AttributeError):
             methods[name] = get_actor(name).admit
     answers = ask_all(methods, timeout_s, proof).values()

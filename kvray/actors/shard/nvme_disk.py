@@ -102,10 +102,9 @@ class NvmeDisk:
     async def close(self) -> None:
         """Close the tier, as far as the device answers. Twice is fine."""
         self._is_closing = True
-        loop = asyncio.get_running_loop()
         work = self._work
         if self.tier is not None and work is None:
-            work = loop.run_in_executor(None, _closed, self.tier)
+            work = self._closing(self.tier)
         self.tier, self._work = None, None
         if work is not None:
             await asyncio.wait({work}, timeout=_CLOSE_S)
@@ -113,7 +112,7 @@ class NvmeDisk:
                 work.cancel()
                 _log.error("%s: its disk does not answer; it is not waited for", self._shard)
             elif work.exception() is None and (tier := work.result()) is not None:
-                await loop.run_in_executor(None, tier.close)
+                await self._closing(tier)
 
     def status(self) -> dict[str, Any]:
         """Return figures for people; from any thread."""
@@ -202,7 +201,10 @@ class NvmeDisk:
         self._wait(now)
         self.tier = self._look = None
         self._retention.drop_below()
-        self._work = asyncio.get_running_loop().run_in_executor(None, _closed, tier)
+        self._work = self._closing(tier)
+
+    def _closing(self, tier: NvmeTier) -> "asyncio.Future[NvmeTier | None]":
+        return asyncio.get_running_loop().run_in_executor(None, tier.close)
 
     def _wait(self, now: float) -> None:
         self._try_at = now + self._pause_s
@@ -212,10 +214,6 @@ class NvmeDisk:
         if reason != self._reason:  # log it once, however often it is tried
             self._reason = reason
             _log.error("%s goes on without its disk: %s", self._shard, reason)
-
-
-def _closed(tier: NvmeTier) -> None:
-    tier.close()
 
 
 def _device(directory: Path) -> int:

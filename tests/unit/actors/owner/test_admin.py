@@ -81,7 +81,6 @@ class Tier:
         self.config = config
         monkeypatch.setattr(admin, "get_actor", lambda name: self)
         monkeypatch.setattr(admin, "list_actors", lambda: ["kvray-shard-a"])
-        monkeypatch.setattr(admin, "call", lambda method, *args, timeout_s: method(*args))
         monkeypatch.setattr(admin, "ask_all", self._ask_all)
 
     def admit(self, proof: str) -> None:
