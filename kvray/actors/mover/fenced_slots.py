@@ -26,7 +26,8 @@ class FencedSlots:
         self._transport = transport
         self._lock = threading.Lock()
         self._renewing = threading.Lock()
-        self._incarnation = 0
+        self.incarnation = 0
+        """How often the transport's end was renewed."""
         self._num_transfers = 0
         self._fenced: list[tuple[Reservation, float]] = []
         """With the time since when each is fenced."""
@@ -38,15 +39,10 @@ class FencedSlots:
         with self._lock:
             return sum(len(reservation.slots) for reservation, _ in self._fenced)
 
-    @property
-    def incarnation(self) -> int:
-        """How often the transport's end was renewed."""
-        return self._incarnation
-
     def target(self) -> tuple[int, bytes]:
         """Return incarnation and address to send to; TransportUnavailable if there is none now."""
         with self._renewing, self._lock:
-            return self._incarnation, self._transport.address
+            return self.incarnation, self._transport.address
 
     @contextmanager
     def transfer(self, reservation: Reservation, incarnation: int) -> Iterator[None]:
@@ -56,7 +52,7 @@ class FencedSlots:
         source has; once it has ended, this raises TransportUnavailable.
         """
         with self._renewing, self._lock:
-            is_current = incarnation == self._incarnation
+            is_current = incarnation == self.incarnation
             self._num_transfers += is_current
         if not is_current:
             self._arena.abort(reservation)
@@ -73,14 +69,14 @@ class FencedSlots:
             raise
         finally:
             with self._lock:
-                if incarnation == self._incarnation:
+                if incarnation == self.incarnation:
                     self._num_transfers -= 1
 
     def add(self, reservation: Reservation, incarnation: int) -> None:
         """Fence the slots of a failed transfer, or abort them once nothing can write them."""
         if self._transport.writes_late:
             with self._lock:
-                if incarnation == self._incarnation:
+                if incarnation == self.incarnation:
                     self.num_slots_total += len(reservation.slots)
                     self._fenced.append((reservation, time.monotonic()))
                     return
@@ -104,7 +100,7 @@ class FencedSlots:
             except TransportUnavailable:
                 return  # the old end may not be gone either; the next sweep tries again
             with self._lock:
-                self._incarnation += 1
+                self.incarnation += 1
                 self._num_transfers = 0
                 freed, self._fenced = self._fenced, []
         for one in freed:

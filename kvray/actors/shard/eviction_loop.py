@@ -12,7 +12,6 @@ from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.staging.ask import Ask
 from kvray.store import ArenaOwner
 from kvray.store.retention import Retention
-from kvray.store.use_counts import UseCounts
 
 _AHEAD_SHARE = 1 / 8
 """Share of an arena beyond the free target: below it the shard asks which blocks are duplicates."""
@@ -32,16 +31,16 @@ class EvictionLoop:
     ) -> None:
         self._owner = owner
         self._free_target = settings.free_target
-        self._retention = Retention(owner.arena, settings.policy, settings.admission)
+        self.retention = Retention(owner.arena, settings.policy, settings.admission)
         self._round: asyncio.Future[None] | None = None
-        self._duplicates = Duplicates(self._retention, shard=shard, ask=ask, num_shards=num_shards)
+        self._duplicates = Duplicates(self.retention, shard=shard, ask=ask, num_shards=num_shards)
         self._free_share = settings.free_target + _AHEAD_SHARE
         """Below this free share, blocks may soon be evicted or written to disk."""
         self.disk: NvmeDisk | None = None
         """None: the node is to keep nothing on disk."""
         if settings.nvme is not None:
             self.disk = NvmeDisk(
-                owner.arena, self._retention, settings.nvme, owner.history, shard=shard
+                owner.arena, self.retention, settings.nvme, owner.history, shard=shard
             )
             self._free_share = max(self._free_share, 1.0 - settings.nvme.high_watermark)
 
@@ -51,15 +50,10 @@ class EvictionLoop:
         return None if self.disk is None else self.disk.tier
 
     @property
-    def uses(self) -> UseCounts:
-        """How often the arena's blocks were used, for people."""
-        return self._retention.uses
-
-    @property
     def num_duplicates(self) -> int:
         """Blocks of the arena that another shard is known to keep at the moment; any thread."""
         num_slots = self._owner.arena.tables.geometry.num_slots
-        return int(np.count_nonzero(self._retention.are_duplicates(np.arange(num_slots))))
+        return int(np.count_nonzero(self.retention.are_duplicates(np.arange(num_slots))))
 
     def tick(self, now: float) -> None:
         """Start the next round when the last one is over; called often. Raises what that raised."""
@@ -82,7 +76,7 @@ class EvictionLoop:
             await self.disk.close()
 
     def _keep(self) -> None:
-        retention = self._retention
+        retention = self.retention
         retention.observe()
         self._owner.evict_ahead(
             self._free_target, retention.rank, are_duplicates=retention.are_duplicates

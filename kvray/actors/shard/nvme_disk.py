@@ -94,7 +94,7 @@ class NvmeDisk:
         elif self.tier is None:
             if now >= self._try_at:
                 self._begin()
-        elif failure := self.tier.failure or self._looked(self.tier, now):
+        elif failure := self.tier.reads.failure or self._looked(self.tier, now):
             self._let_go(self.tier, failure, now)
         else:
             self.tier.tick(now)

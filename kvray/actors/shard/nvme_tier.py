@@ -105,11 +105,6 @@ class NvmeTier:
     # -- what is there ------------------------------------------------------------------------
 
     @property
-    def failure(self) -> str:
-        """Why the device cannot be used any more; empty while it can."""
-        return self.reads.failure
-
-    @property
     def may_have_blocks(self) -> bool:
         """Whether it has, or had, any blocks."""
         return bool(self.store.report.blocks or self._demoter.counts.demoted_blocks)
@@ -133,7 +128,7 @@ class NvmeTier:
 
     def _message(self, now: float) -> str:
         """Return why blocks are not read or written, if they are not."""
-        if reason := self.failure or self.reads.error:
+        if reason := self.reads.failure or self.reads.error:
             return reason
         writing, for_s = self._writing, now - self._writing_since
         if writing is None or writing.done() or for_s < _HUNG_S:
@@ -150,7 +145,7 @@ class NvmeTier:
                 return
             ended, self._writing = self._writing, None
             self._look_at = now if self._take(ended) else now + _IDLE_S
-        if now >= self._look_at and not self.failure:
+        if now >= self._look_at and not self.reads.failure:
             self._writing = self._writer.submit(self._demoter.demote_ahead)
             self._writing_since = now
 
@@ -159,7 +154,7 @@ class NvmeTier:
 
         A disk that stands still for `_HUNG_S` is given up.
         """
-        if self.failure:
+        if self.reads.failure:
             return
         until = time.monotonic() + self._settings.flush_s
         counts, seen = self._demoter.counts, -1

@@ -148,7 +148,7 @@ class Queries:
         if namespace is not None:
             prefixes = hot_prefixes(
                 tables,
-                serving.eviction.uses,
+                serving.eviction.retention.uses,
                 namespace=_number(namespace),
                 most=min(hottest, _HOTTEST_MAX),
                 now=time.monotonic(),

@@ -2,7 +2,7 @@
 
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ class StagingPlan:
 
     num_blocks: int
     """Length of the prefix that is here after all steps."""
-    steps: tuple[FetchStep, ...] = field(default=())
+    steps: tuple[FetchStep, ...] = ()
     reason: StageReason = "none"
     """Why the prefix is not longer."""
     seconds: float = 0.0
@@ -93,7 +93,7 @@ def plan_staging(
         peers: the shards that may be asked; of equal ones the first is preferred. Other shards in
             `runs` are ignored.
     """
-    begin = int(_ends(request, here)[-1])
+    begin = longest_prefix(request, here)
     runs_max = max(_RUNS_MIN, _RUNS_MAX // max(1, len(request.block_bytes)))
     first = bisect.bisect_right(runs, begin, key=lambda run: run.stop)
     plan = _plan(request, begin, here, _slice(runs, first, first + runs_max), peers)
@@ -148,9 +148,7 @@ def _plan(
     reason: StageReason = "cheaper_to_recompute" if best.num_blocks < reach else "not_stored"
     if best.num_blocks == request.num_blocks:
         reason = "none"
-    return StagingPlan(
-        num_blocks=best.num_blocks, steps=best.steps, reason=reason, seconds=best.seconds
-    )
+    return replace(best, reason=reason)
 
 
 def _ends(request: PrefixRequest, here: Mapping[int, Mask]) -> npt.NDArray[np.int64]:

@@ -80,10 +80,6 @@ class _Rank:
     ended_at: float = 0.0
     counters: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def namespace(self) -> Namespace:
-        return self.reader.namespace
-
 
 class _Reads(BaseModel):
     """The fields of a registration, as on the wire."""
@@ -140,7 +136,7 @@ class Replicas:
             )
         for (other, _), entry in self._ranks.items():
             if other != replica and entry.connection is not None:
-                _check_layout(replica, namespace, other, entry.namespace)
+                _check_layout(replica, namespace, other, entry.reader.namespace)
         self._ranks.pop((replica, rank), None)
         self._ranks[replica, rank] = _Rank(reader, digest, connection)
         if len(self._ranks) > _RANKS_MAX:
@@ -169,7 +165,7 @@ class Replicas:
         entry.counters = counters
         if leaving:
             entry.connection, entry.ended_at = None, self._clock()
-        return Origin(replica=replica, rank=rank, namespace=entry.namespace)
+        return Origin(replica=replica, rank=rank, namespace=entry.reader.namespace)
 
     def reader(self, replica: str, rank: int) -> Reader | None:
         """Return how a rank reads; None if it is not connected."""
@@ -216,7 +212,7 @@ class Replicas:
             if name != _AGE and (name in self._ended or len(self._ended) < _COUNTERS_MAX):
                 self._ended[name] += value
         self._namespaces.pop(entry.digest, None)
-        self._namespaces[entry.digest] = entry.namespace
+        self._namespaces[entry.digest] = entry.reader.namespace
         if len(self._namespaces) > _NAMESPACES_MAX:
             del self._namespaces[next(iter(self._namespaces))]
 
@@ -236,12 +232,14 @@ class Replicas:
     def namespace_of(self, replica: str, rank: int) -> Namespace | None:
         """Return the namespace of a rank, connected or not; None if it is forgotten."""
         entry = self._ranks.get((replica, rank))
-        return None if entry is None else entry.namespace
+        return None if entry is None else entry.reader.namespace
 
     def namespaces(self) -> dict[str, dict[str, object]]:
         """Return every namespace by the digest that `status` gives; from any thread."""
         ended = {digest: one.to_wire() for digest, one in list(self._namespaces.items())}
-        return ended | {one.digest: one.namespace.to_wire() for one in list(self._ranks.values())}
+        return ended | {
+            one.digest: one.reader.namespace.to_wire() for one in list(self._ranks.values())
+        }
 
 
 def read_reader(namespace: Namespace, **fields: Any) -> Reader:

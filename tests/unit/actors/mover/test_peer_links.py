@@ -243,7 +243,7 @@ def test_if_all_are_left_out_all_may_be_used(scene: Scene) -> None:
 
 def test_an_end_that_was_renewed_is_made_known_at_once(scene: Scene) -> None:
     scene.links.handshake()
-    scene.fenced["first"]._incarnation += 1  # as `settle` does behind the fence
+    scene.fenced["first"].incarnation += 1  # as `settle` does behind the fence
     scene.links.handshake()
     scene.links.handshake()
     assert len(scene.answerer.transports) == 2
