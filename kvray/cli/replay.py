@@ -12,7 +12,7 @@ import typer
 
 from kvray.console.boundary import boundary
 from kvray.console.options import VerboseOption
-from kvray.console.picture import PlotOption, check_plot
+from kvray.console.picture import PlotOption, check_plot, write_picture
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ def replay(
             width = None if sys.stdout.isatty() else _PLAIN_WIDTH
             report.print_all(Console(highlight=False, width=width), found)
         if plot is not None:
-            from kvray.lab.replay.plot import draw
+            from kvray.lab.replay.plot import make_figure
 
-            draw(found, plot)
+            write_picture(make_figure(found), plot)
 
 
 def _replay(path: Path, plan: "Plan", **reading: Any) -> "Comparison":
@@ -126,8 +126,7 @@ def _replay(path: Path, plan: "Plan", **reading: Any) -> "Comparison":
         def show(title: str, done: int, total: int) -> None:
             bar.update(task, description=escape(title), completed=done, total=total)
 
-        trace = read_trace(path, **reading, progress=lambda *done: show("Reading", *done))
-        bar.reset(task)
+        trace = read_trace(path, **reading)
         return compare(trace, plan, simulator.simulate, progress=show)
 
 

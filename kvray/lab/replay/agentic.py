@@ -57,9 +57,20 @@ def lay_out(
         ConfigError: there is no session, or their blocks differ in size.
     """
     in_turn = sorted(sessions, key=lambda session: session.name)
-    _check_sizes(in_turn, name)
+    if not in_turn:
+        raise ConfigError(
+            f"There is no session in {name}; give the .json file of one, or a directory or an"
+            " archive of them."
+        )
+    first = in_turn[0]
+    for session in in_turn:
+        if session.block_tokens != first.block_tokens:
+            raise ConfigError(
+                f"{session.name} has blocks of {session.block_tokens} tokens and {first.name} of"
+                f" {first.block_tokens}; replay them apart."
+            )
     random.Random(seed).shuffle(in_turn)
-    builder = TraceBuilder(name=name, block_tokens=in_turn[0].block_tokens)
+    builder = TraceBuilder(name=name, block_tokens=first.block_tokens)
     free_s = [0.0] * concurrent
     for session in in_turn:
         start_s = heapq.heappop(free_s)
@@ -87,18 +98,3 @@ def _requests(
             "num_answer_tokens": step.num_answer_tokens,
             "space": (scope, str(step.model)),
         }
-
-
-def _check_sizes(sessions: Sequence[Session], name: str) -> None:
-    if not sessions:
-        raise ConfigError(
-            f"There is no session in {name}; give the .json file of one, or a directory or an"
-            " archive of them."
-        )
-    first = sessions[0]
-    for session in sessions:
-        if session.block_tokens != first.block_tokens:
-            raise ConfigError(
-                f"{session.name} has blocks of {session.block_tokens} tokens and {first.name} of"
-                f" {first.block_tokens}; replay them apart."
-            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import pairwise
 
@@ -11,7 +10,6 @@ import numpy as np
 from kvray.lab.replay.results import Outcome
 from kvray.lab.replay.trace import Ints, Trace
 
-_REPORT_EVERY = 1024
 _NEVER = np.iinfo(np.int64).max
 
 
@@ -23,9 +21,7 @@ def infinite(trace: Trace) -> Outcome:
     return Outcome.of(trace, hits, policy="infinite", host_blocks=None)
 
 
-def belady(
-    trace: Trace, num_blocks: int, *, progress: Callable[[int, int], None] = lambda *_: None
-) -> Outcome:
+def belady(trace: Trace, num_blocks: int) -> Outcome:
     """Return what a cache of `num_blocks` finds that knows the future.
 
     A block that is never used again goes at once; then the one whose next use is the farthest
@@ -34,13 +30,8 @@ def belady(
 
     No policy has more hits: this is Belady's MIN with the right to keep a block out, which is
     optimal for single blocks, and it always keeps contiguous prefixes, which alone count here.
-
-    Args:
-        trace: what is asked for.
-        num_blocks: the size of the cache.
-        progress: takes requests done and requests in all.
     """
-    hits = _replay(_Stretches(trace), num_blocks, progress)
+    hits = _replay(_Stretches(trace), num_blocks)
     return Outcome.of(trace, hits, policy="belady", host_blocks=num_blocks)
 
 
@@ -76,7 +67,7 @@ class _Stretches:
         return found
 
 
-def _replay(stretches: _Stretches, num_blocks: int, progress: Callable[[int, int], None]) -> Ints:
+def _replay(stretches: _Stretches, num_blocks: int) -> Ints:
     """Return the hits of each request."""
     heads, lengths = stretches.heads.tolist(), stretches.lengths.tolist()
     next_uses, starts = stretches.next_uses().tolist(), stretches.starts.tolist()
@@ -86,7 +77,7 @@ def _replay(stretches: _Stretches, num_blocks: int, progress: Callable[[int, int
     """A heap of next uses: negative places in `heads`. A place that has passed lies below all that
     have not, and is never looked at, as everything cached has its next use in here."""
     used, hits = 0, []
-    for request, (start, end) in enumerate(pairwise(starts)):
+    for start, end in pairwise(starts):
         hit = 0
         for at in range(start, end):
             head = heads[at]
@@ -105,7 +96,4 @@ def _replay(stretches: _Stretches, num_blocks: int, progress: Callable[[int, int
             cached[head] -= gone
             if not cached[head]:
                 heappop(farthest)
-        if request % _REPORT_EVERY == 0:
-            progress(request, len(starts) - 1)
-    progress(len(starts) - 1, len(starts) - 1)
     return np.array(hits, dtype=np.int64)

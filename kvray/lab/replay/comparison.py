@@ -76,37 +76,24 @@ def compare(
     plan: Plan,
     simulate: Callable[..., Outcome],
     *,
-    progress: Callable[[str, int, int], None],
+    progress: Callable[[str, int, int], None] = lambda title, done, total: None,
 ) -> Comparison:
     """Replay a trace as planned; `simulate` does one run, as `simulator.simulate`.
 
-    `progress` takes the run's title, and the requests done and in all, of all runs.
+    `progress` takes the name of the next run, and how many runs are done and in all.
     """
     runs = list(plan.runs())
-    total = (len(runs) + len(plan.host_blocks)) * trace.num_requests
-    finished = 0
-
-    def report_as(title: str) -> Callable[[int, int], None]:
-        return lambda done, _: progress(title, finished + done, total)
-
-    bounds = {}
+    total = len(plan.host_blocks) + len(runs)
+    bounds: dict[int, Outcome] = {}
+    outcomes: list[Outcome] = []
     for blocks in plan.host_blocks:
         size = blocks + plan.nvme_blocks
-        bounds[blocks] = belady(trace, size, progress=report_as(f"Belady, {size:,} blocks"))
-        finished += trace.num_requests
-    outcomes = []
+        progress(f"Belady, {size:,} blocks", len(bounds), total)
+        bounds[blocks] = belady(trace, size)
     for blocks, policy, admission in runs:
-        outcomes.append(
-            simulate(
-                trace,
-                policy=policy,
-                host_blocks=blocks,
-                nvme_blocks=plan.nvme_blocks,
-                admission=admission,
-                progress=report_as(f"{policy}, {blocks:,} blocks"),
-            )
-        )
-        finished += trace.num_requests
+        progress(f"{policy}, {blocks:,} blocks", len(bounds) + len(outcomes), total)
+        options = {"policy": policy, "admission": admission, "nvme_blocks": plan.nvme_blocks}
+        outcomes.append(simulate(trace, host_blocks=blocks, **options))
     return Comparison(
         trace=trace, plan=plan, infinite=infinite(trace), belady=bounds, outcomes=outcomes
     )

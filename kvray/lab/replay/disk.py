@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvray.lab.replay.level import NOWHERE, Level
+from kvray.lab.replay.level import NOWHERE, Level, names_of
 from kvray.lab.replay.trace import Trace
 from kvray.store.arena.tables import Array
 from kvray.store.policy import Admission
@@ -33,11 +33,11 @@ class Disk:
         """Blocks that stay in any case: those that are to be promoted."""
         self._host = host
         self._admission = admission
-        self._names = np.ascontiguousarray(keys[:, 0]).view(np.int64)
+        self._names = names_of(keys)
         self._ids, self._depths = trace.ids, trace.depths()
         self._first_places = trace.first_places()
-        # Blocks that were written since the tables followed.
         self._written: list[Array] = []
+        """Blocks that were written since the tables followed."""
         host.leaving = self._demote
 
     def follow(self) -> None:

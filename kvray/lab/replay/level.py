@@ -35,16 +35,10 @@ class Level:
         settle: Callable[[float], None],
         is_below: bool = False,
     ) -> None:
-        """Start empty.
+        """Start empty, with room for `num_blocks`; `is_below`: blocks come from a level above.
 
-        Args:
-            trace: whose blocks come and go.
-            policy: ranks them.
-            num_blocks: for which there is room.
-            keys: of all blocks.
-            settle: lets the tables and policies of all levels follow, up to a time; it calls
-                `follow` and `store`.
-            is_below: whether blocks come from a level above.
+        `settle` lets the tables and policies of all levels follow, up to a time; it calls `follow`
+        and `store`.
         """
         self.tier = Tier(num_blocks, policy, is_below=is_below)
         self.slots: Array = np.full(trace.num_unique, NOWHERE, dtype=np.int64)
@@ -132,3 +126,8 @@ class Level:
             self.num_free += len(going)
             self._gone.append(going)
         return len(going)
+
+
+def names_of(keys: Array) -> Array:
+    """Return the names by which policies know blocks: the first 8 bytes of their keys."""
+    return np.ascontiguousarray(keys[:, 0]).view(np.int64)

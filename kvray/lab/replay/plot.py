@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from matplotlib.figure import Figure
 
-from kvray.console.picture import write_picture
 from kvray.lab.replay import Comparison
 
 _BOUND = "#8a8f98"
 
 
-def draw(found: Comparison, path: Path) -> None:
-    """Write a PNG with the share of blocks that each policy missed, by the size of the host tier.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    write_picture(make_figure(found), path)
-
-
 def make_figure(found: Comparison) -> Figure:
-    """Return the picture; its y axis starts at 0, so that distances do not deceive."""
+    """Return the share of blocks that each policy missed, by the size of the host tier.
+
+    The y axis starts at 0, so that distances do not deceive.
+    """
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.subplots()
     sizes = list(found.plan.host_blocks)

@@ -21,7 +21,7 @@ from kvray.lab.replay.comparison import BASELINE
 _ALWAYS = ("blocks", "policy", "hit ratio", "of tokens", "gain")
 _DISK = ("host", "NVMe", "written", "per hit", "of LRU's")
 _HITS = ("hit_ratio", "token_hit_ratio", "hit_blocks", "hit_tokens")
-_RUN = ("policy", "admission", "host_blocks", "nvme_blocks")
+_SETUP = ("policy", "admission", "host_blocks", "nvme_blocks")
 _COSTS = (
     *("host_hit_blocks", "nvme_hit_blocks", "nvme_written_blocks", "written_per_hit"),
     *("seconds", "refs_per_s"),
@@ -97,7 +97,7 @@ def to_json(found: Comparison, *, concurrent: int, seed: int) -> str:
                 for size, bound in found.belady.items()
             ],
             "results": [
-                _figures(one, _RUN + _HITS + _COSTS)
+                _figures(one, _SETUP + _HITS + _COSTS)
                 | {"gain": found.gain(one), "write_share": found.write_share(one)}
                 for one in found.outcomes
             ],

@@ -12,10 +12,11 @@ from bisect import bisect_right
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.random import default_rng  # here, so that no replay pays for its import
 
 from kvray.lab.replay.announced import Announced
 from kvray.lab.replay.disk import Disk
-from kvray.lab.replay.level import NOWHERE, Level
+from kvray.lab.replay.level import NOWHERE, Level, names_of
 from kvray.lab.replay.trace import Trace
 from kvray.store import policy as policies
 from kvray.store.arena.tables import Array
@@ -35,7 +36,6 @@ class Tiers:
         trace: Trace,
         policy: str,
         host_blocks: int,
-        keys: Array,
         *,
         nvme_blocks: int = 0,
         admission: str = "all",
@@ -44,8 +44,8 @@ class Tiers:
         self.host_hits = np.zeros(trace.num_requests, dtype=np.int64)
         self.disk_hits = np.zeros_like(self.host_hits)
         self._trace = trace
-        self._keys = keys
-        self._names = np.ascontiguousarray(keys[:, 0]).view(np.int64)
+        self.keys = keys = keys_of(trace.num_unique)
+        self._names = names_of(keys)
         self._starts, self._times = trace.starts.tolist(), trace.times.tolist()
         ranking = policies.POLICIES[policy](host_blocks)
         self.host = Level(trace, ranking, host_blocks, keys, settle=self.settle)
@@ -96,7 +96,7 @@ class Tiers:
         self.settle()
         self._announced.announce()
         blocks = np.unique(self._trace.ids[self._starts[first] : self._starts[stop]])
-        located = self._announced.locate(self._keys[blocks])
+        located = self._announced.locate(self.keys[blocks])
         for level, mask in zip(self._levels, located, strict=True):
             assert (mask == (level.slots[blocks] != NOWHERE)).all(), "the shard says so too"
             level.is_here[blocks] = mask
@@ -161,6 +161,12 @@ class Tiers:
             request = heapq.heappop(self._answers)[1]
             for one in self._observers:
                 one.answered(request, int(self._trace.num_answer_tokens[request]))
+
+
+def keys_of(num_blocks: int) -> Array:
+    """Return a key for each block: u64 of shape [num_blocks, 4], as uniform as sha256's."""
+    keys: Array = default_rng(0).integers(0, 2**64, size=(num_blocks, 4), dtype=np.uint64)
+    return keys.astype("<u8", copy=False)
 
 
 def _leading(mask: Array) -> int:

@@ -1,7 +1,6 @@
 """`kvray replay` with a stand-in for the simulator, so that its output can be told beforehand."""
 
 import time
-from collections.abc import Callable
 
 from kvray.lab.replay import Outcome, Trace
 from tests.unit.lab.replay.lru import lru_hits
@@ -14,7 +13,6 @@ def simulate(
     host_blocks: int,
     nvme_blocks: int = 0,
     admission: str | None = None,
-    progress: Callable[[int, int], None],
 ) -> Outcome:
     """Replay LRU, or LRU with twice the blocks; `half` writes half of what is missed."""
     if policy == "slow":
@@ -24,7 +22,6 @@ def simulate(
     host_hits = sum(lru_hits(trace, host_blocks_used))
     hits = sum(lru_hits(trace, host_blocks_used + nvme_blocks))
     missed = trace.num_refs - host_hits
-    progress(trace.num_requests, trace.num_requests)
     return Outcome(
         policy=policy,
         admission=admission,

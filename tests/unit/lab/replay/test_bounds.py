@@ -113,9 +113,3 @@ def test_a_trace_without_a_block_has_no_hits() -> None:
     trace = TraceBuilder(name="made", block_tokens=4).build()
     assert infinite(trace).hit_ratio == belady(trace, 5).hit_ratio == 0
     assert infinite(trace).token_hit_ratio == 0
-
-
-def test_progress_ends_with_the_last_request() -> None:
-    seen: list[tuple[int, int]] = []
-    belady(excerpt(CONVERSATION), 100, progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (400, 400)

@@ -7,7 +7,7 @@ from tests.unit.lab.replay.lru import lru_hits
 
 
 def compared(plan: Plan) -> Comparison:
-    return compare(excerpt(SYNTHETIC), plan, simulate, progress=lambda *_: None)
+    return compare(excerpt(SYNTHETIC), plan, simulate)
 
 
 def names(found: Comparison) -> list[tuple[int, str, str | None]]:
@@ -66,16 +66,16 @@ def test_with_a_disk_belady_has_one_tier_as_large_as_both() -> None:
     assert found.belady[300] == belady(excerpt(SYNTHETIC), 1000)
 
 
-def test_progress_counts_the_requests_of_all_runs() -> None:
-    seen: list[tuple[int, int]] = []
+def test_progress_counts_all_runs() -> None:
+    seen: list[tuple[str, int, int]] = []
     compare(
         excerpt(CONVERSATION),
         Plan(policies=["double"], host_blocks=[100, 300]),
         simulate,
-        progress=lambda _, done, total: seen.append((done, total)),
+        progress=lambda *step: seen.append(step),
     )
-    assert seen == sorted(seen)
-    assert seen[-1] == (6 * 400, 6 * 400)
+    assert [step[1:] for step in seen] == [(done, 6) for done in range(6)]
+    assert (seen[0][0], seen[-1][0]) == ("Belady, 100 blocks", "double, 300 blocks")
 
 
 def outcome(**figures: float) -> Outcome:

@@ -6,7 +6,7 @@ from tests.unit.lab.replay.excerpts import CONVERSATION, excerpt
 
 def test_the_picture_starts_at_0_and_names_both_bounds() -> None:
     plan = Plan(policies=["double"], host_blocks=[100, 1000])
-    found = compare(excerpt(CONVERSATION), plan, simulate, progress=lambda *_: None)
+    found = compare(excerpt(CONVERSATION), plan, simulate)
 
     (axes,) = make_figure(found).axes
 

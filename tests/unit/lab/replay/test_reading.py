@@ -167,10 +167,3 @@ def test_a_trace_without_a_block_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.jsonl cannot be read \(No such file"):
         read_trace(tmp_path / "nowhere.jsonl")
-
-
-@pytest.mark.parametrize("path", [CONVERSATION, SESSIONS], ids=lambda path: path.suffix)
-def test_progress_ends_with_all_bytes(path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    read_trace(path, progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (path.stat().st_size, path.stat().st_size)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvray.lab.replay import Outcome, Trace, belady, infinite
-from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, keys_of, simulate
+from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, simulate
 from kvray.lab.replay.tiers import Tiers
 from kvray.lab.replay.trace import TraceBuilder
 from kvray.store import policy as policies
@@ -66,8 +66,7 @@ def timeless(outcome: Outcome) -> Outcome:
 def test_lru_finds_in_memory_what_lru_finds_of_every_request(path: Path, nvme_blocks: int) -> None:
     trace = excerpt(path)
     for num_blocks in SIZES:
-        keys = keys_of(trace.num_unique)
-        replay = Tiers(trace, "lru", num_blocks, keys, nvme_blocks=nvme_blocks)
+        replay = Tiers(trace, "lru", num_blocks, nvme_blocks=nvme_blocks)
         finish(replay)
         assert replay.host_hits.tolist() == lru_hits(trace, num_blocks)
 
@@ -117,7 +116,7 @@ def test_gittins_is_hardly_anywhere_below_lru(path: Path) -> None:
 def test_an_outcome_is_the_sum_of_its_requests(policy: str) -> None:
     trace = random_trace(5)
     found = simulate(trace, policy=policy, host_blocks=48, nvme_blocks=90, admission="all")
-    replay = Tiers(trace, policy, 48, keys_of(trace.num_unique), nvme_blocks=90)
+    replay = Tiers(trace, policy, 48, nvme_blocks=90)
     finish(replay)
     hits = replay.host_hits + replay.disk_hits
     assert found.host_hit_blocks == replay.host_hits.sum()
@@ -171,13 +170,6 @@ def test_it_finds_the_same_each_time(policy: str, admission: str) -> None:
     assert timeless(once) == timeless(again)
 
 
-def test_progress_ends_with_the_last_request() -> None:
-    seen: list[tuple[int, int]] = []
-    trace = excerpt(CONVERSATION)
-    simulate(trace, policy="lru", host_blocks=100, progress=lambda *done: seen.append(done))
-    assert seen == [(0, 400), (256, 400), (400, 400)]
-
-
 def test_time_is_measured() -> None:
     assert simulate(excerpt(SYNTHETIC), policy="lru", host_blocks=300).seconds > 0
 
@@ -226,7 +218,7 @@ def test_an_answer_is_known_when_it_has_been_given(monkeypatch: pytest.MonkeyPat
     for time_s, answer in ((0.0, 500), (1.0, 50), (3.0, 0), (9.9, 50), (12.0, 50)):
         builder.add(time_s=time_s, num_tokens=4, ids=[1], num_answer_tokens=answer)
     trace = builder.build()
-    replay = Tiers(trace, "listening", 20, keys_of(trace.num_unique))
+    replay = Tiers(trace, "listening", 20)
     known = []
     for _ in replay.run():
         replay.settle()

@@ -8,8 +8,8 @@ import pytest
 from kvray.lab.replay import Trace, tiers
 from kvray.lab.replay.announced import Announced
 from kvray.lab.replay.level import NOWHERE, Level
-from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, keys_of
-from kvray.lab.replay.tiers import Tiers
+from kvray.lab.replay.simulator import ADMISSIONS, POLICIES
+from kvray.lab.replay.tiers import Tiers, keys_of
 from kvray.lab.replay.trace import TraceBuilder
 from kvray.store import policy as policies
 from kvray.store.arena.layout import READY
@@ -36,7 +36,7 @@ def tree_trace(seed: int, *, num_requests: int = 300) -> Trace:
 
 
 def tiers_of(trace: Trace, policy: str, num_blocks: int) -> Tiers:
-    return Tiers(trace, policy, num_blocks, keys_of(trace.num_unique))
+    return Tiers(trace, policy, num_blocks)
 
 
 def finish(replay: Tiers) -> None:
@@ -49,8 +49,8 @@ class Checked:
 
     def __init__(self, trace: Trace, policy: str, *, nvme_blocks: int, admission: str) -> None:
         self.trace = trace
-        keys = self.keys = keys_of(trace.num_unique)
-        self.replay = Tiers(trace, policy, 40, keys, nvme_blocks=nvme_blocks, admission=admission)
+        self.replay = Tiers(trace, policy, 40, nvme_blocks=nvme_blocks, admission=admission)
+        self.keys = self.replay.keys
         self.levels = [self.replay.host]
         if self.replay.disk is not None:
             self.levels.append(self.replay.disk.level)
@@ -192,12 +192,11 @@ def test_a_prompt_longer_than_the_tier_keeps_its_head() -> None:
 
 def test_the_index_has_at_the_end_what_the_tiers_have() -> None:
     trace = excerpt(CONVERSATION)
-    keys = keys_of(trace.num_unique)
-    replay = Tiers(trace, "lru", 1000, keys, nvme_blocks=500)
+    replay = Tiers(trace, "lru", 1000, nvme_blocks=500)
     finish(replay)
     assert replay.disk is not None
     here = np.stack([replay.host.is_here, replay.disk.level.is_here])
-    assert (replay._announced.locate(keys) == here).all()
+    assert (replay._announced.locate(replay.keys) == here).all()
     assert here.sum(axis=1).tolist() == [1000, 500]
     assert len(replay._announced) == np.count_nonzero(here.any(axis=0))
 
