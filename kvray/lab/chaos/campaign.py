@@ -3,7 +3,6 @@
 import heapq
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from kvray.errors import KVRayError
 from kvray.lab.chaos.judge import IN_FLIGHT_MIN, Strike
@@ -17,27 +16,14 @@ class NotNow(KVRayError):
     """The fault has no target now; it may be tried again."""
 
 
-class Striker(Protocol):
-    """Makes faults happen."""
-
-    def strike(self, fault: Fault) -> None:
-        """Make a fault happen.
-
-        Raises:
-            NotNow: it has no target.
-        """
-
-    def end(self, fault: Fault) -> None:
-        """Undo a fault, and the preparations for it. Twice is fine."""
-
-
 class Campaign:
     """A schedule under way: call `advance` often. A fault that waits holds up no other."""
 
     def __init__(
         self,
         schedule: Sequence[Fault],
-        striker: Striker,
+        strike: Callable[[Fault], None],
+        end: Callable[[Fault], None],
         in_flight: Callable[[], int],
         *,
         ends_s: float,
@@ -47,14 +33,16 @@ class Campaign:
 
         Args:
             schedule: in the order of their times.
-            striker: makes them happen.
-            in_flight: number of requests that wait for an answer.
+            strike: makes a fault happen, or raises `NotNow`.
+            end: undoes a fault, and the preparations for it. Twice is fine.
+            in_flight: returns how many requests wait for an answer.
             ends_s: seconds from now; after that no fault strikes or lasts.
-            now: monotonic seconds.
+            now: returns monotonic seconds.
         """
         self.strikes: list[Strike] = []
-        """What became of each fault so far."""
-        self._striker = striker
+        """The result of each fault so far."""
+        self._strike = strike
+        self._end = end
         self._in_flight = in_flight
         self._now = now
         self._began = now()
@@ -66,7 +54,7 @@ class Campaign:
     def advance(self) -> None:
         """Undo the faults that are over, and let those strike that are due."""
         while self._endings and self._endings[0][0] <= self._now():
-            self._striker.end(heapq.heappop(self._endings)[2])
+            self._end(heapq.heappop(self._endings)[2])
         while self._coming and self._began + self._coming[-1].strikes_s <= self._now():
             self._due.append(self._coming.pop())
         self._due = [fault for fault in self._due if not self._is_done_with(fault)]
@@ -78,11 +66,11 @@ class Campaign:
         try:
             if in_flight < IN_FLIGHT_MIN:
                 raise NotNow(f"Fewer than {IN_FLIGHT_MIN} requests were in flight.")
-            self._striker.strike(fault)
+            self._strike(fault)
         except NotNow as error:
             if now < min(self._began + fault.strikes_s + PATIENCE_S, self._ends):
                 return False
-            self._striker.end(fault)
+            self._end(fault)
             skipped = str(error)
         else:
             # The strike itself may take long; the fault lasts its whole length after it.

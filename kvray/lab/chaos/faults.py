@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -13,11 +14,12 @@ import psutil
 from kvray.lab.chaos.campaign import NotNow
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import Network
+from kvray.lab.chaos.node import Node
 from kvray.lab.chaos.schedule import Fault
 from kvray.lab.chaos.servers import Server
 
 _FLIPS = 24
-_FILE_CHUNK = 4 * 2**20
+_FILE_CHUNK = bytes(4 * 2**20)
 _TRANSFER_MBIT = 8
 _TRANSFER_BYTES_PER_S = 500_000
 """Only a transfer brings so much over a cable of that speed: it goes on then."""
@@ -47,12 +49,11 @@ class Faults:
             NotNow: it has no target.
         """
         verb, _, part = fault.kind.partition("_")
-        undo: Undo | None
-        if verb in ("kill", "stop"):
-            undo = self._kill(part, fault) if verb == "kill" else self._stop(part, fault)
-        else:
-            undo = getattr(self, f"_{fault.kind}")(fault)
-        if undo is not None:
+        if verb == "kill":
+            self._kill(part, fault)
+        elif verb == "stop":
+            self._undo[fault.number] = self._stop(part, fault)
+        elif (undo := getattr(self, f"_{fault.kind}")(fault)) is not None:
             self._undo[fault.number] = undo
 
     def end(self, fault: Fault) -> None:
@@ -60,7 +61,7 @@ class Faults:
         self._seen.pop(fault.number, None)
         self._undo.pop(fault.number, lambda: None)()
 
-    def tend(self) -> None:
+    def restart_nodes(self) -> None:
         """Restart the nodes that are down; call it often."""
         for node in self._machine.nodes:
             if not node.is_running:
@@ -70,33 +71,31 @@ class Faults:
 
     def close(self) -> None:
         """Undo everything. Twice is fine."""
-        for number in list(self._undo):
-            self._undo.pop(number)()
+        while self._undo:
+            self._undo.popitem()[1]()
         for vandal in self._vandals:
             vandal.kill()
             vandal.wait()
 
     # -- ends and stops ---------------------------------------------------------------------------
 
-    def _kill(self, part: str, fault: Fault) -> Undo | None:
+    def _kill(self, part: str, fault: Fault) -> None:
         if part == "engine":
             if not _chosen(self._servers, fault).kill():
                 raise NotNow("The engine is not running.")
         elif part == "raylet":
             if not all(node.has_started for node in self._machine.nodes):
                 raise NotNow("Another node is down.")
-            _chosen(self._machine.nodes, fault).kill()
+            self._node(fault).kill()
         else:
             self._process(part, fault).kill()
-        return None
 
     def _stop(self, part: str, fault: Fault) -> Undo:
         if part == "engine":
             server = _chosen(self._servers, fault)
-            pid = server.stop()
-            if pid is None:
+            if (pid := server.stop()) is None:
                 raise NotNow("The engine is not running.")
-            return lambda: server.resume(pid)
+            return partial(server.resume, pid)
         process = self._process(part, fault)
         process.suspend()
 
@@ -112,51 +111,51 @@ class Faults:
             return _chosen([one for one in raylets if one is not None], fault)
         return _chosen(self._machine.actors(part.capitalize()), fault)
 
+    def _node(self, fault: Fault) -> Node:
+        return _chosen(self._machine.nodes, fault)
+
     # -- cables -----------------------------------------------------------------------------------
 
     def _cut_link(self, fault: Fault) -> Undo:
-        network, number = self._cable(fault)
-        network.cut(number)
-        return lambda: network.heal(number)
+        network, host = self._cable(fault)
+        network.cut(host)
+        return partial(network.heal, host)
 
     def _slow_link(self, fault: Fault) -> Undo:
-        network, number = self._cable(fault)
-        network.slow(number, mbit=2, latency_ms=400)
-        return lambda: network.speed_up(number)
+        network, host = self._cable(fault)
+        network.slow(host, mbit=2, latency_ms=400)
+        return partial(network.speed_up, host)
 
     def _cable(self, fault: Fault) -> tuple[Network, int]:
+        """Return the network, and the chosen node's number in it: 0 is the head."""
         assert self._machine.network is not None, "faults of cables are drawn with a network only"
-        return self._machine.network, self._host(fault)
+        return self._machine.network, 1 + self._machine.nodes.index(self._node(fault))
 
     def _truncate(self, fault: Fault) -> None:
         """Kill a mover while bytes come in over its node's cable, which is slow until they do."""
-        number, network = self._host(fault), self._machine.network
-        if network is not None and not self._is_transferring(fault, network, number):
+        if self._machine.network is not None and not self._is_transferring(fault):
             raise NotNow("Nothing was transferred.")
-        movers = self._machine.nodes[number - 1].actors("Mover")
+        movers = self._node(fault).actors("Mover")
         if not movers:
             raise NotNow("No mover runs there.")
         movers[0].kill()
         self.end(fault)
 
-    def _is_transferring(self, fault: Fault, network: Network, number: int) -> bool:
+    def _is_transferring(self, fault: Fault) -> bool:
         """Return whether much came in since the last call; the first one slows the cable."""
+        network, host = self._cable(fault)
         if fault.number not in self._undo:
-            network.slow(number, mbit=_TRANSFER_MBIT, latency_ms=400)
-            self._undo[fault.number] = lambda: network.speed_up(number)
-        seen = time.monotonic(), network.bytes_in(number)
-        at, before = self._seen.get(fault.number, seen)
-        self._seen[fault.number] = seen
-        return seen[1] - before > _TRANSFER_BYTES_PER_S * (seen[0] - at)
-
-    def _host(self, fault: Fault) -> int:
-        """Return the number of a node, as the network counts: 0 is the head."""
-        return 1 + int(fault.choice * len(self._machine.nodes))
+            network.slow(host, mbit=_TRANSFER_MBIT, latency_ms=400)
+            self._undo[fault.number] = partial(network.speed_up, host)
+        now, received = time.monotonic(), network.bytes_in(host)
+        at, before = self._seen.get(fault.number, (now, received))
+        self._seen[fault.number] = now, received
+        return received - before > _TRANSFER_BYTES_PER_S * (now - at)
 
     # -- memory and disk --------------------------------------------------------------------------
 
     def _fill_tmpfs(self, fault: Fault) -> Undo:
-        return _fill(self._machine.nodes[self._host(fault) - 1].arena_dir / "junk")
+        return _fill(self._node(fault).arena_dir / "junk")
 
     def _fill_disk(self, fault: Fault) -> Undo:
         return _fill(self._machine.directory / "junk")
@@ -168,13 +167,13 @@ class Faults:
         self._vandalise("flip", fault, _FLIPS).wait(_VANDAL_TIMEOUT_S)
 
     def _vandalise(self, verb: str, fault: Fault, amount: float) -> "subprocess.Popen[bytes]":
-        node = self._machine.nodes[self._host(fault) - 1]
+        node = self._node(fault)
         directory = node.arena_dir / f"kvray-{self._cluster_name}"
         if not (directory / "arena").exists():
             raise NotNow("There is no arena.")
-        command = [sys.executable, "-m", "kvray.lab.chaos.vandal", verb, str(directory)]
+        arguments = [verb, str(directory), str(fault.number), str(amount)]
         vandal = subprocess.Popen(
-            [*command, str(fault.number), str(amount)],
+            [sys.executable, "-m", "kvray.lab.chaos.vandal", *arguments],
             env=node.environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -187,13 +186,12 @@ class Faults:
 def _chosen(parts: Sequence[T], fault: Fault) -> T:
     if not parts:
         raise NotNow("It is not running.")
-    return parts[int(fault.choice * len(parts)) % len(parts)]
+    return parts[int(fault.choice * len(parts))]
 
 
 def _fill(path: Path) -> Undo:
     """Write a file until the mount is full."""
-    chunk = bytes(_FILE_CHUNK)
     with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
-        while file.write(chunk):
+        while file.write(_FILE_CHUNK):
             pass
-    return lambda: path.unlink(missing_ok=True)
+    return partial(path.unlink, missing_ok=True)

@@ -1,7 +1,7 @@
 """The verdict on a run: counts, the share of hits, stalls, and how soon hits were back."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -18,14 +18,14 @@ _BACK_SHARE = 0.5
 _TELLING_SHARE = 0.1
 """Where less is found without faults, a batch tells nothing."""
 _LOSSES = ("engine_deaths", "hung_requests", "failed_requests")
-_NAN = float("nan")
+_NAN, _INFINITY = float("nan"), float("inf")
 
 Stalls = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strike:
-    """What became of one fault of the schedule. Times are monotonic."""
+    """The result of one fault of the schedule. Times are monotonic."""
 
     kind: str
     began: float
@@ -36,35 +36,39 @@ class Strike:
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class Results:
     """The results of all replicas of one run, except the one with an empty connector."""
 
-    began: float
     served: list[Served] = field(default_factory=list)
     losses: Losses = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     stalls: Stalls = field(default_factory=lambda: np.empty((0, 4)))
     control_stalls: Stalls = field(default_factory=lambda: np.empty((0, 4)))
+    strikes: list[Strike] = field(default_factory=list)
 
 
-def hit_share(served: Sequence[Served]) -> float:
+def hit_share(served: Iterable[Served]) -> float:
     """Return the share of hits in all tokens that an engine did not find in its own pool."""
-    hits = sum(one.hit_tokens for one in served)
-    return hits / max(1, sum(one.prompt_tokens - one.reused_tokens for one in served))
+    outputs = [one.output for one in served]
+    hits = sum(one.hit_tokens for one in outputs)
+    return hits / max(1, sum(one.prompt_tokens - one.reused_tokens for one in outputs))
 
 
-def hit_tokens_ratio(run: Run, calm: Run) -> float:
+def hit_tokens_ratio(served: Sequence[Served], calm: Sequence[Served]) -> float:
     """Return hit tokens per prompt token, relative to the run without faults."""
-    return _hits_per_token(run.served) / max(1e-9, _hits_per_token(calm.served))
+    return _hits_per_token(served) / max(1e-9, _hits_per_token(calm))
 
 
 def stall_p99_ms(stalls: Stalls) -> float:
     """Return the larger of both calls' 99th percentiles, less the waits for a core."""
-    found = [_net_ms(stalls, kind) for kind in (MATCH, PASS)]
+    net_ms = np.maximum(stalls[:, 2] - stalls[:, 3], 0.0) * 1000.0
+    found = [net_ms[stalls[:, 0] == kind] for kind in (MATCH, PASS)]
     return max((float(np.percentile(one, 99)) for one in found if len(one)), default=0.0)
 
 
-def recoveries(strikes: Sequence[Strike], served: Sequence[Served], calm: Run) -> list[float]:
+def recoveries(
+    strikes: Sequence[Strike], served: Sequence[Served], calm: Sequence[Served]
+) -> list[float]:
     """Return for each strike how long after its end all replicas found their hits again.
 
     That is when the first batch has been answered that began after the end and found at least half
@@ -73,7 +77,7 @@ def recoveries(strikes: Sequence[Strike], served: Sequence[Served], calm: Run) -
     NaN: it did not strike; another one did before hits were back; or nothing tells. Only the last
     of several that overlap is counted.
     """
-    usual = _usual_shares(calm.served)
+    usual = _usual_shares(calm)
     batches = _batches(served)
 
     def recovery(strike: Strike) -> float:
@@ -85,40 +89,38 @@ def recoveries(strikes: Sequence[Strike], served: Sequence[Served], calm: Run) -
             for other in strikes
             if other.skipped is None
         )
-        return _NAN if is_disturbed or back == np.inf else back - strike.ended
+        return _NAN if is_disturbed or back == _INFINITY else back - strike.ended
 
     return [recovery(strike) for strike in strikes]
 
 
-def report(run: Run, calm: Run, strikes: Sequence[Strike]) -> dict[str, Any]:
-    """Return all figures of a run, as JSON takes them."""
-    made = [strike for strike in strikes if strike.skipped is None]
-    back = recoveries(strikes, run.served, calm)
+def report(found: Results, calm: Results) -> dict[str, Any]:
+    """Return all figures of a run, and of the one without faults, as JSON takes them."""
+    made = [strike for strike in found.strikes if strike.skipped is None]
+    back = recoveries(found.strikes, found.served, calm.served)
     last = sorted(made, key=lambda strike: strike.ended)[-1:]
     return {
         "faults_injected": len(made),
         "faults": dict(Counter(strike.kind for strike in made)),
-        "requests": len(run.served),
-        "wrong_tokens": sum(one.wrong_tokens for one in (*run.served, *calm.served)),
-        **{name: run.losses[name] + calm.losses[name] for name in _LOSSES},
-        "injected_engine_deaths": run.losses["injected_deaths"],
-        "requests_lost_to_injected_deaths": run.losses["injected_requests"],
-        "hit_tokens_ratio": round(hit_tokens_ratio(run, calm), 4),
-        "stall_ms_p99": round(stall_p99_ms(run.stalls), 3),
-        "control_stall_ms_p99": round(stall_p99_ms(run.control_stalls), 3),
+        "requests": len(found.served),
+        "wrong_tokens": sum(one.wrong_tokens for one in (*found.served, *calm.served)),
+        **{name: found.losses[name] + calm.losses[name] for name in _LOSSES},
+        "injected_engine_deaths": found.losses["injected_deaths"],
+        "requests_lost_to_injected_deaths": found.losses["injected_requests"],
+        "hit_tokens_ratio": round(hit_tokens_ratio(found.served, calm.served), 4),
+        "stall_ms_p99": round(stall_p99_ms(found.stalls), 3),
+        "control_stall_ms_p99": round(stall_p99_ms(found.control_stalls), 3),
         "recovery_s_max": _longest(back),
-        "recovery_s_last": _longest(recoveries(last, run.served, calm)),
+        "recovery_s_last": _longest(recoveries(last, found.served, calm.served)),
         "in_flight_min": min((strike.in_flight for strike in made), default=0),
-        "by_kind": _by_kind(strikes, back),
-        "stalls": _stall_figures(run.stalls),
-        "control_stalls": _stall_figures(run.control_stalls),
-        "hit_share": round(hit_share(run.served), 4),
+        "by_kind": _by_kind(found.strikes, back),
+        "hit_share": round(hit_share(found.served), 4),
         "fault_free": {
             "requests": len(calm.served),
             "hit_share": round(hit_share(calm.served), 4),
             "stall_ms_p99": round(stall_p99_ms(calm.stalls), 3),
         },
-        "failures": [*calm.failures, *run.failures],
+        "failures": [*calm.failures, *found.failures],
     }
 
 
@@ -154,7 +156,7 @@ def _first_good(batches: Sequence[list[Served]], after: float, usual: dict[int, 
     none tells anything.
     """
     average = sum(usual.values()) / max(1, len(usual))
-    at_least = float("inf")
+    at_least = _INFINITY
     for batch in batches:
         expected = usual.get(batch[0].place, average)
         if batch[0].began < after or expected < _TELLING_SHARE:
@@ -167,9 +169,9 @@ def _first_good(batches: Sequence[list[Served]], after: float, usual: dict[int, 
 
 def _usual_shares(served: Sequence[Served]) -> dict[int, float]:
     """Return place in a chapter -> share of hits there."""
-    places: dict[int, list[Served]] = {}
+    places: defaultdict[int, list[Served]] = defaultdict(list)
     for one in served:
-        places.setdefault(one.place, []).append(one)
+        places[one.place].append(one)
     return {place: hit_share(ones) for place, ones in places.items()}
 
 
@@ -183,22 +185,7 @@ def _batches(served: Sequence[Served]) -> list[list[list[Served]]]:
 
 
 def _hits_per_token(served: Sequence[Served]) -> float:
-    return sum(one.hit_tokens for one in served) / max(1, sum(one.prompt_tokens for one in served))
-
-
-def _net_ms(stalls: Stalls, kind: float) -> Stalls:
-    chosen = stalls[stalls[:, 0] == kind]
-    net: Stalls = np.maximum(chosen[:, 2] - chosen[:, 3], 0.0) * 1000.0
-    return net
-
-
-def _stall_figures(stalls: Stalls) -> dict[str, float]:
-    """Return the percentiles of each of the two calls, in milliseconds."""
-    figures: dict[str, float] = {}
-    for name, kind in (("match", MATCH), ("pass", PASS)):
-        net = _net_ms(stalls, kind)
-        if len(net):
-            for title, at in (("p50", 50), ("p99", 99), ("max", 100)):
-                figures[f"{name}_{title}_ms"] = round(float(np.percentile(net, at)), 3)
-            figures[f"{name}_calls"] = len(net)
-    return figures
+    outputs = [one.output for one in served]
+    return sum(one.hit_tokens for one in outputs) / max(
+        1, sum(one.prompt_tokens for one in outputs)
+    )

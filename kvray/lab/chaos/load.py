@@ -4,10 +4,15 @@ import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 TOKENS_PER_BLOCK = 32
 MAX_TOKENS = 8
 PROMPT_TOKENS_MAX = 1024
+BATCH_SIZE = 12
+"""Prompts that a replica gets at once; it computes some, and the others wait in its queue."""
+BATCHES = 12
+"""Batches of a replica until it moves on to the next chapter."""
 
 _VOCABULARY = range(3, 259)
 _TURNS = 3
@@ -16,8 +21,8 @@ _QUESTIONS = 2
 _PRIVATE = 5
 _DOCUMENT_BLOCKS = (4, 10)
 _QUESTION_TOKENS = (12, 50)
-BATCHES = 12
-"""Batches of a replica until it moves on to the next chapter."""
+
+Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +33,8 @@ class Conversation:
     """
 
     number: int
-    document: tuple[int, ...]
-    questions: tuple[tuple[int, ...], ...]
+    document: Tokens
+    questions: tuple[Tokens, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +47,22 @@ class Chapter:
     """By replica: no other one gets these."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One prompt: turn `turn` of a conversation."""
+class Ask(NamedTuple):
+    """One prompt: a turn of the conversation with this number."""
 
     conversation: int
     turn: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class Batch(NamedTuple):
     """The prompts that a replica gets at once."""
 
-    asks: tuple[Ask, ...]
     place: int
     """Which batch of its chapter: nobody has computed the prompts of the first ones yet."""
+    asks: list[Ask]
 
 
-Answer = tuple[int, ...]
-Answers = dict[Ask, Answer]
+Answers = dict[Ask, Tokens]
 
 
 def make_book(*, seed: int, num_chapters: int, num_replicas: int) -> list[Chapter]:
@@ -68,7 +70,7 @@ def make_book(*, seed: int, num_chapters: int, num_replicas: int) -> list[Chapte
     random_ = random.Random(seed)
     numbers = itertools.count()
 
-    def converse(document: tuple[int, ...]) -> Conversation:
+    def converse(document: Tokens) -> Conversation:
         questions = tuple(_words(random_, *_QUESTION_TOKENS) for _ in range(_TURNS))
         return Conversation(number=next(numbers), document=document, questions=questions)
 
@@ -95,17 +97,16 @@ def conversations_of(book: list[Chapter]) -> dict[int, Conversation]:
     return {one.number: one for group in groups for one in group}
 
 
-def prompt_of(conversation: Conversation, turn: int, answers: Answers) -> tuple[int, ...]:
+def prompt_of(conversation: Conversation, turn: int, answers: Answers) -> Tokens:
     """Return the tokens of a turn's prompt; the answers to the turns before it are known."""
     tokens = conversation.document
     for earlier in range(turn):
-        answer = answers[Ask(conversation=conversation.number, turn=earlier)]
-        tokens += conversation.questions[earlier] + answer
+        tokens += conversation.questions[earlier] + answers[Ask(conversation.number, earlier)]
     return tokens + conversation.questions[turn]
 
 
 def batches_of(
-    book: list[Chapter], *, replica: int, num_replicas: int, batch_size: int, seed: int
+    book: list[Chapter], *, replica: int, num_replicas: int, seed: int
 ) -> Iterator[Batch]:
     """Yield a replica's batches for ever: a pure function of the arguments.
 
@@ -114,29 +115,20 @@ def batches_of(
     """
     random_ = random.Random(seed * 1000 + replica)
     for number in itertools.count():
-        at = number // BATCHES
-        open_ = _open_conversations(book, at, replica, num_replicas)
-        turns = [min(_TURNS - 1, random_.randrange(number % BATCHES + 1)) for _ in open_]
+        chapter, place = divmod(number, BATCHES)
         asks = [
-            Ask(conversation=one.number, turn=turn) for one, turn in zip(open_, turns, strict=True)
+            Ask(one.number, min(_TURNS - 1, random_.randrange(place + 1)))
+            for one in _open_conversations(book, chapter, replica, num_replicas)
         ]
-        yield Batch(
-            asks=tuple(random_.sample(asks, min(batch_size, len(asks)))),
-            place=number % BATCHES,
-        )
-
-
-def num_asks(book: list[Chapter]) -> int:
-    """Return how many different prompts there are."""
-    return _TURNS * len(conversations_of(book))
+        yield Batch(place, random_.sample(asks, min(BATCH_SIZE, len(asks))))
 
 
 def all_asks(book: list[Chapter]) -> Iterator[list[Ask]]:
     """Yield every prompt once: the prompts of a turn together, after those of the turn before."""
     for chapter in book:
-        groups = [*chapter.shared, *chapter.private]
+        numbers = conversations_of([chapter])
         for turn in range(_TURNS):
-            yield [Ask(conversation=one.number, turn=turn) for group in groups for one in group]
+            yield [Ask(number, turn) for number in numbers]
 
 
 def _open_conversations(
@@ -150,5 +142,5 @@ def _open_conversations(
     return found
 
 
-def _words(random_: random.Random, least: int, most: int) -> tuple[int, ...]:
+def _words(random_: random.Random, least: int, most: int) -> Tokens:
     return tuple(random_.choices(_VOCABULARY, k=random_.randint(least, most)))

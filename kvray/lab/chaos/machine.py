@@ -22,7 +22,7 @@ from kvray.config import without_settings
 from kvray.errors import ConfigError
 from kvray.lab.chaos.cleanup import MARK
 from kvray.lab.chaos.network import Network
-from kvray.lab.chaos.node import Environ, Node, Waiting
+from kvray.lab.chaos.node import Environ, Node
 
 RESOURCE = "kvray_shard"
 """Ray resource of the nodes that get a shard; the head does not have it."""
@@ -31,7 +31,6 @@ _OBJECT_STORE_BYTES = 80 * 2**20
 _ADDRESS_TIMEOUT_S = 10.0
 _CLOSE_TIMEOUT_S = 30.0
 _PORT = 6379
-_SHM = Path("/dev/shm")
 
 
 class Machine:
@@ -49,7 +48,6 @@ class Machine:
         disk_bytes: int | None = None,
         has_nvme: bool = False,
         environ: Mapping[str, str] | None = None,
-        waiting: Waiting = lambda elapsed_s: None,
     ) -> None:
         """Start the cluster and return when all nodes have joined.
 
@@ -62,13 +60,12 @@ class Machine:
             has_nvme: give each a directory of its own for blocks on disk.
             environ: variables of every node besides those of this process, whose settings of
                 kvray are left out.
-            waiting: called a few times a second while Ray starts.
 
         Raises:
             ConfigError: a node did not start, or this machine allows no network.
         """
         self.directory = Path(tempfile.mkdtemp(prefix="kvm-"))  # short: Ray's sockets lie in it
-        self.scratch = _SHM / self.directory.name
+        self.scratch = Path("/dev/shm") / self.directory.name
         self._cleanup = subprocess.Popen(
             [sys.executable, "-m", "kvray.lab.chaos.cleanup", self.directory, self.scratch],
             stdin=subprocess.PIPE,
@@ -76,10 +73,9 @@ class Machine:
             start_new_session=True,
         )
         self.scratch.mkdir(mode=0o700)
-        self.token = secrets.token_hex(16)
-        self._has_nvme = has_nvme
         self.network: Network | None = None
         self.nodes: list[Node] = []
+        self._has_nvme = has_nvme
         self._holders: list[subprocess.Popen[bytes]] = []
         self._described: list[Node] = []
         self._own = {
@@ -87,7 +83,7 @@ class Machine:
             **(environ or {}),
             MARK: str(self.directory),
             "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": self.token,
+            "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_USAGE_STATS_ENABLED": "0",
             "UCX_TLS": "tcp",
         }
@@ -95,7 +91,17 @@ class Machine:
         try:
             if disk_bytes is not None:
                 _mount(self.directory, disk_bytes)
-            self._start(num_nodes, has_network, mount_bytes, waiting)
+            if has_network:
+                self.network = Network(self._spawn_holder, num_hosts=num_nodes + 1)
+            port = _PORT if has_network else 0
+            options = ("--head", f"--port={port}", "--include-dashboard=false")
+            self.head = self._describe(0, "head", self.scratch / "head", *options)
+            self.head.start()
+            self.address = self._await_address()
+            for number in range(1, num_nodes + 1):
+                self.nodes.append(self._begin_node(number, mount_bytes))
+            for node in self.nodes:
+                node.wait_started()
         except BaseException:
             self.close()
             raise
@@ -103,10 +109,6 @@ class Machine:
     def environ(self) -> Environ:
         """Return the variables of a process that talks to this cluster."""
         return {**self._own, "RAY_ADDRESS": self.address}
-
-    def command(self, *args: str) -> list[str]:
-        """Return the command line that runs kvray on the head."""
-        return [*self._enter(0), sys.executable, "-m", "kvray", *args]
 
     def run(self, *args: str, timeout_s: float = 120.0) -> "subprocess.CompletedProcess[str]":
         """Run a command of kvray as a user on the head would.
@@ -116,7 +118,7 @@ class Machine:
         """
         try:
             return subprocess.run(
-                self.command(*args),
+                [*self._enter(0), sys.executable, "-m", "kvray", *args],
                 env=self.environ(),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -130,11 +132,9 @@ class Machine:
     def write_config(
         self, settings: Mapping[str, Mapping[str, Any]], *, cluster_name: str = "nodes"
     ) -> Path:
-        """Write a tier's configuration for this cluster, and return its path.
+        """Write the configuration of a tier on this cluster, and return its path.
 
-        Args:
-            settings: section -> key -> value, besides Ray's address and the shards' resource.
-            cluster_name: names the tier.
+        `settings` is section -> key -> value, without Ray's address and the shards' resource.
         """
         values = {name: dict(section) for name, section in settings.items()}
         values.setdefault("ray", {})["address"] = self.address
@@ -143,13 +143,9 @@ class Machine:
         path.write_text(yaml.safe_dump({"cluster_name": cluster_name, **values}))
         return path
 
-    def family(self) -> list[psutil.Process]:
-        """Return the living processes of the head and of all nodes."""
-        return [process for node in (self.head, *self.nodes) for process in node.family()]
-
     def actors(self, kind: str) -> list[psutil.Process]:
         """Return the processes of actors of any node whose class or repr begins with `kind`."""
-        return [process for node in (self.head, *self.nodes) for process in node.actors(kind)]
+        return [process for node in self._described for process in node.actors(kind)]
 
     def close(self) -> None:
         """End every process, and remove every file, mount and network. Twice is fine."""
@@ -171,29 +167,6 @@ class Machine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(
-        self, num_nodes: int, has_network: bool, mount_bytes: int | None, waiting: Waiting
-    ) -> None:
-        if has_network:
-            self.network = Network(self._spawn_holder)
-            for _ in range(num_nodes + 1):
-                self.network.plug_in()
-        port = _PORT if has_network else 0
-        self.head = self._describe(
-            0, self.scratch / "head", "--head", f"--port={port}", "--include-dashboard=false"
-        )
-        self.head.begin_start()
-        self.head.wait_started(waiting=waiting)
-        self.address = self._await_address()
-        for number in range(1, num_nodes + 1):
-            arena_dir = self._make_arena_dir(number, mount_bytes)
-            resources = f"--resources={json.dumps({RESOURCE: 1})}"
-            node = self._describe(number, arena_dir, f"--address={self.address}", resources)
-            self.nodes.append(node)
-            node.begin_start()
-        for node in self.nodes:
-            node.wait_started(waiting=waiting)
-
     def _await_address(self) -> str:
         """Return the head's address, which it writes down a moment after its start."""
         deadline = time.monotonic() + _ADDRESS_TIMEOUT_S
@@ -203,8 +176,18 @@ class Machine:
             time.sleep(0.05)
         return address
 
-    def _describe(self, number: int, arena_dir: Path, *options: str) -> Node:
-        name = f"node{number}" if number else "head"
+    def _begin_node(self, number: int, mount_bytes: int | None) -> Node:
+        arena_dir = (self.scratch if mount_bytes is None else self.directory) / f"shm{number}"
+        arena_dir.mkdir(mode=0o700)
+        if mount_bytes is not None:
+            _mount(arena_dir, mount_bytes)
+        resources = f"--resources={json.dumps({RESOURCE: 1})}"
+        options = (f"--address={self.address}", resources)
+        node = self._describe(number, f"node{number}", arena_dir, *options)
+        node.begin_start()
+        return node
+
+    def _describe(self, number: int, name: str, arena_dir: Path, *options: str) -> Node:
         host = "127.0.0.1" if self.network is None else self.network.address(number)
         command = [
             *self._enter(number),
@@ -218,24 +201,13 @@ class Machine:
         environ = {**self._own, "KVRAY_ARENA__DIR": str(arena_dir)}
         if self._has_nvme:
             environ["KVRAY_NVME__DIR"] = str(self.directory / f"{name}-nvme")
-        node = Node(
-            name, command=command, environ=environ, directory=self.directory, arena_dir=arena_dir
-        )
+        log = self.directory / f"{name}.log"
+        node = Node(name, command=command, environ=environ, log=log, arena_dir=arena_dir)
         self._described.append(node)
         return node
 
     def _enter(self, number: int) -> list[str]:
         return [] if self.network is None else self.network.enter(number)
-
-    def _make_arena_dir(self, number: int, mount_bytes: int | None) -> Path:
-        if mount_bytes is None:
-            directory = self.scratch / f"node{number}"
-            directory.mkdir(parents=True, mode=0o700)
-        else:
-            directory = self.directory / f"shm{number}"
-            directory.mkdir()
-            _mount(directory, mount_bytes)
-        return directory
 
     def _spawn_holder(self, command: list[str]) -> int:
         child = subprocess.Popen(

@@ -16,7 +16,7 @@ from kvray.errors import ConfigError
 
 _TOOLS = ("ip", "tc", "nsenter", "unshare")
 _PREFIX = "10.77.0"
-_SWITCH_HOST = 254
+_SWITCH = f"{_PREFIX}.254"
 _MAKE_TIMEOUT_S = 5.0
 _COMMAND_TIMEOUT_S = 20.0
 _DEVICE = "eth0"
@@ -37,10 +37,10 @@ def why_impossible() -> str | None:
 
 
 class Network:
-    """A switch, and a namespace for each host that is plugged into it."""
+    """A switch, and a namespace for each host that is plugged into it; numbers begin at 0."""
 
-    def __init__(self, spawn: Spawn) -> None:
-        """Make the switch; `spawn` starts the processes that hold the namespaces.
+    def __init__(self, spawn: Spawn, *, num_hosts: int) -> None:
+        """Make the switch and the hosts; `spawn` starts the processes that hold the namespaces.
 
         Raises:
             ConfigError: this process may not do that, or a command is missing.
@@ -48,37 +48,16 @@ class Network:
         if (reason := why_impossible()) is not None:
             raise ConfigError(f"A network of several nodes on one machine {reason}.")
         self._spawn = spawn
-        self._hosts: list[int] = []
         self._cuts: Counter[int] = Counter()
         self._limits: Counter[int] = Counter()
         self._switch = self._hold()
         _ip(
             self._switch,
             "link add br0 type bridge",
-            f"addr add {_PREFIX}.{_SWITCH_HOST}/24 dev br0",
+            f"addr add {_SWITCH}/24 dev br0",
             "link set br0 up",
         )
-
-    def plug_in(self) -> int:
-        """Add a host with an address; return its number, from 0 on."""
-        number = len(self._hosts)
-        holder = self._hold()
-        self._hosts.append(holder)
-        _ip(
-            self._switch,
-            f"link add {_port(number)} type veth peer name {_DEVICE} netns {holder}",
-            f"link set {_port(number)} master br0",
-            f"link set {_port(number)} up",
-        )
-        _ip(
-            holder,
-            "link set lo up",
-            f"addr add {self.address(number)}/24 dev {_DEVICE}",
-            f"link set {_DEVICE} up",
-            # Libraries find their own address as that of the default route.
-            f"route add default via {_PREFIX}.{_SWITCH_HOST}",
-        )
-        return number
+        self._hosts = [self._plug_in(number) for number in range(num_hosts)]
 
     def address(self, number: int) -> str:
         """Return a host's address."""
@@ -86,18 +65,18 @@ class Network:
 
     def enter(self, number: int) -> list[str]:
         """Return the beginning of a command that runs on a host."""
-        return ["nsenter", f"--net=/proc/{self._hosts[number]}/ns/net"]
+        return _enter(self._hosts[number])
 
     def cut(self, number: int) -> None:
         """Pull a host's cable; overlapping cuts end with the last `heal`."""
         self._cuts[number] += 1
-        _ip(self._switch, f"link set {_port(number)} down")
+        _ip(self._switch, f"link set port{number} down")
 
     def heal(self, number: int) -> None:
         """Put a host's cable back."""
         self._cuts[number] -= 1
         if not self._cuts[number]:
-            _ip(self._switch, f"link set {_port(number)} up")
+            _ip(self._switch, f"link set port{number} up")
 
     def slow(self, number: int, *, mbit: int, latency_ms: int) -> None:
         """Limit a host's traffic; packets queue for `latency_ms`, and are dropped then.
@@ -122,10 +101,29 @@ class Network:
                     return int(figures.split()[0])
         return 0
 
+    def _plug_in(self, number: int) -> int:
+        """Make a host's namespace and cable; return the pid that holds it."""
+        holder = self._hold()
+        _ip(
+            self._switch,
+            f"link add port{number} type veth peer name {_DEVICE} netns {holder}",
+            f"link set port{number} master br0",
+            f"link set port{number} up",
+        )
+        _ip(
+            holder,
+            "link set lo up",
+            f"addr add {self.address(number)}/24 dev {_DEVICE}",
+            f"link set {_DEVICE} up",
+            # Libraries find their own address as that of the default route.
+            f"route add default via {_SWITCH}",
+        )
+        return holder
+
     def _shape(self, number: int, verb: str, shape: str = "") -> None:
         """Change the queues at both ends of a host's cable."""
-        for holder, device in ((self._hosts[number], _DEVICE), (self._switch, _port(number))):
-            _run(holder, ["tc", *f"qdisc {verb} dev {device} root {shape}".split()])
+        for holder, device in ((self._hosts[number], _DEVICE), (self._switch, f"port{number}")):
+            _run_in(holder, ["tc", *f"qdisc {verb} dev {device} root {shape}".split()])
 
     def _hold(self) -> int:
         """Start a process in a namespace of its own and return its pid."""
@@ -140,19 +138,19 @@ class Network:
         raise ConfigError("A network namespace could not be made; run `unshare --net true`.")
 
 
-def _port(number: int) -> str:
-    return f"port{number}"
+def _enter(holder: int) -> list[str]:
+    return ["nsenter", f"--net=/proc/{holder}/ns/net"]
 
 
 def _ip(holder: int, *commands: str) -> None:
     """Run commands of `ip` in the namespace of process `holder`."""
-    _run(holder, ["ip", "-batch", "-"], told="\n".join(commands) + "\n")
+    _run_in(holder, ["ip", "-batch", "-"], told="\n".join(commands) + "\n")
 
 
-def _run(holder: int, command: list[str], told: str = "") -> None:
+def _run_in(holder: int, command: list[str], told: str = "") -> None:
     try:
         subprocess.run(
-            ["nsenter", f"--net=/proc/{holder}/ns/net", *command],
+            [*_enter(holder), *command],
             input=told,
             text=True,
             capture_output=True,

@@ -3,7 +3,6 @@
 import contextlib
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,36 +13,25 @@ _START_TIMEOUT_S = 90.0
 _STARTS_MAX = 3
 """Ray gives some of its own waits few seconds, so a node that gives up is started again."""
 _START_PAUSE_S = 1.0
-_STOP_TIMEOUT_S = 20.0
 _KILL_TIMEOUT_S = 5.0
 _POLL_S = 0.05
 _HAS_STARTED = "Ray runtime started"
 
 Environ = dict[str, str]
-Waiting = Callable[[float], None]
-"""Called a few times a second while Ray starts, with the seconds so far."""
 
 
 class Node:
-    """One Ray node. `Machine` makes it; anyone may kill, stop and start it again."""
+    """One Ray node. `Machine` makes it; anyone may kill it and start it again."""
 
     def __init__(
-        self, name: str, *, command: list[str], environ: Environ, directory: Path, arena_dir: Path
+        self, name: str, *, command: list[str], environ: Environ, log: Path, arena_dir: Path
     ) -> None:
-        """Describe a node that is not running yet.
-
-        Args:
-            name: for people.
-            command: starts it.
-            environ: variables of all its processes; engines of this node need the same ones.
-            directory: its log goes there.
-            arena_dir: its `arena.dir`.
-        """
+        """Describe a node that is not running yet; engines of it need the same `environ`."""
         self.name = name
         self.environ = environ
         self.arena_dir = arena_dir
         self._command = command
-        self._log = directory / f"{name}.log"
+        self._log = log
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -68,27 +56,21 @@ class Node:
                 start_new_session=True,
             )
 
-    def wait_started(
-        self,
-        *,
-        timeout_s: float = _START_TIMEOUT_S,
-        waiting: Waiting = lambda elapsed_s: None,
-    ) -> None:
+    def wait_started(self) -> None:
         """Return when it has joined; if it gives up, it is started again.
 
         Raises:
             ConfigError: it was killed, gave up too often, or did not join in time.
         """
-        began, starts = time.monotonic(), 1
+        deadline, starts = time.monotonic() + _START_TIMEOUT_S, 1
         while not self.has_started:
-            elapsed_s = time.monotonic() - began
-            waiting(elapsed_s)
+            is_late = time.monotonic() > deadline
             has_given_up = self._process is not None and (self._process.poll() or 0) > 0
-            if elapsed_s < timeout_s and has_given_up and starts < _STARTS_MAX:
+            if has_given_up and not is_late and starts < _STARTS_MAX:
                 time.sleep(_START_PAUSE_S)
                 self.begin_start()
                 starts += 1
-            elif elapsed_s > timeout_s or not self.is_running:
+            elif is_late or not self.is_running:
                 said = " ".join(self._log.read_text(errors="replace").split()[-100:])
                 raise ConfigError(f"The Ray node {self.name} did not start; it said: {said}")
             time.sleep(_POLL_S)
@@ -101,16 +83,6 @@ class Node:
         """
         self.begin_start()
         self.wait_started()
-
-    def stop(self) -> None:
-        """Let it leave the cluster in order. Twice is fine."""
-        if self._process is not None and self.is_running:
-            family = self.family()
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_TIMEOUT_S)
-            psutil.wait_procs(family, timeout=_KILL_TIMEOUT_S)
-        self.kill()
 
     def kill(self) -> None:
         """End all of its processes at once, the raylet first. Twice is fine."""
@@ -125,13 +97,11 @@ class Node:
 
     def family(self) -> list[psutil.Process]:
         """Return its living processes."""
-        if self._process is None:
-            return []
-        try:
-            main = psutil.Process(self._process.pid)
-            return [main, *main.children(recursive=True)]
-        except psutil.Error:
-            return []
+        with contextlib.suppress(psutil.Error):
+            if self._process is not None:
+                main = psutil.Process(self._process.pid)
+                return [main, *main.children(recursive=True)]
+        return []
 
     def actors(self, kind: str) -> list[psutil.Process]:
         """Return its processes of actors whose class or repr begins with `kind`."""

@@ -1,7 +1,7 @@
 """A whole run: nodes, tier, oracle, and replicas, first without faults and then under fire."""
 
+import contextlib
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from kvray.errors import KVRayError
 from kvray.lab.chaos import load
 from kvray.lab.chaos.campaign import Campaign
 from kvray.lab.chaos.faults import Faults
-from kvray.lab.chaos.judge import Run, Strike, report
-from kvray.lab.chaos.load import Answer, Answers, Ask, Chapter
+from kvray.lab.chaos.judge import Results, report
+from kvray.lab.chaos.load import Answers, Chapter
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
 from kvray.lab.chaos.schedule import KINDS, Fault, Kind, make_schedule
-from kvray.lab.chaos.servers import BATCH_SIZE, Questions, Server, spawn
+from kvray.lab.chaos.servers import Questions, Server, spawn
 from kvray.lab.chaos.stalls import read_stalls
 
 _NAME = "chaos"
@@ -42,8 +42,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 _MOUNT_BYTES = 96 * 2**20
 _DISK_BYTES = 1024 * 2**20
 _POLL_S = 0.02
-_TEND_S = 0.25
-_STATUS_TIMEOUT_S = 40.0
+_RESTART_EVERY_S = 0.25
 _CHAPTERS_MAX = 16
 
 Advance = Callable[..., None]
@@ -51,7 +50,7 @@ Advance = Callable[..., None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The options of a run."""
+    """The options of a run; without `kinds` of faults, all of them strike."""
 
     duration_s: float
     seed: int
@@ -59,7 +58,6 @@ class Options:
     num_replicas: int
     gap_s: float
     kinds: tuple[str, ...]
-    """Names of the kinds of faults; none: all of them."""
     has_network: bool
 
     @property
@@ -84,7 +82,7 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
         num_chapters=min(_CHAPTERS_MAX, 3 + int(options.duration_s / 30)),
         num_replicas=options.num_replicas,
     )
-    kinds, left_out = choose_kinds(options)
+    kinds, left_out = _choose_kinds(options)
     schedule = make_schedule(
         seed=options.seed,
         duration_s=options.duration_s,
@@ -93,32 +91,32 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
         kinds=kinds,
     )
     with interrupts.closing() as stack, ProgressLine(console) as line:
-        with line.during("Computing the answers without kvray", load.num_asks(book)) as advance:
+        num_asks = sum(map(len, load.all_asks(book)))
+        with line.during("Computing the answers without kvray", num_asks) as advance:
             truth = _ask_oracle(book, advance)
-        with line.during("Starting Ray on several nodes"), interrupts.held():
+        with line.during("Starting Ray on several nodes"):
             machine = Machine(
                 num_nodes=options.num_nodes,
                 has_network=options.has_network,
                 mount_bytes=_MOUNT_BYTES if options.has_network else None,
                 disk_bytes=_DISK_BYTES if options.has_network else None,
                 has_nvme=True,
-                waiting=lambda elapsed_s: interrupts.check(),
             )
             stack.callback(machine.close)
-        scene = _Scene(options, machine, book, truth)
-        stack.callback(scene.close)
+        serving = _Serving(options, machine, book, truth, stack)
         with line.during("Serving without faults", options.calm_s) as advance:
-            calm, _, calm_status = scene.run([], options.calm_s, advance)
+            calm = serving.serve([], options.calm_s, advance)
         with line.during("Serving under fire", options.duration_s) as advance:
-            run, strikes, status = scene.run(schedule, options.duration_s, advance)
-    found = report(run, calm, strikes)
-    found["skipped_kinds"] = left_out
-    found["fault_free"]["tier_at_the_end"] = calm_status
-    found["tier_at_the_end"] = status
-    return {**found, "seed": options.seed, "duration_s": options.duration_s}
+            results = serving.serve(schedule, options.duration_s, advance)
+    return {
+        **report(results, calm),
+        "skipped_kinds": left_out,
+        "seed": options.seed,
+        "duration_s": options.duration_s,
+    }
 
 
-def choose_kinds(options: Options) -> tuple[list[Kind], dict[str, str]]:
+def _choose_kinds(options: Options) -> tuple[list[Kind], dict[str, str]]:
     """Return the kinds that can strike here, and why the others cannot."""
     asked = [kind for kind in KINDS if not options.kinds or kind.name in options.kinds]
     if options.has_network:
@@ -128,157 +126,120 @@ def choose_kinds(options: Options) -> tuple[list[Kind], dict[str, str]]:
     return possible, {kind.name: reason for kind in asked if kind.needs_root}
 
 
-class _Scene:
-    """A machine, and the tiers and engines that run on it one after the other."""
+def _ask_oracle(book: list[Chapter], advance: Advance) -> Answers:
+    """Answer every prompt with an engine that has no connector and reuses nothing."""
+    conversations, truth = load.conversations_of(book), Answers()
+    with spawn("oracle") as oracle:
+        oracle.wait_ready()
+        for asks in load.all_asks(book):
+            prompts = [load.prompt_of(conversations[one], turn, truth) for one, turn in asks]
+            outputs = oracle.generate(prompts, max_tokens=load.MAX_TOKENS)
+            truth |= {ask: one.token_ids for ask, one in zip(asks, outputs, strict=True)}
+            advance(len(asks))
+    return truth
+
+
+class _Serving:
+    """A machine, and the tiers and engines that serve on it one after the other."""
 
     def __init__(
-        self, options: Options, machine: Machine, book: list[Chapter], truth: Answers
+        self,
+        options: Options,
+        machine: Machine,
+        book: list[Chapter],
+        truth: Answers,
+        stack: contextlib.ExitStack,
     ) -> None:
         self._options = options
         self._machine = machine
         self._book = book
         self._truth = truth
+        self._stack = stack
         self._conversations = load.conversations_of(book)
-        self._servers: list[Server] = []
-        """The last one has an empty connector, for comparison."""
-        self._runs = itertools.count(1)
+        self._numbers = itertools.count(1)
         self._config_path = machine.write_config(_SETTINGS, cluster_name=_NAME)
 
-    def run(
-        self, schedule: Sequence[Fault], duration_s: float, advance: Advance
-    ) -> tuple[Run, list[Strike], Any]:
-        """Serve on a new tier with new engines while the schedule strikes.
-
-        Returns:
-            The results, the strikes, and the tier's status at the end.
-        """
-        self._tell("up")
-        self._start_servers(next(self._runs))
-        served = self._servers[:-1]
-        faults = Faults(self._machine, served, _NAME)
-        run = Run(began=time.monotonic())
+    def serve(self, schedule: Sequence[Fault], duration_s: float, advance: Advance) -> Results:
+        """Serve on a new tier with new engines while the schedule strikes."""
+        self._run("up")
+        servers = self._start_servers()
+        faults = Faults(self._machine, servers[:-1], _NAME)
+        until = time.monotonic() + duration_s
         try:
-            for number, server in enumerate(self._servers):
-                server.serve(self._batches(number))
+            for number, server in enumerate(servers):
+                server.serve(self._batches(number % self._options.num_replicas))
             campaign = Campaign(
                 schedule,
-                faults,
-                lambda: sum(server.in_flight for server in served),
+                faults.strike,
+                faults.end,
+                lambda: sum(server.in_flight for server in servers[:-1]),
                 ends_s=duration_s - self._options.quiet_s,
             )
-            self._drive(faults, campaign, run.began + duration_s, advance)
+            self._drive(faults, campaign, until, advance)
         finally:
             faults.close()
-        for server in self._servers:
+        for server in servers:
             server.end()
-        for server in self._servers:
+        for server in servers:
             server.join()
-        status = self._status()
-        self._collect(run)
-        self.close()
-        self._tell("down")
-        return run, campaign.strikes, status
+        results = _collect(servers)
+        results.strikes = campaign.strikes
+        for server in servers:
+            server.close()
+        self._run("down")
+        return results
 
-    def close(self) -> None:
-        """End the engines. Twice is fine."""
-        while self._servers:
-            self._servers.pop().close()
-
-    def _drive(self, faults: Faults, campaign: Campaign, until: float, advance: Advance) -> None:
-        """Advance the campaign until then, and restart the nodes that it killed."""
-        tended = time.monotonic()
-        while (now := time.monotonic()) < until:
-            campaign.advance()
-            if now - tended > _TEND_S:
-                faults.tend()
-                advance(now - tended)
-                tended = now
-            time.sleep(_POLL_S)
-
-    def _start_servers(self, run: int) -> None:
+    def _start_servers(self) -> list[Server]:
+        """Start an engine for each replica, and last one with an empty connector to compare."""
+        run, servers = next(self._numbers), []
         for number in range(self._options.num_replicas + 1):
             is_empty = number == self._options.num_replicas
             node = self._machine.nodes[number % len(self._machine.nodes)]
             name = "control" if is_empty else f"replica-{number + 1}"
             environ = environ_for(self._config_path) | {"KVRAY_ARENA__DIR": str(node.arena_dir)}
             files = self._machine.scratch / f"{name}-{run}"
-            self._servers.append(Server(name, environ=environ, files=files, is_empty=is_empty))
-        for server in self._servers:
-            server.begin_start()
-        for server in self._servers:
+            servers.append(Server(name, environ=environ, files=files, is_empty=is_empty))
+            self._stack.callback(servers[-1].close)
+        for server in servers:
             server.wait_ready()
+        return servers
 
-    def _batches(self, number: int) -> Iterator[tuple[int, Questions]]:
+    def _drive(self, faults: Faults, campaign: Campaign, until: float, advance: Advance) -> None:
+        """Advance the campaign until then, and restart the nodes that it killed."""
+        looked = time.monotonic()
+        while (now := time.monotonic()) < until:
+            campaign.advance()
+            if now - looked > _RESTART_EVERY_S:
+                faults.restart_nodes()
+                advance(now - looked)
+                looked = now
+            time.sleep(_POLL_S)
+
+    def _batches(self, replica: int) -> Iterator[tuple[int, Questions]]:
         count, seed = self._options.num_replicas, self._options.seed
-        batches = load.batches_of(
-            self._book,
-            replica=number % count,
-            num_replicas=count,
-            batch_size=BATCH_SIZE,
-            seed=seed,
-        )
-        for batch in batches:
-            yield batch.place, [(self._prompt(ask), self._truth[ask]) for ask in batch.asks]
+        conversations, truth = self._conversations, self._truth
+        for place, asks in load.batches_of(
+            self._book, replica=replica, num_replicas=count, seed=seed
+        ):
+            prompts = [load.prompt_of(conversations[one], turn, truth) for one, turn in asks]
+            yield place, [(prompt, truth[ask]) for prompt, ask in zip(prompts, asks, strict=True)]
 
-    def _prompt(self, ask: Ask) -> Answer:
-        return load.prompt_of(self._conversations[ask.conversation], ask.turn, self._truth)
-
-    def _collect(self, run: Run) -> None:
-        for server in self._servers:
-            run.failures += server.failures
-            run.losses += server.losses
-            stalls = _without_stops(read_stalls(server.stalls_path), server.stops)
-            if server is self._servers[-1]:
-                run.control_stalls = stalls
-            else:
-                run.served += server.served
-                run.stalls = np.concatenate([run.stalls, stalls])
-
-    def _tell(self, command: str) -> None:
+    def _run(self, command: str) -> None:
         done = self._machine.run(command, "-c", str(self._config_path))
         if done.returncode:
             raise KVRayError(f"`kvray {command}` failed: {done.stderr.strip()}")
 
-    def _status(self) -> Any:
-        """Return a summary of `kvray status` at a run's end, or why there is none."""
-        command = ("status", "--json", "-c", str(self._config_path))
-        try:
-            done = self._machine.run(*command, timeout_s=_STATUS_TIMEOUT_S)
-        except KVRayError as error:
-            return str(error)
-        if done.returncode:
-            return done.stderr.strip()[-500:]
-        return [_summary(shard) for shard in json.loads(done.stdout)["shards"]]
 
-
-def _summary(shard: dict[str, Any]) -> dict[str, Any]:
-    """Return the life of a shard in a few figures, with the counters of its replicas."""
-    counters: dict[str, int] = {}
-    for replica in shard.get("replicas", []):
-        for name, value in replica["counters"].items():
-            counters[name] = counters.get(name, 0) + value
-    arena = shard.get("arena", {})
-    return {
-        **{name: shard.get(name) for name in ("shard", "state", "message")},
-        **{name: arena.get(name) for name in ("shard_epoch", "blocks", "evicted", "corrupt")},
-        "counters": {name: value for name, value in counters.items() if value},
-        "staging": shard.get("staging"),
-    }
-
-
-def _ask_oracle(book: list[Chapter], advance: Advance) -> Answers:
-    """Answer every prompt with an engine that has no connector and reuses nothing."""
-    conversations, truth = load.conversations_of(book), Answers()
-    with spawn("oracle", None, environ={}) as oracle:
-        oracle.wait_ready()
-        for asks in load.all_asks(book):
-            prompts = [
-                load.prompt_of(conversations[ask.conversation], ask.turn, truth) for ask in asks
-            ]
-            outputs = oracle.generate(prompts, max_tokens=load.MAX_TOKENS)
-            truth |= {ask: one.token_ids for ask, one in zip(asks, outputs, strict=True)}
-            advance(len(asks))
-    return truth
+def _collect(servers: Sequence[Server]) -> Results:
+    """Return the results of servers that have ended; the last one has an empty connector."""
+    results = Results()
+    for server in servers:
+        results.failures += server.failures
+        results.losses += server.losses
+    stalls = [_without_stops(read_stalls(one.stalls_path), one.stops) for one in servers]
+    results.stalls, results.control_stalls = np.concatenate(stalls[:-1]), stalls[-1]
+    results.served = [served for server in servers[:-1] for served in server.served]
+    return results
 
 
 def _without_stops(stalls: Any, stops: Sequence[tuple[float, float]]) -> Any:

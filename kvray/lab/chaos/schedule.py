@@ -7,7 +7,7 @@ from dataclasses import dataclass
 PARTS = ("shard", "mover", "lookup", "supervisor", "engine", "raylet")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Kind:
     """A way to break something.
 
@@ -24,18 +24,15 @@ class Kind:
 
 _SHORT, _LONG = (0.2, 3.0), (11.0, 14.0)
 KINDS = (
-    *(Kind(name=f"kill_{part}", text=f"kill -9 of one {part}") for part in PARTS),
-    *(
-        Kind(name=f"stop_{part}", text=f"SIGSTOP of one {part}", lasts_s=_SHORT, long_s=_LONG)
-        for part in PARTS
-    ),
-    Kind(name="cut_link", text="a node's cable is pulled", lasts_s=(0.5, 6.0), needs_root=True),
-    Kind(name="slow_link", text="a node's cable is slow", lasts_s=(1.0, 6.0), needs_root=True),
-    Kind(name="fill_tmpfs", text="the arena's mount is full", lasts_s=(1.0, 4.0), needs_root=True),
-    Kind(name="fill_disk", text="Ray's disk is full", lasts_s=(1.0, 4.0), needs_root=True),
-    Kind(name="fill_arena", text="an arena is filled with junk", lasts_s=(1.0, 3.0)),
-    Kind(name="truncate", text="kill -9 of one mover during a transfer"),
-    Kind(name="flip_bytes", text="bytes of complete blocks are flipped"),
+    *(Kind(f"kill_{part}", f"kill -9 of one {part}") for part in PARTS),
+    *(Kind(f"stop_{part}", f"SIGSTOP of one {part}", _SHORT, _LONG) for part in PARTS),
+    Kind("cut_link", "a node's cable is pulled", (0.5, 6.0), needs_root=True),
+    Kind("slow_link", "a node's cable is slow", (1.0, 6.0), needs_root=True),
+    Kind("fill_tmpfs", "the arena's mount is full", (1.0, 4.0), needs_root=True),
+    Kind("fill_disk", "Ray's disk is full", (1.0, 4.0), needs_root=True),
+    Kind("fill_arena", "an arena is filled with junk", (1.0, 3.0)),
+    Kind("truncate", "kill -9 of one mover during a transfer"),
+    Kind("flip_bytes", "bytes of complete blocks are flipped"),
 )
 """All of them, in the order of the report."""
 
@@ -60,12 +57,8 @@ def make_schedule(
 ) -> list[Fault]:
     """Return the faults of a run: each kind equally often, in an order that the seed decides.
 
-    Args:
-        seed: equal seeds give equal schedules.
-        duration_s: length of the run.
-        quiet_s: time without any fault before the run's end, and half as long after its start.
-        gap_s: mean time between two strikes.
-        kinds: those to draw from.
+    No fault strikes in the last `quiet_s` of a run, nor in half that time at its start. Two strikes
+    are `gap_s` apart on average.
 
     Raises:
         ValueError: there is no kind.
@@ -81,16 +74,12 @@ def make_schedule(
             deck = list(kinds)
             random_.shuffle(deck)
         kind = deck.pop()
-        ends_s = max(at, min(at + _draw_length(kind, random_), last))
+        is_long = random_.random() < _LONG_SHARE
+        span = kind.long_s if is_long and kind.long_s else kind.lasts_s
+        ends_s = max(at, min(at + (random_.uniform(*span) if span else 0.0), last))
         fault = Fault(
             number=len(faults), kind=kind.name, strikes_s=at, ends_s=ends_s, choice=random_.random()
         )
         faults.append(fault)
         at += random_.uniform(0.5, 1.5) * gap_s
     return faults
-
-
-def _draw_length(kind: Kind, random_: random.Random) -> float:
-    is_long = random_.random() < _LONG_SHARE
-    span = kind.long_s if is_long and kind.long_s else kind.lasts_s
-    return random_.uniform(*span) if span else 0.0

@@ -12,14 +12,11 @@ from functools import partial
 from pathlib import Path
 
 from kvray.errors import KVRayError
-from kvray.lab.chaos.load import MAX_TOKENS, TOKENS_PER_BLOCK, Answer
-from kvray.lab.reference import KvConnectorConfig, Replica
+from kvray.lab.chaos.load import MAX_TOKENS, TOKENS_PER_BLOCK, Tokens
+from kvray.lab.reference import KvConnectorConfig, Output, Replica
+from kvray.lab.reference.output import count_wrong
 
-MODEL = "tiny:11"
-POOL_BLOCKS = 96
-BATCH_SIZE = 12
-"""Prompts that a replica gets at once; it computes some, and the others wait in its queue."""
-
+_POOL_BLOCKS = 96
 _RUNNING_MAX = 8
 _ANSWER_TIMEOUT_S = 60.0
 _JOIN_TIMEOUT_S = 5.0
@@ -29,22 +26,19 @@ _FAILURES_MAX = 20
 Losses = Counter[str]
 """Requests without an answer, and engines that died: `engine_deaths`, `hung_requests` and
 `failed_requests`. With engines that faults killed: `injected_deaths` and `injected_requests`."""
-Questions = Sequence[tuple[Answer, Answer]]
+Questions = Sequence[tuple[Tokens, Tokens]]
 """Prompts with their true answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """One answered prompt. Times are monotonic."""
+    """One answered prompt. Times are monotonic; `place` is that of its `Batch`."""
 
     replica: str
     place: int
-    """See `Batch`."""
     began: float
     ended: float
-    prompt_tokens: int
-    reused_tokens: int
-    hit_tokens: int
+    output: Output
     wrong_tokens: int
 
 
@@ -58,7 +52,7 @@ class Server:
     def __init__(
         self, name: str, *, environ: Mapping[str, str], files: Path, is_empty: bool = False
     ) -> None:
-        """Describe a replica that does not run yet.
+        """Begin to start a replica.
 
         Args:
             name: for people and for kvray.
@@ -78,19 +72,15 @@ class Server:
         connector = KvConnectorConfig(
             connector_module="kvray.lab.chaos.stalls",
             connector_scheduler_class=f"{scheduler}@{self.stalls_path}",
-            connector_worker_class="_EmptyWorker" if is_empty else "KvRayWorker",
+            connector_worker_class="EmptyWorker" if is_empty else "KvRayWorker",
         )
         environ = {**environ, "KVRAY_CONNECTOR__REPLICA": name}
         log_path = Path(f"{files}.log")
-        self._spawn = partial(spawn, name, connector, environ=environ, log_path=log_path)
-        self._replica: Replica | None = None
+        self._spawn = partial(spawn, name, connector, env=environ, log_path=log_path)
+        self._replica = self._spawn()
         self._killed_pid = 0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
-
-    def begin_start(self) -> None:
-        """Start the replica, and do not wait for it."""
-        self._replica = self._spawn()
 
     def wait_ready(self) -> None:
         """Return when the replica answers.
@@ -98,12 +88,10 @@ class Server:
         Raises:
             KVRayError: it did not start.
         """
-        assert self._replica is not None
         self._replica.wait_ready()
 
     def serve(self, batches: Iterator[tuple[int, Questions]]) -> None:
         """Send batch after batch from now on, until `end`; each has its place in a chapter."""
-        self._stopping.clear()
         self._thread = threading.Thread(
             target=self._serve, args=(batches,), name=f"kvray-{self.name}"
         )
@@ -146,17 +134,14 @@ class Server:
 
     def close(self) -> None:
         """End thread and replica at once. Twice is fine."""
-        self._stopping.set()
-        if self._replica is not None:
-            self._killed_pid = self._replica.pid
-            self._replica.kill()
+        self.end()
+        self._killed_pid = self._replica.pid
+        self._replica.kill()
         self.join()
-        if self._replica is not None:  # the thread was just starting another one
-            self._replica.kill()
+        self._replica.kill()  # if the thread was just starting another one
 
     def _serving(self) -> Replica | None:
-        replica = self._replica
-        return replica if replica and self.in_flight and replica.is_alive else None
+        return self._replica if self.in_flight and self._replica.is_alive else None
 
     def _serve(self, batches: Iterator[tuple[int, Questions]]) -> None:
         for place, questions in batches:
@@ -171,7 +156,6 @@ class Server:
                 self.in_flight = 0
 
     def _ask(self, place: int, questions: Questions) -> None:
-        assert self._replica is not None
         prompts = [prompt for prompt, _ in questions]
         began = time.monotonic()
         self.in_flight = len(prompts)
@@ -185,16 +169,13 @@ class Server:
                 place=place,
                 began=began,
                 ended=ended,
-                prompt_tokens=output.prompt_tokens,
-                reused_tokens=output.reused_tokens,
-                hit_tokens=output.hit_tokens,
+                output=output,
                 wrong_tokens=count_wrong(output.token_ids, truth),
             )
             for (_, truth), output in zip(questions, outputs, strict=True)
         ]
 
     def _note(self, error: KVRayError, num_requests: int) -> None:
-        assert self._replica is not None
         losses, text = self.losses, str(error)
         if self._replica.pid == self._killed_pid:
             losses["injected_deaths"] += not self._stopping.is_set()
@@ -212,11 +193,10 @@ class Server:
     def _restart(self) -> None:
         """Restart the replica, again and again until it answers or the run ends."""
         while not self._stopping.is_set():
-            assert self._replica is not None
             self._replica.kill()
             try:
-                self.begin_start()
-                self.wait_ready()
+                self._replica = self._spawn()
+                self._replica.wait_ready()
                 return
             except KVRayError as error:
                 self._note(error, 0)
@@ -225,27 +205,21 @@ class Server:
 
 def spawn(
     name: str,
-    connector: KvConnectorConfig | None,
+    connector: KvConnectorConfig | None = None,
     *,
-    environ: Mapping[str, str],
+    env: Mapping[str, str] | None = None,
     log_path: Path | None = None,
 ) -> Replica:
     """Begin to start an engine; without a connector it reuses nothing."""
     return Replica.spawn(
         name,
-        env=environ,
+        env=env,
         log_path=log_path,
-        model=MODEL,
+        model="tiny:11",
         tokens_per_block=TOKENS_PER_BLOCK,
-        num_blocks=POOL_BLOCKS,
+        num_blocks=_POOL_BLOCKS,
         connector=connector,
         enable_block_reuse=connector is not None,
         max_batch_size=_RUNNING_MAX,
         num_threads=1,
     )
-
-
-def count_wrong(answer: Answer, truth: Answer) -> int:
-    """Return how many tokens of an answer differ, missing and surplus ones included."""
-    differing = sum(mine != true for mine, true in zip(answer, truth, strict=False))
-    return differing + abs(len(answer) - len(truth))

@@ -27,11 +27,12 @@ _FIELDS = 4
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class before the `@`, bound to the file behind it."""
+    """Return the scheduler before the `@`, timed into the file behind it."""
     class_name, at, path = name.partition("@")
-    if not at or class_name not in ("EmptyScheduler", "TimedScheduler"):
+    base = {"EmptyScheduler": _EmptyScheduler, "TimedScheduler": KvRayScheduler}.get(class_name)
+    if not at or base is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return type(class_name, (globals()[f"_{class_name}"],), {"stalls_path": path})
+    return _timed(base, path)
 
 
 def read_stalls(path: Path) -> npt.NDArray[np.float64]:
@@ -49,10 +50,10 @@ class _Stopwatch:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - for the engine's life
         self._schedstat: int | None = None
 
-    def time(self, kind: float, call: Callable[[], T]) -> T:
+    def time(self, kind: float, call: Callable[..., T], *args: Any) -> T:
         delayed, began = self._delay_s(), time.monotonic()
         try:
-            return call()
+            return call(*args)
         finally:
             took, delay = time.monotonic() - began, self._delay_s() - delayed
             self._file.write(np.array([kind, began, took, delay]).tobytes())
@@ -64,44 +65,37 @@ class _Stopwatch:
         return int(os.pread(self._schedstat, 128, 0).split()[1]) / 1e9
 
 
-class _TimedScheduler(KvRayScheduler):
-    stalls_path = os.devnull
+def _timed(base: Any, path: str) -> Any:
+    """Return a subclass of a scheduler that records its two calls that can wait."""
 
-    def __init__(self, llm_args: Any) -> None:
-        super().__init__(llm_args)
-        self._watch = _Stopwatch(self.stalls_path)
+    class Timed(base):  # type: ignore[misc]
+        def __init__(self, llm_args: Any) -> None:
+            super().__init__(llm_args)
+            self._watch = _Stopwatch(path)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        match = super().get_num_new_matched_tokens
-        return self._watch.time(MATCH, lambda: match(request, num_computed_tokens))
+        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+            match = super().get_num_new_matched_tokens
+            return self._watch.time(MATCH, match, request, num_computed_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        build = super().build_connector_meta
-        return self._watch.time(PASS, lambda: build(scheduler_output))
+        def build_connector_meta(self, scheduler_output: Any) -> Any:
+            return self._watch.time(PASS, super().build_connector_meta, scheduler_output)
+
+    return Timed
 
 
 class _EmptyScheduler(KvCacheConnectorScheduler):
-    """Finds nothing, and is timed."""
-
-    stalls_path = os.devnull
-
-    def __init__(self, llm_args: Any) -> None:
-        super().__init__(llm_args)
-        self._watch = _Stopwatch(self.stalls_path)
+    """Finds nothing."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
-        return self._watch.time(MATCH, lambda: (0, False))
+        return 0, False
 
-    def build_connector_meta(self, scheduler_output: Any) -> Any:
-        return self._watch.time(PASS, lambda: None)
-
+    def build_connector_meta(self, scheduler_output: Any) -> Any: ...
+    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None: ...
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
         return False
 
-    def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None: ...
 
-
-class _EmptyWorker(KvCacheConnectorWorker):
+class EmptyWorker(KvCacheConnectorWorker):
     """Moves nothing."""
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None: ...

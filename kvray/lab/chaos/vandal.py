@@ -4,7 +4,7 @@ Run as `python -m kvray.lab.chaos.vandal flip DIRECTORY SEED COUNT`, which flips
 complete blocks, or `... fill DIRECTORY SEED SECONDS`, which stores junk for that time.
 """
 
-import hashlib
+import contextlib
 import random
 import sys
 import time
@@ -12,51 +12,45 @@ from pathlib import Path
 
 import numpy as np
 
-from kvray.identity.block import BlockKey
+from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.store import Arena
 from kvray.store.arena.layout import READY
 
 _LOCK_WAIT_S = 1.0
-_RUN = 64
+_KEYS_AT_ONCE = 64
 _PAUSE_S = 0.005
 
 
 def main() -> None:
-    """Run the command line and print how many blocks it changed."""
-    what, directory, seed, amount = sys.argv[1:5]
-    arena = Arena(Path(directory), lock_wait_s=_LOCK_WAIT_S)
-    try:
-        done = _flip if what == "flip" else _fill
-        print(done(arena, random.Random(int(seed)), float(amount)))
-    finally:
-        arena.close()
+    """Run the command line."""
+    verb, directory, seed, amount = sys.argv[1:5]
+    damage = _flip if verb == "flip" else _fill
+    with contextlib.closing(Arena(Path(directory), lock_wait_s=_LOCK_WAIT_S)) as arena:
+        damage(arena, random.Random(int(seed)), float(amount))
 
 
-def _flip(arena: Arena, random_: random.Random, count: float) -> int:
+def _flip(arena: Arena, random_: random.Random, count: float) -> None:
     """Flip one byte each in complete blocks, without taking a lease."""
     ready = np.flatnonzero(arena.tables.slot_state == READY).tolist()
-    chosen = random_.sample(ready, min(int(count), len(ready)))
-    for slot in chosen:
+    for slot in random_.sample(ready, min(int(count), len(ready))):
         block = arena.slot_bytes(slot)
         block[random_.randrange(len(block))] ^= 0xFF
-    return len(chosen)
 
 
-def _fill(arena: Arena, random_: random.Random, seconds: float) -> int:
+def _fill(arena: Arena, random_: random.Random, seconds: float) -> None:
     """Store junk under keys that nobody asks for, in blocks of the largest size in use."""
     arena.join("junk")
     sizes = arena.tables.slab_block_bytes
     block_bytes = int(sizes.max()) or arena.tables.geometry.slot_min
     pool = np.frombuffer(random_.randbytes(block_bytes), dtype=np.uint8)[None, :]
-    deadline, stored = time.monotonic() + seconds, 0
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        keys = [BlockKey(hashlib.sha256(random_.randbytes(16)).digest()) for _ in range(_RUN)]
+        keys = [BlockKey(random_.randbytes(KEY_BYTES)) for _ in range(_KEYS_AT_ONCE)]
         made = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
         if made is not None and len(made.slots):
             sums = arena.write(made, pool, np.zeros(len(made.slots), dtype=np.int64))
-            stored += len(made.slots) if arena.commit(made, sums) else 0
+            arena.commit(made, sums)
         time.sleep(_PAUSE_S)
-    return stored
 
 
 if __name__ == "__main__":

@@ -19,7 +19,12 @@ class World:
         self.out_of_reach: set[int] = set()
         self.told: list[tuple[str, int, float]] = []
         self.campaign = Campaign(
-            schedule, self, lambda: self.in_flight, ends_s=ENDS_S, now=lambda: self.now
+            schedule,
+            self.strike,
+            self.end,
+            lambda: self.in_flight,
+            ends_s=ENDS_S,
+            now=lambda: self.now,
         )
 
     def strike(self, fault: Fault) -> None:
