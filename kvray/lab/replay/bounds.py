@@ -31,47 +31,10 @@ def belady(trace: Trace, num_blocks: int) -> Outcome:
     No policy has more hits: this is Belady's MIN with the right to keep a block out, which is
     optimal for single blocks, and it always keeps contiguous prefixes, which alone count here.
     """
-    hits = _replay(_Stretches(trace), num_blocks)
-    return Outcome.of(trace, hits, policy="belady", host_blocks=num_blocks)
-
-
-class _Stretches:
-    """A trace cut into stretches: the longest runs of blocks that are always asked for together.
-
-    Such blocks are used and evicted alike, so nobody has to look at each: a long prompt is a few
-    stretches. A request asks for whole stretches.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        # A stretch ends wherever a block has fewer uses than the one before it.
-        ids, starts = trace.ids, trace.starts
-        uses = np.bincount(ids, minlength=trace.num_unique)[ids]
-        begins = np.ones(len(ids), dtype=bool)
-        begins[1:] = uses[1:] != uses[:-1]
-        begins[starts[:-1][np.diff(starts) > 0]] = True
-        at = np.flatnonzero(begins)
-        self.heads: Ints = ids[at]
-        """The first block of each stretch, which names it; shape [num_stretch_refs]."""
-        self.lengths: Ints = np.diff(np.append(at, len(ids)))
-        """Blocks of each stretch; [num_stretch_refs]."""
-        self.starts: Ints = np.searchsorted(at, starts)
-        """Where each request begins in the other two; [num_requests + 1]."""
-        self.num_unique = trace.num_unique
-
-    def next_uses(self) -> Ints:
-        """Return where each stretch comes next, or `_NEVER`; shape [num_stretch_refs]."""
-        order = np.argsort(self.heads, kind="stable")
-        found = np.full(len(order), _NEVER)
-        same = self.heads[order[1:]] == self.heads[order[:-1]]
-        found[order[:-1][same]] = order[1:][same]
-        return found
-
-
-def _replay(stretches: _Stretches, num_blocks: int) -> Ints:
-    """Return the hits of each request."""
-    heads, lengths = stretches.heads.tolist(), stretches.lengths.tolist()
-    next_uses, starts = stretches.next_uses().tolist(), stretches.starts.tolist()
-    cached = [0] * stretches.num_unique
+    stretches = _stretches(trace)
+    next_uses = _next_uses(stretches[0]).tolist()
+    heads, lengths, starts = (array.tolist() for array in stretches)
+    cached = [0] * trace.num_unique
     """Of each stretch, by its head: how many of its blocks are there, from the first one on."""
     farthest: list[int] = []
     """A heap of next uses: negative places in `heads`. A place that has passed lies below all that
@@ -96,4 +59,34 @@ def _replay(stretches: _Stretches, num_blocks: int) -> Ints:
             cached[head] -= gone
             if not cached[head]:
                 heappop(farthest)
-    return np.array(hits, dtype=np.int64)
+    found = np.array(hits, dtype=np.int64)
+    return Outcome.of(trace, found, policy="belady", host_blocks=num_blocks)
+
+
+def _stretches(trace: Trace) -> tuple[Ints, Ints, Ints]:
+    """Cut a trace into stretches: the longest runs of blocks that are always asked for together.
+
+    Such blocks are used and evicted alike, so nobody has to look at each: a long prompt is a few
+    stretches. A request asks for whole stretches.
+
+    Returns:
+        The first block of each stretch, which names it, and its length, both of shape
+        [num_stretch_refs]; where each request begins in the two, [num_requests + 1].
+    """
+    # A stretch ends wherever a block has fewer uses than the one before it.
+    ids, starts = trace.ids, trace.starts
+    uses = np.bincount(ids, minlength=trace.num_unique)[ids]
+    begins = np.ones(len(ids), dtype=bool)
+    begins[1:] = uses[1:] != uses[:-1]
+    begins[starts[:-1][np.diff(starts) > 0]] = True
+    at = np.flatnonzero(begins)
+    return ids[at], np.diff(np.append(at, len(ids))), np.searchsorted(at, starts)
+
+
+def _next_uses(heads: Ints) -> Ints:
+    """Return where each stretch comes next, or `_NEVER`; shape [num_stretch_refs]."""
+    order = np.argsort(heads, kind="stable")
+    found = np.full(len(order), _NEVER)
+    same = heads[order[1:]] == heads[order[:-1]]
+    found[order[:-1][same]] = order[1:][same]
+    return found

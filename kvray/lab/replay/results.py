@@ -19,7 +19,6 @@ class Outcome:
     """None: infinite."""
     nvme_blocks: int = 0
     """Size of the NVMe tier; 0 without one."""
-    requests: int
     refs: int
     """Blocks that the requests asked for."""
     prompt_tokens: int
@@ -36,7 +35,6 @@ class Outcome:
     def of(cls, trace: Trace, hits: Ints, **fields: Any) -> Outcome:
         """Return the outcome of a trace whose request `r` found `hits[r]` blocks."""
         return cls(
-            requests=trace.num_requests,
             refs=trace.num_refs,
             prompt_tokens=trace.prompt_tokens,
             hit_blocks=int(hits.sum()),

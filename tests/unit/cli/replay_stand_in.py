@@ -27,7 +27,6 @@ def simulate(
         admission=admission,
         host_blocks=host_blocks,
         nvme_blocks=nvme_blocks,
-        requests=trace.num_requests,
         refs=trace.num_refs,
         prompt_tokens=trace.prompt_tokens,
         hit_blocks=hits,

@@ -81,7 +81,7 @@ def test_progress_counts_all_runs() -> None:
 def outcome(**figures: float) -> Outcome:
     zeros = dict.fromkeys(
         (
-            *("host_blocks", "nvme_blocks", "requests", "refs", "prompt_tokens", "hit_blocks"),
+            *("host_blocks", "nvme_blocks", "refs", "prompt_tokens", "hit_blocks"),
             *("hit_tokens", "host_hit_blocks", "nvme_hit_blocks", "nvme_written_blocks"),
         ),
         0,
