@@ -22,16 +22,16 @@ Settings = Mapping[str, Any]
 class Effect(Enum):
     """What a changed setting needs, in words for `kvray up --plan` and the docs."""
 
-    NOTHING = "nothing of the tier: engines and commands read it when they start"
+    NOTHING = "nothing restarts: engines and commands read it when they start"
     OTHER_TIER = "refused: it names another tier"
-    NODES = "shards start where nodes are meant now, and end where they are not"
-    LOOKUP = "the lookup restarts and hears from the shards what they have"
+    NODES = "shards start on the nodes that match now, and end on the others"
+    LOOKUP = "the lookup restarts, and the shards announce their blocks again"
     MOVER = "movers restart"
     SHARD = "shards restart and keep their arenas"
     SHARD_AND_MOVER = "shards restart and keep their arenas, movers restart"
-    AS_NAMED = "on the nodes with that label, what each setting named there takes"
-    NEW_ARENA = "needs --recreate: a new arena in place of the one that is there"
-    ASIDE = "needs --recreate: the files on disk are put aside"
+    AS_NAMED = "the same as each setting named there, on the nodes with that label"
+    NEW_ARENA = "needs --recreate: a new arena replaces the old one"
+    ASIDE = "needs --recreate: the files on disk are renamed, not read"
 
 
 EFFECTS: Mapping[str, Effect] = {
