@@ -1,0 +1,295 @@
+import errno
+import fcntl
+import json
+import os
+import stat
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvray.errors import ConfigError
+from kvray.identity import digest_cache, fingerprint
+from kvray.identity.checkpoint import Progress
+from kvray.identity.fingerprint import fingerprint_model
+from tests.unit.identity.checkpoints import (
+    CONFIG,
+    GOLDEN,
+    change_byte,
+    of,
+    read_sizes,
+    refuse_to_read,
+    write_checkpoint,
+)
+
+# Several processes, and those that stop.
+
+
+def test_of_processes_that_want_one_checkpoint_one_reads_it(
+    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read, sizes = threading.Event(), []
+    preadv = os.preadv
+
+    def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        assert may_read.wait(10)
+        sizes.append(preadv(descriptor, buffers, offset))
+        return sizes[-1]
+
+    monkeypatch.setattr(os, "preadv", read)
+    monkeypatch.setattr(digest_cache, "_POLL_S", 0.001)
+    found: list[str] = []
+    waiting = threading.Event()
+    others = [
+        threading.Thread(
+            target=lambda: found.append(
+                fingerprint_model(
+                    checkpoint, cache_dir=cache, progress=Progress(on_step=waiting.set)
+                )
+            )
+        )
+        for _ in range(3)
+    ]
+    for other in others:
+        other.start()
+    assert waiting.wait(10)
+    may_read.set()
+    for other in others:
+        other.join(10)
+    assert found == 3 * [GOLDEN]
+    assert sorted(sizes) == sorted(path.stat().st_size for path in checkpoint.iterdir())
+
+
+def test_a_known_checkpoint_waits_for_nobody(checkpoint: Path, cache: Path) -> None:
+    fingerprint_model(checkpoint, cache_dir=cache)
+    (lock,) = cache.glob("*.lock")
+
+    def refuse() -> None:
+        raise AssertionError("it waits")
+
+    with lock.open("r+b") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        progress = Progress(on_step=refuse)
+        assert fingerprint_model(checkpoint, cache_dir=cache, progress=progress) == GOLDEN
+
+
+@pytest.mark.parametrize(("every_s", "is_said"), [(0.0, True), (60.0, False)])
+def test_what_is_known_so_far_is_kept_and_said_now_and_then(
+    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, every_s: float, is_said: bool
+) -> None:
+    progress, kept, keep = Progress(), list[int](), digest_cache.DigestCache.keep
+
+    def note(memory: digest_cache.DigestCache, digests: Any) -> None:
+        kept.append(len(digests))
+        keep(memory, digests)
+
+    monkeypatch.setattr(digest_cache.DigestCache, "keep", note)
+    monkeypatch.setattr(fingerprint, "_KEEP_S", every_s)
+    fingerprint_model(checkpoint, cache_dir=cache, progress=progress)
+    assert kept == ([0, 1, 2] if is_said else [2])
+    (lock,) = cache.glob("*.lock")
+    size = sum(path.stat().st_size for path in checkpoint.iterdir())
+    assert lock.read_bytes() == (struct.pack("<QQ", size, size) if is_said else b"")
+
+
+@contextmanager
+def held_turn(checkpoint: Path, cache: Path) -> "Iterator[subprocess.Popen[str]]":
+    """Run a process that has its turn to read the checkpoint and does not get on."""
+    fingerprint_model(checkpoint, cache_dir=cache)
+    (lock,) = cache.glob("*.lock")
+    for entry in cache.glob("*.json"):
+        entry.unlink()
+    script = (
+        "import fcntl, os, struct, sys, time\n"
+        "fd = os.open(sys.argv[1], os.O_RDWR)\n"
+        "fcntl.flock(fd, fcntl.LOCK_EX)\n"
+        "os.pwrite(fd, struct.pack('<QQ', 7, 9), 0)\n"
+        "print(flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", script, str(lock)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as held:
+        assert held.stdout is not None
+        held.stdout.readline()
+        yield held
+        held.kill()
+
+
+def test_the_turn_of_a_process_that_died_is_over(checkpoint: Path, cache: Path) -> None:
+    steps: list[int] = []
+    with held_turn(checkpoint, cache) as held:
+        progress = Progress(on_step=lambda: (held.kill(), held.wait(10), steps.append(1))[2])
+        assert fingerprint_model(checkpoint, cache_dir=cache, progress=progress) == GOLDEN
+    assert steps
+
+
+def test_a_process_that_stands_still_is_not_waited_for(
+    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest_cache, "_STALL_S", 0.05)
+    monkeypatch.setattr(digest_cache, "_POLL_S", 0.01)
+    with held_turn(checkpoint, cache) as held:
+        assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
+        assert held.poll() is None
+
+
+def test_who_waits_is_told_how_far_the_other_is_and_may_give_up(
+    checkpoint: Path, cache: Path
+) -> None:
+    progress = Progress()
+
+    def stop() -> None:
+        if progress.total_bytes:
+            raise ConfigError("stopped")
+
+    progress.on_step = stop
+    with held_turn(checkpoint, cache), pytest.raises(ConfigError, match="stopped"):
+        fingerprint_model(checkpoint, cache_dir=cache, progress=progress)
+    assert (progress.done_bytes, progress.total_bytes) == (7, 9)
+
+
+def test_a_reading_that_was_ended_goes_on_where_it_was(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = write_checkpoint(tmp_path / "model", a__bin=b"1" * 1000, b__bin=b"2" * 10)
+    monkeypatch.setattr(fingerprint, "_KEEP_S", 0.0)
+    progress = Progress()
+
+    def stop() -> None:
+        if progress.done_bytes > 1000:
+            raise ConfigError("stopped")
+
+    progress.on_step = stop
+    with pytest.raises(ConfigError, match="stopped"):
+        fingerprint_model(checkpoint, cache_dir=cache, progress=progress)
+    sizes = read_sizes(monkeypatch)
+    assert fingerprint_model(checkpoint, cache_dir=cache) == of(checkpoint)
+    assert sum(sizes) < 2 * sum(path.stat().st_size for path in checkpoint.iterdir())
+
+
+def test_a_cache_that_cannot_be_locked_is_done_without(
+    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
+
+
+# The cache.
+
+
+def test_a_known_checkpoint_is_not_read_again(
+    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fingerprint_model(checkpoint, cache_dir=cache)
+    monkeypatch.setattr(os, "preadv", refuse_to_read)
+    assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
+
+
+def test_the_cache_is_one_file_per_path_for_this_user_only(checkpoint: Path, cache: Path) -> None:
+    fingerprint_model(checkpoint, cache_dir=cache)
+    fingerprint_model(checkpoint, cache_dir=cache)
+    assert len(list(cache.glob("*.json"))) == 1
+    assert {stat.S_IMODE(path.stat().st_mode) for path in cache.iterdir()} == {0o600}
+
+
+def test_a_byte_changed_in_place_at_once_is_seen_through_the_cache(
+    checkpoint: Path, cache: Path
+) -> None:
+    before = fingerprint_model(checkpoint, cache_dir=cache)
+    change_byte(checkpoint / "model.safetensors", 1000)
+    assert fingerprint_model(checkpoint, cache_dir=cache) != before
+
+
+def test_another_checkpoint_mounted_at_the_same_path_is_seen_through_the_cache(
+    checkpoint: Path, cache: Path, tmp_path: Path
+) -> None:
+    before = fingerprint_model(checkpoint, cache_dir=cache)
+    other = write_checkpoint(tmp_path / "other", config__json=CONFIG.replace("2", "3"))
+    checkpoint.rename(tmp_path / "away")
+    other.rename(checkpoint)
+    assert fingerprint_model(checkpoint, cache_dir=cache) != before
+
+
+def test_a_retargeted_link_is_seen_through_the_cache(
+    checkpoint: Path, cache: Path, tmp_path: Path
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(checkpoint)
+    before = fingerprint_model(link, cache_dir=cache)
+    other = write_checkpoint(tmp_path / "other", config__json=CONFIG.replace("2", "3"))
+    link.unlink()
+    link.symlink_to(other)
+    assert fingerprint_model(link, cache_dir=cache) != before
+
+
+def test_an_added_file_is_seen_through_the_cache(checkpoint: Path, cache: Path) -> None:
+    before = fingerprint_model(checkpoint, cache_dir=cache)
+    (checkpoint / "more.bin").write_bytes(b"more")
+    assert fingerprint_model(checkpoint, cache_dir=cache) != before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"sha256": 2}'],
+    ids=lambda content: repr(content[:20]),
+)
+def test_a_damaged_cache_is_a_miss_and_is_written_again(
+    checkpoint: Path, cache: Path, content: bytes
+) -> None:
+    fingerprint_model(checkpoint, cache_dir=cache)
+    (entry,) = cache.glob("*.json")
+    sound = entry.read_bytes()
+    entry.write_bytes(content)
+    assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
+    assert entry.read_bytes() == sound
+
+
+def test_a_cache_entry_with_made_up_digests_is_a_miss(checkpoint: Path, cache: Path) -> None:
+    fingerprint_model(checkpoint, cache_dir=cache)
+    (entry,) = cache.glob("*.json")
+    kept = json.loads(entry.read_text())
+    for made_up in ("short", 7, None, "ab" * 32):
+        made = {"sha256": dict.fromkeys(kept["sha256"], made_up)}
+        entry.write_text(json.dumps(kept | made))
+        assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
+
+
+def test_only_the_file_that_changed_is_read_again(
+    checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fingerprint_model(checkpoint, cache_dir=cache)
+    (checkpoint / "config.json").write_text("{}")
+    sizes = read_sizes(monkeypatch)
+    fingerprint_model(checkpoint, cache_dir=cache)
+    assert sizes == [2]
+
+
+def test_a_cache_that_cannot_be_written_is_a_miss(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert fingerprint_model(checkpoint, cache_dir=tmp_path / "file" / "cache") == GOLDEN
+
+
+def test_an_entry_that_cannot_be_replaced_leaves_no_file_behind(
+    checkpoint: Path, cache: Path
+) -> None:
+    fingerprint_model(checkpoint, cache_dir=cache)
+    (entry,) = cache.glob("*.json")
+    entry.unlink()
+    entry.mkdir()
+    assert fingerprint_model(checkpoint, cache_dir=cache) == GOLDEN
+    assert sorted(cache.iterdir()) == [entry, entry.with_suffix(".lock")]
+
+
+def test_no_cache_is_written_without_a_directory_for_it(checkpoint: Path) -> None:
+    before = sorted(checkpoint.parent.rglob("*"))
+    of(checkpoint)
+    assert sorted(checkpoint.parent.rglob("*")) == before
