@@ -27,6 +27,7 @@ _log = logging.getLogger("kvray.node")
 
 _CALL_TIMEOUT_S = 2.0
 _REPORT_S = 1.0
+_LAST_REPORT_S = 0.5
 _RETRY_S = 0.005
 _LAST_FLUSH_S = 2.0
 _PREVIOUS_S = 10.0
@@ -122,7 +123,11 @@ class NodeLink:
         if self._forked or not self._registrations.remove(registration):
             return
         if registration.accepted and self.arena is not None:
-            self._attempt(lambda: self._registrations.report_last(registration))
+            self._attempt(
+                lambda: self._registrations.report_one(
+                    registration, timeout_s=_LAST_REPORT_S, leaving=True
+                )
+            )
 
     def defer(self, arena: Arena, action: Deferred) -> None:
         """Do `action` on `arena` from the background thread until it answers True."""

@@ -15,7 +15,6 @@ from kvray.store import Membership, PartRequest
 _log = logging.getLogger("kvray.node")
 
 _CALL_TIMEOUT_S = 2.0
-_LAST_REPORT_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,7 +117,7 @@ class Registrations:
             if not any(one is registration for one in self._all):
                 continue  # It left since the list was taken.
             try:
-                self._report(registration, timeout_s=_CALL_TIMEOUT_S, leaving=False)
+                self.report_one(registration, timeout_s=_CALL_TIMEOUT_S)
             except ShardUnavailable as error:
                 self.forget_answers()
                 _log.debug("kvray: no report: %s", error)
@@ -128,11 +127,10 @@ class Registrations:
                     registration.refusal = str(error)
                     _log.error("kvray: replica %s is refused: %s", registration.replica, error)
 
-    def report_last(self, registration: Registration) -> None:
-        """Leave a rank's last figures with the shard; KVRayError: it did not take them."""
-        self._report(registration, timeout_s=_LAST_REPORT_S, leaving=True)
-
-    def _report(self, registration: Registration, *, timeout_s: float, leaving: bool) -> None:
+    def report_one(
+        self, registration: Registration, *, timeout_s: float, leaving: bool = False
+    ) -> None:
+        """Tell the shard of a rank; `leaving`: with its last figures. KVRayError: it refused."""
         if registration.former is not None:
             self._leave(registration, registration.former)
         if not registration.accepted:

@@ -380,14 +380,11 @@ def _fingerprint(model: str) -> str | None:
 def _checked(config: object, metadata: object) -> KVRayConfig:
     """Return `config`, or the one that `load_config` finds; ConfigError for other types."""
     if not isinstance(metadata, TensorMetadata):
-        raise ConfigError(f"metadata must be a kvray.TensorMetadata, not a {_kind(metadata)}.")
+        kind = type(metadata).__name__
+        raise ConfigError(f"metadata must be a kvray.TensorMetadata, not a {kind}.")
     if config is not None and not isinstance(config, KVRayConfig):
         raise ConfigError(
             "config must be what kvray.load_config(path) returns, or None for what it"
-            f" finds, not a {_kind(config)}."
+            f" finds, not a {type(config).__name__}."
         )
     return config or load_config()
-
-
-def _kind(value: object) -> str:
-    return type(value).__name__

@@ -6,13 +6,13 @@ integers of their size: no conversion, no NaN that changes its payload.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from kvray.errors import LayoutMismatch
+from kvray.store.arena.payload import runs
 from kvray.store.arena.tables import Array
 from kvray.tensor_cache.metadata import TensorMetadata
 
@@ -97,10 +97,7 @@ def pack(heads: Heads, blocks: Array, metadata: TensorMetadata) -> Array:
     size = metadata.tokens_per_block
     block_bytes = empty_block_bytes(len(blocks), metadata)
     pool = _elements(block_bytes, metadata)
-    edges = [0, *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist(), len(blocks)]
-    for start, stop in pairwise(edges):
-        if start == stop:
-            continue
+    for start, stop in runs(np.diff(blocks) != 1, len(blocks)):
         first = int(blocks[start]) * size
         for index, one in enumerate(heads):
             run = one[:, first : first + (stop - start) * size].unflatten(1, (stop - start, size))

@@ -151,7 +151,7 @@ class NixlTransport:
         with self._lock:
             if self._closed:
                 raise TransferError("The transport nixl of this node was closed.")
-            if self._outbound is None or self._outbound.num_peers >= _PEERS_MAX:
+            if self._outbound is None or len(self._outbound.peers) >= _PEERS_MAX:
                 self._outbound = _Agent(self._nixl, self._memory, has_thread=False)
             return self._outbound
 
@@ -166,7 +166,7 @@ class _Agent:
         self._memory = memory
         self._handshake = np.zeros(_HANDSHAKE_BYTES, dtype=np.uint8)
         self._base = memory.ctypes.data
-        self._peers: dict[bytes, _RemoteAgent] = {}
+        self.peers: dict[bytes, _RemoteAgent] = {}
         self._peers_lock = threading.Lock()
         config = nixl.nixlAgentConfig()
         config.useProgThread = has_thread
@@ -186,10 +186,6 @@ class _Agent:
                 f"NIXL cannot be used on this node ({error}); see `kvray doctor`."
             ) from None
         self.address = _HEAD.pack(_MAGIC, self._base, len(memory), handshake) + metadata
-
-    @property
-    def num_peers(self) -> int:
-        return len(self._peers)
 
     def push(
         self, target: "_Target", blocks: tuple[Array, Array, Array], *, deadline: float
@@ -246,21 +242,20 @@ class _Agent:
     def _peer(self, metadata: bytes) -> "_RemoteAgent":
         """Return the remote agent of that metadata; load it the first time."""
         with self._peers_lock:
-            peer = self._peers.get(metadata)
+            peer = self.peers.get(metadata)
             if peer is None:
                 with _mapped(self._nixl):
                     name = self._agent.loadRemoteMD(metadata)
-                peer = _RemoteAgent(name.decode() if isinstance(name, bytes) else name)
-                self._peers[metadata] = peer
+                name = name.decode() if isinstance(name, bytes) else name
+                peer = self.peers[metadata] = _RemoteAgent(name, threading.Lock())
             return peer
 
 
-class _RemoteAgent:
+class _RemoteAgent(NamedTuple):
     """An agent of another node that this one pushes to."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.turn = threading.Lock()
+    name: str
+    turn: threading.Lock
 
 
 def bindings() -> Any:

@@ -57,17 +57,17 @@ class Arena(MappedArena):
 
     # -- leases -------------------------------------------------------------------------------
 
-    def lease(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> list[Lease] | None:
-        """Lease the longest run of leading `keys` that has every part.
+    def lease(self, keys: Sequence[BlockKey]) -> list[Lease] | None:
+        """Lease the longest run of leading `keys` that this arena has, of blocks of one part.
 
-        Returns one lease a part, all of one length; [] without the first block; None if the arena
-        was busy or has too many leases.
+        Returns one lease; [] without the first block; None if the arena was busy or has too many
+        leases.
 
         Raises:
-            ConfigError: `keys` are no keys, or num_parts < 1.
+            ConfigError: `keys` are no keys.
             LeaseExpired: this process is no holder.
         """
-        held = self.lease_for(keys, [[request] for request in _all_parts(num_parts)])
+        held = self.lease_for(keys, [[PartRequest(0)]])
         return held if held is None else list(held.leases)
 
     def lease_for(
@@ -138,13 +138,13 @@ class Arena(MappedArena):
             taken = lease.take(self.tables, [ready], holder=holder, now=now, is_use=False)
             return None if taken is None else taken[0]
 
-    def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> int | None:
-        """Return how many leading `keys` are here now, without holding them; None if busy."""
+    def match(self, keys: Sequence[BlockKey]) -> int | None:
+        """Return how many leading `keys` are here, as `lease`, without a lease; None if busy."""
         packed = key_index.pack_keys(keys)
         with self.section(self.lock_wait_s) as entered:
             if not entered or self.retired:
                 return None
-            return lease.match(self.tables, packed, _all_parts(num_parts))[0]
+            return lease.match(self.tables, packed, [PartRequest(0)])[0]
 
     def present(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> list[Array]:
         """Return one mask a part: which of `keys` are here now.
@@ -384,9 +384,3 @@ class Arena(MappedArena):
             if entered:
                 slots.abort(self.tables, reservation)
             return entered
-
-
-def _all_parts(num_parts: int) -> list[PartRequest]:
-    if num_parts < 1:
-        raise ConfigError(f"num_parts must be at least 1, not {num_parts}.")
-    return [PartRequest(part) for part in range(num_parts)]

@@ -60,7 +60,8 @@ def populate(
         OSError: some page cannot be had; ENOSPC: its mount is full.
     """
     chunks, done = _cut(memory, CHUNK_BYTES), 0
-    with ThreadPoolExecutor(threads or _default_threads(), "kvray-populate") as pool:
+    threads = threads or min(len(os.sched_getaffinity(0)), _THREADS_MAX)
+    with ThreadPoolExecutor(threads, "kvray-populate") as pool:
         try:
             for chunk, populated in zip(chunks, pool.map(_populate, chunks), strict=True):
                 if not populated:
@@ -114,7 +115,3 @@ def _populate(chunk: Array) -> bool:
     if code == errno.EFAULT:  # a write would end in a SIGBUS
         code = errno.ENOSPC
     raise OSError(code, os.strerror(code))
-
-
-def _default_threads() -> int:
-    return min(len(os.sched_getaffinity(0)), _THREADS_MAX)

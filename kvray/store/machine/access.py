@@ -44,16 +44,6 @@ class Access:
                 " `getent group`, or a number where containers know it by other names."
             ) from None
 
-    @property
-    def file_mode(self) -> int:
-        """Permissions of files and sockets."""
-        return 0o600 if self.gid is None else 0o660
-
-    @property
-    def directory_mode(self) -> int:
-        """Permissions of directories."""
-        return 0o700 if self.gid is None else 0o750
-
     def give(self, file: int | Path) -> None:
         """Make a file or socket of this user accessible to these people.
 
@@ -61,11 +51,11 @@ class Access:
             ConfigError: this user may not give it to the group.
             OSError: it is not there, or not this user's.
         """
-        self._give(file, self.file_mode)
+        self._give(file, 0o600 if self.gid is None else 0o660)
 
     def give_directory(self, directory: Path) -> None:
         """Make a directory of this user accessible to these people; raises as `give`."""
-        self._give(directory, self.directory_mode)
+        self._give(directory, 0o700 if self.gid is None else 0o750)
 
     def check_own(self, directory: Path) -> None:
         """Refuse a directory that this user has not made: others could put files into it.

@@ -125,7 +125,7 @@ def read_mount(directory: Path) -> MountRoom | None:
         point=directory,
         size=stat.f_blocks * stat.f_frsize,
         free=stat.f_bavail * stat.f_frsize,
-        is_shm=_is_shm(directory),
+        is_shm=_SHM.exists() and os.stat(_SHM).st_dev == os.stat(directory).st_dev,
     )
 
 
@@ -141,10 +141,25 @@ def mount_rooms(
 ) -> Iterator[Room]:
     """Yield the bounds of the mount on a file of `file_bytes`. Pure."""
     filling = 0 if claims is None or memory.pool is not None else claims.object_store_bytes
-    if memory.mount is not None:
-        yield _mounted(memory.mount, filling if memory.mount.is_shm else 0)
-    if memory.pool is not None:
-        yield _pooled(memory.pool, file_bytes)
+    if (mount := memory.mount) is not None:
+        filling = filling if mount.is_shm else 0
+        yield Room(
+            name=str(mount.point),
+            limit=mount.size,
+            left=mount.free - filling,
+            words=f"{_gib(mount.free)} are free in {mount.point}{_less(filling)}",
+            remedy=" or enlarge the mount",
+        )
+    if (pool := memory.pool) is not None:
+        left = pool.left * pool.page_bytes
+        wanted = pool.total - pool.left + -(-file_bytes // pool.page_bytes)
+        yield Room(
+            name="huge pages",
+            limit=pool.total * pool.page_bytes,
+            left=left,
+            words=f"{_gib(left)} are left of the machine's huge pages",
+            remedy=f" or run `echo {wanted} > {pool.path}/nr_hugepages`",
+        )
 
 
 def memory_rooms(memory: NodeMemory, claims: MemoryClaims | None) -> Iterator[Room]:
@@ -177,21 +192,6 @@ def rounded_down(size: int) -> str:
     return f"{size // 2**20}MiB" if size >= 2**20 else ""
 
 
-def _mounted(mount: MountRoom, filling: int) -> Room:
-    return Room(
-        name=str(mount.point),
-        limit=mount.size,
-        left=mount.free - filling,
-        words=f"{_gib(mount.free)} are free in {mount.point}{_less(filling)}",
-        remedy=" or enlarge the mount",
-    )
-
-
-def _is_shm(directory: Path) -> bool:
-    """Return whether the directory is on the mount that Ray's object store fills too."""
-    return _SHM.exists() and os.stat(_SHM).st_dev == os.stat(directory).st_dev
-
-
 def _huge_pool(page_bytes: int) -> HugePool:
     pool = _HUGE_POOLS / f"hugepages-{page_bytes // 1024}kB"
     total, free, promised = (
@@ -199,19 +199,6 @@ def _huge_pool(page_bytes: int) -> HugePool:
         for name in ("nr_hugepages", "free_hugepages", "resv_hugepages")
     )
     return HugePool(path=pool, page_bytes=page_bytes, total=total, left=free - promised)
-
-
-def _pooled(pool: HugePool, file_bytes: int) -> Room:
-    """Return the rest of the pages that the machine has set aside for hugetlbfs."""
-    left = pool.left * pool.page_bytes
-    wanted = pool.total - pool.left + -(-file_bytes // pool.page_bytes)
-    return Room(
-        name="huge pages",
-        limit=pool.total * pool.page_bytes,
-        left=left,
-        words=f"{_gib(left)} are left of the machine's huge pages",
-        remedy=f" or run `echo {wanted} > {pool.path}/nr_hugepages`",
-    )
 
 
 def _under_threshold(memory: NodeMemory, claims: MemoryClaims) -> Room:

@@ -71,11 +71,6 @@ class Segment:
         self.file.close()
 
 
-def path_of(directory: Path, number: int) -> Path:
-    """Return the path of a segment file."""
-    return directory / f"segment-{number:08d}"
-
-
 def number_of(path: Path) -> int | None:
     """Return the number in a segment file's name; None for other files."""
     named = _NAME.fullmatch(path.name)
@@ -97,7 +92,7 @@ def create_segment(
         CapacityError: there is no room for it.
         TierError: the device failed.
     """
-    path = path_of(directory, number)
+    path = directory / f"segment-{number:08d}"
     young = path.with_name(path.name + _UNFINISHED)
     segment_id = secrets.randbits(64)
     page = make_header(

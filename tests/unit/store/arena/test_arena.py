@@ -51,13 +51,14 @@ def test_stored_blocks_are_leased_read_and_released(arena: Arena) -> None:
 def test_parts_are_leased_together(arena: Arena) -> None:
     store(arena, KEYS[:6], part=0)
     store(arena, KEYS[:4], part=1)
-    leases = arena.lease(KEYS, num_parts=2)
-    assert leases
-    assert [one.num_slots for one in leases] == [4, 4]
-    for part, held in enumerate(leases):
-        assert fetch(arena, KEYS, held, part=part)
-    assert arena.match(KEYS, num_parts=3) == 0
-    assert arena.release(*leases)
+    three = [[PartRequest(part)] for part in range(3)]
+    held = arena.lease_for(KEYS, three[:2])
+    assert held is not None
+    assert [one.num_slots for one in held.leases] == [4, 4]
+    for part, one in enumerate(held.leases):
+        assert fetch(arena, KEYS, one, part=part)
+    assert arena.lease_for(KEYS, three) == Held(num_blocks=0, leases=())
+    assert arena.release(*held.leases)
 
 
 def test_lease_can_be_released_by_another_process(arena: Arena, second: Arena) -> None:
@@ -112,8 +113,6 @@ def test_arena_busy_is_a_miss_within_lock_wait_s(arena: Arena, second: Arena) ->
 
 BAD_CALLS: dict[str, Callable[[Arena], object]] = {
     "no key": lambda arena: arena.lease([BlockKey(b"x")]),
-    "no part": lambda arena: arena.lease(KEYS, num_parts=0),
-    "no part to match": lambda arena: arena.match(KEYS, num_parts=-1),
     "one key twice": lambda arena: reserve(arena, keys=KEYS + KEYS[:1]),
     "negative part": lambda arena: reserve(arena, part=-1),
     "huge part": lambda arena: reserve(arena, part=2**40),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvray.store import Arena, ArenaOwner
+from kvray.store import Arena, ArenaOwner, PartRequest
 from kvray.store.arena import audit
 from kvray.store.arena.layout import FREE, READY
 from kvray.store.arena.tables import Tables
@@ -73,7 +73,10 @@ def test_what_is_repaired_still_has_its_blocks_and_its_leases(stored: Arena) -> 
     assert ArenaOwner(stored).audit() == {"parents": 1, "children": 1}
     assert fetch(stored, KEYS, leases[0])
     assert stored.release(*leases)
-    assert stored.match(KEYS, num_parts=2) == 6
+    both = stored.lease_for(KEYS, [[PartRequest(0), PartRequest(1)]])
+    assert both is not None
+    assert both.num_blocks == 6
+    assert stored.release(*both.leases)
 
 
 @pytest.mark.parametrize("seed", range(3))
