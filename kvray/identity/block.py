@@ -22,7 +22,7 @@ Nothing is keyed with it: two models may have it at once.
 
 
 def split_keys(keys: bytes) -> list[BlockKey]:
-    """Return the keys that lie end to end in `keys`, the last of which is whole."""
+    """Return the keys that lie end to end in `keys`, which ends with a whole key."""
     return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
 
@@ -82,7 +82,7 @@ class Namespace:
     tp_layout: str
     """How heads are dealt to ranks, for example `tp2`."""
     layer_groups: str
-    """Which layers' pages are counted together, their windows, and what a page is made of."""
+    """Layers whose pages are counted together, their windows, and the contents of a page."""
     attention_backend: str
     engine: str
     """Engine name and major.minor version."""

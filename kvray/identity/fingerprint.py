@@ -38,7 +38,7 @@ READERS_MAX = 8
 
 _READ_BYTES = 4 * 2**20
 _ALONE_BYTES_MAX = 32 * 2**20
-"""The caller's thread reads files of no more in all: quicker than starting others."""
+"""The caller's thread reads this much alone: quicker than starting other threads."""
 _NICENESS = 10
 _TICK_NS = 20_000_000
 """Longer than the step of the clock that stamps files (10 ms on a kernel with HZ=100)."""

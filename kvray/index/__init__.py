@@ -1,4 +1,4 @@
-"""The lookup's index: which shards hold which parts of which block."""
+"""The lookup's index: block -> its parts -> the shards that hold them."""
 
 from kvray.index.index import PARTS_MAX, Index, Loss, Match, Run
 

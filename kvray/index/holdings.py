@@ -81,7 +81,7 @@ class Holdings:
             self._free.append(number)
 
     def shards_changed(self) -> None:
-        """Note that a shard ended, fell silent or was heard again."""
+        """Note that a shard ended, fell silent or announced itself again."""
         self._changes += 1
 
     def live(self, number: int) -> dict[str, int]:

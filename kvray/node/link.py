@@ -173,7 +173,7 @@ class NodeLink:
         return os.getpid() != self._pid
 
     def _run(self) -> None:
-        """Background thread. What crosses: `_arena`, `_previous` (written here), `_deferred`."""
+        """The background thread. What crosses: `_arena`, `_previous`, written here; `_deferred`."""
         look_at = report_at = 0.0
         while True:
             with self._wake:

@@ -39,7 +39,7 @@ class PrefixDigests:
         self._known.add(digest)
 
     def note_missed(self, digest: bytes, num_tokens: int) -> None:
-        """Note a prompt of which not even the first block is stored.
+        """Note a prompt whose very first block is not stored.
 
         `num_tokens` count as missed because of it; with none there is no note.
         """

@@ -56,7 +56,7 @@ class Registration:
             self.former = former
 
     def renew(self, namespace: Namespace) -> None:
-        """Have the shard told of another namespace, with the next report."""
+        """Tell the shard of another namespace with the next report."""
         self.namespace = namespace
 
     @property
@@ -189,7 +189,7 @@ class Registrations:
             adapters=registration.adapters,
             tenants=registration.tenants,
         )
-        # Otherwise it was told of a place in an arena that this process has left meanwhile.
+        # Otherwise the shard knows of a place in an arena that this process has left meanwhile.
         registration.told = namespace if membership == self._membership() else None
         registration.has_peers = reply.get("peers") is True
         registration.refusal = None

@@ -45,7 +45,7 @@ class ShardSocket:
                 f"The shard at {self._path} did not answer ({error}); see `kvray status`."
             ) from None
         except BaseException:
-            self._disconnect()  # What is left of this reply must not be taken for the next one.
+            self._disconnect()  # The rest of this reply must not be taken for the next one.
             raise
         finally:
             self._lock.release()

@@ -17,7 +17,7 @@ from kvray.store.policy.observer import Observer
 from kvray.store.use_counts import UseCounts
 
 _UNKNOWN = -1e30
-"""Rank of blocks of which only the last use is known: below all others."""
+"""Rank of blocks with nothing known but the last use: below all others."""
 _DUPLICATE = -1e30
 """Rank of blocks that another node keeps, likewise."""
 _NEW = 1e30

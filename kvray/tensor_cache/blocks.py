@@ -63,7 +63,7 @@ class LeasedRun:
             return len(pool)
         except CorruptBlock as error:
             _log.warning("kvray: a shorter prefix was retrieved: %s", error)
-        # Which one it was is found by reading them again, one at a time.
+        # To find the damaged one, read them again, one at a time.
         for row in range(len(pool)):
             try:
                 self._read(first + row, pool[row : row + 1])

@@ -48,8 +48,8 @@ _instances = Instances()
 class TensorCache:
     """KV tensors in the node's tier, found by their tokens; all methods from any thread.
 
-    Only full blocks of `metadata.tokens_per_block` tokens are stored and found. What the node has
-    on disk, and what other nodes have, is staged when it is asked for. A call waits for that for
+    Only full blocks of `metadata.tokens_per_block` tokens are stored and found. Blocks on the
+    node's disk or on other nodes are staged when a call asks for them. The call waits for that for
     `connector.stage_wait_s` at most; later blocks are there for a later call. Without a tier
     nothing is stored and nothing found, and the log says so once. The cache uses the tier when it
     appears or comes back. A tensor may be on any device; retrieved tensors are on the CPU.
@@ -254,7 +254,7 @@ class TensorCache:
 
     @property
     def closed(self) -> bool:
-        """Whether it cannot be used any more: closed, or this is a forked child of its process."""
+        """Whether no call may begin: closed, or this is a forked child of its process."""
         return self._lifetime.closed
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:

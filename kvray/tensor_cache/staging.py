@@ -11,7 +11,7 @@ from kvray.node import NodeLink, Registration, StageCalls, StageReply
 class Staging:
     """Has the node's shard bring blocks into the arena; used by any thread.
 
-    One call is under way at a time: whoever has `_turn` has the connection. A call that waits too
+    One call is under way at a time: the holder of `_turn` has the connection. A call that waits too
     long for it goes on with the blocks that are here.
     """
 

@@ -58,7 +58,7 @@ class Transport(Protocol):
         """
 
     def renew(self) -> None:
-        """Replace this end's target, so that earlier pieces cannot write any more.
+        """Replace this end's target, so that earlier pieces can no longer write.
 
         Raises:
             TransportUnavailable: there is no new target; the next call tries again.

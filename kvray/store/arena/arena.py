@@ -156,7 +156,7 @@ class Arena(MappedArena):
         return [lease.present(self.tables, packed, part) for part in parts]
 
     def release(self, *leases: Lease, wait_s: float | None = None) -> bool:
-        """End leases, of whichever process of this node; False if busy: retry."""
+        """End leases, of any process of this node; False if busy: retry."""
         if not leases:
             return True
         with self.section(self.lock_wait_s if wait_s is None else wait_s) as entered:
@@ -350,7 +350,7 @@ class Arena(MappedArena):
             return payload.sum_slots(self.tables, reservation.slots)
 
     def slot_bytes(self, slot: int) -> Array:
-        """Return the bytes of a slot that this process has reserved, or that it was told of."""
+        """Return the bytes of a slot that this process has reserved, or that another one named."""
         return payload.slot_bytes(self.tables, slot)
 
     def commit(

@@ -9,7 +9,7 @@ from kvray.store.arena.layout import BUCKET_WAYS, FREE, PAGE_SLOTS, QUARANTINED,
 from kvray.store.arena.tables import Array, Tables
 
 Damage = Mapping[str, Array]
-"""What is wrong -> the rows where it is, ascending; empty entries are left out."""
+"""Kind of damage -> the rows where it is, ascending; empty entries are left out."""
 
 _SHARE_SLOTS = 65_536
 

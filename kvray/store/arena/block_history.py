@@ -26,14 +26,14 @@ wrong; there had to be room on disk."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removals:
-    """What is remembered of some blocks; rows as they were asked for."""
+    """Removals of some blocks; rows in the order of the request."""
 
     at: Array
     """When each left last, in seconds since the epoch, f8; 0: not remembered."""
     tier: Array
-    """Which of `TIERS` it left, u1."""
+    """The tier that it left, of `TIERS`, u1."""
     cause: Array
-    """Why, of `CAUSES`, u1."""
+    """The reason, of `CAUSES`, u1."""
 
 
 class BlockHistory:

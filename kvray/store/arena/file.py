@@ -52,7 +52,7 @@ class ArenaSpec:
     interleave: bool = True
     """Over the NUMA nodes; else all memory comes from the node of the thread that makes it."""
     claims: MemoryClaims | None = None
-    """What Ray takes of the same memory; None: there is no Ray."""
+    """Ray's claims on the same memory; None: there is no Ray."""
 
     @classmethod
     def of(cls, config: KVRayConfig, claims: MemoryClaims | None = None) -> "ArenaSpec":

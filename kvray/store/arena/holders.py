@@ -57,7 +57,7 @@ def _occupy(tables: Tables, row: int, label: bytes, *, now: float) -> None:
 
 
 def leave(tables: Tables, row: int) -> None:
-    """End what a holder has, which writes and reads no more; its byte is unlocked afterwards."""
+    """End a holder that no longer reads or writes; its byte is unlocked afterwards."""
     slots.abort_holder(tables, row)
     lease.release_holder(tables, row)
     tables.put(np.array([row]), holder_live=0)

@@ -66,7 +66,7 @@ HEADER = np.dtype(
         ("corrupt", "<u8"),
         ("repairs", "<u8"),
         ("over_quota", "<u8"),
-        # Written by whoever waits for the lock, see `lock.ArenaLock`.
+        # Written by those who wait for the lock, see `lock.ArenaLock`.
         ("waiting", "<u8"),
     ]
 )

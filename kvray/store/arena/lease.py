@@ -1,4 +1,4 @@
-"""Leases: records of which holder may read which slots, kept in pages of the arena.
+"""Leases: records of the slots that a holder may read, kept in pages of the arena.
 
 The records give a slot's lease count. A record ends by release or with its holder.
 """
@@ -80,7 +80,7 @@ def match(
 
 
 def present(tables: Tables, keys: Array, part: int) -> Array:
-    """Return a mask of `keys`: those of which `part` is READY."""
+    """Return a mask of `keys`: those whose `part` is READY."""
     return _ready(tables, key_index.find(tables, keys, part))
 
 

@@ -3,7 +3,7 @@
 The file describes itself (`layout`). Its tables change under one lock (`machine.lock`), in steps
 that can be undone (`undo`). `slots` and `lease` say what a step may change. Invariants:
 
-- Whoever takes the lock and finds a step half done undoes it first: its writer died.
+- A taker of the lock who finds a step half done undoes it first: its writer died.
 - Only the holder of the lock writes tables; only a slot's reserver writes its bytes.
 - A mapped arena is never truncated and never shrinks: its owner marks it RETIRED and unlinks it.
 """
@@ -35,7 +35,7 @@ _JOIN_WAIT_S = 0.5
 """How long joining and leaving try: at an engine's start and end, where somebody waits."""
 
 _DAMAGE = (LookupError, ArithmeticError, ValueError)
-"""What numpy and Python raise at numbers that make no sense."""
+"""Errors of numpy and Python at numbers that make no sense."""
 
 
 class MappedArena:
@@ -59,7 +59,7 @@ class MappedArena:
             # Not created here: a retired arena's lock file must not come back.
             self.side_file = SideFile.at(lock_path(directory, self.arena_id), create=False)
         except OSError as error:
-            self._tables = None  # whoever keeps the error must not keep the arena mapped
+            self._tables = None  # a kept error must not keep the arena mapped
             raise ShardUnavailable(
                 f"The arena in {directory} has no lock file that can be opened"
                 f" ({error.strerror}); it is being replaced, or restart the tier."

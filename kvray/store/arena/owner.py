@@ -246,7 +246,7 @@ class ArenaOwner:
             order = np.argsort(found)
             causes = causes[order[np.searchsorted(found, victims, sorter=order)]]
             tables.over_quota += int(np.count_nonzero(causes == gone.QUOTA))
-            # Inside, so that whoever finds out that they have gone can know who did it.
+            # Inside the section, so that nobody finds them gone before the history says why.
             words = tables.slot_key[victims, 0]
             self.history.note(words, gone.HOST, causes, now=time.time())
             return len(victims)

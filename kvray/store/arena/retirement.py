@@ -1,4 +1,4 @@
-"""Ends whatever lies in an arena's place, even if this code cannot map it."""
+"""Ends the file in an arena's place, even if this code cannot map it."""
 
 import contextlib
 import mmap

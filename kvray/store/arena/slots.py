@@ -234,7 +234,7 @@ def _link(tables: Tables, chain: Array, before: int) -> None:
 def commit(tables: Tables, reservation: Reservation, checksums: Array) -> int:
     """Make reserved slots READY; return how many were still this reservation's to commit."""
     mine = _still_reserved(tables, reservation)
-    # Whatever a checksum was seeded with, a slot must claim the block that it was reserved for.
+    # A checksum has no say in this: a slot must claim the block that it was reserved for.
     other = mine & (key_index.words_in(tables, reservation.slots) != reservation.words)
     if np.count_nonzero(other):
         free(tables, reservation.slots[other])
@@ -268,7 +268,7 @@ def evict(tables: Tables, victims: Array) -> None:
 
 
 def free(tables: Tables, slots: Array) -> None:
-    """Make `slots` FREE, whatever they were, and unlink them from parents and children."""
+    """Make `slots` FREE from any state, and unlink them from parents and children."""
     if not len(slots):
         return
     ready = slots[tables.slot_state[slots] == READY]
@@ -279,7 +279,7 @@ def free(tables: Tables, slots: Array) -> None:
 
 
 def quarantine(tables: Tables, slots: Array) -> None:
-    """Take READY slots whose bytes are wrong out of service; they hold no block any more."""
+    """Take READY slots whose bytes are wrong out of service; they no longer hold a block."""
     bad = np.unique(slots[tables.slot_state[slots] == READY])
     tables.put(bad, slot_state=QUARANTINED)
     unlink(tables, bad)

@@ -181,7 +181,7 @@ class Tables:
     def parents(self, slots: "Array | slice" = slice(None)) -> Array:
         """Return the slot of the block before each of `slots`, i4; -1 where there is none."""
         parents = self.slot_parent[slots]
-        # Whatever the table says: what is no slot is none.
+        # A damaged table may name a slot that does not exist.
         found: Array = np.where(parents.view("<u4") < self.geometry.num_slots, parents, -1)
         return found
 

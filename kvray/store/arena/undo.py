@@ -97,7 +97,7 @@ class UndoRecord:
     def roll_back(self) -> bool:
         """Undo the open step, whoever began it; False if it is torn or makes no sense."""
         count = self._words[_COUNT]
-        self._count = self._used = 0  # of the next step, be it ours or not
+        self._count = self._used = 0  # this process has noted nothing of the next step
         if count > UNDO_ENTRIES:
             return False
         entries = self._entries[:count].tolist()

@@ -1,1 +1,1 @@
-"""What the operating system gives a store: mounts, memory limits, permissions and locks."""
+"""The operating system's side of a store: mounts, memory limits, permissions and locks."""

@@ -1,4 +1,4 @@
-"""Who may open a tier's files on a node: its own user, and a group if one is named.
+"""Access to a tier's files on a node: for its own user, and for a group if one is named.
 
 Modes are set after a file was made, so that no umask has a say in them. Group members open the
 arena, its lock file and the socket. They cannot make or remove files: the directory is not theirs

@@ -1,6 +1,6 @@
 """Plans few large transfers between bytes of memory and bytes of a file. Pure."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,8 +9,7 @@ from kvray.store.arena.payload import runs
 from kvray.store.nvme.disk import BUFFERS_MAX
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One transfer: blocks that lie side by side in the file, wherever they lie in memory."""
 
     rows: Array
@@ -41,5 +40,5 @@ def cut(
                 memory[starts[at + one] : starts[at + one] + (end - one) * io_bytes]
                 for one, end in runs(np.diff(starts[at:stop]) != io_bytes, stop - at)
             ]
-            made.append(Chunk(rows=order[at:stop], offset=int(offsets[at]), buffers=buffers))
+            made.append(Chunk(order[at:stop], int(offsets[at]), buffers))
     return made

@@ -60,7 +60,7 @@ class DiskFile:
             self._transfer(os.preadv, buffers, offset)
             if not self.is_direct:
                 length = sum(one.nbytes for one in buffers)
-                # What was read lies in the arena: a second copy would only cost memory.
+                # The blocks lie in the arena now: a second copy would only cost memory.
                 os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:

@@ -55,7 +55,7 @@ class Reader:
         self._is_closed = False
 
     def close(self) -> None:
-        """Begin no more reads; return when none is under way. Twice is fine."""
+        """Begin no further reads; return when none is under way. Twice is fine."""
         with self._idle:
             self._is_closed = True
             self._idle.wait_for(lambda: not self._num_reading)
@@ -132,7 +132,7 @@ class Reader:
         bad, good = held[~same & ~unreadable], held[same]
         with self._section():
             slots.quarantine(tables, bad)
-            # What its record promises is not there, and will not be after a restart.
+            # The bytes that its record promises are lost, after a restart too.
             self._book.bury(bad)
             tables.slot_tick[good] = tables.next_tick()
             numbers = tables.slot_number[good]

@@ -1,4 +1,4 @@
-"""Finds the blocks that a directory of segment files holds after whatever has happened to it.
+"""Finds the blocks in a directory of segment files, after any failure.
 
 It reads only headers and tables, each from end to end, and derives everything by vectors. Payloads
 are checked when blocks are read.
@@ -10,7 +10,6 @@ chain's first block would cost the whole tree.
 
 import contextlib
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,8 +96,8 @@ def survey(disk: Disk, directory: Path, *, cluster_name: str, geometry: Geometry
     return Survey(segments=segments, surplus=surplus, aside=tuple(aside), next_number=last + 1)
 
 
-def read_tables(segments: Sequence[Segment], book: RecordBook, tables: Tables) -> RecoveryReport:
-    """Fill empty tables with the blocks that the segments hold, segment i in slab i.
+def read_tables(survey: Survey, book: RecordBook, tables: Tables) -> RecoveryReport:
+    """Fill empty tables with the blocks of the surveyed segments, segment i in slab i.
 
     Raises:
         CapacityError: a shortened file cannot be made whole again.
@@ -106,7 +105,7 @@ def read_tables(segments: Sequence[Segment], book: RecordBook, tables: Tables) -
     """
     found: list[Array] = []
     counts = {"damaged": 0, "truncated": 0}
-    for slab, segment in enumerate(segments):
+    for slab, segment in enumerate(survey.segments):
         records = book.table(slab)
         num_rows = segment.read_table(records)
         records[segment.shape.num_slots :] = np.zeros((), dtype=RECORD)
@@ -137,11 +136,11 @@ def read_tables(segments: Sequence[Segment], book: RecordBook, tables: Tables) -
     return RecoveryReport(
         blocks=int(np.count_nonzero(~full)),
         parentless=parentless,
-        segments=len(segments),
+        segments=len(survey.segments),
         duplicates=int(np.count_nonzero(~latest)),
         crowded=int(np.count_nonzero(full)),
-        surplus=(),
-        aside=(),
+        surplus=survey.surplus,
+        aside=survey.aside,
         **counts,
     )
 

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,9 +96,8 @@ class NvmeStore:
                 next_number=found.next_number,
             )
             on_failure.callback(self._files.close)
-            report = recovery.read_tables(found.segments, self._book, self.tables)
+            self.report = recovery.read_tables(found, self._book, self.tables)
             on_failure.pop_all()
-        self.report = replace(report, surplus=found.surplus, aside=found.aside)
         self._threads = IoThreads(spec.io_threads)
         self._writer = Writer(
             self.tables,

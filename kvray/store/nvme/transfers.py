@@ -4,9 +4,9 @@ What crosses between threads: views of the arena's slots, which the caller has l
 and arrays over all requested blocks, of which each task writes its own rows.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ _CHUNK_BYTES_MAX, _SUMMED_BYTES_MAX = 64 * 2**20, 32 * 2**20
 transfers run."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class Move(NamedTuple):
     """Blocks of one segment, and the slots of an arena that they go to or come from."""
 
     segment: Segment
@@ -59,7 +58,7 @@ def write_tasks(move: Move, *, chunk_bytes: int, sums: Array | None) -> list[Tas
             sums[move.rows[chunk.rows]] = payload.sum_slots(move.arena, slots)
         move.segment.file.write(chunk.buffers, chunk.offset)
 
-    return _each(write, _chunks(move, chunk_bytes))
+    return [partial(write, chunk) for chunk in _chunks(move, chunk_bytes)]
 
 
 def read_tasks(move: Move, *, chunk_bytes: int, sums: Array, unreadable: Array) -> list[Task]:
@@ -77,16 +76,16 @@ def read_tasks(move: Move, *, chunk_bytes: int, sums: Array, unreadable: Array) 
                 unreadable[move.rows[chunk.rows]] = True
                 return
             # One bad sector must not cost its neighbours.
-            for one in _chunks(_only(move, chunk.rows), chunk_bytes=1):
-                read_one(one, chunk.rows)
+            some = move._replace(
+                disk_rows=move.disk_rows[chunk.rows], arena_slots=move.arena_slots[chunk.rows]
+            )
+            for one in _chunks(some, chunk_bytes=1):
+                read(one._replace(rows=chunk.rows[one.rows]))
             return
         slots = move.arena_slots[chunk.rows]
         sums[move.rows[chunk.rows]] = payload.sum_slots(move.arena, slots)
 
-    def read_one(one: Chunk, among: Array) -> None:
-        read(Chunk(rows=among[one.rows], offset=one.offset, buffers=one.buffers))
-
-    return _each(read, _chunks(move, chunk_bytes))
+    return [partial(read, chunk) for chunk in _chunks(move, chunk_bytes)]
 
 
 def moves(
@@ -100,15 +99,7 @@ def moves(
     made = []
     for one in np.unique(slab).tolist():
         rows = np.flatnonzero(slab == one)
-        made.append(
-            Move(
-                segment=segments[one],
-                disk_rows=row[rows],
-                arena=arena,
-                arena_slots=into[rows],
-                rows=rows,
-            )
-        )
+        made.append(Move(segments[one], row[rows], arena, into[rows], rows))
     return made
 
 
@@ -128,10 +119,6 @@ def check_same(tables: Tables, slots: Array, arena: Tables, arena_slots: Array) 
         )
 
 
-def _each(do: Callable[[Chunk], None], chunks: list[Chunk]) -> list[Task]:
-    return [partial(do, chunk) for chunk in chunks]
-
-
 def _chunks(move: Move, chunk_bytes: int) -> list[Chunk]:
     block_bytes = move.segment.shape.block_bytes
     return cut(
@@ -140,14 +127,4 @@ def _chunks(move: Move, chunk_bytes: int) -> list[Chunk]:
         move.segment.offsets(move.disk_rows),
         io_bytes=align(block_bytes),
         chunk_bytes=chunk_bytes,
-    )
-
-
-def _only(move: Move, rows: Array) -> Move:
-    return Move(
-        segment=move.segment,
-        disk_rows=move.disk_rows[rows],
-        arena=move.arena,
-        arena_slots=move.arena_slots[rows],
-        rows=move.rows[rows],
     )

@@ -131,9 +131,9 @@ class Writer:
 
     def _write_payloads(self, targets: Array, arena: Tables, sources: Array) -> Array:
         """Write blocks durably; return a mask of those that may be recorded."""
-        # Whoever made the checksum in the arena had the bytes in its cache. It goes into the record
-        # as it is, and the read that brings the block back compares it before anything is served:
-        # a block that memory has damaged meanwhile is found then, as one is that the disk damages.
+        # The arena's checksum was made while the bytes were in a cache. It goes into the record as
+        # it is. The read that brings the block back compares it before anything is served, and so
+        # finds a block that memory or the disk has damaged meanwhile.
         sums = np.zeros(len(targets), dtype="<u8") if self._verifies else None
         each = moves(self._files.by_slab, targets, self._per_slab, arena, sources)
         size = chunk_bytes(each, self._threads.num_threads, is_summed=self._verifies)
