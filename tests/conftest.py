@@ -20,6 +20,8 @@ from tests import workers
 SHM = Path("/dev/shm")
 GRACE_S = 2.0
 """How long a resource that is on its way out may take."""
+LAST_GRACE_S = 20.0
+"""The same at the end of a session: Ray's agents end some seconds after their node."""
 
 LEFT_BY_WORKERS: set[str] = set()
 
@@ -92,7 +94,7 @@ def pytest_unconfigure() -> None:
 @pytest.hookimpl(trylast=True)  # after the fixtures of an interrupted session
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a session after which a process or a shared-memory file of kvray remains."""
-    left = _wait_until_empty(_session_leftovers)
+    left = _wait_until_empty(_session_leftovers, LAST_GRACE_S)
     for process in _session_processes():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             process.kill()
@@ -239,10 +241,10 @@ def _command(process: psutil.Process) -> str:
         return "ended"
 
 
-def _wait_until_empty(leftovers: Callable[[], set[str]]) -> set[str]:
-    """Return what `leftovers` still gives after a collection and `GRACE_S`."""
+def _wait_until_empty(leftovers: Callable[[], set[str]], grace_s: float = GRACE_S) -> set[str]:
+    """Return what `leftovers` still gives after a collection and `grace_s`."""
     left = leftovers()
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + grace_s
     while left and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.02)

@@ -91,8 +91,17 @@ def arena_is_made(shell: Shell) -> bool:
     return shell.node_dir.exists()
 
 
-@pytest.mark.parametrize("moment", [ray_begins, ray_answers, arena_is_made])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("moment", "signum"),
+    [
+        (ray_begins, signal.SIGTERM),
+        (ray_answers, signal.SIGINT),
+        (arena_is_made, signal.SIGTERM),
+        pytest.param(ray_begins, signal.SIGINT, marks=pytest.mark.long),
+        pytest.param(ray_answers, signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param(arena_is_made, signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
 def test_interrupted_up_leaves_nothing(
     shell: Shell, moment: Callable[[Shell], bool], signum: signal.Signals
 ) -> None:

@@ -98,6 +98,7 @@ def test_a_shard_that_is_asked_to_end_flushes_and_comes_back(shell: Shell) -> No
     assert shell.run("down").returncode == 0
 
 
+@pytest.mark.long
 def test_what_kill_9_leaves_on_disk_is_right(shell: Shell) -> None:
     pid = up(shell)["pid"]
     first, _ = answer(shell, PROMPT)
