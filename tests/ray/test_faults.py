@@ -179,6 +179,7 @@ def test_a_frozen_part_is_ended_and_restarted(
     kind: str, running: KVRayConfig, local: LocalRay, one: Engine
 ) -> None:
     frozen = actor_process(local, kind)
+    time.sleep(3.0)  # in which the supervisor hears from each part, mostly
     frozen.send_signal(signal.SIGSTOP)
     # One that froze before it answered the supervisor for the first time is given long to start.
     end = f"the end of a frozen {kind}"
