@@ -20,7 +20,6 @@ class Boundary:
     """Counts what it stops in `errors`, and logs each cause once; one for each engine."""
 
     def __init__(self, totals: Counter[str]) -> None:
-        """Count in `totals`."""
         self._totals = totals
         self._said: set[str] = set()
 

@@ -32,7 +32,6 @@ class KeyBoard:
     """The leader's board in one arena; used by the engine's executor thread."""
 
     def __init__(self, arena: Arena, reservation: Reservation, slot_bytes: int) -> None:
-        """Write into the slots of `reservation`; use `open_board` to get one."""
         self.arena = arena
         self._reservation = reservation
         self._keys_per_slot = slot_bytes // KEY_BYTES

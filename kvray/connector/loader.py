@@ -44,7 +44,6 @@ class Loader:
     def __init__(
         self, shared: SharedState, parts: Sequence[Part], pool: Pool, parking: Parking
     ) -> None:
-        """Load `parts` into `pool`."""
         self._shared = shared
         self._parts = parts
         self._part_requests = shared.pool.part_requests[shared.args.part_rank]

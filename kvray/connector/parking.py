@@ -51,7 +51,6 @@ class Parking:
     """
 
     def __init__(self, shared: SharedState) -> None:
-        """Start with none, and without a thread."""
         self._shared = shared
         self._thread: threading.Thread | None = None
         self._queue: SimpleQueue[_Check | None] = SimpleQueue()

@@ -22,7 +22,6 @@ class PassPlanner:
     """Plans pass after pass for one engine; used by its executor thread."""
 
     def __init__(self, finder: PrefixFinder) -> None:
-        """Start with nothing planned; `finder` leases what an engine takes of an offer."""
         self._finder = finder
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []

@@ -8,7 +8,6 @@ class PendingReads:
     """The engine's thread begins reads, the saver's ends them; `in` takes no lock."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._lock = threading.Lock()
         self._counts: Counter[int] = Counter()
 

@@ -19,7 +19,6 @@ class PrefillRate:
     """Tokens per second, the latest passes and the largest counting most."""
 
     def __init__(self) -> None:
-        """Start without a measurement."""
         self._tokens = 0.0
         self._seconds = 0.0
         self._requests: set[int] = set()

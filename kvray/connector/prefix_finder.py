@@ -58,7 +58,6 @@ class PrefixFinder:
     """Of one leader; used by the engine's executor thread."""
 
     def __init__(self) -> None:
-        """Start without a connection: most engines have no other nodes."""
         self._calls: StageCalls | None = None
         self._waited: OrderedDict[int, float] = OrderedDict()
         """Request -> seconds that it has cost."""

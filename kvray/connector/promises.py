@@ -30,7 +30,6 @@ class Promises:
     """
 
     def __init__(self) -> None:
-        """Start with none."""
         self._states: dict[int, RequestState] = {}
         self._lost = Lost()
         self._lock = threading.Lock()
@@ -150,7 +149,6 @@ class Lost:
     """Requests whose promise was given up, and how far each may still go without it."""
 
     def __init__(self) -> None:
-        """Start with none."""
         self._blocks: OrderedDict[int, int] = OrderedDict()
 
     def note(self, request_id: int, first: int) -> None:

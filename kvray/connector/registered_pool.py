@@ -28,7 +28,6 @@ class RegisteredPool:
     def __init__(
         self, args: EngineArgs, link: NodeLink, *, model_key: str | None, replica: str | None
     ) -> None:
-        """Start without a pool, and begin to find out the model's name."""
         self._args = args
         self._link = link
         self._registration: Registration | None = None

@@ -84,7 +84,6 @@ class Saver:
         drops: DroppedBlocks,
         reads: PendingReads,
     ) -> None:
-        """Save blocks through `link`; at most `saves_max` jobs may wait."""
         self._link = link
         self.namespace = 0
         """For which they count; set before the first of them is submitted."""

@@ -36,7 +36,6 @@ class Closable(Protocol):
 
     def shutdown(self) -> None:
         """Let go of the tier. Twice is fine."""
-        ...
 
 
 class SharedState:

@@ -35,7 +35,6 @@ def test_request_gets_its_blocks_and_gives_them_back() -> None:
     assert cache.get_needed_resource_to_completion(request) == 4
     cache.prepare_resources(ScheduledRequests(context_requests=[request]))
     assert len(cache.get_cache_indices(request)) == 2
-    assert cache.get_batch_cache_indices([1]) == [cache.get_cache_indices(request)]
     assert cache.get_needed_beyond_held(request) == 2
     assert cache.get_num_free_blocks() == 6
     request.num_computed_tokens = 2 * BLOCK

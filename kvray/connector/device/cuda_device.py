@@ -23,7 +23,6 @@ class CudaDevice:
     """The GPU of a pool's tensors; see `Device`. Until it is used, no call to CUDA is made."""
 
     def __init__(self, device: torch.device) -> None:
-        """Use `device`, which has an index because a tensor lies on it."""
         self._device = device
         self._opened: CudaDriver | None = None
         self._batches = True

@@ -19,7 +19,6 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Return whether the work before it has ended."""
-        ...
 
     def synchronize(self) -> None:
         """Block the calling thread, without the GIL, until the work before it has ended.
@@ -27,7 +26,6 @@ class Event(Protocol):
         Raises:
             TierError: the device failed.
         """
-        ...
 
 
 class Device(Protocol):
@@ -35,19 +33,15 @@ class Device(Protocol):
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which it is the calling thread's device."""
-        ...
 
     def make_stream(self) -> Any:
         """Return a new stream."""
-        ...
 
     def record(self, stream: Any) -> Event:
         """Return the point behind all work that `stream` has been given so far."""
-        ...
 
     def wait(self, stream: Any, event: Event) -> None:
         """Have what `stream` is given from now on run after `event`."""
-        ...
 
     def copy(self, pieces: Pieces, stream: Any, *, is_load: bool, is_registered: bool) -> str:
         """Give `stream` copies between the device and an arena; return how they are made.
@@ -61,15 +55,12 @@ class Device(Protocol):
         Raises:
             TierError: the device refuses them.
         """
-        ...
 
     def register(self, memory: Array) -> bool:
         """Make host memory fast to copy from and to; False if it cannot be, which is logged."""
-        ...
 
     def unregister(self, memory: Array) -> None:
         """Undo `register`; no copy of it may be under way."""
-        ...
 
 
 class HostDevice:

@@ -50,7 +50,6 @@ class DeviceTicket:
     sums: Array | None = None
 
     def __init__(self, event: Event) -> None:
-        """Wait for `event`."""
         self._event = event
 
     def done(self) -> bool:

@@ -24,11 +24,9 @@ class Ticket(Protocol):
 
     def done(self) -> bool:
         """Whether they have ended."""
-        ...
 
     def wait(self) -> None:
         """Return when they have ended; other threads go on meanwhile."""
-        ...
 
 
 class Pool(Protocol):
@@ -38,15 +36,12 @@ class Pool(Protocol):
 
     def attend(self, arena: Arena) -> None:
         """Make copies from and to `arena` as fast as they can be, from some time later on."""
-        ...
 
     def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
         """Copy leased slots into pages; each layer's bytes are there when the layer runs."""
-        ...
 
     def wait_for_layer(self, layer: int, stream: Any) -> None:
         """Have what follows on `stream` wait for the layer's bytes."""
-        ...
 
     def mark(self, stream: Any) -> Any:
         """Return the point in `stream` behind which the blocks of this pass can be read.
@@ -54,26 +49,21 @@ class Pool(Protocol):
         Raises:
             LayoutMismatch: the pass may have run before what it needed was loaded.
         """
-        ...
 
     def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Any) -> Ticket:
         """Copy pages into reserved slots once `mark` is reached."""
-        ...
 
     def fence(self, stream: Any) -> None:
         """Have what follows on `stream`, and later loads, wait for all copies begun before."""
-        ...
 
     def close(self) -> None:
         """Let go of arenas and device. Twice is fine."""
-        ...
 
 
 class Copied:
     """The ticket of copies that have ended when it is made."""
 
     def __init__(self, sums: Array | None = None) -> None:
-        """Carry the checksums of what was written."""
         self.sums = sums
 
     def done(self) -> bool:
@@ -90,7 +80,6 @@ class HostPool:
     is_host = True
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        """Serve `parts`."""
         self._regions: dict[int, list[Array]] = {
             part.index: [region.pages.numpy() for region in part.regions] for part in parts
         }

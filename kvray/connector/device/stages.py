@@ -49,7 +49,6 @@ class Stages:
     """The stages of a pool's pages, finer for large loads than for small ones."""
 
     def __init__(self, parts: Sequence[Part], *, num_layers: int) -> None:
-        """Cut the pages of `parts`, whose layers an engine of `num_layers` runs one by one."""
         self._by_layer = _by_first_layer(parts, num_layers)
         self._finest = _cut(self._by_layer)
         self._cuts: dict[int, tuple[Stage, ...]] = {}

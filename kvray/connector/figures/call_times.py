@@ -14,7 +14,6 @@ class TimeHistogram:
     __slots__ = ("_buckets", "_sum_ns")
 
     def __init__(self) -> None:
-        """Start with nothing observed."""
         self._buckets = [0] * 64
         self._sum_ns = 0
 
@@ -44,7 +43,6 @@ class CallTimes:
     __slots__ = ("lease", "match", "plan", "stage")
 
     def __init__(self) -> None:
-        """Start with nothing observed."""
         self.lease = TimeHistogram()
         """Of a prefix, in the node's arena."""
         self.stage = TimeHistogram()

@@ -32,7 +32,6 @@ class DroppedBlocks:
     """
 
     def __init__(self, totals: Counter[str]) -> None:
-        """Count in `totals`."""
         self._totals = totals
         self._lock = threading.Lock()
         self._logged: set[str] = set()

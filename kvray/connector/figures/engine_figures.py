@@ -12,7 +12,6 @@ class EngineFigures:
     """Of one engine, both halves together."""
 
     def __init__(self) -> None:
-        """Start with nothing counted."""
         self.totals: Counter[str] = Counter()
         self.dropped = DroppedBlocks(self.totals)
         self.call_times = CallTimes()

@@ -141,7 +141,6 @@ class Regularity:
     """
 
     def __init__(self) -> None:
-        """Have seen none."""
         self._seen: set[str] = set()
 
     def is_lacking(self, request: Any) -> bool:

@@ -33,7 +33,6 @@ class Priorities:
     __slots__ = ("_known",)
 
     def __init__(self) -> None:
-        """Start with defaults only."""
         self._known = bytearray()
 
     def extend(self, more: bytes, *, at: int, count: int) -> None:

@@ -155,7 +155,7 @@ class BenchEngine:
         )
         arrivals = _Arrivals(requests, lambda done: note(self._sample(done)))
         executor = Executor(
-            cast("ModelEngine", _NoModel(self._manager)),
+            cast("ModelEngine", _NoModel(self._manager.worker)),
             self._cache,
             cast("Intake", arrivals),
             self._options,
@@ -227,13 +227,13 @@ class _AllRanks:
 class _NoModel:
     """In place of `ModelEngine`: the calls around each layer, and a token for each request."""
 
-    def __init__(self, hooks: KvCacheConnectorManager) -> None:
+    def __init__(self, hooks: KvCacheConnectorWorker) -> None:
         self._hooks = hooks
 
     def forward(self, batch: ScheduledRequests, _: Mapping[int, int]) -> dict[int, int]:
         for layer in range(_NUM_LAYERS):
-            self._hooks.layer_pre_hook(layer)
-            self._hooks.layer_post_hook(layer)
+            self._hooks.wait_for_layer_load(layer, None)
+            self._hooks.save_kv_layer(layer, None)
         return {
             request.request_id: _NEW_TOKEN
             for request in batch.all_requests()

@@ -6,7 +6,7 @@ head_dim]: keys then values, and inside each heads x tokens x dim. A block id is
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -80,10 +80,6 @@ class KVCacheManager:
         except KeyError:
             raise KVRayError(f"Request {request.request_id} holds no blocks.") from None
 
-    def get_batch_cache_indices(self, request_ids: Sequence[int]) -> list[list[int]]:
-        """Return the block ids of each request."""
-        return [list(self._sequences[request_id]) for request_id in request_ids]
-
     def prepare_resources(self, batch: ScheduledRequests) -> None:
         """Give every request of the batch the blocks of its coming pass.
 
@@ -91,12 +87,9 @@ class KVCacheManager:
         is told the blocks. This happens once, and not again after an asynchronous load.
         """
         for request in batch.context_requests:
-            if request.is_first_context_chunk and self._should_add(request):
+            is_loaded = self.connector is not None and self.connector.is_loaded(request)
+            if request.is_first_context_chunk and not is_loaded:
                 self._add_sequence(request)
-                if self.connector is not None:
-                    self.connector.update_state_after_alloc(
-                        request, self.get_cache_indices(request)
-                    )
         for request in batch.generation_requests:
             self._add_token(request)
         if self.connector is not None:
@@ -142,31 +135,27 @@ class KVCacheManager:
         except CapacityError:
             return None
         self._next_dummy_id += 1
-        request.num_computed_tokens = 0
         request.state = LlmRequestState.GENERATION_IN_PROGRESS
         return request
 
-    def _should_add(self, request: LlmRequest) -> bool:
-        return self.connector is None or self.connector.should_add_sequence(request)
-
     def _add_sequence(self, request: LlmRequest) -> None:
         """Source: `KVCacheManager::addSequence`; the blocks are allocated before the question."""
-        local = self._allocate_sequence(request, self._match(request))
+        match = LocalMatch()
+        if self.enable_block_reuse:
+            match = self._blocks.match(
+                request.get_tokens(0)[: request.prompt_len - 1],
+                namespace=request.cache_salt_id,
+                allow_partial=self.enable_partial_reuse,
+            )
+        local = self._allocate_sequence(request, match)
         matched = 0
-        if self.connector is not None and not request.is_dummy_request:
+        if self.connector is not None:
             matched = self.connector.get_num_new_matched_tokens(request, local)
         if self.enable_block_reuse:
             request.reused_tokens = local
             request.set_prepopulated_prompt_len(local + matched, self.tokens_per_block)
-
-    def _match(self, request: LlmRequest) -> LocalMatch:
-        if not self.enable_block_reuse or request.is_dummy_request:
-            return LocalMatch()
-        return self._blocks.match(
-            request.get_tokens(0)[: request.prompt_len - 1],
-            namespace=_namespace(request),
-            allow_partial=self.enable_partial_reuse,
-        )
+        if self.connector is not None:
+            self.connector.update_state_after_alloc(request, self.get_cache_indices(request))
 
     def _allocate_sequence(self, request: LlmRequest, match: LocalMatch) -> int:
         """Give the request all blocks of its prompt and return how many tokens they hold."""
@@ -215,23 +204,14 @@ class KVCacheManager:
 
     def _computed_tokens(self, request: LlmRequest) -> list[int]:
         """Source: `releaseBlocks` assumes that the last token has no KV yet."""
-        usable = min(request.num_computed_tokens, request.get_num_tokens(0) - 1)
-        return request.get_tokens(0)[:usable]
+        tokens = request.get_tokens(0)
+        return tokens[: min(request.num_computed_tokens, len(tokens) - 1)]
 
     def _remember(self, request: LlmRequest, tokens: list[int]) -> None:
-        if self.enable_block_reuse and not request.is_dummy_request:
+        if self.enable_block_reuse and not request.is_dummy:
             self._blocks.remember(
                 tokens,
                 self._sequences[request.request_id],
-                namespace=_namespace(request),
+                namespace=request.cache_salt_id,
                 keep_tail=self.enable_partial_reuse,
             )
-
-
-def _namespace(request: LlmRequest) -> Hashable:
-    media = request.multimodal_hashes
-    return (
-        request.cache_salt_id,
-        request.lora_task_id,
-        None if media is None else tuple(tuple(item) for item in media),
-    )

@@ -37,7 +37,6 @@ def load_checkpoint(
     model: str | Path,
     *,
     tokens_per_block: int,
-    cache_dir: str | Path | None = None,
     split_over: Ranks | None = None,
 ) -> Checkpoint:
     """Load `smollm2`, `tiny`, `tiny:SEED` or the checkpoint at a path.
@@ -59,7 +58,7 @@ def load_checkpoint(
             tokenizer=ByteTokenizer(),
         )
     is_smollm2 = str(model) == SMOLLM2
-    path = find_smollm2(cache_dir) if is_smollm2 else Path(model).expanduser()
+    path = find_smollm2() if is_smollm2 else Path(model).expanduser()
     if not path.exists():
         raise ConfigError(
             f"There is no model at {path}; give {SMOLLM2!r}, {TINY!r}, or the path of a "
@@ -78,7 +77,7 @@ def _block_model(causal_lm: Any, tokens_per_block: int, split_over: Ranks | None
     return BlockModel(causal_lm, tokens_per_block=tokens_per_block)
 
 
-def find_smollm2(cache_dir: str | Path | None = None) -> Path:
+def find_smollm2() -> Path:
     """Return SmolLM2-135M-Instruct as a checkpoint's directory, made on first use.
 
     transformers takes some twenty seconds to read the .gguf file and two to read the directory,
@@ -87,9 +86,8 @@ def find_smollm2(cache_dir: str | Path | None = None) -> Path:
     Raises:
         ConfigError: the weights can be neither found nor fetched, or the cache cannot be written.
     """
-    gguf = find_weights(cache_dir=cache_dir)
-    directory = config.cache_dir() if cache_dir is None else Path(cache_dir)
-    return make_once(directory / SMOLLM2_DIRECTORY, lambda target: _unpack(gguf, target))
+    gguf = find_weights()
+    return make_once(config.cache_dir() / SMOLLM2_DIRECTORY, lambda target: _unpack(gguf, target))
 
 
 def _unpack(gguf: Path, target: Path) -> None:

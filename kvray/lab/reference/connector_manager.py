@@ -25,24 +25,35 @@ Requests = dict[int, LlmRequest]
 
 
 @dataclasses.dataclass(slots=True)
-class AsyncRequests:
-    """Requests whose blocks are being saved, or loaded, beside the forward passes."""
+class _Transfers:
+    """Requests whose blocks are saved, or loaded, beside the forward passes, by how far that is."""
 
-    saving: Requests = dataclasses.field(default_factory=dict)
-    loading: Requests = dataclasses.field(default_factory=dict)
+    new: Requests = dataclasses.field(default_factory=dict)
+    """Not handed to `get_finished` yet."""
+    pending: Requests = dataclasses.field(default_factory=dict)
+    """Handed over, not returned yet."""
+    ended: set[int] = dataclasses.field(default_factory=set)
+    """Returned here, not yet on every rank."""
 
-    def take_all(self, other: AsyncRequests) -> None:
-        """Move everything from `other` here."""
-        self.saving.update(other.saving)
-        self.loading.update(other.loading)
-        other.saving, other.loading = {}, {}
+    def hand_over(self) -> list[int]:
+        """Return the ids that the worker has not heard of, once."""
+        ids = list(self.new)
+        self.pending |= self.new
+        self.new = {}
+        return ids
 
-    def extract(self, saving_ids: list[int], loading_ids: list[int]) -> AsyncRequests:
-        """Take out the named requests; an id that is not here is a KeyError, as upstream."""
-        return AsyncRequests(
-            saving={request_id: self.saving.pop(request_id) for request_id in saving_ids},
-            loading={request_id: self.loading.pop(request_id) for request_id in loading_ids},
-        )
+    def end(self, request_ids: list[int]) -> None:
+        """Note what the worker has returned; an id it was not given is a KeyError, as upstream."""
+        for request_id in request_ids:
+            if request_id in self.ended:
+                raise KeyError(request_id)
+            self.pending[request_id]
+            self.ended.add(request_id)
+
+    def take(self, request_ids: set[int]) -> list[LlmRequest]:
+        """Take out the requests that have ended on every rank, in one order on all of them."""
+        self.ended -= request_ids
+        return [self.pending.pop(request_id) for request_id in sorted(request_ids)]
 
 
 class KvCacheConnectorManager:
@@ -70,9 +81,7 @@ class KvCacheConnectorManager:
         self.scheduler = scheduler
         self._ranks: Ranks = ranks or SingleRank()
         self._attention_dp_rank = attention_dp_rank
-        self._new = AsyncRequests()  # not handed to get_finished yet
-        self._pending = AsyncRequests()  # handed over, not returned yet
-        self._local_finished = AsyncRequests()  # returned here, not yet on every rank
+        self._saves, self._loads = _Transfers(), _Transfers()
         self._loaded: Requests = {}
         self._scheduler_output: SchedulerOutput | None = None
         self._reported: dict[int, tuple[int, int]] = {}
@@ -81,30 +90,28 @@ class KvCacheConnectorManager:
     @property
     def is_saving(self) -> bool:
         """Whether a save has not ended on every rank; the same on all of them."""
-        return any(one.saving for one in (self._new, self._pending, self._local_finished))
+        return bool(self._saves.new or self._saves.pending)
 
     def get_num_new_matched_tokens(self, request: LlmRequest, num_computed_tokens: int) -> int:
         """Ask the leader how many tokens follow; an asynchronous load parks the request.
 
         Raises:
-            KVRayError: a generation-only request, or nothing to be loaded asynchronously.
+            KVRayError: the connector would load no tokens, asynchronously.
         """
-        if request.is_generation_only_request:
-            raise KVRayError("A connector does not serve generation-only requests.")
         num_tokens, is_async = self._on_leader(
             lambda scheduler: scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         )
         if num_tokens == 0 and is_async:
             raise KVRayError("A connector may not load 0 tokens asynchronously.")
         if is_async:
-            self._new.loading[request.request_id] = request
+            self._loads.new[request.request_id] = request
         self._external_loads[request.request_id] = num_tokens
         request.py_num_connector_matched_tokens = num_tokens
         return num_tokens
 
-    def should_add_sequence(self, request: LlmRequest) -> bool:
-        """Whether the request still needs blocks: not when it comes back from loading."""
-        return request.request_id not in self._loaded
+    def is_loaded(self, request: LlmRequest) -> bool:
+        """Whether the request comes back from loading, and has its blocks."""
+        return request.request_id in self._loaded
 
     def update_state_after_alloc(self, request: LlmRequest, block_ids: list[int]) -> None:
         """Tell the leader the blocks of a request that just got them."""
@@ -120,7 +127,7 @@ class KvCacheConnectorManager:
         """
         output: SchedulerOutput = _make(SchedulerOutput, attention_dp_rank=self._attention_dp_rank)
         for request in batch.context_requests:
-            if request.request_id in self._new.loading:
+            if request.request_id in self._loads.new:
                 continue
             is_new = request.request_id not in self._reported
             data = self._report(request, block_ids_of(request))
@@ -129,7 +136,7 @@ class KvCacheConnectorManager:
         output.cached_requests.extend(
             self._report(request, block_ids_of(request))
             for request in batch.generation_requests
-            if not request.is_dummy_request
+            if not request.is_dummy
         )
         self._external_loads = {}
         self._scheduler_output = output
@@ -137,9 +144,9 @@ class KvCacheConnectorManager:
     def take_scheduled_requests_pending_load(self, batch: ScheduledRequests) -> None:
         """Drop the requests that load asynchronously from the batch and park them."""
         for request in batch.context_requests:
-            if request.request_id in self._new.loading:
+            if request.request_id in self._loads.new:
                 request.state = LlmRequestState.DISAGG_GENERATION_TRANS_IN_PROGRESS
-        batch.drop_context(set(self._new.loading))
+        batch.drop_context(set(self._loads.new))
 
     def handle_metadata(self) -> None:
         """Build the metadata of the pass, if there is one, and bind the worker to it."""
@@ -157,7 +164,7 @@ class KvCacheConnectorManager:
             lambda scheduler: scheduler.request_finished(request, block_ids)
         )
         if is_saving:
-            self._new.saving[request.request_id] = request
+            self._saves.new[request.request_id] = request
             request.state = LlmRequestState.DISAGG_CONTEXT_TRANS_IN_PROGRESS
         return is_saving
 
@@ -169,42 +176,20 @@ class KvCacheConnectorManager:
         Raises:
             KeyError: the worker named an id that it was not given, or named it twice.
         """
-        saving_ids, loading_ids = list(self._new.saving), list(self._new.loading)
-        self._pending.take_all(self._new)
-        saved, loaded = self.worker.get_finished(saving_ids, loading_ids)
-        self._local_finished.take_all(self._pending.extract(saved, loaded))
-        everywhere = self._ranks.allgather(
-            (set(self._local_finished.saving), set(self._local_finished.loading))
-        )
-        finished = self._local_finished.extract(
-            sorted(set.intersection(*(rank[0] for rank in everywhere))),
-            sorted(set.intersection(*(rank[1] for rank in everywhere))),
-        )
-        for request_id, request in finished.loading.items():
-            if request.is_finished:
-                continue  # cancelled while it loaded
-            request.state = LlmRequestState.CONTEXT_INIT
-            self._loaded[request_id] = request
-        return list(finished.saving.values())
+        saved, loaded = self.worker.get_finished(self._saves.hand_over(), self._loads.hand_over())
+        self._saves.end(saved)
+        self._loads.end(loaded)
+        everywhere = self._ranks.allgather((self._saves.ended, self._loads.ended))
+        for request in self._loads.take(set.intersection(*(loads for _, loads in everywhere))):
+            if not request.is_finished:  # else it was cancelled while it loaded
+                request.state = LlmRequestState.CONTEXT_INIT
+                self._loaded[request.request_id] = request
+        return self._saves.take(set.intersection(*(saves for saves, _ in everywhere)))
 
     def forget(self, request: LlmRequest) -> None:
         """Forget a request that is not scheduled again."""
         self._reported.pop(request.request_id, None)
         self._loaded.pop(request.request_id, None)
-
-    def layer_pre_hook(self, layer_index: int) -> None:
-        """Run before a layer of a pass."""
-        self.worker.wait_for_layer_load(layer_index, None)
-
-    def layer_post_hook(self, layer_index: int) -> None:
-        """Run after a layer of a pass."""
-        self.worker.save_kv_layer(layer_index, None)
-
-    def wait_for_initialization(self) -> None:
-        """Let the leader finish its start; connectors written for 1.2 have no such method."""
-        wait = getattr(self.scheduler, "wait_for_initialization", None)
-        if wait is not None:
-            wait()
 
     def _on_leader(self, call: Callable[[KvCacheConnectorScheduler], T]) -> T:
         value = None if self.scheduler is None else call(self.scheduler)

@@ -103,11 +103,6 @@ class ReferenceEngine:
         """The error that ended the engine, or None while it lives."""
         return self._executor.failure
 
-    @property
-    def failure_traceback(self) -> str:
-        """The traceback of the failure, as text."""
-        return self._executor.failure_traceback
-
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,6 @@ class EngineOptions:
         max_batch_size: the most requests in one pass.
         pad_batch_size: fill smaller batches up with dummy requests.
         poison: make every byte that nobody wrote NaN.
-        cache_dir: keeps downloaded weights.
         num_threads: torch's threads on each rank; equal answers need equal numbers.
         tensor_parallel_size: ranks that share the model: 1, 2 or 4. They are this process and
             children that end with it, each with a pool and a worker of its own.
@@ -69,7 +67,6 @@ class EngineOptions:
     max_batch_size: int = 8
     pad_batch_size: int = 0
     poison: bool = False
-    cache_dir: str | Path | None = None
     num_threads: int = 2
     tensor_parallel_size: int = 1
     enable_attention_dp: bool = False
@@ -126,6 +123,6 @@ class EngineOptions:
 
 def to_json(value: Any) -> Any:
     """Return an option that JSON does not know as one that it knows: a path, or a connector."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
+    if isinstance(value, Path):
+        return str(value)
     return {item.name: getattr(value, item.name) for item in dataclasses.fields(KvConnectorConfig)}

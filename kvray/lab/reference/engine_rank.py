@@ -48,7 +48,6 @@ class EngineRank:
         checkpoint = load_checkpoint(
             options.model,
             tokens_per_block=options.tokens_per_block,
-            cache_dir=options.cache_dir,
             split_over=ranks if options.is_split else None,
         )
         self.tokenizer = checkpoint.tokenizer
@@ -85,8 +84,11 @@ class EngineRank:
         model_engine.warm_up()
         if connector is not None:
             connector.worker.register_kv_caches(self.cache.get_unique_primary_pool())
-            model_engine.install_hooks(connector)
-            connector.wait_for_initialization()
+            model_engine.hooks = connector.worker
+            # Connectors written for 1.2 have no such method.
+            wait_for = getattr(connector.scheduler, "wait_for_initialization", None)
+            if wait_for is not None:
+                wait_for()
             self.cache.connector = connector
         return model_engine
 

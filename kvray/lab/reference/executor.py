@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Iterable
 
 import torch
@@ -47,7 +46,6 @@ class Executor:
         connector: KvCacheConnectorManager | None,
     ) -> None:
         self.failure: BaseException | None = None
-        self.failure_traceback = ""
         self._model_engine = model_engine
         self._cache = cache
         self._intake = intake
@@ -88,7 +86,6 @@ class Executor:
                 iterate()
         except BaseException as error:  # noqa: BLE001 (the thread's end: every cause is kept)
             self.failure = error
-            self.failure_traceback = traceback.format_exc()
         self._intake.close(self.closed_error)
 
     def closed_error(self) -> KVRayError:
@@ -140,7 +137,7 @@ class Executor:
             self._finish_in_connector(previous[0].all_requests())
         if sampled is not None:
             batch.count_computed()
-            batch.foresee_ends(num_pending=1)
+            batch.foresee_ends()
         if previous is not None:
             self._handle_cancelled()
             self._handle_responses()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvray.connector.base import KvCacheConnectorWorker
 from kvray.lab.reference.cache_manager import KVCacheManager
-from kvray.lab.reference.connector_manager import KvCacheConnectorManager
 from kvray.lab.reference.model import BlockModel, Step
 from kvray.lab.reference.request import LlmRequest, ScheduledRequests
 
@@ -43,11 +43,8 @@ class ModelEngine:
         self._cache = cache
         self._forward_callable = forward_callable
         self._pad_batch_size = pad_batch_size
-        self._hooks: KvCacheConnectorManager | None = None
-
-    def install_hooks(self, connector: KvCacheConnectorManager) -> None:
-        """Call the connector around every layer from now on."""
-        self._hooks = connector
+        self.hooks: KvCacheConnectorWorker | None = None
+        """Called around every layer, once it is set."""
 
     def warm_up(self) -> None:
         """Run dummies before there is a pool for the connector: only the callable fires."""
@@ -71,12 +68,12 @@ class ModelEngine:
         padding = self._padding(batch)
         runs = [self._run(request, pending) for request in [*batch.all_requests(), *padding]]
         for layer_index in range(self._model.geometry.num_layers):
-            if self._hooks is not None:
-                self._hooks.layer_pre_hook(layer_index)
+            if self.hooks is not None:
+                self.hooks.wait_for_layer_load(layer_index, None)
             for run in runs:
                 self._run_layer(layer_index, run)
-            if self._hooks is not None:
-                self._hooks.layer_post_hook(layer_index)
+            if self.hooks is not None:
+                self.hooks.save_kv_layer(layer_index, None)
         sampled = {
             run.request_id: int(self._model.logits(run.steps[-1]).argmax())
             for run in runs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import subprocess
@@ -12,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +64,11 @@ class RankProcesses:
         for rank in range(1, options.tensor_parallel_size):
             env = options.rank_env[rank - 1] if options.rank_env else {}
             self._children.append(_RankProcess(rank, env))
-        task = {"directory": directory, "path": sys.path, "options": _fields(options)}
+        task = {
+            "directory": directory,
+            "path": sys.path,
+            "options": {one.name: getattr(options, one.name) for one in fields(options)},
+        }
         for child in self._children:
             child.send(task)
         for child in self._children:
@@ -223,10 +227,6 @@ def _meet(rank: int, options: EngineOptions, directory: str, **diagnose: Any) ->
         timeout_s=options.collective_timeout_s,
         **diagnose,
     )
-
-
-def _fields(options: EngineOptions) -> dict[str, Any]:
-    return {item.name: getattr(options, item.name) for item in dataclasses.fields(options)}
 
 
 if __name__ == "__main__":

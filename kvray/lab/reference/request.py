@@ -28,10 +28,6 @@ class LlmRequest:
     Only the executor's thread changes a request after its submission.
     """
 
-    is_generation_only_request = False
-    kv_cache_retention_config = None
-    py_draft_tokens: tuple[int, ...] = ()
-
     def __init__(
         self,
         request_id: int,
@@ -40,21 +36,18 @@ class LlmRequest:
         max_new_tokens: int = 16,
         end_ids: frozenset[int] = frozenset(),
         cache_salt: str | None = None,
-        lora_task_id: int | None = None,
-        multimodal_hashes: Sequence[Sequence[int]] | None = None,
         is_dummy: bool = False,
     ) -> None:
         self.request_id = request_id
-        self.py_request_id = request_id
         self.prompt_len = self.orig_prompt_len = len(prompt_tokens)
         self.max_new_tokens = max_new_tokens
         self.end_ids = end_ids
         self.cache_salt = cache_salt
-        self.cache_salt_id = None if cache_salt is None else _salt_id(cache_salt)
-        self.lora_task_id = lora_task_id
-        self.multimodal_hashes = multimodal_hashes
-        self.multimodal_positions = self.multimodal_lengths = None
-        self.is_dummy = self.is_dummy_request = is_dummy
+        self.cache_salt_id: int | None = None
+        if cache_salt is not None:
+            digest = hashlib.blake2b(cache_salt.encode(), digest_size=8).digest()
+            self.cache_salt_id = int.from_bytes(digest, "little")
+        self.is_dummy = is_dummy
         self.state = LlmRequestState.CONTEXT_INIT
         self.finish_reason: str | None = None
         self.context_chunk_size = self.prompt_len
@@ -72,11 +65,6 @@ class LlmRequest:
         """Return a copy of all tokens so far, the prompt's first."""
         assert beam == 0, "there is one beam"
         return list(self._tokens)
-
-    def get_num_tokens(self, beam: int = 0) -> int:
-        """Return how many tokens there are so far, the prompt's included."""
-        assert beam == 0, "there is one beam"
-        return len(self._tokens)
 
     @property
     def generated_tokens(self) -> list[int]:
@@ -141,10 +129,6 @@ class LlmRequest:
         self._context_position += min(self.context_chunk_size, self.context_remaining_length)
         self.num_computed_tokens = self._context_position
 
-    def will_complete_next_iteration(self, *, num_pending: int) -> bool:
-        """Whether the answer is complete once `num_pending` more tokens are added."""
-        return len(self._tokens) + num_pending - self.prompt_len >= self.max_new_tokens
-
     def add_new_token(self, token: int) -> None:
         """Append a sampled token and notice the end of the answer."""
         self._tokens.append(token)
@@ -190,15 +174,9 @@ class ScheduledRequests:
         for request in self.generation_requests:
             request.num_computed_tokens += 1
 
-    def foresee_ends(self, *, num_pending: int) -> None:
-        """Stop scheduling requests whose length ends them once `num_pending` tokens are added."""
+    def foresee_ends(self) -> None:
+        """Stop scheduling requests that end with the token that is sampled but not added."""
         for request in self.all_requests():
-            if (
-                request.state is LlmRequestState.GENERATION_IN_PROGRESS
-                and request.will_complete_next_iteration(num_pending=num_pending)
-            ):
+            is_last = len(request.generated_tokens) + 1 >= request.max_new_tokens
+            if is_last and request.state is LlmRequestState.GENERATION_IN_PROGRESS:
                 request.state = LlmRequestState.GENERATION_TO_COMPLETE
-
-
-def _salt_id(salt: str) -> int:
-    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "little")
