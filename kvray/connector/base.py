@@ -17,16 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "UPSTREAM_MODULES",
-    "KvCacheConnectorScheduler",
-    "KvCacheConnectorWorker",
-    "RequestData",
-    "SchedulerOutput",
-    "asks_every_rank",
-    "find_upstream",
-]
-
 UPSTREAM_MODULES = (
     "tensorrt_llm._torch.pyexecutor.connectors.kv_cache_connector",
     "tensorrt_llm._torch.pyexecutor.kv_cache_connector",
@@ -128,9 +118,6 @@ class KvCacheConnectorWorker(ABC):
     def get_connector_meta(self) -> object | None:
         """Return the metadata of the pass, or None before the first one."""
         return self._metadata
-
-    def _clear_connector_meta(self) -> None:
-        self._metadata = None
 
     def register_forward_pass_callable(self) -> Callable[[], None] | None:
         """Return a callable that the engine runs after every forward pass, warm-up included."""

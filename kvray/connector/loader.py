@@ -6,8 +6,9 @@ trust that the lease held all the while. On the host it runs before the pass, on
 copies, before anything of their pass is returned or saved.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -55,28 +56,26 @@ class Loader:
     def load(self, plans: Sequence[LoadPlan], stream: Any) -> None:
         """Begin to copy all that was promised; `settle` ends it, on the host before this returns.
 
-        Raises:
-            CorruptBlock, LayoutMismatch, LeaseExpired: it cannot be kept.
+        CorruptBlock, LayoutMismatch, LeaseExpired: it cannot be kept.
         """
-        left = list(plans)
+        left: dict[str, list[LoadPlan]] = {}
+        for plan in plans:
+            left.setdefault(self._place(plan)[0], []).append(plan)
         try:
-            for arena_id in dict.fromkeys(self._place(plan)[0] for plan in plans):
-                self._load(arena_id, [one for one in plans if self._is_in(one, arena_id)], stream)
-                left = [one for one in left if not self._is_in(one, arena_id)]
+            for arena_id in list(left):
+                self._load(arena_id, left[arena_id], stream)
+                del left[arena_id]
             if all(one.ticket.done() for one in self._begun):
                 self.settle()  # on the host, before the pass
         except BaseException:
-            release_plans(self._shared, left)
+            release_plans(self._shared, chain.from_iterable(left.values()))
             raise
 
     def settle(self) -> None:
         """Wait for all copies that were begun, check them and end their leases.
 
-        A pass waits for its copies itself, so this is hardly ever waited for.
-
-        Raises:
-            CorruptBlock, LeaseExpired: what was loaded may be wrong.
-            TierError: the device failed.
+        A pass waits for its copies itself, so this is hardly ever waited for. CorruptBlock,
+        LeaseExpired: what was loaded may be wrong. TierError: the device failed.
         """
         while self._begun:
             one = self._begun.pop()
@@ -100,9 +99,9 @@ class Loader:
 
     def close(self) -> None:
         """End the leases of what was begun; no pass will use it. Twice is fine."""
-        while self._begun:
-            one = self._begun.pop()
+        for one in self._begun:
             release_leases(self._shared, one.arena, one.lease)
+        self._begun = []
 
     def _load(self, arena_id: str, plans: Sequence[LoadPlan], stream: Any) -> None:
         arena = self._shared.link.arena_named(arena_id)
@@ -129,11 +128,7 @@ class Loader:
             self._shared.figures.totals["loaded_blocks"] += plan.pages[0].num_blocks
 
     def _check(self, one: _Begun) -> None:
-        """Check the bytes that were copied.
-
-        Raises:
-            CorruptBlock, LeaseExpired: they may differ from those that were promised.
-        """
+        """Check the bytes that were copied; CorruptBlock, LeaseExpired: they may be wrong."""
         if one.arena.holder_of(one.lease) != one.holder:
             raise LeaseExpired(
                 f"The holder of lease {one.lease.lease_id} changed while its blocks were copied for"
@@ -160,11 +155,8 @@ class Loader:
     def _place(self, plan: LoadPlan) -> tuple[str, Lease]:
         return plan.leased.of(self._shared.args.part_rank)
 
-    def _is_in(self, plan: LoadPlan, arena_id: str) -> bool:
-        return self._place(plan)[0] == arena_id
 
-
-def release_plans(shared: SharedState, plans: Sequence[LoadPlan]) -> None:
+def release_plans(shared: SharedState, plans: Iterable[LoadPlan]) -> None:
     """End this rank's leases of loads that will not be made."""
     for plan in plans:
         release_at(shared, *plan.leased.of(shared.args.part_rank))

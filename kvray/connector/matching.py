@@ -29,13 +29,7 @@ class Matched:
 
 
 def refuse(shared: SharedState, keys: list[BlockKey], first: int) -> MissReason | None:
-    """Return why nothing of `keys` can be promised, whatever is stored; None if it can.
-
-    Args:
-        shared: the leader's.
-        keys: of the prompt, as far as it may be promised.
-        first: blocks that the engine has itself.
-    """
+    """Return why nothing of `keys` after the engine's own `first` blocks can be promised, if so."""
     if not shared.args.block_reuse:
         return "reuse_disabled"
     if shared.link.arena is None:
@@ -61,7 +55,7 @@ def match(
         away: leases of ranks on other nodes; all others are here.
 
     Returns:
-        What was leased, which the caller must release; and why what follows it is missing.
+        The caller's lease, or None; and why what follows it is missing.
     """
     arena = shared.link.arena
     if arena is None:

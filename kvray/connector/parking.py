@@ -59,10 +59,7 @@ class Parking:
         self._failed: set[int] = set()
 
     def begin(self, plan: ParkPlan) -> None:
-        """Begin to make the blocks of a request ready.
-
-        If that fails, they are checked when they are loaded.
-        """
+        """Begin to make a request's blocks ready; if that fails, they are checked when loaded."""
         self._forget(plan.request_id)
         if not self._shared.verifies_loads:
             return
@@ -112,8 +109,7 @@ class Parking:
     def is_checked(self, request_id: int, place: tuple[str, Lease]) -> bool:
         """Whether the request was parked with the lease at `place`, and its blocks are sound.
 
-        Raises:
-            CorruptBlock, LeaseExpired: they are not, or could not be read.
+        CorruptBlock, LeaseExpired: they are not, or could not be read.
         """
         check = self._checks.get(request_id)
         self._forget(request_id)

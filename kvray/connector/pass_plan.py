@@ -54,10 +54,8 @@ class PassPlanner:
     def add_load(self, state: RequestState, report: Any, promise: Promise, *, is_new: bool) -> None:
         """Plan a request that was promised blocks and is scheduled for the first time.
 
-        The engine may not call it new, see `RequestState.extend`.
-
-        Raises:
-            LayoutMismatch, LeaseExpired: the promise cannot be kept; the engine must not go on.
+        The engine may not call it new, see `RequestState.extend`. LayoutMismatch, LeaseExpired: the
+        promise cannot be kept; the engine must not go on.
         """
         shared, tokens_per_block = self._shared, state.tokens_per_block
         try:
@@ -179,7 +177,7 @@ class PassPlanner:
         self._tenants.append(state.tenant_id)
 
     def _usable_board(self) -> KeyBoard | None:
-        """Return the board in the present arena, and open it if there is none yet.
+        """Return the board in the present arena, opened if need be.
 
         None if there is none, or if ranks on other nodes could not read it.
         """

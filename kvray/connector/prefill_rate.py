@@ -33,13 +33,7 @@ class PrefillRate:
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def plan(self, requests: Collection[int], num_tokens: int, now: float) -> None:
-        """Note that a pass is planned.
-
-        Args:
-            requests: those in it.
-            num_tokens: tokens that it computes, of all of them.
-            now: monotonic seconds.
-        """
+        """Note a pass of `requests` that computes `num_tokens` in all, planned at `now`."""
         goes_on = not self._requests.isdisjoint(requests)
         seconds = now - self._planned_at
         if goes_on and self._pending is not None:

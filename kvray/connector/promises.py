@@ -53,11 +53,7 @@ class Promises:
                     self._watcher.start()
 
     def take(self, shared: SharedState, state: RequestState) -> Promise:
-        """Hand the promise of a request over to the caller, who ends its leases.
-
-        Raises:
-            LeaseExpired: they have ended by time.
-        """
+        """Hand a promise over to the caller, who ends its leases; LeaseExpired: they have ended."""
         promise = self._take(shared, state)
         if promise is None:
             raise _given_up(state.request_id)
@@ -79,8 +75,7 @@ class Promises:
     ) -> None:
         """Accept a first report whose position does not count on what was given up.
 
-        Raises:
-            LeaseExpired: the engine counts on it.
+        LeaseExpired: the engine counts on it.
         """
         state = self._states.get(request_id)
         if state is not None and state.promise is not None and state.promise.is_given_up:
@@ -162,11 +157,7 @@ class Lost:
         self._blocks.pop(request_id, None)
 
     def check(self, request_id: int, position: int, tokens_per_block: int) -> None:
-        """Accept a first report whose position does not count on the promise.
-
-        Raises:
-            LeaseExpired: the engine counts on what was given up.
-        """
+        """Accept a first report whose position does not count on the promise; else LeaseExpired."""
         first = self._blocks.pop(request_id, None)
         if first is not None and position > first * tokens_per_block:
             raise _given_up(request_id)

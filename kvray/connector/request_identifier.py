@@ -49,14 +49,6 @@ class RequestIdentifier:
         media_tokens: MediaTokens | None,
         tenants: TenantSalts | None,
     ) -> None:
-        """Count requests without a tenant in `totals`.
-
-        Args:
-            totals: of the engine.
-            adapters: `EngineArgs.adapters`.
-            media_tokens: `EngineArgs.media_tokens`.
-            tenants: derives the salts of tenants; None: there are none.
-        """
         self.tenants = tenants
         self.adapters = Adapters(settings=adapters, cache_dir=fingerprints_dir())
         self.hides_media = False
@@ -69,12 +61,8 @@ class RequestIdentifier:
     def read(self, request: Any, num_computed: Any) -> AskedRequest | None:
         """Return what the engine asks about; None: it cannot be told, or is not what it should be.
 
-        Args:
-            request: the object that the engine asks with; it may lack what Python knows of it.
-            num_computed: leading tokens that the engine has itself.
-
-        Raises:
-            ConfigError: as `identify`.
+        `request` may lack what Python knows of it; `num_computed` are leading tokens that the
+        engine has itself. ConfigError: as `identify`.
         """
         try:
             tokens, prompt_len = request.get_tokens(0), prompt_len_of(request)
@@ -98,11 +86,9 @@ class RequestIdentifier:
         )
 
     def identify(self, request: Any) -> Identity | None:
-        """Return what the request itself shows of what enters its keys; None: it has no keys.
+        """Return what the request shows of what enters its keys; None: it has no keys.
 
-        Raises:
-            ConfigError: as `identity.identify`.
-            Exception: as `identity.identify`.
+        Raises what `identity.identify` raises.
         """
         identity = identify(request, self.adapters.fingerprint)
         if identity is None or self.tenants is None:

@@ -27,14 +27,8 @@ def record_answer(
 ) -> None:
     """Record a request that was just answered.
 
-    Args:
-        shared: the leader's.
-        asked: the request.
-        state: what the leader keeps of it.
-        keys: of the blocks that could be promised.
-        reason: why not more was promised.
-        stage_s: how long the request has waited for the shard.
-        lease_s: how long the rest of its answer took.
+    `keys` are of the blocks that could be promised, `reason` says why not more was. The request has
+    waited `stage_s` for the shard, and the rest of its answer took `lease_s`.
     """
     totals, size, promise = shared.figures.totals, state.tokens_per_block, state.promise
     hit = 0

@@ -111,8 +111,7 @@ class RequestState:
     def load_pages(self, first: int, end: int) -> tuple[list[int], ...]:
         """Return for each layer group the pages of the blocks from `first` to `end`.
 
-        Raises:
-            LayoutMismatch: the engine counts on these blocks, but has no page for one of them.
+        LayoutMismatch: the engine counts on these blocks, but has no page for one of them.
         """
         found = tuple(group[first:end] for group in self.pages)
         for pages, may_miss in zip(found, self.windowed, strict=True):
@@ -139,8 +138,7 @@ class RequestState:
     def savable(self, computed_tokens: int) -> int:
         """Return where the blocks end that are full after a pass and have their pages.
 
-        Args:
-            computed_tokens: leading tokens whose KV is in the pool after the pass.
+        `computed_tokens` are the leading tokens whose KV is in the pool after the pass.
         """
         if self.is_unsaved:
             return self.num_saved

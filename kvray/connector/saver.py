@@ -175,7 +175,7 @@ class Saver:
             if job is not None:
                 self._begin(job)
             elif finish is not None:
-                self._attempt(finish)
+                finish()
             with self._guard:
                 self._beginning, self._is_finishing = None, False
                 self._progress += 1
@@ -218,11 +218,12 @@ class Saver:
             try:
                 ticket = job.pool.save(arena, job.part, pages, reservation.slots, job.mark)
             except BaseException:
-                self._settle(arena, lambda: arena.abort(reservation))
+                self._settle(arena, partial(arena.abort, reservation))
                 raise
             if not self._was_begun_in_time(is_last=stop == len(job.keys)):
                 self._drops.count(len(reservation.slots) + reservation.dropped, DropReason.TOO_SLOW)
-                self._finish_later(ticket, partial(self._give_back, arena, reservation))
+                abort = partial(self._settle, arena, partial(arena.abort, reservation))
+                self._finish_later(ticket, abort)
                 return DropReason.TOO_SLOW
             commit = partial(self._commit, arena, reservation, ticket)
             self._finish_later(ticket, commit, num_blocks=len(reservation.slots))
@@ -256,7 +257,7 @@ class Saver:
             return not self._abandoned
 
     def _finish_later(
-        self, ticket: Ticket, action: Callable[[], None], *, num_blocks: int = 0
+        self, ticket: Ticket, action: Callable[[], object], *, num_blocks: int = 0
     ) -> None:
         """Do `action` behind the copies of `ticket`: now if they have ended and made the sums.
 
@@ -267,7 +268,7 @@ class Saver:
         else:
             self._unfinished.append(partial(self._finish_save, ticket, action, num_blocks))
 
-    def _finish_save(self, ticket: Ticket, action: Callable[[], None], num_blocks: int) -> None:
+    def _finish_save(self, ticket: Ticket, action: Callable[[], object], num_blocks: int) -> None:
         try:
             ticket.wait()
             action()
@@ -281,9 +282,6 @@ class Saver:
         else:
             self._drops.count(len(reservation.slots), DropReason.STORE_DOWN)
 
-    def _give_back(self, arena: Arena, reservation: Reservation) -> None:
-        self._settle(arena, lambda: arena.abort(reservation))
-
     def _settle(self, arena: Arena, action: Callable[[], bool]) -> bool:
         """Commit or abort until the arena takes it or is retired."""
         while not action():
@@ -291,12 +289,6 @@ class Saver:
                 return False
             time.sleep(0.001)
         return True
-
-    def _attempt(self, finish: Callable[[], None]) -> None:
-        try:
-            finish()
-        except Exception as error:  # noqa: BLE001 - as in `_begin`
-            self._fail(error)
 
     def _fail(self, error: Exception, *, num_blocks: int = 0) -> None:
         """Count an error and the blocks that are not saved for it; log each error once."""

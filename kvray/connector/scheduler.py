@@ -51,11 +51,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     """Configuration file; None: what `load_config` finds."""
 
     def __init__(self, llm_args: Any) -> None:
-        """Attach to the node's tier if there is one.
-
-        Raises:
-            ConfigError: a setting cannot be used; the engine's start-up fails with the sentence.
-        """
+        """Attach to the node's tier if there is one; ConfigError: a setting cannot be used."""
         super().__init__(llm_args)
         self._own_shared = self._shared = shared_state_for(llm_args, self.config_path)
         self._states: OrderedDict[int, RequestState] = OrderedDict()
@@ -72,13 +68,9 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     ) -> tuple[int, bool]:
         """Promise the longest prefix of the prompt that is leased for every rank.
 
-        Args:
-            request: the engine's request.
-            num_computed_tokens: leading tokens that the engine has itself.
-
         Returns:
-            (tokens after `num_computed_tokens` that will be loaded, whether the request is to wait
-            for them instead of taking part in the coming pass).
+            (tokens after `num_computed_tokens`, which the engine has itself, that will be loaded,
+            whether the request is to wait for them instead of taking part in the coming pass).
         """
         began_ns = time.perf_counter_ns()
         request_id = id_of(request)
@@ -97,10 +89,8 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """Note the pages of a request, and check its promise against the engine's own request.
 
-        The first cache manager asks with a copy of it, which lacks what Python knows of it.
-
-        Raises:
-            ConfigError: the request has media that the copy did not show, and was promised tokens.
+        The first cache manager asks with a copy of it, which lacks what Python knows of it. A
+        ConfigError says that it has media that the copy did not show, and was promised tokens.
         """
         self.update_state_after_alloc_by_layer_group(request, [block_ids])
         state = self._states.get(id_of(request))

@@ -53,14 +53,6 @@ class SharedState:
         link: NodeLink,
         tenants: TenantSalts | None = None,
     ) -> None:
-        """Start without a pool: the worker registers it.
-
-        Args:
-            args: of the engine.
-            config: of the tier.
-            link: to the node's part of it.
-            tenants: derives the salts of tenants; None: there are none.
-        """
         self.args = args
         self.config = config
         self.link = link
@@ -145,8 +137,7 @@ class SharedState:
 def shared_state_for(llm_args: Any, config_path: str | None) -> SharedState:
     """Return the state of the engine that `llm_args` describes, one for both halves of a process.
 
-    Raises:
-        ConfigError: the configuration, or an engine setting, cannot be used.
+    ConfigError: the configuration, or an engine setting, cannot be used.
     """
     args = read_engine_args(llm_args, asks_every_rank=asks_every_rank())
     config = load_config(config_path)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvray.connector.base import KvCacheConnectorWorker
-from kvray.connector.device.opening import open_pool
+from kvray.connector.device.gpu import open_pool
 from kvray.connector.device.pool import Pool
 from kvray.connector.key_board import read_keys
 from kvray.connector.loader import Loader, release_plans
@@ -43,11 +43,7 @@ class KvRayWorker(KvCacheConnectorWorker):
     """Configuration file; None: what `load_config` finds."""
 
     def __init__(self, llm_args: Any) -> None:
-        """Attach to the node's tier if there is one; touches no device.
-
-        Raises:
-            ConfigError: a setting cannot be used; the engine's start-up fails with the sentence.
-        """
+        """Attach to the node's tier, touch no device; ConfigError: a setting cannot be used."""
         super().__init__(llm_args)
         self._shared = shared_state_for(llm_args, self.config_path)
         self._parts: tuple[Part, ...] = ()
@@ -74,11 +70,7 @@ class KvRayWorker(KvCacheConnectorWorker):
         self._register(layout_of_tensor(kv_cache_tensor, may_be_latent=self._may_be_latent))
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """Take a cache with layer groups, described as TensorRT-LLM's `KvCacheLayout`.
-
-        Raises:
-            ConfigError, LayoutMismatch: as `register_kv_caches`.
-        """
+        """Take a cache with layer groups, as TensorRT-LLM's `KvCacheLayout`; raises as above."""
         read = read_layout(layout, may_be_latent=self._may_be_latent)
         if read.tokens_per_block != self._shared.args.tokens_per_block:
             raise ConfigError(
@@ -193,9 +185,7 @@ class KvRayWorker(KvCacheConnectorWorker):
         """Return parked requests that were said to be ready, and whose blocks proved wrong.
 
         A runtime that asks takes their pages back and computes them; any other is stopped when
-        such a request comes back.
-
-        Source: `connectors/mooncake_store/worker.py` on a branch of TensorRT-LLM.
+        such a request comes back. Source: mooncake_store's `worker.py` on a branch of TensorRT-LLM.
         """
         return self._parking.take_failed()
 

@@ -30,8 +30,6 @@ def test_worker_keeps_the_metadata_of_its_pass() -> None:
     assert worker.get_connector_meta() is None
     worker.bind_connector_meta({"loads": []})
     assert worker.get_connector_meta() == {"loads": []}
-    worker._clear_connector_meta()
-    assert worker.get_connector_meta() is None
     assert worker.register_forward_pass_callable() is None
 
 

@@ -30,22 +30,18 @@ class CudaDevice:
         """Addresses of memory that somebody else has registered."""
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
-        """Return torch's current stream of this device."""
         return torch.cuda.device(self._device)
 
     def make_stream(self) -> torch.cuda.Stream:
-        """Return a new stream of this device."""
         return torch.cuda.Stream(self._device)
 
     def record(self, stream: torch.cuda.Stream) -> Event:
-        """Record a CUDA event on `stream`."""
         event = torch.cuda.Event(blocking=True)  # whoever waits sleeps, and does not spin
         with _mapped():
             event.record(stream)
         return _CudaEvent(event)
 
     def wait(self, stream: torch.cuda.Stream, event: Event) -> None:
-        """Have `stream` wait for a CUDA event."""
         assert isinstance(event, _CudaEvent)
         with _mapped():
             stream.wait_event(event.event)
@@ -53,7 +49,6 @@ class CudaDevice:
     def copy(
         self, pieces: Pieces, stream: torch.cuda.Stream, *, is_load: bool, is_registered: bool
     ) -> str:
-        """Enqueue the copies, in one call where the driver can."""
         driver, handle = self._driver(), stream.cuda_stream
         if is_registered and self._batches and len(pieces.sizes) > 1:
             error = driver.copy_batch(pieces, handle, is_stable=is_load)
@@ -76,7 +71,6 @@ class CudaDevice:
         return SINGLE if is_registered else PAGEABLE
 
     def register(self, memory: Array) -> bool:
-        """Pin host memory with the driver."""
         address = memory.ctypes.data
         try:
             error = int(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0))
@@ -89,7 +83,6 @@ class CudaDevice:
         return True
 
     def unregister(self, memory: Array) -> None:
-        """Unpin host memory."""
         address = memory.ctypes.data
         if address in self._others:
             self._others.discard(address)
@@ -97,11 +90,7 @@ class CudaDevice:
             torch.cuda.cudart().cudaHostUnregister(address)
 
     def _driver(self) -> CudaDriver:
-        """Return the driver, loaded at the first copy.
-
-        Raises:
-            TierError: it cannot be.
-        """
+        """Return the driver, loaded at the first copy; TierError: it cannot be."""
         if self._opened is None:
             try:
                 self._opened = CudaDriver(self._device.index)
@@ -122,8 +111,6 @@ class CudaDevice:
 
 
 class _CudaEvent:
-    """A CUDA event."""
-
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
 

@@ -43,11 +43,7 @@ class CudaDriver:
     """The driver, for one device; every method may be called from any thread."""
 
     def __init__(self, ordinal: int) -> None:
-        """Use the device that torch calls `cuda:<ordinal>`.
-
-        Raises:
-            OSError: there is no driver.
-        """
+        """Use the device that torch calls `cuda:<ordinal>`; OSError: there is no driver."""
         self._cuda = _load()
         self.can_batch = hasattr(self._cuda, "cuMemcpyBatchAsync")
         """Whether the driver is of CUDA 12.8 or later."""
@@ -63,10 +59,8 @@ class CudaDriver:
     def copy_batch(self, pieces: Pieces, stream: int, *, is_stable: bool) -> int:
         """Have `stream` make copies in any order; return 0, or the error.
 
-        Args:
-            pieces: the copies; addresses on the host are of registered memory.
-            stream: a CUstream, not the default one.
-            is_stable: whether the sources do not change before the copies have ended.
+        Addresses on the host are of registered memory, and `stream` is not the default one.
+        `is_stable` says that the sources do not change before the copies have ended.
         """
         attributes = _Attributes(
             source_order=_IN_ANY_ORDER if is_stable else _IN_STREAM_ORDER, flags=_BESIDE_KERNELS

@@ -67,31 +67,27 @@ class HostDevice:
     """Tensors in host memory; what is asked for is done when the call returns."""
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
-        """Return no stream."""
         return contextlib.nullcontext()
 
     def make_stream(self) -> None:
-        """Return no stream."""
+        pass
 
     def record(self, stream: Any) -> Event:
-        """Return an event that has passed."""
         return _PAST
 
     def wait(self, stream: Any, event: Event) -> None:
-        """Return at once."""
+        pass
 
     def copy(self, pieces: Pieces, stream: Any, *, is_load: bool, is_registered: bool) -> str:
-        """Copy before returning."""
         for target, source, size in zip(*(column.tolist() for column in pieces), strict=True):
             ctypes.memmove(target, source, size)
         return SINGLE
 
     def register(self, memory: Array) -> bool:
-        """Do nothing: this memory needs no pinning."""
         return True
 
     def unregister(self, memory: Array) -> None:
-        """Do nothing."""
+        pass
 
 
 class _Past:

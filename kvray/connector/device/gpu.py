@@ -33,9 +33,9 @@ from kvray.connector.device.cuda_device import CudaDevice
 from kvray.connector.device.device import Device, Event, HostDevice
 from kvray.connector.device.pieces import Pieces, concatenate, join, of_size, places_of
 from kvray.connector.device.pinned import PinnedArena
-from kvray.connector.device.pool import Load, Ticket
+from kvray.connector.device.pool import HostPool, Load, Pool, Ticket
 from kvray.connector.device.stages import BEFORE_ALL, Stages
-from kvray.connector.model.cache_layout import Part
+from kvray.connector.model.cache_layout import CacheLayout, Part
 from kvray.errors import LayoutMismatch, TierError
 from kvray.store import Arena
 from kvray.store.arena.tables import Array, Tables
@@ -53,15 +53,9 @@ class DeviceTicket:
         self._event = event
 
     def done(self) -> bool:
-        """Return whether the device has passed the copies' event."""
         return self._event.query()
 
     def wait(self) -> None:
-        """See `Ticket.wait`; without the GIL.
-
-        Raises:
-            TierError: the device failed.
-        """
         self._event.synchronize()
 
 
@@ -78,14 +72,6 @@ class DevicePool:
         has_hooks: bool,
         device: Device | None = None,
     ) -> None:
-        """Serve the pages of `parts`; makes no call to the device.
-
-        Args:
-            parts: what the rank reads of a block.
-            num_layers: layers for which the engine calls `wait_for_layer`.
-            has_hooks: whether it does.
-            device: None: that of the parts' tensors.
-        """
         self.copied_bytes: Counter[str] = Counter()
         """Bytes by how they were copied, see `device`."""
         self._device = device or _device_of(parts[0].regions[0].pages.device)
@@ -154,13 +140,8 @@ class DevicePool:
     def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
         """Copy leased slots to pages, layer by layer, beside what `stream` is running.
 
-        Args:
-            arena: where the slots are.
-            loads: blocks of this pass, each page once.
-            stream: the engine's; what it has been given so far is over before a page is written.
-
-        Returns:
-            What tells when the leases may end.
+        What the engine's `stream` was given before is over before a page is written. The ticket
+        tells when the leases may end.
 
         Raises:
             LayoutMismatch: slots or pages are not of this pool's layout; nothing was copied.
@@ -201,9 +182,8 @@ class DevicePool:
     def mark(self, stream: Any) -> Event:
         """Return the end of the pass, behind which `save` may read its pages.
 
-        Raises:
-            LayoutMismatch: the pass did not wait for every layer that was loaded, and may have
-                computed on bytes that had not landed.
+        LayoutMismatch: the pass did not wait for every layer that was loaded, and may have computed
+        on bytes that had not landed.
         """
         missed = sorted(self._unwaited)
         self._landing, self._unwaited = {}, set()
@@ -222,18 +202,8 @@ class DevicePool:
     def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Event) -> Ticket:
         """Copy pages to reserved slots, behind `mark` and beside whatever runs then.
 
-        Args:
-            arena: where the slots are.
-            part: whose pages.
-            pages: i64 [num_blocks], rows of the part's regions.
-            slots: i64 [num_blocks], reserved.
-            mark: the end of a pass after which the pages were complete.
-
-        Returns:
-            What tells when the pages have been read and the slots written.
-
-        Raises:
-            LayoutMismatch, ShardUnavailable, TierError: as `load`.
+        `pages` are rows of the part's regions, complete at `mark`. The ticket tells when they have
+        been read and the slots written. Raises as `load`.
         """
         tables, device = arena.tables, self._device
         in_regions = places_of(tables, part, slots, pages)
@@ -264,11 +234,7 @@ class DevicePool:
         self._unwaited = set(self._landing)
 
     def _copy(self, tables: Tables, pieces: Pieces, side: Any, *, is_load: bool) -> None:
-        """Have `side` make copies.
-
-        Raises:
-            TierError: the device refuses them; those that it took before have ended.
-        """
+        """Have `side` make copies; after a TierError those that it took before have ended."""
         if not len(pieces.sizes):
             return
         base = tables.data.ctypes.data
@@ -302,3 +268,11 @@ class DevicePool:
 
 def _device_of(device: torch.device) -> Device:
     return HostDevice() if device.type == "cpu" else CudaDevice(device)
+
+
+def open_pool(layout: CacheLayout, parts: Sequence[Part], *, has_hooks: bool) -> Pool:
+    """Return the pool of `layout`; `has_hooks`: the engine calls before each layer runs."""
+    if layout.is_host:
+        return HostPool(parts)
+    num_layers = 1 + max(layer for group in layout.groups for layer in group.layers)
+    return DevicePool(parts, num_layers=num_layers, has_hooks=has_hooks)

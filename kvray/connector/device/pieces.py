@@ -41,8 +41,7 @@ class Place(NamedTuple):
 def places_of(tables: Tables, part: Part, slots: Array, pages: Array) -> list[Place]:
     """Return where the bytes of blocks are, for each region of their part.
 
-    Raises:
-        LayoutMismatch: a slot is of another size, or there is no such page.
+    LayoutMismatch: a slot is of another size, or there is no such page.
     """
     at = tables.data.ctypes.data + offsets(tables, slots, part.block_bytes)
     places = []

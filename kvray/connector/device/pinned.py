@@ -23,12 +23,9 @@ class PinnedArena:
     """
 
     def __init__(self, arena: Arena, device: Device, settle: Callable[[], None]) -> None:
-        """Begin to register the memory of `arena`.
+        """Begin to register an attached arena with `device`.
 
-        Args:
-            arena: an arena that is attached.
-            device: registers it.
-            settle: returns when no copy that was asked for before touches the arena any more.
+        `settle` returns when no copy that was asked for before touches the arena any more.
         """
         tables = arena.tables
         self._data: Array | None = tables.data

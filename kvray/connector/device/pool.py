@@ -67,7 +67,6 @@ class Copied:
         self.sums = sums
 
     def done(self) -> bool:
-        """Return True: the copies ended before this ticket was made."""
         return True
 
     def wait(self) -> None:
@@ -88,7 +87,6 @@ class HostPool:
         """Do nothing: copies in host memory need no preparation."""
 
     def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
-        """Copy leased slots into pages before returning."""
         arena.read_slots(
             [PartRead(one.slots, self._regions[one.part.index], one.pages) for one in loads]
         )
@@ -101,7 +99,6 @@ class HostPool:
         """Return no mark: a pass on the host has ended when it returns."""
 
     def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Any) -> Ticket:
-        """Copy pages into reserved slots before returning, and sum them."""
         return Copied(arena.write_slots(slots, self._regions[part.index], pages))
 
     def fence(self, stream: Any) -> None:

@@ -47,26 +47,15 @@ class Adapters:
     """
 
     def __init__(self, *, settings: str, cache_dir: Path | None) -> None:
-        """Know no adapter.
-
-        Args:
-            settings: `EngineArgs.adapters`; engines that read adapters differently do not share.
-            cache_dir: where fingerprints outlive the process; None: nowhere.
-        """
         self._settings = settings.encode()
         self._cache_dir = cache_dir
         self._known: dict[int, _Adapter] = {}
         self._readings: list[Future[str]] = []
 
     def fingerprint(self, task_id: int, path: str) -> bytes | None:
-        """Return what tells the adapter from every other one; None: that is not known, or not yet.
+        """Return what tells an adapter, by the engine's number and path, from every other one.
 
-        Args:
-            task_id: the engine's number of the adapter.
-            path: where the engine reads it.
-
-        Raises:
-            ConfigError: there is no adapter at `path`, or it cannot be read.
+        None: that is not known, or not yet. ConfigError: there is none, or it cannot be read.
         """
         known = self._known.get(task_id)
         if known is None:

@@ -87,9 +87,7 @@ def find_checkpoint(model: str, revision: str | None) -> str:
 def read_checkpoint(model: str, changes: Config | None = None) -> CheckpointConfig | None:
     """Return what the checkpoint in the directory `model` says of its KV cache; None: nothing.
 
-    Args:
-        model: a directory; anything else says nothing.
-        changes: fields that the engine was told to replace (`model_kwargs`, from 1.2 on).
+    `changes` are fields that the engine was told to replace (`model_kwargs`, from 1.2 on).
     """
     config = _read(Path(model) / "config.json") if model else None
     if config is None:

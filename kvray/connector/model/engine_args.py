@@ -114,14 +114,9 @@ class EngineArgs:
 
 
 def read_engine_args(llm_args: Any, *, asks_every_rank: bool) -> EngineArgs:
-    """Return the settings of `llm_args`.
+    """Return the settings of `llm_args`; `asks_every_rank` is that of `base`.
 
-    Args:
-        llm_args: TensorRT-LLM's arguments.
-        asks_every_rank: `base.asks_every_rank()`.
-
-    Raises:
-        ConfigError: a setting that no connector, or not kvray, can serve; or no tokens_per_block.
+    ConfigError: a setting that no connector, or not kvray, can serve; or no tokens_per_block.
     """
     cache = getattr(llm_args, "kv_cache_config", None)
     model = str(field_of(llm_args, "model") or "")

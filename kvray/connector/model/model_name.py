@@ -29,10 +29,7 @@ class ModelName:
     def __init__(self, model: str, model_key: str | None, *, cache_dir: Path) -> None:
         """Begin to find out, if `model_key` does not say it.
 
-        Args:
-            model: path of the checkpoint.
-            model_key: what to call it instead.
-            cache_dir: where digests of files outlive the process.
+        Digests of the files of `model` outlive the process in `cache_dir`.
         """
         self.name = "" if model_key is None else f"key:{model_key}"
         """Empty while it is not known."""
@@ -54,10 +51,9 @@ class ModelName:
                 _log.debug("kvray: %s", error)  # `find` raises it, where the engine's start fails
 
     def find(self, wait_s: float) -> str:
-        """Return the name, waiting a little for it; empty if that is not long enough, or fails.
+        """Return the name, or "" if it is not known within `wait_s` or fails.
 
-        Raises:
-            ConfigError: there is no checkpoint.
+        ConfigError: there is no checkpoint.
         """
         if not self.name and not self.failure:
             self._start().join(wait_s)

@@ -22,10 +22,7 @@ def layout_of_tensor(tensor: torch.Tensor, *, may_be_latent: bool = True) -> Cac
     """Return the layout of one pool [num_blocks, num_layers, kv_factor, block_elems].
 
     A pool with one tensor a layer instead of keys and values is a latent cache, which is the same
-    on all ranks, unless the model is known to have none.
-
-    Raises:
-        ConfigError: it does not hold whole blocks.
+    on all ranks, unless the model is known to have none. ConfigError: it has no whole blocks.
     """
     if tensor.dim() != _DIMENSIONS or not tensor.is_contiguous() or not tensor.numel():
         raise ConfigError(

@@ -23,13 +23,8 @@ def refuse_unsupported(
 ) -> None:
     """Refuse settings that no connector, or not kvray, can serve.
 
-    Args:
-        llm_args: TensorRT-LLM's arguments.
-        checkpoint: what the checkpoint says of itself; None: nothing.
-        asks_every_rank: whether this TensorRT-LLM asks every rank's connector under attention DP.
-
-    Raises:
-        ConfigError: there is one; the sentence says what to change.
+    `asks_every_rank` says whether this TensorRT-LLM asks every rank's connector under attention DP.
+    A ConfigError says what to change.
     """
     cache = getattr(llm_args, "kv_cache_config", None)
     for reasons in (

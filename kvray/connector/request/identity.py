@@ -79,15 +79,12 @@ _PLAIN = Identity(salt=None, lora=None, media=())
 
 
 def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity | None:
-    """Return the identity of an engine's request.
+    """Return the identity of an engine's request; whatever reading a field raises, this raises.
 
     None: something enters its KV that cannot be told from here (an adapter without a path, or one
     whose files have changed; media without digests; prompt embeddings; an encoder's output): such
-    a request bypasses the cache.
-
-    Raises:
-        ConfigError: a media digest of unknown form, or an adapter that cannot be read.
-        Exception: whatever a field raises when it is read, or that is of an unknown type.
+    a request bypasses the cache. ConfigError: a media digest of unknown form, or an adapter that
+    cannot be read.
     """
     if _has_encoder(request):
         return None
@@ -122,11 +119,7 @@ def keep_apart(identity: Identity, tenants: TenantSalts) -> Identity | None:
 
 
 def prompt_len_of(request: Any) -> int:
-    """Return how many tokens the engine counts as the prompt; without end if it does not say.
-
-    Raises:
-        TypeError: that is no number of tokens.
-    """
+    """Return how many tokens the engine counts as the prompt; without end if it does not say."""
     said: Any = getattr(request, "prompt_len", 2**31)
     if type(said) is not int or said < 0:
         raise TypeError(f"a prompt of {said!r} tokens")

@@ -45,12 +45,8 @@ Source: the input processors of Qwen's vision models, which make it for every pr
 def media_items(fields: Mapping[str, Any], *, prompt_len: int) -> tuple[MediaItem, ...] | None:
     """Return the media items of a request; None if there are some without digest or position.
 
-    Args:
-        fields: those of MEDIA_FIELDS that are set.
-        prompt_len: tokens of the prompt. An item that begins behind it would enter no key.
-
-    Raises:
-        ConfigError: a digest of unknown form.
+    `fields` are those of MEDIA_FIELDS that are set. An item that begins behind `prompt_len` would
+    enter no key. ConfigError: a digest of unknown form.
     """
     hashes: Any = fields.get("multimodal_hashes")
     if hashes is None:

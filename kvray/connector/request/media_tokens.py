@@ -43,9 +43,7 @@ class MediaTokens:
 def read_media_tokens(config: Mapping[str, Any], vocab_size: int | None) -> MediaTokens | None:
     """Return the tokens that stand for media in prompts; None: the model takes none.
 
-    Args:
-        config: the checkpoint's, with those of its parts.
-        vocab_size: of the part that has the KV cache.
+    `config` is the checkpoint's, `vocab_size` that of the part that has the KV cache.
 
     Source: `fuse_input_embeds` puts media where the model's configuration has its placeholders,
     `image_token_id` and the like, or at tokens beyond the vocabulary.

@@ -78,11 +78,7 @@ class BlockPool:
         )
 
     def allocate(self, count: int) -> list[int]:
-        """Reference `count` blocks and forget their content.
-
-        Raises:
-            CapacityError: fewer are free; nothing has changed.
-        """
+        """Reference `count` blocks and forget their content; CapacityError changes nothing."""
         if count > self.num_free:
             raise CapacityError(
                 f"The pool has {self.num_free} free blocks of {self.num_blocks}, {count} are "

@@ -70,11 +70,7 @@ class KVCacheManager:
         return max(self.get_needed_resource_to_completion(request) - held, 0)
 
     def get_cache_indices(self, request: LlmRequest) -> list[int]:
-        """Return the ids of the request's blocks in the order of its tokens.
-
-        Raises:
-            KVRayError: the request holds no blocks.
-        """
+        """Return the ids of the request's blocks in the order of its tokens; KVRayError if none."""
         try:
             return list(self._sequences[request.request_id])
         except KeyError:
@@ -83,8 +79,8 @@ class KVCacheManager:
     def prepare_resources(self, batch: ScheduledRequests) -> None:
         """Give every request of the batch the blocks of its coming pass.
 
-        A request that begins is matched locally. Then the connector is asked for more, and then it
-        is told the blocks. This happens once, and not again after an asynchronous load.
+        A request that begins is matched locally, then the connector is asked for more and told the
+        blocks; this happens once, and not again after an asynchronous load.
         """
         for request in batch.context_requests:
             is_loaded = self.connector is not None and self.connector.is_loaded(request)
@@ -124,10 +120,9 @@ class KVCacheManager:
         self._release(block_ids)
 
     def add_padding_request(self) -> LlmRequest | None:
-        """Return a dummy that fills a batch up, or None without free blocks.
+        """Return a dummy that generates, to fill a batch up; None without free blocks.
 
-        It is in its generation phase. A connector never hears of it, and `free_resources` takes
-        its block back.
+        A connector never hears of it, and `free_resources` takes its block back.
         """
         request = LlmRequest(self._next_dummy_id, [0], max_new_tokens=1, is_dummy=True)
         try:

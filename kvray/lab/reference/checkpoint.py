@@ -41,11 +41,8 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Load `smollm2`, `tiny`, `tiny:SEED` or the checkpoint at a path.
 
-    With `split_over` the model has this rank's share of the weights only.
-
-    Raises:
-        ConfigError: there is no such model, its weights cannot be fetched, or the ranks cannot
-            share it.
+    With `split_over` the model has this rank's share of the weights only. A ConfigError says that
+    there is no such model, or that the ranks cannot share it.
     """
     name, _, seed = str(model).partition(":")
     if name == TINY:
@@ -82,9 +79,6 @@ def find_smollm2() -> Path:
 
     transformers takes some twenty seconds to read the .gguf file and two to read the directory,
     which costs half a GiB of disk in the cache.
-
-    Raises:
-        ConfigError: the weights can be neither found nor fetched, or the cache cannot be written.
     """
     gguf = find_weights()
     return make_once(config.cache_dir() / SMOLLM2_DIRECTORY, lambda target: _unpack(gguf, target))

@@ -39,12 +39,7 @@ class JsonPipe:
         os.set_blocking(write_fd, False)
 
     def send(self, message: dict[str, Any], *, timeout_s: float) -> None:
-        """Write one message.
-
-        Raises:
-            ConfigError: it is longer than `MESSAGE_BYTES_MAX`.
-            PipeClosed: nobody reads, or nobody did within the timeout.
-        """
+        """Write one message; PipeClosed if nobody reads it in time, ConfigError if too long."""
         if self._is_ended:
             raise PipeClosed("This end of the pipe is closed.")
         data = memoryview(json.dumps(message, default=to_json).encode() + b"\n")
@@ -64,10 +59,9 @@ class JsonPipe:
                 raise PipeClosed("The other process has closed its pipe.") from error
 
     def receive(self, *, timeout_s: float | None) -> dict[str, Any]:
-        """Return the next message; `timeout_s` None waits until the pipe ends.
+        """Return the next message; None waits for it without end.
 
-        Raises:
-            PipeClosed: the other end is closed, sent too long a line, or time is up.
+        PipeClosed if the other end is closed, sent too long a line, or time is up.
         """
         if self._is_closed:
             raise PipeClosed("This end of the pipe is closed.")
@@ -109,10 +103,7 @@ def spawn_child(
 ) -> tuple[subprocess.Popen[bytes], JsonPipe]:
     """Run `module`, whose `main` calls `join_parent`, and return it with the pipe to it.
 
-    Args:
-        module: its dotted name.
-        output: receives the stdout and stderr of the child.
-        env: variables of the child besides those of this process.
+    `output` receives its stdout and stderr; `env` are variables besides those of this process.
     """
     from_child, child_write = os.pipe()
     child_read, to_child = os.pipe()
@@ -141,8 +132,8 @@ def spawn_child(
 def join_parent() -> JsonPipe:
     """Return the child's end of the pipe, and have the child die with its parent.
 
-    A parent that spawned the child from a thread cannot use the death signal. The child must
-    therefore also end when the pipe ends.
+    A parent that spawned it from a thread cannot use the death signal, so the child must also end
+    when the pipe ends.
     """
     read_fd, write_fd, parent_pid, use_signal = map(int, sys.argv[1:5])
     # Ctrl-C reaches the whole foreground group; the parent decides what becomes of the child.

@@ -60,13 +60,8 @@ class KvCacheConnectorManager:
     """Calls the connector for the executor and the cache manager, and owns the parked requests.
 
     Each rank has a manager. Only the leader has a scheduler, and its answers are broadcast. A load
-    or save has ended when every rank's worker says so.
-
-    Args:
-        worker: this rank's half.
-        scheduler: the leader's half; None on the other ranks.
-        ranks: the collectives; None for a rank that decides by itself.
-        attention_dp_rank: the owner's number, under attention data parallelism.
+    or save has ended when every rank's worker says so. Without `ranks` a rank decides by itself;
+    `attention_dp_rank` is its number under attention data parallelism.
     """
 
     def __init__(
@@ -93,11 +88,7 @@ class KvCacheConnectorManager:
         return bool(self._saves.new or self._saves.pending)
 
     def get_num_new_matched_tokens(self, request: LlmRequest, num_computed_tokens: int) -> int:
-        """Ask the leader how many tokens follow; an asynchronous load parks the request.
-
-        Raises:
-            KVRayError: the connector would load no tokens, asynchronously.
-        """
+        """Ask the leader how many tokens follow; an asynchronous load parks the request."""
         num_tokens, is_async = self._on_leader(
             lambda scheduler: scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         )
@@ -121,10 +112,7 @@ class KvCacheConnectorManager:
     def build_scheduler_output(
         self, batch: ScheduledRequests, block_ids_of: Callable[[LlmRequest], list[int]]
     ) -> None:
-        """Collect the news of the coming pass.
-
-        It leaves out requests about to be parked, and the dummy of an idle owner.
-        """
+        """Collect the coming pass without requests about to be parked and an idle owner's dummy."""
         output: SchedulerOutput = _make(SchedulerOutput, attention_dp_rank=self._attention_dp_rank)
         for request in batch.context_requests:
             if request.request_id in self._loads.new:
@@ -171,10 +159,8 @@ class KvCacheConnectorManager:
     def get_finished(self) -> list[LlmRequest]:
         """Hand new ids to the worker and take back ended ones; return the requests now saved.
 
-        Requests that every rank has loaded become schedulable again.
-
-        Raises:
-            KeyError: the worker named an id that it was not given, or named it twice.
+        Requests that every rank has loaded become schedulable again. A KeyError says that the
+        worker named an id that it was not given, or named it twice.
         """
         saved, loaded = self.worker.get_finished(self._saves.hand_over(), self._loads.hand_over())
         self._saves.end(saved)

@@ -37,11 +37,7 @@ class Pending:
         self._future.add_done_callback(lambda _: call())
 
     def result(self, timeout_s: float = 600.0) -> Output:
-        """Wait for the output.
-
-        Raises:
-            KVRayError: the request failed, the engine died or was closed, or time is up.
-        """
+        """Wait for the output; KVRayError if request or engine failed, or time is up."""
         try:
             request = self._future.result(timeout_s)
         except FutureTimeoutError:
@@ -52,16 +48,10 @@ class Pending:
 
 
 class ReferenceEngine:
-    """One replica: model, pool, executor and, if asked for, a connector.
+    """One replica: model, pool, executor and, if asked for, a connector; see `EngineOptions`.
 
-    Args:
-        model: as in `EngineOptions`.
-        options: the other fields of `EngineOptions`.
-
-    Raises:
-        ConfigError: an argument, the model or the connector cannot be used.
-        KVRayError: the connector, or another rank, failed while the engine started.
-        TypeError: there is no such option.
+    A ConfigError says which argument, model or connector cannot be used, a KVRayError that the
+    connector or another rank failed while the engine started.
     """
 
     def __init__(self, model: str | Path = "smollm2", **options: Any) -> None:
@@ -128,18 +118,16 @@ class ReferenceEngine:
         salt: str | None = None,
         listener: Listener | None = None,
     ) -> Pending:
-        """Queue one prompt and return at once.
+        """Queue one prompt, text or token ids, and return at once.
 
         Args:
             prompt: text or token ids.
             max_tokens: the longest answer.
             salt: prompts with another salt cannot use its blocks.
-            listener: hears the answer's tokens as they come; with `enable_attention_dp`, all of
-                them at the end.
+            listener: hears new tokens; with `enable_attention_dp`, all of them at the end.
 
         Raises:
-            ConfigError: the prompt is empty, has ids that the model does not know, or does not
-                fit into the pool or the model with its answer.
+            ConfigError: the prompt is unusable, or does not fit with its answer.
             KVRayError: the engine is dead or closed.
         """
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -28,19 +28,11 @@ START_TIMEOUT_S = 300.0
 
 
 class EngineRank:
-    """One rank, ready to run.
+    """One rank, ready to run, with its worker.
 
-    With attention data parallelism every rank has a worker and a scheduler of its own. Otherwise
-    every rank has a worker, and only the leader has a scheduler.
-
-    Args:
-        options: the same for every rank.
-        ranks: the collectives with the others.
-
-    Raises:
-        ConfigError: the model or the connector cannot be used.
-        KVRayError: another rank failed.
-        Exception: the connector's own error; a start-up fails with it, as upstream.
+    Only the leader has a scheduler, but with attention data parallelism every rank has one. The
+    start fails with the connector's own error, as upstream; a ConfigError says that model or
+    connector cannot be used, a KVRayError that another rank failed.
     """
 
     def __init__(self, options: EngineOptions, ranks: Ranks) -> None:

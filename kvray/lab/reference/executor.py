@@ -64,11 +64,7 @@ class Executor:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until the loop has ended, after its intake was stopped. Twice is fine.
-
-        Raises:
-            KVRayError: it does not end.
-        """
+        """Wait until the loop has ended, once its intake is stopped; KVRayError if it does not."""
         self._thread.join(_JOIN_TIMEOUT_S)
         if self._thread.is_alive():
             raise KVRayError(
@@ -231,10 +227,7 @@ class Executor:
             self._connector.forget(request)
 
     def _pause(self) -> None:
-        """Without a pass: let cancelled requests go, and sleep for a moment.
-
-        TensorRT-LLM 1.2 does neither: it spins, and cancels only after a pass.
-        """
+        """Without a pass let cancelled requests go and sleep; TensorRT-LLM 1.2 spins instead."""
         self._handle_cancelled()
         self._handle_responses()
         if self._active or self._awaits_saves():

@@ -43,16 +43,10 @@ class _Caller:
 class Intake:
     """Gives one rank's executor its requests, and hands the results back.
 
-    Callers submit on the leader, whose `take` tells the other ranks; everything after that follows
-    from it, on every rank alike. A request crosses to the executor's thread in `take`, and its
-    result crosses back through its future.
-
-    Args:
-        ranks: the collectives with the others.
-        is_dealt: attention data parallelism. The leader deals the requests round-robin. The owners
-            report results at the head of the next iteration, and the leader hands them back.
-
-    Source: TensorRT-LLM's leader broadcasts new requests at the head of each iteration.
+    Callers submit on the leader, whose `take` tells the other ranks, as upstream. With `is_dealt`
+    (attention data parallelism) the leader deals the requests round-robin; their owners report
+    results at the head of the next iteration, and the leader hands them back. A request crosses to
+    the executor's thread in `take`, its result crosses back through its future.
     """
 
     def __init__(self, ranks: Ranks, *, is_dealt: bool = False) -> None:
@@ -97,11 +91,7 @@ class Intake:
             self._condition.notify()
 
     def take(self, *, has_work: bool) -> Orders:
-        """Return the orders for this rank; with no work on any rank, sleep until some arrives.
-
-        Raises:
-            KVRayError: another rank has died or is late.
-        """
+        """Return this rank's orders, or sleep while no rank has work; KVRayError if a rank died."""
         if self._is_dealt:
             return self._take_own(has_work=has_work)
         if self._ranks.size == 1:

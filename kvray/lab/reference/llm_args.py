@@ -12,9 +12,6 @@ class KvCacheConfig:
     tokens_per_block: int = 32
     enable_block_reuse: bool = True
     enable_partial_reuse: bool = False
-    dtype: str = "auto"
-    host_cache_size: int | None = None
-    max_attention_window: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,23 +51,14 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlmArgs:
-    """The one argument of a connector's constructors.
-
-    `model` is a checkpoint's directory, a .gguf file, or `tiny:SEED` for weights that exist in
-    memory only.
-    """
+    """The one argument of a connector's constructors; `model` is a path or `tiny:SEED`."""
 
     model: str
     tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    context_parallel_size: int = 1
     gpus_per_node: int | None = None
     enable_attention_dp: bool = False
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
-    max_beam_width: int = 1
-    speculative_config: None = None
     enable_chunked_prefill: bool = False
     disable_overlap_scheduler: bool = True
     kv_cache_config: KvCacheConfig = field(default_factory=KvCacheConfig)
     kv_connector_config: KvConnectorConfig | None = None
-    backend: str = "pytorch"

@@ -169,11 +169,7 @@ class _Past:
 
 
 def load_causal_lm(path: Path) -> Any:
-    """Return the transformers model of a .gguf file or of a checkpoint's directory, in fp32.
-
-    Raises:
-        ConfigError: there is no checkpoint at `path`, or it is not of the Llama family.
-    """
+    """Return the Llama model of a .gguf file or of a checkpoint's directory, in fp32."""
     try:
         causal_lm = read("AutoModelForCausalLM", path, dtype=torch.float32)
     except (OSError, ValueError) as error:

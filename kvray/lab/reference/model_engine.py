@@ -61,9 +61,7 @@ class ModelEngine:
     def forward(self, batch: ScheduledRequests, pending: Mapping[int, int]) -> dict[int, int]:
         """Compute the pass and return the next token of each request whose prompt is complete.
 
-        Args:
-            batch: requests that have their blocks.
-            pending: tokens that were sampled but not added to their requests yet.
+        `pending` has tokens that were sampled but not added to their requests yet.
         """
         padding = self._padding(batch)
         runs = [self._run(request, pending) for request in [*batch.all_requests(), *padding]]

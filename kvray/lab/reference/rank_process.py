@@ -34,11 +34,7 @@ _FAILED_TIMEOUT_S = 2.0
 
 
 def start_ranks(options: EngineOptions) -> tuple[Ranks, RankProcesses]:
-    """Start the ranks besides this one; return the collectives with them, and their processes.
-
-    Raises:
-        KVRayError: one of them did not start.
-    """
+    """Start the ranks besides this one; return the collectives with them, and their processes."""
     from kvray.lab.reference.ranks import SingleRank
 
     others = RankProcesses()

@@ -54,20 +54,16 @@ class SingleRank:
 
 
 class GlooRanks:
-    """One rank's end of a process group on loopback.
+    """One rank's end of a process group on loopback; several engines fit into one process.
 
-    The group belongs to this object: several engines fit into one process.
+    Every method raises a CollectiveError if another rank has died, or is late.
 
     Args:
         rank: this one, from 0; 0 is the leader.
         size: how many there are.
-        directory: an empty directory in which the ranks find each other; it may be removed when
-            all of them have been made.
+        directory: empty; the ranks find each other there, and it may go once all have been made.
         timeout_s: the longest that one collective may take.
         diagnose: says why a collective failed, if anybody knows.
-
-    Raises:
-        CollectiveError: here and in every method: another rank has died, or is late.
     """
 
     def __init__(

