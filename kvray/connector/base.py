@@ -27,10 +27,9 @@ UPSTREAM_MODULES = (
 class RequestData:
     """What one pass has that is new about one request.
 
-    `new_tokens` and `new_block_ids` are append-deltas over the request's whole life: the first
-    report has the whole prompt and all its blocks. `computed_position` is where the pass begins,
-    without the tokens that the connector matched for this very pass; `num_scheduled_tokens` is
-    how far it goes.
+    `new_tokens` and `new_block_ids` are append-deltas over the request's whole life, the first with
+    all of it. `computed_position` is where the pass begins, without the tokens that the connector
+    matched for this very pass; `num_scheduled_tokens` is how far it goes.
     """
 
     request_id: int
@@ -72,8 +71,7 @@ class KvCacheConnectorScheduler(ABC):
     ) -> tuple[int, bool]:
         """Return how many tokens after `num_computed_tokens` can be loaded, and whether later.
 
-        The sum must stay below the prompt's length: the engine computes at least one token.
-        (0, True) is an error.
+        The engine computes at least one token of the prompt itself. (0, True) is an error.
         """
 
     @abstractmethod
@@ -151,18 +149,14 @@ class KvCacheConnectorWorker(ABC):
     def get_finished(
         self, finished_gen_req_ids: list[int], started_loading_req_ids: list[int]
     ) -> tuple[list[int], list[int]]:
-        """Return the ids whose asynchronous saving, and whose asynchronous loading, has ended.
-
-        An id is handed in once and may be returned once, from then on.
-        """
+        """Return the ids whose asynchronous saving, and loading, has ended; each once."""
 
 
 def find_upstream(modules: Sequence[str] = UPSTREAM_MODULES) -> ModuleType | None:
     """Return TensorRT-LLM's connector module, or None where there is no TensorRT-LLM.
 
-    Raises:
-        ImportError: TensorRT-LLM is there but does not import; hiding that behind our own
-            classes would give an engine that rejects the connector without a reason.
+    An ImportError of one that is there is not hidden: our own classes would give an engine that
+    rejects the connector without a reason.
     """
     for path in modules:
         try:
@@ -174,10 +168,7 @@ def find_upstream(modules: Sequence[str] = UPSTREAM_MODULES) -> ModuleType | Non
 
 
 def asks_every_rank() -> bool:
-    """Whether the runtime asks every rank's connector under attention data parallelism.
-
-    Its classes have `supports_attention_dp` exactly then.
-    """
+    """Whether the runtime asks every rank's connector under attention data parallelism."""
     halves = (KvCacheConnectorScheduler, KvCacheConnectorWorker)
     return all(hasattr(half, "supports_attention_dp") for half in halves)
 

@@ -45,17 +45,11 @@ def match(
     sound: int = 0,
     away: Mapping[int, tuple[str, Lease]] | None = None,
 ) -> tuple[Matched | None, MissReason]:
-    """Lease the prefix of `keys` that is here.
+    """Lease the prefix of `keys` that is here; return it, and why what follows is missing.
 
-    Args:
-        shared: the leader's.
-        keys: of the prompt, as far as it may be promised.
-        first: blocks that the engine has itself; they are not checked.
-        sound: blocks of another lease that is still held, which are not checked again.
-        away: leases of ranks on other nodes; all others are here.
-
-    Returns:
-        The caller's lease, or None; and why what follows it is missing.
+    Blocks before `first` are the engine's own; those before `sound` are in another lease that is
+    still held. Neither are checked. `away` has the leases of ranks on other nodes. The caller
+    releases what is leased.
     """
     arena = shared.link.arena
     if arena is None:

@@ -96,8 +96,8 @@ class Parking:
     def take_failed(self) -> set[int]:
         """Return the requests that were reported as ready and must be computed, each once.
 
-        The runtime takes their pages back and asks about them once more. Ranks that each have a
-        share of a request could not do that alone, and would have to agree.
+        The runtime takes their pages back and asks about them again. Ranks that each have a share
+        of a request could not do that alone, and would have to agree.
         """
         if not self._failed or self._shared.args.num_parts_ranks > 1:
             return set()

@@ -65,14 +65,9 @@ class RegisteredPool:
     ) -> None:
         """Tell the shard of this rank, and complete the namespace if the model has a name.
 
-        Args:
-            layout: of this rank's pool.
-            figures: that the shard is told of.
-            tenants_check: `TenantSalts.check` of the tenants' secret; None: there is none.
-
-        Raises:
-            ConfigError: the model cannot be told from others.
-            LayoutMismatch: another replica claims the same `model_key` with another layout.
+        `tenants_check` is that of the tenants' secret, if there is one. ConfigError: the model
+        cannot be told from others. LayoutMismatch: another replica claims the same `model_key` with
+        another layout.
         """
         args, num_ranks = self._args, self._args.num_parts_ranks
         name = self.model_name.find(_NAME_WAIT_S)

@@ -77,11 +77,8 @@ class RequestState:
         is of no use: such a request has the tokens that it was asked about with, and the pages
         that it was given at its allocation.
 
-        Args:
-            tokens: new ones.
-            pages: for each layer group those of new blocks.
-            new: whether the engine reports its id for the first time.
-            priorities: of the first group's new blocks, see `retention`.
+        `pages` has a list for each layer group, `priorities` are of the first group's new blocks,
+        and `new` says that the engine reports the id for the first time.
         """
         self.is_later_life = not new and (self.is_later_life or not self.is_reported)
         if self.is_later_life and not self.is_reported:

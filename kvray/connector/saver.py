@@ -121,10 +121,7 @@ class Saver:
             self._guard.notify_all()
 
     def fence(self) -> None:
-        """Return when all that was submitted has begun, or will not be committed.
-
-        Waits as long as the thread gets on.
-        """
+        """Return when all that was submitted has begun, or will not be committed."""
         if self._forked:
             return
         with self._guard:
@@ -259,10 +256,7 @@ class Saver:
     def _finish_later(
         self, ticket: Ticket, action: Callable[[], object], *, num_blocks: int = 0
     ) -> None:
-        """Do `action` behind the copies of `ticket`: now if they have ended and made the sums.
-
-        If it fails then, `num_blocks` more are not saved.
-        """
+        """Do `action` behind the copies of `ticket`; if it fails, `num_blocks` more are lost."""
         if ticket.sums is not None:
             action()
         else:

@@ -112,9 +112,8 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     def build_connector_meta(self, scheduler_output: Any) -> ConnectorMeta:
         """Return what the workers load before and save after the coming pass.
 
-        Raises:
-            LayoutMismatch, LeaseExpired: a promise has no place to go, or its lease has ended. The
-                engine counts on it and cannot be told, so it must not go on.
+        LayoutMismatch, LeaseExpired: a promise has no place to go, or its lease has ended. The
+        engine counts on it and cannot be told, so it must not go on.
         """
         began_ns = time.perf_counter_ns()
         shared = self._shared
@@ -159,10 +158,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         return self.request_finished(request, [])
 
     def request_reset(self, request: Any) -> None:
-        """Forget a request whose blocks were taken away: it starts over, or is asked about again.
-
-        The engine calls it; so does each query, which replaces what was promised before.
-        """
+        """Forget a request whose blocks were taken away, or whose promise is to be replaced."""
         self._forget(id_of(request))
         self._promises.forget(id_of(request))
 
@@ -210,7 +206,6 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         return state.promise.num_blocks * state.tokens_per_block if state.promise else 0
 
     def _remember(self, asked: AskedRequest) -> RequestState:
-        """Open the state of a request."""
         shared, identity = self._shared, asked.identity
         size, seed = shared.args.tokens_per_block, shared.pool.namespace_digest
         state = RequestState(

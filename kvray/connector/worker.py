@@ -62,9 +62,8 @@ class KvRayWorker(KvCacheConnectorWorker):
     def register_kv_caches(self, kv_cache_tensor: "torch.Tensor") -> None:
         """Take the pool, shaped [num_blocks, num_layers, kv_factor, block_elems].
 
-        Raises:
-            ConfigError: the pool's layout, or a model that cannot be told from others.
-            LayoutMismatch: another replica claims the same `model_key` with another layout.
+        ConfigError: the pool's layout, or a model that cannot be told from others. LayoutMismatch:
+        another replica claims the same `model_key` with another layout.
         """
         refuse_flat_pool(self._shared.args, tuple(kv_cache_tensor.shape))
         self._register(layout_of_tensor(kv_cache_tensor, may_be_latent=self._may_be_latent))
@@ -83,12 +82,13 @@ class KvRayWorker(KvCacheConnectorWorker):
     def start_load_kv(self, stream: Any) -> None:
         """Begin to copy what the bound metadata promises; what is saved of the pass is noted.
 
-        Called twice for one metadata it does nothing the second time.
+        Called twice for one metadata it does nothing the second time. It raises what stops the
+        engine, because wrong tokens would follow:
 
         Raises:
             LayoutMismatch: the promise is of another layout than this rank's pool.
-            LeaseExpired: what was promised is gone; wrong tokens would follow, so the engine stops.
-            CorruptBlock: likewise, the bytes changed under a lease.
+            LeaseExpired: what was promised is gone.
+            CorruptBlock: the bytes changed under a lease.
         """
         meta = self._metadata
         if not isinstance(meta, ConnectorMeta) or meta is self._started:
@@ -131,10 +131,8 @@ class KvRayWorker(KvCacheConnectorWorker):
         Blocks in host memory are read before this returns: the engine may free those of a
         cancelled request right after, and tells nobody. On a device whatever writes them later
         waits, but for the copies of partly reused blocks, which go by a stream of the engine's.
-
-        Raises:
-            LayoutMismatch: the pass did not wait for all that it needed; its answers are void.
-            CorruptBlock, LeaseExpired: what it loaded may be wrong, so the engine must not go on.
+        The engine must not go on after LayoutMismatch (the pass did not wait for all that it
+        needed), CorruptBlock or LeaseExpired (what it loaded may be wrong).
         """
         meta, pool, saver, loader = self._metadata, self._pool, self._saver, self._loader
         if meta is not self._started or meta is self._saved:
@@ -163,11 +161,8 @@ class KvRayWorker(KvCacheConnectorWorker):
         """Return the requests whose blocks are read no more, and those that may be scheduled.
 
         Each id is returned once, after it was handed in. Takes no lock and makes no call, but for
-        the loads of a pass that was dropped.
-
-        Raises:
-            CorruptBlock, LayoutMismatch, LeaseExpired: as `wait_for_save`, after which not every
-                runtime ends the engine.
+        the loads of a pass that was dropped. Raises as `wait_for_save`, after which not every
+        runtime ends the engine.
         """
         if self._loader is not None:
             self._loader.settle()

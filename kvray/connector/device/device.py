@@ -21,11 +21,7 @@ class Event(Protocol):
         """Return whether the work before it has ended."""
 
     def synchronize(self) -> None:
-        """Block the calling thread, without the GIL, until the work before it has ended.
-
-        Raises:
-            TierError: the device failed.
-        """
+        """Block the calling thread, without the GIL, until it has passed; TierError: no answer."""
 
 
 class Device(Protocol):
@@ -46,14 +42,8 @@ class Device(Protocol):
     def copy(self, pieces: Pieces, stream: Any, *, is_load: bool, is_registered: bool) -> str:
         """Give `stream` copies between the device and an arena; return how they are made.
 
-        Args:
-            pieces: the copies.
-            stream: one of `make_stream`.
-            is_load: whether they go to the device; then the arena's bytes do not change.
-            is_registered: whether all of the arena's bytes are registered.
-
-        Raises:
-            TierError: the device refuses them.
+        `is_load`: they go to the device, and the arena's bytes do not change. `is_registered`: all
+        of the arena's bytes are. TierError: the device refuses them.
         """
 
     def register(self, memory: Array) -> bool:

@@ -76,12 +76,9 @@ def concatenate(batches: Sequence[Pieces]) -> Pieces:
 def join(pieces: Pieces, in_arena: Array, *, base: int, chunk_bytes: int) -> Pieces:
     """Return the same copies with neighbours made one where both sides go on without a gap.
 
-    Args:
-        pieces: copies.
-        in_arena: which of `targets` and `sources` lies in the arena.
-        base: address of the arena's data.
-        chunk_bytes: no copy reaches over a multiple of it in the arena, unless one piece already
-            does: one copy may not touch two ranges of memory that were registered one by one.
+    `in_arena` is that of `targets` and `sources` which lies in the arena, whose data begin at
+    `base`. No copy reaches over a multiple of `chunk_bytes` there, unless one piece already does:
+    one copy may not touch two ranges of memory that were registered one by one.
     """
     targets, sources, sizes = pieces
     if len(sizes) < 2:

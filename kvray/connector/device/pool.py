@@ -46,8 +46,7 @@ class Pool(Protocol):
     def mark(self, stream: Any) -> Any:
         """Return the point in `stream` behind which the blocks of this pass can be read.
 
-        Raises:
-            LayoutMismatch: the pass may have run before what it needed was loaded.
+        LayoutMismatch: the pass may have run before what it needed was loaded.
         """
 
     def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Any) -> Ticket:

@@ -106,10 +106,7 @@ class EngineArgs:
 
     @property
     def is_spread(self) -> bool:
-        """Whether the engine says that ranks which share a request are on several nodes.
-
-        Source: TensorRT-LLM deals its ranks out to nodes by `gpus_per_node`, too.
-        """
+        """Whether, by `gpus_per_node`, ranks that share a request are on several nodes."""
         return not self.attention_dp and 0 < self.ranks_per_node < self.num_ranks
 
 
@@ -160,10 +157,7 @@ def _tokens_per_block(llm_args: Any, cache: Any) -> int:
 
 
 def _rank(llm_args: Any, num_ranks: int) -> int:
-    """Return this process's rank among the engine's ranks.
-
-    TensorRT-LLM's own answer comes first: by it the engine decides which rank is the leader.
-    """
+    """Return this process's rank; TensorRT-LLM's answer, which decides who leads, goes first."""
     utilities = sys.modules.get("tensorrt_llm._utils")
     if utilities is not None and hasattr(utilities, "mpi_rank"):
         rank = int(utilities.mpi_rank())

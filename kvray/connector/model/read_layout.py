@@ -53,10 +53,8 @@ def read_layout(described: Any, *, may_be_latent: bool = True) -> CacheLayout:
     """Return what TensorRT-LLM's `KvCacheLayout` describes.
 
     A group without any VALUE buffer is a latent cache, which is the same on all ranks, unless the
-    model is known to have none.
-
-    Raises:
-        ConfigError: groups that are not counted from 0, or regions that are no whole pages.
+    model is known to have none. ConfigError: its groups are not counted from 0, or its regions are
+    no whole pages.
     """
     groups = sorted(described.groups, key=lambda group: int(group.layer_group_id))
     if not groups or [int(group.layer_group_id) for group in groups] != list(range(len(groups))):

@@ -139,18 +139,12 @@ def _model(checkpoint: CheckpointConfig | None) -> Reasons:
 
 
 def _has_second_manager(cache: Any) -> bool:
-    """Return whether the second cache manager, which reports layer groups, may be in use.
-
-    It is a switch from 1.3 on, and becomes a choice with a third value, `auto`.
-    """
+    """Whether the second cache manager may be in use: a switch from 1.3 on, later also `auto`."""
     return field_of(cache, "use_kv_cache_manager_v2") not in (None, False)
 
 
 def _is_fp4(llm_args: Any, cache: Any, checkpoint: CheckpointConfig | None) -> bool:
-    """Return whether keys and values have 4 bits; what kv_cache_config says goes first.
-
-    Of its types only `fp8` and `nvfp4` take the place of the checkpoint's.
-    """
+    """Whether KV has 4 bits; kv_cache_config goes first, and may name `fp8` or `nvfp4`."""
     dtype = text_of(cache, "dtype").lower()
     if "fp4" in dtype or dtype == "fp8":
         return dtype != "fp8"

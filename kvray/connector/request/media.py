@@ -105,8 +105,8 @@ def _extents(fields: Mapping[str, Any], num_items: int) -> list[tuple[Any, ...]]
 def _runs(fields: Mapping[str, Any]) -> Any:
     """Return the runs of tokens of each item; None where the engine tells of none.
 
-    Source: main has them as offsets into two flat lists, branches that feed it as a list of
-    (position, length, offsets without an embedding) for each item.
+    Source: main has offsets into two flat lists; branches that feed it have a list of (position,
+    length, offsets without an embedding) for each item.
     """
     offsets: Any = fields.get("multimodal_item_run_cu_offsets")
     if offsets is None:

@@ -280,10 +280,9 @@ class _Arrivals:
 
 
 def _args_of(rank: int, num_ranks: int) -> LlmArgs:
-    mapping = RankMapping(world_size=num_ranks, rank=rank, tp_size=num_ranks)
     return LlmArgs(
         model="bench",
         tensor_parallel_size=num_ranks,
-        parallel_config=ParallelConfig(mapping=mapping),
+        parallel_config=ParallelConfig(mapping=RankMapping(rank=rank)),
         kv_cache_config=KvCacheConfig(tokens_per_block=TOKENS_PER_BLOCK),
     )

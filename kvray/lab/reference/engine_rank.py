@@ -86,18 +86,12 @@ class EngineRank:
 
 
 def _llm_args(options: EngineOptions, ranks: Ranks, model: str) -> LlmArgs:
-    mapping = Mapping(
-        world_size=ranks.size,
-        rank=ranks.rank,
-        tp_size=ranks.size,
-        enable_attention_dp=options.enable_attention_dp,
-    )
     return LlmArgs(
         model=model,
         tensor_parallel_size=ranks.size,
         gpus_per_node=options.ranks_per_node,
         enable_attention_dp=options.enable_attention_dp,
-        parallel_config=ParallelConfig(mapping=mapping),
+        parallel_config=ParallelConfig(mapping=Mapping(rank=ranks.rank)),
         enable_chunked_prefill=options.enable_chunked_prefill,
         disable_overlap_scheduler=not options.overlap,
         kv_cache_config=KvCacheConfig(
@@ -111,7 +105,15 @@ def _llm_args(options: EngineOptions, ranks: Ranks, model: str) -> LlmArgs:
 
 def _make_connector(llm_args: LlmArgs, ranks: Ranks) -> KvCacheConnectorManager:
     """Build worker and scheduler at the same time on two threads, as upstream does."""
-    scheduler_class, worker_class = _find_classes(llm_args.kv_connector_config)
+    config: Any = llm_args.kv_connector_config
+    try:
+        module = importlib.import_module(config.connector_module)
+        scheduler_class = getattr(module, config.connector_scheduler_class)
+        worker_class = getattr(module, config.connector_worker_class)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"The connector {config.connector_module!r} cannot be used: {error}."
+        ) from error
     is_owner = llm_args.enable_attention_dp
     if is_owner:
         _check_attention_dp(scheduler_class, worker_class)
@@ -139,19 +141,6 @@ def _check_attention_dp(*classes: Any) -> None:
                 "enable_attention_dp, or use a connector whose classes have "
                 "supports_attention_dp = True."
             )
-
-
-def _find_classes(config: Any) -> tuple[Any, Any]:
-    try:
-        module = importlib.import_module(config.connector_module)
-        return (
-            getattr(module, config.connector_scheduler_class),
-            getattr(module, config.connector_worker_class),
-        )
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"The connector {config.connector_module!r} cannot be used: {error}."
-        ) from error
 
 
 def _shut_down_parts(parts: Iterable[object]) -> None:

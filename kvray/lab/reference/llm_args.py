@@ -27,15 +27,7 @@ class KvConnectorConfig:
 class Mapping:
     """This process's place among the engine's ranks."""
 
-    world_size: int = 1
     rank: int = 0
-    tp_size: int = 1
-    enable_attention_dp: bool = False
-
-    @property
-    def tp_rank(self) -> int:
-        """The rank among those of tensor parallelism, which is all of them."""
-        return self.rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,9 @@ class Output:
     ttft_s: float
     finish_reason: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", tuple(self.token_ids))  # JSON has lists only
+
 
 def batch_of(prompts: Any) -> tuple[list[Prompt], bool]:
     """Return one prompt (text or token ids), or several, as a list, and whether it was one."""

@@ -167,7 +167,16 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(pipe,), name="kvray-leader", daemon=True).start()
     rank: EngineRank | None = None
     try:
-        rank = _bring_up(task, pipe)
+        from kvray.lab.reference.engine_rank import EngineRank
+
+        options = EngineOptions(**task["options"])
+        pipe.send({"hello": task["rank"]}, timeout_s=_REPORT_TIMEOUT_S)
+        ranks = _meet(task["rank"], options, task["directory"])
+        try:
+            rank = EngineRank(options, ranks)
+        except BaseException:
+            ranks.leave()
+            raise
         rank.executor.run()
         failure = rank.executor.failure
     except Exception as error:  # noqa: BLE001 (the process's end: the leader is told any cause)
@@ -177,19 +186,6 @@ def main() -> None:
     if rank is not None:
         rank.shut_down()
     sys.exit(0 if failure is None else 1)
-
-
-def _bring_up(task: dict[str, Any], pipe: JsonPipe) -> EngineRank:
-    from kvray.lab.reference.engine_rank import EngineRank
-
-    options = EngineOptions(**task["options"])
-    pipe.send({"hello": task["rank"]}, timeout_s=_REPORT_TIMEOUT_S)
-    ranks = _meet(task["rank"], options, task["directory"])
-    try:
-        return EngineRank(options, ranks)
-    except BaseException:
-        ranks.leave()
-        raise
 
 
 def _report(pipe: JsonPipe, rank: int, failure: BaseException) -> None:
@@ -216,13 +212,8 @@ def _end_with(pipe: JsonPipe) -> None:
 def _meet(rank: int, options: EngineOptions, directory: str, **diagnose: Any) -> GlooRanks:
     from kvray.lab.reference.ranks import GlooRanks
 
-    return GlooRanks(
-        rank,
-        options.tensor_parallel_size,
-        Path(directory),
-        timeout_s=options.collective_timeout_s,
-        **diagnose,
-    )
+    size, timeout_s = options.tensor_parallel_size, options.collective_timeout_s
+    return GlooRanks(rank, size, Path(directory), timeout_s=timeout_s, **diagnose)
 
 
 if __name__ == "__main__":

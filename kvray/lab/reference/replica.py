@@ -57,7 +57,6 @@ class Replica:
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], pipe: JsonPipe, log: IO[bytes]):
         self.name = name
-        self.start_s = 0.0
         self._process = process
         self._pipe = pipe
         self._log = log
@@ -75,14 +74,12 @@ class Replica:
     @classmethod
     def start(cls, name: str, *, start_timeout_s: float = 300.0, **options: Any) -> Replica:
         """Start an engine as `spawn` does, and return when it is ready; KVRayError if it fails."""
-        started = time.monotonic()
         replica = cls.spawn(name, **options)
         try:
             replica.wait_ready(start_timeout_s)
         except BaseException:
             replica.kill()
             raise
-        replica.start_s = time.monotonic() - started
         return replica
 
     @classmethod
@@ -181,10 +178,9 @@ class Replica:
         """
         call = Call(call_id=next(self._ids), listener=listener)
         with self._lock:
-            is_over = self._is_over
-            if not is_over:
+            if not self._is_over:
                 self._calls[call.call_id] = call
-        if is_over:
+        if call.call_id not in self._calls:
             raise self._death("It had ended before.")
         asked = {
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
@@ -269,7 +265,9 @@ class Replica:
                 kind = ConfigError if answer["is_config"] else KVRayError
                 call.future.set_exception(kind(f"Replica {self.name}: {answer['error']}"))
             else:
-                call.future.set_result(_output(answer.get("output")))
+                # A child that reports that it is up sends no output.
+                plain: Any = answer.get("output")
+                call.future.set_result(plain and Output(**plain))
 
     def _pop(self, call_id: int) -> Call | None:
         with self._lock:
@@ -301,11 +299,6 @@ class Replica:
                 if stop is not None:
                     stop()
         raise KVRayError(f"Replica {self.name} (pid {self.pid}) cannot be ended.")
-
-
-def _output(plain: dict[str, Any] | None) -> Any:
-    """Return the output that came as JSON; a child that reports that it is up sends none."""
-    return plain and Output(**{**plain, "token_ids": tuple(plain["token_ids"])})
 
 
 def _open_log(path: Path | None) -> IO[bytes]:
