@@ -11,10 +11,8 @@ from kvray.store import Arena, Held, Lease
 class LeasedPrefix:
     """Blocks of a prompt from its root; whoever has it ends its leases."""
 
-    arena: Arena
-    """The leader's."""
-    held: Held
-    """Leases there, for its ranks on this node in their order."""
+    arena: Arena  # the leader's
+    held: Held  # leases there, for its ranks on this node in their order
     away: Mapping[int, tuple[str, Lease]] = field(default_factory=dict)
     """Rank on another node -> its arena and its lease there, of as many blocks."""
 

@@ -32,10 +32,8 @@ class _Begun:
     plan: LoadPlan
     arena: Arena
     lease: Lease
-    holder: Membership
-    """Who had the lease before the first copy."""
-    slots: Array
-    """What is copied."""
+    holder: Membership  # who had the lease before the first copy
+    slots: Array  # what is copied
     ticket: Ticket
 
 

@@ -22,8 +22,7 @@ class Matched:
     """A leased prefix."""
 
     prefix: LeasedPrefix
-    end: int
-    """Where its sound blocks end."""
+    end: int  # where its sound blocks end
     arrivals: Arrivals = ()
     """How its blocks came to this node, as far as they were not here."""
 

@@ -17,8 +17,7 @@ from kvray.store.arena.tables import Array
 class PageIds(NamedTuple):
     """Page ids of consecutive blocks of one request, -1 where a block has no page."""
 
-    packed: bytes
-    """i32 each, little endian."""
+    packed: bytes  # i32 each, little endian
 
     @classmethod
     def of(cls, page_ids: list[int]) -> "PageIds":
@@ -38,10 +37,8 @@ class PageIds(NamedTuple):
 class RankLeases(NamedTuple):
     """Where each rank has its lease of a prefix."""
 
-    arena_ids: tuple[str, ...]
-    """Of each rank; only one if all of them are on one node."""
-    leases: tuple[Lease, ...]
-    """One a rank, which reads by its own and releases it."""
+    arena_ids: tuple[str, ...]  # of each rank; only one if all of them are on one node
+    leases: tuple[Lease, ...]  # one a rank, which reads by its own and releases it
 
     def of(self, rank: int) -> tuple[str, Lease]:
         """Return the arena and the lease of a rank."""
@@ -61,10 +58,8 @@ class LoadPlan(NamedTuple):
 
     request_id: int
     leased: RankLeases
-    leased_blocks: int
-    """Blocks of the prefix that is leased, from its root."""
-    first: int
-    """The first block to copy; those before are in the engine's pool."""
+    leased_blocks: int  # blocks of the prefix that is leased, from its root
+    first: int  # the first block to copy; those before are in the engine's pool
     pages: tuple[PageIds, ...]
     """For each layer group the pages of the blocks from `first` on."""
 
@@ -74,21 +69,18 @@ class KeyRun(NamedTuple):
 
     start: int
     num_keys: int
-    check: int
-    """xxh3 of their bytes."""
+    check: int  # xxh3 of their bytes
 
 
 class SavePlan(NamedTuple):
     """Full blocks of one request to be copied to the tier after the pass."""
 
     request_id: int
-    depth: int
-    """Place of the first block in its prompt."""
+    depth: int  # place of the first block in its prompt
     keys: KeyRun | bytes
     """Of the block before the first, unless that is the prompt's first, and of each block; the
     keys themselves if ranks are on several nodes."""
-    pages: tuple[PageIds, ...]
-    """For each layer group."""
+    pages: tuple[PageIds, ...]  # for each layer group
 
 
 class ParkPlan(NamedTuple):
@@ -113,12 +105,10 @@ class ConnectorMeta(NamedTuple):
     saves: tuple[SavePlan, ...] = ()
     parks: tuple[ParkPlan, ...] = ()
     releases: tuple[Release, ...] = ()
-    board: Board | None = None
-    """There if saves have their keys on it."""
+    board: Board | None = None  # there if saves have their keys on it
     is_fenced: bool = False
     """Whether pages that are being saved may be given to others from this pass on."""
-    replica: str = ""
-    """The leader's name for the replica."""
+    replica: str = ""  # the leader's name for the replica
     priorities: tuple[bytes, ...] = ()
     """For each save the retention priorities of its blocks, one byte each, or none if they have the
     default; empty if all have."""

@@ -31,8 +31,7 @@ class _Check:
     """
 
     request_id: int
-    place: tuple[str, Lease]
-    """Its arena, and this rank's lease there."""
+    place: tuple[str, Lease]  # its arena, and this rank's lease there
     thread: threading.Thread
     is_sound: bool = False
     error: KVRayError | None = None

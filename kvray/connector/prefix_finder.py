@@ -46,12 +46,9 @@ class PromptQuery(NamedTuple):
     """A prompt that the leader may promise."""
 
     request_id: int
-    keys: list[BlockKey]
-    """Of its blocks, as far as they may be promised."""
-    first: int
-    """Blocks that the engine has itself."""
-    tokens_per_s: float
-    """The engine's own speed; 0: not known."""
+    keys: list[BlockKey]  # of its blocks, as far as they may be promised
+    first: int  # blocks that the engine has itself
+    tokens_per_s: float  # the engine's own speed; 0: not known
 
 
 class PrefixFinder:

@@ -11,14 +11,10 @@ from kvray.errors import LeaseExpired
 class Promise:
     """Matched tokens that the leader has offered to the engine and holds in leases."""
 
-    prefix: LeasedPrefix
-    """The whole of it, from its root."""
-    first: int
-    """Blocks that the engine had itself."""
-    end: int
-    """Where the promised blocks end; leased blocks after it failed their checksum."""
-    request: Any
-    """The engine's request, which knows how much of the offer was taken."""
+    prefix: LeasedPrefix  # the whole of it, from its root
+    first: int  # blocks that the engine had itself
+    end: int  # where the promised blocks end; leased blocks after it failed their checksum
+    request: Any  # the engine's request, which knows how much of the offer was taken
     is_parked: bool = False
     """Whether the engine waits for the blocks before it schedules the request again."""
     heard_at: float = 0.0

@@ -39,8 +39,7 @@ class RegisteredPool:
         """For each rank that the leader speaks for, the parts that its lease must have."""
         self.windowed: tuple[bool, ...] = (False,)
         """For each layer group, whether it has a window."""
-        self.part_bytes = 0
-        """Bytes of the first part of a block."""
+        self.part_bytes = 0  # bytes of the first part of a block
         self.is_host = True
         self.is_flat = True
         """Whether it came as one tensor: such engines take all of an offer or nothing."""

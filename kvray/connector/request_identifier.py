@@ -27,10 +27,8 @@ class AskedRequest:
 
     request_id: int
     tokens: list[int]
-    prompt_len: int
-    """Tokens that the engine counts as the prompt; at most all."""
-    num_computed: int
-    """Leading tokens that the engine has itself."""
+    prompt_len: int  # tokens that the engine counts as the prompt; at most all
+    num_computed: int  # leading tokens that the engine has itself
     identity: Identity
 
     def num_askable(self, tokens_per_block: int) -> int:

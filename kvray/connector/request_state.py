@@ -21,10 +21,8 @@ class RequestState:
     seed: bytes
     tokens_per_block: int
     media: tuple[MediaItem, ...] = ()
-    tenant_id: int = 0
-    """The tenant's number in an arena; 0: none."""
-    prefix_digest: bytes = b""
-    """Digest of how the prompt begins."""
+    tenant_id: int = 0  # the tenant's number in an arena; 0: none
+    prefix_digest: bytes = b""  # digest of how the prompt begins
     windowed: tuple[bool, ...] = (False,)
     """For each layer group, whether its blocks may have no page."""
     num_tokens: int = 0
@@ -33,8 +31,7 @@ class RequestState:
     """For each layer group the page of each block, in prompt order."""
     allocated: Sequence[Sequence[int]] = ()
     """For each layer group the pages that the engine named at the request's allocation."""
-    is_reported: bool = False
-    """Whether the engine has reported it since it was asked about."""
+    is_reported: bool = False  # whether the engine has reported it since it was asked about
     is_later_life: bool = False
     """Whether the engine reports deltas to an earlier request of its id."""
     priorities: Priorities = field(default_factory=Priorities)
@@ -42,8 +39,7 @@ class RequestState:
     """Leading blocks that are in the tier, or were handed to the workers to save."""
     num_full: int = 0
     """Leading blocks that are full after the last pass; those not saved by the end are lost."""
-    num_found: int = 0
-    """Leading blocks that were in the tier when the prompt was matched."""
+    num_found: int = 0  # leading blocks that were in the tier when the prompt was matched
     arrivals: Arrivals = ()
     """How the found blocks came to this node, as far as they were not there."""
     promise: Promise | None = None
@@ -51,8 +47,7 @@ class RequestState:
     """Nothing more of it is saved: its pages depend on more than its keys say."""
     _prompt: list[int] | None = None
     """The tokens that `prompt_keys` got, until the first report."""
-    _tail: list[int] = field(default_factory=list)
-    """The tokens that no key covers yet."""
+    _tail: list[int] = field(default_factory=list)  # the tokens that no key covers yet
 
     def prompt_keys(self, tokens: list[int]) -> list[BlockKey]:
         """Return the keys of all full blocks of the prompt, and remember them; owns `tokens`."""

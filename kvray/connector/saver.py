@@ -54,22 +54,16 @@ class Job:
     """Blocks of one request, one part of each, that lie in a row in its prompt."""
 
     request_id: int
-    pool: Pool
-    """Where the pages are; not kept longer than the job."""
+    pool: Pool  # where the pages are; not kept longer than the job
     part: Part
     keys: Sequence[BlockKey]
-    parent: BlockKey | None
-    """Key of the block before the first."""
-    depth: int
-    """Place of the first block in its prompt."""
-    pages: Array
-    """One a key."""
+    parent: BlockKey | None  # key of the block before the first
+    depth: int  # place of the first block in its prompt
+    pages: Array  # one a key
     priorities: bytes = b""
     """Retention priority of each, one byte; empty if all have the default."""
-    tenant_id: int = 0
-    """For whom they count; 0: for the namespace."""
-    mark: Any = None
-    """When they can be read, as `Pool.mark` returned it."""
+    tenant_id: int = 0  # for whom they count; 0: for the namespace
+    mark: Any = None  # when they can be read, as `Pool.mark` returned it
 
 
 class Saver:

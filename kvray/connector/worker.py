@@ -39,8 +39,7 @@ class KvRayWorker(KvCacheConnectorWorker):
 
     supports_attention_dp = True
 
-    config_path: str | None = None
-    """Configuration file; None: what `load_config` finds."""
+    config_path: str | None = None  # configuration file; None: what `load_config` finds
 
     def __init__(self, llm_args: Any) -> None:
         """Attach to the node's tier, touch no device; ConfigError: a setting cannot be used."""

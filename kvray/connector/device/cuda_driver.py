@@ -47,8 +47,7 @@ class CudaDriver:
         self._cuda = _load()
         self.can_batch = hasattr(self._cuda, "cuMemcpyBatchAsync")
         """Whether the driver is of CUDA 12.8 or later."""
-        self._context = c_void_p()
-        """The device's one context that torch uses, too."""
+        self._context = c_void_p()  # the device's one context that torch uses, too
         device = c_int()
         error = self._cuda.cuDeviceGet(byref(device), ordinal)
         if not error:

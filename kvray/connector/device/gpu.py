@@ -44,21 +44,6 @@ _CLOSE_S = 10.0
 """Longest wait for the copies from and to one arena, and for its memory to be unregistered."""
 
 
-class DeviceTicket:
-    """A point in a stream behind some copies; see `Ticket`."""
-
-    sums: Array | None = None
-
-    def __init__(self, event: Event) -> None:
-        self._event = event
-
-    def done(self) -> bool:
-        return self._event.query()
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-
 class DevicePool:
     """A rank's pages; `save` is the saver thread's, everything else the executor's."""
 
@@ -80,13 +65,11 @@ class DevicePool:
         self._streams: dict[str, Any] = {}
         self._lock = threading.Lock()
         """Held while copies are asked for, never while they run."""
-        self._pins: dict[int, PinnedArena] = {}
-        """By the address of the arena's data."""
+        self._pins: dict[int, PinnedArena] = {}  # by the address of the arena's data
         self._leaving: list[PinnedArena] = []
         self._saved: Event | None = None
         self._landed: Event | None = None
-        self._landing: dict[int, Event] = {}
-        """What each layer of this pass has to wait for."""
+        self._landing: dict[int, Event] = {}  # what each layer of this pass has to wait for
         self._unwaited: set[int] = set()
         """Layers of this pass with loaded bytes that nobody has waited for yet."""
 
@@ -169,7 +152,7 @@ class DevicePool:
                     self._landed = device.record(side)
                     self._landing |= dict.fromkeys(stage.layers, self._landed)
             self._await_early(stream, self._landed)
-            return DeviceTicket(self._landed)
+            return Ticket(self._landed)
 
     def wait_for_layer(self, layer: int, stream: Any) -> None:
         """Have `stream` run this layer of the pass after its bytes have landed."""
@@ -213,7 +196,7 @@ class DevicePool:
             device.wait(side, mark)
             self._copy(tables, concatenate(batches), side, is_load=False)
             self._saved = device.record(side)
-            return DeviceTicket(self._saved)
+            return Ticket(self._saved)
 
     # -- inside -------------------------------------------------------------------------------
 

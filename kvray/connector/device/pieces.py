@@ -17,12 +17,9 @@ from kvray.store.arena.tables import Array, Tables
 class Pieces(NamedTuple):
     """Copies that do not depend on each other; u64 [num_pieces] each."""
 
-    targets: Array
-    """Addresses."""
-    sources: Array
-    """Addresses."""
-    sizes: Array
-    """Bytes."""
+    targets: Array  # addresses
+    sources: Array  # addresses
+    sizes: Array  # bytes
 
     @property
     def num_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from kvray.connector.device.device import Event
 from kvray.connector.model.cache_layout import Part
 from kvray.store import Arena, PartRead
 from kvray.store.arena.tables import Array
@@ -16,17 +17,21 @@ class Load(NamedTuple):
     pages: Array
 
 
-class Ticket(Protocol):
-    """Copies that were begun."""
+class Ticket:
+    """Copies that were begun; those without an event have ended when the ticket is made."""
 
-    sums: Array | None
-    """Checksums of slots that were written, if the copy made them."""
+    def __init__(self, event: Event | None = None, *, sums: Array | None = None) -> None:
+        self.sums = sums  # checksums of slots that were written, if the copy made them
+        self._event = event
 
     def done(self) -> bool:
         """Whether they have ended."""
+        return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """Return when they have ended; other threads go on meanwhile."""
+        """Return when they have ended; TierError: the device failed. Others go on meanwhile."""
+        if self._event is not None:
+            self._event.synchronize()
 
 
 class Pool(Protocol):
@@ -59,19 +64,6 @@ class Pool(Protocol):
         """Let go of arenas and device. Twice is fine."""
 
 
-class Copied:
-    """The ticket of copies that have ended when it is made."""
-
-    def __init__(self, sums: Array | None = None) -> None:
-        self.sums = sums
-
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        """Return at once."""
-
-
 class HostPool:
     """Pages in host memory: copies are made by the calling thread, at once."""
 
@@ -89,7 +81,7 @@ class HostPool:
         arena.read_slots(
             [PartRead(one.slots, self._regions[one.part.index], one.pages) for one in loads]
         )
-        return Copied()
+        return Ticket()
 
     def wait_for_layer(self, layer: int, stream: Any) -> None:
         """Return at once: loads end before they return."""
@@ -98,7 +90,7 @@ class HostPool:
         """Return no mark: a pass on the host has ended when it returns."""
 
     def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Any) -> Ticket:
-        return Copied(arena.write_slots(slots, self._regions[part.index], pages))
+        return Ticket(sums=arena.write_slots(slots, self._regions[part.index], pages))
 
     def fence(self, stream: Any) -> None:
         """Return at once: no copies are under way."""

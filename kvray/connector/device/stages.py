@@ -29,10 +29,8 @@ BEFORE_ALL = -1
 class Span(NamedTuple):
     """Bytes of a page of one region."""
 
-    part: int
-    """`Part.index`."""
-    region: int
-    """Place among the regions of the part."""
+    part: int  # `Part.index`
+    region: int  # place among the regions of the part
     start: int
     size: int
 

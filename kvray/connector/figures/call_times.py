@@ -43,14 +43,11 @@ class CallTimes:
     __slots__ = ("lease", "match", "plan", "stage")
 
     def __init__(self) -> None:
-        self.lease = TimeHistogram()
-        """Of a prefix, in the node's arena."""
-        self.stage = TimeHistogram()
-        """Waits for the shard."""
+        self.lease = TimeHistogram()  # of a prefix, in the node's arena
+        self.stage = TimeHistogram()  # waits for the shard
         self.match = TimeHistogram()
         """The scheduler's half, for each request that is asked about."""
-        self.plan = TimeHistogram()
-        """The scheduler's half, for each pass."""
+        self.plan = TimeHistogram()  # the scheduler's half, for each pass
 
     def counters(self) -> dict[str, int]:
         """Return the counters of all of them."""

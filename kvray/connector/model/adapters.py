@@ -26,8 +26,7 @@ _WAIT_S = 0.05
 class _Adapter:
     path: str
     stamp: str
-    fingerprint: "Future[str]"
-    """Crosses from the thread that reads the files."""
+    fingerprint: "Future[str]"  # crosses from the thread that reads the files
     has_changed: bool = False
 
 

@@ -28,8 +28,7 @@ class Region:
 
     pages: torch.Tensor
     """u8 [num_pages, size]; rows may lie apart, bytes of a row may not. The engine's memory."""
-    steps: tuple[LayerRange, ...]
-    """The bytes of a page in order, without gap."""
+    steps: tuple[LayerRange, ...]  # the bytes of a page in order, without gap
 
     @property
     def size(self) -> int:
@@ -42,26 +41,20 @@ class Group:
     """Layers whose pages are counted together."""
 
     layers: tuple[int, ...]
-    window: int | None
-    """Tokens that its attention looks back; None: all."""
-    own: tuple[Region, ...]
-    """What differs from rank to rank."""
-    shared: tuple[Region, ...] = ()
-    """What is the same on all ranks."""
+    window: int | None  # tokens that its attention looks back; None: all
+    own: tuple[Region, ...]  # what differs from rank to rank
+    shared: tuple[Region, ...] = ()  # what is the same on all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """What this rank copies of one group's pages from or to one slot each."""
 
-    index: int
-    """Among the parts of a block."""
+    index: int  # among the parts of a block
     group: int
-    regions: tuple[Region, ...]
-    """End to end they are the slot's bytes."""
+    regions: tuple[Region, ...]  # end to end they are the slot's bytes
     window_blocks: int | None
-    is_stored_here: bool
-    """Whether this rank stores it; every rank that has it reads it."""
+    is_stored_here: bool  # whether this rank stores it; every rank that has it reads it
 
     @property
     def block_bytes(self) -> int:
@@ -79,8 +72,7 @@ class CacheLayout:
     """2 for separate keys and values, 1 for a latent (MLA) cache, 0 if groups tell."""
     tokens_per_block: int | None
     """As the layout has it; None: the engine's arguments have it."""
-    is_flat: bool
-    """Whether it came as one tensor."""
+    is_flat: bool  # whether it came as one tensor
 
     @property
     def is_host(self) -> bool:

@@ -20,27 +20,10 @@ _CONFIG_BYTES_MAX = 2**26
 _LANGUAGE_MODELS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
 """Where the configurations of multimodal models keep that of the part that has the KV cache."""
 _RECURRENT_TYPES = {
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "granitemoehybrid",
-    "jamba",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "mamba",
-    "mamba2",
-    "minimax",
-    "nemotron_h",
-    "plamo2",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_next",
-    "recurrent_gemma",
-    "rwkv",
-    "zamba",
-    "zamba2",
-}
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "plamo2", "qwen3_5", "qwen3_5_moe",
+    "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
+}  # fmt: skip
 _RECURRENT_FIELDS = ("hybrid_override_pattern", "linear_attn_config", "full_attention_interval")
 _RECURRENT_PREFIXES = ("mamba_", "ssm_")
 _LAYER_TYPES = ("layer_types", "layers_block_type")
@@ -50,10 +33,8 @@ _LAYER_TYPES = ("layer_types", "layers_block_type")
 class CheckpointConfig:
     """The part of a checkpoint's configuration that decides what its KV cache is."""
 
-    num_layers: int | None
-    """Layers with attention; None: not said."""
-    is_mla: bool
-    """Keys and values are one latent vector, the same on all ranks."""
+    num_layers: int | None  # layers with attention; None: not said
+    is_mla: bool  # keys and values are one latent vector, the same on all ranks
     latent_elems: int | None
     """Elements of the latent vector of a token in one layer; None: there is none, or not said."""
     recurrent: str

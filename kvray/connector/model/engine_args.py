@@ -23,29 +23,14 @@ from kvray.identity.fingerprint import fingerprint_model
 _log = logging.getLogger("kvray.connector")
 
 _QUANTIZATION = (
-    "quant_algo",
-    "kv_cache_quant_algo",
-    "group_size",
-    "smoothquant_val",
-    "clamp_val",
-    "use_meta_recipe",
-    "has_zero_point",
-    "pre_quant_scale",
-    "exclude_modules",
-    "quantized_layers",
-)
+    "quant_algo", "kv_cache_quant_algo", "group_size", "smoothquant_val", "clamp_val",
+    "use_meta_recipe", "has_zero_point", "pre_quant_scale", "exclude_modules", "quantized_layers",
+)  # fmt: skip
 _OVERRIDES = (
-    "model_kwargs",
-    "rope_scaling",
-    "rope_theta",
-    "max_seq_len",
-    "dtype",
-    "revision",
-    "checkpoint_format",
-    "checkpoint_loader",
-    "force_dynamic_quantization",
+    "model_kwargs", "rope_scaling", "rope_theta", "max_seq_len", "dtype", "revision",
+    "checkpoint_format", "checkpoint_loader", "force_dynamic_quantization",
     "sparse_attention_config",
-)
+)  # fmt: skip
 _CACHE_OVERRIDES = ("max_attention_window", "sink_token_length")
 """A window decides what a token attends to, and with it the keys and values of the next layer."""
 _ADAPTERS = (
@@ -60,33 +45,27 @@ _ADAPTERS = (
 class EngineArgs:
     """The engine's settings that decide what its blocks are and which of them may be shared."""
 
-    model: str
-    """The checkpoint's path, or its name on a hub."""
+    model: str  # the checkpoint's path, or its name on a hub
     tokens_per_block: int
     num_ranks: int
     rank: int
     block_reuse: bool
     partial_reuse: bool
-    quantization: str
-    """Weight and KV quantisation as the engine names them, as one text."""
+    quantization: str  # weight and KV quantisation as the engine names them, as one text
     overrides: str
     """What changes the checkpoint's own configuration or weights, as one text."""
     attention_backend: str
     engine: str
-    ranks_per_node: int
-    """How many ranks a node has; 0: not said, and all are on one."""
-    attention_dp: bool
-    """Each rank has a whole KV cache for requests of its own."""
-    is_compiled: bool
-    """The model is compiled by torch: hooks on its layers may not fire."""
+    ranks_per_node: int  # how many ranks a node has; 0: not said, and all are on one
+    attention_dp: bool  # each rank has a whole KV cache for requests of its own
+    is_compiled: bool  # the model is compiled by torch: hooks on its layers may not fire
     windows: tuple[int, ...]
     """The different attention windows that kv_cache_config names, in tokens, ascending."""
     adapters: str
     """How the engine reads LoRA adapters, as one text; enters the keys of requests with one."""
     is_mla: bool | None
     """Keys and values are one latent vector; None: the checkpoint does not say."""
-    num_layers: int | None
-    """Layers with attention; None: the checkpoint does not say."""
+    num_layers: int | None  # layers with attention; None: the checkpoint does not say
     latent_elems: int | None
     """Elements of a token's latent vector in one layer; None: there is none, or not said."""
     media_tokens: MediaTokens | None

@@ -19,19 +19,11 @@ FingerprintAdapter = Callable[[int, str], bytes | None]
 """From an adapter's task number and path to what tells it from others, as `Adapters` does."""
 
 _UNNAMED = (
-    "prompt_embedding_table",
-    "py_prompt_embedding_table",
-    "prompt_vocab_size",
-    "input_token_extra_ids",
-    "position_ids",
-    "token_type_ids",
-    "language_adapter_uid",
-    "py_encoder_output",
-    "py_encoder_input_features",
-    "encoder_tokens",
-    "encoder_input_features",
+    "prompt_embedding_table", "py_prompt_embedding_table", "prompt_vocab_size",
+    "input_token_extra_ids", "position_ids", "token_type_ids", "language_adapter_uid",
+    "py_encoder_output", "py_encoder_input_features", "encoder_tokens", "encoder_input_features",
     "cross_attention_mask",
-)
+)  # fmt: skip
 """Prompt tuning, positions other than 0, 1, 2, ..., encoders: nothing that has a name of its own.
 
 The engine sets `position_ids` where one prompt is spread over ranks, and nowhere else.
@@ -48,19 +40,11 @@ _EMPTY: dict[str, type] = {
 
 _ITEMS = ("multimodal_hashes", "multimodal_positions", "multimodal_lengths")
 _REGULAR = (
-    *_ITEMS,
-    *_LORA,
-    "multimodal_embedding",
-    "multimodal_item_run_cu_offsets",
-    "multimodal_run_positions",
-    "multimodal_run_lengths",
-    "mrope_rotary_cos_sin",
-    "mrope_position_deltas",
-    "prompt_embedding_table",
-    "prompt_vocab_size",
-    "position_ids",
+    *_ITEMS, *_LORA, "multimodal_embedding", "multimodal_item_run_cu_offsets",
+    "multimodal_run_positions", "multimodal_run_lengths", "mrope_rotary_cos_sin",
+    "mrope_position_deltas", "prompt_embedding_table", "prompt_vocab_size", "position_ids",
     "py_multimodal_data",
-)
+)  # fmt: skip
 """What every request of a version has, or none: bound, or set whenever Python makes a request."""
 
 
@@ -71,8 +55,7 @@ class Identity:
     salt: str | int | None
     lora: bytes | None
     media: tuple[MediaItem, ...]
-    tenant_id: int = 0
-    """What an arena knows the request's tenant by; 0: it has none."""
+    tenant_id: int = 0  # what an arena knows the request's tenant by; 0: it has none
 
 
 _PLAIN = Identity(salt=None, lora=None, media=())

@@ -18,18 +18,11 @@ from kvray.identity.block import frame
 from kvray.identity.keys import MediaItem
 
 MEDIA_FIELDS = (
-    "multimodal_hashes",
-    "multimodal_positions",
-    "multimodal_lengths",
-    "multimodal_uuids",
-    "multimodal_item_runs",
-    "multimodal_item_run_cu_offsets",
-    "multimodal_run_positions",
-    "multimodal_run_lengths",
-    "multimodal_embedding",
-    "py_multimodal_data",
+    "multimodal_hashes", "multimodal_positions", "multimodal_lengths", "multimodal_uuids",
+    "multimodal_item_runs", "multimodal_item_run_cu_offsets", "multimodal_run_positions",
+    "multimodal_run_lengths", "multimodal_embedding", "py_multimodal_data",
     "mrope_rotary_cos_sin",
-)
+)  # fmt: skip
 """Fields of a request of which at least one is set if it has media."""
 _NUMBERS = {name for name in MEDIA_FIELDS if name.startswith("multimodal_")} - {
     "multimodal_uuids",

@@ -27,8 +27,7 @@ class MediaTokens:
 
     ids: frozenset[int]
     """Empty: the checkpoint does not name those of every kind that it takes."""
-    vocab_size: int
-    """Tokens from here on have no embedding of their own; 0: not said."""
+    vocab_size: int  # tokens from here on have no embedding of their own; 0: not said
 
     def may_be_in(self, tokens: Sequence[int]) -> bool:
         """Whether media may stand in the prompt."""

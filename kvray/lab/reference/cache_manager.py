@@ -52,7 +52,6 @@ class KVCacheManager:
         return self._pool[:, layer_idx].view(-1, 2, *shape)
 
     def get_max_resource_count(self) -> int:
-        """Return the number of blocks in the pool."""
         return self._blocks.num_blocks
 
     def get_num_free_blocks(self) -> int:

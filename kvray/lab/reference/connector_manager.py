@@ -173,7 +173,6 @@ class KvCacheConnectorManager:
         return self._saves.take(set.intersection(*(saves for saves, _ in everywhere)))
 
     def forget(self, request: LlmRequest) -> None:
-        """Forget a request that is not scheduled again."""
         self._reported.pop(request.request_id, None)
         self._loaded.pop(request.request_id, None)
 

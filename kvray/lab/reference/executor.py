@@ -60,7 +60,6 @@ class Executor:
         self._thread = threading.Thread(target=self.run, name="kvray-executor", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve on a thread."""
         self._thread.start()
 
     def join(self) -> None:
@@ -206,25 +205,25 @@ class Executor:
         ended = [request for request in self._active if request.is_finished]
         self._active = [request for request in self._active if not request.is_finished]
         self._intake.progress(self._active)
-        for request in ended:
-            self._terminate(request)
-        for request in ended:
-            self._intake.end(request)
+        self._terminate(ended)
 
     def _handle_error(self, error: Exception) -> None:
         failed, self._active, self._previous = self._active, [], None
         for request in failed:
             request.finish_by_reason("error")
-            self._terminate(request)
-        for request in failed:
-            failure = KVRayError(f"A forward pass failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._intake.end(request, failure)
+        self._terminate(failed, error)
 
-    def _terminate(self, request: LlmRequest) -> None:
-        self._cache.free_resources(request)
-        if self._connector is not None:
-            self._connector.forget(request)
+    def _terminate(self, ended: list[LlmRequest], error: Exception | None = None) -> None:
+        for request in ended:
+            self._cache.free_resources(request)
+            if self._connector is not None:
+                self._connector.forget(request)
+        for request in ended:
+            failure = None
+            if error is not None:
+                failure = KVRayError(f"A forward pass failed: {type(error).__name__}: {error}")
+                failure.__cause__ = error
+            self._intake.end(request, failure)
 
     def _pause(self) -> None:
         """Without a pass let cancelled requests go and sleep; TensorRT-LLM 1.2 spins instead."""

@@ -37,7 +37,6 @@ class ParallelConfig:
     mapping: Mapping = field(default_factory=Mapping)
 
     def to_mapping(self) -> Mapping:
-        """Return the mapping as this rank sees it."""
         return self.mapping
 
 

@@ -72,7 +72,6 @@ class RankProcesses:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids, in the order of the ranks."""
         return tuple(child.pid for child in self._children)
 
     def diagnose(self) -> KVRayError | None:
@@ -100,8 +99,6 @@ class RankProcesses:
 
 
 class _RankProcess:
-    """One child, from its start to its end."""
-
     def __init__(self, rank: int, env: Mapping[str, str]) -> None:
         self._rank = rank
         self._process, self._pipe = spawn_child(_MODULE, output=_STDERR, env=env)

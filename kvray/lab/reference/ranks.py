@@ -35,22 +35,19 @@ class SingleRank:
     size = 1
 
     def broadcast(self, value: T) -> T:
-        """Return a pickled and unpickled copy."""
         return cast("T", _unpickle(pickle.dumps(value)))
 
     def allgather(self, value: T) -> list[T]:
-        """Return the one value there is."""
         return [value]
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """Return `partial`, which is the whole."""
         return partial
 
     def meet(self, *, timeout_s: float) -> None:
-        """Return at once: nobody else comes."""
+        pass
 
     def leave(self) -> None:
-        """Do nothing: nobody waits."""
+        pass
 
 
 class GlooRanks:
@@ -95,9 +92,8 @@ class GlooRanks:
 
     def broadcast(self, value: T) -> T:
         """Return the leader's value on every rank; the leader gets the object that it gave."""
-        is_leader = self.rank == 0
-        values = self.allgather(value if is_leader else None)
-        return value if is_leader else cast("T", values[0])
+        values = self.allgather(value if self.rank == 0 else None)
+        return value if self.rank == 0 else cast("T", values[0])
 
     def allgather(self, value: T) -> list[T]:
         """Return a copy of every rank's value, in the order of the ranks."""
@@ -119,7 +115,6 @@ class GlooRanks:
         return total
 
     def meet(self, *, timeout_s: float) -> None:
-        """Wait until every rank is here."""
         options = distributed.BarrierOptions()
         options.timeout = timedelta(seconds=timeout_s)
         with self._explained():

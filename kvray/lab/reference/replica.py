@@ -60,10 +60,8 @@ class Replica:
         self._process = process
         self._pipe = pipe
         self._log = log
-        self._turn = threading.Lock()
-        """Held to send."""
-        self._lock = threading.Lock()
-        """Held to change the calls."""
+        self._turn = threading.Lock()  # held to send
+        self._lock = threading.Lock()  # held to change the calls
         self._ids = itertools.count(_READY_ID + 1)
         self._ready = Call(call_id=_READY_ID)
         self._calls = {_READY_ID: self._ready}
@@ -117,12 +115,10 @@ class Replica:
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether the child runs."""
         return self._process.poll() is None
 
     def wait_ready(self, timeout_s: float = 300.0) -> None:

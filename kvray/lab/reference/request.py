@@ -68,7 +68,6 @@ class LlmRequest:
 
     @property
     def generated_tokens(self) -> list[int]:
-        """The tokens after the prompt."""
         return self._tokens[self.prompt_len :]
 
     @property
@@ -78,22 +77,18 @@ class LlmRequest:
 
     @property
     def context_remaining_length(self) -> int:
-        """The number of prompt tokens without KV."""
         return self.prompt_len - self._context_position
 
     @property
     def is_first_context_chunk(self) -> bool:
-        """Whether this request has computed nothing of its prompt yet."""
         return self._context_position == self.prepopulated_prompt_len
 
     @property
     def is_last_context_chunk(self) -> bool:
-        """Whether the coming chunk ends the prompt."""
         return self.context_chunk_size >= self.context_remaining_length
 
     @property
     def is_finished(self) -> bool:
-        """Whether generation has ended, for any reason."""
         return self.finish_reason is not None
 
     @property
@@ -122,12 +117,10 @@ class LlmRequest:
             self.context_chunk_size = self.context_remaining_length
 
     def move_to_next_context_chunk(self) -> None:
-        """Count the chunk that was just computed."""
         self._context_position += min(self.context_chunk_size, self.context_remaining_length)
         self.num_computed_tokens = self._context_position
 
     def add_new_token(self, token: int) -> None:
-        """Append a sampled token and notice the end of the answer."""
         self._tokens.append(token)
         if token in self.end_ids:
             self.finish_by_reason("stop")
@@ -149,15 +142,12 @@ class ScheduledRequests:
 
     @property
     def batch_size(self) -> int:
-        """The number of requests."""
         return len(self.context_requests) + len(self.generation_requests)
 
     def all_requests(self) -> list[LlmRequest]:
-        """Return context requests, then generation requests."""
         return self.context_requests + self.generation_requests
 
     def drop_context(self, request_ids: set[int]) -> None:
-        """Take context requests out."""
         self.context_requests = [
             request for request in self.context_requests if request.request_id not in request_ids
         ]

@@ -19,7 +19,6 @@ class ByteTokenizer:
     end_ids: frozenset[int] = frozenset({2})
 
     def encode(self, text: str) -> list[int]:
-        """Return one id per byte of the text's UTF-8 form."""
         return [_FIRST_BYTE + byte for byte in text.encode()]
 
     def decode(self, token_ids: list[int]) -> str:
@@ -42,7 +41,7 @@ class CheckpointTokenizer:
         self.end_ids = frozenset(() if eos is None else (int(eos),))
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without the special tokens that a chat template would add."""
+        """Return the ids of `text`, without the special tokens of a chat template."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 

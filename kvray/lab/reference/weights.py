@@ -67,24 +67,21 @@ def make_once(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_name(f"{target.name}.lock")):
-            if not is_there(target):
-                _make_beside(target, make)
+            if is_there(target):
+                return target
+            scratch = target.with_name(f"{target.name}.partial")
+            shutil.rmtree(scratch, ignore_errors=True)  # nobody else holds the target's lock
+            scratch.mkdir()
+            try:
+                make(scratch / target.name)
+                (scratch / target.name).rename(target)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise ConfigError(
             f"{target} cannot be written: {error}. Give another cache directory."
         ) from error
     return target
-
-
-def _make_beside(target: Path, make: Callable[[Path], None]) -> None:
-    scratch = target.with_name(f"{target.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)  # left behind: nobody else holds the target's lock
-    scratch.mkdir()
-    try:
-        make(scratch / target.name)
-        (scratch / target.name).rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _installed_path() -> Path | None:

@@ -18,7 +18,7 @@ from kvray import node
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.connector import saver as saver_module
-from kvray.connector.device.pool import Copied, HostPool
+from kvray.connector.device.pool import HostPool, Ticket
 from kvray.connector.figures.dropped_blocks import DroppedBlocks
 from kvray.connector.model.cache_layout import LayerRange, Part, Region
 from kvray.connector.pending_reads import PendingReads
@@ -312,7 +312,7 @@ class LaterPool(HostPool):
         return LaterCopy(self.may_end, lambda: super(LaterPool, self).save(*args))
 
 
-class LaterCopy(Copied):
+class LaterCopy(Ticket):
     def __init__(self, may_end: threading.Event, copy: Callable[[], Any]) -> None:
         super().__init__()
         self._may_end, self._copy, self._is_done = may_end, copy, False
