@@ -27,15 +27,6 @@ class Matched:
     """How its blocks came to this node, as far as they were not here."""
 
 
-def refuse(shared: SharedState, keys: list[BlockKey], first: int) -> MissReason | None:
-    """Return why nothing of `keys` after the engine's own `first` blocks can be promised, if so."""
-    if not shared.args.block_reuse:
-        return "reuse_disabled"
-    if shared.link.arena is None:
-        return "store_down"
-    return "none" if len(keys) <= first else None
-
-
 def match(
     shared: SharedState,
     keys: list[BlockKey],

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from kvray.connector.leased_prefix import LeasedPrefix
-from kvray.connector.matching import Matched, lease_exactly, match, refuse
+from kvray.connector.matching import Matched, lease_exactly, match
 from kvray.connector.releases import release_away, release_prefix
 from kvray.connector.shared_state import SharedState
 from kvray.identity.block import BlockKey
@@ -65,9 +65,12 @@ class PrefixFinder:
 
     def find(self, shared: SharedState, query: PromptQuery) -> Answer:
         """Lease the prefix that is here, or can be staged in time, for every rank."""
-        refusal = refuse(shared, query.keys, query.first)
-        if refusal is not None:
-            return None, refusal
+        if not shared.args.block_reuse:
+            return None, "reuse_disabled"
+        if shared.link.arena is None:
+            return None, "store_down"
+        if len(query.keys) <= query.first:
+            return None, "none"
         find = self._find_across if shared.spans_nodes else self._find_here
         matched, reason = find(shared, query)
         arrivals = self._arrivals.get(query.request_id)

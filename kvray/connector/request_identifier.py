@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvray.connector.model.adapters import Adapters, fingerprints_dir
@@ -11,7 +11,6 @@ from kvray.connector.request.identity import (
     Identity,
     Regularity,
     identify,
-    keep_apart,
     prompt_len_of,
 )
 from kvray.connector.request.media_tokens import MediaTokens
@@ -91,17 +90,18 @@ class RequestIdentifier:
         identity = identify(request, self.adapters.fingerprint)
         if identity is None or self.tenants is None:
             return identity
-        kept_apart = keep_apart(identity, self.tenants)
-        if kept_apart is None:
-            self._totals["tenantless_requests"] += 1
-            if not self._warned:
-                self._warned = True
-                _log.warning(
-                    "kvray: a request names no tenant, so it shares nothing and nothing of it is"
-                    " kept; have what admits requests set cache_salt to <tenant>/<salt>"
-                    " (said once)."
-                )
-        return kept_apart
+        derived = self.tenants.derive(identity.salt)
+        if derived is not None:
+            return replace(identity, salt=derived.salt, tenant_id=derived.tenant_id)
+        # Nobody could find what is stored under a salt that no other request has.
+        self._totals["tenantless_requests"] += 1
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "kvray: a request names no tenant, so it shares nothing and nothing of it is kept;"
+                " have what admits requests set cache_salt to <tenant>/<salt> (said once)."
+            )
+        return None
 
     def _identify_asked(self, request: Any, tokens: Sequence[int]) -> Identity | None:
         if self._regularity.is_lacking(request):

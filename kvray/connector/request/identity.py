@@ -8,12 +8,11 @@ asks with a copy that has the bindings' alone; `docs/tensorrt_llm.md` has a tabl
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from kvray.connector.request.media import MEDIA_FIELDS, media_items
 from kvray.identity.keys import MediaItem
-from kvray.identity.tenant import TenantSalts
 
 FingerprintAdapter = Callable[[int, str], bytes | None]
 """From an adapter's task number and path to what tells it from others, as `Adapters` does."""
@@ -87,18 +86,6 @@ def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity 
     if not (salt is None or isinstance(salt, str) or type(salt) is int):
         return None
     return Identity(salt=salt, lora=lora or None, media=media)
-
-
-def keep_apart(identity: Identity, tenants: TenantSalts) -> Identity | None:
-    """Return `identity` with the salt of its tenant; None: the request names none.
-
-    Such a request would get a salt that no other has. What it stores nobody could find, so it
-    bypasses the cache instead.
-    """
-    derived = tenants.derive(identity.salt)
-    if derived is None:
-        return None
-    return replace(identity, salt=derived.salt, tenant_id=derived.tenant_id)
 
 
 def prompt_len_of(request: Any) -> int:

@@ -23,57 +23,34 @@ _AT_LEAST_ONE = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """The options of `ReferenceEngine`.
-
-    Args:
-        model: `smollm2`, `tiny`, `tiny:SEED`, or the path of a Llama-family checkpoint (a
-            directory or a .gguf file).
-        tokens_per_block: tokens in a block, and rows in every step of the model.
-        num_blocks: blocks in the pool.
-        connector: names the connector's classes: an object, or a mapping, with the three fields
-            of `KvConnectorConfig`.
-        enable_block_reuse: whether requests reuse full blocks of earlier ones.
-        enable_partial_reuse: whether they also copy the first tokens of a block.
-        enable_chunked_prefill: whether a prompt may be computed in several passes.
-        chunk_tokens: with `enable_chunked_prefill`, the longest piece of a prompt in one pass.
-        overlap: sample one pass late, as TensorRT-LLM does by default.
-        max_batch_size: the most requests in one pass.
-        pad_batch_size: fill smaller batches up with dummy requests.
-        poison: make every byte that nobody wrote NaN.
-        num_threads: torch's threads on each rank; equal answers need equal numbers.
-        tensor_parallel_size: ranks that share the model: 1, 2 or 4. They are this process and
-            children that end with it, each with a pool and a worker of its own.
-        enable_attention_dp: the ranks share the requests instead. Each runs its own, dealt
-            round-robin, over whole weights (TensorRT-LLM keeps a dense MLP whole then, too).
-        collective_timeout_s: how late one rank may be before all others fail.
-        runtime: the line of TensorRT-LLM to follow where they differ, `1.2` or `main`.
-        ranks_per_node: how many ranks a node has, as the connector is told; None: not said.
-        rank_env: variables of each rank from 1 on besides those of this process, such as those
-            that lead to another node's tier.
-
-    Raises:
-        ConfigError: one is out of range.
-    """
+    """The options of `ReferenceEngine`; ConfigError if one is out of range."""
 
     model: str | Path = "smollm2"
-    tokens_per_block: int = 32
+    """Or `tiny`, `tiny:SEED`, the path of a Llama-family checkpoint: a directory, a .gguf file."""
+    tokens_per_block: int = 32  # and rows in every step of the model
     num_blocks: int = 128
     connector: KvConnectorConfig | Any | None = None
-    enable_block_reuse: bool = True
-    enable_partial_reuse: bool = False
-    enable_chunked_prefill: bool = False
-    chunk_tokens: int | None = None
-    overlap: bool = False
-    max_batch_size: int = 8
-    pad_batch_size: int = 0
-    poison: bool = False
-    num_threads: int = 2
+    """An object, or a mapping, with the three fields of `KvConnectorConfig`."""
+    enable_block_reuse: bool = True  # requests reuse full blocks of earlier ones
+    enable_partial_reuse: bool = False  # and copy the first tokens of a block
+    enable_chunked_prefill: bool = False  # a prompt may be computed in several passes
+    chunk_tokens: int | None = None  # with it, the longest piece of a prompt in one pass
+    overlap: bool = False  # sample one pass late, as TensorRT-LLM does by default
+    max_batch_size: int = 8  # the most requests in one pass
+    pad_batch_size: int = 0  # fill smaller batches up with dummy requests
+    poison: bool = False  # make every byte that nobody wrote NaN
+    num_threads: int = 2  # torch's, on each rank; equal answers need equal numbers
     tensor_parallel_size: int = 1
+    """Ranks that share the model: 1, 2 or 4. They are this process and children that end with it,
+    each with a pool and a worker of its own."""
     enable_attention_dp: bool = False
-    collective_timeout_s: float = 60.0
-    runtime: str = "1.2"
-    ranks_per_node: int | None = None
+    """The ranks share the requests instead: each runs its own, dealt round-robin, over whole
+    weights. (TensorRT-LLM keeps a dense MLP whole then, too.)"""
+    collective_timeout_s: float = 60.0  # how late one rank may be before all others fail
+    runtime: str = "1.2"  # the line of TensorRT-LLM to follow where they differ, or `main`
+    ranks_per_node: int | None = None  # as the connector is told; None: it is not
     rank_env: Sequence[Mapping[str, str]] = ()
+    """Variables of each rank from 1 on besides those of this process."""
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
