@@ -73,12 +73,8 @@ def explain_prompt(
 ) -> dict[str, Any]:
     """Return the blocks of a prompt that are stored now, and the history of the others.
 
-    Args:
-        tokens: its ids, little-endian int32 end to end.
-        replica: in whose namespace; None: in that of each replica that is there.
-        salt: the request's cache salt.
-        lora: path of its adapter, as the nodes have it.
-        timeout_s: how long each question may take.
+    `tokens` are little-endian int32, end to end; `lora` is the adapter's path as the nodes have it.
+    Without `replica` the namespace of each replica that is there counts.
 
     Returns:
         "prompts", one a namespace, and "silent".
@@ -102,7 +98,7 @@ def explain_prompt(
 
 
 def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
-    note, size = asked.note, asked.note.tokens_per_block
+    note, size, finding = asked.note, asked.note.tokens_per_block, asked.finding
     num_parts = asked.namespace.num_parts if asked.namespace else 1
     ranges = []
     if note.first:
@@ -144,7 +140,8 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
         "ranges": ranges,
         "is_sampled": note.step > 1,
         "log_since": since,
-        "incompatible": _incompatible(asked.namespace, asked.stored_in, asked.stored_by),
+        "incompatible": finding
+        and _incompatible(asked.namespace, finding.namespace, finding.replica),
     }
 
 
@@ -155,7 +152,7 @@ def _reason(asked: Asked, block: BlockState) -> str:
         return reason
     if block.state in (EVICTED, PARTIAL):
         return block.state
-    return INCOMPATIBLE if asked.stored_in is not None and not asked.note.end else NEVER_STORED
+    return INCOMPATIBLE if asked.finding is not None and not asked.note.end else NEVER_STORED
 
 
 def _not_known(replica: str | None, request_id: int | None, silent: Sequence[str]) -> str:
@@ -271,9 +268,9 @@ def _run_range(run: StateRun, start: int, stop: int, what: str, **more: Any) -> 
 
 
 def _incompatible(
-    namespace: Namespace | None, other: Namespace | None, replica: str
+    namespace: Namespace | None, other: Namespace, replica: str
 ) -> dict[str, Any] | None:
-    if namespace is None or other is None:
+    if namespace is None:
         return None
     return {
         "replica": replica,

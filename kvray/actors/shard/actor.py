@@ -140,18 +140,10 @@ class ShardActor:
 
     @ray.method(concurrency_group="ranks")
     def stage_ranks(
-        self,
-        replica: str,
-        ranks: Sequence[int],
-        wait_s: float,
-        tokens_per_s: float,
-        verify_from: int | None,
-        *keys: bytes,
+        self, replica: str, ranks: Sequence[int], wait_s: float, *request: Any
     ) -> dict[str, Any]:
         """See `ReplicaStager.stage_here`; the keys are end to end, `in_pieces`."""
-        return self._shard.requests.stage_ranks(
-            replica, ranks, wait_s, tokens_per_s, verify_from, *keys
-        )
+        return self._shard.requests.stage_ranks(replica, ranks, wait_s, *request)
 
     @ray.method(concurrency_group="disk")
     def promote(self, *order: Any) -> int:

@@ -69,18 +69,12 @@ class ActorRequests:
         return sum(source.num_blocks for source in report.sources.values())
 
     def stage_ranks(
-        self,
-        replica: str,
-        ranks: Sequence[int],
-        wait_s: float,
-        tokens_per_s: float,
-        verify_from: int | None,
-        *keys: bytes,
+        self, replica: str, ranks: Sequence[int], wait_s: float, *request: Any
     ) -> dict[str, Any]:
         """See `ReplicaStager.stage_here`."""
-        stage = self._parts.serving().stager.stage_here
-        answer = stage(replica, ranks, wait_s, tokens_per_s, verify_from, *keys)
-        return self._parts.loop.wait(answer, wait_s + ANSWER_S)
+        stager = self._parts.serving().stager
+        work = stager.stage_here(replica, ranks, wait_s, *request)
+        return self._parts.loop.wait(work, wait_s + ANSWER_S)
 
     def lease_ranks(
         self, replica: str, ranks: Sequence[int], token: str, *keys: bytes

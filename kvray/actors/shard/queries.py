@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvray.actors.lookup.stored_digests import Finding
 from kvray.actors.shard.loop_thread import ANSWER_S
 from kvray.actors.shard.prompt_keys import prompt_keys
 from kvray.actors.shard.serving import ShardParts
@@ -36,10 +37,8 @@ class Asked:
     note: RequestNote
     namespace: Namespace | None
     """Of the replica; None if the shard has forgotten it."""
-    stored_by: str = ""
-    """Replica that had stored such a prompt, in another namespace only."""
-    stored_in: Namespace | None = None
-    """That namespace."""
+    finding: Finding | None = None
+    """Where such a prompt was stored, if in another namespace only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,15 +81,13 @@ class Queries:
         asked = []
         for name, rank, packed in self._parts.loop.call(find, ANSWER_S):
             note = unpack(packed)
-            finding = self._parts.announcer.desk.incompatible(name, rank, note.prefix_digest)
             asked.append(
                 Asked(
                     replica=name,
                     rank=rank,
                     note=note,
                     namespace=self._parts.replicas.namespace_of(name, rank),
-                    stored_by="" if finding is None else finding.replica,
-                    stored_in=None if finding is None else finding.namespace,
+                    finding=self._parts.announcer.desk.incompatible(name, rank, note.prefix_digest),
                 )
             )
         return asked
@@ -101,11 +98,10 @@ class Queries:
         owner, nvme = serving.owner, serving.eviction.nvme
         packed = key_index.pack_keys(keys_of(keys, keys_max=KEYS_MAX))
         gone = owner.history.of(packed[:, 0], before=before)
+        tiers = [owner.arena.tables, *([] if nvme is None else [nvme.store.tables])]
         return Whereabouts(
-            host=_num_parts([owner.arena.tables], packed),
-            either=_num_parts(
-                [owner.arena.tables, *([] if nvme is None else [nvme.store.tables])], packed
-            ),
+            host=_num_parts(tiers[:1], packed),
+            either=_num_parts(tiers, packed),
             left_at=gone.at,
             left_tier=gone.tier,
             left_by=gone.cause,
