@@ -1,37 +1,34 @@
 """Sets of holders: one object for all blocks with the same holders."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 
+@dataclass(slots=True, eq=False)
 class Incarnation:
     """The announced blocks of one shard, from one full announcement to the next."""
 
-    __slots__ = ("is_ended", "is_kept", "is_silent", "numbers", "shard")
-
-    def __init__(self, shard: str) -> None:
-        self.shard = shard
-        self.is_ended = False
-        self.is_kept = False
-        """It has ended, but its entries stay until the shard has announced everything again."""
-        self.is_silent = False
-        self.numbers: set[int] = set()
-        """Numbers of the holdings that name it."""
+    shard: str
+    is_ended: bool = False
+    is_kept: bool = False
+    """It has ended, but its entries stay until the shard has announced everything again."""
+    is_silent: bool = False
+    numbers: set[int] = field(default_factory=set)
+    """Numbers of the holdings that name it."""
 
 
 Masks = dict[Incarnation, int]
 """Incarnation -> its parts, bit n for part n. Never changed once a holding has it."""
 
 
+@dataclass(slots=True, eq=False)
 class Holding:
     """The holders of some blocks and their parts; blocks with the same holders share it."""
 
-    __slots__ = ("live", "masks", "num_keys", "seen")
-
-    def __init__(self, masks: Masks) -> None:
-        self.masks = masks
-        self.num_keys = 0
-        self.seen = -1
-        self.live: dict[str, int] = {}
+    masks: Masks
+    num_keys: int = 0
+    seen: int = -1
+    live: dict[str, int] = field(default_factory=dict)
 
 
 class Holdings:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -162,14 +163,14 @@ class Retention:
         return ranks
 
 
+@dataclass(frozen=True, slots=True)
 class _Below:
     """A store, and the policy of its blocks."""
 
-    def __init__(self, store: NvmeStore, policy: Policy, is_known: Array) -> None:
-        self.store = store
-        self.policy = policy
-        self.is_known = is_known
-        """Whether the policy has heard of the block in each slot."""
+    store: NvmeStore
+    policy: Policy
+    is_known: Array
+    """Whether the policy knows the block in each slot."""
 
     def take_over(self, slots: Array, source: Policy, theirs: Array) -> None:
         self.policy.copied(slots, source, theirs)

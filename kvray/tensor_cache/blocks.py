@@ -39,13 +39,13 @@ class Written:
     """Blocks that the arena had already, or that another writer is writing."""
 
 
+@dataclass(frozen=True, slots=True)
 class LeasedRun:
     """The leading blocks of a chain that the arena has, held for reading."""
 
-    def __init__(self, arena: Arena, lease: Lease, *, verify: bool) -> None:
-        self._arena = arena
-        self._lease = lease
-        self._verify = verify
+    _arena: Arena
+    _lease: Lease
+    _verify: bool
 
     @property
     def num_blocks(self) -> int:
@@ -127,7 +127,7 @@ class ArenaBlocks:
             return
         try:
             with self._tolerant(arena):
-                yield LeasedRun(arena, leases[0], verify=self._verify)
+                yield LeasedRun(arena, leases[0], self._verify)
         finally:
             self._until_done(arena, lambda arena: arena.release(*leases))
 

@@ -105,13 +105,16 @@ def plan(memory: NodeMemory, shm: MountRoom | None, request: MemoryRequest) -> F
     """
     arena = _arena_memory(memory, request.arena_bytes)
     store_min = request.object_store_bytes or min(_OBJECT_STORE_ENOUGH, _rays_own(memory, shm))
-    if request.object_store_bytes is None and _spare(memory, request, arena) < store_min:
-        store_min = OBJECT_STORE_MIN
+    most = max(request.threshold, _THRESHOLD_MAX)
+    if request.object_store_bytes is None:
+        # What an object store may have at most, whatever else is changed.
+        spare = left(memory, most) - arena - request.heap_bytes
+        store_min = store_min if spare >= store_min else OBJECT_STORE_MIN
     least = arena + store_min + request.heap_bytes
-    threshold = next(
-        (share for share in _thresholds(request.threshold) if left(memory, share) >= least),
-        max(request.threshold, _THRESHOLD_MAX),
-    )
+    # The least change first.
+    shares = [request.threshold, *(percent / 100 for percent in range(1, 99))]
+    shares = [share for share in shares if share >= request.threshold]
+    threshold = next((share for share in shares if left(memory, share) >= least), most)
     free = left(memory, threshold)
     store = request.object_store_bytes or _object_store(
         memory, shm, request, free - arena, store_min
@@ -166,18 +169,6 @@ def _mountable(memory: NodeMemory) -> int:
     if memory.pool is None or memory.mount is None:
         return sys.maxsize
     return memory.mount.free
-
-
-def _spare(memory: NodeMemory, request: MemoryRequest, arena: int) -> int:
-    """Return the largest possible object store."""
-    threshold = max(request.threshold, _THRESHOLD_MAX)
-    return left(memory, threshold) - arena - request.heap_bytes
-
-
-def _thresholds(given: float) -> Iterator[float]:
-    """Yield the thresholds to try, the least change first."""
-    yield given
-    yield from (percent / 100 for percent in range(1, 99) if given < percent / 100)
 
 
 def _rays_own(memory: NodeMemory, shm: MountRoom | None) -> int:

@@ -179,7 +179,7 @@ class SideFile:
         self._description.close()
 
     def is_locked(self, byte: int) -> bool:
-        """Return whether a living process, of whatever container, has the lock on `byte`."""
+        """Return whether a living process, of any container, has the lock on `byte`."""
         return byte in self._own or self._other(byte) is not None
 
     def holder_of(self, byte: int) -> int | None:

@@ -131,7 +131,9 @@ def read_tables(survey: Survey, book: RecordBook, tables: Tables) -> RecoveryRep
     full = _fill(tables, kept, records)
     book.bury(kept[full])
     parentless = _link(tables, kept[~full], records[~full])
-    _free_empty_slabs(tables)
+    # Slabs that lost all their blocks become spare.
+    is_used = tables.slot_state.reshape(tables.geometry.num_slabs, -1).any(axis=1)
+    tables.slab_block_bytes[~is_used] = 0
     tables.undo.settle()
     return RecoveryReport(
         blocks=int(np.count_nonzero(~full)),
@@ -244,9 +246,3 @@ def _link(tables: Tables, slots: Array, records: Array) -> int:
     counted = np.bincount(parents[here], minlength=tables.geometry.num_slots)
     tables.slot_children[:] = counted
     return int(np.count_nonzero(~here))
-
-
-def _free_empty_slabs(tables: Tables) -> None:
-    """Make slabs spare that lost all their blocks."""
-    states = tables.slot_state.reshape(tables.geometry.num_slabs, -1)
-    tables.slab_block_bytes[~states.any(axis=1)] = 0

@@ -4,6 +4,7 @@ import contextlib
 import re
 import secrets
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,16 +28,14 @@ _NAME = re.compile(r"segment-(\d{8})")
 _UNFINISHED = ".new"
 
 
+@dataclass(slots=True, eq=False)
 class Segment:
     """An open segment file, owned by this process; from `create_segment` or `open_segment`."""
 
-    def __init__(
-        self, file: DiskFile, *, number: int, segment_id: int, shape: SegmentShape
-    ) -> None:
-        self.file = file
-        self.number = number
-        self.segment_id = segment_id
-        self.shape = shape
+    file: DiskFile
+    number: int
+    segment_id: int
+    shape: SegmentShape
 
     def offsets(self, rows: Array) -> Array:
         """Return where each slot's payload lies in the file."""

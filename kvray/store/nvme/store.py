@@ -196,7 +196,9 @@ class NvmeStore:
                 priority=priority,
             )
             assert made is not None, "the last try always has an answer"
-            self._bury_gone(np.concatenate((candidates.own, candidates.others)))
+            # The records of the candidates that it has evicted are written as empty.
+            gone = np.concatenate((candidates.own, candidates.others))
+            self._book.bury(gone[self.tables.slot_state[gone] != READY])
         above = np.vstack((_ROOT if parent is None else parent, keys[:-1]))
         return Pending(reservation=made, parents=above[made.rows])
 
@@ -314,10 +316,6 @@ class NvmeStore:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ShardUnavailable(f"This process has closed the NVMe tier in {self.directory}.")
-
-    def _bury_gone(self, candidates: Array) -> None:
-        """Have the records of those candidates written as empty that a reservation has evicted."""
-        self._book.bury(candidates[self.tables.slot_state[candidates] != READY])
 
 
 def _own(directory: Path, access: Access) -> SideFile:
