@@ -1,6 +1,7 @@
 """Makes the faults of a schedule happen, and undoes them."""
 
 import contextlib
+import signal
 import subprocess
 import sys
 import time
@@ -81,8 +82,7 @@ class Faults:
 
     def _kill(self, part: str, fault: Fault) -> None:
         if part == "engine":
-            if not _chosen(self._servers, fault).kill():
-                raise NotNow("The engine is not running.")
+            self._send(signal.SIGKILL, fault)
         elif part == "raylet":
             if not all(node.has_started for node in self._machine.nodes):
                 raise NotNow("Another node is down.")
@@ -92,10 +92,7 @@ class Faults:
 
     def _stop(self, part: str, fault: Fault) -> Undo:
         if part == "engine":
-            server = _chosen(self._servers, fault)
-            if (pid := server.stop()) is None:
-                raise NotNow("The engine is not running.")
-            return partial(server.resume, pid)
+            return self._send(signal.SIGSTOP, fault)
         process = self._process(part, fault)
         process.suspend()
 
@@ -104,6 +101,12 @@ class Faults:
                 process.resume()
 
         return resume
+
+    def _send(self, signum: signal.Signals, fault: Fault) -> Undo:
+        server = _chosen(self._servers, fault)
+        if (pid := server.send(signum)) is None:
+            raise NotNow("The engine is not running.")
+        return partial(server.resume, pid)
 
     def _process(self, part: str, fault: Fault) -> psutil.Process:
         if part == "raylet":

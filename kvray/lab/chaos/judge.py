@@ -3,7 +3,6 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy.typing as npt
 
 from kvray.lab.chaos.servers import Losses, Served
 from kvray.lab.chaos.stalls import MATCH, PASS
+from kvray.lab.reference import Output
 
 IN_FLIGHT_MIN = 10
 _BACK_SHARE = 0.5
@@ -49,7 +49,7 @@ class Results:
 
 def hit_share(served: Iterable[Served]) -> float:
     """Return the share of hits in all tokens that an engine did not find in its own pool."""
-    outputs = [one.output for one in served]
+    outputs = _outputs(served)
     hits = sum(one.hit_tokens for one in outputs)
     return hits / max(1, sum(one.prompt_tokens - one.reused_tokens for one in outputs))
 
@@ -77,13 +77,13 @@ def recoveries(
     NaN: it did not strike; another one did before hits were back; or nothing tells. Only the last
     of several that overlap is counted.
     """
-    usual = _usual_shares(calm)
-    batches = _batches(served)
+    usual = {place: hit_share(some) for place, some in _grouped(calm, "place").items()}
+    replicas = list(_grouped(served, "replica").values())
 
     def recovery(strike: Strike) -> float:
         if strike.skipped is not None:
             return _NAN
-        back = max((_first_good(one, strike.ended, usual) for one in batches), default=_NAN)
+        back = max((_first_good(one, strike.ended, usual) for one in replicas), default=_NAN)
         is_disturbed = any(
             other is not strike and other.began < back and other.ended > strike.ended
             for other in strikes
@@ -102,7 +102,7 @@ def report(found: Results, calm: Results) -> dict[str, Any]:
     return {
         "faults_injected": len(made),
         "faults": dict(Counter(strike.kind for strike in made)),
-        "requests": len(found.served),
+        "requests": len(_outputs(found.served)),
         "wrong_tokens": sum(one.wrong_tokens for one in (*found.served, *calm.served)),
         **{name: found.losses[name] + calm.losses[name] for name in _LOSSES},
         "injected_engine_deaths": found.losses["injected_deaths"],
@@ -116,7 +116,7 @@ def report(found: Results, calm: Results) -> dict[str, Any]:
         "by_kind": _by_kind(found.strikes, back),
         "hit_share": round(hit_share(found.served), 4),
         "fault_free": {
-            "requests": len(calm.served),
+            "requests": len(_outputs(calm.served)),
             "hit_share": round(hit_share(calm.served), 4),
             "stall_ms_p99": round(stall_p99_ms(calm.stalls), 3),
         },
@@ -149,43 +149,38 @@ def _longest(seconds: Sequence[float]) -> float | None:
     return round(max(measured), 2) if measured else None
 
 
-def _first_good(batches: Sequence[list[Served]], after: float, usual: dict[int, float]) -> float:
-    """Return when the first batch of a replica was answered that tells that hits are back.
+def _first_good(served: Sequence[Served], after: float, usual: dict[Any, float]) -> float:
+    """Return when a replica answered the first batch that tells that hits are back.
 
     If none does, it took at least until the last one that tells that they were not; infinity if
     none tells anything.
     """
     average = sum(usual.values()) / max(1, len(usual))
     at_least = _INFINITY
-    for batch in batches:
-        expected = usual.get(batch[0].place, average)
-        if batch[0].began < after or expected < _TELLING_SHARE:
+    for batch in served:
+        expected = usual.get(batch.place, average)
+        if batch.began < after or expected < _TELLING_SHARE:
             continue
-        at_least = batch[0].ended
-        if hit_share(batch) >= _BACK_SHARE * expected:
+        at_least = batch.ended
+        if hit_share([batch]) >= _BACK_SHARE * expected:
             break
     return at_least
 
 
-def _usual_shares(served: Sequence[Served]) -> dict[int, float]:
-    """Return place in a chapter -> share of hits there."""
-    places: defaultdict[int, list[Served]] = defaultdict(list)
-    for one in served:
-        places[one.place].append(one)
-    return {place: hit_share(ones) for place, ones in places.items()}
+def _grouped(served: Iterable[Served], name: str) -> dict[Any, list[Served]]:
+    """Return the batches, in their order, by the value of their attribute `name`."""
+    groups: defaultdict[Any, list[Served]] = defaultdict(list)
+    for batch in served:
+        groups[getattr(batch, name)].append(batch)
+    return groups
 
 
-def _batches(served: Sequence[Served]) -> list[list[list[Served]]]:
-    """Return for each replica its batches, in order: the prompts that it got together."""
-    in_order = sorted(served, key=lambda one: (one.replica, one.began))
-    return [
-        [list(batch) for _, batch in groupby(of_one, key=lambda one: one.began)]
-        for _, of_one in groupby(in_order, key=lambda one: one.replica)
-    ]
-
-
-def _hits_per_token(served: Sequence[Served]) -> float:
-    outputs = [one.output for one in served]
+def _hits_per_token(served: Iterable[Served]) -> float:
+    outputs = _outputs(served)
     return sum(one.hit_tokens for one in outputs) / max(
         1, sum(one.prompt_tokens for one in outputs)
     )
+
+
+def _outputs(served: Iterable[Served]) -> list[Output]:
+    return [output for batch in served for output in batch.outputs]

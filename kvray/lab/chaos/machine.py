@@ -51,15 +51,16 @@ class Machine:
     ) -> None:
         """Start the cluster and return when all nodes have joined.
 
+        A network, `mount_bytes` and `disk_bytes` need root.
+
         Args:
             num_nodes: nodes beside the head.
-            has_network: give each an address and a cable; needs root.
-            mount_bytes: give each a tmpfs of that size for its arena; needs root. None: a
-                directory in /dev/shm.
-            disk_bytes: put everything that Ray writes on a tmpfs of that size; needs root.
-            has_nvme: give each a directory of its own for blocks on disk.
-            environ: variables of every node besides those of this process, whose settings of
-                kvray are left out.
+            has_network: gives each an address and a cable.
+            mount_bytes: size of a tmpfs for each arena; None: a directory in /dev/shm.
+            disk_bytes: size of a tmpfs for everything that Ray writes; None: a directory in /tmp.
+            has_nvme: gives each a directory of its own for blocks on disk.
+            environ: variables of every node besides those of this process. This process's settings
+                of kvray are left out.
 
         Raises:
             ConfigError: a node did not start, or this machine allows no network.

@@ -18,11 +18,11 @@ from kvray.lab.chaos import load
 from kvray.lab.chaos.campaign import Campaign
 from kvray.lab.chaos.faults import Faults
 from kvray.lab.chaos.judge import Results, report
-from kvray.lab.chaos.load import Answers, Chapter
+from kvray.lab.chaos.load import Answers, Ask, Chapter
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
 from kvray.lab.chaos.schedule import KINDS, Fault, Kind, make_schedule
-from kvray.lab.chaos.servers import Questions, Server, spawn
+from kvray.lab.chaos.servers import Question, Server, spawn
 from kvray.lab.chaos.stalls import read_stalls
 
 _NAME = "chaos"
@@ -46,6 +46,7 @@ _RESTART_EVERY_S = 0.25
 _CHAPTERS_MAX = 16
 
 Advance = Callable[..., None]
+Questions = dict[Ask, Question]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
     with interrupts.closing() as stack, ProgressLine(console) as line:
         num_asks = sum(map(len, load.all_asks(book)))
         with line.during("Computing the answers without kvray", num_asks) as advance:
-            truth = _ask_oracle(book, advance)
+            questions = _ask_oracle(book, advance)
         with line.during("Starting Ray on several nodes"):
             machine = Machine(
                 num_nodes=options.num_nodes,
@@ -103,7 +104,7 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
                 has_nvme=True,
             )
             stack.callback(machine.close)
-        serving = _Serving(options, machine, book, truth, stack)
+        serving = _Serving(options, machine, book, questions, stack)
         with line.during("Serving without faults", options.calm_s) as advance:
             calm = serving.serve([], options.calm_s, advance)
         with line.during("Serving under fire", options.duration_s) as advance:
@@ -126,17 +127,19 @@ def _choose_kinds(options: Options) -> tuple[list[Kind], dict[str, str]]:
     return possible, {kind.name: reason for kind in asked if kind.needs_root}
 
 
-def _ask_oracle(book: list[Chapter], advance: Advance) -> Answers:
+def _ask_oracle(book: list[Chapter], advance: Advance) -> Questions:
     """Answer every prompt with an engine that has no connector and reuses nothing."""
-    conversations, truth = load.conversations_of(book), Answers()
+    conversations, truth, questions = load.conversations_of(book), Answers(), Questions()
     with spawn("oracle") as oracle:
         oracle.wait_ready()
         for asks in load.all_asks(book):
             prompts = [load.prompt_of(conversations[one], turn, truth) for one, turn in asks]
             outputs = oracle.generate(prompts, max_tokens=load.MAX_TOKENS)
-            truth |= {ask: one.token_ids for ask, one in zip(asks, outputs, strict=True)}
+            for ask, prompt, output in zip(asks, prompts, outputs, strict=True):
+                truth[ask] = output.token_ids
+                questions[ask] = prompt, output.token_ids
             advance(len(asks))
-    return truth
+    return questions
 
 
 class _Serving:
@@ -147,15 +150,14 @@ class _Serving:
         options: Options,
         machine: Machine,
         book: list[Chapter],
-        truth: Answers,
+        questions: Questions,
         stack: contextlib.ExitStack,
     ) -> None:
         self._options = options
         self._machine = machine
         self._book = book
-        self._truth = truth
+        self._questions = questions
         self._stack = stack
-        self._conversations = load.conversations_of(book)
         self._numbers = itertools.count(1)
         self._config_path = machine.write_config(_SETTINGS, cluster_name=_NAME)
 
@@ -215,14 +217,11 @@ class _Serving:
                 looked = now
             time.sleep(_POLL_S)
 
-    def _batches(self, replica: int) -> Iterator[tuple[int, Questions]]:
+    def _batches(self, replica: int) -> Iterator[tuple[int, list[Question]]]:
         count, seed = self._options.num_replicas, self._options.seed
-        conversations, truth = self._conversations, self._truth
-        for place, asks in load.batches_of(
-            self._book, replica=replica, num_replicas=count, seed=seed
-        ):
-            prompts = [load.prompt_of(conversations[one], turn, truth) for one, turn in asks]
-            yield place, [(prompt, truth[ask]) for prompt, ask in zip(prompts, asks, strict=True)]
+        batches = load.batches_of(self._book, replica=replica, num_replicas=count, seed=seed)
+        for place, asks in batches:
+            yield place, [self._questions[ask] for ask in asks]
 
     def _run(self, command: str) -> None:
         done = self._machine.run(command, "-c", str(self._config_path))

@@ -26,19 +26,19 @@ _FAILURES_MAX = 20
 Losses = Counter[str]
 """Requests without an answer, and engines that died: `engine_deaths`, `hung_requests` and
 `failed_requests`. With engines that faults killed: `injected_deaths` and `injected_requests`."""
-Questions = Sequence[tuple[Tokens, Tokens]]
-"""Prompts with their true answers."""
+Question = tuple[Tokens, Tokens]
+"""A prompt with its true answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """One answered prompt. Times are monotonic; `place` is that of its `Batch`."""
+    """The answers to one `Batch`, with its place. Times are monotonic."""
 
     replica: str
     place: int
     began: float
     ended: float
-    output: Output
+    outputs: Sequence[Output]
     wrong_tokens: int
 
 
@@ -90,30 +90,24 @@ class Server:
         """
         self._replica.wait_ready()
 
-    def serve(self, batches: Iterator[tuple[int, Questions]]) -> None:
+    def serve(self, batches: Iterator[tuple[int, list[Question]]]) -> None:
         """Send batch after batch from now on, until `end`; each has its place in a chapter."""
         self._thread = threading.Thread(
             target=self._serve, args=(batches,), name=f"kvray-{self.name}"
         )
         self._thread.start()
 
-    def kill(self) -> bool:
-        """Kill the replica as an injected fault; False if it does not serve now."""
-        replica = self._serving()
-        if replica is None:
-            return False
-        self._killed_pid = replica.pid
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(replica.pid, signal.SIGKILL)
-        return True
-
-    def stop(self) -> int | None:
-        """Stop the replica's process; return its pid, or None if it does not serve now."""
-        replica = self._serving()
-        if replica is None:
+    def send(self, signum: signal.Signals) -> int | None:
+        """Send SIGKILL or SIGSTOP as a fault; return the pid, or None if the replica is idle."""
+        replica = self._replica
+        if not self.in_flight or not replica.is_alive:
             return None
-        self.stops.append((time.monotonic(), float("inf")))
-        os.kill(replica.pid, signal.SIGSTOP)
+        if signum == signal.SIGKILL:
+            self._killed_pid = replica.pid
+        else:
+            self.stops.append((time.monotonic(), float("inf")))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(replica.pid, signum)
         return replica.pid
 
     def resume(self, pid: int) -> None:
@@ -140,10 +134,7 @@ class Server:
         self.join()
         self._replica.kill()  # if the thread was just starting another one
 
-    def _serving(self) -> Replica | None:
-        return self._replica if self.in_flight and self._replica.is_alive else None
-
-    def _serve(self, batches: Iterator[tuple[int, Questions]]) -> None:
+    def _serve(self, batches: Iterator[tuple[int, list[Question]]]) -> None:
         for place, questions in batches:
             if self._stopping.is_set():
                 break
@@ -155,25 +146,24 @@ class Server:
             finally:
                 self.in_flight = 0
 
-    def _ask(self, place: int, questions: Questions) -> None:
-        prompts = [prompt for prompt, _ in questions]
+    def _ask(self, place: int, questions: list[Question]) -> None:
+        prompts, truths = zip(*questions, strict=True)
         began = time.monotonic()
         self.in_flight = len(prompts)
         outputs = self._replica.generate(
             prompts, max_tokens=MAX_TOKENS, timeout_s=_ANSWER_TIMEOUT_S
         )
-        ended = time.monotonic()
-        self.served += [
+        answers = zip(outputs, truths, strict=True)
+        self.served.append(
             Served(
                 replica=self.name,
                 place=place,
                 began=began,
-                ended=ended,
-                output=output,
-                wrong_tokens=count_wrong(output.token_ids, truth),
+                ended=time.monotonic(),
+                outputs=outputs,
+                wrong_tokens=sum(count_wrong(one.token_ids, truth) for one, truth in answers),
             )
-            for (_, truth), output in zip(questions, outputs, strict=True)
-        ]
+        )
 
     def _note(self, error: KVRayError, num_requests: int) -> None:
         losses, text = self.losses, str(error)

@@ -26,7 +26,7 @@ def served(
         place=place,
         began=began,
         ended=began + 1.0,
-        output=make_output(prompt_tokens=100, hit_tokens=hits),
+        outputs=[make_output(prompt_tokens=100, hit_tokens=hits)],
         wrong_tokens=wrong_tokens,
     )
 
