@@ -23,7 +23,7 @@ _FLIPS = 24
 _FILE_CHUNK = bytes(4 * 2**20)
 _TRANSFER_MBIT = 8
 _TRANSFER_BYTES_PER_S = 500_000
-"""Only a transfer brings so much over a cable of that speed: it goes on then."""
+"""Only a transfer brings so much over a cable of that speed."""
 _VANDAL_TIMEOUT_S = 30.0
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Faults:
         self._cluster_name = cluster_name
         self._undo: dict[int, Undo] = {}
         self._seen: dict[int, tuple[float, int]] = {}
-        """Fault -> when its node's cable was looked at last, and what had come in over it."""
+        """Fault -> time of the last look at its node's cable, and the bytes received until then."""
         self._vandals: list[subprocess.Popen[bytes]] = []
 
     def strike(self, fault: Fault) -> None:
@@ -135,7 +135,7 @@ class Faults:
         return self._machine.network, 1 + self._machine.nodes.index(self._node(fault))
 
     def _truncate(self, fault: Fault) -> None:
-        """Kill a mover while bytes come in over its node's cable, which is slow until they do."""
+        """Slow a node's cable until a transfer comes in over it, and kill its mover then."""
         if self._machine.network is not None and not self._is_transferring(fault):
             raise NotNow("Nothing was transferred.")
         movers = self._node(fault).actors("Mover")

@@ -16,7 +16,7 @@ IN_FLIGHT_MIN = 10
 _BACK_SHARE = 0.5
 """Hits are back when a replica finds this part of what it finds without faults."""
 _TELLING_SHARE = 0.1
-"""Where less is found without faults, a batch tells nothing."""
+"""Where less is found without faults, a batch shows nothing."""
 _LOSSES = ("engine_deaths", "hung_requests", "failed_requests")
 _NAN, _INFINITY = float("nan"), float("inf")
 
@@ -71,11 +71,11 @@ def recoveries(
 ) -> list[float]:
     """Return for each strike how long after its end all replicas found their hits again.
 
-    That is when the first batch has been answered that began after the end and found at least half
-    of what batches of its place in a chapter find without faults. Places where those find next to
-    nothing tell nothing. If hits were not back by the end of the run, it is the time until then.
-    NaN: it did not strike; another one did before hits were back; or nothing tells. Only the last
-    of several that overlap is counted.
+    A replica finds them again with the end of the first batch that began after the strike and found
+    half of the usual: the share that batches of its place in a chapter find without faults. Places
+    where that is next to nothing show nothing. If hits were not back by the end of the run, it is
+    the time until then. NaN: the fault did not strike; another one did before hits were back; or
+    no batch shows anything. Of strikes that overlap, only the last is counted.
     """
     usual = {place: hit_share(some) for place, some in _grouped(calm, "place").items()}
     replicas = list(_grouped(served, "replica").values())
@@ -150,10 +150,9 @@ def _longest(seconds: Sequence[float]) -> float | None:
 
 
 def _first_good(served: Sequence[Served], after: float, usual: dict[Any, float]) -> float:
-    """Return when a replica answered the first batch that tells that hits are back.
+    """Return when a replica had answered the first batch that shows that hits are back.
 
-    If none does, it took at least until the last one that tells that they were not; infinity if
-    none tells anything.
+    If none does, return the end of the last batch that shows the contrary; infinity without one.
     """
     average = sum(usual.values()) / max(1, len(usual))
     at_least = _INFINITY

@@ -58,7 +58,7 @@ class Batch(NamedTuple):
     """The prompts that a replica gets at once."""
 
     place: int
-    """Which batch of its chapter: nobody has computed the prompts of the first ones yet."""
+    """The batch's index in its chapter: the prompts of the first ones are new to all replicas."""
     asks: list[Ask]
 
 

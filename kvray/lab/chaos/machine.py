@@ -36,7 +36,7 @@ _PORT = 6379
 class Machine:
     """One head, which gets no shard, and nodes that do; `close` removes everything.
 
-    Ray writes to `directory`, and whoever uses the machine to `scratch`.
+    Ray writes to `directory`, and the machine's user to `scratch`.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """The engines of the demo, in processes of their own, beside a tier that is up."""
 
+import os
 import time
 from collections.abc import Callable, Mapping
 
@@ -9,6 +10,7 @@ from kvray.lab.demo.record import Record
 from kvray.lab.reference import KvConnectorConfig, Replica
 
 _MAX_TOKENS = 16
+_THREADS_MAX = 4
 _SAVED_TIMEOUT_S = 20.0
 _POLL_S = 0.02
 _CONNECTOR = KvConnectorConfig(
@@ -22,23 +24,9 @@ class Engines:
     """Starts engines, sends them prompts, and records their answers."""
 
     def __init__(
-        self,
-        client: Client,
-        prompts: Prompts,
-        *,
-        model: str,
-        environ: Mapping[str, str],
-        num_threads: int,
+        self, client: Client, prompts: Prompts, *, model: str, environ: Mapping[str, str]
     ) -> None:
-        """Begin without an engine.
-
-        Args:
-            client: connected to the tier.
-            prompts: those that may be asked.
-            model: the engines load it.
-            environ: variables with which an engine finds the tier.
-            num_threads: of each engine; equal answers need equal numbers.
-        """
+        """Begin without an engine; `environ` has the variables with which one finds the tier."""
         self.prompts = prompts
         self.records: list[Record] = []
         self.advance: Callable[[], None] = lambda: None
@@ -46,7 +34,8 @@ class Engines:
         self._client = client
         self._model = model
         self._environ = environ
-        self._num_threads = num_threads
+        # Equal answers need equal numbers of threads.
+        self._num_threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
         self._replicas: dict[str, Replica] = {}
 
     def start(

@@ -22,7 +22,6 @@ from kvray.lab.demo.record import ORACLE, Record, Verdict, judge
 _SHM = Path("/dev/shm")
 _ROOM = 1.1
 """Free memory that the demo asks for, in capacities: the tables, and Ray's own share."""
-_THREADS_MAX = 4
 
 
 def play(
@@ -52,7 +51,6 @@ def play(
             make_prompts(tokenizer),
             model=path,
             environ=environ_for(config_path),
-            num_threads=min(_THREADS_MAX, len(os.sched_getaffinity(0))),
         )
         stack.callback(engines.close)
         with ProgressLine(console) as line:

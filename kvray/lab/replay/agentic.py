@@ -50,8 +50,8 @@ def lay_out(
 ) -> Trace:
     """Return the trace of users who have one session after the other.
 
-    Sessions do not say when they started. Here `concurrent` users begin at the same time, and each
-    begins another session right after the last request of the one before. `seed` decides which.
+    Sessions do not say when they started. Here `concurrent` users begin at the same time. A user
+    begins another session right after the last request of a session. `seed` decides their order.
 
     Raises:
         ConfigError: there is no session, or their blocks differ in size.

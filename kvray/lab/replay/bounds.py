@@ -66,8 +66,8 @@ def belady(trace: Trace, num_blocks: int) -> Outcome:
 def _stretches(trace: Trace) -> tuple[Ints, Ints, Ints]:
     """Cut a trace into stretches: the longest runs of blocks that are always asked for together.
 
-    Such blocks are used and evicted alike, so nobody has to look at each: a long prompt is a few
-    stretches. A request asks for whole stretches.
+    Such blocks are used and evicted alike, and a request asks for whole stretches. A long prompt is
+    a few of them.
 
     Returns:
         The first block of each stretch, which names it, and its length, both of shape

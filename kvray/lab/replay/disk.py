@@ -72,7 +72,7 @@ class Disk:
             return
         slots = self._host.slots.take(new)
         admitted = new[self._admission.admits(slots, self._names.take(new), now=now)]
-        # Children leave before their parents: mostly the first of a prompt brings all of it.
+        # Children leave before their parents: the first one mostly brings its whole prompt.
         for block in admitted.tolist():
             if not self.level.is_here[block]:
                 first = self._first_places[block]

@@ -50,7 +50,7 @@ class Level:
         """Takes blocks that are about to go, and the time, while the tables still have them."""
         self._settle = settle
         self._keys, self._parents, self._depths = keys, trace.parents(), trace.depths()
-        # Slot -> the block that it had last.
+        # Slot -> its last block.
         self._blocks = np.full(self.tier.tables.geometry.num_slots, NOWHERE, dtype=np.int64)
         # How often blocks were ranked, and how often before the last use of each.
         self._ranking = 0
@@ -93,7 +93,7 @@ class Level:
     def store(self, blocks: Array) -> None:
         """Put blocks that entered into the tables, parents before their children."""
         made = self.tier.reserve(self._keys[blocks], parent=None, depth=0)
-        # Hardly ever the index of keys has no place for some: they are dropped.
+        # Some are dropped where the index of keys has no place for them, which is rare.
         stored, dropped = np.split(blocks, [len(made.slots)])
         self.slots[stored] = made.slots
         self._blocks[made.slots] = stored

@@ -32,8 +32,7 @@ class Trace:
     ids: Ints
     """0 to num_unique - 1 in the order of first use; [num_refs]."""
     num_tokens: Ints
-    """Tokens of each prompt, of which the last block may hold fewer than its size, or which may
-    go on after the last block; [num_requests]."""
+    """Tokens of each prompt, which may end in its last block or after it; [num_requests]."""
     num_answer_tokens: Ints
     """Tokens that each request generated; 0 where the trace does not say; [num_requests]."""
 
