@@ -21,8 +21,7 @@ QuickOption = Annotated[
     bool, typer.Option("--quick", help="Measure little: it shows that it works, not how fast.")
 ]
 RepeatOption = Annotated[
-    int | None,
-    typer.Option(min=1, max=1_000_000, metavar="N", help="Pairs of each measurement."),
+    int | None, typer.Option(min=1, max=1_000_000, metavar="N", help="Pairs of each measurement.")
 ]
 
 bench = typer.Typer(

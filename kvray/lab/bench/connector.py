@@ -8,7 +8,7 @@ import logging
 import statistics
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from numpy.random import default_rng
@@ -33,8 +33,6 @@ NUM_SLOTS = 65_536
 _VOCABULARY = 128_000
 _WARM_UP = 0.1
 """Share of the requests that are served before those that count."""
-_LONG_SHARE = 5
-"""Of very long prompts that many times fewer are measured."""
 _FULL = 32
 _STEPS = {
     "match": "    of it: match and lease",
@@ -54,33 +52,41 @@ class Case:
     title: str
     num_tokens: int = SHORT_TOKENS
     """Of the prefix that is stored; a prompt has one token more."""
+    num_prompts: int = 16
+    """Different prompts that are served in turn: an engine's pool never has the next one."""
     num_ranks: int = 1
     batch: int = 1
     """Requests in one pass."""
+    share: int = 1
+    """That many times fewer passes are measured."""
     is_stored: bool = True
     verify: bool = False
     has_neighbour: bool = False
 
     def count(self, num_requests: int) -> int:
-        """Return how many batches are served for `num_requests` of a usual case."""
-        share = _LONG_SHARE if self.num_tokens > SHORT_TOKENS else 1
-        return max(2, num_requests // share)
-
-    @property
-    def num_prompts(self) -> int:
-        """Different prompts that are served in turn: an engine's pool never has the next one."""
-        return 2 if self.num_tokens > SHORT_TOKENS else 16 if self.batch == 1 else 2 * self.batch
+        """Return how many passes are measured for `num_requests` of a usual case."""
+        return max(2, num_requests // self.share)
 
 
+_ALL = "8k tokens, all stored"
 CASES = (
-    Case(name="leader", title="8k tokens, all stored"),
+    Case(name="leader", title=_ALL),
     Case(name="leader_1k", title="1k tokens, all stored", num_tokens=1024),
-    Case(name="leader_128k", title="128k tokens, all stored", num_tokens=LONG_TOKENS),
-    Case(name="leader_tp2", title="8k tokens, all stored, 2 ranks", num_ranks=2),
-    Case(name="leader_tp4", title="8k tokens, all stored, 4 ranks", num_ranks=4),
-    Case(name="leader_tp8", title="8k tokens, all stored, 8 ranks", num_ranks=8),
-    Case(name="leader_verified", title="8k tokens, all stored, verified", verify=True),
-    Case(name="leader_batch", title=f"8k tokens, all stored, {_FULL} in a pass", batch=_FULL),
+    Case(
+        name="leader_128k",
+        title="128k tokens, all stored",
+        num_tokens=LONG_TOKENS,
+        num_prompts=2,
+        share=5,
+    ),
+    *(Case(name=f"leader_tp{n}", title=f"{_ALL}, {n} ranks", num_ranks=n) for n in (2, 4, 8)),
+    Case(name="leader_verified", title=f"{_ALL}, verified", verify=True),
+    Case(
+        name="leader_batch",
+        title=f"{_ALL}, {_FULL} in a pass",
+        batch=_FULL,
+        num_prompts=2 * _FULL,
+    ),
     Case(name="leader_contended", title="8k tokens, beside a writer", has_neighbour=True),
     Case(name="leader_miss", title="8k tokens, none stored", is_stored=False),
 )
@@ -170,27 +176,38 @@ def _take(case: Case, tier: ConnectorTier, num_requests: int, runner: Runner) ->
     """
     runner.show(f"Measuring {case.title}")
     tier.clear()
-    count, pool = case.count(num_requests), _pool_blocks(case.num_tokens, case.batch)
+    count = case.count(num_requests)
     prompts = [_prompt(case.num_tokens, seed) for seed in range(case.num_prompts)]
     if case.is_stored:
-        _serve(tier, case, _pool_blocks(case.num_tokens, 1), ([one] for one in prompts))
+        _serve(tier, case, ([one] for one in prompts))
     samples: list[Sample] = []
+    marks: list[float] = []
 
     def note(sample: Sample) -> None:
         samples.append(sample)
         runner.advance()
 
+    def mark(*_: object) -> None:
+        marks.append(time.perf_counter())
+
     with (
-        BenchEngine(tier, num_ranks=case.num_ranks, num_blocks=pool, verify=case.verify) as engine,
+        BenchEngine(
+            tier,
+            num_ranks=case.num_ranks,
+            num_blocks=_num_blocks(case.num_tokens, case.batch),
+            verify=case.verify,
+        ) as engine,
         tier.neighbour() if case.has_neighbour else nullcontext(),
     ):
         batches = _batches(case, prompts)
         engine.serve(itertools.islice(batches, max(1, int(_WARM_UP * count))), lambda _: None)
         gc.collect()
         gc.freeze()
-        with _collections() as collections_s:
-            engine.serve(itertools.islice(batches, count), note)
+        gc.callbacks.append(mark)  # is called before and after each collection
+        engine.serve(itertools.islice(batches, count), note)
+        gc.callbacks.remove(mark)
         gc.unfreeze()
+    collections_s = [ended - began for began, ended in zip(marks[::2], marks[1::2], strict=True)]
     taken = Taken(case=case, samples=samples, collections_s=collections_s)
     if 2 * taken.num_missed > count * case.batch and not case.has_neighbour:
         raise KVRayError(
@@ -225,8 +242,8 @@ def _small_metadata(tier: ConnectorTier) -> list[Row]:
     """Return the rows of the pickled metadata of a pass with next to nothing to tell."""
     tier.clear()
     one_block = _prompt(TOKENS_PER_BLOCK, 1)
-    nothing, saved = _serve(tier, CASES[0], 4, [[_prompt(1, 0)], [one_block]])
-    (loaded,) = _serve(tier, CASES[0], 4, [[one_block]])
+    nothing, saved = _serve(tier, CASES[0], [[_prompt(1, 0)], [one_block]])
+    (loaded,) = _serve(tier, CASES[0], [[one_block]])
     most = max(saved.meta_bytes, loaded.meta_bytes)
     empty = "metadata, nothing to load or save"
     return [
@@ -235,13 +252,14 @@ def _small_metadata(tier: ConnectorTier) -> list[Row]:
     ]
 
 
-def _serve(
-    tier: ConnectorTier, case: Case, pool_blocks: int, batches: Iterable[list[Prompt]]
-) -> list[Sample]:
+def _serve(tier: ConnectorTier, case: Case, batches: Iterable[list[Prompt]]) -> list[Sample]:
     """Serve `batches` by an engine of their own, in chunks as engines do."""
     samples: list[Sample] = []
     with BenchEngine(
-        tier, num_ranks=case.num_ranks, num_blocks=pool_blocks, chunk_tokens=SHORT_TOKENS
+        tier,
+        num_ranks=case.num_ranks,
+        num_blocks=_num_blocks(case.num_tokens, 1),
+        chunk_tokens=SHORT_TOKENS,
     ) as engine:
         engine.serve(batches, samples.append)
     return samples
@@ -262,26 +280,6 @@ def _prompt(num_tokens: int, seed: int) -> Prompt:
     return tokens
 
 
-def _pool_blocks(num_tokens: int, batch: int) -> int:
+def _num_blocks(num_tokens: int, batch: int) -> int:
     """Return the blocks of a batch: the engine's pool has no more, so that it keeps none."""
     return batch * (num_tokens // TOKENS_PER_BLOCK + 1)
-
-
-@contextmanager
-def _collections() -> Iterator[list[float]]:
-    """Give the seconds that each run of Python's garbage collector takes meanwhile."""
-    seconds: list[float] = []
-    began = 0.0
-
-    def note(phase: str, _: dict[str, int]) -> None:
-        nonlocal began
-        if phase == "start":
-            began = time.perf_counter()
-        else:
-            seconds.append(time.perf_counter() - began)
-
-    gc.callbacks.append(note)
-    try:
-        yield seconds
-    finally:
-        gc.callbacks.remove(note)

@@ -12,7 +12,7 @@ import yaml
 from kvray import node
 from kvray.config import KVRayConfig, environ_for
 from kvray.lab.bench.runner import Runner, bench_spec
-from kvray.lab.bench.worker import Worker
+from kvray.lab.bench.worker import Worker, call_all
 from kvray.node import NodeLink
 from kvray.store import ArenaOwner
 
@@ -70,7 +70,7 @@ class ConnectorTier:
         """Run another process of the node that stores, leases and releases without a pause."""
         with self._runner.scope() as runner:
             worker = Worker.start(runner)
-            worker.call("attach", directory=str(self._node_dir))
+            call_all([worker], "attach", directory=str(self._node_dir))
             worker.send("churn", block_bytes=self.block_bytes)
             yield
             worker.send("detach")  # which ends the churning

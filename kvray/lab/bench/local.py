@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ from kvray.lab.bench.runner import (
     Duration,
     Pair,
     Runner,
+    Timed,
     bench_spec,
     measure,
     over_all,
@@ -43,21 +45,16 @@ class Copies(NamedTuple):
     title: str
     name: str
     """End of the figures' names."""
-    num_blocks: int
-    block_bytes: int
+    shape: tuple[int, int]
+    """Blocks, and the bytes of each."""
     num_sections: int
     """Parts of a buffer. Copies of few bytes take turns on them, so that no cache has them."""
     pairs: int
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Of one copy: blocks and the bytes of each."""
-        return self.num_blocks, self.block_bytes
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of one copy."""
-        return self.num_blocks * self.block_bytes
+        return self.shape[0] * self.shape[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +87,15 @@ class LocalScale:
         if quick:
             capacity = _CAPACITY_MIN
         pairs = repeat or (3 if quick else 15)
-        num_large, num_small = min(256, capacity // LARGE_BYTES), 32 if quick else 256
-        sections = num_large * LARGE_BYTES // (num_small * SMALL_BYTES)
+        large = (min(256, capacity // LARGE_BYTES), LARGE_BYTES)
+        small = (32 if quick else 256, SMALL_BYTES)
+        sections = math.prod(large) // math.prod(small)
         # As many slots as a default arena of 4 GiB: the tables, not the blocks, are looked up.
         lookup_bytes = (8_192 if quick else 65_536) * _LOOKUP_BLOCK_BYTES
         return cls(
             capacity=capacity,
-            large=Copies("4 MiB blocks", "4mib", num_large, LARGE_BYTES, 1, pairs),
-            small=Copies(
-                "128 KiB blocks", "128kib", num_small, SMALL_BYTES, sections, pairs * _SMALL_PAIRS
-            ),
+            large=Copies("4 MiB blocks", "4mib", large, 1, pairs),
+            small=Copies("128 KiB blocks", "128kib", small, sections, pairs * _SMALL_PAIRS),
             first_pairs=repeat or (2 if quick else 5),
             short_lookups=repeat or (20 if quick else 1000),
             long_lookups=repeat or (5 if quick else 100),
@@ -136,14 +132,14 @@ def measure_local(scale: LocalScale, *, arena_dir: Path, runner: Runner) -> Repo
     scale.check_memory(directory)
     return Report(
         rows=_Bench(scale, directory, runner).take_all(),
-        note=f"{scale.large.num_blocks} blocks of 4 MiB and {scale.small.num_blocks} of 128 KiB in"
+        note=f"{scale.large.shape[0]} blocks of 4 MiB and {scale.small.shape[0]} of 128 KiB in"
         f" an arena of {format_size(scale.capacity)}, on {cores()}. Ratios are medians over pairs:"
         " for copies kvray's speed over the bare copy's, for lookups kvray's time over that of"
         " hashing alone.",
         facts={
             "capacity_bytes": scale.capacity,
-            "blocks_4mib": scale.large.num_blocks,
-            "blocks_128kib": scale.small.num_blocks,
+            "blocks_4mib": scale.large.shape[0],
+            "blocks_128kib": scale.small.shape[0],
             "pairs": scale.large.pairs,
         },
     )
@@ -159,20 +155,19 @@ class _Bench:
         self._arena: Arena | None = None
         self._arena_stack = runner.stack.enter_context(ExitStack())
         self._num_chains = 0
-        self._writer, *self._readers = [Worker.start(runner) for _ in range(1 + NUM_READERS)]
+        self._workers = [Worker.start(runner) for _ in range(1 + NUM_READERS)]
+        self._writer, self._reader = self._workers[:1], self._workers[1:2]
 
     def take_all(self) -> list[Row]:
         measurements: tuple[tuple[str, Callable[[], list[Row]]], ...] = (
             ("first stores", self._first_stores),
             ("stores", self._stores),
-            ("stores into a full arena", self._full_stores),
             ("retrieves of large blocks", self._large_retrieves),
             ("retrieves of small blocks", self._small_retrieves),
             ("lookups", self._lookups),
         )
         self._runner.show("Starting", total=len(measurements))
-        buffer_bytes = self._scale.large.num_bytes
-        call_all([self._writer, *self._readers], "allocate", num_bytes=buffer_bytes)
+        call_all(self._workers, "allocate", num_bytes=self._scale.large.num_bytes)
         rows = []
         for title, take in measurements:
             self._runner.show(f"Measuring {title}")
@@ -180,35 +175,31 @@ class _Bench:
             self._runner.advance()
         return rows
 
-    # -- measurements -------------------------------------------------------------------------
-
     def _first_stores(self) -> list[Row]:
         """Store into an arena that was made and mapped a moment ago; the floor comes after it."""
         large, pairs = self._scale.large, []
         for _ in range(self._scale.first_pairs):
-            self._renew_arena(bench_spec(self._scale.capacity), users=[self._writer])
+            self._renew_arena(bench_spec(self._scale.capacity), users=self._writer)
             ours = self._store(large)
-            pairs.append(Pair(ours, self._copy([self._writer], large)))
+            pairs.append(Pair(ours, self._copy(self._writer, large)))
         title = "first store into a fresh arena"
         return [copy_row(title, "first_store_{}", pairs, num_bytes=large.num_bytes)]
 
     def _stores(self) -> list[Row]:
-        self._renew_arena(bench_spec(self._scale.capacity), users=[self._writer, *self._readers])
-        return [
-            self._store_row("store", "store", copies)
-            for copies in (self._scale.large, self._scale.small)
+        """Store into an arena with room, and into a full one, where each block evicts another."""
+        large, small = self._scale.large, self._scale.small
+        self._renew_arena(bench_spec(self._scale.capacity), users=self._workers)
+        rows = [
+            _row("store", "store", copies, self._store_pairs(copies)) for copies in (large, small)
         ]
-
-    def _full_stores(self) -> list[Row]:
-        """Store into a full arena, where each block has to push another one out."""
-        large = self._scale.large
         self._clear()
         for _ in range(-(-self._scale.capacity // large.num_bytes)):
             self._store(large)
-        return [self._store_row("store into a full arena", "store_full", large, is_full=True)]
+        pairs = self._store_pairs(large, is_full=True)
+        return [*rows, _row("store into a full arena", "store_full", large, pairs)]
 
-    def _store_row(self, title: str, name: str, copies: Copies, *, is_full: bool = False) -> Row:
-        """Return the row of stores; the arena is emptied before it is full, unless it should be."""
+    def _store_pairs(self, copies: Copies, *, is_full: bool = False) -> list[Pair]:
+        """Return pairs of stores; the arena is emptied before it is full, unless it should be."""
 
         def store(index: int) -> Duration:
             section = index % copies.num_sections
@@ -216,16 +207,14 @@ class _Bench:
                 self._clear()
             return self._store(copies, section)
 
-        def copy(index: int) -> Duration:
-            return self._copy([self._writer], copies, index)
-
-        return _row(title, name, copies, measure(copies.pairs, ours=store, floor=copy))
+        return self._measure(self._writer, copies, store, is_store=True)
 
     def _large_retrieves(self) -> list[Row]:
-        large, chains = self._scale.large, self._fill(self._scale.large)
-        plain = self._retrieves(self._readers[:1], chains, large)
-        verified = self._retrieves(self._readers[:1], chains, large, verify=True)
-        at_once = self._retrieves(self._readers, chains, large)
+        large = self._scale.large
+        chains = self._fill(large)
+        plain = self._retrieve_pairs(self._reader, chains, large)
+        verified = self._retrieve_pairs(self._reader, chains, large, verify=True)
+        at_once = self._retrieve_pairs(self._workers[1:], chains, large)
         names = ("retrieve_cpu_s_per_gb", "retrieve_floor_cpu_s_per_gb")
         title = f"CPU time of a retrieve, {large.title}"
         return [
@@ -237,10 +226,10 @@ class _Bench:
 
     def _small_retrieves(self) -> list[Row]:
         small = self._scale.small
-        pairs = self._retrieves(self._readers[:1], self._fill(small), small)
+        pairs = self._retrieve_pairs(self._reader, self._fill(small), small)
         return [_row("retrieve", "retrieve", small, pairs)]
 
-    def _retrieves(
+    def _retrieve_pairs(
         self, readers: list[Worker], chains: list[int], copies: Copies, *, verify: bool = False
     ) -> list[Pair]:
         """Return the pairs of readers that retrieve chain after chain, each to its section."""
@@ -250,40 +239,40 @@ class _Bench:
             where = {"shape": copies.shape, "section": section}
             return _time(readers, "retrieve", chain=chains[section], verify=verify, **where)
 
-        def copy(index: int) -> Duration:
-            return self._copy(readers, copies, index, is_store=False)
+        return self._measure(readers, copies, retrieve, is_store=False)
 
-        return measure(copies.pairs, ours=retrieve, floor=copy)
+    def _measure(
+        self, users: list[Worker], copies: Copies, ours: Timed, *, is_store: bool
+    ) -> list[Pair]:
+        def copy(index: int) -> Duration:
+            return self._copy(users, copies, index, is_store=is_store)
+
+        return measure(copies.pairs, ours=ours, floor=copy)
 
     def _lookups(self) -> list[Row]:
         """Look up a short and a long prompt of which all, half and nothing is stored."""
-        self._renew_arena(self._scale.lookup_spec, users=[self._writer, *self._readers])
+        self._renew_arena(self._scale.lookup_spec, users=self._workers)
         rows: list[Row] = []
-        for num_tokens, name, count in (
+        for num_tokens, prompt, count in (
             (SHORT_TOKENS, "lookup_8k", self._scale.short_lookups),
             (LONG_TOKENS, "lookup_128k", self._scale.long_lookups),
         ):
-            self._writer.call(
-                "store_prompt", num_tokens=num_tokens, block_bytes=_LOOKUP_BLOCK_BYTES
-            )
+            block_bytes = _LOOKUP_BLOCK_BYTES
+            call_all(self._writer, "store_prompt", num_tokens=num_tokens, block_bytes=block_bytes)
             for percent, suffix in ((100, ""), (50, "_half"), (0, "_none")):
-                present = num_tokens * percent // 100
-                found = self._readers[0].call(
-                    "look_up", num_tokens=num_tokens, present=present, count=count
-                )
-                rows += hash_rows(
+                asked = {"num_tokens": num_tokens, "present": num_tokens * percent // 100}
+                (found,) = call_all(self._reader, "look_up", count=count, **asked)
+                title, name = (
                     f"lookup of {num_tokens:,} tokens, {percent} % stored",
-                    name + suffix,
-                    [Pair(Duration(ours), Duration(floor)) for ours, floor in found],
-                    has_spread=name + suffix == "lookup_8k",
+                    prompt + suffix,
                 )
+                pairs = [Pair(Duration(ours), Duration(floor)) for ours, floor in found]
+                rows += hash_rows(title, name, pairs, has_spread=name == "lookup_8k")
         return rows
-
-    # -- steps --------------------------------------------------------------------------------
 
     def _renew_arena(self, spec: ArenaSpec, *, users: list[Worker]) -> None:
         """Make an arena in place of the one before, and have `users` attach to it."""
-        call_all([self._writer, *self._readers], "detach")
+        call_all(self._workers, "detach")
         self._arena_stack.close()
         runner = replace(self._runner, stack=self._arena_stack)
         self._arena = runner.make_arena(self._directory, spec)
@@ -305,7 +294,7 @@ class _Bench:
         """Store a section under a chain that nothing has been stored under yet."""
         self._num_chains += 1
         where = {"shape": copies.shape, "section": section}
-        return _time([self._writer], "store", chain=self._num_chains, **where)
+        return _time(self._writer, "store", chain=self._num_chains, **where)
 
     def _copy(
         self, workers: list[Worker], copies: Copies, index: int = 0, *, is_store: bool = True
@@ -317,7 +306,7 @@ class _Bench:
 
 def _time(workers: list[Worker], name: str, **arguments: Any) -> Duration:
     """Have `workers` do a timed piece of work at once; return the duration of all of it."""
-    return over_all([tuple(times) for times in call_all(workers, name, **arguments)])
+    return over_all(call_all(workers, name, **arguments))
 
 
 def _row(title: str, name: str, copies: Copies, pairs: list[Pair], *, times: int = 1) -> Row:

@@ -169,11 +169,7 @@ def hash_rows(
         ours=p50,
         floor=bare,
         ratio=ratio,
-        figures={
-            f"{name}_ms_p50": p50,
-            f"{name}_hash_ms_p50": bare,
-            f"{name}_over_hash": ratio,
-        },
+        figures={f"{name}_ms_p50": p50, f"{name}_hash_ms_p50": bare, f"{name}_over_hash": ratio},
     )
     if not has_spread:
         return [median, value_row("    99th percentile", "ms", p99, f"{name}_ms_p99")]

@@ -45,6 +45,10 @@ class Pair(NamedTuple):
     floor: Duration
 
 
+Timed = Callable[[int], Duration]
+"""Timed work, which is told its pair."""
+
+
 def timed(work: Callable[[], object]) -> Duration:
     """Do `work` and time it; the CPU time is that of all threads of this process."""
     cpu_s, began = time.process_time(), time.perf_counter()
@@ -53,13 +57,7 @@ def timed(work: Callable[[], object]) -> Duration:
     return Duration(seconds, time.process_time() - cpu_s)
 
 
-def measure(
-    count: int,
-    *,
-    ours: Callable[[int], Duration],
-    floor: Callable[[int], Duration],
-    first: int = 0,
-) -> list[Pair]:
+def measure(count: int, *, ours: Timed, floor: Timed, first: int = 0) -> list[Pair]:
     """Return `count` pairs; both sides are told which pair it is, counted from `first`.
 
     The sides take turns at going first, so that neither always finds the warmer caches.

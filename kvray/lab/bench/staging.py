@@ -24,10 +24,7 @@ _COPIES = {
         "    one push of kvray's transport",
         ("staging_nixl_transport_ratio", _SPEED, "transport_gb_per_s"),
     ),
-    "socket": (
-        "    bare socket",
-        ("staging_nixl_socket_ratio", _SPEED, "raw_socket_gb_per_s"),
-    ),
+    "socket": ("    bare socket", ("staging_nixl_socket_ratio", _SPEED, "raw_socket_gb_per_s")),
     "object_ref": (
         "staging over object_ref, bare Ray objects",
         ("staging_object_ref_ratio", "staging_object_ref_gb_per_s", "raw_ray_gb_per_s"),

@@ -63,20 +63,16 @@ class Worker:
             runner.stack.callback(worker.close)
         return worker
 
-    def call(self, name: str, **arguments: Any) -> Any:
-        """Have the process do something, and return its answer.
-
-        Raises:
-            KVRayError: the call failed there, or the process has died.
-        """
-        return call_all([self], name, **arguments)[0]
-
     def send(self, name: str, **arguments: Any) -> None:
         """Begin a call."""
         self._pipe.send({"call": name, "arguments": arguments}, timeout_s=_TIMEOUT_S)
 
     def receive(self) -> Any:
-        """Return the answer to the oldest call that is not answered yet."""
+        """Return the answer to the oldest call that is not answered yet.
+
+        Raises:
+            KVRayError: the call failed there, or the process has died.
+        """
         try:
             answer = self._pipe.receive(timeout_s=_TIMEOUT_S)
         except PipeClosed as error:
