@@ -15,8 +15,13 @@ from numpy.random import default_rng
 
 from kvray.config import KVRayConfig, format_size
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.bench.connector_engine import BLOCK_STEP, BenchEngine, Prompt, Sample
-from kvray.lab.bench.connector_tier import ConnectorTier
+from kvray.lab.bench.connector_engine import (
+    BLOCK_STEP,
+    BenchEngine,
+    ConnectorTier,
+    Prompt,
+    Sample,
+)
 from kvray.lab.bench.report import Report, Row, cores, hash_rows, value_row
 from kvray.lab.bench.runner import (
     LONG_TOKENS,

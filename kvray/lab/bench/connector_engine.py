@@ -8,20 +8,24 @@ of one engine share this process: the workers of the others are called after tha
 from __future__ import annotations
 
 import itertools
+import os
 import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import yaml
 
-from kvray import connector
+from kvray import connector, node
+from kvray.config import KVRayConfig, environ_for
 from kvray.errors import KVRayError
-from kvray.lab.bench.connector_tier import ConnectorTier
-from kvray.lab.bench.runner import TOKENS_PER_BLOCK, timed
-from kvray.lab.bench.worker import hash_bare
+from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Runner, bench_spec, timed
+from kvray.lab.bench.worker import Worker, call_all, hash_bare
 from kvray.lab.reference.cache_manager import KVCacheManager
 from kvray.lab.reference.connector_manager import KvCacheConnectorManager
 from kvray.lab.reference.engine_options import EngineOptions
@@ -31,6 +35,8 @@ from kvray.lab.reference.llm_args import KvCacheConfig, LlmArgs, ParallelConfig
 from kvray.lab.reference.llm_args import Mapping as RankMapping
 from kvray.lab.reference.model import KVGeometry
 from kvray.lab.reference.request import LlmRequest, ScheduledRequests
+from kvray.node import NodeLink
+from kvray.store import ArenaOwner
 
 if TYPE_CHECKING:
     from kvray.connector.base import KvCacheConnectorWorker
@@ -42,6 +48,7 @@ _LEADER_CALLS = {
     "build_connector_meta": "plan",
     "request_finished": "finish",
 }
+_CLUSTER = "bench"
 _ELEMENT_BYTES = 4
 _NUM_LAYERS = 2
 _NEW_TOKEN = 0
@@ -50,6 +57,65 @@ BLOCK_STEP = _NUM_LAYERS * 2 * TOKENS_PER_BLOCK * _ELEMENT_BYTES
 """A block's bytes are a multiple of this: one element of a head, in all layers and tokens."""
 
 Prompt = list[int]
+
+
+class ConnectorTier:
+    """An arena without a shard, in a directory that ends with the run.
+
+    It leads all connectors of this process to the arena.
+
+    Raises:
+        CapacityError: the arena does not fit into the memory.
+        ConfigError: no directory can be made in `arena.dir`.
+    """
+
+    def __init__(
+        self, settings: KVRayConfig, *, capacity: int, block_bytes: int, runner: Runner
+    ) -> None:
+        self.block_bytes = block_bytes
+        self._settings = settings
+        self._runner = runner
+        self._directory = runner.make_directory(settings.arena.dir)
+        # Every configuration that is loaded meanwhile is this one, without overrides.
+        runner.stack.callback(os.environ.update, dict(os.environ))
+        runner.stack.callback(os.environ.clear)
+        os.environ.update(environ_for(self.config_path(verify=False)))
+        self._node_dir = self._directory / f"kvray-{_CLUSTER}"
+        self._node_dir.mkdir()
+        spec = bench_spec(capacity, slot_min=block_bytes)
+        self.clear = ArenaOwner(runner.make_arena(self._node_dir, spec)).clear
+
+    def config_path(self, *, verify: bool) -> Path:
+        """Return a configuration file that leads to this tier."""
+        mode = "always" if verify else "never"
+        values = self._settings.model_dump(mode="json")
+        values["cluster_name"] = _CLUSTER
+        values["arena"]["dir"] = str(self._directory)
+        values["connector"] |= {"model_key": "bench", "load": "sync", "verify_on_load": mode}
+        path = self._directory / f"verify-{mode}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    def attach(self) -> NodeLink:
+        """Return the link that the connectors of this process share; `detach` gives it back."""
+        return node.attach(
+            self._node_dir,
+            label="bench",
+            lock_wait_s=self._settings.arena.lock_wait_s,
+            attach_retry_s=self._settings.connector.attach_retry_s,
+        )
+
+    @contextmanager
+    def neighbour(self) -> Iterator[None]:
+        """Run another process of the node that stores, leases and releases without a pause."""
+        with self._runner.scope() as runner:
+            worker = Worker.start(runner)
+            call_all([worker], "attach", directory=str(self._node_dir))
+            worker.send("churn", block_bytes=self.block_bytes)
+            yield
+            worker.send("detach")  # which ends the churning
+            worker.receive()
+            worker.receive()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

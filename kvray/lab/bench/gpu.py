@@ -1,8 +1,6 @@
 """`kvray bench gpu`: loads and saves of a GPU's KV cache, and prompts loaded or computed."""
 
 from collections import Counter
-from collections.abc import Generator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from kvray.lab.bench.gpu_model import LLAMA_3_8B, Shapes
 from kvray.lab.bench.gpu_prefill import Prefill, crossover
 from kvray.lab.bench.report import Report, Row
 from kvray.lab.bench.runner import LARGE_BYTES, SMALL_BYTES, Runner, bench_spec
-from kvray.store import Arena, ArenaSpec
+from kvray.store import ArenaSpec
 
 _TABLES_BYTES = 128 * 2**20
 _SPARE_BYTES = 2**30
@@ -79,11 +77,28 @@ def measure_gpu(scale: GpuScale, device: GpuDevice, *, arena_dir: Path, runner: 
     copied: Counter[str] = Counter()
     arena = runner.make_arena(runner.make_directory(arena_dir), scale.spec())
     arena.join("bench")
-    # Closed before the arena is, also when a signal ends the loop.
-    for row in runner.stack.enter_context(closing(_take(scale, device, arena, copied))):
+
+    def add(row: Row) -> None:
         rows.append(row)
         runner.show(f"Measured {row.title}")
         runner.advance()
+
+    # One pool is open at a time, as memory is registered once; it is closed before the arena is.
+    for block_bytes in scale.block_sizes:
+        with runner.scope() as scope:
+            copies = BlockCopies(
+                device, arena, num_blocks=scale.num_blocks, block_bytes=block_bytes
+            )
+            scope.stack.callback(copies.close)
+            for row in copies.take(scale.pairs):
+                add(row)
+            copied += copies.pool.copied_bytes
+    with runner.scope() as scope:
+        prefill = Prefill(device, arena, scale.shapes, tokens_max=scale.lengths[-1])
+        scope.stack.callback(prefill.pool.close)
+        for num_tokens in scale.lengths:
+            add(prefill.take(num_tokens, scale.prefill_pairs))
+        copied += prefill.pool.copied_bytes
     lengths = zip(scale.lengths, rows[-len(scale.lengths) :], strict=True)
     first = crossover({length: row.ratio or 0.0 for length, row in lengths})
     facts = {
@@ -109,21 +124,3 @@ def measure_gpu(scale: GpuScale, device: GpuDevice, *, arena_dir: Path, runner: 
             **facts,
         },
     )
-
-
-def _take(
-    scale: GpuScale, device: GpuDevice, arena: Arena, copied: Counter[str]
-) -> Generator[Row, None, None]:
-    """Yield the rows; one pool is open at a time, as memory is registered once."""
-    for block_bytes in scale.block_sizes:
-        copies = BlockCopies(device, arena, num_blocks=scale.num_blocks, block_bytes=block_bytes)
-        try:
-            yield from copies.take(scale.pairs)
-        finally:
-            copied.update(copies.close())
-    prefill = Prefill(device, arena, scale.shapes, tokens_max=scale.lengths[-1])
-    try:
-        for num_tokens in scale.lengths:
-            yield prefill.take(num_tokens, scale.prefill_pairs)
-    finally:
-        copied.update(prefill.close())

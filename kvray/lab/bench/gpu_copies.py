@@ -73,7 +73,7 @@ class BlockCopies:
         self._pages = torch.zeros(
             2 * num_blocks, block_bytes, dtype=torch.uint8, device=device.device
         )
-        self._pool, self._part = open_pool(self._pages, arena, NUM_LAYERS)
+        self.pool, self._part = open_pool(self._pages, arena, NUM_LAYERS)
         # The bare copy: torch's pinned memory, which copies fastest, and as much on the device.
         self._pinned = torch.zeros(self._num_bytes, dtype=torch.uint8, pin_memory=device.is_gpu)
         self._whole = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device.device)
@@ -81,11 +81,10 @@ class BlockCopies:
         self._in_order: Array = np.arange(num_blocks)
         self._scattered: Array = default_rng(0).permutation(2 * num_blocks)[:num_blocks]
 
-    def close(self) -> dict[str, int]:
-        """Give everything back; return the bytes that were copied, by the way of copying."""
-        self._pool.close()
+    def close(self) -> None:
+        """Close the pool, and give the slots back."""
+        self.pool.close()
         self._arena.abort(self._reservation)
-        return dict(self._pool.copied_bytes)
 
     def take(self, count: int) -> Iterator[Row]:
         """Measure loads and saves, of scattered pages and of a run, the device idle and busy."""
@@ -118,7 +117,7 @@ class BlockCopies:
             return timed(work)
 
     def _copy_blocks(self, pages: Array, *, is_load: bool) -> None:
-        pool, stream = self._pool, self._device.stream
+        pool, stream = self.pool, self._device.stream
         pool.fence(stream)
         if is_load:
             ticket = pool.load(self._arena, [Load(self._part, self._slots, pages)], stream)

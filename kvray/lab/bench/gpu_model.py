@@ -57,10 +57,9 @@ LLAMA_3_8B = Shapes(
 
 
 class Model:
-    """Random weights, the same for a seed; all norms' weights are 1."""
+    """Random weights on a device, the same in every run; all norms' weights are 1."""
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
-        """Make the weights on `device`."""
         self.shapes = shapes
         generator = torch.Generator(device).manual_seed(0)
 
@@ -114,8 +113,8 @@ class Model:
             cache = pool[:, layer]
             cache[where[0], 0, :, where[1]] = key
             cache[where[0], 1, :, where[1]] = value
-            if start:
-                key, value = self._gather(cache, pages, len(tokens))
+            if start:  # all keys and values of the prompt, [num_tokens, heads, head_dim] each
+                key, value = cache[pages].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : len(tokens)]
             hidden = hidden + _attend(query, key, value, sees).flatten(1) @ out_heads.T
             gate, rest = (_norm(hidden) @ up.T).chunk(2, dim=-1)
             hidden = hidden + (nn.silu(gate) * rest) @ down.T
@@ -130,13 +129,6 @@ class Model:
         query, key, value = projected.view(len(projected), -1, shapes.head_dim).split(heads, dim=1)
         return _rotate(query, angles), _rotate(key, angles), value
 
-    def _gather(
-        self, cache: torch.Tensor, pages: torch.Tensor, num_tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all keys and values of a prompt, [num_tokens, heads, head_dim] each."""
-        found = cache[pages].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :num_tokens]
-        return found[0], found[1]
-
     def _angles(self, places: torch.Tensor) -> torch.Tensor:
         """Return cosines and sines of the rotation of each token, [2, num_tokens, 1, half]."""
         half = self.shapes.head_dim // 2
@@ -148,13 +140,9 @@ class Model:
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sees: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return attention, [num_queries, heads, head_dim].
+    """Return attention, [num_queries, heads, head_dim], as `query` is; keys have [num_tokens, ...].
 
-    Args:
-        query: [num_queries, heads, head_dim].
-        key: [num_tokens, kv_heads, head_dim].
-        value: likewise.
-        sees: which tokens each query sees, [num_queries, num_tokens]; None: those up to its own.
+    `sees` says which tokens each query sees, [num_queries, num_tokens]; None: those up to its own.
     """
     attend, share = nn.scaled_dot_product_attention, query.shape[1] // key.shape[1]
     query, key, value = (one.transpose(0, 1)[None] for one in (query, key, value))

@@ -46,13 +46,8 @@ class Prefill:
                 (num_blocks, *shapes.page_shape), dtype=shapes.dtype, device=device.device
             )
         self._bytes = self._cache.view(torch.uint8).reshape(num_blocks, -1)
-        self._pool, self._part = open_pool(self._bytes, arena, shapes.num_layers)
+        self.pool, self._part = open_pool(self._bytes, arena, shapes.num_layers)
         self._store()
-
-    def close(self) -> dict[str, int]:
-        """Close the pool; return the bytes that were copied, by the way of copying."""
-        self._pool.close()
-        return dict(self._pool.copied_bytes)
 
     def take(self, num_tokens: int, pairs: int) -> Row:
         """Measure one length of prompt.
@@ -93,7 +88,7 @@ class Prefill:
 
     def _loaded(self, num_tokens: int) -> torch.Tensor:
         """Return the logits after a prompt, of which all blocks but the last are loaded."""
-        pool, stream, arena = self._pool, self._device.stream, self._arena
+        pool, stream, arena = self.pool, self._device.stream, self._arena
         keys = chain_keys(self._tokens[: num_tokens - 1], tokens_per_block=self._share, seed=_SEED)
         leases = arena.lease(keys)
         if not leases or leases[0].num_slots < len(keys):
@@ -116,7 +111,7 @@ class Prefill:
 
     def _store(self) -> None:
         """Compute the whole prompt and save its blocks."""
-        arena, pool, num_tokens = self._arena, self._pool, len(self._tokens)
+        arena, pool, num_tokens = self._arena, self.pool, len(self._tokens)
         keys = chain_keys(self._tokens, tokens_per_block=self._share, seed=_SEED)
         made = reserve_all(arena, keys, block_bytes=self._part.block_bytes)
         with self._device.on(self._device.stream):
@@ -128,7 +123,7 @@ class Prefill:
 
     def _poison(self) -> None:
         """Overwrite every page, so that a page that is not loaded or computed shows."""
-        self._pool.fence(self._device.stream)
+        self.pool.fence(self._device.stream)
         with self._device.on(self._device.stream):
             self._bytes.fill_(_POISON)
 
@@ -154,8 +149,7 @@ def name_of(num_tokens: int) -> str:
 def crossover(ratios: dict[int, float]) -> int | None:
     """Return the prompt length from which on loading is faster; None: it never is.
 
-    Args:
-        ratios: for each length, computed time over loaded time.
+    `ratios` has the computed time over the loaded time of each length.
     """
     found = None
     for num_tokens in sorted(ratios, reverse=True):

@@ -60,7 +60,9 @@ class _Bench:
         self._announce_all(_SECOND)
         two_holders = (_resident_bytes() - empty) / num_entries
         drop_ms = 1000 * timed(lambda: self._lookup.drop(_FIRST)).seconds
-        purge = self._purge()
+        purge = []
+        while not self._lookup.index.is_purged:  # the other shard's heartbeats purge it
+            purge.append(self._announce(_SECOND, b""))
         entry = "lookup_bytes_per_entry"
         rows = [
             value_row("memory for each entry", "bytes", one_holder, entry),
@@ -130,13 +132,6 @@ class _Bench:
     def _locate(self, keys: bytes) -> int:
         return self._lookup.locate(keys, now=0.0)[-1].stop
 
-    def _purge(self) -> list[Duration]:
-        """Return the other shard's heartbeats until nothing is left of the dropped one."""
-        durations = []
-        while not self._lookup.index.is_purged:
-            durations.append(self._announce(_SECOND, b""))
-        return durations
-
 
 def _batch(number: int) -> bytes:
     """Return the keys of an announcement: as uniform as digests, and the same ones each time."""
@@ -148,7 +143,6 @@ def _resident_bytes() -> int:
 
 
 def _rows(title: str, name: str, durations: Sequence[Duration]) -> list[Row]:
-    """Return the rows of the median, the slowest percent and the longest."""
     indent = "        " if title.startswith(" ") else "    "
     p99, longest = 1000 * percentile_s(durations, 99), 1000 * percentile_s(durations, 100)
     return [

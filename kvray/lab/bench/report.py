@@ -119,14 +119,10 @@ class Report:
 def copy_row(
     title: str, names: str | tuple[str, str, str], pairs: Sequence[Pair], *, num_bytes: int
 ) -> Row:
-    """Return the row of a copy of `num_bytes`.
+    """Return the row of copies of `num_bytes` each.
 
-    Args:
-        title: for the table.
-        names: of the ratio, kvray's speed and the bare speed in the JSON; or a pattern of all
-            three, such as `store_{}_4mib`.
-        pairs: kvray's copies and the bare ones.
-        num_bytes: bytes of each copy.
+    `names` are those of the ratio, kvray's speed and the bare speed in the JSON; or a pattern of
+    all three, such as `store_{}_4mib`.
     """
     if isinstance(names, str):
         ratio_name, ours_name, floor_name = map(names.format, ("ratio", "gb_s", "floor_gb_s"))

@@ -69,7 +69,6 @@ class _BenchNode:
         self._listener = socket.create_server(("127.0.0.1", 0))
 
     def store(self, keys: bytes) -> None:
-        """Fill the arena with blocks."""
         made = reserve_all(self._arena, split_keys(keys), block_bytes=BLOCK_BYTES)
         pool = np.random.default_rng(0).integers(0, 256, (8, BLOCK_BYTES), dtype=np.uint8)
         self._arena.commit(made, self._arena.write(made, pool, np.arange(len(made.slots)) % 8))
@@ -124,8 +123,7 @@ class _BenchNode:
 
     def push(self, address: bytes) -> None:
         """Push everything by the transport, at once."""
-        start = np.zeros(1, dtype=np.int64)
-        size = np.full(1, self._num_bytes)
+        start, size = np.zeros(1, dtype=np.int64), np.full(1, self._num_bytes)
         self._transport = self._transport or NixlTransport(self._memory)
         self._transport.send(address, start, start, size, timeout_s=_TIMEOUT_S)
 
@@ -164,7 +162,7 @@ class _BenchNode:
             self._memory[start : start + len(piece)] = piece
 
 
-class StagingBench:
+class _StagingBench:
     """Two nodes with an arena and two movers each: one fetches by nixl, one by object_ref."""
 
     def __init__(self, config: KVRayConfig, num_blocks: int) -> None:
@@ -299,7 +297,7 @@ def main() -> None:
     try:
         connect_configured(config)
         found: dict[str, Any]
-        found = StagingBench(config, int(sys.argv[2])).take(int(sys.argv[3]))
+        found = _StagingBench(config, int(sys.argv[2])).take(int(sys.argv[3]))
     except KVRayError as error:
         found = {"error": str(error)}
     print(json.dumps(found), flush=True)

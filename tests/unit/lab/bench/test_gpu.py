@@ -125,14 +125,14 @@ def _computed(
 def test_loaded_bytes_that_are_wrong_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_arena(capacity=2**22, slab=2**20) as arena:
         prefill = Prefill(GpuDevice("cpu"), arena, TINY, tokens_max=16)
-        monkeypatch.setattr(prefill._pool, "load", _load_nothing(prefill))
+        monkeypatch.setattr(prefill.pool, "load", _load_nothing(prefill))
         with pytest.raises(KVRayError, match="other logits"):
             prefill.take(16, 1)
-        prefill.close()
+        prefill.pool.close()
 
 
 def _load_nothing(prefill: Prefill):  # type: ignore[no-untyped-def]
-    load = prefill._pool.load
+    load = prefill.pool.load
     return lambda arena, loads, stream: load(arena, [], stream)
 
 

@@ -93,12 +93,12 @@ def test_table_shows_ours_floor_and_ratio_and_no_target(
 
 def test_scale_fits_the_blocks_into_the_capacity() -> None:
     large, small = SCALE.large, SCALE.small
-    assert (large.num_blocks, small.num_blocks) == (256, 256)
+    assert (large.shape[0], small.shape[0]) == (256, 256)
     assert (large.num_sections, small.num_sections) == (1, 32)
     assert small.pairs > large.pairs
     half = LocalScale.fit(2**29, repeat=7, quick=False)
-    assert (half.large.num_blocks, half.large.pairs, half.short_lookups) == (128, 7, 7)
-    assert LocalScale.fit(2**40, repeat=None, quick=False).large.num_blocks == 256
+    assert (half.large.shape[0], half.large.pairs, half.short_lookups) == (128, 7, 7)
+    assert LocalScale.fit(2**40, repeat=None, quick=False).large.shape[0] == 256
     assert LocalScale.fit(2**40, repeat=None, quick=True).capacity == 2**26
 
 
