@@ -1,17 +1,14 @@
 """`kvray bench`: one command for each thing that is measured."""
 
-from collections.abc import Callable
-from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvray.config import load_config, parse_size
 from kvray.console.boundary import boundary
 from kvray.console.options import ConfigOption, VerboseOption
 from kvray.console.picture import PlotOption, check_plot
-from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvray.lab.bench.report import Report
@@ -21,7 +18,8 @@ QuickOption = Annotated[
     bool, typer.Option("--quick", help="Measure little: it shows that it works, not how fast.")
 ]
 RepeatOption = Annotated[
-    int | None, typer.Option(min=1, max=1_000_000, metavar="N", help="Pairs of each measurement.")
+    int | None,
+    typer.Option(min=1, max=1_000_000, metavar="N", help="Pairs of each measurement."),
 ]
 
 bench = typer.Typer(
@@ -48,15 +46,8 @@ def local(
     It needs neither Ray nor a running tier: it makes an arena of its own under arena.dir, with
     processes that store and retrieve, and removes it again.
     """
-
-    def prepare() -> "Callable[..., Report]":
-        from kvray.lab.bench.local import LocalScale, measure_local
-
-        settings = load_config(config)
-        scale = LocalScale.fit(_parse(capacity, "--capacity"), repeat=repeat, quick=quick)
-        return partial(measure_local, scale, arena_dir=settings.arena.dir)
-
-    _run(prepare, as_json=as_json, plot=plot, verbose=verbose)
+    options = {"config": config, "capacity": capacity, "repeat": repeat, "quick": quick}
+    _run("local", options, as_json=as_json, plot=plot, verbose=verbose)
 
 
 @bench.command()
@@ -72,16 +63,8 @@ def gpu(
     It needs an NVIDIA GPU and torch, and neither Ray nor a running tier: it makes an arena of its
     own under arena.dir, of some 4 GiB, and removes it again.
     """
-
-    def prepare() -> "Callable[..., Report]":
-        from kvray.lab.bench.gpu import GpuScale, measure_gpu
-        from kvray.lab.bench.gpu_device import GpuDevice
-
-        settings = load_config(config)
-        scale, device = GpuScale.fit(repeat=repeat, quick=quick), GpuDevice("cuda:0")
-        return partial(measure_gpu, scale, device, arena_dir=settings.arena.dir)
-
-    _run(prepare, as_json=as_json, verbose=verbose)
+    options = {"config": config, "repeat": repeat, "quick": quick}
+    _run("gpu", options, as_json=as_json, verbose=verbose)
 
 
 @bench.command()
@@ -102,18 +85,8 @@ def connector(
     The reference engine's own executor makes the calls, with a model that computes nothing. It
     needs neither Ray nor a running tier, and leaves nothing behind.
     """
-
-    def prepare() -> "Callable[..., Report]":
-        from kvray.lab.bench.connector import measure_connector
-
-        return partial(
-            measure_connector,
-            load_config(config),
-            num_requests=10 if quick else requests,
-            block_bytes=_parse(block, "--block"),
-        )
-
-    _run(prepare, as_json=as_json, verbose=verbose)
+    options = {"config": config, "num_requests": 10 if quick else requests, "block": block}
+    _run("connector", options, as_json=as_json, verbose=verbose)
 
 
 @bench.command()
@@ -131,13 +104,7 @@ def lookup(
 
     It needs neither Ray nor a running tier. 5 million entries take some 700 MB.
     """
-
-    def prepare() -> "Callable[..., Report]":
-        from kvray.lab.bench.lookup import measure_lookup
-
-        return partial(measure_lookup, entries)
-
-    _run(prepare, as_json=as_json, verbose=verbose)
+    _run("lookup", {"num_entries": entries}, as_json=as_json, verbose=verbose)
 
 
 @bench.command()
@@ -152,15 +119,7 @@ def staging(
     It starts two Ray nodes of its own on this machine, with an arena of 1 GiB each, and removes
     them again. It needs NIXL.
     """
-
-    def prepare() -> "Callable[..., Report]":
-        from kvray.lab.bench.staging import NUM_BLOCKS, REPEAT, measure_staging
-
-        num_blocks = NUM_BLOCKS // 8 if quick else NUM_BLOCKS
-        pairs = min(repeat or REPEAT, 3) if quick else repeat or REPEAT
-        return partial(measure_staging, num_blocks=num_blocks, repeat=pairs)
-
-    _run(prepare, as_json=as_json, verbose=verbose)
+    _run("staging", {"repeat": repeat, "quick": quick}, as_json=as_json, verbose=verbose)
 
 
 @bench.command()
@@ -193,45 +152,27 @@ def nvme(
     with huge pages where the machine has them. A store and a bare file on the disk take 1 GiB at
     most. It removes them all again.
     """
-
-    def prepare() -> "Callable[..., Report]":
-        from kvray.lab.bench.nvme import NvmeScale, measure_nvme
-
-        sizes = [_parse(size, "--block") for size in block or ()]
-        scale = NvmeScale.fit(sizes, repeat=repeat, quick=quick, disk=directory)
-        arena_dir = load_config(config).arena.dir
-        return partial(measure_nvme, scale, arena_dir=arena_dir, huge_dir=arena_directory)
-
-    _run(prepare, as_json=as_json, verbose=verbose)
+    options = {"config": config, "blocks": block or (), "repeat": repeat, "quick": quick}
+    options |= {"disk": directory, "huge_dir": arena_directory}
+    _run("nvme", options, as_json=as_json, verbose=verbose)
 
 
 def _run(
-    prepare: "Callable[[], Callable[..., Report]]",
-    *,
-    as_json: bool,
-    plot: Path | None = None,
-    verbose: bool,
+    name: str, options: dict[str, Any], *, as_json: bool, plot: Path | None = None, verbose: bool
 ) -> None:
-    """Measure, and show the report; `prepare` imports the bench and returns its measuring."""
+    """Have the bench of that name run with `options`, and show its report."""
     with boundary(verbose=verbose) as interrupts:
         if plot is not None:
             check_plot(plot)
         with interrupts.masked():  # importing starts threads
             from kvray.lab.bench.runner import running
 
-            measure = prepare()
+            module = import_module(f"kvray.lab.bench.{name}")
         with running(interrupts) as runner:
-            report = measure(runner=runner)
+            report: Report = module.run(runner, **options)
         if as_json:
             print(report.to_json())
         else:
             report.show()
         if plot is not None:
             report.draw(plot)
-
-
-def _parse(text: str, option: str) -> int:
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"{option}: {error}.") from None

@@ -10,10 +10,11 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 from numpy.random import default_rng
 
-from kvray.config import KVRayConfig, format_size
+from kvray.config import format_size, load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.bench.connector_engine import (
     BLOCK_STEP,
@@ -30,6 +31,7 @@ from kvray.lab.bench.runner import (
     Duration,
     Pair,
     Runner,
+    parse_option,
 )
 
 NUM_SLOTS = 65_536
@@ -126,15 +128,14 @@ class Taken:
         return rows
 
 
-def measure_connector(
-    settings: KVRayConfig, *, num_requests: int, block_bytes: int, runner: Runner
-) -> Report:
+def run(runner: Runner, *, config: Path | None, num_requests: int, block: str) -> Report:
     """Take all cases.
 
     Raises:
         ConfigError: no pool has blocks of that size.
         KVRayError: there is no room, or too little was found again.
     """
+    settings, block_bytes = load_config(config), parse_option("--block", block)
     if block_bytes % BLOCK_STEP:
         raise ConfigError(
             f"--block {format_size(block_bytes)} is no multiple of {BLOCK_STEP} bytes; give one."

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kvray.config import format_size
+from kvray.config import format_size, load_config
 from kvray.errors import CapacityError
 from kvray.lab.bench.gpu_copies import BlockCopies
 from kvray.lab.bench.gpu_device import GpuDevice
@@ -62,6 +62,13 @@ class GpuScale:
                 f"The bench takes {format_size(needed)} of the GPU's memory and"
                 f" {format_size(free_bytes)} are free; end other programs there, or give --quick."
             )
+
+
+def run(runner: Runner, *, config: Path | None, repeat: int | None, quick: bool) -> Report:
+    """Measure the first GPU; as `measure_gpu`."""
+    settings = load_config(config)
+    scale, device = GpuScale.fit(repeat=repeat, quick=quick), GpuDevice("cuda:0")
+    return measure_gpu(scale, device, arena_dir=settings.arena.dir, runner=runner)
 
 
 def measure_gpu(scale: GpuScale, device: GpuDevice, *, arena_dir: Path, runner: Runner) -> Report:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from kvray.config import format_size
+from kvray.config import format_size, load_config
 from kvray.errors import CapacityError, ConfigError
 from kvray.lab.bench.report import Report, Row, copy_row, cores, cpu_row, hash_rows
 from kvray.lab.bench.runner import (
@@ -27,6 +27,7 @@ from kvray.lab.bench.runner import (
     bench_spec,
     measure,
     over_all,
+    parse_option,
 )
 from kvray.lab.bench.worker import Worker, call_all
 from kvray.store import Arena, ArenaOwner, ArenaSpec
@@ -122,13 +123,17 @@ class LocalScale:
                 )
 
 
-def measure_local(scale: LocalScale, *, arena_dir: Path, runner: Runner) -> Report:
+def run(
+    runner: Runner, *, config: Path | None, capacity: str, repeat: int | None, quick: bool
+) -> Report:
     """Take all measurements.
 
     Raises:
         KVRayError: there is no room, or a step failed.
     """
-    directory = runner.make_directory(arena_dir)
+    settings = load_config(config)
+    scale = LocalScale.fit(parse_option("--capacity", capacity), repeat=repeat, quick=quick)
+    directory = runner.make_directory(settings.arena.dir)
     scale.check_memory(directory)
     return Report(
         rows=_Bench(scale, directory, runner).take_all(),

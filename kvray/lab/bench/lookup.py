@@ -23,7 +23,7 @@ _QUERIES = 300
 _FIRST, _SECOND = "first", "second"
 
 
-def measure_lookup(num_entries: int, *, runner: Runner) -> Report:
+def run(runner: Runner, *, num_entries: int) -> Report:
     """Fill an index, ask it, and have a shard dropped.
 
     Raises:

@@ -6,104 +6,76 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvray.config import format_size
+from kvray.config import format_size, load_config
 from kvray.errors import ConfigError
 from kvray.lab.bench.bare_disk import check_disk, mount_huge, unmount
 from kvray.lab.bench.nvme_store import NvmeBench
 from kvray.lab.bench.report import Report, Row, copy_row, cores, cpu_row
-from kvray.lab.bench.runner import LARGE_BYTES, SMALL_BYTES, Pair, Runner, measure
+from kvray.lab.bench.runner import LARGE_BYTES, SMALL_BYTES, Pair, Runner, measure, parse_option
 
 _SPARE_BYTES = 64 * 2**20
 """Of the mount beside the blocks: the arena's tables, and whole huge pages."""
 _TITLES = {"store": "store", "store_full": "    into a full tier", "retrieve": "retrieve"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NvmeScale:
-    """How much is measured, and where."""
-
-    num_bytes: int
-    """Bytes of one store or retrieve."""
-    block_sizes: Sequence[int]
-    """The first one's figures have no size in their names."""
-    repeat: int
-    disk: Path
-
-    @classmethod
-    def fit(
-        cls, block_sizes: Sequence[int], *, repeat: int | None, quick: bool, disk: Path | None
-    ) -> NvmeScale:
-        """Return the scale for these options; `disk` is TMPDIR unless it is given.
-
-        Raises:
-            ConfigError: the disk is none or has no room, or a block size does not fit.
-        """
-        scale = cls(
-            num_bytes=16 * 2**20 if quick else 256 * 2**20,
-            block_sizes=block_sizes or (LARGE_BYTES, SMALL_BYTES),
-            repeat=repeat or (3 if quick else 11),
-            disk=disk or Path(tempfile.gettempdir()),
-        )
-        for size in scale.block_sizes:
-            if not 4096 <= size <= scale.num_bytes or scale.num_bytes % size or size % 4096:
-                raise ConfigError(
-                    f"Blocks of {format_size(size)} cannot be measured: give a multiple of 4 KiB"
-                    f" that divides {format_size(scale.num_bytes)}."
-                )
-        check_disk(scale.disk)
-        # Two files, and those of the next pair before these are gone.
-        needed, free = 4 * scale.num_bytes, shutil.disk_usage(scale.disk).free
-        if free < needed:
-            raise ConfigError(
-                f"The bench needs {format_size(needed)} in {scale.disk} and {format_size(free)} are"
-                " free; name another directory with --dir."
-            )
-        return scale
-
-
-def measure_nvme(
-    scale: NvmeScale, *, arena_dir: Path, huge_dir: Path | None, runner: Runner
+def run(
+    runner: Runner,
+    *,
+    config: Path | None,
+    blocks: Sequence[str],
+    repeat: int | None,
+    quick: bool,
+    disk: Path | None,
+    huge_dir: Path | None,
 ) -> Report:
     """Measure with small pages, and with huge ones where there are any.
 
     Args:
-        scale: how much, and on which disk.
-        arena_dir: a directory in shared memory.
-        huge_dir: likewise, with huge pages; None: mount one, where this user may.
         runner: the run.
+        config: the user's configuration, for `arena.dir`.
+        blocks: sizes of blocks; the first one's figures have no size in their names.
+        repeat: pairs of each measurement.
+        quick: measure little.
+        disk: a directory on the disk; None: the one for temporary files.
+        huge_dir: a directory in shared memory with huge pages; None: mount one, where this user
+            may.
 
     Raises:
-        ConfigError: a directory cannot be used.
+        ConfigError: a directory cannot be used, or a block size does not fit.
         CapacityError: there is no room for the arena.
         KVRayError: the bytes did not arrive, or did not come from the disk.
     """
+    settings = load_config(config)
+    num_bytes, num_pairs = (16 * 2**20, repeat or 3) if quick else (256 * 2**20, repeat or 11)
+    sizes = [parse_option("--block", text) for text in blocks] or [LARGE_BYTES, SMALL_BYTES]
+    disk = disk or Path(tempfile.gettempdir())
+    _check(disk, num_bytes, sizes)
     why_not = ""
     if huge_dir is None:
         huge_dir = runner.make_directory(Path(tempfile.gettempdir()))
         runner.stack.callback(unmount, huge_dir)
         try:
-            mount_huge(huge_dir, size=scale.num_bytes + _SPARE_BYTES)
+            mount_huge(huge_dir, size=num_bytes + _SPARE_BYTES)
         except ConfigError as error:
             huge_dir, why_not = None, str(error)
-    kinds = [("", arena_dir)] + ([("_huge", huge_dir)] if huge_dir else [])
-    runner.show("Starting", total=len(kinds) * len(scale.block_sizes) * 3)
+    kinds = [("", settings.arena.dir)] + ([("_huge", huge_dir)] if huge_dir else [])
+    runner.show("Starting", total=len(kinds) * len(sizes) * 3)
     rows: list[Row] = []
     facts: dict[str, Any] = {"direct": True}
     floors = ""
     for suffix, directory in kinds:
         with runner.scope() as scope:
             scope.show("Trying the disk")
-            bench = NvmeBench(scale.num_bytes, directory, scale.disk, runner=scope)
+            bench = NvmeBench(num_bytes, directory, disk, runner=scope)
             pages = f"{format_size(bench.page_bytes)} pages"
-            for block_bytes in scale.block_sizes:
+            for block_bytes in sizes:
                 size = format_size(block_bytes)
-                name = "" if block_bytes == scale.block_sizes[0] else f"_{size.lower()}"
-                pairs = _take(bench, block_bytes, scale.repeat, scope)
-                rows += _rows(pairs, scale.num_bytes, name + suffix, f"{size} blocks, {pages}")
+                name = "" if block_bytes == sizes[0] else f"_{size.lower()}"
+                pairs = _take(bench, block_bytes, num_pairs, scope)
+                rows += _rows(pairs, num_bytes, name + suffix, f"{size} blocks, {pages}")
             facts |= {
                 f"page_bytes{suffix}": bench.page_bytes,
                 f"floor_store{suffix}": str(bench.bare_stores),
@@ -116,20 +88,37 @@ def measure_nvme(
             )
     return Report(
         rows=rows,
-        note=f"{format_size(scale.num_bytes)} at a time between an arena and {scale.disk},"
-        f" {'past' if facts['direct'] else 'through'} the page cache, {scale.repeat} pairs on"
+        note=f"{format_size(num_bytes)} at a time between an arena and {disk},"
+        f" {'past' if facts['direct'] else 'through'} the page cache, {num_pairs} pairs on"
         f" {cores()}. Ratios are medians over pairs: kvray's speed over the bare transfer's."
         + floors
         + (f"\n{why_not}" if why_not else ""),
         facts={
             **facts,
             "no_huge_pages": why_not or None,
-            "moved_bytes": scale.num_bytes,
-            "block_bytes": list(scale.block_sizes),
-            "pairs": scale.repeat,
-            "dir": str(scale.disk),
+            "moved_bytes": num_bytes,
+            "block_bytes": sizes,
+            "pairs": num_pairs,
+            "dir": str(disk),
         },
     )
+
+
+def _check(disk: Path, num_bytes: int, sizes: Sequence[int]) -> None:
+    for size in sizes:
+        if not 4096 <= size <= num_bytes or num_bytes % size or size % 4096:
+            raise ConfigError(
+                f"Blocks of {format_size(size)} cannot be measured: give a multiple of 4 KiB that"
+                f" divides {format_size(num_bytes)}."
+            )
+    check_disk(disk)
+    # Two files, and those of the next pair before these are gone.
+    needed, free = 4 * num_bytes, shutil.disk_usage(disk).free
+    if free < needed:
+        raise ConfigError(
+            f"The bench needs {format_size(needed)} in {disk} and {format_size(free)} are free;"
+            " name another directory with --dir."
+        )
 
 
 def _take(bench: NvmeBench, block_bytes: int, repeat: int, runner: Runner) -> dict[str, list[Pair]]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from kvray.config import parse_size
 from kvray.console.interrupts import Interrupts
 from kvray.console.progress import counting_progress
 from kvray.errors import ConfigError, KVRayError
@@ -101,6 +102,18 @@ def over_all(spans: Sequence[tuple[float, float, float]]) -> Duration:
     """
     began, ended, cpu_s = zip(*spans, strict=True)
     return Duration(max(ended) - min(began), sum(cpu_s))
+
+
+def parse_option(option: str, text: str) -> int:
+    """Return the bytes of a size that the user gave.
+
+    Raises:
+        ConfigError: it is no size.
+    """
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}.") from None
 
 
 def bench_spec(capacity: int, *, slot_min: int = SLOT_MIN) -> ArenaSpec:

@@ -12,7 +12,6 @@ from kvray.lab.bench.runner import Duration, Pair, Runner
 from kvray.lab.bench.staging_driver import BLOCK_BYTES
 from kvray.lab.chaos.machine import Machine
 
-NUM_BLOCKS, REPEAT = 256, 9
 _TIMEOUT_S = 900.0
 _SPEED = "staging_nixl_gb_per_s"
 _COPIES = {
@@ -33,12 +32,15 @@ _COPIES = {
 """For each pair of the driver: the row's title, and the names of ratio, speed and bare speed."""
 
 
-def measure_staging(*, num_blocks: int, repeat: int, runner: Runner) -> Report:
+def run(runner: Runner, *, repeat: int | None, quick: bool) -> Report:
     """Start two nodes, and fetch blocks from one to the other.
 
     Raises:
         KVRayError: Ray did not start, a transport is missing, or blocks did not come.
     """
+    num_blocks, num_pairs = 256, repeat or 9
+    if quick:
+        num_blocks, num_pairs = 32, min(num_pairs, 3)
     runner.show("Starting two nodes", total=2)
     with runner.interrupts.held():
         machine = Machine(num_nodes=2)
@@ -46,7 +48,7 @@ def measure_staging(*, num_blocks: int, repeat: int, runner: Runner) -> Report:
     runner.advance()
     runner.show("Measuring")
     path = machine.write_config({}, cluster_name="bench")
-    arguments = [str(path), str(num_blocks), str(repeat)]
+    arguments = [str(path), str(num_blocks), str(num_pairs)]
     with runner.interrupts.held():
         driver = subprocess.Popen(
             [sys.executable, "-m", "kvray.lab.bench.staging_driver", *arguments],
@@ -78,8 +80,8 @@ def measure_staging(*, num_blocks: int, repeat: int, runner: Runner) -> Report:
     return Report(
         rows=[nixl, transport, socket, nixl_cpu, object_ref, object_ref_cpu],
         note=f"{num_blocks} blocks of 4 MiB between two nodes of this machine, over its loopback"
-        f" device, {repeat} pairs on {cores()}.",
-        facts={"blocks": num_blocks, "block_bytes": BLOCK_BYTES, "pairs": repeat},
+        f" device, {num_pairs} pairs on {cores()}.",
+        facts={"blocks": num_blocks, "block_bytes": BLOCK_BYTES, "pairs": num_pairs},
     )
 
 
