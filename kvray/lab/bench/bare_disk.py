@@ -4,7 +4,7 @@ import ctypes
 import errno
 import mmap
 import os
-import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 
 from kvray.config import format_size
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.bench.runner import Duration, timed
+from kvray.lab.bench.runner import Duration, median_s, timed
 from kvray.store.arena.tables import Array
 from kvray.store.machine.mounts import mount_of
 from kvray.store.nvme.io_threads import IoThreads
@@ -40,8 +40,8 @@ class Transfers(NamedTuple):
 
     def __str__(self) -> str:
         """Return it in words."""
-        threads = "1 thread" if self.num_threads == 1 else f"{self.num_threads} threads"
-        return f"{format_size(self.num_bytes)} by {threads}"
+        plural = "" if self.num_threads == 1 else "s"
+        return f"{format_size(self.num_bytes)} by {self.num_threads} thread{plural}"
 
 
 _MIB = 2**20
@@ -96,18 +96,15 @@ class BareDisk:
         """Return the transfers whose stores and retrieves are fastest here, by their medians."""
         size = self._memory.nbytes
         tried = [one for one in TRANSFERS if one.num_bytes <= size] or [Transfers(size, 1)]
-        stores: dict[Transfers, list[float]] = {one: [] for one in tried}
-        retrieves: dict[Transfers, list[float]] = {one: [] for one in tried}
-        for _ in range(_TRIES):
-            for one in tried:
-                self.renew()
-                stores[one].append(self.store(one).seconds)
-                retrieves[one].append(self.retrieve(one).seconds)
-        store, retrieve = (
-            min(tried, key=lambda one: statistics.median(seconds[one]))
-            for seconds in (stores, retrieves)
+        stores, retrieves = defaultdict(list), defaultdict(list)
+        for one in tried * _TRIES:
+            self.renew()
+            stores[one].append(self.store(one))
+            retrieves[one].append(self.retrieve(one))
+        return (
+            min(tried, key=lambda one: median_s(stores[one])),
+            min(tried, key=lambda one: median_s(retrieves[one])),
         )
-        return store, retrieve
 
     def close(self) -> None:
         """Remove the file and end the threads. Twice is fine."""
@@ -117,9 +114,11 @@ class BareDisk:
         self._drop()
 
     def _move(self, call: _Call, transfers: Transfers) -> None:
-        threads = self._threads.setdefault(transfers.num_threads, IoThreads(transfers.num_threads))
-        starts = range(0, self._memory.nbytes, transfers.num_bytes)
-        threads.run([partial(self._move_one, call, at, transfers.num_bytes) for at in starts])
+        size, num_threads = transfers
+        if num_threads not in self._threads:
+            self._threads[num_threads] = IoThreads(num_threads)
+        starts = range(0, self._memory.nbytes, size)
+        self._threads[num_threads].run([partial(self._move_one, call, at, size) for at in starts])
 
     def _move_one(self, call: _Call, at: int, size: int) -> None:
         end = min(at + size, self._memory.nbytes)

@@ -56,7 +56,7 @@ class _Bench:
         one_holder = (_resident_bytes() - empty) / num_entries
         match = self._ask("match", self._match)
         match_warm = self._ask("match again", self._match, chain=self._chain())
-        locate = self._ask("locate", self._locate)
+        locate = self._ask("locate", lambda keys: self._lookup.locate(keys, now=0.0)[-1].stop)
         self._announce_all(_SECOND)
         two_holders = (_resident_bytes() - empty) / num_entries
         drop_ms = 1000 * timed(lambda: self._lookup.drop(_FIRST)).seconds
@@ -128,9 +128,6 @@ class _Bench:
 
     def _match(self, keys: bytes) -> int:
         return self._lookup.match(keys, 1, now=0.0).num_blocks
-
-    def _locate(self, keys: bytes) -> int:
-        return self._lookup.locate(keys, now=0.0)[-1].stop
 
 
 def _batch(number: int) -> bytes:

@@ -33,15 +33,9 @@ def run(
 ) -> Report:
     """Measure with small pages, and with huge ones where there are any.
 
-    Args:
-        runner: the run.
-        config: the user's configuration, for `arena.dir`.
-        blocks: sizes of blocks; the first one's figures have no size in their names.
-        repeat: pairs of each measurement.
-        quick: measure little.
-        disk: a directory on the disk; None: the one for temporary files.
-        huge_dir: a directory in shared memory with huge pages; None: mount one, where this user
-            may.
+    `disk` is a directory on the disk, else the one for temporary files; `huge_dir` is in shared
+    memory with huge pages, else one is mounted where this user may. The figures of the first of
+    `blocks` have no size in their names.
 
     Raises:
         ConfigError: a directory cannot be used, or a block size does not fit.

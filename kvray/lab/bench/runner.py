@@ -95,10 +95,9 @@ def percentile_s(durations: Sequence[Duration], percent: float) -> float:
 
 
 def over_all(spans: Sequence[tuple[float, float, float]]) -> Duration:
-    """Return the duration of several processes: from the first start to the last end.
+    """Return the duration from the first start to the last end of several processes.
 
-    Args:
-        spans: (began, ended, CPU seconds) of each, by one clock.
+    A span is when one began and ended, by one clock, and its CPU seconds.
     """
     began, ended, cpu_s = zip(*spans, strict=True)
     return Duration(max(ended) - min(began), sum(cpu_s))
