@@ -38,16 +38,12 @@ class KeyBoard:
         self.place = Board(arena.arena_id, tuple(reservation.slots.tolist()))
         self._capacity = self._keys_per_slot * len(self.place.slots)
         self._next = 0
-        self._left = self._capacity
+        self.room = self._capacity
+        """How many keys it still takes in this pass."""
 
     def begin_pass(self) -> None:
         """Take the whole board for the pass that is being planned."""
-        self._left = self._capacity
-
-    @property
-    def room(self) -> int:
-        """How many keys it still takes in this pass."""
-        return self._left
+        self.room = self._capacity
 
     def publish(self, keys: list[BlockKey]) -> KeyRun:
         """Write `keys`, at most `room` of them, and return where they are."""
@@ -58,7 +54,7 @@ class KeyBoard:
             view[:] = np.frombuffer(packed, dtype=np.uint8, count=len(view), offset=at)
             at += len(view)
         self._next = (start + len(keys)) % self._capacity
-        self._left -= len(keys)
+        self.room -= len(keys)
         return KeyRun(start, len(keys), xxhash.xxh3_64_intdigest(packed))
 
     def close(self) -> None:

@@ -38,12 +38,10 @@ class PrefillRate:
         seconds = now - self._planned_at
         if goes_on and self._pending is not None:
             tokens, before = self._pending
-            self._measure(tokens, max(before, seconds))
+            longer = max(before, seconds)
+            if longer > 0:
+                self._tokens = _KEEP * self._tokens + tokens
+                self._seconds = _KEEP * self._seconds + longer
         big = goes_on and self._last_tokens >= _TOKENS_MIN
         self._pending = (self._last_tokens, seconds) if big else None
         self._requests, self._last_tokens, self._planned_at = set(requests), num_tokens, now
-
-    def _measure(self, tokens: int, seconds: float) -> None:
-        if seconds > 0:
-            self._tokens = _KEEP * self._tokens + tokens
-            self._seconds = _KEEP * self._seconds + seconds

@@ -8,9 +8,10 @@ import torch
 
 from kvray.errors import ConfigError
 from kvray.lab.reference.checkpoint import load_checkpoint
-from kvray.lab.reference.model import BlockModel, make_tiny_causal_lm, write_tiny_checkpoint
+from kvray.lab.reference.model import BlockModel, make_tiny_causal_lm
 from kvray.lab.reference.tokenizer import read
 from tests.engine.conftest import BLOCK, forward_block, make_prompt
+from tests.tiny_checkpoint import write_tiny_checkpoint
 
 TOKENS = make_prompt(5 * BLOCK)
 

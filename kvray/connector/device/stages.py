@@ -55,16 +55,12 @@ class Stages:
         """Return the stages for a load of `num_bytes`, in the order in which they are to land."""
         count = max(1, min(len(self._finest), num_bytes // STAGE_BYTES))
         if count not in self._cuts:
-            self._cuts[count] = self._coarser(count)
+            each = math.ceil(len(self._finest) / count)
+            stages = [self._finest[at : at + each] for at in range(0, len(self._finest), each)]
+            self._cuts[count] = tuple(
+                _stage([self._by_layer[key] for keys in some for key in keys]) for some in stages
+            )
         return self._cuts[count]
-
-    def _coarser(self, count: int) -> tuple[Stage, ...]:
-        """Return about `count` stages, each of as many of the finest ones."""
-        each = math.ceil(len(self._finest) / count)
-        stages = [self._finest[at : at + each] for at in range(0, len(self._finest), each)]
-        return tuple(
-            _stage([self._by_layer[key] for keys in some for key in keys]) for some in stages
-        )
 
 
 Steps = list[tuple[int, int, LayerRange]]

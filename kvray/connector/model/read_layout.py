@@ -7,7 +7,7 @@ Source: `connectors/kv_cache_layout.py` of TensorRT-LLM.
 """
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -118,15 +118,16 @@ def _pages(region: Any, base: int, size: int, stride: int, num_pages: int) -> to
 
 def _steps_of(buffers: Sequence[Any], size: int) -> tuple[LayerRange, ...]:
     """Return a step a layer if all layers lie alike in a page, else one for all of it."""
-    layers = tuple(dict.fromkeys(int(buffer.layer_id) for buffer in buffers))
-    each = [_roles(buffers, layer) for layer in layers]
-    share = len(buffers) // len(layers) if layers else 0
-    in_turn = [int(buffer.layer_id) for buffer in buffers] == [
-        layer for layer in layers for _ in range(share)
-    ]
-    if layers and in_turn and all(roles == each[0] for roles in each):
-        return _even_steps(layers, size)
-    return (LayerRange(layers, 0, size),)
+    in_layer: dict[int, list[tuple[str, int]]] = {}
+    for buffer in buffers:
+        role = str(buffer.role), int(getattr(buffer, "expansion", 1))
+        in_layer.setdefault(int(buffer.layer_id), []).append(role)
+    in_turn = [layer for layer, roles in in_layer.items() for _ in roles]
+    first, *others = in_layer.values() or ([],)
+    is_in_turn = [int(buffer.layer_id) for buffer in buffers] == in_turn
+    if in_layer and is_in_turn and all(roles == first for roles in others):
+        return _even_steps(tuple(in_layer), size)
+    return (LayerRange(tuple(in_layer), 0, size),)
 
 
 def _even_steps(layers: tuple[int, ...], size: int) -> tuple[LayerRange, ...]:
@@ -137,14 +138,6 @@ def _even_steps(layers: tuple[int, ...], size: int) -> tuple[LayerRange, ...]:
         LayerRange((layer,), place * share, (place + 1) * share)
         for place, layer in enumerate(layers)
     )
-
-
-def _roles(buffers: Iterable[Any], layer: int) -> list[tuple[str, int]]:
-    return [
-        (str(buffer.role), int(getattr(buffer, "expansion", 1)))
-        for buffer in buffers
-        if int(buffer.layer_id) == layer
-    ]
 
 
 def _name(dtype: Any) -> str:

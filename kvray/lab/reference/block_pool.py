@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from kvray.errors import CapacityError
 
@@ -167,11 +168,8 @@ def _best_child(node: _Node, tokens: Sequence[int]) -> tuple[_Node | None, int]:
     best: _Node | None = None
     length = 0
     for child in node.children.values():
-        shared = 0
-        while (
-            shared < min(len(tokens), len(child.tokens)) and tokens[shared] == child.tokens[shared]
-        ):
-            shared += 1
+        alike = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, child.tokens, strict=False))
+        shared = sum(1 for _ in alike)
         if shared > length:
             best, length = child, shared
     return best, length

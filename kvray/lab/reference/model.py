@@ -196,12 +196,6 @@ def make_tiny_causal_lm(seed: int = 0) -> Any:
     return causal_lm
 
 
-def write_tiny_checkpoint(directory: Path, *, seed: int = 0) -> Path:
-    """Write the tiny model as a checkpoint on disk, for those who need files to fingerprint."""
-    make_tiny_causal_lm(seed).save_pretrained(directory)
-    return directory
-
-
 def save_causal_lm(causal_lm: Any, directory: Path) -> None:
     """Write a checkpoint in fp32, also of a model that was read from a .gguf file."""
     config = causal_lm.config

@@ -16,7 +16,7 @@ import kvray.connector
 from kvray.actors.shard.shard import Shard
 from kvray.connector import KvRayScheduler, KvRayWorker
 from kvray.errors import ConfigError, LayoutMismatch
-from kvray.lab.reference.model import write_tiny_checkpoint
+from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.unit.connector.conftest import MakePair
 from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
 

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 
 from kvray.connector import base
 from kvray.errors import ConfigError
-from kvray.lab.reference.model import write_tiny_checkpoint
+from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.unit.connector.llm_args import DEEPSEEK, LLAMA, args_of, checkpoint, read_args
 
 

@@ -20,7 +20,7 @@ from kvray.connector.model import model_name
 from kvray.connector.model.model_name import ModelName
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.checkpoint import Progress
-from kvray.lab.reference.model import write_tiny_checkpoint
+from tests.tiny_checkpoint import write_tiny_checkpoint
 from tests.unit.actors.small_shard import wait_for
 from tests.unit.connector.conftest import MakePair
 from tests.unit.connector.pair import BLOCK, Pair, Request, args_for
