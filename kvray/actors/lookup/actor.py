@@ -61,7 +61,7 @@ class LookupActor:
         return self._lookup.replica(replica, time.monotonic())
 
     def elsewhere(self, namespace: Namespace, digest: bytes) -> tuple[Namespace, str] | None:
-        """Return the likest other namespace in which `digest` was stored, and by whom."""
+        """Return the most similar other namespace that stored `digest`, and its replica."""
         return self._lookup.elsewhere(namespace, digest)
 
     def shards(self) -> list[str]:

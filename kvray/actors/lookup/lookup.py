@@ -37,7 +37,7 @@ class Announcement:
     removed_keys: bytes
     removed_parts: list[int]
     prefix_digests: list[Note] = field(default_factory=list)
-    """What engines have noted since, or, if `full`, all that is remembered of it."""
+    """The notes of engines since then, or, if `full`, all that are remembered."""
     more: bool = False
     """The list did not fit in; the next announcement continues it."""
     ranks: list[tuple[str, int]] | None = None
@@ -61,7 +61,7 @@ class Answer:
     took_s: float = 0.0
     """How long the lookup worked on it; 0 if that is not known."""
     findings: list[Finding] = field(default_factory=list)
-    """What of the misses among its `prefix_digests` is stored in another namespace."""
+    """The misses among its `prefix_digests` that are stored in another namespace."""
     num_shards: int = 0
     """Shards that were heard lately, the asking one included."""
     partial_keys: bytes = b""
@@ -175,7 +175,7 @@ class Lookup:
         return self._ranks.replica(replica, self._live(now))
 
     def elsewhere(self, namespace: Namespace, prefix_digest: bytes) -> tuple[Namespace, str] | None:
-        """Return the likest other namespace in which `digest` was stored, and by whom."""
+        """Return the most similar other namespace that stored `digest`, and its replica."""
         return self._digests.elsewhere(namespace, prefix_digest)
 
     def shards(self) -> list[str]:

@@ -17,7 +17,7 @@ class Origin:
 
 
 Note = tuple[Origin, bytes, int]
-"""Who noted it, the digest, and how many tokens were missed with it; 0: it was stored.
+"""The rank, the digest, and how many tokens were missed with it; 0: it was stored.
 
 A plain tuple: a full announcement has tens of thousands.
 """
@@ -30,11 +30,10 @@ class Finding:
     origin: Origin
     num_tokens: int
     replica: str
-    """Who stored it, of those whose namespace differs in the fewest fields."""
+    """The one that stored it, of those whose namespace differs in the fewest fields."""
     namespace: Namespace
-    """In which it is stored."""
+    """The one in which it is stored."""
     prefix_digest: bytes = b""
-    """What the prompts began with."""
 
 
 class StoredDigests:
@@ -93,7 +92,7 @@ class StoredDigests:
             self._stored.popitem(last=False)
 
     def elsewhere(self, namespace: Namespace, digest: bytes) -> tuple[Namespace, str] | None:
-        """Return the likest other namespace in which `digest` was stored, and by whom."""
+        """Return the most similar other namespace that stored `digest`, and its replica."""
         others = [
             (other, digests[digest])
             for other, digests in self._stored.items()

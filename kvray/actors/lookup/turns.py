@@ -1,4 +1,4 @@
-"""Who may say again all that it has: a few shards at a time, the others are told when to come."""
+"""Turns to announce everything again: a few shards at a time, the others are told when to ask."""
 
 TURNS = 8
 """Shards at once: while one makes its next piece, the lookup works on those of the others."""

@@ -64,7 +64,7 @@ class _Attached:
         self.links.start()
 
     def close(self) -> None:
-        """End the transports, after which nothing can write any more, and then leave the arena."""
+        """End the transports, so that nothing writes afterwards, and then leave the arena."""
         self.links.close()
         self.read_leases.close()
         for transport in self.transports.values():

@@ -92,7 +92,7 @@ class LeasedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadLease:
-    """What one mover has leased for another, until it is released or runs out."""
+    """The blocks that one mover has leased for another, until release or expiry."""
 
     token: int
     transport: str

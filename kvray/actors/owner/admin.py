@@ -37,9 +37,9 @@ def proof_of(config: KVRayConfig | None) -> str:
 def check_proof(config: KVRayConfig, proof: str) -> None:
     """Refuse a caller without the token of the tier that runs with `config`.
 
-    The token is read at each call, so that another one in its file holds at once. Where it cannot
-    be read any more, the user of this process is let in who shows to be it, see `_witness`:
-    somebody must be able to end the tier.
+    The token is read at each call, so that a new one in its file holds at once. If it cannot be
+    read, a caller is let in that proves to be this process's user (see `_witness`): somebody must
+    be able to end the tier.
 
     Raises:
         ConfigError: it has another token or none, or the token cannot be read here.
@@ -55,7 +55,7 @@ def check_proof(config: KVRayConfig, proof: str) -> None:
         ) from None
     if not expected and not witness:
         return
-    # Who shows whose he is was refused before by a part that has a token: this one has no say.
+    # A part that has a token refused a caller with a witness before: this part has no say.
     if not expected or not hmac.compare_digest(expected.encode(), digest.encode()):
         raise ConfigError(
             f"The tier {config.cluster_name!r} is ended, cleared and changed with a token only;"

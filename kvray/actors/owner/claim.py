@@ -138,8 +138,8 @@ def owner_of(directory: Path) -> Owner | None:
 def _end_earlier_self(file: SideFile, name_byte: int, shard: str) -> bool:
     """Kill the process that owns the directory under this shard's own name, if one does.
 
-    Nobody else can be hit, see `lockers.end`. What is left is that it gives its locks up between
-    the look and the signal: then it is that earlier self all the same, just at its end.
+    Nobody else can be hit, see `lockers.end`. One race is left: the process gives its locks up
+    between the look and the signal. Then it is that earlier self all the same, just at its end.
     """
     pid = file.holder_of(OWNER_BYTE)
     if not pid or pid == os.getpid():  # 0: a process of another container, out of reach

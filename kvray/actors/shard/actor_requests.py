@@ -7,7 +7,6 @@ from kvray.actors.mover.orders import FetchOrder
 from kvray.actors.shard.loop_thread import ANSWER_S
 from kvray.actors.shard.prompt_keys import prompt_keys
 from kvray.actors.shard.serving import ShardParts
-from kvray.errors import ConfigError
 
 
 class ActorRequests:
@@ -37,13 +36,7 @@ class ActorRequests:
             ConfigError: a value cannot be used, or no rank of `replica` has registered here.
             ShardUnavailable: the shard is not serving, or does not answer in time.
         """
-        first = self._parts.replicas.first_reader(replica)
-        if first is None:
-            raise ConfigError(
-                f"No rank of {replica!r:.80} has registered with {self._parts.name}; prefetch at a"
-                " node where it runs."
-            )
-        rank, reader = first
+        rank, reader = self._parts.first_reader(replica)
         keys = prompt_keys(
             reader, tokens, salt=salt, lora=lora, media=media, tenants=self._parts.tenants
         )

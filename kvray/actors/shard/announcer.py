@@ -49,9 +49,9 @@ _BACKOFF_MAX_S = 4.0
 class Announcer:
     """One shard's announcements; `collect` and `send` are called one after the other.
 
-    Of a shard never more than one announcement is on its way. So the lookup has no more to do than
-    one piece of each shard, and an answer that is late counts as any other. What was said again is
-    said again only if the lookup has lost it, or will not take it any more.
+    At most one announcement of a shard is under way. So the lookup works on one piece of each
+    shard, and a late answer counts like any other. A shard repeats an announcement only if the
+    lookup has lost it, or refuses it.
     """
 
     def __init__(self, shard: str, announce: Announce) -> None:

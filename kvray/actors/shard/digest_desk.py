@@ -42,7 +42,7 @@ class DigestDesk:
     def note(self, origin: Origin, notes: Sequence[Any]) -> None:
         """Take an engine's notes, each (digest, missed tokens or 0); those beyond the limit go.
 
-        ConfigError: these are no notes; nothing was taken.
+        ConfigError: a note is not valid; nothing was taken.
         """
         taken = checked(_NOTES, notes, "notes on digests")[: _PENDING_MAX - len(self._pending)]
         self._pending.extend((origin, digest, tokens) for digest, tokens in taken)

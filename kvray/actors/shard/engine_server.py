@@ -168,11 +168,11 @@ class EngineServer:
                 self._say("one more connection of process %d was refused", pid)
 
     def _has_place(self, pid: int) -> bool:
-        """Return whether there is a place for one more of a process; somebody may lose his.
+        """Return whether a process may have one more connection; another may be dropped for it.
 
-        A process has at most half of the places, of which it loses the silent ones to itself. If
-        all are taken it is the process with the most that loses one. So who opens thousands keeps
-        nobody out, and an engine, which is heard every few seconds, keeps its connection.
+        A process has at most half of the places, and loses silent connections of its own first. If
+        all places are taken, the process with the most connections loses one. So a process that
+        opens thousands keeps nobody out, and an engine, heard every few seconds, is not dropped.
         """
         most = _places()
         crowds = Counter(one.pid for one in self._clients)

@@ -1,7 +1,7 @@
 """The disk of a node's NVMe tier: opened at the start, closed when it fails, opened again later.
 
-Without it the node serves from its memory. Whatever waits for the device runs in a thread, one
-thing at a time; nobody waits for one that hangs.
+Without it the node serves from its memory. Work that waits for the device runs in a thread, one
+piece at a time; nobody waits for work that hangs.
 """
 
 import asyncio

@@ -57,7 +57,7 @@ class NvmeReads:
         self._breaker = Breaker(Random())
         self._num_bad_reads = 0
         self.failure = ""
-        """Why the device cannot be used any more, for reads or writes; empty while it can."""
+        """Why the device is unusable, for reads and writes; empty while it works."""
         self.num_blocks = 0
         self.num_bytes = 0
 

@@ -115,10 +115,7 @@ class Queries:
 
         ConfigError: it is not, or a value cannot be used.
         """
-        first = self._parts.replicas.first_reader(replica)
-        if first is None:
-            raise ConfigError(f"No rank of {replica!r:.80} is registered here now.")
-        reader = first[1]
+        _, reader = self._parts.first_reader(replica)
         keys = prompt_keys(reader, tokens, salt=salt, lora=lora, tenants=self._parts.tenants)
         if len(keys) > KEYS_MAX:
             raise ConfigError(f"A prompt of {len(keys)} blocks is too long; at most {KEYS_MAX}.")
@@ -167,7 +164,7 @@ def _num_parts(tiers: Sequence[Tables], packed: Array) -> Array:
 
 
 def _number(namespace: str) -> int:
-    """Return what an arena knows a namespace by, of which the first digits are given."""
+    """Return the arena's number of a namespace, from the first digits of its digest."""
     try:
         digest = bytes.fromhex(namespace)
     except ValueError:

@@ -30,7 +30,7 @@ class RequestLog:
     def note(self, origin: Origin, notes: Sequence[Any]) -> None:
         """Take notes of one rank; a later one of the same request takes the place of the first.
 
-        ConfigError: these are no notes; nothing was taken.
+        ConfigError: a note is not valid; nothing was taken.
         """
         if not isinstance(notes, list | tuple) or len(notes) > NOTES_MAX:
             raise ConfigError(f"Notes on requests are a list of at most {NOTES_MAX}.")

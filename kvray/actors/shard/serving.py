@@ -17,8 +17,9 @@ from kvray.actors.shard.stopped import StoppedHolder
 from kvray.actors.staging.ask import Ask
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.replica_stager import ReplicaStager
-from kvray.actors.staging.replicas import Replicas
+from kvray.actors.staging.replicas import Reader, Replicas
 from kvray.actors.staging.stager import Stager
+from kvray.errors import ConfigError
 from kvray.identity.tenant import TenantSalts
 from kvray.store import ArenaOwner
 from kvray.store.arena import lease
@@ -47,6 +48,16 @@ class ShardParts:
     replicas: Replicas = field(default_factory=Replicas)
     request_log: RequestLog = field(default_factory=RequestLog)
     tenants: TenantSalts | None = None
+
+    def first_reader(self, replica: str) -> tuple[int, Reader]:
+        """Return the lowest rank of `replica` that is connected, and how it reads."""
+        first = self.replicas.first_reader(replica)
+        if first is None:
+            raise ConfigError(
+                f"No rank of {replica!r:.80} has registered with {self.name}; ask at a node where"
+                " it runs."
+            )
+        return first
 
 
 class Serving:

@@ -47,11 +47,11 @@ class PrefixRequest:
 
     num_blocks: int
     parts: tuple[PartRequest, ...]
-    """What makes a block whole for all readers together."""
+    """The parts that make a block whole for all readers together."""
     block_bytes: Mapping[int, int]
     """Part -> bytes of one block of it."""
     seconds_per_block: float = 0.0
-    """What computing a block costs; 0: unknown, and a fetch is always worth it."""
+    """The cost of computing a block; 0: unknown, and a fetch is always worth it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class FetchStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingPlan:
-    """What to fetch, parents before their children."""
+    """The blocks to fetch, parents before their children."""
 
     num_blocks: int
     """Length of the prefix that is here after all steps."""

@@ -22,7 +22,7 @@ class RankLeases:
     can therefore release it after its restart.
 
     A leader that did not hear the answer to its `lease` releases by the token. If the release comes
-    first, nothing is leased under that token any more.
+    first, nothing is leased under that token afterwards.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ from kvray.trace.reasons import StageReason
 
 _log = logging.getLogger("kvray.shard")
 
-_STAGES_MAX = 128  # stages at once, those included that nobody waits for any more
+_STAGES_MAX = 128  # stages at once, with those that nobody waits for now
 _WAITING_MAX = _STAGES_MAX // 2
 """Stages that may wait for one source: one that hangs leaves room for the others."""
 _HANDOVERS_MAX = 256
@@ -56,7 +56,7 @@ class Prefix:
     block_bytes: Mapping[int, int]
     """Part -> bytes of one block of it."""
     seconds_per_block: float = 0.0
-    """What computing a block costs; 0: not known."""
+    """The cost of computing a block; 0: not known."""
 
     @property
     def request(self) -> PrefixRequest:

@@ -16,7 +16,7 @@ from kvray.store.arena import lease
 
 _log = logging.getLogger("kvray.shard")
 
-_CHECKS_MAX = 16  # checks at once, those included that nobody waits for any more
+_CHECKS_MAX = 16  # checks at once, with those that nobody waits for now
 _PIECE_BYTES = 4 * 2**20  # how much to sum before the time is checked again
 _SUMMING_SHARE = 0.8  # share of the time for sums; the rest is for their answers
 _CLOSE_S = 1.0
