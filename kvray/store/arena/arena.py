@@ -58,7 +58,7 @@ class Arena(MappedArena):
     # -- leases -------------------------------------------------------------------------------
 
     def lease(self, keys: Sequence[BlockKey]) -> list[Lease] | None:
-        """Lease the longest run of leading `keys` that this arena has, of blocks of one part.
+        """Lease the longest run of leading `keys` whose part 0 is here.
 
         Returns one lease; [] without the first block; None if the arena was busy or has too many
         leases.
@@ -139,7 +139,7 @@ class Arena(MappedArena):
             return None if taken is None else taken[0]
 
     def match(self, keys: Sequence[BlockKey]) -> int | None:
-        """Return how many leading `keys` are here, as `lease`, without a lease; None if busy."""
+        """Return how many leading `keys` have part 0 here, without a lease; None if busy."""
         packed = key_index.pack_keys(keys)
         with self.section(self.lock_wait_s) as entered:
             if not entered or self.retired:

@@ -72,7 +72,8 @@ class BlockHistory:
     def note_rest(self, words: Array, tier: int, causes: Array, *, now: float) -> None:
         """Note blocks that were found to have left, except those that `note` was told of.
 
-        A note that two findings in a row do not confirm is forgotten.
+        A block that was noted before the last finding, and is not found now, is no longer looked
+        for.
         """
         with self._lock:
             before, since = self._own[tier]

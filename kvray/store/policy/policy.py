@@ -60,4 +60,7 @@ class Policy(Protocol):
         """Return a policy for another tier of the same prompts."""
 
     def rank(self, slots: Array, *, now: float) -> Array:
-        """Return a number for each of `slots`, f8, at `now` of `Use.now`: the lowest goes first."""
+        """Return a number for each of `slots`, f8: the lowest goes first.
+
+        `now` is in seconds, on the clock of `Use.now`.
+        """
