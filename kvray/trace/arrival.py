@@ -3,13 +3,11 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-HERE = "host"
-"""They were there already."""
+HERE = "host"  # they were there already
 NVME = "nvme"
 """They came from the node's own disk; all others are named by their transport."""
 
-ARRIVALS_MAX = 64
-"""Runs that one prefix may have; further blocks count with the last run."""
+ARRIVALS_MAX = 64  # runs that one prefix may have; further blocks count with the last run
 
 
 class Arrival(NamedTuple):

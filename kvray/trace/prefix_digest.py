@@ -14,8 +14,7 @@ would share a block at least, and more than a chat template puts before every co
 
 PREFIX_DIGEST_BYTES = 8
 
-NOTES_MAX = 1024
-"""Prefix digests in one report of an engine."""
+NOTES_MAX = 1024  # prefix digests in one report of an engine
 
 
 def prefix_digest(

@@ -15,8 +15,7 @@ from kvray.trace.prefix_digest import PREFIX_DIGEST_BYTES
 
 KEYS_MAX = 64
 """Keys of missing blocks in one note; of more it has a sample, evenly spaced."""
-NOTES_MAX = 128
-"""Notes in one report of an engine."""
+NOTES_MAX = 128  # notes in one report of an engine
 _PACKED_MAX = 16 * 2**10
 _REASON_MAX = 64
 

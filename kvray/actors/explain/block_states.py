@@ -7,11 +7,9 @@ from kvray.actors.shard.queries import Whereabouts
 from kvray.store.arena.block_history import CAUSES, TIERS
 
 STORED = "stored"
-PARTIAL = "partial"
-"""Some of its parts are stored and others are not, so it is of no use."""
+PARTIAL = "partial"  # some of its parts are stored and others are not, so it is of no use
 EVICTED = "evicted"
-NEVER_STORED = "never_stored"
-"""Or so long ago that no shard remembers."""
+NEVER_STORED = "never_stored"  # or so long ago that no shard remembers
 
 
 class BlockState(NamedTuple):

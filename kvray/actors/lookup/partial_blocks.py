@@ -5,11 +5,9 @@ from collections import deque
 from kvray.identity.block import KEY_BYTES
 from kvray.index import Index, Loss
 
-QUEUED_MAX = 65_536
-"""Keys queued for one shard; the oldest of more are dropped."""
+QUEUED_MAX = 65_536  # keys queued for one shard; the oldest of more are dropped
 
-HANDED_MAX = 4096
-"""Keys in one answer."""
+HANDED_MAX = 4096  # keys in one answer
 
 
 class PartialBlocks:

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from itertools import islice
 
-RANKS_MAX = 4096
-"""Ranks kept of one shard: far more than a node has."""
+RANKS_MAX = 4096  # ranks kept of one shard: far more than a node has
 
 
 class RankDirectory:

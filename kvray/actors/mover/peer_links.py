@@ -24,8 +24,7 @@ from kvray.errors import KVRayError, TransferError, TransportUnavailable
 
 _log = logging.getLogger("kvray.mover")
 
-FAILURES_MAX = 2
-"""Failures in a row after which a transport is left out."""
+FAILURES_MAX = 2  # failures in a row after which a transport is left out
 _AGAIN_S = 60.0
 """An idle link gets another handshake after this long: connections do not last for ever."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 120.0

@@ -31,8 +31,7 @@ Called again with the same announcement, it waits on. Raises KVRayError once the
 """
 
 _DISK_S = 0.5  # how often a disk is looked at, which may have tens of millions of slots
-ANNOUNCED_MAX = 20_000
-"""Keys in one announcement; the rest follows in the next."""
+ANNOUNCED_MAX = 20_000  # keys in one announcement; the rest follows in the next
 _LEAST_MAX = 128
 _PIECE_S = 0.1
 """How long the lookup may work on one announcement: from others it has queries meanwhile."""

@@ -12,8 +12,7 @@ from kvray.errors import KVRayError, ShardUnavailable
 
 T = TypeVar("T")
 
-ANSWER_S = 2.0
-"""How long the event loop may take to get to a call."""
+ANSWER_S = 2.0  # how long the event loop may take to get to a call
 
 
 class LoopThread:

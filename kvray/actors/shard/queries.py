@@ -22,8 +22,7 @@ from kvray.store.hot_prefixes import hot_prefixes
 from kvray.trace.prefix_digest import prefix_digest
 from kvray.trace.request_note import RequestNote, unpack
 
-KEYS_MAX = 2**17
-"""Blocks of a prompt that one question may be about."""
+KEYS_MAX = 2**17  # blocks of a prompt that one question may be about
 _HOTTEST_MAX = 1000
 _DIGITS = 8
 

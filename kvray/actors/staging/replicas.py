@@ -17,10 +17,8 @@ from kvray.index import PARTS_MAX
 from kvray.store import Membership, PartRequest
 
 _RANKS_MAX = 4096
-ENDED_S = 600.0
-"""How long an ended rank is known by name; then its counts go into a sum."""
-ENDED_MAX = 32
-"""Ended ranks known by name: pods have new names at each start."""
+ENDED_S = 600.0  # how long an ended rank is known by name; then its counts go into a sum
+ENDED_MAX = 32  # ended ranks known by name: pods have new names at each start
 BACK_S = 15.0
 """How long each of them is: engines whose connection broke are back within seconds."""
 _NAMESPACES_MAX = 64
