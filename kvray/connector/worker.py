@@ -68,7 +68,10 @@ class KvRayWorker(KvCacheConnectorWorker):
         self._register(layout_of_tensor(kv_cache_tensor, may_be_latent=self._may_be_latent))
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """Take a cache with layer groups, as TensorRT-LLM's `KvCacheLayout`; raises as above."""
+        """Take a cache with layer groups, as TensorRT-LLM's `KvCacheLayout`.
+
+        ConfigError, LayoutMismatch: as `register_kv_caches`.
+        """
         read = read_layout(layout, may_be_latent=self._may_be_latent)
         if read.tokens_per_block != self._shared.args.tokens_per_block:
             raise ConfigError(

@@ -28,10 +28,10 @@ START_TIMEOUT_S = 300.0
 
 
 class EngineRank:
-    """One rank, ready to run, with its worker.
+    """One rank, ready to run.
 
-    Only the leader has a scheduler, but with attention data parallelism every rank has one. The
-    start fails with the connector's own error, as upstream; a ConfigError says that model or
+    Each rank has a scheduler with attention data parallelism, otherwise only the leader has one.
+    The start fails with the connector's own error, as upstream. A ConfigError says that model or
     connector cannot be used, a KVRayError that another rank failed.
     """
 
