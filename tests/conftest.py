@@ -14,8 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import settings
 
-from tests import workers
+from tests import examples, workers
 
 SHM = Path("/dev/shm")
 GRACE_S = 2.0
@@ -49,6 +50,8 @@ def _pin_environment() -> Path:
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     workers.take_own_shm()
+
+settings.register_profile(examples.ALL)
 
 # Before any test module imports ray, which reads some of these only once.
 SCRATCH = _pin_environment()

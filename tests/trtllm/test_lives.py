@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvray.actors.shard.shard import Shard
+from tests.examples import examples
 from tests.trtllm.conftest import leased
 from tests.trtllm.engine import Engine
 from tests.trtllm.llm_request import LlmRequest
@@ -129,7 +130,7 @@ def shapes_of(version: Version) -> list[Shape]:
 
 @given(data=st.data())
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

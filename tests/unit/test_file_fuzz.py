@@ -20,10 +20,13 @@ from kvray.identity.fingerprint import fingerprint_model
 from kvray.identity.secret_file import read_secret
 from kvray.lab.replay.reading import read_trace
 from kvray.store.machine.side_file import OWNER_BYTE, SideFile
+from tests.examples import examples
 from tests.unit.mutations import changed_bytes, changed_json
 
 fuzzed = settings(
-    deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(80),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 JSON = st.recursive(

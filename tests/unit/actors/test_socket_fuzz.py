@@ -20,6 +20,7 @@ from kvray.actors.shard.shard import Shard
 from kvray.errors import KVRayError
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena
+from tests.examples import examples
 from tests.unit.actors.small_shard import (
     NAMESPACE,
     WAIT_S,
@@ -31,7 +32,9 @@ from tests.unit.mutations import changed_bytes
 from tests.unit.store.invariants import check_invariants
 
 fuzzed = settings(
-    deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(80),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 VALUES = st.recursive(

@@ -11,10 +11,13 @@ from hypothesis import strategies as st
 
 from kvray.config import KVRayConfig, config_on_node, format_size, load_config, parse_size
 from kvray.errors import ConfigError
+from tests.examples import examples
 from tests.unit.mutations import changed_bytes, changed_json
 
 fuzzed = settings(
-    deadline=None, max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 SECTIONS = {

@@ -20,6 +20,7 @@ from kvray.connector.device.pool import Load, Ticket
 from kvray.errors import LayoutMismatch
 from kvray.store import Arena
 from kvray.store.arena.tables import Array
+from tests.examples import examples
 from tests.unit.connector.gpu_pages import (
     even_steps,
     open_arena,
@@ -185,7 +186,7 @@ class Engine:
         return [one for one in of if self.random.random() < 0.5]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(random=st.integers(0, 2**32).map(Random), has_hooks=st.booleans())
 def test_no_order_of_the_streams_gives_a_wrong_byte(
     arena: Arena, slots: Array, random: Random, has_hooks: bool

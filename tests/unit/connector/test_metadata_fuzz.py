@@ -22,6 +22,7 @@ from kvray.connector.meta import (
 )
 from kvray.errors import KVRayError
 from kvray.store import Lease
+from tests.examples import examples
 from tests.unit.connector.conftest import MakePair, arena_of
 from tests.unit.connector.pair import NUM_BLOCKS, Pair, Request
 
@@ -67,7 +68,9 @@ def scene(shard: Shard, make_pair: MakePair) -> Scene:
 
 
 @settings(
-    deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(25),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     fields=st.fixed_dictionaries(

@@ -28,6 +28,7 @@ from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys
 from kvray.node import NodeLink
 from kvray.store import Arena, ArenaOwner
+from tests.examples import examples
 from tests.unit.actors.small_shard import wait_for
 from tests.unit.store.conftest import Child
 
@@ -138,7 +139,9 @@ def test_a_long_job_is_saved_in_pieces(
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     delays=st.lists(st.floats(0, 0.012), min_size=1, max_size=4),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kvray.errors import ConfigError
 from kvray.identity.block import BlockKey, Namespace
 from kvray.identity.keys import MediaItem, Tokens, chain_keys, request_seed
+from tests.examples import examples
 
 ROOT = Path(__file__).parents[3]
 SEED = bytes(range(32))
@@ -128,6 +129,7 @@ def test_keys_are_equal_in_every_process(hash_seed: str) -> None:
     code = f"""
 from kvray.identity.block import Namespace
 from kvray.identity.keys import MediaItem, chain_keys, request_seed
+from tests.examples import examples
 namespace = Namespace.from_wire({NAMESPACE.to_wire()!r})
 seed = request_seed(namespace.digest(), salt="tenant", lora=b"adapter")
 media = [MediaItem(position=5, digest=b"picture")]
@@ -246,7 +248,7 @@ PAIRS = REQUESTS.flatmap(
 )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=examples(500))
 @given(PAIRS)
 def test_requests_share_keys_exactly_up_to_the_first_block_that_differs(
     pair: tuple[Request, Request],

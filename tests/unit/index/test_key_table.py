@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvray.index import key_table
 from kvray.index.key_table import Array, KeyTable
+from tests.examples import examples
 
 SPREAD = [hashlib.sha256(n.to_bytes(4, "little")).digest() for n in range(200)]
 CROWDED = [struct.pack("<QQQQ", 7 << 32 | 1, n, n, n) for n in range(60)]
@@ -81,7 +82,7 @@ class TableAgainstDict(RuleBasedStateMachine):
         assert values_of(self.table, KEYS) == [self.model.get(key, 0) for key in KEYS]
 
 
-TableAgainstDict.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
+TableAgainstDict.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=25)
 TestTableAgainstDict = TableAgainstDict.TestCase
 
 

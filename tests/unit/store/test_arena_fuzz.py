@@ -18,6 +18,7 @@ from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.arena.layout import FORMAT_VERSION, HEADER, MAGIC, header_checksum
 from kvray.store.arena.retirement import retire_file
+from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import SLOT, chain, fetch, make_arena, spec, store
 
@@ -29,7 +30,9 @@ SIZES = {
 }
 TABLES = sorted(SIZES)
 fuzzed = settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(60),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 FIELDS = st.fixed_dictionaries(
     {},
@@ -150,7 +153,7 @@ def test_an_engine_reads_nothing_wrong_from_damaged_tables_that_nobody_has_put_i
             use(arena)
 
 
-@settings(fuzzed, max_examples=60)
+@settings(fuzzed, max_examples=examples(60))
 @given(damage=DAMAGE)
 def test_damaged_tables_are_put_in_order_by_the_next_owner(
     directory: Path, image: Path, damage: list[tuple[str, float, bytes]]

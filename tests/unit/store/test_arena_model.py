@@ -25,6 +25,7 @@ from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner, Lease, Reservation
 from kvray.store.arena.layout import FREE, LIMBO, QUARANTINED, READY, RESERVED
 from kvray.store.machine.side_file import HOLDER_BYTES
+from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import SLOT, chain, content, make_arena, pool_of, spec, store
 
@@ -292,7 +293,7 @@ class ArenaLife(RuleBasedStateMachine):
 
 
 ArenaLife.TestCase.settings = settings(
-    max_examples=80,
+    max_examples=examples(80),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvray.identity.block import BlockKey
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.demotion import paths_to
+from tests.examples import examples
 from tests.unit.store.small_arena import chain, make_tables, put
 
 
@@ -80,7 +81,7 @@ def ancestry(tables: Tables, slot: int) -> list[int]:
     return line
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(st.integers(0, 10**6), st.data())
 def test_paths_bring_down_just_what_is_missing(seed: int, data: st.DataObject) -> None:
     tables = forest(seed)

@@ -11,6 +11,7 @@ from kvray.store.arena import key_index, lease, quotas, slots
 from kvray.store.arena.eviction import choose_victims, keep_evictable
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
+from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
     NOBODY,
@@ -195,7 +196,7 @@ pieces = st.lists(
 bounds = st.dictionaries(st.sampled_from(["11", "22222222", ""]), st.integers(1, 20))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     pieces,
     bounds,

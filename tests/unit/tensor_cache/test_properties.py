@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvray.actors.shard.shard import Shard
 from kvray.config import KVRayConfig
 from kvray.tensor_cache import TensorCache, TensorMetadata
+from tests.examples import examples
 from tests.unit.tensor_cache.conftest import BLOCK, METADATA, changed
 from tests.unit.tensor_cache.kv import INTEGERS, assert_same, cut, suffix_mask
 
@@ -17,7 +18,7 @@ from tests.unit.tensor_cache.kv import INTEGERS, assert_same, cut, suffix_mask
 PROMPTS = st.lists(st.lists(st.integers(0, 1), max_size=5 * BLOCK), min_size=1, max_size=6)
 LAYOUTS = st.sampled_from(["huggingface", "vllm"])
 CHECKED = settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

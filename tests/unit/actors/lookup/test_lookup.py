@@ -11,6 +11,7 @@ from kvray.actors.lookup.turns import TURNS
 from kvray.errors import ConfigError
 from kvray.identity.block import BlockKey
 from kvray.index import Run
+from tests.examples import examples
 from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT
 
 KEYS = [BlockKey(hashlib.sha256(bytes([n])).digest()) for n in range(5)]
@@ -355,7 +356,7 @@ class Announcing:
         self.lookup_epoch = None if answer is None or answer.resync else answer.lookup_epoch
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_whatever_the_line_does_the_index_is_right_once_the_shard_is_heard(
     data: st.DataObject,

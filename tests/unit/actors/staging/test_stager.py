@@ -24,6 +24,7 @@ from kvray.identity.block import BlockKey
 from kvray.index import Run
 from kvray.store import PartRequest
 from kvray.trace.arrival import NVME
+from tests.examples import examples
 from tests.unit.actors.nodes import SETTINGS, Nodes, prefix_of
 from tests.unit.store.small_arena import chain, fetch, store
 
@@ -567,7 +568,7 @@ requests = st.lists(
     step=st.integers(1, 7),
     gone=st.sampled_from([set(), set(), {"kvray-mover-b"}]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(
     held: list[tuple[str, int, int]],
     asked: list[tuple[int, int, float, bool]],

@@ -9,6 +9,7 @@ from kvray.store.arena import lease
 from kvray.store.arena.eviction import choose_victims
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
+from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.small_arena import (
     NOBODY,
@@ -137,7 +138,7 @@ trees = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 6)), min_size=1,
 """Pieces to store: (which of the blocks that are there to hang it from, length)."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(trees, st.lists(st.integers(0, 1000), max_size=6), st.integers(0, 64), st.integers(0, 3))
 def test_eviction_is_lru_by_subtree(
     pieces: list[tuple[int, int]], touched: list[int], count: int, num_leased: int

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kvray.store.arena import lease, repair, slots
 from kvray.store.arena.layout import LIMBO, READY, RESERVED, UNDO_ENTRIES
 from kvray.store.arena.tables import Tables
+from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.scene import (
     DYING,
@@ -106,7 +107,7 @@ def test_log_of_stores_is_complete(name: str) -> None:
     assert image(replayed) == image(scene.tables)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.sampled_from(sorted(OPERATIONS)), st.floats(0, 1), st.floats(0, 1), st.booleans())
 def test_death_while_undoing_is_undone_by_the_next(
     name: str, first: float, second: float, crowded: bool

@@ -13,6 +13,7 @@ from kvray.store.arena import key_index
 from kvray.store.arena.layout import BUCKET_WAYS, QUARANTINED
 from kvray.store.nvme import NvmeStore
 from kvray.store.nvme.record import HEADER, PAGE_BYTES, RECORD, seal
+from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import (
     SEGMENT,
@@ -69,7 +70,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @settings(
     deadline=None,
-    max_examples=150,
+    max_examples=examples(150),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(

@@ -21,13 +21,16 @@ from kvray.store.nvme.record import (
     _header_checksum,
     seal,
 )
+from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import SHAPE, demote, open_store, promote, table_of
 from tests.unit.store.small_arena import chain
 
 KEYS = chain(12)
 fuzzed = settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=examples(60),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 WORDS = st.integers(0, 2**64 - 1) | st.sampled_from([0, 1, 4096, 2**31, 2**32, 2**63, 2**64 - 1])

@@ -14,6 +14,7 @@ from kvray.store.arena import payload
 from kvray.store.arena.eviction import choose_victims
 from kvray.store.arena.layout import READY
 from kvray.store.nvme import Demotion
+from tests.examples import examples
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import arena_tables, chain_for, open_store, promote, spec
 from tests.unit.store.small_arena import SLOT, chain
@@ -114,5 +115,7 @@ class NvmeMachine(RuleBasedStateMachine):
 
 
 victims_none = np.empty(0, dtype=np.int64)
-NvmeMachine.TestCase.settings = settings(deadline=None, max_examples=25, stateful_step_count=25)
+NvmeMachine.TestCase.settings = settings(
+    deadline=None, max_examples=examples(25), stateful_step_count=25
+)
 test_store_is_a_dict_that_forgets = NvmeMachine.TestCase

@@ -1,0 +1,11 @@
+"""How many examples a property test tries."""
+
+from hypothesis import settings
+
+ALL = "all"
+"""The profile of `make test-long`, see `conftest.py`."""
+
+
+def examples(count: int) -> int:
+    """Return `count` in `make test-long`, which tries all, and otherwise a third of it."""
+    return count if settings.get_current_profile_name() == ALL else max(count // 3, 4)
