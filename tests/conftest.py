@@ -83,10 +83,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     workers.put_long_ones_first(items)
 
 
+@pytest.hookimpl(trylast=True)  # when narrower fixtures have ended
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End what is large as soon as nobody uses it."""
+    workers.end_large_fixtures(item, nextitem)
+
+
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> workers.ByFile:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> workers.ByLane:
     """Keep together what shares fixtures."""
-    return workers.ByFile(config, log)
+    return workers.ByLane(config, log)
 
 
 def pytest_unconfigure() -> None:

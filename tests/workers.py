@@ -8,15 +8,20 @@ from pathlib import PurePath
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-_SHARE = {
-    "test_chaos_nodes.py": "machine",
-    "test_other_disk.py": "machine",
-    "test_spread_replica.py": "machine",
-    "test_two_nodes.py": "machine",
-    "test_frozen_pusher.py": "wired_machine",
-    "test_silence.py": "wired_machine",
+_LANES = {
+    "machines": "bench_staging chaos chaos_nodes frozen_pusher other_disk silence spread_replica"
+    " two_nodes",
+    "own": "admin_token cli demo examples local_ray prometheus ray_dashboard ray_serve ray_up"
+    " restart rollout",
 }
-"""File -> the fixture of the session that it shares with others, and that takes long to make."""
+"""Name -> files of tests/ray for one worker: with several nodes, and with a Ray of their own.
+
+A third worker has all others, which share the session's Ray. Rays that idle take cores away.
+"""
+_LANE_OF = {f"test_{file}.py": lane for lane, files in _LANES.items() for file in files.split()}
+
+LARGE = frozenset({"machine", "wired_machine"})
+"""Fixtures of the session that end with the last test of theirs, not with the session."""
 _CLONE_NEWNS = 0x20000
 _MS_PRIVATE_REC = 0x4000 | 0x40000
 
@@ -37,16 +42,32 @@ def take_own_shm() -> None:
 
 
 def put_long_ones_first(items: list[pytest.Item]) -> None:
-    """Have no worker begin with a long test when the others are done."""
-    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+    """Have no worker begin with a long test when the others are done.
+
+    Tests with the same large fixture stay together.
+    """
+
+    def place(item: pytest.Item) -> tuple[bool, list[str]]:
+        names = getattr(item, "fixturenames", ())
+        return item.get_closest_marker("ray") is None, sorted(LARGE.intersection(names))
+
+    items.sort(key=place)
 
 
-class ByFile(LoadScopeScheduling):
-    """Gives a worker all tests of a file, and of the files that share a fixture.
+def end_large_fixtures(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End fixtures that the next test does not use: their Rays would take cores away."""
+    used = LARGE.intersection(getattr(item, "fixturenames", ()))
+    for name in used.difference(getattr(nextitem, "fixturenames", ())):
+        (definition,) = item._fixtureinfo.name2fixturedefs[name]  # type: ignore[attr-defined]
+        definition.finish(item._request)  # type: ignore[attr-defined]
+
+
+class ByLane(LoadScopeScheduling):
+    """Gives a worker all tests of a lane or, without Ray, of a file.
 
     Groups by marks, pytest-xdist's own way, do nothing with pytest 9.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        path = nodeid.partition("::")[0]
-        return _SHARE.get(PurePath(path).name, path)
+        path = PurePath(nodeid.partition("::")[0])
+        return _LANE_OF.get(path.name, "session's") if path.parent.name == "ray" else str(path)

@@ -255,6 +255,9 @@ def _command(directory: Path, *, port: int, dashboard: bool) -> list[str]:
         f"--include-dashboard={'true' if dashboard else 'false'}",
         f"--object-store-memory={_OBJECT_STORE_BYTES}",
         "--disable-usage-stats",
+        # One node never scales, and kvray's drivers take no worker's log: each costs a process.
+        "--no-monitor",
+        "--include-log-monitor=false",
     ]
 
 

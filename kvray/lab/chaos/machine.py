@@ -198,6 +198,7 @@ class Machine:
             f"--object-store-memory={_OBJECT_STORE_BYTES}",
             "--num-cpus=0",
             "--disable-usage-stats",
+            "--include-log-monitor=false",
         ]
         environ = {**self._own, "KVRAY_ARENA__DIR": str(arena_dir)}
         if self._has_nvme:
