@@ -82,8 +82,14 @@ def open_two_nodes(
 
 
 def wait_for(condition: Callable[[], object], what: str, *, timeout_s: float) -> None:
-    """Return once `condition` holds; fail if it takes longer."""
+    """Return once `condition` holds; fail if it takes longer.
+
+    It sleeps as long as the condition took: a command of kvray costs a core a second.
+    """
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while True:
+        began = time.monotonic()
+        if condition():
+            return
         assert time.monotonic() < deadline, f"{what} took too long"
-        time.sleep(0.05)
+        time.sleep(max(0.05, time.monotonic() - began))
