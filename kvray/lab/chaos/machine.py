@@ -95,7 +95,7 @@ class Machine:
             if has_network:
                 self.network = Network(self._spawn_holder, num_hosts=num_nodes + 1)
             port = _PORT if has_network else 0
-            options = ("--head", f"--port={port}", "--include-dashboard=false")
+            options = ("--head", f"--port={port}", "--include-dashboard=false", "--no-monitor")
             self.head = self._describe(0, "head", self.scratch / "head", *options)
             self.head.start()
             self.address = self._await_address()
