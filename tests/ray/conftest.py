@@ -17,7 +17,6 @@ from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig, load_config
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
-from tests.ray.scrape import OFTEN
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 30.0
@@ -71,7 +70,7 @@ def running(config: KVRayConfig) -> KVRayConfig:
 @pytest.fixture(scope="session")
 def machine() -> Iterator[Machine]:
     """Two nodes with disks, on a Ray of their own, for one tier after the other."""
-    with Machine(has_nvme=True, environ=OFTEN) as made:
+    with Machine(has_nvme=True) as made:
         yield made
 
 

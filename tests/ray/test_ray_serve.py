@@ -18,8 +18,7 @@ import pytest
 import yaml
 
 from kvray import Client
-from kvray.actors.ray_glue.calls import list_actors
-from kvray.actors.tier import tier
+from kvray.actors.ray_glue.calls import list_actors, tier_named
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.config import KVRayConfig, load_config
 from tests.ray.command_line import ROOT, Shell, open_shell
@@ -126,7 +125,8 @@ def served(local: LocalRay) -> Iterator[Served]:
             _end(serve)
             down = shell.run("down", **environ)
         assert down.returncode == 0, down.stderr
-        assert list_actors() == []
+        with tier_named(shell.cluster_name):
+            assert list_actors() == []
 
 
 def _settings(shell: Shell, port: int) -> str:
@@ -288,12 +288,12 @@ def test_a_tier_that_is_frozen_delays_a_request_by_the_deadline_only(
 
 def test_without_the_tier_the_same_answers_come(served: Served) -> None:
     before = served.ask().choices[0].message.content
-    tier.down(timeout_s=TIMEOUT_S, config=served.config)
+    assert served.shell.run("down", **served.environ).returncode == 0
     began = time.monotonic()
     assert served.ask("engine-0").choices[0].message.content == before
     assert served.ask("engine-1").choices[0].message.content == before
     assert time.monotonic() - began < 30
-    tier.up(served.config, timeout_s=TIMEOUT_S)
+    assert served.shell.run("up", **served.environ).returncode == 0
 
 
 def test_an_engine_ends_with_its_serve_replica_and_requests_go_on(

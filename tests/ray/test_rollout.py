@@ -47,7 +47,7 @@ class Life:
         assert now["shard_epoch"] == before["shard_epoch"] + restarts
         assert (shard["pid"] == self.shard["pid"]) == (restarts == 0)
         assert self.engine.say(FETCHED) == "True"
-        with Client() as client:
+        with Client(config_with()) as client:
             wait_for(lambda: client.match(chain(NUM_BLOCKS)).num_blocks == NUM_BLOCKS, "the lookup")
         wait_for(lambda: _replicas() == ["one"], "the engine's registering again")
 

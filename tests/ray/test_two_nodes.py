@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvray.lab.chaos.machine import Machine
 from kvray.lab.reference.replica import Replica
-from tests.ray.cluster import CONNECTOR, SETTINGS, open_tier, open_two_nodes, wait_for
+from tests.ray.cluster import CONNECTOR, SETTINGS, open_two_nodes, wait_for
 from tests.ray.outages import Outages
 from tests.ray.scrape import OFTEN, scrape, total
 from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, counters_of, name_of, node_of
@@ -27,16 +26,13 @@ PATIENT = {**SETTINGS, "connector": {**SETTINGS["connector"], "stage_wait_s": 5.
 
 
 @pytest.fixture(scope="module", params=["nixl", "no nixl"])
-def sharing(
-    request: pytest.FixtureRequest, machine: Machine, tmp_path_factory: Any
-) -> Iterator[Sharing]:
-    """Two replicas on nodes that have NIXL, or that have not."""
-    if request.param == "nixl":
-        opened = open_tier(machine, "sharing", PATIENT)
-    else:
-        environ = OFTEN | _without_nixl(tmp_path_factory.mktemp("absent"))
-        opened = open_two_nodes(PATIENT, environ=environ)
-    with opened as nodes:
+def sharing(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Sharing]:
+    """Two replicas on nodes that have NIXL, or that have not.
+
+    Their Ray is their own: its metrics go on counting what earlier tiers of a Ray have counted.
+    """
+    environ = {} if request.param == "nixl" else _without_nixl(tmp_path_factory.mktemp("absent"))
+    with open_two_nodes(PATIENT, environ={**OFTEN, **environ}) as nodes:
         replicas = []
         try:
             for number, node in enumerate(nodes.nodes):

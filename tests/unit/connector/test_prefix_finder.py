@@ -228,7 +228,7 @@ def test_all_calls_for_a_request_together_wait_no_longer_than_is_set(
     for _ in range(20):
         pair.query(Request(1, PROMPT))
     waits = [asked["wait_s"] for asked in server.asked]
-    assert 2 <= len(waits) < 20
+    assert 1 <= len(waits) < 20
     assert sum(waits) < 0.3
     assert pair.totals["miss_tokens_too_slow"] == 20 * NUM_WANTED * BLOCK
     pair.scheduler.request_finished(Request(1, PROMPT), [])
