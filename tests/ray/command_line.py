@@ -68,8 +68,11 @@ class Shell:
         """Run a command and send it a signal, and a second one soon after, once `when` is true."""
         with self.start(*args) as process:
             deadline = time.monotonic() + 120
-            while not when() and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.01)
+            while time.monotonic() < deadline and process.poll() is None:
+                began = time.monotonic()
+                if when():
+                    break
+                time.sleep(max(0.01, time.monotonic() - began))  # to look costs a core as well
             assert process.poll() is None, process.communicate()
             process.send_signal(signum)
             time.sleep(0.3)

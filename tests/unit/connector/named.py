@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 
 from kvray.config import load_config
+from kvray.connector.model import adapters
 from kvray.connector.model.cache_layout import CacheLayout
 from kvray.connector.model.read_layout import layout_of_tensor, read_layout
 from kvray.connector.request.identity import identify
@@ -25,6 +27,8 @@ from kvray.identity.keys import chain_keys, request_seed
 from kvray.node import NodeLink, Registration
 from tests.unit.connector.llm_args import LLAMA, read_args
 
+READ_S = 30.0
+"""How long a request waits here for its adapter to be read; an engine's does not wait for it."""
 NUM_LAYERS, NUM_PAGES = 4, 2
 TOKEN_ELEMS = 32
 """Of one layer's keys or values, over all ranks."""
@@ -80,7 +84,8 @@ def keys_of(named: Named, root: Path) -> list[bytes] | None:
     with engine_version(named.engine):
         engine = make_engine(named, root)
         engine.register(make_layout(named))
-    identity = identify(make_request(named, root), engine.identifier.adapters.fingerprint)
+    with patch.object(adapters, "_WAIT_S", READ_S):
+        identity = identify(make_request(named, root), engine.identifier.adapters.fingerprint)
     if identity is None:
         return None
     return cast(
