@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvray.connector.device.cuda_device import CudaDevice
-from kvray.connector.device.device import BATCHED, PAGEABLE, SINGLE
+from kvray.connector.device.cuda_device import BATCHED, PAGEABLE, SINGLE, CudaDevice
 from kvray.connector.device.gpu import DevicePool
 from kvray.connector.device.pool import Load
 from kvray.connector.model.cache_layout import LayerRange, Part, Region

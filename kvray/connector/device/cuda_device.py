@@ -8,19 +8,24 @@ from typing import Any
 import torch
 
 from kvray.connector.device.cuda_driver import CudaDriver
-from kvray.connector.device.device import BATCHED, PAGEABLE, SINGLE, Event
 from kvray.connector.device.pieces import Pieces
 from kvray.errors import TierError
 from kvray.store.arena.tables import Array
 
 _log = logging.getLogger("kvray.connector")
 
+BATCHED, SINGLE, PAGEABLE = "batched", "single", "pageable"
+"""How copies were made: many in one call, one in a call, or from memory that is not registered."""
+
 _ALREADY_REGISTERED = 712
 """cudaErrorHostMemoryAlreadyRegistered: by another pool of this process, which will undo it."""
 
 
 class CudaDevice:
-    """The GPU of a pool's tensors; see `Device`. Until it is used, no call to CUDA is made."""
+    """The GPU of a pool's tensors. Until it is used, no call to CUDA is made.
+
+    Calls are made inside `current`, from any thread.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,25 +35,32 @@ class CudaDevice:
         """Addresses of memory that somebody else has registered."""
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which it is the calling thread's device."""
         return torch.cuda.device(self._device)
 
     def make_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device)
 
-    def record(self, stream: torch.cuda.Stream) -> Event:
+    def record(self, stream: torch.cuda.Stream) -> "Event":
+        """Return the point behind all work that `stream` has been given so far."""
         event = torch.cuda.Event(blocking=True)  # whoever waits sleeps, and does not spin
         with _mapped():
             event.record(stream)
-        return _CudaEvent(event)
+        return Event(event)
 
-    def wait(self, stream: torch.cuda.Stream, event: Event) -> None:
-        assert isinstance(event, _CudaEvent)
+    def wait(self, stream: torch.cuda.Stream, event: "Event") -> None:
+        """Have what `stream` is given from now on run after `event`."""
         with _mapped():
             stream.wait_event(event.event)
 
     def copy(
         self, pieces: Pieces, stream: torch.cuda.Stream, *, is_load: bool, is_registered: bool
     ) -> str:
+        """Give `stream` copies between the device and an arena; return how they are made.
+
+        `is_load`: they go to the device, and the arena's bytes do not change. `is_registered`: all
+        of the arena's bytes are. TierError: the device refuses them.
+        """
         driver, handle = self._driver(), stream.cuda_stream
         if is_registered and self._batches and len(pieces.sizes) > 1:
             error = driver.copy_batch(pieces, handle, is_stable=is_load)
@@ -71,6 +83,7 @@ class CudaDevice:
         return SINGLE if is_registered else PAGEABLE
 
     def register(self, memory: Array) -> bool:
+        """Make host memory fast to copy from and to; False if it cannot be, which is logged."""
         address = memory.ctypes.data
         try:
             error = int(torch.cuda.cudart().cudaHostRegister(address, memory.nbytes, 0))
@@ -83,6 +96,7 @@ class CudaDevice:
         return True
 
     def unregister(self, memory: Array) -> None:
+        """Undo `register`; no copy of it may be under way."""
         address = memory.ctypes.data
         if address in self._others:
             self._others.discard(address)
@@ -110,15 +124,19 @@ class CudaDevice:
         return False
 
 
-class _CudaEvent:
+class Event:
+    """A point in a stream's work."""
+
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
 
     def query(self) -> bool:
+        """Return whether the work before it has ended."""
         with _mapped():
             return bool(self.event.query())
 
     def synchronize(self) -> None:
+        """Block the calling thread, without the GIL, until it has passed; TierError: no answer."""
         with _mapped():
             self.event.synchronize()
 

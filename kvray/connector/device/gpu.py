@@ -27,10 +27,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from kvray.connector.device.cuda_device import CudaDevice
-from kvray.connector.device.device import Device, Event, HostDevice
+from kvray.connector.device.cuda_device import CudaDevice, Event
 from kvray.connector.device.pieces import Pieces, concatenate, join, of_size, places_of
 from kvray.connector.device.pinned import PinnedArena
 from kvray.connector.device.pool import HostPool, Load, Pool, Ticket
@@ -55,11 +52,11 @@ class DevicePool:
         *,
         num_layers: int,
         has_hooks: bool,
-        device: Device | None = None,
+        device: CudaDevice | None = None,
     ) -> None:
         self.copied_bytes: Counter[str] = Counter()
-        """Bytes by how they were copied, see `device`."""
-        self._device = device or _device_of(parts[0].regions[0].pages.device)
+        """Bytes by how they were copied, see `cuda_device`."""
+        self._device = device or CudaDevice(parts[0].regions[0].pages.device)
         self._stages = Stages(parts, num_layers=num_layers)
         self._has_hooks = has_hooks
         self._streams: dict[str, Any] = {}
@@ -247,10 +244,6 @@ class DevicePool:
         for event in outstanding:
             if event is not None:
                 event.synchronize()
-
-
-def _device_of(device: torch.device) -> Device:
-    return HostDevice() if device.type == "cpu" else CudaDevice(device)
 
 
 def open_pool(layout: CacheLayout, parts: Sequence[Part], *, has_hooks: bool) -> Pool:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 
-from kvray.connector.device.device import Device
+from kvray.connector.device.cuda_device import CudaDevice
 from kvray.errors import ShardUnavailable
 from kvray.store import Arena
 from kvray.store.arena.tables import Array
@@ -22,7 +22,7 @@ class PinnedArena:
     until it is unregistered.
     """
 
-    def __init__(self, arena: Arena, device: Device, settle: Callable[[], None]) -> None:
+    def __init__(self, arena: Arena, device: CudaDevice, settle: Callable[[], None]) -> None:
         """Begin to register an attached arena with `device`.
 
         `settle` returns when no copy that was asked for before touches the arena any more.

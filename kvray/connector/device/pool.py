@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvray.connector.device.device import Event
+from kvray.connector.device.cuda_device import Event
 from kvray.connector.model.cache_layout import Part
 from kvray.store import Arena, PartRead
 from kvray.store.arena.tables import Array

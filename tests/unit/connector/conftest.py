@@ -13,6 +13,7 @@ from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.store import Arena
 from tests.unit.actors.small_shard import Line, wait_for, wait_until_serving
+from tests.unit.connector.host_device import HostDevice
 from tests.unit.connector.pair import Pair
 
 MakePair = Callable[..., Pair]
@@ -68,6 +69,7 @@ def make_pair(
     """Make connectors that end with the test, with the code of either kind of pool."""
     if request.param == "device":
         monkeypatch.setattr("kvray.connector.model.cache_layout.CacheLayout.is_host", False)
+        monkeypatch.setattr("kvray.connector.device.gpu.CudaDevice", lambda _: HostDevice())
         monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", "always")
     pairs: list[Pair] = []
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from kvray.connector.device.device import SINGLE, Event
+from kvray.connector.device.cuda_device import SINGLE
 from kvray.connector.device.pieces import Pieces
 from kvray.store.arena.tables import Array
 
 
 class SimulatedDevice:
-    """See `Device`; nothing happens before `run` or `drain`."""
+    """See `CudaDevice`; nothing happens before `run` or `drain`."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -26,12 +26,12 @@ class SimulatedDevice:
         self._streams.append(SimulatedStream())
         return self._streams[-1]
 
-    def record(self, stream: "SimulatedStream") -> Event:
+    def record(self, stream: "SimulatedStream") -> "SimulatedEvent":
         event = SimulatedEvent(self)
         stream.queue.append(event.reach)
         return event
 
-    def wait(self, stream: "SimulatedStream", event: Event) -> None:
+    def wait(self, stream: "SimulatedStream", event: "SimulatedEvent") -> None:
         stream.queue.append(event)
 
     def copy(

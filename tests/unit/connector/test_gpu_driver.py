@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from kvray.connector.device import cuda_driver
-from kvray.connector.device.cuda_device import CudaDevice
+from kvray.connector.device.cuda_device import BATCHED, PAGEABLE, SINGLE, CudaDevice
 from kvray.connector.device.cuda_driver import CudaDriver
-from kvray.connector.device.device import BATCHED, PAGEABLE, SINGLE
 from kvray.connector.device.pieces import Pieces
 from kvray.errors import TierError
 

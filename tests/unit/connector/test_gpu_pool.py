@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from kvray.connector.device import pinned
-from kvray.connector.device.device import HostDevice
 from kvray.connector.device.gpu import DevicePool
 from kvray.connector.device.pool import Load
 from kvray.connector.model.cache_layout import LayerRange, Part
@@ -25,6 +24,7 @@ from tests.unit.connector.gpu_pages import (
     reserve,
     slot_views,
 )
+from tests.unit.connector.host_device import HostDevice
 
 NUM_LAYERS = 3
 
@@ -36,6 +36,7 @@ def arena() -> Iterator[Arena]:
 
 
 def pool_of(*parts: Part, **options: object) -> DevicePool:
+    options.setdefault("device", HostDevice())
     return DevicePool(parts, num_layers=NUM_LAYERS, has_hooks=True, **options)
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvray.actors.shard.shard import Shard
-from kvray.connector.device.device import HostDevice
 from kvray.connector.device.pieces import Pieces
 from kvray.connector.meta import ConnectorMeta
 from kvray.errors import CorruptBlock, LeaseExpired
@@ -18,6 +17,7 @@ from kvray.store import Arena
 from kvray.store.arena import lease
 from kvray.store.machine.side_file import HOLDER_BYTES
 from tests.unit.connector.conftest import MakePair, arena_of, leased
+from tests.unit.connector.host_device import HostDevice
 from tests.unit.connector.pair import BLOCK, Pair, Request
 
 PROMPT = list(range(100, 140))
@@ -63,7 +63,7 @@ def warm(
     request: pytest.FixtureRequest,
 ) -> Pair:
     """A pair whose tier has PROMPT, and whose device, if it has one, copies late."""
-    monkeypatch.setattr("kvray.connector.device.gpu._device_of", lambda _: LateDevice())
+    monkeypatch.setattr("kvray.connector.device.gpu.CudaDevice", lambda _: LateDevice())
     monkeypatch.setenv("KVRAY_CONNECTOR__VERIFY_ON_LOAD", request.param)
     pair = make_pair()
     pair.serve(Request(1, PROMPT))

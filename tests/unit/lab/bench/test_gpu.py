@@ -16,6 +16,7 @@ from kvray.lab.bench.gpu_prefill import Prefill, crossover, name_of
 from kvray.lab.bench.runner import running
 from tests.unit.cli.conftest import RunKvray
 from tests.unit.connector.gpu_pages import open_arena
+from tests.unit.connector.host_device import HostDevice
 
 TINY = Shapes(
     num_layers=2,
@@ -36,6 +37,11 @@ SCALE = GpuScale(
     pairs=2,
     prefill_pairs=1,
 )
+
+
+@pytest.fixture(autouse=True)
+def _host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvray.connector.device.gpu.CudaDevice", lambda _: HostDevice())
 
 
 @pytest.fixture
