@@ -2,40 +2,19 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvray.connector import base
 
 
-class Worker(base.KvCacheConnectorWorker):
-    def register_kv_caches(self, kv_cache_tensor: Any) -> None: ...
-
-    def start_load_kv(self, stream: Any) -> None: ...
-
-    def wait_for_layer_load(self, layer_idx: int, stream: Any) -> None: ...
-
-    def save_kv_layer(self, layer_idx: int, stream: Any) -> None: ...
-
-    def wait_for_save(self, stream: Any) -> None: ...
-
-    def get_finished(self, *_: Any) -> tuple[list[int], list[int]]:
-        return [], []
-
-
 def test_worker_keeps_the_metadata_of_its_pass() -> None:
-    worker = Worker("args")
+    worker = base.KvCacheConnectorWorker("args")
     assert worker._llm_args == "args"
     assert worker.get_connector_meta() is None
     worker.bind_connector_meta({"loads": []})
     assert worker.get_connector_meta() == {"loads": []}
     assert worker.register_forward_pass_callable() is None
-
-
-def test_scheduler_with_a_method_missing_cannot_be_made() -> None:
-    with pytest.raises(TypeError, match="abstract"):
-        base.KvCacheConnectorScheduler("args")  # type: ignore[abstract]
 
 
 def test_absent_package_is_none() -> None:

@@ -32,14 +32,12 @@ from kvray.lab.reference.engine_options import EngineOptions
 from kvray.lab.reference.executor import Executor
 from kvray.lab.reference.intake import Intake, Orders
 from kvray.lab.reference.llm_args import KvCacheConfig, LlmArgs, ParallelConfig
-from kvray.lab.reference.llm_args import Mapping as RankMapping
 from kvray.lab.reference.model import KVGeometry
 from kvray.lab.reference.request import LlmRequest, ScheduledRequests
 from kvray.node import NodeLink
 from kvray.store import ArenaOwner
 
 if TYPE_CHECKING:
-    from kvray.connector.base import KvCacheConnectorWorker
     from kvray.lab.reference.model_engine import ModelEngine
 
 _LEADER_CALLS = {
@@ -190,9 +188,7 @@ class BenchEngine:
         self._seconds: dict[str, float] = defaultdict(float)
         self._meta: object = None
         self._time_calls()
-        self._manager = KvCacheConnectorManager(
-            cast("KvCacheConnectorWorker", _AllRanks(self._workers)), self._scheduler
-        )
+        self._manager = KvCacheConnectorManager(_AllRanks(self._workers), self._scheduler)
         self._cache.connector = self._manager
         self._request_ids = itertools.count(1)
 
@@ -275,7 +271,7 @@ class BenchEngine:
 class _AllRanks:
     """In place of rank 0's worker: passes each call on to the workers of all ranks in turn."""
 
-    def __init__(self, workers: Sequence[KvCacheConnectorWorker]) -> None:
+    def __init__(self, workers: Sequence[Any]) -> None:
         self._workers = workers
 
     def register_kv_caches(self, kv_cache_tensor: Any) -> None:
@@ -293,7 +289,7 @@ class _AllRanks:
 class _NoModel:
     """In place of `ModelEngine`: the calls around each layer, and a token for each request."""
 
-    def __init__(self, hooks: KvCacheConnectorWorker) -> None:
+    def __init__(self, hooks: Any) -> None:
         self._hooks = hooks
 
     def forward(self, batch: ScheduledRequests, _: Mapping[int, int]) -> dict[int, int]:
@@ -349,6 +345,6 @@ def _args_of(rank: int, num_ranks: int) -> LlmArgs:
     return LlmArgs(
         model="bench",
         tensor_parallel_size=num_ranks,
-        parallel_config=ParallelConfig(mapping=RankMapping(rank=rank)),
+        parallel_config=ParallelConfig(rank=rank),
         kv_cache_config=KvCacheConfig(tokens_per_block=TOKENS_PER_BLOCK),
     )

@@ -10,12 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from kvray.connector.base import (
-    KvCacheConnectorScheduler,
-    KvCacheConnectorWorker,
-    RequestData,
-    SchedulerOutput,
-)
+from kvray.connector.base import RequestData, SchedulerOutput
 from kvray.errors import KVRayError
 from kvray.lab.reference.ranks import Ranks, SingleRank
 from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
@@ -66,8 +61,8 @@ class KvCacheConnectorManager:
 
     def __init__(
         self,
-        worker: KvCacheConnectorWorker,
-        scheduler: KvCacheConnectorScheduler | None,
+        worker: Any,
+        scheduler: Any | None,
         *,
         ranks: Ranks | None = None,
         attention_dp_rank: int | None = None,
@@ -89,6 +84,7 @@ class KvCacheConnectorManager:
 
     def get_num_new_matched_tokens(self, request: LlmRequest, num_computed_tokens: int) -> int:
         """Ask the leader how many tokens follow; an asynchronous load parks the request."""
+        num_tokens: int
         num_tokens, is_async = self._on_leader(
             lambda scheduler: scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         )
@@ -148,7 +144,7 @@ class KvCacheConnectorManager:
     def request_finished(self, request: LlmRequest, block_ids: list[int]) -> bool:
         """Return whether a save still reads the blocks of the finished request."""
         self._loaded.pop(request.request_id, None)
-        is_saving = self._on_leader(
+        is_saving: bool = self._on_leader(
             lambda scheduler: scheduler.request_finished(request, block_ids)
         )
         if is_saving:
@@ -176,7 +172,7 @@ class KvCacheConnectorManager:
         self._reported.pop(request.request_id, None)
         self._loaded.pop(request.request_id, None)
 
-    def _on_leader(self, call: Callable[[KvCacheConnectorScheduler], T]) -> T:
+    def _on_leader(self, call: Callable[[Any], T]) -> T:
         value = None if self.scheduler is None else call(self.scheduler)
         return cast("T", self._ranks.broadcast(value))
 

@@ -19,7 +19,7 @@ from kvray.lab.reference.connector_manager import KvCacheConnectorManager
 from kvray.lab.reference.engine_options import EngineOptions
 from kvray.lab.reference.executor import Executor
 from kvray.lab.reference.intake import Intake
-from kvray.lab.reference.llm_args import KvCacheConfig, LlmArgs, Mapping, ParallelConfig
+from kvray.lab.reference.llm_args import KvCacheConfig, LlmArgs, ParallelConfig
 from kvray.lab.reference.model_engine import ModelEngine
 from kvray.lab.reference.ranks import Ranks
 
@@ -91,7 +91,7 @@ def _llm_args(options: EngineOptions, ranks: Ranks, model: str) -> LlmArgs:
         tensor_parallel_size=ranks.size,
         gpus_per_node=options.ranks_per_node,
         enable_attention_dp=options.enable_attention_dp,
-        parallel_config=ParallelConfig(mapping=Mapping(rank=ranks.rank)),
+        parallel_config=ParallelConfig(rank=ranks.rank),
         enable_chunked_prefill=options.enable_chunked_prefill,
         disable_overlap_scheduler=not options.overlap,
         kv_cache_config=KvCacheConfig(

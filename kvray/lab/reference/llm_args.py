@@ -24,20 +24,13 @@ class KvConnectorConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mapping:
-    """This process's place among the engine's ranks."""
+class ParallelConfig:
+    """This process's place among the ranks, as in `TorchLlmArgs.parallel_config`."""
 
     rank: int = 0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelConfig:
-    """The division of work among the ranks, as in `TorchLlmArgs.parallel_config`."""
-
-    mapping: Mapping = field(default_factory=Mapping)
-
-    def to_mapping(self) -> Mapping:
-        return self.mapping
+    def to_mapping(self) -> ParallelConfig:
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from kvray.connector.base import KvCacheConnectorWorker
 from kvray.lab.reference.cache_manager import KVCacheManager
 from kvray.lab.reference.model import BlockModel, Step
 from kvray.lab.reference.request import LlmRequest, ScheduledRequests
@@ -43,8 +43,8 @@ class ModelEngine:
         self._cache = cache
         self._forward_callable = forward_callable
         self._pad_batch_size = pad_batch_size
-        self.hooks: KvCacheConnectorWorker | None = None
-        """Called around every layer, once it is set."""
+        self.hooks: Any = None
+        """The connector's worker, called around every layer once it is set."""
 
     def warm_up(self) -> None:
         """Run dummies before there is a pool for the connector: only the callable fires."""
