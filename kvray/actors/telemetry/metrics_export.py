@@ -8,9 +8,8 @@ from typing import Any
 
 from ray.util import metrics
 
+from kvray.actors.telemetry.figures import Figures, Series
 from kvray.actors.telemetry.increments import Increments
-from kvray.actors.telemetry.metric_figures import Figures
-from kvray.actors.telemetry.rank_figures import Series
 from kvray.errors import KVRayError
 from kvray.metrics import METRICS, PREFIX
 

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Collection
 
-from kvray.actors.telemetry.metric_figures import Figures, Totals
-from kvray.actors.telemetry.rank_figures import Series
+from kvray.actors.telemetry.figures import Figures, Series, Totals
 
 _KINDS = ("shard", "mover", "lookup")
 

@@ -10,63 +10,52 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvray.actors.telemetry.figures import Figures, Series, Totals
+from kvray.metrics import LATENCIES
 from kvray.trace.reasons import DROP_PREFIX, MISS_PREFIX, MISS_REASONS, DropReason
 
-Series = tuple[str, tuple[str, ...]]
-"""A metric's name without `kvray_`, and the values of its labels."""
 RankKey = tuple[str, int]
 
 _LABELLED_MAX = 128
 """Ranks that have labels of their own; Ray keeps a counter's labels for ever."""
-_OTHER = "other"
-_OTHERS = _OTHER, "0"
+OTHER = "other"
+_OTHERS = OTHER, "0"
 _NAME_MAX = 64
 _SETTLE_S = 6.0
 """A `not_stored` miss may get another reason some reports later."""
 _SLACK_S = 3.0
 """By how much a rank's `uptime_s` is behind: reports come once a second."""
 
-_PLAIN = {
-    "requests": "requests_total",
-    "bypassed_requests": "bypassed_requests_total",
-    "prompt_tokens": "prompt_tokens_total",
-    "local_tokens": "own_tokens_total",
-    "stored_tokens": "stored_tokens_total",
-    "errors": "errors_total",
+_REASONS = {
+    DROP_PREFIX: ("unsaved_blocks_total", [reason.value for reason in DropReason]),
+    MISS_PREFIX: ("miss_tokens_total", MISS_REASONS),
 }
-_ACTIONS = {
-    "loaded_blocks": "loaded",
-    "stored_blocks": "stored",
-    "existing_blocks": "existing",
-    "dropped_blocks": "dropped",
+_SERIES: Mapping[str, Series] = {
+    "requests": ("requests_total", ()),
+    "bypassed_requests": ("bypassed_requests_total", ()),
+    "prompt_tokens": ("prompt_tokens_total", ()),
+    "local_tokens": ("own_tokens_total", ()),
+    "stored_tokens": ("stored_tokens_total", ()),
+    "errors": ("errors_total", ()),
+    "loaded_blocks": ("engine_blocks_total", ("loaded",)),
+    "stored_blocks": ("engine_blocks_total", ("stored",)),
+    "existing_blocks": ("engine_blocks_total", ("existing",)),
+    "dropped_blocks": ("engine_blocks_total", ("dropped",)),
+    "hit_tokens_from_host": ("hit_tokens_total", ("host", "none")),
+    "hit_tokens_from_nvme": ("hit_tokens_total", ("nvme", "none")),
+    "hit_tokens_from_nixl": ("hit_tokens_total", ("remote", "nixl")),
+    "hit_tokens_from_object_ref": ("hit_tokens_total", ("remote", "object_ref")),
+    **{
+        f"{prefix}{reason}": (metric, (reason,))
+        for prefix, (metric, reasons) in _REASONS.items()
+        for reason in reasons
+    },
 }
-_WAYS = {
-    "hit_tokens_from_host": ("host", "none"),
-    "hit_tokens_from_nvme": ("nvme", "none"),
-    "hit_tokens_from_nixl": ("remote", "nixl"),
-    "hit_tokens_from_object_ref": ("remote", "object_ref"),
-}
-_DROP_REASONS = frozenset(reason.value for reason in DropReason)
+"""A rank's counter -> its metric and the labels beside the rank's."""
 _UNSETTLED: Series = ("miss_tokens_total", ("not_stored",))
 _BOUNDS_NS = (*(float(2**bits) for bits in range(15, 33)), float("inf"))
 """Where the buckets of `kvray.connector.figures.call_times` end."""
-_BUCKET = re.compile(r"(lease|stage|match|plan)_ns_below_(\d{1,19}|inf)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTotals:
-    """One rank's totals; `source`, `life` and `counted_before` are for `Increments`."""
-
-    source: RankKey
-    life: int
-    counted_before: bool
-    totals: Mapping[Series, float]
-    """Series with all labels but the node's."""
-    is_connected: bool
-    labels: tuple[str, str]
-    """Of its totals, which Ray keeps for ever: the ranks after the first so many share theirs."""
-    name: tuple[str, str]
-    """Labels of its gauges, which Ray forgets."""
+_BUCKET = re.compile(rf"({'|'.join(LATENCIES)})_ns_below_(\d{{1,19}}|inf)")
 
 
 @dataclass(slots=True)
@@ -80,8 +69,9 @@ class _Seen:
 class RankFigures:
     """Remembers how to tell one life of a rank from the next."""
 
-    def __init__(self, now: float) -> None:
-        """Start at `now`, the start of the shard's process."""
+    def __init__(self, node: str, now: float) -> None:
+        """Start at `now`, the start of the shard's process on `node`."""
+        self._node = node
         self._began = now
         self._adopted = False
         self._seen: dict[RankKey, _Seen] = {}
@@ -91,30 +81,39 @@ class RankFigures:
         """The arena is older than this process: ranks that do not say their age may be too."""
         self._adopted = True
 
-    def look(self, ranks: Iterable[Mapping[str, Any]], now: float) -> list[RankTotals]:
-        """Return the totals of `ranks`, as `Replicas.status` gives them; others are forgotten.
+    def look(self, ranks: Iterable[Mapping[str, Any]], now: float) -> Figures:
+        """Return the figures of `ranks`, as `Replicas.status` gives them; others are forgotten.
 
         One that has registered again, and not reported since, has the totals that it had; one that
-        has never reported has none.
+        has never reported has none. Ray forgets a gauge and keeps a counter's labels for ever. So
+        every connected rank is named in its gauge, and the first so many in their counters.
         """
+        made = Figures()
         by_key = {(rank["replica"], rank["rank"]): rank for rank in ranks}
         self._seen = {key: seen for key, seen in self._seen.items() if key in by_key}
         named = set(sorted(by_key, key=lambda key: not by_key[key]["connected"])[:_LABELLED_MAX])
-        return [
-            self._look_at(key, rank, now, name=_text(key) if key in named else _OTHERS)
-            for key, rank in by_key.items()
-            if rank["counters"] or rank["connected"] or key in self._seen
-        ]
+        for key, rank in by_key.items():
+            if not (rank["counters"] or rank["connected"] or key in self._seen):
+                continue
+            name = _text(key) if key in named else _OTHERS
+            gauge: Series = "rank_connected", (self._node, *name)
+            made.gauges[gauge] = made.gauges.get(gauge, 0.0) + bool(rank["connected"])
+            labels = (self._node, *self._labels_of(key))
+            if totals := self._totals(self._seen.setdefault(key, _Seen()), rank["counters"], now):
+                seen = self._seen[key]
+                made.totals.append(
+                    Totals(
+                        source=key,
+                        life=seen.life,
+                        counted_before=seen.counted_before,
+                        totals={(its, (*labels, *own)): n for (its, own), n in totals.items()},
+                    )
+                )
+        return made
 
-    def _look_at(
-        self, key: RankKey, rank: Mapping[str, Any], now: float, *, name: tuple[str, str]
-    ) -> RankTotals:
-        counters: Mapping[str, int] = rank["counters"]
-        seen = self._seen.get(key)
-        if seen is None:
-            seen = self._seen[key] = _Seen()
+    def _totals(self, seen: _Seen, counters: Mapping[str, int], now: float) -> dict[Series, float]:
         if counters:
-            if not seen.counters:
+            if not seen.counters:  # whether they were counted before is known with the first ones
                 seen.counted_before = self._is_older(counters, now)
             elif _has_started_over(seen.counters, counters):
                 seen.life += 1
@@ -123,15 +122,7 @@ class RankFigures:
         totals = totals_of(seen.counters)
         if _UNSETTLED in totals:
             totals[_UNSETTLED] = self._settled(seen, totals[_UNSETTLED], now)
-        return RankTotals(
-            source=key,
-            life=seen.life,
-            counted_before=seen.counted_before,
-            totals=totals,
-            is_connected=bool(rank["connected"]),
-            labels=self._labels_of(key),
-            name=name,
-        )
+        return totals
 
     def _is_older(self, counters: Mapping[str, int], now: float) -> bool:
         if "uptime_s" in counters:
@@ -165,19 +156,11 @@ def totals_of(counters: Mapping[str, int]) -> dict[Series, float]:
     """Return the totals of declared metrics among a rank's counters; others are left out."""
     totals: dict[Series, float] = {}
     for name, value in counters.items():
-        if name in _PLAIN:
-            totals[_PLAIN[name], ()] = value
-        elif name in _ACTIONS:
-            totals["engine_blocks_total", (_ACTIONS[name],)] = value
-        elif name in _WAYS:
-            totals["hit_tokens_total", _WAYS[name]] = value
-        elif name.startswith(DROP_PREFIX):
-            reason = name.removeprefix(DROP_PREFIX)
-            series = "unsaved_blocks_total", (reason if reason in _DROP_REASONS else _OTHER,)
-            totals[series] = totals.get(series, 0.0) + value
-        elif name.startswith(MISS_PREFIX):
-            reason = name.removeprefix(MISS_PREFIX)
-            series = "miss_tokens_total", (reason if reason in MISS_REASONS else _OTHER,)
+        series = _SERIES.get(name)
+        for prefix, (metric, _) in _REASONS.items():
+            if series is None and name.startswith(prefix):
+                series = metric, (OTHER,)
+        if series is not None:
             totals[series] = totals.get(series, 0.0) + value
     return totals | _latencies(counters)
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvray.actors.telemetry import metrics_export
-from kvray.actors.telemetry.metric_figures import Figures
+from kvray.actors.telemetry.figures import Figures
 from kvray.actors.telemetry.metrics_export import MetricsExport, MetricsThread
 from kvray.errors import ShardUnavailable
 

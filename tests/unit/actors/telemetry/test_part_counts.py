@@ -1,6 +1,6 @@
 """The supervisor counts what there should be, what answers, and what stopped."""
 
-from kvray.actors.telemetry.metric_figures import Figures
+from kvray.actors.telemetry.figures import Figures
 from kvray.actors.telemetry.part_counts import PartCounts
 
 PARTS = ("kvray-shard-a", "kvray-shard-b", "kvray-mover-a", "kvray-lookup")

@@ -3,18 +3,28 @@
 import math
 from typing import Any
 
+from kvray.actors.telemetry.figures import Figures, Series
 from kvray.actors.telemetry.increments import Increments
-from kvray.actors.telemetry.rank_figures import RankFigures, Series, totals_of
+from kvray.actors.telemetry.rank_figures import RankFigures, totals_of
 from kvray.connector.figures.call_times import CallTimes
 from kvray.connector.figures.dropped_blocks import DropReason
 
 REASONS = [reason.value for reason in DropReason]
+REQUESTS = "requests_total"
 HIT = "hit_tokens_total"
 MISS: Series = ("miss_tokens_total", ("not_stored",))
 
 
+RANK = ("node", "r", "0")
+
+
 def rank(counters: dict[str, int], *, replica: str = "r", connected: bool = True) -> dict[str, Any]:
     return {"replica": replica, "rank": 0, "connected": connected, "counters": counters}
+
+
+def counted(figures: Figures) -> list[tuple[str, ...]]:
+    """Return the labels of each rank's counter of requests."""
+    return [labels for one in figures.totals for name, labels in one.totals if name == REQUESTS]
 
 
 class Exported:
@@ -26,13 +36,14 @@ class Exported:
         self.sums: dict[Series, float] = {}
 
     def look(self, counters: dict[str, int], now: float, *, connected: bool = True) -> None:
-        found = self._figures.look([rank(counters, connected=connected)], now)
-        found = [one for one in found if one.totals]
+        found = self._figures.look([rank(counters, connected=connected)], now).totals
         for one in found:
             grown = self._increments.take(
                 one.source, one.totals, life=one.life, counted_before=one.counted_before
             )
-            for series, by in grown.items():
+            for (name, labels), by in grown.items():
+                assert labels[:3] == RANK
+                series = name, labels[3:]
                 self.sums[series] = self.sums.get(series, 0.0) + by
         self._increments.retain({one.source for one in found})
 
@@ -104,7 +115,7 @@ def test_a_bound_of_another_version_counts_in_the_next_one() -> None:
 
 
 def test_an_engine_that_is_restarted_counts_on() -> None:
-    exported = Exported(RankFigures(0.0))
+    exported = Exported(RankFigures("node", 0.0))
     exported.look({"requests": 10, "uptime_s": 50}, 50.0)
     exported.look({"requests": 12, "uptime_s": 60}, 60.0)
 
@@ -115,7 +126,7 @@ def test_an_engine_that_is_restarted_counts_on() -> None:
 
 
 def test_an_engine_that_is_older_than_the_shard_is_not_counted_twice() -> None:
-    exported = Exported(RankFigures(1000.0))
+    exported = Exported(RankFigures("node", 1000.0))
     exported.look({"requests": 500, "uptime_s": 300}, 1002.0)
     assert exported.sums["requests_total", ()] == 0
 
@@ -125,7 +136,7 @@ def test_an_engine_that_is_older_than_the_shard_is_not_counted_twice() -> None:
 
 
 def test_an_older_engine_that_has_registered_and_not_reported_yet_is_not_counted_twice() -> None:
-    exported = Exported(RankFigures(1000.0))
+    exported = Exported(RankFigures("node", 1000.0))
     exported.look({}, 1001.0)
 
     exported.look({"requests": 500, "uptime_s": 300}, 1002.0)
@@ -135,7 +146,7 @@ def test_an_older_engine_that_has_registered_and_not_reported_yet_is_not_counted
 
 
 def test_an_engine_that_comes_and_goes_is_not_counted_twice() -> None:
-    exported = Exported(RankFigures(0.0))
+    exported = Exported(RankFigures("node", 0.0))
     exported.look({"requests": 5, "uptime_s": 30}, 31.0)
 
     exported.look({}, 32.0, connected=False)  # it had registered again, and lost its connection
@@ -145,7 +156,7 @@ def test_an_engine_that_comes_and_goes_is_not_counted_twice() -> None:
 
 
 def test_an_engine_that_started_under_this_shard_is_counted_from_its_first_request() -> None:
-    exported = Exported(RankFigures(1000.0))
+    exported = Exported(RankFigures("node", 1000.0))
 
     exported.look({"requests": 5, "uptime_s": 30}, 1031.0)
 
@@ -153,7 +164,7 @@ def test_an_engine_that_started_under_this_shard_is_counted_from_its_first_reque
 
 
 def test_ranks_that_do_not_say_their_age_are_taken_for_old_after_an_adoption() -> None:
-    figures = RankFigures(0.0)
+    figures = RankFigures("node", 0.0)
     figures.note_adoption()
     exported = Exported(figures)
     exported.look({"hit_tokens_from_host": 8}, 1.0)
@@ -166,7 +177,7 @@ def test_ranks_that_do_not_say_their_age_are_taken_for_old_after_an_adoption() -
 
 
 def test_a_miss_that_turns_out_to_be_incompatible_is_counted_once() -> None:
-    exported = Exported(RankFigures(0.0))
+    exported = Exported(RankFigures("node", 0.0))
     exported.look({"miss_tokens_not_stored": 100, "uptime_s": 10}, 10.0)
     exported.look(
         {"miss_tokens_not_stored": 0, "miss_tokens_incompatible": 100, "uptime_s": 12}, 12
@@ -181,30 +192,32 @@ def test_a_miss_that_turns_out_to_be_incompatible_is_counted_once() -> None:
 
 
 def test_ranks_beyond_a_number_share_their_labels() -> None:
-    figures = RankFigures(0.0)
+    figures = RankFigures("node", 0.0)
     ranks = [rank({"requests": 1, "uptime_s": 0}, replica=f"r{number}") for number in range(200)]
 
     found = figures.look(ranks, 1.0)
 
-    labels = {one.labels for one in found}
+    labels = set(counted(found))
     assert len(labels) == 129
-    assert ("other", "0") in labels
+    assert ("node", "other", "0") in labels
 
 
 def test_a_name_that_is_no_text_for_a_metrics_page_is_made_one() -> None:
-    (one,) = RankFigures(0.0).look([rank({"requests": 1}, replica="a\udc80" + "b" * 300)], 1.0)
+    strange = rank({"requests": 1}, replica="a\udc80" + "b" * 300)
 
-    assert one.labels[0].encode().decode() == "a?" + "b" * 62
+    ((_, name, _),) = counted(RankFigures("node", 0.0).look([strange], 1.0))
+
+    assert name.encode().decode() == "a?" + "b" * 62
 
 
 def test_however_many_have_come_and_gone_those_that_are_here_are_named() -> None:
-    figures = RankFigures(0.0)
+    figures = RankFigures("node", 0.0)
     for number in range(200):
         gone = [rank({"requests": 1}, replica=f"r{number}", connected=False)]
-        (_, here) = figures.look([*gone, rank({"requests": 1}, replica=f"s{number}")], number)
+        found = figures.look([*gone, rank({"requests": 1}, replica=f"s{number}")], number)
 
-    assert here.labels == ("other", "0"), "Ray keeps a counter's labels for ever"
-    assert here.name == ("s199", "0")
+    assert counted(found)[1] == ("node", "other", "0"), "Ray keeps a counter's labels for ever"
+    assert found.gauges["rank_connected", ("node", "s199", "0")] == 1
     many = [rank({}, replica=f"r{number}") for number in range(200)]
     found = figures.look(many, 300.0)
-    assert len({one.name for one in found}) == 129
+    assert len(found.gauges) == 129
