@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 PREFIX = "kvray_"
+TIER_LABEL = "cluster_name"
+"""A label of every metric, beside its own: tiers may share a Ray cluster and a node."""
 
 _RANK = ("node", "replica", "rank")
 

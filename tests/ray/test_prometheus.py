@@ -263,6 +263,7 @@ def expressions() -> list[str]:
     panels = json.loads(package_file(DASHBOARD).read_text())["panels"]
     asked = [target["expr"] for panel in panels for target in panel.get("targets", [])]
     filled = {"$__rate_interval": WINDOW, "$node": ".*", "$replica": ".*"}
+    filled |= {"$cluster_name": ".+"}
     for name, value in filled.items():
         asked = [one.replace(name, value) for one in asked]
     return asked

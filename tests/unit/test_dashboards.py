@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from kvray.dashboards import ALERTS, DASHBOARD, package_file
-from kvray.metrics import METRICS
+from kvray.metrics import METRICS, TIER_LABEL
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,19 @@ def test_expressions_ask_for_declared_metrics_by_labels_that_they_have() -> None
         assert asked, expression
         for name, chosen in asked:
             assert name in METRICS, expression
-            assert set(re.findall(r"(\w+)=", chosen)) <= set(METRICS[name].labels), expression
+            labels = {*METRICS[name].labels, TIER_LABEL}
+            assert set(re.findall(r"(\w+)=", chosen)) <= labels, expression
+
+
+def test_one_tier_of_several_can_be_looked_at() -> None:
+    for panel in panels():
+        for target in panel.get("targets", []):
+            asked = re.findall(r"ray_kvray_\w+(.{28})?", target["expr"])
+            assert set(asked) == {'{cluster_name=~"$cluster_name"'[:28]}, target["expr"]
+    for alert in alerts():
+        grouped = re.findall(r"(?:sum|max) by \((\w+)", alert["expr"])
+        assert set(grouped) == {"cluster_name"}, alert["alert"]
+        assert len(grouped) == alert["expr"].count("ray_kvray_"), alert["alert"]
 
 
 def test_counters_are_asked_for_how_fast_they_grow() -> None:

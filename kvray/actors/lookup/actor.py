@@ -27,7 +27,7 @@ class LookupActor:
             {"shard.silent_s": silent_s}, ray.get_runtime_context().get_node_id()
         )
         self._lookup = Lookup(silent_s)
-        self._metrics = MetricsExport()
+        self._metrics = MetricsExport(cluster_name)
         # The collector does not walk the index, which is arrays. Ray and its imports stay for good,
         # so no query should wait for a walk of those.
         gc.freeze()

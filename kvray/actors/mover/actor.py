@@ -46,7 +46,9 @@ class MoverActor:
             lock_wait_s=config.arena.lock_wait_s,
         )
         self._mover.start()
-        self._metrics = MetricsThread(lambda now: mover_figures(name, self._mover.status()))
+        self._metrics = MetricsThread(
+            lambda now: mover_figures(name, self._mover.status()), config.cluster_name
+        )
 
     def ping(self) -> None:
         """Answer; a frozen actor does not."""

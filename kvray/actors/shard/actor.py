@@ -75,7 +75,9 @@ class ShardActor:
         else:
             self._shard.refuse(problem)
         figures = ShardFigures(name, time.monotonic())
-        self._metrics = MetricsThread(lambda now: figures.of(self._shard.status(), now))
+        self._metrics = MetricsThread(
+            lambda now: figures.of(self._shard.status(), now), config.cluster_name
+        )
 
     def status(self) -> dict[str, Any]:
         """See `Shard.status` and, for "memory", `ArenaPages.figures`."""

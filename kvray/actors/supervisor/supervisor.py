@@ -92,7 +92,7 @@ class SupervisorActor:
         self._pings = Pings(patience_s=_FROZEN_S)
         self._silences = Silences(frozen_s=_FROZEN_S, start_s=START_S, misses=_MISSES)
         self._counts = PartCounts()
-        self._metrics = MetricsExport()
+        self._metrics = MetricsExport(config.cluster_name)
         self._looked = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvray-supervisor", daemon=True)

@@ -11,7 +11,7 @@ from ray.util import metrics
 from kvray.actors.telemetry.figures import Figures, Series
 from kvray.actors.telemetry.increments import Increments
 from kvray.errors import KVRayError
-from kvray.metrics import METRICS, PREFIX
+from kvray.metrics import METRICS, PREFIX, TIER_LABEL
 
 _log = logging.getLogger("kvray.metrics")
 
@@ -39,8 +39,9 @@ class MetricsExport:
     What goes wrong is logged once and tried again: for want of figures no actor ends.
     """
 
-    def __init__(self) -> None:
-        """Start with no series."""
+    def __init__(self, cluster_name: str) -> None:
+        """Start with no series; all will be labelled with the tier."""
+        self._tier = {TIER_LABEL: cluster_name}
         self._increments: Increments[Series] = Increments()
         self._objects: dict[str, Any] = {}
         self._counters: set[Series] = set()
@@ -101,7 +102,8 @@ class MetricsExport:
         if made is None:
             declared = METRICS[PREFIX + name]
             kind = metrics.Counter if declared.kind == "counter" else metrics.Gauge
-            made = kind(declared.name, declared.help, tag_keys=declared.labels)
+            made = kind(declared.name, declared.help, tag_keys=(*declared.labels, TIER_LABEL))
+            made.set_default_tags(self._tier)
             self._objects[name] = made
         return made
 
@@ -109,11 +111,11 @@ class MetricsExport:
 class MetricsThread:
     """Looks at an actor's figures every `every_s` and gives them to Ray, beside its work."""
 
-    def __init__(self, look: Look, *, every_s: float = EXPORT_S) -> None:
+    def __init__(self, look: Look, cluster_name: str, *, every_s: float = EXPORT_S) -> None:
         """Begin. `look` is called from the thread, with the time."""
         self._look = look
         self._every_s = every_s
-        self._export = MetricsExport()
+        self._export = MetricsExport(cluster_name)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvray-metrics", daemon=True)
         self._thread.start()

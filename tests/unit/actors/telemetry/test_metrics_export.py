@@ -25,7 +25,7 @@ def test_what_goes_wrong_is_logged_once_and_tried_again(
         enough.set()
         return Figures()
 
-    thread = MetricsThread(look, every_s=0.3)
+    thread = MetricsThread(look, "tier", every_s=0.3)
     try:
         assert enough.wait(PATIENT_S)
     finally:
@@ -43,7 +43,7 @@ def test_a_part_that_starts_or_ends_has_no_figures_and_that_is_no_error(
         raise ShardUnavailable("The arena is closed.")
 
     with caplog.at_level(logging.INFO):
-        MetricsExport().attempt(look, 1.0)
+        MetricsExport("tier").attempt(look, 1.0)
 
     assert caplog.records == []
 
@@ -55,7 +55,7 @@ def test_figures_are_not_looked_at_twice_in_a_moment() -> None:
         looks.append(now)
         return Figures()
 
-    export = MetricsExport()
+    export = MetricsExport("tier")
     for now in (10.0, 10.1, 10.2, 11.0):
         export.attempt(look, now)
 
@@ -75,7 +75,7 @@ def test_the_more_work_it_is_to_look_the_longer_is_the_pause(
         looks.append(now)
         return Figures()
 
-    export = MetricsExport()
+    export = MetricsExport("tier")
     for tenths in range(100, 170):
         export.attempt(look, tenths / 10)
 
