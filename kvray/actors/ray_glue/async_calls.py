@@ -1,17 +1,15 @@
 """Calls to named actors from an event loop, each with a deadline and kvray's own errors."""
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import Awaitable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvray.actors.ray_glue.calls import get_actor, mapped_errors
 from kvray.errors import ShardUnavailable
 
 _SEARCHES_MAX = 4
-"""Threads that look for an actor; while Ray's head does not answer each takes a minute."""
+"""Threads that look for actors; while Ray's head does not answer, each look-up takes a minute."""
 _HANDLES_MAX = 4096
 
 
@@ -20,7 +18,7 @@ class ActorCalls:
 
     def __init__(self) -> None:
         self._handles: dict[str, Any] = {}
-        self._searches = threading.Semaphore(_SEARCHES_MAX)
+        self._searches = ThreadPoolExecutor(_SEARCHES_MAX, "kvray-search")
 
     async def __call__(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
         """See `Ask`."""
@@ -28,7 +26,8 @@ class ActorCalls:
         deadline = loop.time() + timeout_s
         try:
             if actor not in self._handles:
-                self._handles[actor] = await _in_time(self._search(actor), timeout_s, actor)
+                search = asyncio.wrap_future(self._searches.submit(get_actor, actor))
+                self._handles[actor] = await _in_time(search, timeout_s, actor)
                 if len(self._handles) > _HANDLES_MAX:
                     del self._handles[next(iter(self._handles))]
             with mapped_errors():
@@ -38,34 +37,6 @@ class ActorCalls:
         except ShardUnavailable:
             self._handles.pop(actor, None)  # it may be recreated, under the same name
             raise
-
-    def _search(self, actor: str) -> "asyncio.Future[Any]":
-        """Have a thread ask Ray for the handle, which blocks for a minute if its head is gone."""
-        if not self._searches.acquire(blocking=False):
-            raise ShardUnavailable(
-                f"Ray was not asked for {actor}: it has left {_SEARCHES_MAX} such questions without"
-                " an answer; see `ray status`."
-            )
-        # Crosses to the thread, and comes back with the handle. A daemon: whatever becomes of
-        # Ray's head, this process can end.
-        found: Future[Any] = Future()
-        threading.Thread(
-            target=self._fulfil, args=(found, actor), name="kvray-search", daemon=True
-        ).start()
-        return asyncio.wrap_future(found)
-
-    def _fulfil(self, found: "Future[Any]", actor: str) -> None:
-        if not found.set_running_or_notify_cancel():
-            self._searches.release()
-            return
-        # The loop that waits may have ended meanwhile.
-        with contextlib.suppress(RuntimeError):
-            try:
-                found.set_result(get_actor(actor))
-            except Exception as error:  # noqa: BLE001 - it is raised where it is waited for
-                found.set_exception(error)
-            finally:
-                self._searches.release()
 
 
 async def _in_time(answer: Awaitable[Any], timeout_s: float, actor: str) -> Any:
