@@ -74,6 +74,12 @@ def create_actor(
     ).remote(*args)
 
 
+def on_node(node_id: str, function: Callable[..., Any]) -> Any:
+    """Return `function` as one for `ask_all`: it runs once, on that node of Ray."""
+    affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=affinity)
+
+
 def get_actor(name: str) -> Any:
     """Return the handle of a named actor of the tier; ShardUnavailable if there is none."""
     namespace = current_namespace()

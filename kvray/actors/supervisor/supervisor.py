@@ -44,30 +44,16 @@ _MISSES = 3
 """It has also missed this many pings in a row, however long the rounds were."""
 
 
-def plan_nodes(
-    nodes: list[dict[str, Any]], present: set[str], wanted: ShardConfig
-) -> tuple[set[str], set[str]]:
-    """Decide where shards are missing and which are gone.
-
-    Args:
-        nodes: what `ray.nodes()` returned.
-        present: ids of nodes that were given a shard.
-        wanted: which resource or label a node must have.
-
-    Returns:
-        (node ids to start a shard on, node ids whose shard went with its node).
-    """
-    alive = {node["NodeID"] for node in nodes if node["Alive"] and _is_meant(node, wanted)}
-    return alive - present, present - alive
+def chosen_nodes(nodes: list[dict[str, Any]], shard: ShardConfig) -> set[str]:
+    """Return the ids of the living ones of `ray.nodes()` that are to have a shard."""
+    return {node["NodeID"] for node in nodes if node["Alive"] and _is_chosen(node, shard)}
 
 
-def _is_meant(node: dict[str, Any], wanted: ShardConfig) -> bool:
-    if wanted.resource is not None and not node["Resources"].get(wanted.resource, 0) > 0:
+def _is_chosen(node: dict[str, Any], shard: ShardConfig) -> bool:
+    if shard.resource is not None and not node["Resources"].get(shard.resource, 0) > 0:
         return False
-    if wanted.label is None:
-        return True
-    name, _, value = wanted.label.partition("=")
-    return bool(node.get("Labels", {}).get(name) == value)
+    name, _, value = (shard.label or "").partition("=")
+    return shard.label is None or bool(node.get("Labels", {}).get(name) == value)
 
 
 class SupervisorActor:
@@ -147,13 +133,13 @@ class SupervisorActor:
         if LOOKUP_NAME not in named:
             _log.warning("the lookup was gone and is started again")
             create_lookup(self._config.cluster_name, self._config.shard.silent_s)
-        missing, gone = plan_nodes(nodes, set(self._shards), self._config.shard)
-        # An actor that was ended for good has lost its name; one that Ray restarts keeps it.
-        dead = {node_id for node_id in self._shards if shard_name(node_id) not in named}
-        for node_id in sorted(missing | dead - gone):
-            self._shards[node_id] = create_shard(node_id, self._config)
-            _log.info("node %s has a shard", node_id[:12])
-        for node_id in gone:
+        chosen = chosen_nodes(nodes, self._config.shard)
+        for node_id in sorted(chosen):
+            # An actor that was ended for good has lost its name; one that Ray restarts keeps it.
+            if node_id not in self._shards or shard_name(node_id) not in named:
+                self._shards[node_id] = create_shard(node_id, self._config)
+                _log.info("node %s has a shard", node_id[:12])
+        for node_id in self._shards.keys() - chosen:
             _log.warning("node %s is gone, and its blocks with it", node_id[:12])
             del self._shards[node_id]
             self._movers.pop(node_id, None)

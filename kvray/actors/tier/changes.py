@@ -6,12 +6,12 @@ under `NEW_ARENA` and `ASIDE` cost blocks.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from kvray.actors.build_info import BuildInfo, settings_of
-from kvray.actors.names import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX, SUPERVISOR_NAME
+from kvray.actors.names import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
 
@@ -20,7 +20,7 @@ Settings = Mapping[str, Any]
 
 
 class Effect(Enum):
-    """What a changed setting needs, in words for `kvray up --plan` and the docs."""
+    """What a changed setting needs, in the words of docs/launch.md."""
 
     NOTHING = "nothing restarts: engines and commands read it when they start"
     OTHER_TIER = "refused: it names another tier"
@@ -34,7 +34,7 @@ class Effect(Enum):
     ASIDE = "needs --recreate: the files on disk are renamed, not read"
 
 
-EFFECTS: Mapping[str, Effect] = {
+EFFECTS: Mapping[str, Effect] = {  # `section.*`: the settings of it that are not named
     "cluster_name": Effect.OTHER_TIER,
     "arena.dir": Effect.NEW_ARENA,
     "arena.capacity": Effect.NEW_ARENA,
@@ -42,41 +42,22 @@ EFFECTS: Mapping[str, Effect] = {
     "arena.slot_min": Effect.NEW_ARENA,
     "arena.numa": Effect.NEW_ARENA,
     "arena.holders_max": Effect.NEW_ARENA,
-    "arena.free_target": Effect.SHARD,
-    "arena.policy": Effect.SHARD,
     "arena.lock_wait_s": Effect.MOVER,  # engines have their own
-    "arena.limbo_s": Effect.SHARD,
-    "arena.lease_warn_s": Effect.SHARD,
-    "arena.stopped_s": Effect.SHARD,
-    "arena.namespace_quota": Effect.SHARD,
-    "arena.quotas": Effect.SHARD,
-    "arena.group": Effect.SHARD,
-    "nvme.dir": Effect.SHARD,  # the files in the old directory stay there
-    "nvme.capacity": Effect.SHARD,
+    "arena.*": Effect.SHARD,
     "nvme.segment": Effect.ASIDE,
-    "nvme.free_reserve": Effect.SHARD,
-    "nvme.high_watermark": Effect.SHARD,
-    "nvme.admission": Effect.SHARD,
-    "nvme.write_gib_per_day": Effect.SHARD,
-    "nvme.flush_s": Effect.SHARD,
-    "nvme.io_threads": Effect.SHARD,
-    "shard.announce_s": Effect.SHARD,
-    "shard.heartbeat_s": Effect.SHARD,
+    "nvme.*": Effect.SHARD,  # the files in an old nvme.dir stay there
     "shard.silent_s": Effect.LOOKUP,
     "shard.resource": Effect.NODES,
     "shard.label": Effect.NODES,
+    "shard.*": Effect.SHARD,
     "staging.transports": Effect.MOVER,
-    "staging.deadline_s": Effect.SHARD,
-    "staging.call_timeout_s": Effect.SHARD_AND_MOVER,
-    "staging.handover_s": Effect.SHARD,
     "staging.lease_s": Effect.MOVER,
-    "staging.fetches_max": Effect.SHARD_AND_MOVER,
     "staging.bytes_in_flight": Effect.MOVER,
+    "staging.call_timeout_s": Effect.SHARD_AND_MOVER,
+    "staging.fetches_max": Effect.SHARD_AND_MOVER,
+    "staging.*": Effect.SHARD,
     "nodes": Effect.AS_NAMED,
-    "security.auth_token_file": Effect.SHARD,
-    "security.tenant_secret_file": Effect.SHARD,
-    "security.tenant_quota": Effect.SHARD,
-    "security.tenant_quotas": Effect.SHARD,
+    "security.*": Effect.SHARD,
     "connector.*": Effect.NOTHING,
     "ray.*": Effect.NOTHING,
 }
@@ -111,7 +92,7 @@ def on_node(settings: Settings, labels: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One part that is restarted."""
+    """One part that restarts."""
 
     name: str
     reasons: tuple[str, ...]
@@ -126,20 +107,12 @@ class Step:
 class Plan:
     """The parts that restart, in order; all others go on as they are."""
 
-    supervisor: Step | None = None
-    lookup: Step | None = None
-    nodes: tuple[tuple[Step, ...], ...] = ()
-    """For each node its shard, then its mover."""
+    steps: tuple[Step, ...] = ()
+    """Supervisor, lookup, then of one node after the other the shard and the mover."""
     starts: tuple[str, ...] = ()
     """Ids of nodes that are to have a shard and have none."""
     ends: tuple[str, ...] = ()
     """Ids of nodes that have a shard and are not to have one."""
-
-    @property
-    def steps(self) -> list[Step]:
-        """All of them, in order."""
-        ahead = [step for step in (self.supervisor, self.lookup) if step is not None]
-        return [*ahead, *(step for node in self.nodes for step in node)]
 
     @property
     def costs(self) -> list[str]:
@@ -165,23 +138,16 @@ def plan(
         installed: node id -> build info of the code installed there now; None: code is no reason.
         restart: whether all parts restart, changed or not.
     """
-    steps = {}
-    for name, build in running.items():
+    steps = []
+    for name in sorted(running, key=_turn):
+        build = running[name]
         here = (labels or {}).get(build["node_id"], {})
-        step = _step(name, build, settings, here, installed, restart)
-        if step is not None:
-            steps[name] = step
-    homes: dict[str, list[Step]] = {}
-    for prefix in (SHARD_PREFIX, MOVER_PREFIX):
-        for name in sorted(steps):
-            if name.startswith(prefix):
-                homes.setdefault(name.removeprefix(prefix), []).append(steps[name])
-    supervisor = steps.get(SUPERVISOR_NAME)
-    return Plan(
-        supervisor=supervisor,
-        lookup=steps.get(LOOKUP_NAME),
-        nodes=tuple(tuple(homes[home]) for home in sorted(homes)),
-    )
+        step = _step(name, build, settings, here, (installed or {}).get(build["node_id"]))
+        if restart and not step.reasons:
+            step = replace(step, reasons=("asked for",))
+        if step.reasons:
+            steps.append(step)
+    return Plan(steps=tuple(steps))
 
 
 def check_costs(planned: Plan, *, recreate: bool) -> None:
@@ -198,43 +164,50 @@ def check_costs(planned: Plan, *, recreate: bool) -> None:
         )
 
 
+def _turn(name: str) -> tuple[int, str, int]:
+    """Return what sorts the parts of a tier into the order in which they restart."""
+    for kind, prefix in enumerate((SHARD_PREFIX, MOVER_PREFIX)):
+        if name.startswith(prefix):
+            return 2, name.removeprefix(prefix), kind
+    return int(name == LOOKUP_NAME), "", 0
+
+
 def _step(
     name: str,
     build: BuildInfo,
     settings: Settings,
     labels: Mapping[str, str],
-    installed: Mapping[str, BuildInfo] | None,
-    restart: bool,
-) -> Step | None:
-    before = build["settings"]
+    now: BuildInfo | None,
+) -> Step:
+    """Return the step for a part; without reasons if it need not restart.
+
+    `now` is the build info of the code on its node, None if that is no reason.
+    """
+    # A setting that is new to the part had its default.
+    before = {**settings_of(KVRayConfig()), **build["settings"]}
     if name.startswith((SHARD_PREFIX, MOVER_PREFIX)):
         before, settings = on_node(before, labels), on_node(settings, labels)
-    changed = [setting for setting in _differences(before, settings) if _takes(name, setting)]
-    reasons = [_change(setting, before, settings) for setting in changed]
-    costs = [
-        reason
-        for setting, reason in zip(changed, reasons, strict=True)
-        if name.startswith(SHARD_PREFIX) and effect_of(setting) in _COSTS
-    ]
-    now = None if installed is None else installed.get(build["node_id"])
+    changed = {
+        setting: f"{setting} is {value} now and was {before[setting]}"
+        for setting, value in settings.items()
+        if before[setting] != value and _takes(name, setting)
+    }
+    reasons = list(changed.values())
+    costs = [reason for setting, reason in changed.items() if effect_of(setting) in _COSTS]
     if now is not None and now["code"] != build["code"]:
-        reasons.append(_new_code(build, now))
-        if name.startswith(SHARD_PREFIX) and now["arena_format"] != build["arena_format"]:
-            was, is_now = build["arena_format"], now["arena_format"]
+        if now["version"] == build["version"]:
+            reasons.append(f"the installed code of kvray {now['version']} has changed")
+        else:
+            reasons.append(f"kvray is {now['version']} now and was {build['version']}")
+        was, is_now = build["arena_format"], now["arena_format"]
+        if was != is_now:
             costs.append(f"the arena's format is {is_now} now and was {was}")
     if build.get("state") == "failed":
         reasons.append("it has failed")
-    if restart and not reasons:
-        reasons.append("asked for")
-    if not reasons:
-        return None
+    if not name.startswith(SHARD_PREFIX):
+        return Step(name=name, reasons=tuple(reasons))  # only a shard has blocks
     retire = any(setting in _RETIRES_ARENA for setting in changed)
-    return Step(
-        name=name,
-        reasons=tuple(reasons),
-        costs=tuple(costs),
-        retire=retire and name.startswith(SHARD_PREFIX),
-    )
+    return Step(name=name, reasons=tuple(reasons), costs=tuple(costs), retire=retire)
 
 
 def _takes(name: str, setting: str) -> bool:
@@ -248,20 +221,3 @@ def _takes(name: str, setting: str) -> bool:
         # It finds a new arena in the same directory by itself.
         return effect in (Effect.MOVER, Effect.SHARD_AND_MOVER) or setting == "arena.dir"
     return effect not in (Effect.NOTHING, Effect.OTHER_TIER)  # the supervisor starts all others
-
-
-def _differences(before: Settings, settings: Settings) -> list[str]:
-    """Return the settings that differ; a setting that is new to the part had its default."""
-    known = {**settings_of(KVRayConfig()), **before}
-    return [name for name, value in settings.items() if known[name] != value]
-
-
-def _change(setting: str, before: Settings, settings: Settings) -> str:
-    default = settings_of(KVRayConfig())[setting]
-    return f"{setting} is {settings[setting]} now and was {before.get(setting, default)}"
-
-
-def _new_code(build: BuildInfo, now: BuildInfo) -> str:
-    if now["version"] == build["version"]:
-        return f"the installed code of kvray {now['version']} has changed"
-    return f"kvray is {now['version']} now and was {build['version']}"

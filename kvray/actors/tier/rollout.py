@@ -18,12 +18,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvray import wire
 from kvray.actors.build_info import BuildInfo, settings_of
 from kvray.actors.lookup.actor import create_lookup
-from kvray.actors.names import LOOKUP_NAME, MOVER_PREFIX, SUPERVISOR_NAME, mover_name, shard_name
+from kvray.actors.names import (
+    LOOKUP_NAME,
+    MOVER_PREFIX,
+    SHARD_PREFIX,
+    SUPERVISOR_NAME,
+    mover_name,
+    shard_name,
+)
 from kvray.actors.ray_glue.calls import (
     ask_all,
     await_forgotten,
@@ -32,8 +38,9 @@ from kvray.actors.ray_glue.calls import (
     kill_actor,
     list_actors,
     mapped_errors,
+    on_node,
 )
-from kvray.actors.supervisor.supervisor import START_S, create_supervisor, plan_nodes
+from kvray.actors.supervisor.supervisor import START_S, chosen_nodes, create_supervisor
 from kvray.actors.tier.changes import Plan, Step, plan
 from kvray.config import KVRayConfig, values_on_nodes
 from kvray.errors import KVRayError, ShardUnavailable
@@ -82,7 +89,8 @@ def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: O
     installed = None
     if rollout.upgrade:
         homes = {build["node_id"] for build in running.values()}
-        installed = _installed(homes, timeout_s + _INTERPRETER_S, observer)
+        asked = {node_id: on_node(node_id, _read_installed) for node_id in homes}
+        installed = _answers(asked, timeout_s + _INTERPRETER_S, observer)
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     planned = plan(
         running,
@@ -91,7 +99,7 @@ def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: O
         installed=installed,
         restart=rollout.restart,
     )
-    meant, _ = plan_nodes(nodes, set(), config.shard)
+    meant = chosen_nodes(nodes, config.shard)
     alive = {node["NodeID"] for node in nodes if node["Alive"]}
     return dataclasses.replace(
         planned,
@@ -113,92 +121,82 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
         KVRayError: a part failed or did not serve in time. The parts before it have restarted,
             those after it go on as they were.
     """
-    if planned.supervisor is not None:
-        with contextlib.suppress(KVRayError):
-            call(get_actor(SUPERVISOR_NAME).stop, timeout_s=_STOP_S)
-        _end(SUPERVISOR_NAME)
+    restarts = {step.name: step for step in planned.steps}
+    supervisor, lookup = restarts.pop(SUPERVISOR_NAME, None), restarts.pop(LOOKUP_NAME, None)
+    if supervisor is not None:
+        _end(SUPERVISOR_NAME, observer)
     with mapped_errors():
         create_supervisor(config)  # also if a run before this one was killed before it did
-    if planned.supervisor is not None:
-        observer.told(_done("The supervisor", planned.supervisor))
-    if planned.lookup is not None:
-        _end(LOOKUP_NAME)
+    if supervisor is not None:
+        observer.told(_done("The supervisor", supervisor))
+    if lookup is not None:
+        _end(LOOKUP_NAME, observer)
         with mapped_errors():
             create_lookup(config.cluster_name, config.shard.silent_s)
-        observer.told(_done("The lookup", planned.lookup))
+        observer.told(_done("The lookup", lookup))
+    flush_s = _STOP_S + max(values_on_nodes(config, "nvme", "flush_s"))
     for node_id in planned.ends:
-        _end_shard(node_id, config, observer)
-    skipped = {name for node in planned.ends for name in (shard_name(node), mover_name(node))}
-    left = [node for node in planned.nodes if node[0].name not in skipped]
-    for number, node in enumerate(left, 1):
-        for step in node:
-            name = f"{step.name} ({number} of {len(left)})" if len(left) > 1 else step.name
-            kept = _restart(step, config, timeout_s, observer)
-            observer.told(f"{_done(name, step)}{kept}")
+        shard, mover = shard_name(node_id), mover_name(node_id)
+        _end(mover, observer)
+        _end(shard, observer, True, True, timeout_s=flush_s)
+        observer.told(
+            f"{shard} has ended: its node is no longer one of the nodes that get a shard."
+        )
+        restarts.pop(shard, None)
+        restarts.pop(mover, None)
+    homes = list(dict.fromkeys(_home(name) for name in restarts))
+    for name, step in restarts.items():
+        flush = bool(step.costs)
+        if name.startswith(MOVER_PREFIX):
+            _end(name, observer)
+            shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s + START_S)
+            if len(shards) > 1:  # a single node has no mover
+                _await(name, timeout_s + START_S, observer)
+            kept = ""
+        else:
+            stop_s = flush_s if flush else _STOP_S
+            _end(name, observer, step.retire, flush, timeout_s=stop_s)
+            blocks = _await(name, timeout_s + START_S, observer)["arena"]["blocks"]
+            kept = f" {blocks} blocks in memory{'' if flush else ' as before'}."
+        count = f" ({homes.index(_home(name)) + 1} of {len(homes)})" if len(homes) > 1 else ""
+        observer.told(f"{_done(name + count, step)}{kept}")
 
 
-def _restart(step: Step, config: KVRayConfig, timeout_s: float, observer: Observer) -> str:
-    """Restart a shard or mover and wait for it; return what else to tell the user."""
-    timeout_s += START_S
-    if step.name.startswith(MOVER_PREFIX):
-        with contextlib.suppress(KVRayError):
-            call(get_actor(step.name).stop, timeout_s=_STOP_S)
-        _end(step.name)
-        supervisor = get_actor(SUPERVISOR_NAME)
-        if len(call(supervisor.shards, timeout_s=timeout_s)) > 1:  # a single node has no mover
-            _await(step.name, "mover", timeout_s, observer)
-        return ""
-    _stop_shard(step.name, config, observer, retire=step.retire, flush=bool(step.costs))
-    shard = _await(step.name, "shard", timeout_s, observer)
-    return f" {shard['arena']['blocks']} blocks in memory{'' if step.costs else ' as before'}."
+def _home(name: str) -> str:
+    """Return the end of a part's name, which shard and mover of a node share."""
+    return name.removeprefix(SHARD_PREFIX).removeprefix(MOVER_PREFIX)
 
 
-def _end_shard(node_id: str, config: KVRayConfig, observer: Observer) -> None:
-    """End the shard of a node that is no longer chosen, with its arena and its mover."""
-    name = shard_name(node_id)
-    _end(mover_name(node_id))
-    _stop_shard(name, config, observer, retire=True, flush=True)
-    observer.told(f"{name} has ended: its node is no longer one of the nodes that get a shard.")
-
-
-def _stop_shard(
-    name: str, config: KVRayConfig, observer: Observer, *, retire: bool, flush: bool
-) -> None:
-    """End a shard, in order if it can."""
-    longest = max(values_on_nodes(config, "nvme", "flush_s"))
-    timeout_s = _STOP_S + (longest if flush else 0.0)
-    with contextlib.suppress(ShardUnavailable):
-        shard = get_actor(name)
-        ask_all({name: shard.stop}, timeout_s, retire, flush, meanwhile=lambda: observer.report([]))
-    _end(name)
-
-
-def _end(name: str) -> None:
+def _end(name: str, observer: Observer, *stop: bool, timeout_s: float = _STOP_S) -> None:
+    """Have a part end in order if it can, and for good in any case."""
+    # The lookup owns nothing that it would have to bring in order.
+    with contextlib.suppress(KVRayError, AttributeError):
+        methods = {name: get_actor(name).stop}
+        ask_all(methods, timeout_s, *stop, meanwhile=lambda: observer.report([]))
     kill_actor(name)
     if not await_forgotten([name], _FORGET_S):
         raise ShardUnavailable(
-            f"Ray still knows {name}, which was ended {_FORGET_S:.0f} s ago; run this again."
+            f"Ray still knows {name}, which ended {_FORGET_S:.0f} s ago; run this again."
         )
 
 
-def _await(name: str, kind: str, timeout_s: float, observer: Observer) -> dict[str, Any]:
+def _await(name: str, timeout_s: float, observer: Observer) -> dict[str, Any]:
     """Wait until the supervisor has restarted a part and it serves; return its status."""
     deadline = time.monotonic() + timeout_s
-    status: dict[str, Any] = {kind: name, "state": "starting"}
-    while True:
-        observer.report([status] if kind == "shard" else [])
+    status: dict[str, Any] = {"shard": name, "state": "starting"}
+    while status["state"] != "serving":
+        observer.report([status] if name.startswith(SHARD_PREFIX) else [])
         with contextlib.suppress(ShardUnavailable):
             status = call(get_actor(name).status, timeout_s=_ASK_S)
-        if status["state"] == "serving":
-            return status
         if status["state"] == "failed":
             wire.raise_for({"ok": False, **status})
         if time.monotonic() > deadline:
             raise ShardUnavailable(
-                f"{name} was restarted and is still {status['state']}; the parts after it go on"
-                " as they were. See `kvray status`, and run this again."
+                f"{name} was restarted and is still {status['state']}; see `kvray status`, and"
+                " run this again. The parts after it go on as they were."
             )
         time.sleep(_POLL_S)
+    return status
 
 
 def _answers(
@@ -209,19 +207,6 @@ def _answers(
         if isinstance(answer, KVRayError):
             raise ShardUnavailable(f"{name} does not report its build info: {answer}")
     return answers
-
-
-def _installed(homes: set[str], timeout_s: float, observer: Observer) -> dict[str, BuildInfo]:
-    """Return the build info of the code installed on each node."""
-    asked = {
-        node_id: ray.remote(_read_installed).options(
-            num_cpus=0,
-            max_retries=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        )
-        for node_id in homes
-    }
-    return _answers(asked, timeout_s, observer)
 
 
 def _read_installed() -> dict[str, Any]:

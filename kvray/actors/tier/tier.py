@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from kvray import wire
 from kvray.actors.lookup.actor import create_lookup
@@ -31,8 +30,9 @@ from kvray.actors.ray_glue.calls import (
     list_actors,
     mapped_errors,
     node_labels,
+    on_node,
 )
-from kvray.actors.supervisor.supervisor import create_supervisor, plan_nodes
+from kvray.actors.supervisor.supervisor import chosen_nodes, create_supervisor
 from kvray.actors.tier.changes import Plan, check_costs
 from kvray.actors.tier.rollout import Observer, Rollout, carry_out, look
 from kvray.config import KVRayConfig, config_on_node, values_on_nodes
@@ -289,14 +289,8 @@ def _stop_shards(names: list[str], timeout_s: float, flush: bool, report: Report
 def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> None:
     """Remove what shards left on nodes where none said that it had removed it."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    meant, _ = plan_nodes(nodes, set(), config.shard)
-    sweeps = {}
-    for node_id in sorted(meant):
-        if shard_name(node_id) not in stopped:
-            affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
-            sweeps[node_id] = ray.remote(_sweep_node).options(
-                num_cpus=0, max_retries=0, scheduling_strategy=affinity
-            )
+    chosen = chosen_nodes(nodes, config.shard)
+    sweeps = {one: on_node(one, _sweep_node) for one in chosen if shard_name(one) not in stopped}
     ask_all(sweeps, timeout_s, config)
     sweep(config.node_dir)  # of a node that Ray has lost, if this is it
 

@@ -75,8 +75,8 @@ def test_another_value_restarts_the_parts_that_take_the_setting(setting: str) ->
 
 
 def test_a_tier_as_it_should_be_needs_nothing() -> None:
-    assert plan(tier(), DEFAULTS).steps == []
-    assert plan(tier(), DEFAULTS, installed=INSTALLED).steps == []
+    assert plan(tier(), DEFAULTS).steps == ()
+    assert plan(tier(), DEFAULTS, installed=INSTALLED).steps == ()
 
 
 def test_what_a_run_before_has_restarted_already_is_left_alone() -> None:
@@ -90,10 +90,7 @@ def test_what_a_run_before_has_restarted_already_is_left_alone() -> None:
 def test_one_node_follows_the_other_each_with_its_shard_first() -> None:
     parts = tier() | {f"{SHARD_PREFIX}b": made(), f"{MOVER_PREFIX}b": made()}
     planned = plan(parts, changed("staging.fetches_max"))
-    assert [[step.name for step in node] for node in planned.nodes] == [
-        [SHARD, MOVER],
-        [f"{SHARD_PREFIX}b", f"{MOVER_PREFIX}b"],
-    ]
+    assert names(planned) == [SUPERVISOR_NAME, SHARD, MOVER, f"{SHARD_PREFIX}b", f"{MOVER_PREFIX}b"]
 
 
 def test_reasons_name_the_setting_and_both_values() -> None:
@@ -121,8 +118,8 @@ def test_an_arena_that_the_next_shard_would_take_over_is_retired(
 def test_other_code_restarts_everything_that_runs_it() -> None:
     now = {"node": {**INSTALLED["node"], "code": "2"}}
     assert names(plan(tier(), DEFAULTS, installed=now)) == list(PARTS)
-    assert plan(tier(), DEFAULTS).steps == [], "`kvray up` leaves code alone"
-    assert plan(tier(), DEFAULTS, installed={}).steps == [], "its node is gone"
+    assert plan(tier(), DEFAULTS).steps == (), "`kvray up` leaves code alone"
+    assert plan(tier(), DEFAULTS, installed={}).steps == (), "its node is gone"
 
 
 def test_another_format_of_the_arena_costs_its_blocks() -> None:
@@ -145,12 +142,12 @@ def test_what_differs_on_nodes_with_a_label_concerns_those_only() -> None:
     assert names(planned) == [f"{SHARD_PREFIX}b"]
     assert planned.costs == ["arena.capacity is 8GiB now and was 4GiB"]
     parts[f"{SHARD_PREFIX}b"] = made(node_id="big", settings=changed("nodes"))
-    assert plan(parts, changed("nodes"), labels=labels).steps == []
+    assert plan(parts, changed("nodes"), labels=labels).steps == ()
 
 
 def test_a_setting_that_a_part_has_never_heard_of_had_its_default() -> None:
     older = {name: value for name, value in DEFAULTS.items() if name != "arena.policy"}
-    assert plan({SHARD: made(settings=older)}, DEFAULTS).steps == []
+    assert plan({SHARD: made(settings=older)}, DEFAULTS).steps == ()
     (step,) = plan({SHARD: made(settings=older)}, changed("arena.policy")).steps
     assert step.reasons == ("arena.policy is other now and was gittins",)
 
