@@ -18,9 +18,9 @@ from kvray.actors.explain.block_states import (
     block_states,
     state_runs,
 )
-from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, shard_name
+from kvray.actors.names import LOOKUP_NAME
 from kvray.actors.ray_glue.arguments import in_pieces
-from kvray.actors.ray_glue.calls import ask_all, call, get_actor
+from kvray.actors.ray_glue.calls import ask_shards, call, get_actor
 from kvray.actors.shard.queries import Asked, Prompt, Whereabouts
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import KEY_BYTES, Namespace
@@ -49,7 +49,7 @@ def explain_requests(
     """
     deadline = time.monotonic() + _ARRIVES_S
     while True:
-        found, silent = _ask_shards("asked", replica, request_id, last, timeout_s=timeout_s)
+        found, silent = _ask("asked", timeout_s, replica, request_id, last)
         if any(found.values()) or time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)
@@ -83,11 +83,10 @@ def explain_prompt(
         ConfigError: a value cannot be used, or no such replica is registered.
         ShardUnavailable: no tier runs there, or a shard did not answer.
     """
-    shards = _shards(timeout_s)
-    homes = _homes(shards, replica, timeout_s)
     found, all_silent = [], set()
-    for name, shard in list(homes.items())[:_NAMESPACES_MAX]:
-        prompt: Prompt = call(shards[shard].prompt, name, tokens, salt, lora, timeout_s=timeout_s)
+    for name, shard in list(_homes(replica, timeout_s).items())[:_NAMESPACES_MAX]:
+        method = get_actor(shard).prompt
+        prompt: Prompt = call(method, name, tokens, salt, lora, timeout_s=timeout_s)
         answers, silent = _whereabouts(prompt.keys, None, timeout_s)
         found.append(_prompt(name, prompt, len(tokens) // 4, answers, timeout_s))
         all_silent |= set(silent)
@@ -105,7 +104,7 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
         ranges.append(_range(0, note.first * size, "own"))
     for start, stop, way, source in runs_between(note.arrivals, note.first, note.end):
         ranges.append(_range(start * size, stop * size, "hit", way=way, source=source))
-    since = 0.0
+    since, missed = 0.0, Counter[str]()
     if note.keys:
         answers, _ = _whereabouts(b"".join(note.keys), note.at, timeout_s)
         since = max((one.since for one in answers.values()), default=0.0)
@@ -115,33 +114,32 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
             stop = min(note.wanted, note.end + run.stop * note.step)
             reason = _reason(asked, run.block)
             ranges.append(_run_range(run, start * size, stop * size, "miss", reason=reason))
+            missed[reason] += (stop - start) * size
     if note.num_tokens > note.wanted * size:
         ranges.append(_range(note.wanted * size, note.num_tokens, "computed"))
-    missed: Counter[str] = Counter()
-    for one in ranges:
-        if one["what"] == "miss":
-            missed[one["reason"]] += one["stop"] - one["start"]
-    reason = max(missed, key=lambda name: missed[name], default=note.reason)
+    ours = asked.namespace
+    other = None
+    if ours is not None and finding is not None:
+        other = _incompatible(ours, finding.namespace, finding.replica)
     return {
         "request_id": note.request_id,
         "replica": asked.replica,
         "rank": asked.rank,
         "node": shard,
         "at": note.at,
-        "namespace": asked.namespace.digest().hex()[:8] if asked.namespace else "",
+        "namespace": "" if ours is None else ours.digest().hex()[:8],
         "num_tokens": note.num_tokens,
         "tokens_per_block": size,
         "own_tokens": note.first * size,
         "hit_tokens": max(0, note.end - note.first) * size,
         "missed_tokens": missed.total(),
-        "reason": reason,
+        "reason": missed.most_common(1)[0][0] if missed else note.reason,
         "stage_s": round(note.stage_s, 6),
         "lease_s": round(note.lease_s, 6),
         "ranges": ranges,
         "is_sampled": note.step > 1,
         "log_since": since,
-        "incompatible": finding
-        and _incompatible(asked.namespace, finding.namespace, finding.replica),
+        "incompatible": other,
     }
 
 
@@ -205,13 +203,12 @@ def _prompt(
     }
 
 
-def _homes(shards: Mapping[str, Any], replica: str | None, timeout_s: float) -> dict[str, str]:
+def _homes(replica: str | None, timeout_s: float) -> dict[str, str]:
     """Return replica -> a shard where it is registered; without a name, one of each namespace."""
-    answers = ask_all({name: shard.status for name, shard in shards.items()}, timeout_s)
     homes: dict[str, str] = {}
     seen: set[str] = set()
-    for name, answer in answers.items():
-        for one in () if isinstance(answer, KVRayError) else answer.get("replicas", ()):
+    for name, status in _ask("status", timeout_s)[0].items():
+        for one in status.get("replicas", ()):
             is_meant = replica == one["replica"] if replica else one["namespace"] not in seen
             if one["connected"] and is_meant and one["replica"] not in homes:
                 homes[one["replica"]] = name
@@ -228,15 +225,9 @@ def _homes(shards: Mapping[str, Any], replica: str | None, timeout_s: float) -> 
 # -- both -----------------------------------------------------------------------------------------
 
 
-def _shards(timeout_s: float) -> dict[str, Any]:
-    shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
-    return {shard_name(node_id): shard for node_id, shard in shards.items()}
-
-
-def _ask_shards(method: str, *args: Any, timeout_s: float) -> tuple[dict[str, Any], list[str]]:
-    """Return what each shard answered, and those that did not."""
-    methods = {name: getattr(shard, method) for name, shard in _shards(timeout_s).items()}
-    answers = ask_all(methods, timeout_s, *args)
+def _ask(method: str, timeout_s: float, *args: Any) -> tuple[dict[str, Any], list[str]]:
+    """Return the answers of the shards, and the names of those without one."""
+    answers = ask_shards(method, timeout_s, *args)
     silent = [name for name, answer in answers.items() if isinstance(answer, KVRayError)]
     return {name: one for name, one in answers.items() if name not in silent}, silent
 
@@ -246,7 +237,7 @@ def _whereabouts(
 ) -> tuple[dict[str, Whereabouts], list[str]]:
     if not keys:
         return {}, []
-    return _ask_shards("whereabouts", before, *in_pieces(keys), timeout_s=timeout_s)
+    return _ask("whereabouts", timeout_s, before, *in_pieces(keys))
 
 
 def _range(start: int, stop: int, what: str, **more: Any) -> dict[str, Any]:
@@ -267,11 +258,7 @@ def _run_range(run: StateRun, start: int, stop: int, what: str, **more: Any) -> 
     return _range(start, stop, what, **more, places=places)
 
 
-def _incompatible(
-    namespace: Namespace | None, other: Namespace, replica: str
-) -> dict[str, Any] | None:
-    if namespace is None:
-        return None
+def _incompatible(namespace: Namespace, other: Namespace, replica: str) -> dict[str, Any]:
     return {
         "replica": replica,
         "namespace": other.digest().hex()[:8],

@@ -11,7 +11,13 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvray.actors.names import LOOKUP_NAME, NAMESPACE_PREFIX, SUPERVISOR_NAME, namespace_of
+from kvray.actors.names import (
+    LOOKUP_NAME,
+    NAMESPACE_PREFIX,
+    SUPERVISOR_NAME,
+    namespace_of,
+    shard_name,
+)
 from kvray.actors.telemetry.log_lines import Lines, Quiet
 from kvray.errors import KVRayError, ShardUnavailable
 
@@ -87,7 +93,10 @@ def get_actor(name: str) -> Any:
         return ray.get_actor(name, namespace=namespace)
     except ValueError:
         tier = namespace.removeprefix(NAMESPACE_PREFIX)
-        others = sorted(_tiers() - {tier}) if name in (LOOKUP_NAME, SUPERVISOR_NAME) else []
+        tiers = {where for one, where in _named_actors() if one == LOOKUP_NAME} - {namespace}
+        others = sorted(one.removeprefix(NAMESPACE_PREFIX) for one in tiers)
+        if name not in (LOOKUP_NAME, SUPERVISOR_NAME):
+            others = []  # the tier may be there, without this part of it
         fix = f"set cluster_name to a tier that runs ({', '.join(others)}), or " if others else ""
         raise ShardUnavailable(
             f"The tier {tier!r} has no actor {name} in this Ray cluster; {fix}start the tier with"
@@ -137,6 +146,16 @@ def ask_all(
     return answers
 
 
+def ask_shards(method: str, timeout_s: float, *args: Any) -> dict[str, Any]:
+    """Call a method of each shard that the supervisor knows; answers by shard, as `ask_all`.
+
+    ShardUnavailable: no tier runs in this Ray cluster.
+    """
+    shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
+    methods = {shard_name(node_id): getattr(shard, method) for node_id, shard in shards.items()}
+    return ask_all(methods, timeout_s, *args)
+
+
 @contextlib.contextmanager
 def mapped_errors() -> Iterator[None]:
     """Turn Ray's exceptions into kvray's."""
@@ -182,23 +201,15 @@ class Nudge:
 
 def list_actors() -> list[str]:
     """Return the names of the tier's living actors."""
-    namespace = current_namespace()
-    named = ray.util.list_named_actors(all_namespaces=True)
-    return sorted(
-        actor["name"]
-        for actor in named
-        if actor["namespace"] == namespace and actor["name"].startswith("kvray-")
-    )
+    here = current_namespace()
+    return sorted(name for name, where in _named_actors() if where == here)
 
 
-def _tiers() -> set[str]:
-    """Return the names of the tiers in this Ray cluster."""
-    named = ray.util.list_named_actors(all_namespaces=True)
-    return {
-        actor["namespace"].removeprefix(NAMESPACE_PREFIX)
-        for actor in named
-        if actor["name"] == LOOKUP_NAME and actor["namespace"].startswith(NAMESPACE_PREFIX)
-    }
+def _named_actors() -> Iterator[tuple[str, str]]:
+    """Give name and namespace of each living actor of a tier in this Ray cluster."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"].startswith("kvray-"):
+            yield actor["name"], actor["namespace"]
 
 
 def kill_actor(name: str) -> None:

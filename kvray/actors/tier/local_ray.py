@@ -8,6 +8,8 @@ directory of this user; HOME and /tmp/ray stay as they are.
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -45,7 +47,6 @@ found that a killed parent left behind."""
 _DASHBOARD = re.compile(r"RAY_API_SERVER_ADDRESS='(http://[^']+)'")
 """Where its dashboard is, as Ray says it at its start."""
 _STATE_FILE = "ray.json"
-_STARTER_FILE = "starter.json"
 _SOCKET_PATH = "ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 """The longest path that Ray gives to a socket; no socket's may exceed 107 bytes."""
 
@@ -112,10 +113,9 @@ def start(
     """
     if port is not None:
         _check_port(port)
-    directory = _claim_directory(cluster_name)
     token = secrets.token_hex(32)
-    log = directory / "ray-start.log"
-    try:
+    with _claimed_directory(cluster_name) as directory:
+        log = directory / "ray-start.log"
         check()
         command = _command(directory, port=port or 0, dashboard=dashboard)
         for starts_left in reversed(range(_STARTS_MAX)):
@@ -141,11 +141,6 @@ def start(
         state = directory / _STATE_FILE
         state.touch(mode=0o600)
         state.write_text(json.dumps(asdict(local)))
-        (directory / _STARTER_FILE).unlink()
-    except BaseException:
-        _end_all(directory)
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
     process.returncode = 0  # It is to outlive this object, which would warn of that.
     return local
 
@@ -177,8 +172,9 @@ def _sockets_fit(directory: Path) -> bool:
     return len(os.fsencode(directory / _SOCKET_PATH)) <= 107
 
 
-def _claim_directory(cluster_name: str) -> Path:
-    """Make the cluster's directory, in place of one that a dead cluster left.
+@contextlib.contextmanager
+def _claimed_directory(cluster_name: str) -> Iterator[Path]:
+    """Have the cluster's directory for a start; a start that fails leaves nothing there.
 
     Raises:
         ConfigError: a living cluster, one that is being started or another user has it.
@@ -194,41 +190,38 @@ def _claim_directory(cluster_name: str) -> Path:
             f"{directory.parent} is too long a path for Ray's sockets; set TMPDIR to a shorter"
             " one, such as /tmp."
         )
-    # Complete before it has its name, so that who finds it always finds its starter too.
-    made = Path(tempfile.mkdtemp(prefix=f"{directory.name}.", dir=directory.parent))
-    try:
-        me = psutil.Process()
-        (made / _STARTER_FILE).write_text(json.dumps([me.pid, me.create_time()]))
-        if is_own(directory):
-            _refuse_living(cluster_name, directory)
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.mkdir(mode=0o700, exist_ok=True)
+            if not is_own(directory):
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+            lock = os.open(directory, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process
+        except BlockingIOError:
+            raise ConfigError(
+                f"Another process is starting a local Ray for the tier {cluster_name!r}; wait for"
+                " it, or choose another cluster_name."
+            ) from None
+        except OSError as error:
+            raise ConfigError(
+                f"{directory} cannot be used for a local Ray ({error.strerror}): it is another"
+                " user's; remove it, or choose another cluster_name."
+            ) from None
+        if find(cluster_name) is not None:
+            raise ConfigError(
+                f"A local Ray for the tier {cluster_name!r} is running already; end it with"
+                " `kvray down`, or choose another cluster_name."
+            )
+        try:
+            _end_all(directory)
+            (directory / _STATE_FILE).unlink(missing_ok=True)
+            shutil.rmtree(directory / "ray", ignore_errors=True)
+            yield directory
+        except BaseException:
             _end_all(directory)
             shutil.rmtree(directory, ignore_errors=True)
-        os.rename(made, directory)
-    except OSError as error:
-        raise ConfigError(
-            f"{directory} cannot be used for a local Ray ({error.strerror}): it is another user's"
-            " or has just been made; remove it, or choose another cluster_name."
-        ) from None
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-    return directory
-
-
-def _refuse_living(cluster_name: str, directory: Path) -> None:
-    if find(cluster_name) is not None:
-        raise ConfigError(
-            f"A local Ray for the tier {cluster_name!r} is running already; end it with"
-            " `kvray down`, or choose another cluster_name."
-        )
-    try:
-        pid, created = json.loads((directory / _STARTER_FILE).read_text())
-    except (OSError, ValueError):
-        return
-    if pid != os.getpid() and _process(pid, created) is not None:
-        raise ConfigError(
-            f"Process {pid} is starting a local Ray for the tier {cluster_name!r}; wait for it, or"
-            " choose another cluster_name."
-        )
+            raise
 
 
 def _check_port(port: int) -> None:

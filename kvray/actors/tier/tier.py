@@ -22,6 +22,7 @@ from kvray.actors.owner.admin import ask_to_be_admitted, proof_of
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.ray_glue.calls import (
     ask_all,
+    ask_shards,
     await_forgotten,
     call,
     current_namespace,
@@ -94,9 +95,10 @@ def up(
         carry_out(planned, config, timeout_s=timeout_s, observer=observer)
     deadline = time.monotonic() + timeout_s
     with mapped_errors():
-        supervisor = create_supervisor(config)
+        create_supervisor(config)
     while True:
-        shards = _shard_statuses(supervisor, max(1.0, deadline - time.monotonic()))
+        left_s = max(1.0, deadline - time.monotonic())
+        shards = _statuses("shard", ask_shards("status", left_s))
         report(shards)
         for shard in shards:
             if shard["state"] == "failed":
@@ -128,11 +130,13 @@ def status(*, timeout_s: float) -> dict[str, Any]:
     """
     supervisor = get_actor(SUPERVISOR_NAME)
     config: KVRayConfig = call(supervisor.config, timeout_s=timeout_s)
+    movers = call(supervisor.movers, timeout_s=timeout_s)
+    methods = {mover_name(node_id): mover.status for node_id, mover in movers.items()}
     return {
         "cluster_name": config.cluster_name,
         "lookup": call(get_actor(LOOKUP_NAME).status, timeout_s=timeout_s),
-        "shards": _shard_statuses(supervisor, timeout_s),
-        "movers": _mover_statuses(supervisor, timeout_s),
+        "shards": _statuses("shard", ask_shards("status", timeout_s)),
+        "movers": _statuses("mover", ask_all(methods, timeout_s)),
     }
 
 
@@ -143,9 +147,7 @@ def contents(namespace: str | None, hottest: int, *, timeout_s: float) -> dict[s
         ConfigError: `namespace` is no name of one.
         ShardUnavailable: no tier runs in this Ray cluster.
     """
-    shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
-    actors = {shard_name(node_id): shard.contents for node_id, shard in shards.items()}
-    answers = ask_all(actors, timeout_s, namespace, hottest)
+    answers = ask_shards("contents", timeout_s, namespace, hottest)
     for answer in answers.values():
         if isinstance(answer, ConfigError):
             raise answer
@@ -163,9 +165,7 @@ def clear(*, timeout_s: float, config: KVRayConfig | None = None) -> int:
         ConfigError: the tier asks for a token that `config` does not name.
         ShardUnavailable: a shard did not answer; the others have cleared.
     """
-    proof = proof_of(config)
-    shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
-    answers = ask_all({name: shard.clear for name, shard in shards.items()}, timeout_s, proof)
+    answers = ask_shards("clear", timeout_s, proof_of(config))
     for answer in answers.values():
         if isinstance(answer, KVRayError):
             raise answer
@@ -248,21 +248,8 @@ def _not_ready(
     )
 
 
-def _shard_statuses(supervisor: Any, timeout_s: float) -> list[dict[str, Any]]:
-    shards = call(supervisor.shards, timeout_s=timeout_s)
-    actors = {shard_name(node_id): shard for node_id, shard in shards.items()}
-    return _statuses("shard", actors, timeout_s)
-
-
-def _mover_statuses(supervisor: Any, timeout_s: float) -> list[dict[str, Any]]:
-    movers = call(supervisor.movers, timeout_s=timeout_s)
-    actors = {mover_name(node_id): mover for node_id, mover in movers.items()}
-    return _statuses("mover", actors, timeout_s)
-
-
-def _statuses(kind: str, actors: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-    """Return every actor's status; one that does not answer says so."""
-    answers = ask_all({name: actor.status for name, actor in actors.items()}, timeout_s)
+def _statuses(kind: str, answers: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the statuses among `answers`; a part that did not answer has one that says so."""
     return [
         {kind: name, "state": "unreachable", "message": str(answer)}
         if isinstance(answer, KVRayError)
@@ -279,7 +266,8 @@ def _stop_shards(names: list[str], timeout_s: float, flush: bool, report: Report
             shards[name] = get_actor(name)
 
     def tell() -> None:
-        report(_statuses("shard", shards, _REPORT_TIMEOUT_S))
+        methods = {name: shard.status for name, shard in shards.items()}
+        report(_statuses("shard", ask_all(methods, _REPORT_TIMEOUT_S)))
 
     methods = {name: shard.stop for name, shard in shards.items()}
     answers = ask_all(methods, timeout_s, True, flush, meanwhile=tell if flush else None)
