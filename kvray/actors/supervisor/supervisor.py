@@ -165,8 +165,7 @@ class SupervisorActor:
         """End what has answered nobody for long, on nodes that can be reached."""
         homes = {shard_name(node_id): node_id for node_id in self._shards}
         homes |= {mover_name(node_id): node_id for node_id in self._movers}
-        parts = {shard_name(node_id): actor for node_id, actor in self._shards.items()}
-        parts |= {mover_name(node_id): actor for node_id, actor in self._movers.items()}
+        parts = dict(zip(homes, (*self._shards.values(), *self._movers.values()), strict=True))
         parts[LOOKUP_NAME] = get_actor(LOOKUP_NAME)
         found = self._pings.round(parts, timeout_s=_PING_TIMEOUT_S)
         now = time.monotonic()

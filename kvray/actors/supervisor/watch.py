@@ -1,12 +1,12 @@
 """Notices parts of the tier that have stopped answering, which Ray does for dead ones only."""
 
 import contextlib
-import errno
-import selectors
 import socket
 import time
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import ray
@@ -16,6 +16,8 @@ from kvray.errors import KVRayError
 
 _READY_S = 1.0
 """How long an answer may take that is known to be there."""
+_TRIES_MAX = 256
+"""Machines that are tried at once, each by a thread."""
 
 
 class Silences:
@@ -119,44 +121,14 @@ def _answer(ping: Any) -> bool | None:
         return None
 
 
-def is_reachable(node: Mapping[str, Any], *, timeout_s: float) -> bool:
-    """Whether the machine of a Ray node can be reached, whatever runs or is frozen on it."""
-    return bool(reachable({"it": node}, timeout_s=timeout_s))
-
-
 def reachable(nodes: Mapping[str, Mapping[str, Any]], *, timeout_s: float) -> frozenset[str]:
-    """Return the names of those `nodes` that `is_reachable`; all are tried at once."""
-    found = set()
-    deadline = time.monotonic() + timeout_s
-    with contextlib.ExitStack() as stack:
-        selector = stack.enter_context(selectors.DefaultSelector())
-        for name, node in nodes.items():
-            with contextlib.suppress(OSError):
-                connection = stack.enter_context(_begin_to_connect(node))
-                selector.register(connection, selectors.EVENT_WRITE, name)
-        while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left_s):
-                selector.unregister(key.fileobj)
-                if not key.fileobj.getsockopt(  # type: ignore[union-attr]
-                    socket.SOL_SOCKET, socket.SO_ERROR
-                ):
-                    found.add(key.data)
-    return frozenset(found)
+    """Return the names of the Ray nodes whose machines can be reached, whatever runs there."""
 
+    def can_connect(node: Mapping[str, Any]) -> bool:
+        raylet = node["NodeManagerAddress"], node["NodeManagerPort"]
+        with contextlib.suppress(OSError), socket.create_connection(raylet, timeout_s):
+            return True
+        return False
 
-def _begin_to_connect(node: Mapping[str, Any]) -> socket.socket:
-    """Return a socket that is being connected to a node's raylet.
-
-    Raises:
-        OSError: that cannot even be tried.
-    """
-    family, kind, _, _, address = socket.getaddrinfo(
-        node["NodeManagerAddress"], node["NodeManagerPort"], type=socket.SOCK_STREAM
-    )[0]
-    made = socket.socket(family, kind)
-    made.setblocking(False)
-    error = made.connect_ex(address)
-    if error not in (0, errno.EINPROGRESS):
-        made.close()
-        raise OSError(error, "cannot connect")
-    return made
+    with ThreadPoolExecutor(_TRIES_MAX) as threads:
+        return frozenset(compress(nodes, threads.map(can_connect, nodes.values())))

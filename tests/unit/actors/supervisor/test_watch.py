@@ -10,7 +10,7 @@ import pytest
 from kvray.actors.supervisor import supervisor as supervisor_module
 from kvray.actors.supervisor import watch
 from kvray.actors.supervisor.supervisor import SupervisorActor
-from kvray.actors.supervisor.watch import Pings, Silences, is_reachable, reachable
+from kvray.actors.supervisor.watch import Pings, Silences, reachable
 from kvray.errors import ShardUnavailable
 
 
@@ -71,8 +71,8 @@ def test_a_part_that_is_no_more_is_forgotten() -> None:
 def test_a_machine_is_reachable_if_its_ray_can_be_connected_to() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         node = {"NodeManagerAddress": "127.0.0.1", "NodeManagerPort": server.getsockname()[1]}
-        assert is_reachable(node, timeout_s=1)
-    assert not is_reachable(node, timeout_s=1)
+        assert reachable({"a": node}, timeout_s=1)
+    assert not reachable({"a": node}, timeout_s=1)
 
 
 def test_nodes_that_are_cut_off_are_tried_all_at_once() -> None:
