@@ -1,6 +1,7 @@
 """Explains why two replicas that get the same text share no blocks."""
 
 from collections.abc import Mapping
+from itertools import takewhile
 
 _VALUE_MAX = 48
 """Characters shown of a value."""
@@ -14,13 +15,18 @@ def explain(num_tokens: int, replica: str, difference: Mapping[str, tuple[object
     `num_tokens` were missed in prompts whose first tokens `replica` has stored. `difference` is
     field of the namespace -> (value here, value there).
     """
-    rows = [(name, *_shown(_text(mine), _text(its))) for name, (mine, its) in difference.items()]
-    names, ours = (max((len(row[at]) for row in rows), default=0) for at in (0, 1))
+    rows = []
+    for name, (mine, its) in difference.items():
+        values = _text(mine), _text(its)
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(*values, strict=False))
+        start = max(0, len(list(same)) - _BEFORE) if max(map(len, values)) > _VALUE_MAX else 0
+        here, there = (_cut(value, start) for value in values)
+        rows.append(f"  {name}: here {here}, there {there}")
     return "\n".join(
         [
             f"kvray: {num_tokens:,} tokens were missed in prompts that begin like some of replica"
             f" {replica!r}. It stored those in another namespace, which cannot be shared:",
-            *(f"  {name:{names}}  here {mine:{ours}}  there {its}" for name, mine, its in rows),
+            *rows,
             "Start both replicas with the same model and engine arguments to have them share; if"
             " the difference is meant, ignore this.",
         ]
@@ -31,16 +37,6 @@ def _text(value: object) -> str:
     """Return a value, in quotes if its edges would be invisible without them."""
     text = str(value)
     return text if text.isprintable() and text.strip() == text != "" else repr(value)
-
-
-def _shown(mine: str, theirs: str) -> tuple[str, str]:
-    """Return both values; of long ones the part where they begin to differ."""
-    if max(len(mine), len(theirs)) <= _VALUE_MAX:
-        return mine, theirs
-    pairs = enumerate(zip(mine, theirs, strict=False))
-    apart = next((at for at, (a, b) in pairs if a != b), min(len(mine), len(theirs)))
-    start = max(0, apart - _BEFORE)
-    return _cut(mine, start), _cut(theirs, start)
 
 
 def _cut(value: str, start: int) -> str:

@@ -23,17 +23,17 @@ A plain tuple: a full announcement has tens of thousands.
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """A miss of `origin` whose digest is stored in another namespace only."""
 
     origin: Origin
     num_tokens: int
     replica: str
-    """The one that stored it, of those whose namespace differs in the fewest fields."""
+    """The one that stored it."""
     namespace: Namespace
-    """The one in which it is stored."""
-    prefix_digest: bytes = b""
+    """Where it is stored: of several the one that differs in the fewest fields."""
+    prefix_digest: bytes
 
 
 class StoredDigests:
@@ -64,19 +64,11 @@ class StoredDigests:
             origin, digest, num_tokens = note
             if num_tokens == 0:
                 self.add(note)
-            elif digest in self._stored.get(origin.namespace, ()):
-                continue
-            elif (elsewhere := self.elsewhere(origin.namespace, digest)) is not None:
+            elif digest not in self._stored.get(origin.namespace, ()) and (
+                elsewhere := self.elsewhere(origin.namespace, digest)
+            ):
                 namespace, replica = elsewhere
-                findings.append(
-                    Finding(
-                        origin=origin,
-                        num_tokens=num_tokens,
-                        replica=replica,
-                        namespace=namespace,
-                        prefix_digest=digest,
-                    )
-                )
+                findings.append(Finding(origin, num_tokens, replica, namespace, digest))
         return findings
 
     def add(self, note: Note) -> None:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
@@ -92,11 +93,7 @@ class DigestDesk:
             self._incompatible.popitem(last=False)
         kept = self._findings.setdefault((origin.replica, origin.rank), {})
         before = kept.get(finding.namespace)
-        kept[finding.namespace] = Finding(
-            origin=origin,
-            num_tokens=finding.num_tokens + (before.num_tokens if before else 0),
-            replica=finding.replica,
-            namespace=finding.namespace,
-        )
+        num_tokens = finding.num_tokens + (before.num_tokens if before else 0)
+        kept[finding.namespace] = replace(finding, num_tokens=num_tokens)
         if len(self._findings) > _RANKS_MAX:
             self._findings.popitem(last=False)

@@ -10,8 +10,8 @@ def test_one_field_that_differs_takes_one_line() -> None:
     assert first.startswith("kvray: 12,288 tokens ")
     assert "'b'" in first
     assert rows == [
-        "  tp_layout   here tp2    there tp4",
-        "  part_bytes  here 65536  there 32768",
+        "  tp_layout: here tp2, there tp4",
+        "  part_bytes: here 65536, there 32768",
     ]
     assert "same model and engine arguments" in last
 
@@ -20,7 +20,7 @@ def test_long_values_are_shown_where_they_begin_to_differ() -> None:
     same = "x" * 500
     text = explain(1, "b", {"overrides": (same + "rope=1", same + "rope=2" + same)})
     (row,) = text.splitlines()[1:-1]
-    assert "here ...xxxrope=1 " in row
+    assert "here ...xxxrope=1, " in row
     assert "there ...xxxrope=2xxx" in row
     assert len(row) < 160
 
@@ -29,5 +29,5 @@ def test_long_values_are_shown_where_they_begin_to_differ() -> None:
 def test_values_that_differ_never_look_equal(mine: str, theirs: str) -> None:
     if mine != theirs:
         _, row, _ = explain(1, "b", {"field": (mine, theirs)}).split("\n")
-        here, there = row.removeprefix("  field  here ").split("  there ", 1)
+        here, there = row.removeprefix("  field: here ").split(", there ", 1)
         assert here.strip() != there

@@ -142,8 +142,8 @@ def test_a_miss_of_what_another_namespace_has_is_counted_and_explained(
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert "480 tokens" in warning
     assert "replica 'a'" in warning
-    assert "  tp_layout   here tp2  there tp1\n" in warning
-    assert "  part_bytes  here 256  there 512\n" in warning
+    assert "  tp_layout: here tp2, there tp1\n" in warning
+    assert "  part_bytes: here 256, there 512\n" in warning
 
 
 def test_a_miss_between_equal_namespaces_is_no_incompatible_one(

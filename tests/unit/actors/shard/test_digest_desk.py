@@ -17,12 +17,8 @@ def digest(number: int) -> bytes:
 
 
 def finding(num_tokens: int, rank: int = 0) -> Finding:
-    return Finding(
-        origin=Origin(replica="mine", rank=rank, namespace=NAMESPACE),
-        num_tokens=num_tokens,
-        replica="theirs",
-        namespace=OTHER_LAYOUT,
-    )
+    origin = Origin(replica="mine", rank=rank, namespace=NAMESPACE)
+    return Finding(origin, num_tokens, "theirs", OTHER_LAYOUT, digest(0))
 
 
 def numbers(notes: list[Note]) -> list[int]:
