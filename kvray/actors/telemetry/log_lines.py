@@ -11,20 +11,10 @@ _LINES_MAX = 10
 """Different sentences of one place in the code in a window."""
 _KEPT_MAX = 1024
 
-_Place = tuple[str, int]
-
 
 @dataclass(slots=True)
-class _Said:
-    """When something was said last, and how often it was not since."""
-
-    at: float
-    left_out: int = 0
-
-
-@dataclass(slots=True)
-class _Window:
-    """The lines of one place in the code since `began`."""
+class _Count:
+    """The lines since `began`, and how many were left out."""
 
     began: float
     num_lines: int = 0
@@ -39,11 +29,10 @@ class Quiet(logging.Filter):
     """
 
     def __init__(self) -> None:
-        """Nothing was said yet."""
         super().__init__()
         self._lock = threading.Lock()
-        self._said: dict[tuple[_Place, str], _Said] = {}
-        self._windows: dict[_Place, _Window] = {}
+        # A place in the code with a sentence, or without one: all sentences of that place.
+        self._counts: dict[tuple[str, int, str | None], _Count] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to write `record`; its time is when it was made, in seconds."""
@@ -55,25 +44,22 @@ class Quiet(logging.Filter):
             return self._choose(record, text)
 
     def _choose(self, record: logging.LogRecord, text: str) -> bool:
-        place = (record.pathname, record.lineno)
-        said = self._said.pop((place, text), None)
-        if said is not None and record.created - said.at < _SAME_S:
-            said.left_out += 1
-            self._said[place, text] = said
-            return False
-        left_out = 0 if said is None else said.left_out
-        window = self._windows.get(place)
-        if window is None or record.created - window.began >= _WINDOW_S:
-            if window is not None:
-                left_out += window.left_out
-            window = self._windows[place] = _Window(record.created)
-        if window.num_lines >= _LINES_MAX:
-            window.left_out += 1
-            return False
-        window.num_lines += 1
-        self._said[place, text] = _Said(record.created)
-        if len(self._said) > _KEPT_MAX:
-            del self._said[next(iter(self._said))]
+        counts, left_out = [], 0
+        for sentence, lines_max, period_s in ((text, 1, _SAME_S), (None, _LINES_MAX, _WINDOW_S)):
+            key = record.pathname, record.lineno, sentence
+            count = self._counts.pop(key, None)
+            if count is None or record.created - count.began >= period_s:
+                left_out += 0 if count is None else count.left_out
+                count = _Count(record.created)
+            self._counts[key] = count
+            if len(self._counts) > _KEPT_MAX:
+                del self._counts[next(iter(self._counts))]
+            if count.num_lines >= lines_max:
+                count.left_out += 1
+                return False
+            counts.append(count)
+        for count in counts:
+            count.num_lines += 1
         if left_out:
             record.msg, record.args = f"{text} ({left_out} more like it since it was said)", ()
         return True

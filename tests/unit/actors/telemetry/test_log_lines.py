@@ -115,7 +115,7 @@ def test_what_it_remembers_is_bounded(log: Log) -> None:
     assert isinstance(quiet, Quiet)
     for count in range(5_000):
         log.tick(f"{count}", seconds=61.0)
-    assert len(quiet._said) <= 1_024
+    assert len(quiet._counts) <= 1_024
 
 
 def test_threads_may_log_at_once(log: Log) -> None:
