@@ -35,10 +35,11 @@ def down(
         with interrupts.masked():
             from kvray.actors.owner.claim import owner_of
             from kvray.actors.tier.launch import take_down
+            from kvray.actors.tier.rollout import Observer
 
         progress = LaunchProgress(Console(stderr=True, highlight=False), interrupts)
         with progress, interrupts.held():
-            found = take_down(settings, flush=flush, report=progress.flushing)
+            found = take_down(settings, flush=flush, observer=Observer(report=progress.flushing))
         owner = owner_of(settings.node_dir)
         if owner is not None and not found:
             raise ShardUnavailable(owner.keeps(settings.node_dir))

@@ -53,6 +53,7 @@ def carry_out(
     """
     with interrupts.masked():
         from kvray.actors.tier.launch import bring_up
+        from kvray.actors.tier.rollout import Observer
 
     console = _console()
     done: list[str] = []
@@ -68,11 +69,9 @@ def carry_out(
             settings,
             port=port,
             dashboard=dashboard,
-            waiting=progress.waiting,
-            report=progress.report,
+            observer=Observer(waiting=progress.waiting, report=progress.report, told=tell),
             wait=wait,
             rollout=rollout,
-            told=tell,
         )
     if not launch.started_ray and (port is not None or dashboard):
         console.print(

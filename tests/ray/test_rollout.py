@@ -13,7 +13,7 @@ from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME
 from kvray.actors.ray_glue.calls import call, get_actor, kill_actor, list_actors
 from kvray.actors.tier import tier
 from kvray.actors.tier.local_ray import LocalRay
-from kvray.actors.tier.rollout import Rollout
+from kvray.actors.tier.rollout import Observer, Rollout
 from kvray.client import Client
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
@@ -67,7 +67,7 @@ def test_other_settings_of_a_shard_come_with_a_new_one_that_keeps_the_arena(
 ) -> None:
     done: list[str] = []
     other = config_with(arena__free_target=0.2, shard__silent_s=2.5)
-    (shard,) = tier.up(other, timeout_s=TIMEOUT_S, told=done.append)
+    (shard,) = tier.up(other, timeout_s=TIMEOUT_S, observer=Observer(told=done.append))
     life.check_kept(shard)
     assert [sentence.partition(" was restarted: ")[0] for sentence in done] == [
         "The supervisor",
@@ -77,7 +77,7 @@ def test_other_settings_of_a_shard_come_with_a_new_one_that_keeps_the_arena(
     assert "arena.free_target is 0.2 now and was 0.05" in done[2]
     assert "5 blocks in memory as before" in done[2]
     again: list[str] = []
-    (same,) = tier.up(other, timeout_s=TIMEOUT_S, told=again.append)
+    (same,) = tier.up(other, timeout_s=TIMEOUT_S, observer=Observer(told=again.append))
     assert (same["pid"], again) == (shard["pid"], [])
 
 
@@ -94,7 +94,7 @@ def test_a_supervisor_that_ray_starts_again_has_the_settings_of_the_last_up(
     (name,) = (name for name in list_actors() if name.startswith("kvray-shard-"))
     wait_for(lambda: _free_target(name) == 0.2, "the shard", within_s=TIMEOUT_S)
     done: list[str] = []
-    tier.up(other, timeout_s=TIMEOUT_S, told=done.append)
+    tier.up(other, timeout_s=TIMEOUT_S, observer=Observer(told=done.append))
     assert done == []
 
 
@@ -119,10 +119,10 @@ def test_a_rollout_that_was_interrupted_is_finished_by_the_next_up(
             raise Interrupt
 
     with pytest.raises(Interrupt):
-        tier.up(other, timeout_s=TIMEOUT_S, told=interrupt)
+        tier.up(other, timeout_s=TIMEOUT_S, observer=Observer(told=interrupt))
     kill_actor(SUPERVISOR_NAME)  # as if it had come a moment earlier
     done: list[str] = []
-    (shard,) = tier.up(other, timeout_s=TIMEOUT_S, told=done.append)
+    (shard,) = tier.up(other, timeout_s=TIMEOUT_S, observer=Observer(told=done.append))
     life.check_kept(shard)
     assert len(done) == 1
 
@@ -155,7 +155,10 @@ def test_a_shard_that_failed_over_its_settings_is_mended_by_an_up_with_better_on
 def test_shards_of_nodes_that_are_not_meant_any_more_end(running: KVRayConfig) -> None:
     elsewhere = config_with(shard__resource="kvray_shard")
     done: list[str] = []
-    assert tier.up(elsewhere, timeout_s=TIMEOUT_S, wait=False, told=done.append) == []
+    assert (
+        tier.up(elsewhere, timeout_s=TIMEOUT_S, wait=False, observer=Observer(told=done.append))
+        == []
+    )
     assert any("no longer one of the nodes that get a shard" in sentence for sentence in done)
     assert not running.node_dir.exists()
     assert not any(name.startswith("kvray-shard-") for name in list_actors())
@@ -164,7 +167,10 @@ def test_shards_of_nodes_that_are_not_meant_any_more_end(running: KVRayConfig) -
 def test_everything_restarts_when_that_is_asked_for(running: KVRayConfig, life: Life) -> None:
     done: list[str] = []
     (shard,) = tier.up(
-        running, timeout_s=TIMEOUT_S, rollout=Rollout(restart=True), told=done.append
+        running,
+        timeout_s=TIMEOUT_S,
+        rollout=Rollout(restart=True),
+        observer=Observer(told=done.append),
     )
     life.check_kept(shard)
     assert len(done) == 3

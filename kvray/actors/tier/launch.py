@@ -5,7 +5,7 @@ that was there before.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from kvray.actors.owner.ownership import sweep
 from kvray.actors.ray_glue.calls import list_actors, mapped_errors
 from kvray.actors.tier import connection, local_ray, tier
 from kvray.actors.tier.changes import Plan
-from kvray.actors.tier.rollout import Rollout
+from kvray.actors.tier.rollout import SILENT, Observer, Rollout
 from kvray.config import KVRayConfig, values_on_nodes
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.store import ArenaSpec
@@ -44,11 +44,9 @@ def bring_up(
     port: int | None = None,
     dashboard: bool = False,
     die_with_parent: bool = False,
-    waiting: Callable[[float], None] = lambda elapsed_s: None,
-    report: tier.Report = lambda shards: None,
+    observer: Observer = SILENT,
     wait: bool = True,
     rollout: Rollout | None = None,
-    told: Callable[[str], None] = lambda sentence: None,
 ) -> Launch:
     """Connect to Ray, started here if the configuration names no cluster, and start the tier.
 
@@ -57,15 +55,13 @@ def bring_up(
         port: of the head of a Ray that is started here; None: a free one.
         dashboard: start Ray's dashboard with it.
         die_with_parent: end that Ray when this process dies, however it dies.
-        waiting: called while Ray starts, with the seconds it has taken.
-        report: called with the shards' statuses while they get ready.
-        wait: see `tier.up`, as for the rest.
-        rollout: what may be done to a tier that runs.
-        told: called with each thing that was done to it.
+        observer: hears how it goes.
+        wait: as in `tier.up`.
+        rollout: as in `tier.up`.
 
     Raises:
         KVRayError: as `local_ray.start`, `connection.connect_configured` and `tier.up`; what was
-            started has been ended. So it is when one of the two callbacks raises.
+            started has been ended. So it is when the observer raises.
     """
     proof_of(config)  # refused before anything is started
     with contextlib.ExitStack() as undo:
@@ -80,7 +76,7 @@ def bring_up(
                     dashboard=dashboard,
                     die_with_parent=die_with_parent,
                     check=lambda: _require_place(config),
-                    waiting=waiting,
+                    waiting=observer.waiting,
                 )
                 started_ray = True
                 undo.callback(_end_local_ray, config)
@@ -95,10 +91,9 @@ def bring_up(
         shards = tier.up(
             config,
             timeout_s=config.ray.timeout_s + prefault_s,
-            report=report,
+            observer=observer,
             wait=wait,
             rollout=rollout,
-            told=told,
         )
         undo.pop_all()
     return Launch(shards=shards, started_ray=started_ray, started_tier=started_tier, local=local)
@@ -121,17 +116,15 @@ def preview(config: KVRayConfig, rollout: Rollout) -> Plan | None:
         connection.disconnect()
 
 
-def take_down(
-    config: KVRayConfig, *, flush: bool = True, report: tier.Report = lambda shards: None
-) -> bool:
+def take_down(config: KVRayConfig, *, flush: bool = True, observer: Observer = SILENT) -> bool:
     """End the tier with its arenas and, if it is local, its Ray; False if there was nothing.
 
     A local Ray that no longer answers, or has died, is ended and cleared away as well.
 
     Args:
         config: of the tier.
-        flush: see `tier.down`.
-        report: likewise.
+        flush: as in `tier.down`.
+        observer: hears how far the shards are.
 
     Raises:
         ConfigError: the tier asks for a token that `config` does not name, or is another user's.
@@ -155,24 +148,19 @@ def take_down(
             undo.pop_all()  # who may not end the tier does not end its Ray either
             connection.disconnect()
             raise
-        found = tier.down(timeout_s=timeout_s, config=config, flush=flush, report=report)
+        found = tier.down(timeout_s=timeout_s, config=config, flush=flush, observer=observer)
         found = found or is_local
     return found
 
 
 @contextlib.contextmanager
-def local_tier(
-    config: KVRayConfig,
-    *,
-    waiting: Callable[[float], None] = lambda elapsed_s: None,
-    report: tier.Report = lambda shards: None,
-) -> Iterator[Launch]:
+def local_tier(config: KVRayConfig, *, observer: Observer = SILENT) -> Iterator[Launch]:
     """Have a tier for the time of a block: the one that runs, else one that ends with the block.
 
     Raises:
         KVRayError: as `bring_up`.
     """
-    launch = bring_up(config, die_with_parent=True, waiting=waiting, report=report)
+    launch = bring_up(config, die_with_parent=True, observer=observer)
     with contextlib.ExitStack() as undo:
         if launch.started_ray:
             undo.callback(_end_local_ray, config)

@@ -69,12 +69,17 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observer:
-    """Hears how a rollout goes; each call may raise to end it there."""
+    """Hears how a start or a change goes; each call may raise to end it there."""
 
+    waiting: Callable[[float], None] = lambda elapsed_s: None
+    """Called while Ray starts, with the seconds it has taken."""
     report: Callable[[list[dict[str, Any]]], None] = lambda shards: None
-    """Called often during a wait, with the status of the shards that it waits for."""
+    """Called often during a wait, with the statuses of the shards that it waits for."""
     told: Callable[[str], None] = lambda sentence: None
-    """Called with a sentence for each part that is done."""
+    """Called with a sentence for each part that was restarted."""
+
+
+SILENT = Observer()
 
 
 def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: Observer) -> Plan:
@@ -115,7 +120,7 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
         planned: by `look`; the user has agreed if it costs blocks.
         config: the new one.
         timeout_s: how long one part may take to serve again, beside the start of its process.
-        observer: see there.
+        observer: hears of each part.
 
     Raises:
         KVRayError: a part failed or did not serve in time. The parts before it have restarted,

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -35,12 +35,9 @@ from kvray.actors.ray_glue.calls import (
 )
 from kvray.actors.supervisor.supervisor import chosen_nodes, create_supervisor
 from kvray.actors.tier.changes import Plan, check_costs
-from kvray.actors.tier.rollout import Observer, Rollout, carry_out, look
+from kvray.actors.tier.rollout import SILENT, Observer, Rollout, carry_out, look
 from kvray.config import KVRayConfig, config_on_node, values_on_nodes
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
-
-Report = Callable[[list[dict[str, Any]]], None]
-"""Called with the shards' statuses while they get ready."""
 
 _POLL_S = 0.1
 _SUPERVISOR_TIMEOUT_S = 6.0
@@ -54,10 +51,9 @@ def up(
     config: KVRayConfig,
     *,
     timeout_s: float,
-    report: Report = lambda shards: None,
+    observer: Observer = SILENT,
     wait: bool = True,
     rollout: Rollout | None = None,
-    told: Callable[[str], None] = lambda sentence: None,
 ) -> list[dict[str, Any]]:
     """Start the missing parts of the tier, bring the rest to `config`, and wait until all serve.
 
@@ -66,10 +62,9 @@ def up(
     Args:
         config: the new one.
         timeout_s: how long it may take, and in a rollout each part.
-        report: told of the shards meanwhile.
+        observer: hears how it goes.
         wait: whether to wait for the shards: nodes that are to have one may join later.
         rollout: what may be done to parts that run; None: what costs no block.
-        told: called with each thing that was done to one.
 
     Returns:
         The shards' statuses.
@@ -87,7 +82,6 @@ def up(
         is_running = bool(list_actors())
         create_lookup(config.cluster_name, config.shard.silent_s)
     if is_running:
-        observer = Observer(report=report, told=told)
         planned = look(config, rollout, timeout_s=timeout_s, observer=observer)
         check_costs(planned, recreate=rollout.recreate)
         if planned.steps or planned.ends:
@@ -99,7 +93,7 @@ def up(
     while True:
         left_s = max(1.0, deadline - time.monotonic())
         shards = _statuses("shard", ask_shards("status", left_s))
-        report(shards)
+        observer.report(shards)
         for shard in shards:
             if shard["state"] == "failed":
                 wire.raise_for({"ok": False, **shard})
@@ -119,7 +113,7 @@ def preview(config: KVRayConfig, rollout: Rollout, *, timeout_s: float) -> Plan 
     with mapped_errors():
         if not list_actors():
             return None
-    return look(config, rollout, timeout_s=timeout_s, observer=Observer())
+    return look(config, rollout, timeout_s=timeout_s, observer=SILENT)
 
 
 def status(*, timeout_s: float) -> dict[str, Any]:
@@ -177,7 +171,7 @@ def down(
     timeout_s: float,
     config: KVRayConfig | None = None,
     flush: bool = False,
-    report: Report = lambda shards: None,
+    observer: Observer = SILENT,
 ) -> bool:
     """End the tier and remove its arenas; False if there was none. Again is fine.
 
@@ -190,7 +184,7 @@ def down(
             asked for.
         flush: whether shards with an NVMe tier write there what is not there yet, for as long as
             its settings say.
-        report: told of the shards meanwhile.
+        observer: hears how far the shards are.
 
     Raises:
         ConfigError: the tier asks for a token that `config` does not name.
@@ -213,7 +207,7 @@ def down(
     names = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
     longest = [s for one in configs for s in values_on_nodes(one, "nvme", "flush_s")]
     flush_s = max(longest, default=0.0) if flush else 0.0
-    stopped = _stop_shards(names, timeout_s + flush_s, flush, report)
+    stopped = _stop_shards(names, timeout_s + flush_s, flush, observer)
     for name in (*names, LOOKUP_NAME):
         kill_actor(name)
     for one in {one.node_dir: one for one in configs}.values():
@@ -258,7 +252,7 @@ def _statuses(kind: str, answers: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _stop_shards(names: list[str], timeout_s: float, flush: bool, report: Report) -> set[str]:
+def _stop_shards(names: list[str], timeout_s: float, flush: bool, observer: Observer) -> set[str]:
     """Have shards end and remove their files; return those that said they did."""
     shards = {}
     for name in names:
@@ -267,7 +261,7 @@ def _stop_shards(names: list[str], timeout_s: float, flush: bool, report: Report
 
     def tell() -> None:
         methods = {name: shard.status for name, shard in shards.items()}
-        report(_statuses("shard", ask_all(methods, _REPORT_TIMEOUT_S)))
+        observer.report(_statuses("shard", ask_all(methods, _REPORT_TIMEOUT_S)))
 
     methods = {name: shard.stop for name, shard in shards.items()}
     answers = ask_all(methods, timeout_s, True, flush, meanwhile=tell if flush else None)

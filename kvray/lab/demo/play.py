@@ -9,6 +9,7 @@ import yaml
 from rich.console import Console
 
 from kvray.actors.tier.launch import local_tier
+from kvray.actors.tier.rollout import Observer
 from kvray.client import Client
 from kvray.config import environ_for, format_size, load_config
 from kvray.console.interrupts import Interrupts
@@ -41,9 +42,8 @@ def play(
         settings = load_config(config_path, environ={})
         # A signal is held back until the next report, so that no Ray is left behind.
         with LaunchProgress(console, interrupts) as progress, interrupts.held():
-            stack.enter_context(
-                local_tier(settings, waiting=progress.waiting, report=progress.report)
-            )
+            observer = Observer(waiting=progress.waiting, report=progress.report)
+            stack.enter_context(local_tier(settings, observer=observer))
         # Only now: torch starts threads, and there must be none while Ray takes over the signals.
         path, tokenizer = read_model(model, console)
         engines = Engines(
