@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 
 from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME
-from kvray.actors.ray_glue.calls import ask_all, get_actor, list_actors, mapped_errors
+from kvray.actors.ray_glue.calls import ask, list_actors, mapped_errors
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.identity.block import frame
@@ -97,12 +97,7 @@ def _shards() -> list[str]:
 
 def _answers(names: Iterable[str], proof: str, timeout_s: float) -> list[KVRayError | None]:
     """Return the refusals of the parts that answer; None for each that lets us in."""
-    methods = {}
-    for name in names:
-        # Parts that an earlier kvray has made know of no token.
-        with contextlib.suppress(ShardUnavailable, AttributeError):
-            methods[name] = get_actor(name).admit
-    answers = ask_all(methods, timeout_s, proof).values()
+    answers = ask(names, "admit", timeout_s, proof).values()
     return [answer for answer in answers if not isinstance(answer, ShardUnavailable)]
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -146,14 +146,32 @@ def ask_all(
     return answers
 
 
+def ask(
+    names: Iterable[str],
+    method: str,
+    timeout_s: float,
+    *args: Any,
+    meanwhile: Callable[[], None] | None = None,
+) -> dict[str, Any]:
+    """Call a method of each named actor, as `ask_all`; one that has no such method is left out."""
+    answers: dict[str, Any] = {}
+    methods = {}
+    for name in names:
+        try:
+            with contextlib.suppress(AttributeError):
+                methods[name] = getattr(get_actor(name), method)
+        except ShardUnavailable as error:
+            answers[name] = error
+    return answers | ask_all(methods, timeout_s, *args, meanwhile=meanwhile)
+
+
 def ask_shards(method: str, timeout_s: float, *args: Any) -> dict[str, Any]:
-    """Call a method of each shard that the supervisor knows; answers by shard, as `ask_all`.
+    """Call a method of each shard that the supervisor knows, as `ask`.
 
     ShardUnavailable: no tier runs in this Ray cluster.
     """
     shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
-    methods = {shard_name(node_id): getattr(shard, method) for node_id, shard in shards.items()}
-    return ask_all(methods, timeout_s, *args)
+    return ask(map(shard_name, shards), method, timeout_s, *args)
 
 
 @contextlib.contextmanager

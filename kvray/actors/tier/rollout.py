@@ -13,8 +13,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -31,6 +32,7 @@ from kvray.actors.names import (
     shard_name,
 )
 from kvray.actors.ray_glue.calls import (
+    ask,
     ask_all,
     await_forgotten,
     call,
@@ -89,13 +91,13 @@ def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: O
         ShardUnavailable: a part does not answer in time.
     """
     names = list_actors()
-    methods = {name: get_actor(name).build_info for name in names}
-    running = _answers(methods, timeout_s, observer)
+    hearing = partial(observer.report, [])
+    running = _checked(ask(names, "build_info", timeout_s, meanwhile=hearing))
     installed = None
     if rollout.upgrade:
         homes = {build["node_id"] for build in running.values()}
         asked = {node_id: on_node(node_id, _read_installed) for node_id in homes}
-        installed = _answers(asked, timeout_s + _INTERPRETER_S, observer)
+        installed = _checked(ask_all(asked, timeout_s + _INTERPRETER_S, meanwhile=hearing))
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     planned = plan(
         running,
@@ -174,10 +176,8 @@ def _home(name: str) -> str:
 
 def _end(name: str, observer: Observer, *stop: bool, timeout_s: float = _STOP_S) -> None:
     """Have a part end in order if it can, and for good in any case."""
-    # The lookup owns nothing that it would have to bring in order.
-    with contextlib.suppress(KVRayError, AttributeError):
-        methods = {name: get_actor(name).stop}
-        ask_all(methods, timeout_s, *stop, meanwhile=lambda: observer.report([]))
+    # The lookup has no such method: it owns nothing that it would have to bring in order.
+    ask([name], "stop", timeout_s, *stop, meanwhile=partial(observer.report, []))
     kill_actor(name)
     if not await_forgotten([name], _FORGET_S):
         raise ShardUnavailable(
@@ -204,10 +204,7 @@ def _await(name: str, timeout_s: float, observer: Observer) -> dict[str, Any]:
     return status
 
 
-def _answers(
-    methods: Mapping[str, Any], timeout_s: float, observer: Observer
-) -> dict[str, BuildInfo]:
-    answers = ask_all(methods, timeout_s, meanwhile=lambda: observer.report([]))
+def _checked(answers: dict[str, Any]) -> dict[str, BuildInfo]:
     for name, answer in answers.items():
         if isinstance(answer, KVRayError):
             raise ShardUnavailable(f"{name} does not report its build info: {answer}")

@@ -1,6 +1,5 @@
 """The tier as a whole on a Ray cluster that this process is connected to: up, status, down."""
 
-import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from kvray.actors.names import (
 from kvray.actors.owner.admin import ask_to_be_admitted, proof_of
 from kvray.actors.owner.ownership import sweep
 from kvray.actors.ray_glue.calls import (
+    ask,
     ask_all,
     ask_shards,
     await_forgotten,
@@ -124,13 +124,12 @@ def status(*, timeout_s: float) -> dict[str, Any]:
     """
     supervisor = get_actor(SUPERVISOR_NAME)
     config: KVRayConfig = call(supervisor.config, timeout_s=timeout_s)
-    movers = call(supervisor.movers, timeout_s=timeout_s)
-    methods = {mover_name(node_id): mover.status for node_id, mover in movers.items()}
+    movers = map(mover_name, call(supervisor.movers, timeout_s=timeout_s))
     return {
         "cluster_name": config.cluster_name,
         "lookup": call(get_actor(LOOKUP_NAME).status, timeout_s=timeout_s),
         "shards": _statuses("shard", ask_shards("status", timeout_s)),
-        "movers": _statuses("mover", ask_all(methods, timeout_s)),
+        "movers": _statuses("mover", ask(movers, "status", timeout_s)),
     }
 
 
@@ -194,11 +193,11 @@ def down(
     if found:
         ask_to_be_admitted(config, timeout_s=timeout_s)
     configs = [] if config is None else [config]
-    with contextlib.suppress(KVRayError):
-        supervisor = get_actor(SUPERVISOR_NAME)
-        running = call(supervisor.config, timeout_s=min(timeout_s, _SUPERVISOR_TIMEOUT_S))
+    ask_s = min(timeout_s, _SUPERVISOR_TIMEOUT_S)
+    running = ask([SUPERVISOR_NAME], "config", ask_s)[SUPERVISOR_NAME]
+    if not isinstance(running, KVRayError):
         configs.append(running)
-        call(supervisor.stop, timeout_s=min(timeout_s, _SUPERVISOR_TIMEOUT_S))
+    ask([SUPERVISOR_NAME], "stop", ask_s)
     kill_actor(SUPERVISOR_NAME)
     # Named by Ray, not by the supervisor, which may be gone or just restarted.
     for name in list_actors():
@@ -207,7 +206,13 @@ def down(
     names = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
     longest = [s for one in configs for s in values_on_nodes(one, "nvme", "flush_s")]
     flush_s = max(longest, default=0.0) if flush else 0.0
-    stopped = _stop_shards(names, timeout_s + flush_s, flush, observer)
+
+    def tell() -> None:
+        observer.report(_statuses("shard", ask(names, "status", _REPORT_TIMEOUT_S)))
+
+    meanwhile = tell if flush else None
+    answers = ask(names, "stop", timeout_s + flush_s, True, flush, meanwhile=meanwhile)
+    stopped = {name for name in names if not isinstance(answers[name], KVRayError)}
     for name in (*names, LOOKUP_NAME):
         kill_actor(name)
     for one in {one.node_dir: one for one in configs}.values():
@@ -250,22 +255,6 @@ def _statuses(kind: str, answers: Mapping[str, Any]) -> list[dict[str, Any]]:
         else answer
         for name, answer in answers.items()
     ]
-
-
-def _stop_shards(names: list[str], timeout_s: float, flush: bool, observer: Observer) -> set[str]:
-    """Have shards end and remove their files; return those that said they did."""
-    shards = {}
-    for name in names:
-        with contextlib.suppress(ShardUnavailable):
-            shards[name] = get_actor(name)
-
-    def tell() -> None:
-        methods = {name: shard.status for name, shard in shards.items()}
-        observer.report(_statuses("shard", ask_all(methods, _REPORT_TIMEOUT_S)))
-
-    methods = {name: shard.stop for name, shard in shards.items()}
-    answers = ask_all(methods, timeout_s, True, flush, meanwhile=tell if flush else None)
-    return {name for name, answer in answers.items() if not isinstance(answer, KVRayError)}
 
 
 def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> None:
