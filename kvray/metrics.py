@@ -1,8 +1,8 @@
-"""Every metric of the tier, declared once: `actors/` makes Ray's objects of this table.
+"""Every metric of the tier, declared once; `actors/` makes Ray's objects of this table.
 
-Ray puts `ray_` before each name. The port is open to whoever reaches it: no label may come from a
-prompt, a key or a salt. Totals are counters, latencies too, since Ray's histograms do not sum
-exactly: one counter a bucket, with the label `le`, so that `histogram_quantile` works.
+Ray puts `ray_` before each name. Anybody who reaches the port may read it: no label may come from
+a prompt, a key or a salt. Latencies are counters too, one a bucket with the label `le`, since Ray's
+histograms do not sum exactly; `histogram_quantile` takes them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -52,7 +52,7 @@ LATENCIES = {
     "match": "the engine's thread in the connector for a request (leader time)",
     "plan": "the engine's thread in the connector for a pass (leader time)",
 }
-"""What engines time -> what that is."""
+"""Latency that engines measure -> its meaning."""
 
 _DECLARED = (
     # -- what the engines say: figures of a rank, through its node's shard

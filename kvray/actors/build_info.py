@@ -1,8 +1,7 @@
-"""The code and settings that a part of the tier runs with, and the code installed on this node.
+"""The code and settings of a part of the tier, and the code that is installed on this node.
 
-`python -m kvray.actors.build_info` prints the installed code as JSON. A new interpreter runs it,
-because a process that was started earlier still has the old modules. Imports neither Ray nor
-PyTorch.
+`python -m kvray.actors.build_info` prints the installed code as JSON. A new interpreter has to run
+it, because an older process still has the old modules. It imports neither Ray nor PyTorch.
 """
 
 import hashlib
@@ -37,11 +36,9 @@ def installed_code() -> BuildInfo:
 
 
 def build_info_of(settings: dict[str, Any], node_id: str) -> BuildInfo:
-    """Return what an actor on a node runs with; called when it has just loaded its code.
+    """Return the build info of an actor that has just loaded its code.
 
-    Args:
-        settings: dotted key -> plain value, those that the actor was created with.
-        node_id: Ray's, of the node.
+    `settings` are those of `settings_of`; `node_id` is Ray's id of its node.
     """
     return {"settings": settings, "node_id": node_id, **installed_code()}
 

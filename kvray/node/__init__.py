@@ -1,4 +1,4 @@
-"""The parts of a tier that any process of a node reaches without Ray: arena and shard socket."""
+"""The ways of any process to its node's arena and shard, without Ray."""
 
 from kvray.node.link import NodeLink, attach
 from kvray.node.prefix_digests import PrefixDigests

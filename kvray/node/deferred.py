@@ -1,4 +1,4 @@
-"""Calls that found the arena busy and must still be made: releases, aborts, late commits."""
+"""Calls that found the arena busy and must happen later: releases, aborts, late commits."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ from kvray.store import Arena
 _log = logging.getLogger("kvray.node")
 
 _FLUSH_S = 0.1
-"""A round takes no longer, so that a locked arena does not keep the thread from its other work."""
+"""Bound of a round, so that a locked arena does not keep the thread from other work."""
 _WAITING_MAX = 4096
 
 Deferred = Callable[[Arena], bool]
@@ -29,26 +29,26 @@ class DeferredCalls:
         return len(self._waiting)
 
     def add(self, arena: Arena, action: Deferred) -> None:
-        """Have `action` tried until it answers True; one too many is lost, and logged."""
+        """Try `action` until it answers True; one too many is lost, and logged."""
         if len(self._waiting) >= _WAITING_MAX:
             if not self._has_lost:
                 self._has_lost = True
                 _log.warning(
-                    "kvray: the arena has been locked for too long, and calls on it are lost, so"
-                    " blocks may stay leased until this process ends; look for a process of this"
-                    " node that was stopped while it had the lock"
+                    "kvray: the arena has been locked for too long, and calls on it are lost:"
+                    " blocks may stay leased until this process ends; look for a stopped process"
+                    " of this node that has the lock"
                 )
         else:
             self._waiting.append((arena, action))
 
     def flush(self) -> None:
-        """Try each once; what is still busy goes back to the end."""
+        """Try each once; a call that still finds its arena busy goes to the end."""
         self._has_lost &= bool(self._waiting)
         until = time.monotonic() + _FLUSH_S
         for _ in range(len(self._waiting)):
             arena, action = self._waiting.popleft()
             try:
-                # In a retired arena too, which its leases keep mapped.
+                # Also in a retired arena: its leases keep it mapped.
                 done = action(arena)
             except KVRayError as error:
                 _log.debug("kvray: a deferred call has become void: %s", error)

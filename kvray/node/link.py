@@ -1,9 +1,9 @@
 """A process's link to its node's tier: the arena it has mapped, kept attached in the background.
 
-One link a directory and process, shared by all users (a rank-0 engine process has a scheduler and a
-worker). A daemon thread attaches, notices a retired arena, registers replicas with the shard, sends
-their figures, and retries calls that found the arena busy; a second one populates the mapping. An
-engine that started before its shard, or outlives it, joins again by itself.
+A process has one link a directory, for all users: the engine process of rank 0 has two, scheduler
+and worker. A daemon thread attaches, notices a retired arena, registers replicas with the shard,
+sends their figures, and retries calls that found the arena busy. A second one populates the
+mapping. An engine that started before its shard, or outlives it, joins again by itself.
 """
 
 import logging
@@ -31,8 +31,8 @@ _LAST_REPORT_S = 0.5
 _RETRY_S = 0.005
 _LAST_FLUSH_S = 2.0
 _PREVIOUS_S = 10.0
-"""Minimum time that a replaced arena stays mapped: its leader may be a moment behind, and lease
-there once more. After that it stays as long as a living process has a lease in it."""
+"""Minimum time that a replaced arena stays mapped: the leader may be a moment behind, and lease
+there again. After that it stays as long as a living process has a lease in it."""
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class NodeLink:
         self._arena: Arena | None = None
         self._populator: Populator | None = None
         self._previous: tuple[tuple[Arena, float], ...] = ()
-        """Arenas that were replaced and are still mapped, with when each may be closed."""
+        """Replaced arenas that are still mapped, each with the time when it may be closed."""
         self._members: list[tuple[object, object, object]] = []
         self._members_lock = threading.Lock()
         self._socket = ShardSocket(directory)
@@ -84,10 +84,9 @@ class NodeLink:
         return arena if usable else None
 
     def arena_named(self, arena_id: str) -> Arena | None:
-        """Return the arena of that id if it is the present one, or an earlier one with leases.
+        """Return the arena of that id: the present one, or an earlier one with leases.
 
-        Leased blocks stay readable after an arena's owner retired it: a promise is kept, however
-        often the tier is replaced meanwhile.
+        Leased blocks stay readable after their arena has retired: a promise is kept.
         """
         for arena in (self._arena, *(arena for arena, _ in self._previous)):
             if arena is not None and arena.arena_id == arena_id and not self._forked:
@@ -173,7 +172,7 @@ class NodeLink:
         return os.getpid() != self._pid
 
     def _run(self) -> None:
-        """The background thread. What crosses: `_arena`, `_previous`, written here; `_deferred`."""
+        """The background thread; `_arena`, `_previous` and `_deferred` cross to it."""
         look_at = report_at = 0.0
         while True:
             with self._wake:
@@ -194,9 +193,9 @@ class NodeLink:
                 report_at = now + _REPORT_S
 
     def _attempt(self, step: Callable[[], None]) -> None:
-        """Do a step of the thread; a defect, of a caller's function too, must not end it.
+        """Do a step of the thread; no defect may end it, not even in a caller's function.
 
-        Without the thread leases would stay and the engine could never join again.
+        Without the thread leases would stay, and the engine could never join again.
         """
         try:
             step()
@@ -210,7 +209,7 @@ class NodeLink:
         if self._arena is not None and not self._is_superseded(self._arena):
             return
         if self._arena is not None:
-            _log.info("kvray: arena %s was given up", self._arena.arena_id)
+            _log.info("kvray: arena %s has retired", self._arena.arena_id)
             self._stop_populating()
             # In this order: `arena_named` finds it at any time.
             self._previous = (*self._previous, (self._arena, time.monotonic() + _PREVIOUS_S))
@@ -238,10 +237,7 @@ class NodeLink:
             self._populator = None
 
     def _close_previous(self) -> None:
-        """Unmap replaced arenas that hold no promised block.
-
-        Ranks read by leases of their leader's process: one of any living holder counts.
-        """
+        """Unmap replaced arenas without leases; a lease of any living holder counts."""
         now = time.monotonic()
         for entry in self._previous:
             arena, until = entry
@@ -250,7 +246,7 @@ class NodeLink:
                 arena.close()
 
     def _is_superseded(self, arena: Arena) -> bool:
-        """Whether `arena` was given up, or its file was replaced by hand."""
+        """Return whether `arena` is retired, or somebody replaced its file."""
         path = self.directory / ARENA_FILE
         return arena.retired or (path.exists() and not holds_arena(path, arena.arena_id))
 
@@ -284,8 +280,8 @@ def attach(
 ) -> NodeLink:
     """Return this process's link to the tier in `directory`; `NodeLink.detach` gives it back.
 
-    The first caller's values hold. The registry is locked while it attaches, which takes seconds at
-    worst: whoever asks for the same directory meanwhile wants that very link.
+    The first caller's values hold. It locks the registry while it attaches, which takes seconds at
+    worst: another caller for the directory needs that very link.
 
     Args:
         directory: `KVRayConfig.node_dir`.
@@ -311,7 +307,7 @@ def attach(
 
 
 def _forget_links() -> None:
-    """Forget, after a fork, the parent's links, whose threads are not here."""
+    """Forget the parent's links after a fork: their threads are not here."""
     global _links_lock
     _links_lock = threading.Lock()
     _links.clear()

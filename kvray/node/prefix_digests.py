@@ -19,8 +19,8 @@ _EXPLAINED_MAX = 64
 class PrefixDigests:
     """The prefix digests that one rank stored or missed, on their way to the shard.
 
-    The engine's thread notes, in constant time and without a lock; the link's thread reports and
-    hears. Both use `_waiting`, which the one appends to and the other cuts, and `_known`.
+    The engine's thread notes, in constant time and without a lock; the link's thread reports. Both
+    use `_known`, and `_waiting`, to which one appends and which the other cuts.
     """
 
     def __init__(self) -> None:
@@ -35,37 +35,31 @@ class PrefixDigests:
         if digest in self._known or not self._note(digest, 0):
             return
         if len(self._known) >= _KNOWN_MAX:
-            self._known = set()  # They are noted again, so the shard does not forget those in use.
+            self._known = set()  # It notes digests in use again, so that the shard keeps them.
         self._known.add(digest)
 
     def note_missed(self, digest: bytes, num_tokens: int) -> None:
-        """Note a prompt whose very first block is not stored.
-
-        `num_tokens` count as missed because of it; with none there is no note.
-        """
+        """Note a prompt whose first block is not stored, if that missed any tokens."""
         if num_tokens > 0:
             self._note(digest, num_tokens)
 
     def waiting(self) -> list[tuple[bytes, int]]:
-        """Return what to report next, in the order in which it was noted."""
+        """Return the notes to report next, the oldest first."""
         return self._waiting[:NOTES_MAX]
 
     def reported(self, num_notes: int, incompatible: list[dict[str, Any]]) -> None:
-        """Drop the first `num_notes`, which the shard has, and read its answers."""
+        """Drop the first `num_notes`, which the shard has now, and read its answers."""
         del self._waiting[:num_notes]
         for answer in incompatible:
             self.incompatible_tokens += answer["num_tokens"]
             self._explain(answer)
 
     def tell_again(self) -> None:
-        """Note every digest again at its next use: the shard is a new one."""
+        """Note every digest again at its next use, for a new shard."""
         self._known = set()
 
     def counted(self, counters: dict[str, int], reason: str) -> dict[str, int]:
-        """Return `counters` with the incompatible tokens moved from `reason` to their own counter.
-
-        The totals themselves belong to the engine's thread alone.
-        """
+        """Return `counters`, with the incompatible tokens moved from `reason` to their own."""
         moved = min(self.incompatible_tokens, counters.get(reason, 0))
         if not moved:
             return counters
@@ -78,7 +72,6 @@ class PrefixDigests:
         return True
 
     def _explain(self, answer: dict[str, Any]) -> None:
-        """Log the difference to a namespace, once."""
         difference = {name: (mine, theirs) for name, (mine, theirs) in answer["difference"].items()}
         if repr(difference) in self._explained or len(self._explained) >= _EXPLAINED_MAX:
             return

@@ -1,4 +1,4 @@
-"""The ranks of this process as its node's shard knows them, and their figures for it."""
+"""The ranks of this process, as its node's shard knows them."""
 
 import logging
 import threading
@@ -33,25 +33,25 @@ class Registration:
     part_requests: tuple[PartRequest, ...] = (PartRequest(0),)
     """The parts that its leases must have."""
     num_ranks: int = 1
-    """Ranks that it speaks for, or that speak for it; 1: itself alone."""
+    """Ranks of its group, one of which speaks for all; 1: itself alone."""
     adapters: str | None = None
-    """How its engine reads LoRA adapters; None if it knows of none."""
+    """How its engine reads LoRA adapters; None: it has none."""
     tenants: str | None = None
     """`TenantSalts.check` of the secret that derives its salts; None: no secret."""
     told: Namespace | None = None
-    """The namespace that the shard has accepted; None: it must hear of the rank again."""
+    """The namespace that the shard accepted; None: it must hear of the rank again."""
     refusal: str | None = None
     """The shard's sentence, if it refuses."""
     has_peers: bool = False
     """Whether the shard may bring blocks here, from other nodes or from disk."""
     former: str | None = None
-    """The replica's name when the shard heard of it last, if it has another now."""
+    """The last name that the shard heard, if the replica has another now."""
 
     def rename(self, replica: str) -> None:
         """Have it registered as a rank of `replica`, with the next report."""
         if replica != self.replica:
             former = self.former or self.replica
-            # In this order: the thread that reports must not take the former name for the new one.
+            # In this order: the thread that reports must not confuse the two names.
             self.replica = replica
             self.former = former
 
@@ -61,7 +61,7 @@ class Registration:
 
     @property
     def accepted(self) -> bool:
-        """Whether the shard knows the rank by its present namespace, which others may renew."""
+        """Whether the shard knows the rank by its present namespace."""
         return self.told is self.namespace
 
 
@@ -71,7 +71,7 @@ class Registrations:
     def __init__(
         self, socket: ShardSocket, membership: Callable[[], tuple[str, Membership] | None]
     ) -> None:
-        """Tell the shard behind `socket`; `membership` gives this process's arena and row."""
+        """Report to the shard behind `socket`; `membership` gives this process's arena and row."""
         self._socket = socket
         self._membership = membership
         self._lock = threading.Lock()
@@ -98,7 +98,7 @@ class Registrations:
             )
 
     def remove(self, registration: Registration) -> bool:
-        """Leave a rank out from now on; False if it was not in."""
+        """Forget a rank; False if it is not known."""
         with self._lock:
             left = [one for one in self._all if one is not registration]
             was_in = len(left) < len(self._all)
@@ -106,7 +106,7 @@ class Registrations:
         return was_in
 
     def forget_answers(self) -> None:
-        """Note that there is a new shard or connection, which must hear all again."""
+        """Tell everything again, to a new shard or connection."""
         with self._lock:
             for registration in self._all:
                 registration.told = None
@@ -163,7 +163,7 @@ class Registrations:
             prefix_digests.reported(len(notes), reply.get("incompatible", []))
 
     def _leave(self, registration: Registration, former: str) -> None:
-        """Take a rank's former name off the list; its figures go on under the new one."""
+        """Have the shard forget a rank's former name; its figures go on under the new one."""
         registration.told = None
         self._socket.call(
             "report",
@@ -189,7 +189,7 @@ class Registrations:
             adapters=registration.adapters,
             tenants=registration.tenants,
         )
-        # Otherwise the shard knows of a place in an arena that this process has left meanwhile.
+        # Otherwise the shard knows a holder of an arena that this process has left meanwhile.
         registration.told = namespace if membership == self._membership() else None
         registration.has_peers = reply.get("peers") is True
         registration.refusal = None

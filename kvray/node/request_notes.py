@@ -1,4 +1,4 @@
-"""Notes on the requests of one rank, on their way to the shard that keeps them for people."""
+"""Notes on the requests of one rank, for the shard, which keeps them for people."""
 
 import contextlib
 from collections import OrderedDict, deque
@@ -19,10 +19,10 @@ class RequestNotes:
     def __init__(self) -> None:
         self._waiting: deque[RequestNote] = deque(maxlen=_WAITING_MAX)
         self._said: OrderedDict[int, tuple[int, int, str]] = OrderedDict()
-        """Request -> what was noted of it last: an engine that is full asks in every pass."""
+        """Request -> its last note: a full engine asks again in every pass."""
 
     def note(self, note: RequestNote) -> None:
-        """Note the outcome of a request, unless it is the same as before."""
+        """Note the outcome of a request, unless it is the last one again."""
         came = note.first, note.end, note.reason
         if self._said.get(note.request_id) == came:
             return
@@ -32,18 +32,18 @@ class RequestNotes:
         self._waiting.append(note)
 
     def take(self) -> list[RequestNote]:
-        """Return the notes to report next, the oldest first; they wait no longer."""
+        """Take the notes to report next, the oldest first."""
         count = min(NOTES_MAX, len(self._waiting))
         return [self._waiting.popleft() for _ in range(count)]
 
     def give_back(self, notes: list[RequestNote]) -> None:
-        """Put back `notes` that could not be reported, as far as there is room."""
+        """Put `notes` back, as far as there is room."""
         room = _WAITING_MAX - len(self._waiting)
         self._waiting.extendleft(reversed(notes[max(0, len(notes) - room) :]))
 
 
 def packed(notes: list[RequestNote]) -> list[bytes]:
-    """Return notes in a report's form, without requests whose number no frame carries."""
+    """Return notes in a report's form, without request numbers that no frame carries."""
     found = []
     for note in notes:
         with contextlib.suppress(TypeError, ValueError, OverflowError):

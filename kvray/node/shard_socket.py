@@ -27,7 +27,7 @@ class ShardSocket:
 
         Raises:
             ShardUnavailable: no answer within `timeout_s`.
-            TransferError: `fields` are more than a frame takes, or the answer is none.
+            TransferError: `fields` are too long for a frame, or the answer is no frame.
             KVRayError: the shard's own answer.
         """
         if os.getpid() != self._pid:
@@ -66,9 +66,9 @@ class ShardSocket:
         return wire.decode(_receive(peer, wire.body_length(head), deadline))
 
     def _connected(self, deadline: float) -> socket.socket:
-        """Return the connection, a new one if the shard has hung up since the last call."""
+        """Return the connection; a new one if the shard has hung up since the last call."""
         if self._socket is not None and _has_input(self._socket):
-            # Nothing is due between calls: the shard has ended, or does not keep to the protocol.
+            # No input is due between calls: the shard has ended, or breaks the protocol.
             self._disconnect()
         if self._socket is None:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -83,7 +83,7 @@ class ShardSocket:
 
 
 def _receive(peer: socket.socket, size: int, deadline: float) -> bytes:
-    """Return so many bytes; bytes that came before the deadline count, however late we look."""
+    """Return `size` bytes; bytes that came before the deadline count, however late we look."""
     received = bytearray()
     while len(received) < size:
         peer.settimeout(max(deadline - time.monotonic(), 0.0))

@@ -1,7 +1,7 @@
 """Asks the shard to stage blocks of other nodes here; the engine's scheduler waits for it.
 
-So it has a connection of its own, which no report can hold up. No call takes longer than its wait:
-at its end the connection is closed, and a late answer with it.
+It has a connection of its own, which no report can hold up. No call takes longer than its wait:
+then it closes the connection, and drops a late answer with it.
 """
 
 import os
@@ -24,12 +24,12 @@ from kvray.trace.reasons import STAGE_REASONS, StageReason
 
 _WAY_S = 0.005
 _WAY_SHARE = 0.2
-"""Share of the wait for the way there and back; the shard may take the rest."""
+"""Share of the wait for the way to the shard and back; the shard has the rest."""
 _KEYS_MAX = 65_536
-"""Blocks of a prompt that are asked for; more would fill a frame."""
+"""Blocks of a prompt in one call; more would fill a frame."""
 _UNREAD_MAX = 64
 _OF_ANOTHER_KIND = (AttributeError, KeyError, OverflowError, TypeError, ValueError)
-"""Raised by reading an answer that lacks its fields."""
+"""Errors from an answer that lacks its fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +41,13 @@ class StageReply:
     reason: StageReason
     """Why there are not more."""
     leases: dict[int, tuple[str, Lease]] = field(default_factory=dict)
-    """Rank on another node -> (its arena, its lease of those blocks); ours to end."""
+    """Rank on another node -> (its arena, its lease of those blocks); the caller ends them."""
     arrivals: Arrivals = field(default=(), compare=False)
-    """How the blocks came here, for people; nothing is decided by it."""
+    """How the blocks came here, for people."""
 
 
 class StageCalls:
-    """The calls of one engine; used by its scheduler's thread alone, and without one of its own."""
+    """The calls of one engine, for its scheduler's thread alone."""
 
     def __init__(self, directory: Path) -> None:
         self._socket = ShardSocket(directory)
@@ -55,11 +55,11 @@ class StageCalls:
         self._name = secrets.token_hex(8)
         self._num_calls = 0
         self._unread: deque[str] = deque(maxlen=_UNREAD_MAX)
-        """Tokens of calls whose answers did not arrive: ranks on other nodes may have leases."""
+        """Tokens of calls without an answer: ranks on other nodes may have leases."""
 
     @property
     def can_ask(self) -> bool:
-        """Whether the shard may be asked now; not so for a while after it did not answer."""
+        """Whether to ask the shard now: not for a while after it did not answer."""
         return self._breaker.state(time.monotonic()) != "open"
 
     def stage(
@@ -72,16 +72,15 @@ class StageCalls:
         tokens_per_s: float,
         verify_from: int | None = None,
     ) -> StageReply:
-        """Return which of `keys` are here after `wait_s` at most; raises no error of the shard.
+        """Return which of `keys` are here, after `wait_s` at most; raises no error of the shard.
 
         Args:
             keys: of a prompt's blocks, from its root.
-            replica: the asking replica, as it has registered.
-            rank: likewise.
+            replica: the asking replica, as registered.
+            rank: its rank, as registered.
             wait_s: longest time that this call takes.
             tokens_per_s: speed of computing the blocks instead; 0: not known.
-            verify_from: of ranks on other nodes the first block to be checked there before it
-                counts; None: none is.
+            verify_from: first block that ranks on other nodes verify; None: none.
         """
         began = time.monotonic()
         asked = keys[:_KEYS_MAX]
@@ -109,7 +108,7 @@ class StageCalls:
             return StageReply(num_blocks=0, reason="too_slow" if is_late else "store_down")
         self._breaker.succeed()
         if staged.reason == "store_down":
-            # It answers, but cannot find out either; it may soon, and has breakers of its own.
+            # The shard answers, but cannot reach others now; it has breakers of its own.
             self._breaker.fail(time.monotonic(), staged.reason)
         else:
             self._unread.clear()

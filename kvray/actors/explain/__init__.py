@@ -1,1 +1,1 @@
-"""Explains why requests hit or missed: runs in a command's or client's process, asks the shards."""
+"""Explains why requests hit or missed; runs in a command's process and asks the shards."""

@@ -7,7 +7,7 @@ from kvray.actors.shard.queries import Whereabouts
 from kvray.store.arena.block_history import CAUSES, TIERS
 
 STORED = "stored"
-PARTIAL = "partial"  # some of its parts are stored and others are not, so it is of no use
+PARTIAL = "partial"  # only some of its parts are stored, so it is of no use
 EVICTED = "evicted"
 NEVER_STORED = "never_stored"  # or so long ago that no shard remembers
 
@@ -17,18 +17,18 @@ class BlockState(NamedTuple):
 
     state: str
     places: tuple[tuple[str, str], ...] = ()
-    """(shard, tier) of those that have it whole, or of those that have some of it."""
+    """(shard, tier) of the shards that have it whole, else of those that have some of it."""
     node: str = ""
     """The shard whose tier it left last."""
     tier: str = ""
     cause: str = ""
     """Why it left, of `block_history.CAUSES`."""
     at: float = 0.0
-    """When, in seconds since the epoch; 0: it did not."""
+    """When it left, in seconds since the epoch; 0: it did not."""
 
 
 class StateRun(NamedTuple):
-    """Blocks, one after the other, that differ in nothing but the moment they left."""
+    """Consecutive blocks with equal states, save for the moment when they left."""
 
     start: int
     stop: int
@@ -43,8 +43,7 @@ def block_states(
 ) -> list[BlockState]:
     """Return the state of each of `num_blocks` blocks, from the answers by shard.
 
-    In the `past`, as in a question about an earlier moment, an eviction outweighs that the block is
-    stored now.
+    For a question about the `past`, an eviction outweighs that the block is stored now.
     """
     return [_block_state(answers, block, num_parts, past=past) for block in range(num_blocks)]
 

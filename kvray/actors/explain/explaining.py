@@ -1,4 +1,4 @@
-"""Explains requests and prompts: asks the parts of the tier why blocks were hit or missed.
+"""Asks the parts of the tier why the blocks of a request or a prompt were hit or missed.
 
 Answers are plain mappings, as `kvray explain --json` prints them; ranges are in tokens.
 """
@@ -36,9 +36,9 @@ INCOMPATIBLE = "incompatible"
 def explain_requests(
     *, replica: str | None, request_id: int | None, last: int, timeout_s: float
 ) -> dict[str, Any]:
-    """Return what came of requests, up to the `last`, the latest first, and why.
+    """Return the outcomes of the `last` requests and their reasons, the latest first.
 
-    Without `replica` or `request_id` all count. Each question may take `timeout_s`.
+    Without `replica` or `request_id` all requests count. Each question may take `timeout_s`.
 
     Returns:
         "requests", and "silent": the shards that did not answer.
@@ -73,8 +73,8 @@ def explain_prompt(
 ) -> dict[str, Any]:
     """Return the blocks of a prompt that are stored now, and the history of the others.
 
-    `tokens` are little-endian int32, end to end; `lora` is the adapter's path as the nodes have it.
-    Without `replica` the namespace of each replica that is there counts.
+    `tokens` are little-endian int32, end to end; `lora` is the adapter's path on the nodes. Without
+    `replica` it looks in the namespace of every registered replica.
 
     Returns:
         "prompts", one a namespace, and "silent".
@@ -144,7 +144,7 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
 
 
 def _reason(asked: Asked, block: BlockState) -> str:
-    """Return why a range was missed, where `not_stored` is more than one reason."""
+    """Return why a range was missed: `not_stored` has several reasons."""
     reason = asked.note.reason
     if reason != "not_stored":
         return reason
@@ -159,8 +159,8 @@ def _not_known(replica: str | None, request_id: int | None, silent: Sequence[str
     missing = f" {', '.join(silent)} did not answer." if silent else ""
     return (
         f"{what}{whose} is known: shards remember the latest requests of their node since they"
-        f" started, and a TensorCache notes none.{missing} `kvray status` shows what"
-        " replicas and caches have counted."
+        f" started, and a TensorCache notes none.{missing} `kvray status` shows the counts of"
+        " replicas and caches."
     )
 
 
@@ -216,7 +216,7 @@ def _homes(replica: str | None, timeout_s: float) -> dict[str, str]:
     if not homes:
         which = "No replica" if replica is None else f"No replica {replica!r:.80}"
         raise ConfigError(
-            f"{which} is registered now, and without one it is not known how a prompt is keyed;"
+            f"{which} is registered now, and only a replica knows how to key a prompt;"
             " `kvray status` shows those that are."
         )
     return homes
@@ -245,7 +245,7 @@ def _range(start: int, stop: int, what: str, **more: Any) -> dict[str, Any]:
 
 
 def _run_range(run: StateRun, start: int, stop: int, what: str, **more: Any) -> dict[str, Any]:
-    """Return a range with its places; with when, whence and why its blocks left, if they did."""
+    """Return a range with the places of its blocks, and when, whence and why they left."""
     block = run.block
     if block.at:
         more |= {

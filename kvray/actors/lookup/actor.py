@@ -1,4 +1,4 @@
-"""The Ray actor around the lookup; synchronous, calls carry whole batches."""
+"""The Ray actor around the lookup; synchronous, since its calls carry whole batches."""
 
 import gc
 import time
@@ -28,8 +28,8 @@ class LookupActor:
         )
         self._lookup = Lookup(silent_s)
         self._metrics = MetricsExport(cluster_name)
-        # The collector does not walk the index, which is arrays. Ray and its imports stay for good,
-        # so no query should wait for a walk of those.
+        # The index is arrays, which the collector does not walk. Ray and its imports stay for good:
+        # no query should wait for a walk of them.
         gc.freeze()
 
     @ray.method(concurrency_group="health")
@@ -78,7 +78,7 @@ class LookupActor:
         return self._lookup.status(time.monotonic())
 
     def _export(self, now: float) -> None:
-        """Export figures when it is time; in a call, as the `Lookup` belongs to one thread."""
+        """Export figures if it is time; in a call, as the `Lookup` belongs to one thread."""
         self._metrics.attempt(lambda at: lookup_figures(self._lookup.status(at)), now)
 
     def __repr__(self) -> str:
@@ -86,7 +86,7 @@ class LookupActor:
 
 
 def create_lookup(cluster_name: str, silent_s: float = SILENT_S) -> Any:
-    """Return the tier's lookup, which is started if there is none."""
+    """Return the tier's lookup; start it if there is none."""
     # One thread answers everything but pings: the `Lookup` is not thread-safe.
     return create_actor(
         LookupActor, LOOKUP_NAME, cluster_name, silent_s, groups={"health": 1}, max_concurrency=1

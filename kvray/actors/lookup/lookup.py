@@ -12,7 +12,7 @@ from kvray.identity.block import KEY_BYTES, Namespace
 from kvray.index import Index, Match, Run
 
 SILENT_S = 1.5
-"""Silence after which a shard is left out of answers; three of its heartbeats."""
+"""Answers leave out a shard after so long a silence: three of its heartbeats."""
 
 _NAMESPACES_MAX = 128
 _DIGESTS_MAX = 8192
@@ -26,24 +26,24 @@ class Announcement:
 
     shard: str
     arena_id: str
-    """A new arena counts its epochs again: they are told apart by it."""
+    """A new arena counts its epochs from 1 again."""
     shard_epoch: int
     sequence: int
-    """One more than that of the announcement before, whatever happened to that one."""
+    """One more than in the announcement before, whatever happened to that one."""
     full: bool
-    """It lists all blocks of the shard, or the first of them, and no changes."""
+    """It lists all blocks of the shard, or the first of them, instead of changes."""
     added_keys: bytes
     added_parts: list[int]
     removed_keys: bytes
     removed_parts: list[int]
     prefix_digests: list[Note] = field(default_factory=list)
-    """The notes of engines since then, or, if `full`, all that are remembered."""
+    """The notes of engines since then, or, if `full`, all that the shard remembers."""
     more: bool = False
     """The list did not fit in; the next announcement continues it."""
     ranks: list[tuple[str, int]] | None = None
-    """Replica and rank of all that are registered with the shard; None: no change."""
+    """Replica and rank of all ranks registered with the shard; None: no change."""
     until: tuple[str, float] | None = None
-    """A lookup's epoch, and the time by its clock (`Answer.now_s`) when the shard gives up."""
+    """A lookup's epoch, and the time by its clock (`Answer.now_s`) at which the shard gives up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,22 +51,21 @@ class Answer:
     """The lookup's answer to an announcement."""
 
     lookup_epoch: str
-    """New at each start of the lookup: a shard that sees a new one announces everything."""
+    """New at each start of the lookup; a shard then announces everything."""
     resync: bool
-    """The announcement did not follow the last one and was ignored."""
+    """The announcement did not follow the last one, and the lookup ignored it."""
     wait_s: float = 0.0
     """With `resync`: when the shard is to ask for its turn to announce everything."""
     now_s: float = 0.0
     """The time of the answer, by the lookup's clock."""
     took_s: float = 0.0
-    """How long the lookup worked on it; 0 if that is not known."""
+    """How long the lookup worked on it; 0: not known."""
     findings: list[Finding] = field(default_factory=list)
     """The misses among its `prefix_digests` that are stored in another namespace."""
     num_shards: int = 0
-    """Shards that were heard lately, the asking one included."""
+    """Shards that the lookup heard lately, the asking one included."""
     partial_keys: bytes = b""
-    """Keys of partial blocks, whose remaining parts at the shard are useless; 32 bytes each, end to
-    end."""
+    """Keys of partial blocks, end to end: their parts at the shard are useless."""
 
 
 class Lookup:
@@ -74,16 +73,15 @@ class Lookup:
 
     A shard numbers its announcements within its epoch and uses no number twice. The lookup refuses
     one that does not follow the last, with `resync`. The shard then sends a full one, which counts
-    unless a later one was taken. So the index is always what each shard said in an unbroken
-    sequence, whatever is lost, repeated or reordered. A full announcement may be too long for one
-    message: the ones after it then add the rest.
+    unless the lookup took a later one. So lost, repeated or reordered announcements do no harm. If
+    a full announcement is too long for one message, the next ones add the rest.
 
     After a start of the lookup every shard has to announce everything. Only shards with a turn
     begin, and the answers to the others cost next to nothing. So the time until the index is
-    complete depends on the number of blocks, and never on the number of shards.
+    complete depends on the number of blocks, and not on the number of shards.
 
-    Answers leave out a shard that was silent for too long, until its next announcement. It still
-    counts as a holder: its blocks are gone only when it is dropped or says so.
+    Answers leave out a shard after a long silence, until its next announcement. It still holds its
+    blocks, until it says otherwise or is dropped.
     """
 
     def __init__(self, silent_s: float = SILENT_S) -> None:
@@ -99,7 +97,7 @@ class Lookup:
         self._heard: dict[str, float] = {}
 
     def announce(self, announcement: Announcement, now: float) -> Answer:
-        """Take an announcement, a heartbeat too; ConfigError: its keys and parts do not match."""
+        """Take an announcement or a heartbeat; ConfigError: its keys and parts do not match."""
         shard = announcement.shard
         epoch, until = announcement.until or ("", 0.0)
         if epoch == self.epoch and now > until:
@@ -112,7 +110,7 @@ class Lookup:
             wait_s = self._turns.take(shard, now)
             if wait_s:
                 return self._refusal(shard, now, wait_s=wait_s)
-        # Forget the sequence until all is in: nothing may build on half an announcement.
+        # An error below leaves no sequence: nothing may build on half an announcement.
         last = announcement.arena_id, announcement.shard_epoch, announcement.sequence
         self._last.pop(shard, None)
         self._take(announcement)
@@ -151,7 +149,7 @@ class Lookup:
         self._partial_blocks.note(removed + index.purge(_PURGED_SLOTS))
 
     def _follows(self, announcement: Announcement) -> bool:
-        """Return whether the announcement can be applied to what is known of its shard."""
+        """Return whether the announcement follows the last one of its shard."""
         here = announcement.arena_id, announcement.shard_epoch, announcement.sequence
         arena_id, epoch, sequence = self._last.get(announcement.shard, ("", -1, -1))
         if announcement.full:
@@ -171,7 +169,7 @@ class Lookup:
         return self.index.locate(keys)
 
     def replica(self, replica: str, now: float) -> dict[int, str]:
-        """Return rank -> shard that it is registered with, without those of silent shards."""
+        """Return rank -> the shard it is registered with, without silent shards."""
         return self._ranks.replica(replica, self._live(now))
 
     def elsewhere(self, namespace: Namespace, prefix_digest: bytes) -> tuple[Namespace, str] | None:
@@ -217,7 +215,7 @@ class Lookup:
         self._num_queried += len(keys) // KEY_BYTES
 
     def _live(self, now: float) -> list[str]:
-        """Return the shards that were heard lately, and silence the others in the index."""
+        """Return the shards heard lately, and silence the others in the index."""
         live = []
         for shard, at in self._heard.items():
             if now - at > self._silent_s:

@@ -11,7 +11,7 @@ HANDED_MAX = 4096  # keys in one answer
 
 
 class PartialBlocks:
-    """The queue of each shard; advice only, so an answer that is lost does no harm."""
+    """The queue of each shard; it is advice, so a lost answer does no harm."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _Queue] = {}
@@ -23,7 +23,7 @@ class PartialBlocks:
                 self._queues.setdefault(shard, _Queue()).append(loss.keys, loss.parts)
 
     def take(self, shard: str, index: Index) -> bytes:
-        """Return keys of blocks that `shard` should evict first, and forget them.
+        """Take the keys of blocks that `shard` should evict first.
 
         Blocks whose parts were stored again are left out.
         """

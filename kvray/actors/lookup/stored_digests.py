@@ -37,27 +37,25 @@ class Finding:
 
 
 class StoredDigests:
-    """Bounded memory of what was stored; of too much the longest unheard of goes.
+    """Bounded memory of stored digests; it drops the one that is longest unheard of.
 
-    What is in it was stored once and may be evicted since: had the namespaces been one, the miss
-    might have been one all the same.
+    A block may have left the tier since: even in one namespace the miss might have been one.
     """
 
     def __init__(self, *, namespaces_max: int, digests_max: int) -> None:
-        """Have room for `digests_max` digests in each of `namespaces_max`."""
         self._namespaces_max = namespaces_max
         self._digests_max = digests_max
         # Namespace -> digest -> the replica that stored it last.
         self._stored: OrderedDict[Namespace, OrderedDict[bytes, str]] = OrderedDict()
 
     def __len__(self) -> int:
-        """Return how many digests are remembered, in all namespaces together."""
+        """Return the number of digests, in all namespaces together."""
         return sum(len(digests) for digests in self._stored.values())
 
     def take(self, notes: Iterable[Note]) -> list[Finding]:
-        """Enter what was stored and return what of the misses is stored elsewhere.
+        """Enter stored digests, and return the misses that another namespace has stored.
 
-        The order of `notes` counts: a replica stores what it has just missed.
+        The order of `notes` counts: a replica stores after its miss.
         """
         findings = []
         for note in notes:
@@ -93,7 +91,7 @@ class StoredDigests:
         return min(others, key=lambda other: len(namespace.difference(other[0])), default=None)
 
     def notes(self) -> Iterator[Note]:
-        """Yield what, taken by an empty memory of the same size, makes it equal to this one."""
+        """Yield notes that give an empty memory of the same size the same content."""
         for namespace, digests in self._stored.items():
             origins = {
                 replica: Origin(replica=replica, rank=0, namespace=namespace)

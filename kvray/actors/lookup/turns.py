@@ -1,11 +1,11 @@
-"""Turns to announce everything again: a few shards at a time, the others are told when to ask."""
+"""Turns to announce everything: a few shards at a time; the others hear when to ask."""
 
 TURNS = 8
-"""Shards at once: while one makes its next piece, the lookup works on those of the others."""
+"""Shards at once: while one makes its next piece, the lookup works on another's."""
 TURN_S = 5.0
-"""A turn ends after this long without a word from its shard, which may have died."""
+"""A turn ends after so long a silence of its shard, which may have died."""
 _ASKS_PER_S = 100
-"""Requests for a turn by all shards together: a small part of what the lookup can answer."""
+"""Requests for a turn by all shards together: a small load for the lookup."""
 _WAIT_MIN_S = 0.5
 _WAIT_MAX_S = 10.0
 
@@ -27,7 +27,7 @@ class Turns:
         return wait_s
 
     def wait_s(self, shard: str, now: float) -> float:
-        """Return the seconds until `shard` is to ask; 0 if a turn is free now."""
+        """Return the seconds until `shard` is to ask; 0: a turn is free now."""
         self._taken = {one: until for one, until in self._taken.items() if until > now}
         if shard in self._taken or len(self._taken) < TURNS:
             return 0.0

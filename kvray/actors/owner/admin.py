@@ -1,8 +1,7 @@
-"""The token that ending, clearing and changing a tier ask for, if its settings name one.
+"""The token that a caller needs to end, clear or change a tier, if its settings name one.
 
-What travels, over Ray's own channel, is a proof of having the token and not the token. It keeps
-mistakes and jobs of other people off a tier, and nobody who means harm: whoever may connect to a
-Ray cluster may run code in it.
+A caller sends a proof that it has the token, over Ray's own channel. The token stops mistakes and
+other people's jobs. It stops no attacker: anybody who connects to a Ray cluster may run code there.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ _NONCE_BYTES = 32
 
 
 def proof_of(config: KVRayConfig | None) -> str:
-    """Return the proof of having the token that `config` names; empty if it names none."""
+    """Return the proof that we have the token of `config`; empty if it names none."""
     if config is None or config.security.auth_token_file is None:
         return ""
     token = read_secret(config.security.auth_token_file, setting="security.auth_token_file")
@@ -37,9 +36,8 @@ def proof_of(config: KVRayConfig | None) -> str:
 def check_proof(config: KVRayConfig, proof: str) -> None:
     """Refuse a caller without the token of the tier that runs with `config`.
 
-    The token is read at each call, so that a new one in its file holds at once. If it cannot be
-    read, a caller is let in that proves to be this process's user (see `_witness`): somebody must
-    be able to end the tier.
+    It reads the token at each call, so that a new one in the file holds at once. If nobody can read
+    it, the user of this process may still end the tier, and proves it with a file (`_witness`).
 
     Raises:
         ConfigError: it has another token or none, or the token cannot be read here.
@@ -51,11 +49,11 @@ def check_proof(config: KVRayConfig, proof: str) -> None:
         if _is_own(witness):
             return
         raise ConfigError(
-            f"{error} The user that runs the tier may end it without, on a node of the tier."
+            f"{error} On a node of the tier, the user that runs it may end it without a token."
         ) from None
     if not expected and not witness:
         return
-    # A part that has a token refused a caller with a witness before: this part has no say.
+    # A caller with a witness was refused by a part that has a token: this part has no say.
     if not expected or not hmac.compare_digest(expected.encode(), digest.encode()):
         raise ConfigError(
             f"The tier {config.cluster_name!r} is ended, cleared and changed with a token only;"
@@ -64,19 +62,16 @@ def check_proof(config: KVRayConfig, proof: str) -> None:
 
 
 def ask_to_be_admitted(config: KVRayConfig | None, *, timeout_s: float) -> None:
-    """Ask the tier of this Ray cluster whether the token of `config` is its own.
+    """Raise ConfigError unless the token of `config` is that of the tier in this Ray cluster.
 
-    The supervisor decides, or else any shard. Where none lets us in, each is asked whether it has
-    lost its token and we are its user. A tier that has no part left can refuse nothing.
-
-    Raises:
-        ConfigError: it is not.
+    The supervisor decides, or else any shard. If none admits us, we ask each whether it has lost
+    its token and we are its user. A tier without parts refuses nothing.
     """
     fault, proof = None, ""
     try:
         proof = proof_of(config)
     except ConfigError as error:
-        fault = error  # of the caller's own file, which tells more than any refusal
+        fault = error  # about the caller's own file, which says more than any refusal
     timeout_s = min(timeout_s, _ASK_S)
     answers = _answers([SUPERVISOR_NAME], proof, timeout_s)
     answers = answers or _answers(_shards(), proof, timeout_s)
@@ -86,7 +81,7 @@ def ask_to_be_admitted(config: KVRayConfig | None, *, timeout_s: float) -> None:
         again = _answers([*_shards(), SUPERVISOR_NAME], f"{proof} {witness}", timeout_s)
     if None not in again:
         refusal = fault or answers[0]
-        assert refusal is not None, "nobody has let us in"
+        assert refusal is not None, "nobody has admitted us"
         raise refusal
 
 
@@ -96,17 +91,16 @@ def _shards() -> list[str]:
 
 
 def _answers(names: Iterable[str], proof: str, timeout_s: float) -> list[KVRayError | None]:
-    """Return the refusals of the parts that answer; None for each that lets us in."""
+    """Return the refusals of the parts that answer; None for each that admits us."""
     answers = ask(names, "admit", timeout_s, proof).values()
     return [answer for answer in answers if not isinstance(answer, ShardUnavailable)]
 
 
 @contextlib.contextmanager
 def _witness() -> Iterator[str]:
-    """Show whose this process is, for as long as the block lasts: by a file that it has made.
+    """Prove the user of this process during a block, with a private file of that user.
 
-    Nobody else can make a file of this user's, and nobody else can read this one. Gives what
-    `_is_own` is to look at; empty if no file can be made.
+    Gives the argument of `_is_own`; empty if no file can be made.
     """
     nonce = secrets.token_hex(_NONCE_BYTES)
     try:
@@ -123,7 +117,7 @@ def _witness() -> Iterator[str]:
 
 
 def _is_own(witness: str) -> bool:
-    """Return whether a file of this process's user has what the caller says is in it."""
+    """Return whether a private file of this process's user has the content that the caller says."""
     nonce, _, path = witness.partition(" ")
     if len(nonce) != 2 * _NONCE_BYTES:
         return False

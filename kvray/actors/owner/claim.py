@@ -1,8 +1,8 @@
 """A shard's claim to be the one owner of its node's directory.
 
-Two locks on bytes of the owner file say who the owner is: OWNER_BYTE, which excludes all others,
-and a byte whose place follows from the shard's name, by which a newcomer knows an earlier self.
-Both end with their process, so neither is ever out of date.
+The owner has locks on two bytes of the owner file. OWNER_BYTE excludes all others. The place of the
+other byte follows from the shard's name, so that a restarted shard recognises its earlier self.
+Both locks end with their process.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Owner:
         return f"Shard {self.shard} (process {self.pid}, since {since})"
 
     def keeps(self, directory: Path) -> str:
-        """Return the sentence that no other shard can have `directory`."""
+        """Return the sentence that refuses `directory` to another shard."""
         return (
             f"{self} owns {directory}; end its tier with `kvray down`, under the TMPDIR or with the"
             " --address that it was started with, or choose another cluster_name or arena.dir."
@@ -51,10 +51,10 @@ class Owner:
 
 
 class Claim:
-    """One shard's claim to a directory: tried for until it is had, then held for life."""
+    """One shard's claim to a directory: tried until it succeeds, then held for life."""
 
     def __init__(self, directory: Path, shard: str, access: Access = OWN_USER) -> None:
-        """Claim `directory`, made for `access`, for a shard's name; its patience begins now."""
+        """Claim `directory`, which `access` may use, for a shard; its patience begins now."""
         self._directory = directory
         self._shard = shard
         self._access = access
@@ -67,8 +67,8 @@ class Claim:
     def attempt(self) -> bool:
         """Try once to become the owner; False: try again soon.
 
-        An earlier self that still has the lock after a while, because it is frozen or lost to
-        Ray, is ended: there is one shard of a name, and that is the latest.
+        The latest shard of a name is the only one. So it ends an earlier self that still has the
+        lock after a while, because it is frozen or Ray has lost it.
 
         Raises:
             ConfigError: the directory cannot be used.
@@ -82,7 +82,7 @@ class Claim:
             if file.is_current():
                 self._take(file)
                 return True
-            file.unlock(OWNER_BYTE)  # the owner before removed it while it ended
+            file.unlock(OWNER_BYTE)  # the last owner removed the file while it ended
             return False
         waited = time.monotonic() - self._began
         if waited > _WAIT_S and (owner := owner_of(self._directory)) is not None:
@@ -92,7 +92,7 @@ class Claim:
         return False
 
     def renew(self) -> bool:
-        """Return whether the directory is still ours; replace an owner file that was removed."""
+        """Return whether the directory is still ours; replace a removed owner file."""
         if self._file is None or self._file.is_current():
             return self._file is not None
         make_directory(self._directory, self._access)
@@ -103,7 +103,7 @@ class Claim:
         return True
 
     def release(self) -> None:
-        """Give the directory up, if it was had. Twice is fine."""
+        """Give the directory up. Twice is fine."""
         file, self._file = self._file, None
         if file is not None:
             file.unlock(self._name_byte)
@@ -129,8 +129,8 @@ def owner_of(directory: Path) -> Owner | None:
         return None
     with contextlib.suppress(OSError, ValueError, TypeError, OverflowError, RecursionError):
         owner = Owner(**json.loads((directory / NOTE_FILE).read_text()))
-        if owner.pid == pid:  # else an owner before has written it
-            str(owner)  # raises for a note of other types, which no owner has written
+        if owner.pid == pid:  # else an earlier owner wrote the note
+            str(owner)  # raises for a note of other types, which no owner writes
             return owner
     return Owner(shard=None, pid=pid, since=None)
 
@@ -138,8 +138,7 @@ def owner_of(directory: Path) -> Owner | None:
 def _end_earlier_self(file: SideFile, name_byte: int, shard: str) -> bool:
     """Kill the process that owns the directory under this shard's own name, if one does.
 
-    Nobody else can be hit, see `lockers.end`. One race is left: the process gives its locks up
-    between the look and the signal. Then it is that earlier self all the same, just at its end.
+    `lockers.end` can hit nobody else: a process that just gave up both locks is that earlier self.
     """
     pid = file.holder_of(OWNER_BYTE)
     if not pid or pid == os.getpid():  # 0: a process of another container, out of reach

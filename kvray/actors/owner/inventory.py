@@ -18,7 +18,7 @@ from kvray.wire import SOCKET_FILE
 _PREFIX = "kvray-"
 _OUR_FILES = (ARENA_FILE, "arena.*.new", "lock.*", OWNER_FILE, NOTE_FILE, SOCKET_FILE)
 _ROWS_MAX = 4096
-"""Rows that a holder table may have; asking for a lock takes about a microsecond."""
+"""Rows that a holder table may have; a look at a lock takes about a microsecond."""
 
 
 Use = Literal["owned", "attached", "unused"]
@@ -36,7 +36,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A directory of this user that a shard has made, with its contents."""
+    """A directory of this user that a shard made, with its contents."""
 
     path: Path
     cluster_name: str
@@ -51,7 +51,7 @@ class Finding:
 
     @property
     def use(self) -> Use:
-        """How the arena is used; removing one that is `unused` harms nobody."""
+        """The use of the arena; the removal of an `unused` one harms nobody."""
         if self.owner is not None:
             return "owned"
         return "attached" if self.holders else "unused"
@@ -105,9 +105,8 @@ def look_at(directory: Path) -> Finding:
 def remove_unused(directory: Path) -> bool:
     """Remove an arena without owner and holders; False if it has one by now, or a file is left.
 
-    A shard that is just starting either has the owner lock before us, or finds the directory gone
-    and makes a new one. A process that attaches meanwhile finds its arena retired, and looks for
-    the next.
+    A shard that starts meanwhile has the owner lock before us, or makes a new directory. A process
+    that attaches meanwhile finds its arena retired, and looks for the next.
 
     Raises:
         OSError: a file cannot be removed.
@@ -119,7 +118,7 @@ def remove_unused(directory: Path) -> bool:
 
 
 def _is_a_shards(directory: Path) -> bool:
-    """Whether a shard has made the directory: has a file of ours, or none at all."""
+    """Return whether a shard made the directory: it has files of ours, or is empty."""
     return bool(_our_files(directory)) or not _names(directory)
 
 
@@ -132,7 +131,7 @@ def _our_files(directory: Path) -> list[Path]:
 
 
 def _names(directory: Path) -> list[str]:
-    """Return the names in a directory, which may have been removed by now."""
+    """Return the names in a directory; none if it is gone by now."""
     try:
         return sorted(os.listdir(directory))
     except OSError:

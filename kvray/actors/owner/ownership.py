@@ -1,10 +1,10 @@
 """The ownership of a node's directory: it belongs to this user, and to one shard at a time.
 
-Where everybody may write, anybody can create a link or a directory of our name. So nothing is done
-in a directory that is not this user's own.
+In a shared directory anybody can create a link or a directory of our name. So kvray does nothing in
+a directory of another user.
 
 The owner holds the lock on a byte of the owner file; the lock ends with its process. A shard holds
-it for life (`claim`), a command that removes files until it has.
+it for life (`claim`), a command while it removes files.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def is_own(directory: Path) -> bool:
 
 
 def make_directory(directory: Path, access: Access) -> None:
-    """Make the directory, with the rights of `access`; anybody may remove it at any time.
+    """Make the directory, with the rights of `access`; others may remove it at any time.
 
     Raises:
         ConfigError: it cannot be made, is not this user's, or may not be given to the group.
@@ -48,17 +48,13 @@ def make_directory(directory: Path, access: Access) -> None:
             " to a tmpfs that this user may write to."
         ) from None
     with contextlib.suppress(FileNotFoundError):
-        # In a directory that everybody writes to, a link may have been laid by anybody.
+        # In a shared directory anybody may have made a link.
         access.check_own(directory)
         access.give_directory(directory)
 
 
 def let_in(directory: Path, arena_id: str, access: Access) -> None:
-    """Let those that `access` names open arena and lock file, whatever mode the files had.
-
-    Raises:
-        ConfigError: they may not be given to the group, or are not this user's.
-    """
+    """Give arena and lock file the rights of `access`; ConfigError: that is not permitted."""
     try:
         for path in (lock_path(directory, arena_id), directory / ARENA_FILE):
             access.give(path)
@@ -83,9 +79,9 @@ def open_owner_file(directory: Path) -> SideFile | None:
 
 
 def sweep(directory: Path, wait_s: float = 0.0) -> bool:
-    """Remove what a dead shard left in `KVRayConfig.node_dir`; nothing if a shard owns it.
+    """Remove the files of a dead shard in `KVRayConfig.node_dir`; return whether it is gone.
 
-    An owner that is ending gets `wait_s`. Return whether nothing is left there.
+    An owner that is ending has `wait_s` for it; the files of a living one stay.
     """
     deadline = time.monotonic() + wait_s
     while is_own(directory):
@@ -100,21 +96,21 @@ def sweep(directory: Path, wait_s: float = 0.0) -> bool:
 
 @contextlib.contextmanager
 def as_owner(directory: Path) -> Iterator[bool]:
-    """Have the owner lock for the time of a block; False if some process owns the directory."""
+    """Have the owner lock during a block; False if a process owns the directory."""
     file = open_owner_file(directory)
     if file is None or not file.try_lock(OWNER_BYTE):
         yield False
         return
     try:
-        yield file.is_current()  # else the owner before removed it while it ended
+        yield file.is_current()  # else the last owner removed the file while it ended
     finally:
         file.unlock(OWNER_BYTE)
 
 
 def remove_files(directory: Path) -> None:
-    """Retire the arena in `directory`, if there is one, and remove everything that is ours.
+    """Retire the arena in `directory`, if there is one, and remove all files of ours.
 
-    Only the holder of the owner lock may; others call `sweep`. Files that cannot be removed stay.
+    Only the holder of the owner lock may; others call `sweep`. Files of others stay.
     """
     with contextlib.suppress(OSError):
         retire_file(directory / ARENA_FILE)
@@ -126,9 +122,9 @@ def remove_files(directory: Path) -> None:
 
 
 def remove_leftovers(directory: Path, keep: str | None = None) -> None:
-    """Remove what dead owners left behind: half-made arenas, locks of arenas long gone.
+    """Remove half-made arenas, and all locks but that of the arena with the id `keep`.
 
-    The arena with the id `keep` keeps its lock. Only the holder of the owner lock may do this.
+    Only the holder of the owner lock may.
     """
     kept = None if keep is None else lock_path(directory, keep)
     for pattern in ("arena.*.new", "lock.*"):

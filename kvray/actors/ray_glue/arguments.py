@@ -1,6 +1,6 @@
-"""Arguments of calls of actors, cut up so that they travel with the call.
+"""Arguments of calls of actors, in pieces that travel with the call.
 
-Ray sends an argument of up to 100 KiB with the call, and a larger one by way of its object store,
+Ray sends an argument of up to 100 KiB with the call. A larger one goes through its object store,
 which takes some milliseconds more.
 """
 
@@ -11,7 +11,7 @@ _PIECE_BYTES = 2**16
 
 
 def in_pieces(data: bytes) -> list[bytes]:
-    """Return `data` cut up, as one argument at least."""
+    """Return `data` in pieces, one at least."""
     starts = range(0, max(1, len(data)), _PIECE_BYTES)
     return [data[start : start + _PIECE_BYTES] for start in starts]
 
@@ -23,7 +23,7 @@ def packed(value: Any) -> list[Any]:
 
 
 def unpacked(*arguments: Any) -> Any:
-    """Return what was `packed`."""
+    """Return the value of `packed` arguments."""
     first = arguments[0]
-    # As any argument of an actor it comes from this tier's own processes.
+    # Like any argument of an actor it comes from processes of this Ray cluster.
     return pickle.loads(b"".join(arguments)) if isinstance(first, bytes) else first  # noqa: S301

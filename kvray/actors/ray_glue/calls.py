@@ -22,7 +22,7 @@ from kvray.actors.telemetry.log_lines import Lines, Quiet
 from kvray.errors import KVRayError, ShardUnavailable
 
 _HEAD = {"node:__internal_head__": 0.001}
-"""Resource of Ray's head: what the tier has one of is there, and does not go with another node."""
+"""Resource of Ray's head: lookup and supervisor run there, and no other node takes them along."""
 _POLL_S = 0.1
 
 _namespace: ContextVar[str | None] = ContextVar("kvray_namespace", default=None)
@@ -30,7 +30,7 @@ _namespace: ContextVar[str | None] = ContextVar("kvray_namespace", default=None)
 
 @contextlib.contextmanager
 def tier_named(cluster_name: str) -> Iterator[None]:
-    """Mean the tier of that name in this block, whatever namespace this process joined Ray with."""
+    """Mean the tier of that name in this block, whatever namespace this process joined."""
     before = _namespace.set(namespace_of(cluster_name))
     try:
         yield
@@ -39,7 +39,7 @@ def tier_named(cluster_name: str) -> Iterator[None]:
 
 
 def current_namespace() -> str:
-    """Return the Ray namespace whose actors are meant: by default that of this process."""
+    """Return the Ray namespace of the tier that is meant: by default that of this process."""
     return _namespace.get() or str(ray.get_runtime_context().namespace)
 
 
@@ -51,17 +51,17 @@ def create_actor(
     groups: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Any:
-    """Return the actor of that name, started if it is not there.
+    """Return the actor of that name; start it if there is none.
 
-    It outlives its creator, restarts as often as it ends, and gets no call twice.
+    It outlives its creator, restarts whenever it ends, and gets no call twice.
 
     Args:
         actor: its class.
         name: its name in the tier's namespace.
         args: of its constructor.
-        node_id: the node of Ray on which it has to be; None: the head.
-        groups: concurrency groups, and how many calls of each there may be at once.
-        options: further ones of Ray's.
+        node_id: its node; None: the head.
+        groups: concurrency group -> calls that may run at once.
+        options: further options of Ray's.
     """
     if node_id is None:
         options["resources"] = _HEAD
@@ -81,7 +81,7 @@ def create_actor(
 
 
 def on_node(node_id: str, function: Callable[..., Any]) -> Any:
-    """Return `function` as one for `ask_all`: it runs once, on that node of Ray."""
+    """Return `function` as a method for `ask_all`, which runs once, on that node."""
     affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=affinity)
 
@@ -116,9 +116,9 @@ def ask_all(
     *args: Any,
     meanwhile: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
-    """Call all `methods` at once; return what each answered, or the error that it raised.
+    """Call all `methods` at once; return name -> its answer, or its error.
 
-    `meanwhile` is called every now and then until all have answered.
+    `meanwhile` is called often until all have answered.
     """
     answers: dict[str, Any] = {}
     calls = {}
@@ -136,7 +136,7 @@ def ask_all(
             with mapped_errors():
                 _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
         except KVRayError:
-            break  # below it is said of each what became of it
+            break  # each has its answer or error below
     for name, answer in calls.items():
         try:
             with mapped_errors():
@@ -184,7 +184,7 @@ def mapped_errors() -> Iterator[None]:
         if isinstance(cause, KVRayError):
             raise cause from None
         raise ShardUnavailable(
-            f"An actor of the tier has a defect ({_last_line(error)}); its log has the details."
+            f"An actor of the tier has a defect ({_last_line(error)}); see its log."
         ) from error
     except GetTimeoutError:
         raise ShardUnavailable(
@@ -197,8 +197,8 @@ def mapped_errors() -> Iterator[None]:
 class Nudge:
     """Calls an actor now and then, and does not wait for its answer.
 
-    A process that could not become the actor it was started for, with a full disk say, counts as
-    running with Ray until somebody calls it: only then does it end, and Ray starts the next.
+    A process that could not become its actor, because of a full disk for example, counts as running
+    until somebody calls it. Only then does it end, and Ray starts the next.
     """
 
     def __init__(self, name: str, *, every_s: float) -> None:
@@ -237,7 +237,7 @@ def kill_actor(name: str) -> None:
 
 
 def await_forgotten(names: Collection[str], timeout_s: float) -> bool:
-    """Wait until Ray has forgotten killed actors, so that the next of that name is a new one."""
+    """Wait until Ray has forgotten killed actors; their names are free then."""
     deadline = time.monotonic() + timeout_s
     with contextlib.suppress(KVRayError), mapped_errors():
         while set(names) & set(list_actors()):
@@ -256,7 +256,7 @@ def node_labels() -> dict[str, str]:
 
 
 def log_to_stderr() -> None:
-    """Have an actor's process write kvray's events, and nobody else's, to its log file."""
+    """Have an actor's process write kvray's events, and no others, to its log file."""
     log = logging.getLogger("kvray")
     if not log.handlers:
         handler = logging.StreamHandler()
@@ -268,7 +268,7 @@ def log_to_stderr() -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says first; Ray's go on for pages."""
+    """Return the first line of an error; Ray's go on for pages."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

@@ -1,6 +1,6 @@
-"""Everything that kvray takes from inside Ray: no public call does it.
+"""All that kvray uses from inside Ray: no public call does it.
 
-Each function says why it is needed and what happens with a Ray that no longer has it.
+Each function says why kvray needs it, and what happens with a Ray that no longer has it.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _CONNECT_TRIES = 1
 def few_tries() -> Iterator[None]:
     """Have Ray give up soon within the block: by default it tries 20 times, for up to 41 s each.
 
-    Without it a command waits for minutes where nobody answers, and then says the same.
+    Without it a command waits for minutes if nobody answers.
     """
     with _replaced("ray._private.ray_constants", "NUM_REDIS_GET_RETRIES", _CONNECT_TRIES):
         yield
@@ -30,10 +30,10 @@ def few_tries() -> Iterator[None]:
 def signals_kept() -> Iterator[None]:
     """Have Ray leave the caller's signal handlers alone: its own end the process at once.
 
-    Ray's handler in Python is not set at all. The one in C++, which comes first, is replaced
-    again. Until then this thread, and those that Ray starts here, take no signal.
+    Ray does not set its handler in Python. The caller's handler then replaces the one in C++. Until
+    then this thread, and those that Ray starts here, take no signal.
 
-    Without it Ray's Python handler is set for a moment, in which no signal is taken.
+    Without it Ray sets its Python handler for a moment in which nobody takes a signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # Ray sets no handler either
@@ -52,8 +52,8 @@ def signals_kept() -> Iterator[None]:
 def read_token_again() -> None:
     """Have Ray read the mode and token of its authentication from the environment again.
 
-    Ray reads both once, at import; the token of a local cluster is known later. Without it Ray
-    refuses the connection, and the error names RAY_AUTH_MODE and RAY_AUTH_TOKEN.
+    Ray reads both at import, before the token of a local cluster is known. Without it Ray refuses
+    the connection, and the error names RAY_AUTH_MODE and RAY_AUTH_TOKEN.
     """
     with contextlib.suppress(AttributeError):
         ray._raylet.Config.initialize("")  # type: ignore[attr-defined]
@@ -61,10 +61,10 @@ def read_token_again() -> None:
 
 
 def available_resources(node_id: str) -> Mapping[str, float] | None:
-    """Return the resources of a node that nobody has taken; None if Ray does not know them yet.
+    """Return the free resources of a node; None if Ray does not know them yet.
 
     `ray.available_resources` has only the sum of all nodes. Without it a node's whole object store
-    counts as not yet in use, so that `arena.capacity: auto` takes less.
+    counts as free, so that `arena.capacity: auto` takes less.
     """
     try:
         from ray._private.state import available_resources_per_node
@@ -76,7 +76,7 @@ def available_resources(node_id: str) -> Mapping[str, float] | None:
 
 @contextlib.contextmanager
 def _replaced(module: str, name: str, value: Any) -> Iterator[None]:
-    """Have a module's attribute be `value` within the block, if there is such an attribute."""
+    """Give a module's attribute another value within the block, if there is such an attribute."""
     try:
         owner = importlib.import_module(module)
         before = getattr(owner, name)

@@ -1,4 +1,4 @@
-"""The supervisor: sees to it that every node that should have a shard has one that answers."""
+"""The supervisor: keeps a shard that answers on every chosen node."""
 
 import contextlib
 import logging
@@ -39,9 +39,9 @@ _POLL_S = 1.0
 _CALL_TIMEOUT_S = 5.0
 _PING_TIMEOUT_S = 1.0
 _FROZEN_S = 5.0
-"""A part that answers nothing for so long is ended: longer than it ever works without pause."""
+"""The supervisor ends a part after so long a silence: no part works so long without a pause."""
 _MISSES = 3
-"""It has also missed this many pings in a row, however long the rounds were."""
+"""The part has also missed this many pings in a row, however long the rounds were."""
 
 
 def chosen_nodes(nodes: list[dict[str, Any]], shard: ShardConfig) -> set[str]:
@@ -57,18 +57,17 @@ def _is_chosen(node: dict[str, Any], shard: ShardConfig) -> bool:
 
 
 class SupervisorActor:
-    """Polls Ray's nodes, for which Ray has no event, and starts and ends what has to be.
+    """Polls Ray's nodes, since Ray has no event for them, and starts and ends parts.
 
-    One shard on each node that should have one, and, as soon as there are two, one mover beside
-    each. A part that is frozen is ended, so that Ray restarts it.
+    Each chosen node has a shard and, as soon as there are two, a mover. Ray restarts a frozen part
+    that the supervisor has ended.
     """
 
     def __init__(self, config: KVRayConfig) -> None:
         """Reconcile in the background until stopped. Runs again when Ray restarts it."""
         log_to_stderr()
-        # The tier runs with the settings of its supervisor, which gives them to all that it starts.
-        # Ray keeps that with the actor, and restarts it with it. So other settings come with
-        # another supervisor (`rollout`), and there is no second place that could contradict.
+        # The supervisor gives its settings to all that it starts, and Ray restarts it with them.
+        # So other settings need another supervisor, and no second place can contradict it.
         self._config = config
         self._build_info = build_info_of(
             settings_of(config), ray.get_runtime_context().get_node_id()
@@ -85,14 +84,14 @@ class SupervisorActor:
         self._thread.start()
 
     def ping(self) -> None:
-        """Answer, which a process that is no supervisor cannot."""
+        """Answer."""
 
     def build_info(self) -> BuildInfo:
         """Return the code and settings that it runs with."""
         return self._build_info
 
     def admit(self, proof: str) -> None:
-        """See `admin.check_proof`."""
+        """Refuse a caller without the tier's token."""
         check_proof(self._config, proof)
 
     def config(self) -> KVRayConfig:
@@ -100,7 +99,7 @@ class SupervisorActor:
         return self._config
 
     def shards(self) -> dict[str, Any]:
-        """Return node id -> handle of the shard there, once the nodes were looked at."""
+        """Return node id -> handle of the shard there, after a first look at the nodes."""
         self._looked.wait(_CALL_TIMEOUT_S)
         return dict(self._shards)
 
@@ -109,7 +108,7 @@ class SupervisorActor:
         return dict(self._movers)
 
     def stop(self) -> None:
-        """Start no more shards."""
+        """Start no more parts."""
         self._stopping.set()
         self._thread.join(_CALL_TIMEOUT_S)
 
@@ -120,10 +119,10 @@ class SupervisorActor:
                     self._reconcile()
                     self._looked.set()
                 except (KVRayError, ray.exceptions.RayError) as error:
-                    _log.warning("cannot look after the nodes for now: %s", first_line(error))
+                    _log.warning("the nodes cannot be checked now: %s", first_line(error))
                 self._stopping.wait(_POLL_S)
-        except Exception:  # noqa: BLE001 - the thread's end; it is logged and acted upon
-            # Ray starts the supervisor again, which finds its shards by their names.
+        except Exception:  # noqa: BLE001 - the end of the thread, and of the process
+            # Ray restarts the supervisor, which finds its shards by their names.
             _log.exception("the supervisor ended by a defect")
             os._exit(1)
 
@@ -131,7 +130,7 @@ class SupervisorActor:
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         named = set(list_actors())
         if LOOKUP_NAME not in named:
-            _log.warning("the lookup was gone and is started again")
+            _log.warning("the lookup was gone and restarts")
             create_lookup(self._config.cluster_name, self._config.shard.silent_s)
         chosen = chosen_nodes(nodes, self._config.shard)
         for node_id in sorted(chosen):
@@ -155,14 +154,14 @@ class SupervisorActor:
                 _log.info("node %s has a mover", node_id[:12])
 
     def _clean_lookup(self) -> None:
-        """Have the lookup forget shards of nodes that are gone, also from before a restart."""
+        """Have the lookup forget shards of lost nodes, also those from before a restart."""
         lookup = get_actor(LOOKUP_NAME)
         known = call(lookup.shards, timeout_s=_PING_TIMEOUT_S)
         for name in set(known) - {shard_name(node_id) for node_id in self._shards}:
             call(lookup.drop, name, timeout_s=_PING_TIMEOUT_S)
 
     def _end_frozen(self, nodes: dict[str, dict[str, Any]]) -> None:
-        """End what has answered nobody for long, on nodes that can be reached."""
+        """End parts that have answered nobody for long, on nodes that can be reached."""
         homes = {shard_name(node_id): node_id for node_id in self._shards}
         homes |= {mover_name(node_id): node_id for node_id in self._movers}
         parts = dict(zip(homes, (*self._shards.values(), *self._movers.values()), strict=True))
@@ -176,16 +175,16 @@ class SupervisorActor:
         figures = self._counts.note(parts.keys(), found.alive, frozen)
         self._metrics.attempt(lambda _: figures, now)
         for name in frozen:
-            _log.warning("%s is frozen; it is ended and restarted", name)
+            _log.warning("%s is frozen and restarts", name)
             ray.kill(parts[name], no_restart=False)
 
     def _excused(
         self, silent: Set[str], homes: Mapping[str, str], nodes: Mapping[str, Any]
     ) -> Set[str]:
-        """Return those of the `silent` parts whose silence says nothing of themselves.
+        """Return the `silent` parts that may live all the same.
 
-        Nothing is heard from behind a cut cable, nor for a moment after it is mended. And who sends
-        heartbeats to the lookup lives, whatever keeps its answers from here.
+        A cut cable silences all parts of a node, for a moment after its repair too. A shard whose
+        heartbeats reach the lookup lives.
         """
         theirs = {homes[name]: nodes[homes[name]] for name in silent if homes.get(name) in nodes}
         reached = reachable(theirs, timeout_s=_PING_TIMEOUT_S)
@@ -201,5 +200,5 @@ class SupervisorActor:
 
 
 def create_supervisor(config: KVRayConfig) -> Any:
-    """Return the tier's supervisor, started if it is not there."""
+    """Return the tier's supervisor; start it if there is none."""
     return create_actor(SupervisorActor, SUPERVISOR_NAME, config)

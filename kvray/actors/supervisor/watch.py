@@ -1,4 +1,4 @@
-"""Notices parts of the tier that have stopped answering, which Ray does for dead ones only."""
+"""Notices parts of the tier that no longer answer; Ray notices dead ones only."""
 
 import contextlib
 import socket
@@ -15,7 +15,7 @@ from kvray.actors.ray_glue.calls import mapped_errors
 from kvray.errors import KVRayError
 
 _READY_S = 1.0
-"""How long an answer may take that is known to be there."""
+"""How long it may take to get an answer that is there."""
 _TRIES_MAX = 256
 """Machines that are tried at once, each by a thread."""
 
@@ -23,14 +23,12 @@ _TRIES_MAX = 256
 class Silences:
     """Since when parts have not answered; pure.
 
-    A part that has not answered yet, was ended, or says that it starts is given `start_s`.
+    A part that has not answered yet, has ended, or says that it starts has `start_s`. One that has
+    answered is frozen after `frozen_s`, and after `misses` rounds in a row: time in which nobody
+    asked does not count.
     """
 
     def __init__(self, *, frozen_s: float, start_s: float, misses: int = 1) -> None:
-        """Count a part as frozen that has answered once, and then not for `frozen_s`.
-
-        Time in which it was not asked does not count: it has missed `misses` rounds in a row, too.
-        """
         self._frozen_s = frozen_s
         self._start_s = start_s
         self._misses = misses
@@ -48,8 +46,8 @@ class Silences:
         """Take note of a round of questions.
 
         Args:
-            asked: names of the parts that were asked; others are forgotten.
-            answered: those of them that answered, or cannot be expected to.
+            asked: names of the parts that were asked; it forgets all others.
+            answered: those of them that answered, or have an excuse.
             now: monotonic seconds.
             starting: those of `answered` that said that they start.
 
@@ -77,14 +75,14 @@ class Answers:
     dead: frozenset[str]
     """Ray knows that they have ended, and restarts them."""
     starting: frozenset[str] = frozenset()
-    """Those of the living that say so: they may be at something that takes long."""
+    """Those of the living that say so: a start may take long."""
 
 
 class Pings:
     """Pings of all parts, round after round. An answer that comes a round later counts as well."""
 
     def __init__(self, *, patience_s: float) -> None:
-        """Ask a part again that has not answered for `patience_s`: the ping may be lost."""
+        """Ping a part again after `patience_s`: the ping may be lost."""
         self._patience_s = patience_s
         # Name -> its ping, and when it was asked.
         self._asked: dict[str, tuple[Any, float]] = {}

@@ -1,8 +1,8 @@
-"""Turns totals that their owners count into what they have grown by; pure.
+"""Turns totals into increments; pure.
 
-Ray's counters are given increments and outlive who gave them. So what grew must be given once, and
-never a second time after a restart: of the engine, whose totals then start over, or of the shard,
-whose engines and arena go on with totals that were given before.
+Ray's counters take increments and outlive the process that gave them. So every increment must be
+given once, also after a restart: an engine's totals then start over, while those of a shard's
+engines and arena go on.
 """
 
 from collections.abc import Container, Hashable, Mapping
@@ -22,7 +22,6 @@ class Increments(Generic[K]):
     """The reported share of each source's totals."""
 
     def __init__(self) -> None:
-        """Know no source."""
         self._sources: dict[Hashable, _Source[K]] = {}
 
     def take(
@@ -33,16 +32,15 @@ class Increments(Generic[K]):
         life: Hashable = None,
         counted_before: bool = False,
     ) -> dict[K, float]:
-        """Return by how much each of `totals` has grown, which is never negative.
+        """Return the increments of `totals`, which are never negative.
 
-        Within one life a total that falls gives nothing until it is higher than it ever was.
+        Within one life, a total that falls has no increment until it is higher than ever before.
 
         Args:
             source: who counts.
-            totals: its totals now; one that is new has grown from 0.
-            life: another one than before if it has begun to count again, from 0.
-            counted_before: whether what a source has when it is seen for the first time was given
-                by somebody else.
+            totals: its totals now; a new one has grown from 0.
+            life: differs from the last one if the source counts from 0 again.
+            counted_before: whether somebody else gave the first totals of a new source.
         """
         known = self._sources.get(source)
         if known is None and counted_before:

@@ -5,7 +5,7 @@ import threading
 from dataclasses import dataclass
 
 _SAME_S = 600.0
-"""A sentence is said again after so long, if it is still true."""
+"""A part says a sentence again after so long, if it is still true."""
 _WINDOW_S = 60.0
 _LINES_MAX = 10
 """Different sentences of one place in the code in a window."""
@@ -22,10 +22,10 @@ class _Count:
 
 
 class Quiet(logging.Filter):
-    """Lets a sentence through once in a while, however often it is logged, and then says how often.
+    """Lets a sentence through once in a while, with the number of its repeats.
 
-    A part looks at the world every second, and what is wrong then is wrong for hours. Tracebacks go
-    with their sentences. Any thread may log.
+    A part looks at the world every second, and a fault may last for hours. A traceback goes with
+    its sentence. Any thread may log.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,11 @@ class Quiet(logging.Filter):
         self._counts: dict[tuple[str, int, str | None], _Count] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to write `record`; its time is when it was made, in seconds."""
+        """Return whether to write `record`, by the time of its making."""
         try:
             text = record.getMessage()
         except (TypeError, ValueError):
-            return True  # the handler tells of a sentence that does not fit what goes into it
+            return True  # the handler reports a sentence that does not fit its values
         with self._lock:
             return self._choose(record, text)
 
@@ -69,7 +69,7 @@ class Lines(logging.Formatter):
     """Time, level, logger and who says it, then the sentence; tracebacks follow in their lines."""
 
     def __init__(self, who: str) -> None:
-        """Have `who` stand before each sentence that does not begin with it."""
+        """Put `who` before each sentence that does not begin with it."""
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
         self._who = who
 

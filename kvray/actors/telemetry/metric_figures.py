@@ -1,6 +1,6 @@
 """The figures of shard, mover and lookup as values of declared metrics; pure.
 
-They are made of what the parts say of themselves in `kvray status`, so that the two agree.
+They come from the statuses that `kvray status` shows, so that the two agree.
 """
 
 from collections import Counter
@@ -73,7 +73,7 @@ _LOOKUP: _Rows = {
 
 
 class ShardFigures:
-    """Makes figures of a shard's status; remembers which namespaces and ranks it has named."""
+    """Makes figures of a shard's status; remembers the namespaces and ranks in labels."""
 
     def __init__(self, shard: str, now: float) -> None:
         """Make those of `shard`, whose process started at `now`."""
@@ -141,7 +141,7 @@ def _read(
     *,
     counted_before: Mapping[str, bool] | None = None,
 ) -> Figures:
-    """Return the figures that `rows` find in a status; one that is not there has no series."""
+    """Return the figures that `rows` find in a status; a missing one has no series."""
     gauges: dict[Series, float] = {}
     totals: dict[str, dict[Series, float]] = {}
     for (name, own), place in rows.items():

@@ -19,28 +19,27 @@ Look = Callable[[float], Figures]
 """Returns the figures of now, which it is given."""
 
 EXPORT_S = 1.0
-"""How often figures are given; Ray itself hands them on every `metrics_report_interval_ms`."""
+"""How often Ray gets figures; it exports them every `metrics_report_interval_ms`."""
 
 _REST = 50
-"""How much longer than looking the pause after it is: 2 % of a core, however large the tables."""
+"""Ratio of a pause to the look before it: 2 % of a core, however large the tables."""
 _PAUSE_MAX_S = 10.0
-"""Ray forgets a gauge that was not set for two of its intervals, which are 10 s long."""
+"""Ray forgets a gauge that nobody sets for two of its intervals, of 10 s each."""
 
 _JOIN_S = 1.0
 _SERIES_MAX = 20_000
 _NOTHING = 1e-30
-"""Ray makes a counter's series only with an increment above zero. This one is lost in the first
-real one, and lets Prometheus see it: what a series begins with is no increase."""
+"""The first increment of a series: Ray makes none for 0. It vanishes in the first real increment,
+which Prometheus would not count if the series began with it."""
 
 
 class MetricsExport:
-    """Gives Ray what figures have become; for one thread at a time.
+    """Gives figures to Ray; for one thread at a time.
 
-    What goes wrong is logged once and tried again: for want of figures no actor ends.
+    It logs an error once and tries again: no actor ends for want of figures.
     """
 
     def __init__(self, cluster_name: str) -> None:
-        """Start with no series; all will be labelled with the tier."""
         self._tier = {TIER_LABEL: cluster_name}
         self._increments: Increments[Series] = Increments()
         self._objects: dict[str, Any] = {}
@@ -50,9 +49,9 @@ class MetricsExport:
         self._said = ""
 
     def attempt(self, look: Look, now: float) -> None:
-        """Give Ray what `look` returns, if it is time; raises nothing.
+        """Give Ray the figures of `look`, if it is time; raises nothing.
 
-        The more work it is to look, the longer is the pause after it.
+        The more work a look is, the longer is the pause after it.
         """
         if now < self._due:
             return
@@ -64,12 +63,12 @@ class MetricsExport:
         except Exception as error:  # noqa: BLE001 - see the class; it is logged
             if self._said != repr(error):
                 self._said = repr(error)
-                _log.exception("no figures could be exported; it is tried again")
+                _log.exception("the export of figures failed and will be tried again")
         rest_s = _REST * (time.thread_time() - began_s)
         self._due = now + min(max(EXPORT_S / 2, rest_s), _PAUSE_MAX_S)
 
     def give(self, figures: Figures) -> None:
-        """Give Ray `figures`; gauges of the last call that are missing now become 0."""
+        """Give Ray `figures`; a gauge of the last call that is missing now becomes 0."""
         for one in figures.totals:
             grown = self._increments.take(
                 one.source, one.totals, life=one.life, counted_before=one.counted_before
@@ -112,7 +111,7 @@ class MetricsThread:
     """Looks at an actor's figures every `every_s` and gives them to Ray, beside its work."""
 
     def __init__(self, look: Look, cluster_name: str, *, every_s: float = EXPORT_S) -> None:
-        """Begin. `look` is called from the thread, with the time."""
+        """Begin; the thread calls `look` with the time."""
         self._look = look
         self._every_s = every_s
         self._export = MetricsExport(cluster_name)

@@ -12,7 +12,6 @@ class PartCounts:
     """The supervisor's figures; a part's kind is told by its name, `kvray-<kind>...`."""
 
     def __init__(self) -> None:
-        """Know no part."""
         self._alive: frozenset[str] = frozenset()
         self._outages: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
@@ -20,15 +19,14 @@ class PartCounts:
     def note(
         self, parts: Collection[str], alive: Collection[str], ended: Collection[str]
     ) -> Figures:
-        """Take note of a round of pings.
+        """Take note of a round of pings, and return the figures of now.
+
+        An outage is a part that answered in one round and not in the next.
 
         Args:
             parts: names of all parts that there should be.
             alive: those that answered.
-            ended: those that were ended because they are frozen.
-
-        Returns:
-            The figures of now. An outage is a part that answered in one round and not in the next.
+            ended: those that the supervisor ended because they were frozen.
         """
         self._outages.update(_kinds((self._alive & frozenset(parts)) - frozenset(alive)))
         self._ended.update(_kinds(ended))
@@ -45,5 +43,4 @@ class PartCounts:
 
 
 def _kinds(names: Collection[str]) -> Counter[str]:
-    """Return how many of `names` are of each kind."""
     return Counter(kind for name in names for kind in _KINDS if name.startswith(f"kvray-{kind}"))

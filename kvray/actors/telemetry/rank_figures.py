@@ -1,7 +1,7 @@
 """The counters of a node's ranks, as totals of declared metrics; pure.
 
-A rank's counters come with its reports. They start over with its process, and are older than the
-shard's process after a restart of the shard; which of the two it is, `uptime_s` among them tells.
+A rank's counters come with its reports. They start over with its process; after a restart of the
+shard they are older than the shard's. The counter `uptime_s` tells which of the two it is.
 """
 
 import re
@@ -78,15 +78,15 @@ class RankFigures:
         self._labels: dict[RankKey, tuple[str, str]] = {}
 
     def note_adoption(self) -> None:
-        """The arena is older than this process: ranks that do not say their age may be too."""
+        """Note that the arena is older than this process: ranks of unknown age may be too."""
         self._adopted = True
 
     def look(self, ranks: Iterable[Mapping[str, Any]], now: float) -> Figures:
         """Return the figures of `ranks`, as `Replicas.status` gives them; others are forgotten.
 
-        One that has registered again, and not reported since, has the totals that it had; one that
-        has never reported has none. Ray forgets a gauge and keeps a counter's labels for ever. So
-        every connected rank is named in its gauge, and the first so many in their counters.
+        A rank that has registered again, and not reported since, keeps its totals. Ray forgets a
+        gauge and keeps a counter's labels for ever. So every connected rank has a gauge of its own,
+        and only the first ranks have counters of their own.
         """
         made = Figures()
         by_key = {(rank["replica"], rank["rank"]): rank for rank in ranks}
@@ -130,7 +130,7 @@ class RankFigures:
         return self._adopted
 
     def _settled(self, seen: _Seen, total: float, now: float) -> float:
-        """Return the least total of the last `_SETTLE_S`, which will not fall again."""
+        """Return the least total of the last `_SETTLE_S`: it will not fall again."""
         if not seen.unsettled and not seen.counted_before:
             seen.unsettled.append((now, 0.0))
         seen.unsettled.append((now, total))
@@ -148,7 +148,7 @@ class RankFigures:
 
 
 def _text(key: RankKey) -> tuple[str, str]:
-    """Return a rank's labels; its replica's name may be any text."""
+    """Return a rank's labels; the name of its replica may be any text."""
     return key[0].encode("utf-8", "replace").decode()[:_NAME_MAX], str(key[1])
 
 

@@ -1,8 +1,8 @@
 """Decides which parts of a running tier restart when its settings or its code change; pure.
 
-The table names the parts that read each setting when they start. A part restarts if one of its
-settings or its code has changed. The new shard adopts the arena of the old one, so only settings
-under `NEW_ARENA` and `ASIDE` cost blocks.
+A table says which parts read a setting when they start. A part restarts if one of its settings or
+its code has changed. The new shard adopts the arena of the old one, so only `NEW_ARENA` and `ASIDE`
+cost blocks.
 """
 
 from collections.abc import Mapping
@@ -16,11 +16,11 @@ from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
 
 Settings = Mapping[str, Any]
-"""Dotted key -> value as in JSON: what another version of kvray can read too."""
+"""Dotted key -> value as in JSON, which another version of kvray can read."""
 
 
 class Effect(Enum):
-    """What a changed setting needs, in the words of docs/launch.md."""
+    """The consequence of a changed setting, in the words of docs/launch.md."""
 
     NOTHING = "nothing restarts: engines and commands read it when they start"
     OTHER_TIER = "refused: it names another tier"
@@ -65,21 +65,17 @@ EFFECTS: Mapping[str, Effect] = {  # `section.*`: the settings of it that are no
 _OF_SHARDS = (Effect.SHARD, Effect.SHARD_AND_MOVER, Effect.NEW_ARENA, Effect.ASIDE)
 _COSTS = (Effect.NEW_ARENA, Effect.ASIDE)
 _RETIRES_ARENA = ("arena.dir", "arena.numa")
-"""A shard replaces an arena of other sizes by itself; with these settings it would not find it."""
+"""A shard replaces an arena of other sizes itself, but does not find it after these changes."""
 
 
 def effect_of(setting: str) -> Effect:
-    """Return what a change of a setting needs.
-
-    Raises:
-        KeyError: `EFFECTS` does not have the setting.
-    """
+    """Return the consequence of a change of `setting`."""
     section = setting.partition(".")[0]
     return EFFECTS[setting] if setting in EFFECTS else EFFECTS[f"{section}.*"]
 
 
 def on_node(settings: Settings, labels: Mapping[str, str]) -> dict[str, Any]:
-    """Return the settings that hold on a node with these labels: a later entry of `nodes` wins."""
+    """Return the settings of a node with these labels: a later entry of `nodes` wins."""
     found = dict(settings)
     for entry in settings.get("nodes", ()):
         name, _, value = entry["label"].partition("=")
@@ -100,7 +96,7 @@ class Step:
     costs: tuple[str, ...] = ()
     """Those of the reasons that cost its blocks."""
     retire: bool = False
-    """Whether the arena has to be removed; else the next shard would adopt it."""
+    """Whether to remove the arena, which the next shard would adopt otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,9 +106,9 @@ class Plan:
     steps: tuple[Step, ...] = ()
     """Supervisor, lookup, then of one node after the other the shard and the mover."""
     starts: tuple[str, ...] = ()
-    """Ids of nodes that are to have a shard and have none."""
+    """Ids of nodes that get a shard."""
     ends: tuple[str, ...] = ()
-    """Ids of nodes that have a shard and are not to have one."""
+    """Ids of nodes that lose their shard."""
 
     @property
     def costs(self) -> list[str]:
@@ -131,8 +127,7 @@ def plan(
     """Decide which parts of a tier restart.
 
     Args:
-        running: actor name -> build info of that part. A part that an interrupted run has already
-            restarted needs nothing.
+        running: actor name -> build info of that part, new already if an earlier run restarted it.
         settings: the new ones.
         labels: node id -> Ray's labels of that node.
         installed: node id -> build info of the code installed there now; None: code is no reason.
@@ -151,21 +146,17 @@ def plan(
 
 
 def check_costs(planned: Plan, *, recreate: bool) -> None:
-    """Refuse a plan that costs blocks, unless that is meant.
-
-    Raises:
-        ConfigError: the plan costs blocks; the message names each reason.
-    """
+    """Raise ConfigError, with each reason, if a plan costs blocks and `recreate` is not set."""
     if planned.costs and not recreate:
         raise ConfigError(
             f"This drops the blocks of each node that it concerns: {'; '.join(planned.costs)}."
-            " Undo it, or use --recreate; with an NVMe tier, blocks that are only in memory are"
-            " first written to disk."
+            " Undo it, or use --recreate. An NVMe tier first writes to disk the blocks that are"
+            " only in memory."
         )
 
 
 def _turn(name: str) -> tuple[int, str, int]:
-    """Return what sorts the parts of a tier into the order in which they restart."""
+    """Return a part's place in the order of restarts."""
     for kind, prefix in enumerate((SHARD_PREFIX, MOVER_PREFIX)):
         if name.startswith(prefix):
             return 2, name.removeprefix(prefix), kind
@@ -179,10 +170,7 @@ def _step(
     labels: Mapping[str, str],
     now: BuildInfo | None,
 ) -> Step:
-    """Return the step for a part; without reasons if it need not restart.
-
-    `now` is the build info of the code on its node, None if that is no reason.
-    """
+    """Return the step for a part; it has no reasons if the part need not restart."""
     # A setting that is new to the part had its default.
     before = {**settings_of(KVRayConfig()), **build["settings"]}
     if name.startswith((SHARD_PREFIX, MOVER_PREFIX)):

@@ -1,6 +1,6 @@
 """This process's connection to a Ray cluster: made or refused within seconds.
 
-By itself Ray tries for minutes where nobody answers, and replaces the caller's signal handlers.
+Ray alone tries for minutes if nobody answers, and replaces the caller's signal handlers.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ def connect(address: str, cluster_name: str) -> None:
     """Connect this process to a Ray cluster as a driver, in the namespace of a tier.
 
     Raises:
+        ConfigError: the address is none.
         ShardUnavailable: nobody answers there, or the token is not the cluster's.
     """
     _check_address(address)
@@ -51,8 +52,7 @@ def connect(address: str, cluster_name: str) -> None:
 def disconnect() -> None:
     """End this process's connection, if it has one. Twice is fine.
 
-    Ray would leave the system's signal handlers behind. A second Ctrl-C or SIGTERM would then end
-    the process in the middle of its clean-up.
+    Ray would leave the system's signal handlers behind: a second Ctrl-C would end the clean-up.
     """
     with signals_kept():
         ray.shutdown()
@@ -78,16 +78,16 @@ def connect_configured(config: KVRayConfig) -> None:
 
 
 def _adopt_token(local: LocalRay) -> None:
-    """Have this process, and what it starts, use the token of a local cluster from now on."""
+    """Give the token of a local cluster to this process and its children."""
     os.environ.update(local.environ())
     read_token_again()
 
 
 @contextlib.contextmanager
 def _words_held() -> Iterator[None]:
-    """Hold back stderr until the block has ended, and drop it if the block raises.
+    """Hold back stderr until the block ends, and drop it if the block raises.
 
-    Ray's core, below Python, writes there about an address that belongs to no Ray.
+    Ray's core, below Python, writes there if an address belongs to no Ray.
     """
     stderr = os.dup(2)
     held = os.memfd_create("kvray-stderr", os.MFD_CLOEXEC)

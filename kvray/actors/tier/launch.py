@@ -1,7 +1,6 @@
-"""Bring a tier up from nothing, and end it: Ray if need be, the actors, the files.
+"""Brings a tier up from nothing, and ends it: Ray if need be, the actors, the files.
 
-All or nothing: whoever is interrupted or fails on the way up ends what it had started, and nothing
-that was there before.
+All or nothing: a start that fails or is interrupted ends all that it started, and nothing else.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ from kvray.store.arena.file import ARENA_FILE, require_room
 from kvray.store.machine.access import OWN_USER
 
 _PREFAULT_BYTES_PER_S = 100 * 2**20
-"""The slowest machine that is waited for; one untouched page after the other goes at 0.8 GB/s."""
+"""The slowest machine that `up` waits for; a usual one writes its pages at 0.8 GB/s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,19 +50,19 @@ def bring_up(
     """Connect to Ray, started here if the configuration names no cluster, and start the tier.
 
     Args:
-        config: where and what.
-        port: of the head of a Ray that is started here; None: a free one.
-        dashboard: start Ray's dashboard with it.
-        die_with_parent: end that Ray when this process dies, however it dies.
+        config: of the tier.
+        port: as in `local_ray.start`, as the next two.
+        dashboard: see there.
+        die_with_parent: see there.
         observer: hears how it goes.
         wait: as in `tier.up`.
         rollout: as in `tier.up`.
 
     Raises:
-        KVRayError: as `local_ray.start`, `connection.connect_configured` and `tier.up`; what was
-            started has been ended. So it is when the observer raises.
+        KVRayError: as `local_ray.start`, `connection.connect_configured` and `tier.up`. All that
+            this call started has ended, also if the observer raised.
     """
-    proof_of(config)  # refused before anything is started
+    proof_of(config)  # raises before anything starts
     with contextlib.ExitStack() as undo:
         local = None
         started_ray = False
@@ -100,7 +99,7 @@ def bring_up(
 
 
 def preview(config: KVRayConfig, rollout: Rollout) -> Plan | None:
-    """Return what `bring_up` would do to the tier that runs; None: none does. Changes nothing.
+    """Return the changes that `bring_up` would make to the tier that runs; None: none runs.
 
     Raises:
         ConfigError: the token cannot be read.
@@ -119,12 +118,7 @@ def preview(config: KVRayConfig, rollout: Rollout) -> Plan | None:
 def take_down(config: KVRayConfig, *, flush: bool = True, observer: Observer = SILENT) -> bool:
     """End the tier with its arenas and, if it is local, its Ray; False if there was nothing.
 
-    A local Ray that no longer answers, or has died, is ended and cleared away as well.
-
-    Args:
-        config: of the tier.
-        flush: as in `tier.down`.
-        observer: hears how far the shards are.
+    That includes a local Ray that has died or hangs. `flush` and `observer` are as in `tier.down`.
 
     Raises:
         ConfigError: the tier asks for a token that `config` does not name, or is another user's.
@@ -155,11 +149,7 @@ def take_down(config: KVRayConfig, *, flush: bool = True, observer: Observer = S
 
 @contextlib.contextmanager
 def local_tier(config: KVRayConfig, *, observer: Observer = SILENT) -> Iterator[Launch]:
-    """Have a tier for the time of a block: the one that runs, else one that ends with the block.
-
-    Raises:
-        KVRayError: as `bring_up`.
-    """
+    """Have a tier during a block: the one that runs, else one that ends with the block."""
     launch = bring_up(config, die_with_parent=True, observer=observer)
     with contextlib.ExitStack() as undo:
         if launch.started_ray:
@@ -171,13 +161,7 @@ def local_tier(config: KVRayConfig, *, observer: Observer = SILENT) -> Iterator[
 
 
 def _require_place(config: KVRayConfig) -> None:
-    """Refuse at once what the shard of a local Ray would refuse half a minute later.
-
-    Raises:
-        CapacityError: the arena does not fit into this machine's memory.
-        ConfigError: the arena's directory cannot be used, or is another user's.
-        ShardUnavailable: a shard of another Ray cluster owns it.
-    """
+    """Raise at once what the shard of a local Ray would raise half a minute later."""
     directory = config.node_dir
     _refuse_foreign(directory)
     if (owner := owner_of(directory)) is not None:
@@ -188,17 +172,13 @@ def _require_place(config: KVRayConfig) -> None:
 
 
 def _refuse_foreign(directory: Path) -> None:
-    """Refuse the directory of another user's tier.
-
-    Raises:
-        ConfigError: it is one.
-    """
+    """Raise ConfigError for the directory of another user's tier."""
     with contextlib.suppress(FileNotFoundError):
         OWN_USER.check_own(directory)
 
 
 def _end_local_ray(config: KVRayConfig) -> bool:
-    """End the local Ray and remove what it and its actors left; False if there was nothing."""
+    """End the local Ray, and remove its files and those of its actors; False: there were none."""
     directory = local_ray.local_dir(config.cluster_name)
     found = directory.exists() or config.node_dir.exists()
     local_ray.stop(config.cluster_name)

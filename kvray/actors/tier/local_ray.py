@@ -1,8 +1,7 @@
 """A Ray cluster of one node, started and ended by kvray, for a machine that has none.
 
-It is `ray start --head --block` in a process of its own: that process ends every process it
-started when it is told to, so nothing but our own Ray is ever touched (`ray stop` would end every
-Ray of the machine). Its sessions, its token and what is needed to find it again lie in one
+It is `ray start --head --block` in a process of its own, which ends all its children when it ends.
+`ray stop` would end every Ray of the machine. The cluster's sessions, token and address lie in one
 directory of this user; HOME and /tmp/ray stay as they are.
 """
 
@@ -42,13 +41,12 @@ _OBJECT_STORE_BYTES = 80 * 2**20
 """The least Ray accepts: kvray keeps no blocks in Ray's object store."""
 _PR_SET_PDEATHSIG = 1
 _MARK = "KVRAY_LOCAL_RAY"
-"""Set in the environment of every process of a local cluster: its directory, by which those are
-found that a killed parent left behind."""
+"""Variable of every process of a local cluster: its directory. It identifies processes that a
+killed parent left behind."""
 _DASHBOARD = re.compile(r"RAY_API_SERVER_ADDRESS='(http://[^']+)'")
-"""Where its dashboard is, as Ray says it at its start."""
 _STATE_FILE = "ray.json"
 _SOCKET_PATH = "ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_store"
-"""The longest path that Ray gives to a socket; no socket's may exceed 107 bytes."""
+"""The longest path of a socket of Ray; Linux takes up to 107 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,19 +95,19 @@ def start(
     check: Callable[[], None] = lambda: None,
     waiting: Callable[[float], None] = lambda elapsed_s: None,
 ) -> LocalRay:
-    """Start a local cluster and return when it answers.
+    """Start the local cluster of a tier and return when it answers.
 
     Args:
-        cluster_name: the tier it is for; one local cluster each.
-        port: port of the head; None: a free one.
-        dashboard: start Ray's dashboard too.
-        die_with_parent: end it when this thread ends, however its process dies.
-        check: called when all that an earlier one left has ended, and before this one begins.
-        waiting: called a few times a second with the time it has taken so far.
+        cluster_name: of the tier.
+        port: of the head; None: a free one.
+        dashboard: whether to start Ray's dashboard too.
+        die_with_parent: whether to end it when this thread ends, however its process dies.
+        check: called when nothing of an earlier cluster is left, before this one starts.
+        waiting: called a few times a second with the seconds it has taken so far.
 
     Raises:
-        ConfigError: the port or the directory is in use, or Ray did not start. Also what `check`
-            raises, after which nothing is left.
+        ConfigError: the port or the directory is in use, or Ray did not start. An error of `check`
+            comes through. Nothing is left after either.
     """
     if port is not None:
         _check_port(port)
@@ -141,14 +139,14 @@ def start(
         state = directory / _STATE_FILE
         state.touch(mode=0o600)
         state.write_text(json.dumps(asdict(local)))
-    process.returncode = 0  # It is to outlive this object, which would warn of that.
+    process.returncode = 0  # It outlives this object, which would warn of that.
     return local
 
 
 def stop(cluster_name: str) -> bool:
-    """End the local cluster of the tier and remove its directory; False if none runs.
+    """End the local cluster of the tier, or the rest of one, and remove its directory.
 
-    What an interrupted start or a killed parent left of it is ended too.
+    False: no process of it was there.
     """
     directory = local_dir(cluster_name)
     ended = _end_all(directory)
@@ -158,10 +156,7 @@ def stop(cluster_name: str) -> bool:
 
 
 def read_address(temp_dir: Path) -> str:
-    """Return the address that a head with this `--temp-dir` has written down; "": not yet.
-
-    It does so a moment after it says that it runs, and makes the file before it writes to it.
-    """
+    """Return the address that a head with this `--temp-dir` has written to a file; "": not yet."""
     try:
         return (temp_dir / "ray_current_cluster").read_text(errors="replace").strip()
     except FileNotFoundError:
@@ -174,11 +169,7 @@ def _sockets_fit(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def _claimed_directory(cluster_name: str) -> Iterator[Path]:
-    """Have the cluster's directory for a start; a start that fails leaves nothing there.
-
-    Raises:
-        ConfigError: a living cluster, one that is being started or another user has it.
-    """
+    """Have the cluster's directory for a start; a start that fails leaves nothing there."""
     directory = local_dir(cluster_name)
     if not str(directory).isascii():
         raise ConfigError(
@@ -264,8 +255,7 @@ def _spawn(
                 **without_settings(),
                 "RAY_AUTH_MODE": "token",
                 "RAY_AUTH_TOKEN": token,
-                # Nobody is to be moved off a cluster of one node: without this Ray waits for
-                # half a minute until the actors of a living tier have gone somewhere else.
+                # Otherwise Ray waits half a minute for actors to move to another node.
                 "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
                 _MARK: str(directory),
             },
@@ -311,7 +301,7 @@ def _dashboard_url(log: Path) -> str | None:
 
 
 def _process(pid: int, created: float) -> psutil.Process | None:
-    """Return the living process of that pid, unless it is a later one."""
+    """Return the living process of that pid, unless the pid now is another's."""
     try:
         process = psutil.Process(pid)
         alive = process.status() != psutil.STATUS_ZOMBIE
@@ -323,7 +313,7 @@ def _process(pid: int, created: float) -> psutil.Process | None:
 def _end_all(directory: Path) -> bool:
     """End every process of the local cluster in `directory`; False if there was none."""
     found = _family(directory)
-    # `ray start --block` ends its processes in the right order; then the remaining ones.
+    # `ray start --block` ends its children in the right order.
     for main in found:
         if _is_ray_start(main):
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,9 +1,8 @@
 """Brings a running tier to new settings and new code, one part after the other.
 
-Each part is asked for its build info, and restarts if that is out of date. So the next run finishes
-an interrupted one, and a second run does nothing. Between the end of the old supervisor and the
-start of the new one no part is started. A run that is killed there leaves parts that still serve,
-and the next `kvray up` starts the supervisor first.
+A part restarts if its build info is out of date. So the next run finishes an interrupted one, and
+a second run does nothing. If it is killed between the old supervisor and the new one, the parts
+serve, and the next `kvray up` starts the supervisor first.
 """
 
 import contextlib
@@ -59,14 +58,14 @@ _INTERPRETER_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """What may be done to a running tier."""
+    """The changes that a running tier may undergo."""
 
     upgrade: bool = False
     """Restart parts that run other code than is installed on their node."""
     restart: bool = False
     """Restart all parts."""
     recreate: bool = False
-    """Even if that drops blocks in memory."""
+    """Drop blocks in memory if a change needs that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,18 +77,14 @@ class Observer:
     report: Callable[[list[dict[str, Any]]], None] = lambda shards: None
     """Called often during a wait, with the statuses of the shards that it waits for."""
     told: Callable[[str], None] = lambda sentence: None
-    """Called with a sentence for each part that was restarted."""
+    """Called with a sentence about each part that has restarted."""
 
 
 SILENT = Observer()
 
 
 def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: Observer) -> Plan:
-    """Ask every part of the tier for its build info; return what is to be done.
-
-    Raises:
-        ShardUnavailable: a part does not answer in time.
-    """
+    """Ask every part for its build info, and plan; ShardUnavailable: a part did not answer."""
     names = list_actors()
     hearing = partial(observer.report, [])
     running = _checked(ask(names, "build_info", timeout_s, meanwhile=hearing))
@@ -116,17 +111,16 @@ def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: O
 
 
 def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer: Observer) -> None:
-    """Do what was planned, and wait for each part before the next.
+    """Carry out a plan of `look`, and wait for each part before the next.
 
     Args:
-        planned: by `look`; the user has agreed if it costs blocks.
+        planned: if it costs blocks, the user has agreed.
         config: the new one.
         timeout_s: how long one part may take to serve again, beside the start of its process.
         observer: hears of each part.
 
     Raises:
-        KVRayError: a part failed or did not serve in time. The parts before it have restarted,
-            those after it go on as they were.
+        KVRayError: a part failed or did not serve in time. Those after it go on as they were.
     """
     restarts = {step.name: step for step in planned.steps}
     supervisor, lookup = restarts.pop(SUPERVISOR_NAME, None), restarts.pop(LOOKUP_NAME, None)
@@ -175,7 +169,7 @@ def _home(name: str) -> str:
 
 
 def _end(name: str, observer: Observer, *stop: bool, timeout_s: float = _STOP_S) -> None:
-    """Have a part end in order if it can, and for good in any case."""
+    """End a part for good; in order, if it can."""
     # The lookup has no such method: it owns nothing that it would have to bring in order.
     ask([name], "stop", timeout_s, *stop, meanwhile=partial(observer.report, []))
     kill_actor(name)
@@ -224,7 +218,7 @@ def _read_installed() -> dict[str, Any]:
     )
     if done.returncode:
         raise ShardUnavailable(
-            f"The kvray that is installed there does not load: {done.stderr.strip()[-200:]}"
+            f"The kvray installed there does not load: {done.stderr.strip()[-200:]}"
         )
     found: dict[str, Any] = json.loads(done.stdout)
     return found

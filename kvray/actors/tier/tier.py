@@ -42,7 +42,7 @@ from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 _POLL_S = 0.1
 _SUPERVISOR_TIMEOUT_S = 6.0
 _REPORT_TIMEOUT_S = 1.0
-"""How long a shard that ends is waited for to say how far it is."""
+"""How long to wait for the status of a shard that ends."""
 _SWEEP_WAIT_S = 10.0
 """How long a killed shard's process may take to be gone."""
 
@@ -57,25 +57,25 @@ def up(
 ) -> list[dict[str, Any]]:
     """Start the missing parts of the tier, bring the rest to `config`, and wait until all serve.
 
-    Again is fine, and changes nothing.
+    A second call changes nothing.
 
     Args:
         config: the new one.
         timeout_s: how long it may take, and in a rollout each part.
         observer: hears how it goes.
-        wait: whether to wait for the shards: nodes that are to have one may join later.
-        rollout: what may be done to parts that run; None: what costs no block.
+        wait: whether to wait for the shards: chosen nodes may join later.
+        rollout: the changes that running parts may undergo; None: those that cost no block.
 
     Returns:
         The shards' statuses.
 
     Raises:
-        ConfigError: no node is to have a shard, blocks would go that `rollout` does not let go, or
-            a change asks for a token; or the token cannot be read.
+        ConfigError: no node is chosen, the change costs blocks that `rollout` keeps, or the token
+            is missing or wrong.
         CapacityError: a shard could not get its memory.
         ShardUnavailable: the shards were not ready within `timeout_s`.
     """
-    proof_of(config)  # which could not be ended with a token that nobody can read
+    proof_of(config)  # raises: nobody could end a tier whose token nobody can read
     rollout = rollout or Rollout()
     _check_namespace(config)
     with mapped_errors():
@@ -105,11 +105,7 @@ def up(
 
 
 def preview(config: KVRayConfig, rollout: Rollout, *, timeout_s: float) -> Plan | None:
-    """Return what `up` would do to the tier that runs; None: none does. Changes nothing.
-
-    Raises:
-        ShardUnavailable: a part does not answer in time.
-    """
+    """Return the changes that `up` would make to the tier that runs; None: none runs."""
     with mapped_errors():
         if not list_actors():
             return None
@@ -117,11 +113,7 @@ def preview(config: KVRayConfig, rollout: Rollout, *, timeout_s: float) -> Plan 
 
 
 def status(*, timeout_s: float) -> dict[str, Any]:
-    """Return what the tier's parts say of themselves.
-
-    Raises:
-        ShardUnavailable: no tier runs in this Ray cluster.
-    """
+    """Return the statuses of all parts; ShardUnavailable: no tier runs in this Ray cluster."""
     supervisor = get_actor(SUPERVISOR_NAME)
     config: KVRayConfig = call(supervisor.config, timeout_s=timeout_s)
     movers = map(mover_name, call(supervisor.movers, timeout_s=timeout_s))
@@ -134,10 +126,10 @@ def status(*, timeout_s: float) -> dict[str, Any]:
 
 
 def contents(namespace: str | None, hottest: int, *, timeout_s: float) -> dict[str, Any]:
-    """Return the answer of each shard to `Queries.contents`, by shard, without silent ones.
+    """Return shard -> its answer to `Queries.contents`, without silent shards.
 
     Raises:
-        ConfigError: `namespace` is no name of one.
+        ConfigError: `namespace` names none.
         ShardUnavailable: no tier runs in this Ray cluster.
     """
     answers = ask_shards("contents", timeout_s, namespace, hottest)
@@ -149,10 +141,6 @@ def contents(namespace: str | None, hottest: int, *, timeout_s: float) -> dict[s
 
 def clear(*, timeout_s: float, config: KVRayConfig | None = None) -> int:
     """Evict every block that nobody leases, on every node; return how many.
-
-    Args:
-        timeout_s: how long it may take.
-        config: names the token if one is asked for.
 
     Raises:
         ConfigError: the tier asks for a token that `config` does not name.
@@ -174,15 +162,14 @@ def down(
 ) -> bool:
     """End the tier and remove its arenas; False if there was none. Again is fine.
 
-    Works on whatever is left of a tier: parts that are dead or hang are killed, and what dead
-    shards left is removed on every node that Ray reaches. Files on disk stay.
+    It kills parts that hang, and removes the files of dead shards on every node that Ray reaches.
+    Files on disk stay.
 
     Args:
         timeout_s: how long each step may take.
-        config: names the shards' directory where no supervisor does, and the token if one is
-            asked for.
-        flush: whether shards with an NVMe tier write there what is not there yet, for as long as
-            its settings say.
+        config: names the shards' directory if no supervisor does, and the token.
+        flush: whether shards write blocks that are only in memory to an NVMe tier, within
+            `nvme.flush_s`.
         observer: hears how far the shards are.
 
     Raises:
@@ -223,7 +210,7 @@ def down(
 
 
 def _check_namespace(config: KVRayConfig) -> None:
-    """Refuse a connection in another namespace, which the actors would inherit and look into."""
+    """Refuse a connection in another namespace: the actors would inherit it."""
     if (joined := current_namespace()) != namespace_of(config.cluster_name):
         raise ConfigError(
             f"This process joined Ray in the namespace {joined!r}; have `connect_configured` join"
@@ -258,7 +245,7 @@ def _statuses(kind: str, answers: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> None:
-    """Remove what shards left on nodes where none said that it had removed it."""
+    """Remove the files of shards that did not say that they had."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     chosen = chosen_nodes(nodes, config.shard)
     sweeps = {one: on_node(one, _sweep_node) for one in chosen if shard_name(one) not in stopped}
@@ -267,5 +254,5 @@ def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> No
 
 
 def _sweep_node(config: KVRayConfig) -> None:
-    """Remove what a shard left on the node where this runs."""
+    """Remove the files of a shard on the node where this runs."""
     sweep(config_on_node(config, labels=node_labels()).node_dir, _SWEEP_WAIT_S)

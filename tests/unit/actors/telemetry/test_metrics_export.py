@@ -32,7 +32,7 @@ def test_what_goes_wrong_is_logged_once_and_tried_again(
         thread.stop()
 
     assert [record.getMessage() for record in caplog.records] == [
-        "no figures could be exported; it is tried again"
+        "the export of figures failed and will be tried again"
     ]
 
 
