@@ -81,6 +81,9 @@ class SavePlan(NamedTuple):
     """Of the block before the first, unless that is the prompt's first, and of each block; the
     keys themselves if ranks are on several nodes."""
     pages: tuple[PageIds, ...]  # for each layer group
+    priorities: bytes = b""
+    """Retention priorities of the blocks, one byte each; empty if they have the default."""
+    tenant_id: int = 0  # the tenant's number in an arena; 0: none
 
 
 class ParkPlan(NamedTuple):
@@ -109,16 +112,5 @@ class ConnectorMeta(NamedTuple):
     is_fenced: bool = False
     """Whether pages that are being saved may be given to others from this pass on."""
     replica: str = ""  # the leader's name for the replica
-    priorities: tuple[bytes, ...] = ()
-    """For each save the retention priorities of its blocks, one byte each, or none if they have the
-    default; empty if all have."""
-    tenants: tuple[int, ...] = ()
-    """For each save the tenant's number in an arena; empty if there are no tenants."""
     model: str = ""
     """With loads, the fingerprint in `namespace`, which a rank may not know yet."""
-
-    def __reduce__(self) -> tuple[type["ConnectorMeta"], tuple[object, ...]]:
-        """Leave out empty trailing fields: hardly a request has priorities or a tenant."""
-        optional = (self.model, self.tenants, self.priorities)
-        without = next((at for at, value in enumerate(optional) if value), len(optional))
-        return type(self), tuple(self)[: len(self) - without]

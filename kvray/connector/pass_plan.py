@@ -25,8 +25,6 @@ class PassPlanner:
         self._finder = finder
         self._loads: list[LoadPlan] = []
         self._saves: list[SavePlan] = []
-        self._priorities: list[bytes] = []
-        self._tenants: list[int] = []
         self._parks: list[ParkPlan] = []
         self._board: KeyBoard | None = None
         self._retry_at = 0.0
@@ -37,7 +35,7 @@ class PassPlanner:
     def begin(self, shared: SharedState) -> "PassPlanner":
         """Begin the plan of the coming pass."""
         self._shared = shared
-        self._loads, self._saves, self._priorities, self._tenants = [], [], [], []
+        self._loads, self._saves = [], []
         self._scheduled.clear()
         if self._board is not None:
             self._board.begin_pass()
@@ -112,8 +110,6 @@ class PassPlanner:
             board=self._board.place if self._saves and self._board is not None else None,
             is_fenced=is_fenced,
             replica=shared.pool.replica,
-            priorities=tuple(self._priorities) if any(self._priorities) else (),
-            tenants=tuple(self._tenants) if any(self._tenants) else (),
             model=name.name if self._loads and not name.is_given else "",
         )
 
@@ -170,11 +166,10 @@ class PassPlanner:
 
     def _add_save(self, state: RequestState, first: int, end: int, keys: KeyRun | bytes) -> None:
         pages = tuple(PageIds.of(group[first:end]) for group in state.pages)
+        priorities = state.priorities.of(first, end)
         self._saves.append(
-            SavePlan(request_id=state.request_id, depth=first, keys=keys, pages=pages)
+            SavePlan(state.request_id, first, keys, pages, priorities, state.tenant_id)
         )
-        self._priorities.append(state.priorities.of(first, end))
-        self._tenants.append(state.tenant_id)
 
     def _usable_board(self) -> KeyBoard | None:
         """Return the board in the present arena, opened if need be.

@@ -31,7 +31,8 @@ class Promises:
 
     def __init__(self) -> None:
         self._states: dict[int, RequestState] = {}
-        self._lost = Lost()
+        self._lost: OrderedDict[int, int] = OrderedDict()
+        """Requests whose promise was given up -> their own blocks, as far as they may still go."""
         self._lock = threading.Lock()
         self._parked: dict[int, tuple[SharedState, Promise]] = {}
         self._watcher: threading.Thread | None = None
@@ -68,7 +69,7 @@ class Promises:
 
     def forget(self, request_id: int) -> None:
         """The request has ended, or starts over: nothing of it is lost any more."""
-        self._lost.forget(request_id)
+        self._lost.pop(request_id, None)
 
     def check(
         self, shared: SharedState, request_id: int, position: int, tokens_per_block: int
@@ -80,7 +81,9 @@ class Promises:
         state = self._states.get(request_id)
         if state is not None and state.promise is not None and state.promise.is_given_up:
             self._lose(shared, state)
-        self._lost.check(request_id, position, tokens_per_block)
+        first = self._lost.pop(request_id, None)
+        if first is not None and position > first * tokens_per_block:
+            raise _given_up(request_id)
 
     def settle(self, shared: SharedState) -> None:
         """Release promises that the pass did not use, unless the engine may still claim them.
@@ -105,7 +108,9 @@ class Promises:
 
     def _lose(self, shared: SharedState, state: RequestState) -> None:
         assert state.promise is not None, "the caller has looked"
-        self._lost.note(state.request_id, state.promise.first)
+        self._lost[state.request_id] = state.promise.first
+        if len(self._lost) > _LOST_MAX:
+            self._lost.popitem(last=False)
         self.release(shared, state)
 
     def _take(self, shared: SharedState, state: RequestState) -> Promise | None:
@@ -138,29 +143,6 @@ class Promises:
         for shared, promise in late:
             release_prefix(shared, promise.prefix)
         return min((one for one in left_s if one > 0), default=None)
-
-
-class Lost:
-    """Requests whose promise was given up, and how far each may still go without it."""
-
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[int, int] = OrderedDict()
-
-    def note(self, request_id: int, first: int) -> None:
-        """Remember that blocks after the first `first` are no longer promised."""
-        self._blocks[request_id] = first
-        if len(self._blocks) > _LOST_MAX:
-            self._blocks.popitem(last=False)
-
-    def forget(self, request_id: int) -> None:
-        """The request was asked about again, or has ended."""
-        self._blocks.pop(request_id, None)
-
-    def check(self, request_id: int, position: int, tokens_per_block: int) -> None:
-        """Accept a first report whose position does not count on the promise; else LeaseExpired."""
-        first = self._blocks.pop(request_id, None)
-        if first is not None and position > first * tokens_per_block:
-            raise _given_up(request_id)
 
 
 def _given_up(request_id: int) -> LeaseExpired:

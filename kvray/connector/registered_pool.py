@@ -8,7 +8,7 @@ import os
 import socket
 from dataclasses import replace
 
-from kvray.connector.figures.engine_figures import EngineFigures
+from kvray.connector.figures import EngineFigures
 from kvray.connector.meta import ConnectorMeta
 from kvray.connector.model.adapters import fingerprints_dir
 from kvray.connector.model.cache_layout import CacheLayout

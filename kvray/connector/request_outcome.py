@@ -18,65 +18,57 @@ from kvray.trace.request_note import RequestNote, sampled
 def record_answer(
     shared: SharedState,
     asked: AskedRequest,
-    state: RequestState,
-    keys: list[BlockKey],
     *,
     reason: MissReason,
-    stage_s: float,
-    lease_s: float,
+    state: RequestState | None = None,
+    keys: list[BlockKey] | None = None,
+    stage_s: float = 0.0,
+    lease_s: float = 0.0,
 ) -> None:
     """Record a request that was just answered.
 
     `keys` are of the blocks that could be promised, `reason` says why not more was. The request has
-    waited `stage_s` for the shard, and the rest of its answer took `lease_s`.
+    waited `stage_s` for the shard, and the rest of its answer took `lease_s`. One that came before
+    its model had a name has no state and no keys: nothing was looked up.
     """
-    totals, size, promise = shared.figures.totals, state.tokens_per_block, state.promise
-    hit = 0
-    if promise is not None:
-        hit = promise.num_blocks * size
-        for start, stop, way, _ in runs_between(state.arrivals, promise.first, promise.end):
+    totals, size = shared.figures.totals, shared.args.tokens_per_block
+    first, wanted = asked.num_computed // size, asked.num_askable(size)
+    end, hit, details = min(first, wanted), 0, {}
+    if state is not None and state.promise is not None:
+        end, hit = state.promise.end, state.promise.num_blocks * size
+        for start, stop, way, _ in runs_between(state.arrivals, state.promise.first, end):
             totals[f"hit_tokens_from_{way}"] += (stop - start) * size
-    missed = len(keys) * size - asked.num_computed - hit
+    missed = wanted * size - asked.num_computed - hit
+    totals["requests"] += 1
+    totals["prompt_tokens"] += len(asked.tokens)
+    totals["local_tokens"] += asked.num_computed
     totals["hit_tokens"] += hit
-    _count(shared, asked, num_tokens=len(asked.tokens), missed=missed, reason=reason)
-    if keys and state.num_saved:
-        shared.figures.prefix_digests.note_stored(state.prefix_digest)
-    elif keys and reason == "not_stored":
-        shared.figures.prefix_digests.note_missed(state.prefix_digest, missed)
-    first = asked.num_computed // size
-    end = promise.end if promise is not None else min(first, len(keys))
-    step, missing = sampled(keys, end)
+    if missed > 0:
+        totals[f"miss_tokens_{reason}"] += missed
+    if state is not None and keys:
+        digest, prefix_digests = state.prefix_digest, shared.figures.prefix_digests
+        if state.num_saved:
+            prefix_digests.note_stored(digest)
+        elif reason == "not_stored":
+            prefix_digests.note_missed(digest, missed)
+        step, missing = sampled(keys, end)
+        details = {
+            "arrivals": state.arrivals,
+            "prefix_digest": digest,
+            "step": step,
+            "keys": missing,
+        }
     _note(
         shared,
         asked.request_id,
-        num_tokens=state.num_tokens,
+        num_tokens=len(asked.tokens),
         first=first,
         end=end,
-        wanted=len(keys),
-        reason=reason if missing else "none",
-        arrivals=state.arrivals,
+        wanted=wanted,
+        reason=reason if end < wanted else "none",
         stage_s=stage_s,
         lease_s=lease_s,
-        prefix_digest=state.prefix_digest,
-        step=step,
-        keys=missing,
-    )
-
-
-def record_unnamed(shared: SharedState, asked: AskedRequest) -> None:
-    """Record a request that came before its model had a name: nothing was looked up."""
-    size = shared.args.tokens_per_block
-    first, num_blocks = asked.num_computed // size, asked.num_askable(size)
-    missed = num_blocks * size - asked.num_computed
-    _count(shared, asked, num_tokens=asked.prompt_len, missed=missed, reason="fingerprinting")
-    _note(
-        shared,
-        asked.request_id,
-        num_tokens=asked.prompt_len,
-        first=first,
-        end=min(first, num_blocks),
-        wanted=num_blocks,
-        reason="fingerprinting" if first < num_blocks else "none",
+        **details,
     )
 
 
@@ -84,17 +76,6 @@ def record_bypassed(shared: SharedState, request_id: int) -> None:
     """Record a request that has no keys, and so nothing to find."""
     shared.figures.totals["bypassed_requests"] += 1
     _note(shared, request_id, num_tokens=0, first=0, end=0, wanted=0, reason="bypassed")
-
-
-def _count(
-    shared: SharedState, asked: AskedRequest, *, num_tokens: int, missed: int, reason: MissReason
-) -> None:
-    totals = shared.figures.totals
-    totals["requests"] += 1
-    totals["prompt_tokens"] += num_tokens
-    totals["local_tokens"] += asked.num_computed
-    if missed > 0:
-        totals[f"miss_tokens_{reason}"] += missed
 
 
 def _note(shared: SharedState, request_id: int, **fields: Any) -> None:

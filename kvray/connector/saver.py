@@ -16,11 +16,10 @@ later waits for the copies that were enqueued. The thread begins a piece and ask
   slots are given back when its copy has ended, and nothing more of the job is committed.
 """
 
-import logging
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
+from kvray.connector.boundary import Boundary
 from kvray.connector.device.pool import Pool, Ticket
-from kvray.connector.figures.dropped_blocks import DroppedBlocks
+from kvray.connector.figures import EngineFigures
 from kvray.connector.model.cache_layout import Part
 from kvray.connector.pending_reads import PendingReads
-from kvray.errors import KVRayError
 from kvray.identity.block import BlockKey
 from kvray.node import NodeLink
 from kvray.store import Arena, Reservation
@@ -40,13 +39,10 @@ from kvray.store.arena.layout import DEFAULT_PRIORITY
 from kvray.store.arena.tables import Array
 from kvray.trace.reasons import DropReason
 
-_log = logging.getLogger("kvray.connector")
-
 _RESERVE_WAIT_S = 0.05
 _STALL_S = 0.25
 """Longest that the engine's thread waits for one piece; then the rest of the pass is not saved."""
 _PIECE_BYTES = 32 * 2**20
-_CAUSES_MAX = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +70,16 @@ class Saver:
         link: NodeLink,
         *,
         saves_max: int,
-        totals: Counter[str],
-        drops: DroppedBlocks,
+        figures: EngineFigures,
+        boundary: Boundary,
         reads: PendingReads,
     ) -> None:
         self._link = link
         self.namespace = 0
         """For which they count; set before the first of them is submitted."""
         self._saves_max = saves_max
-        self._totals = totals
-        self._drops = drops
+        self._totals, self._drops = figures.totals, figures.dropped
+        self._boundary = boundary
         self._reads = reads
         self._jobs: deque[Job] = deque()
         self._unfinished: deque[Callable[[], None]] = deque()
@@ -93,7 +89,6 @@ class Saver:
         self._progress = 0
         self._guard = threading.Condition()
         self._closing = False
-        self._said: set[str] = set()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="kvray-saver", daemon=True)
         self._thread.start()
@@ -175,17 +170,12 @@ class Saver:
     def _begin(self, job: Job) -> None:
         """Begin a job piece by piece, so that a long one is neither all nor nothing."""
         step = max(1, _PIECE_BYTES // job.part.block_bytes)
-        done, count = 0, len(job.keys)
-        try:
-            while done < count:
+        done, count, why = 0, len(job.keys), None
+        with self._boundary.around("a save"):
+            while done < count and why is None:
                 stop = min(done + step, count)
-                why = self._begin_piece(job, done, stop)
-                done = stop
-                if why is not None:
-                    self._drops.count(count - stop, why)
-                    break
-        except Exception as error:  # noqa: BLE001 - a defect must not end the thread; it is logged
-            self._fail(error, num_blocks=count - done)
+                why, done = self._begin_piece(job, done, stop), stop
+        self._drops.count(count - done, why or DropReason.ERROR)
         with self._guard:
             # Behind its pieces: a request is read until the last of them has ended.
             self._unfinished.append(partial(self._reads.end, job.request_id))
@@ -257,11 +247,11 @@ class Saver:
             self._unfinished.append(partial(self._finish_save, ticket, action, num_blocks))
 
     def _finish_save(self, ticket: Ticket, action: Callable[[], object], num_blocks: int) -> None:
-        try:
+        with self._boundary.around("a save"):
             ticket.wait()
             action()
-        except Exception as error:  # noqa: BLE001 - as in `_begin`
-            self._fail(error, num_blocks=num_blocks)
+            return
+        self._drops.count(num_blocks, DropReason.ERROR)
 
     def _commit(self, arena: Arena, reservation: Reservation, ticket: Ticket) -> None:
         sums = ticket.sums if ticket.sums is not None else arena.sums(reservation)
@@ -277,22 +267,6 @@ class Saver:
                 return False
             time.sleep(0.001)
         return True
-
-    def _fail(self, error: Exception, *, num_blocks: int = 0) -> None:
-        """Count an error and the blocks that are not saved for it; log each error once."""
-        self._totals["errors"] += 1
-        self._drops.count(num_blocks, DropReason.ERROR)
-        said = repr(error)
-        with self._guard:
-            if said in self._said or len(self._said) >= _CAUSES_MAX:
-                return
-            self._said.add(said)
-        if isinstance(error, KVRayError):
-            _log.warning("kvray: a save failed; the engine goes on: %s (said once)", error)
-        else:
-            _log.error(
-                "kvray: a defect while saving; the engine goes on (said once)", exc_info=error
-            )
 
     def _drop_waiting(self, why: DropReason) -> None:
         for job in self._jobs:

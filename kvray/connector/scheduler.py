@@ -20,7 +20,7 @@ from kvray.connector.promises import Promises
 from kvray.connector.releases import release_prefix
 from kvray.connector.request.fields import NO_REQUEST, id_of, only_generates
 from kvray.connector.request_identifier import AskedRequest
-from kvray.connector.request_outcome import record_answer, record_bypassed, record_unnamed
+from kvray.connector.request_outcome import record_answer, record_bypassed
 from kvray.connector.request_state import RequestState
 from kvray.connector.shared_state import (
     registered_state,
@@ -193,7 +193,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             record_bypassed(shared, request.request_id)
             return 0
         if not shared.pool.complete_namespace():
-            record_unnamed(shared, asked)
+            record_answer(shared, asked, reason="fingerprinting")
             return 0
         state = self._remember(asked)
         keys = state.prompt_keys(asked.tokens)[: asked.num_askable(state.tokens_per_block)]
@@ -201,7 +201,9 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         reason = self._promise(state, request, keys, num_computed_tokens)
         stage_s = self._finder.waited_s(asked.request_id)
         lease_s = time.monotonic() - began - (stage_s - waited_s)
-        record_answer(shared, asked, state, keys, reason=reason, stage_s=stage_s, lease_s=lease_s)
+        record_answer(
+            shared, asked, reason=reason, state=state, keys=keys, stage_s=stage_s, lease_s=lease_s
+        )
         return state.promise.num_blocks * state.tokens_per_block if state.promise else 0
 
     def _remember(self, asked: AskedRequest) -> RequestState:

@@ -15,7 +15,7 @@ from kvray import node
 from kvray.config import KVRayConfig, load_config
 from kvray.connector.base import KvCacheConnectorScheduler, asks_every_rank
 from kvray.connector.boundary import Boundary
-from kvray.connector.figures.engine_figures import EngineFigures
+from kvray.connector.figures import EngineFigures
 from kvray.connector.meta import Release
 from kvray.connector.model.cache_layout import CacheLayout
 from kvray.connector.model.engine_args import EngineArgs, read_engine_args
@@ -61,7 +61,7 @@ class SharedState:
         self.identifier = RequestIdentifier(
             self.figures.totals,
             adapters=args.adapters,
-            media_tokens=args.media_tokens,
+            media_tokens=args.checkpoint.media_tokens,
             tenants=tenants,
         )
         self.pool = RegisteredPool(

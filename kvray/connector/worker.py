@@ -17,8 +17,8 @@ from kvray.connector.key_board import read_keys
 from kvray.connector.loader import Loader, release_plans
 from kvray.connector.meta import Board, ConnectorMeta, KeyRun
 from kvray.connector.model.cache_layout import CacheLayout, Part
-from kvray.connector.model.flat_pool import refuse_flat_pool
 from kvray.connector.model.read_layout import layout_of_tensor, read_layout
+from kvray.connector.model.refusals import refuse_flat_pool
 from kvray.connector.parking import Parking
 from kvray.connector.releases import release_at
 from kvray.connector.saver import Job, Saver
@@ -198,7 +198,7 @@ class KvRayWorker(KvCacheConnectorWorker):
 
     @property
     def _may_be_latent(self) -> bool:
-        return self._shared.args.is_mla is not False
+        return self._shared.args.checkpoint.is_mla is not False
 
     def _register(self, layout: CacheLayout) -> None:
         shared = self._shared
@@ -214,8 +214,8 @@ class KvRayWorker(KvCacheConnectorWorker):
         self._saver = Saver(
             shared.link,
             saves_max=shared.config.connector.saves_max,
-            totals=shared.figures.totals,
-            drops=shared.figures.dropped,
+            figures=shared.figures,
+            boundary=shared.boundary,
             reads=shared.pending_reads,
         )
         self._loader = Loader(shared, self._parts, self._pool, self._parking)
@@ -252,10 +252,7 @@ class KvRayWorker(KvCacheConnectorWorker):
     def _jobs_of(self, pool: Pool, meta: ConnectorMeta) -> Iterator[Job]:
         """Yield a job for each run of blocks of each part that this rank stores."""
         stored = [part for part in self._parts if part.is_stored_here]
-        priorities = meta.priorities or (b"",) * len(meta.saves)
-        tenants = meta.tenants or (0,) * len(meta.saves)
-        saves = meta.saves if stored else ()
-        for plan, packed, tenant in zip(saves, priorities, tenants, strict=False):
+        for plan in meta.saves if stored else ():
             keys = self._keys_of(plan.keys, meta.board)
             if keys is None:
                 self._drop(plan.pages[0].num_blocks, DropReason.KEYS_LOST)
@@ -273,8 +270,8 @@ class KvRayWorker(KvCacheConnectorWorker):
                         parent=keys[at - 1] if at else None,
                         depth=plan.depth + start,
                         pages=pages[start:stop],
-                        priorities=packed[start:stop],
-                        tenant_id=tenant,
+                        priorities=plan.priorities[start:stop],
+                        tenant_id=plan.tenant_id,
                     )
 
     def _keys_of(self, keys: KeyRun | bytes, board: Board | None) -> list[BlockKey] | None:

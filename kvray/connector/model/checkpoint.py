@@ -31,20 +31,20 @@ _LAYER_TYPES = ("layer_types", "layers_block_type")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """The part of a checkpoint's configuration that decides what its KV cache is."""
+    """What a checkpoint's configuration says of its KV cache; None stands for what is not said."""
 
-    num_layers: int | None  # layers with attention; None: not said
-    is_mla: bool  # keys and values are one latent vector, the same on all ranks
-    latent_elems: int | None
-    """Elements of the latent vector of a token in one layer; None: there is none, or not said."""
-    recurrent: str
+    num_layers: int | None = None  # layers with attention
+    is_mla: bool | None = None  # keys and values are one latent vector, the same on all ranks
+    latent_elems: int | None = None
+    """Elements of the latent vector of a token in one layer; None also if there is none."""
+    recurrent: str = ""
     """The field that tells of layers with a state instead of a KV cache; empty: none does."""
-    is_encoder_decoder: bool
-    has_index_cache: bool
+    is_encoder_decoder: bool = False
+    has_index_cache: bool = False
     """Attention picks its tokens by an index, which is a cache of its own."""
-    has_fp4_cache: bool
+    has_fp4_cache: bool = False
     media_tokens: MediaTokens | None = None
-    """What stands for pictures and sounds in prompts; None: the model takes none."""
+    """What stands for pictures and sounds in prompts; None also if the model takes none."""
 
 
 def find_checkpoint(model: str, revision: str | None) -> str:
@@ -65,14 +65,14 @@ def find_checkpoint(model: str, revision: str | None) -> str:
     return str(Path(found).parent) if isinstance(found, str) else model
 
 
-def read_checkpoint(model: str, changes: Config | None = None) -> CheckpointConfig | None:
-    """Return what the checkpoint in the directory `model` says of its KV cache; None: nothing.
+def read_checkpoint(model: str, changes: Config | None = None) -> CheckpointConfig:
+    """Return what the checkpoint in the directory `model` says of its KV cache.
 
     `changes` are fields that the engine was told to replace (`model_kwargs`, from 1.2 on).
     """
     config = _read(Path(model) / "config.json") if model else None
     if config is None:
-        return None
+        return CheckpointConfig()
     config = _replaced(config, changes or {})
     language = _language_model(config)
     rank = language.get("kv_lora_rank")

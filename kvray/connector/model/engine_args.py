@@ -16,7 +16,6 @@ from kvray.connector.model.adapters import fingerprints_dir
 from kvray.connector.model.checkpoint import CheckpointConfig, find_checkpoint, read_checkpoint
 from kvray.connector.model.refusals import refuse_unsupported
 from kvray.connector.request.fields import canonical_text, field_of, number_of, text_of, to_text
-from kvray.connector.request.media_tokens import MediaTokens
 from kvray.errors import ConfigError
 from kvray.identity.fingerprint import fingerprint_model
 
@@ -63,13 +62,7 @@ class EngineArgs:
     """The different attention windows that kv_cache_config names, in tokens, ascending."""
     adapters: str
     """How the engine reads LoRA adapters, as one text; enters the keys of requests with one."""
-    is_mla: bool | None
-    """Keys and values are one latent vector; None: the checkpoint does not say."""
-    num_layers: int | None  # layers with attention; None: the checkpoint does not say
-    latent_elems: int | None
-    """Elements of a token's latent vector in one layer; None: there is none, or not said."""
-    media_tokens: MediaTokens | None
-    """What stands for media in prompts; None: the model takes none, or nobody says."""
+    checkpoint: CheckpointConfig
     is_sparse: bool
     """Attention picks its tokens by an index that is cached beside keys and values."""
 
@@ -118,10 +111,7 @@ def read_engine_args(llm_args: Any, *, asks_every_rank: bool) -> EngineArgs:
         is_compiled=_is_compiled(llm_args),
         windows=_windows(cache),
         adapters=canonical_text(field_of(llm_args, "lora_config"), _ADAPTERS),
-        is_mla=checkpoint.is_mla if checkpoint else None,
-        num_layers=checkpoint.num_layers if checkpoint else None,
-        latent_elems=checkpoint.latent_elems if checkpoint else None,
-        media_tokens=checkpoint.media_tokens if checkpoint else None,
+        checkpoint=checkpoint,
         is_sparse=_is_sparse(llm_args, checkpoint),
     )
 
@@ -182,11 +172,11 @@ def _windows(cache: Any) -> tuple[int, ...]:
     return tuple(sorted(set(windows))) if isinstance(windows, Sequence) else ()
 
 
-def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig | None) -> bool:
+def _is_sparse(llm_args: Any, checkpoint: CheckpointConfig) -> bool:
     sparse = field_of(llm_args, "sparse_attention_config")
     # `skip_softmax` changes the arithmetic and caches nothing.
     is_asked_for = sparse is not None and text_of(sparse, "algorithm") != "skip_softmax"
-    return is_asked_for or (checkpoint is not None and checkpoint.has_index_cache)
+    return is_asked_for or checkpoint.has_index_cache
 
 
 def _warn_of_transfers(llm_args: Any) -> None:

@@ -5,12 +5,15 @@ parallelism and the policy, 1.3 also context parallelism, beams, the host cache,
 and Mamba. Each rank checks all of them, so that the start fails cleanly on each.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvray.connector.model.checkpoint import CheckpointConfig
 from kvray.connector.request.fields import field_of, number_of, text_of
 from kvray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvray.connector.model.engine_args import EngineArgs
 
 Reasons = Iterator[tuple[bool, str]]
 """Pairs of whether something is so, and the sentence that refuses it."""
@@ -19,7 +22,7 @@ _SPECULATIVE = ("medusa_choices", "lookahead_decoding_config", "eagle_config")
 
 
 def refuse_unsupported(
-    llm_args: Any, checkpoint: CheckpointConfig | None, *, asks_every_rank: bool
+    llm_args: Any, checkpoint: CheckpointConfig, *, asks_every_rank: bool
 ) -> None:
     """Refuse settings that no connector, or not kvray, can serve.
 
@@ -36,6 +39,45 @@ def refuse_unsupported(
         for is_so, sentence in reasons:
             if is_so:
                 raise ConfigError(sentence)
+
+
+def refuse_flat_pool(args: "EngineArgs", shape: Sequence[int]) -> None:
+    """Refuse a pool [num_blocks, num_layers, kv_factor, block_elems] that is not the whole cache.
+
+    The first cache manager hands over the pool of one window and one number of heads, without a
+    word if there are others; what is not in it would be neither saved nor loaded. FlashMLA makes
+    blocks of 64 tokens whatever kv_cache_config says (1.2).
+
+    Raises:
+        ConfigError: the pool is not all of the KV cache, or its blocks are not of
+            `args.tokens_per_block`.
+    """
+    if len(shape) != 4 or shape[2] not in (1, 2):
+        raise ConfigError(
+            f"The KV pool has shape {list(shape)}; kvray serves pools [num_blocks, num_layers,"
+            " 1 or 2, block_elems], so leave the attention backend at TRTLLM."
+        )
+    _, num_layers, kv_factor, block_elems = shape
+    expected, latent = args.checkpoint.num_layers, args.checkpoint.latent_elems
+    if len(args.windows) > 1 or args.is_sparse:
+        raise ConfigError(
+            "One pool is not all of a KV cache with several windows or an index; set"
+            " kv_cache_config.use_kv_cache_manager_v2 to true."
+        )
+    if expected not in (None, num_layers):
+        raise ConfigError(
+            f"The KV pool has {num_layers} of the model's {expected} layers with attention,"
+            " the others are in pools that no connector is given; set"
+            " kv_cache_config.use_kv_cache_manager_v2 to true."
+        )
+    if kv_factor == 2 or not latent or block_elems % latent:
+        return
+    tokens = block_elems // latent
+    if tokens != args.tokens_per_block:
+        raise ConfigError(
+            f"The engine's blocks hold {tokens} tokens, not the {args.tokens_per_block} that it was"
+            f" told; set kv_cache_config.tokens_per_block to {tokens}."
+        )
 
 
 def _parallelism(llm_args: Any, *, asks_every_rank: bool) -> Reasons:
@@ -79,7 +121,7 @@ def _decoding(llm_args: Any, cache: Any) -> Reasons:
     )
 
 
-def _cache(llm_args: Any, cache: Any, checkpoint: CheckpointConfig | None) -> Reasons:
+def _cache(llm_args: Any, cache: Any, checkpoint: CheckpointConfig) -> Reasons:
     for name, what in (("host_cache_size", "host"), ("disk_cache_size", "disk")):
         yield (
             number_of(cache, name, 0) > 0,
@@ -123,9 +165,7 @@ def _cache(llm_args: Any, cache: Any, checkpoint: CheckpointConfig | None) -> Re
     )
 
 
-def _model(checkpoint: CheckpointConfig | None) -> Reasons:
-    if checkpoint is None:
-        return
+def _model(checkpoint: CheckpointConfig) -> Reasons:
     yield (
         bool(checkpoint.recurrent),
         "Layers with a recurrent state keep it outside of the KV cache (the checkpoint's"
@@ -143,10 +183,10 @@ def _has_second_manager(cache: Any) -> bool:
     return field_of(cache, "use_kv_cache_manager_v2") not in (None, False)
 
 
-def _is_fp4(llm_args: Any, cache: Any, checkpoint: CheckpointConfig | None) -> bool:
+def _is_fp4(llm_args: Any, cache: Any, checkpoint: CheckpointConfig) -> bool:
     """Whether KV has 4 bits; kv_cache_config goes first, and may name `fp8` or `nvfp4`."""
     dtype = text_of(cache, "dtype").lower()
     if "fp4" in dtype or dtype == "fp8":
         return dtype != "fp8"
     algorithm = text_of(field_of(llm_args, "quant_config"), "kv_cache_quant_algo")
-    return "FP4" in algorithm.upper() or (checkpoint is not None and checkpoint.has_fp4_cache)
+    return "FP4" in algorithm.upper() or checkpoint.has_fp4_cache

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvray.connector.promise import Promise
-from kvray.connector.promises import Lost
+from kvray.connector.promises import Promises
 from kvray.errors import LeaseExpired
 
 BLOCK = 4
@@ -55,23 +55,26 @@ def test_an_engine_that_counts_on_more_is_stopped(position: int, is_parked: bool
 
 
 def test_a_lost_promise_stops_only_the_engine_that_counts_on_it() -> None:
-    lost = Lost()
-    lost.note(7, 2)
-    lost.check(8, 40, BLOCK)
-    lost.check(7, 2 * BLOCK, BLOCK)
-    lost.note(7, 2)
+    promises = Promises()
+    promises._lost[7] = 2
+    promises.check(None, 8, 40, BLOCK)
+    promises.check(None, 7, 2 * BLOCK, BLOCK)
+    promises._lost[7] = 2
     with pytest.raises(LeaseExpired, match="park_lease_s"):
-        lost.check(7, 3 * BLOCK, BLOCK)
-    lost.note(7, 2)
-    lost.forget(7)
-    lost.check(7, 3 * BLOCK, BLOCK)
+        promises.check(None, 7, 3 * BLOCK, BLOCK)
+    promises._lost[7] = 2
+    promises.forget(7)
+    promises.check(None, 7, 3 * BLOCK, BLOCK)
 
 
 def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvray.connector.promises._LOST_MAX", 3)
-    lost = Lost()
+    shared = SimpleNamespace(parked={}, takes_offers_later=False)
+    promises = Promises()
     for request_id in range(5):
-        lost.note(request_id, 0)
-    lost.check(1, 40, BLOCK)
+        state = SimpleNamespace(request_id=request_id, promise=None)
+        promises.keep(shared, state, promise_of(first=0, is_given_up=True))
+    promises.settle(shared)
+    promises.check(None, 1, 40, BLOCK)
     with pytest.raises(LeaseExpired):
-        lost.check(2, 40, BLOCK)
+        promises.check(None, 2, 40, BLOCK)

@@ -18,8 +18,9 @@ from kvray import node
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.connector import saver as saver_module
+from kvray.connector.boundary import Boundary
 from kvray.connector.device.pool import HostPool, Ticket
-from kvray.connector.figures.dropped_blocks import DroppedBlocks
+from kvray.connector.figures import EngineFigures
 from kvray.connector.model.cache_layout import LayerRange, Part, Region
 from kvray.connector.pending_reads import PendingReads
 from kvray.connector.saver import Job, Saver
@@ -62,9 +63,10 @@ def keys_of(seed: int, count: int) -> list[BlockKey]:
 
 
 def new_saver(link: NodeLink, saves_max: int = 256) -> Saver:
-    counts: Counter[str] = Counter()
+    figures = EngineFigures()
+    boundary = Boundary(figures.totals)
     return Saver(
-        link, saves_max=saves_max, totals=counts, drops=DroppedBlocks(counts), reads=PendingReads()
+        link, saves_max=saves_max, figures=figures, boundary=boundary, reads=PendingReads()
     )
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +9,6 @@ from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.connector import KvRayScheduler, KvRayWorker
-from kvray.connector.meta import ConnectorMeta
 from kvray.errors import ConfigError
 from kvray.identity.keys import pack_tokens
 from kvray.identity.tenant import tenant_id
@@ -161,12 +159,3 @@ def prefetch(shard: Shard, pair: Pair, salt: str | None) -> int:
 
 def has_registered(shard: Shard) -> bool:
     return any(one["connected"] for one in shard.status()["replicas"])
-
-
-def test_metadata_is_as_small_as_before_where_there_are_no_tenants() -> None:
-    plain = ConnectorMeta(namespace=b"n", replica="r")
-    assert len(plain.__reduce__()[1]) == len(plain) - 3
-    full = ConnectorMeta(tenants=(5,))
-    made, fields = full.__reduce__()
-    assert made(*fields) == full  # type: ignore[arg-type]
-    assert SimpleNamespace(**full._asdict()).priorities == ()

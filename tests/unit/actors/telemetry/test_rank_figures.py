@@ -6,8 +6,7 @@ from typing import Any
 from kvray.actors.telemetry.figures import Figures, Series
 from kvray.actors.telemetry.increments import Increments
 from kvray.actors.telemetry.rank_figures import RankFigures, totals_of
-from kvray.connector.figures.call_times import CallTimes
-from kvray.connector.figures.dropped_blocks import DropReason
+from kvray.connector.figures import CallTimes, DropReason
 
 REASONS = [reason.value for reason in DropReason]
 REQUESTS = "requests_total"

@@ -13,9 +13,7 @@ from tests.unit.connector.llm_args import DEEPSEEK, LLAMA, checkpoint
 
 
 def read(directory: Path, config: dict[str, Any]) -> CheckpointConfig:
-    found = read_checkpoint(checkpoint(directory, config))
-    assert found is not None
-    return found
+    return read_checkpoint(checkpoint(directory, config))
 
 
 @pytest.mark.parametrize(
@@ -52,13 +50,13 @@ def test_what_is_no_directory_says_nothing(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.chdir(tmp_path)
-    assert read_checkpoint(model) is None
+    assert read_checkpoint(model) == CheckpointConfig()
 
 
 def test_a_single_file_says_nothing(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(b"GGUF")
-    assert read_checkpoint(str(path)) is None
+    assert read_checkpoint(str(path)) == CheckpointConfig()
 
 
 @pytest.fixture

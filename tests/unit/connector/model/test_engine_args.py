@@ -78,7 +78,7 @@ def test_an_object_that_has_every_attribute_says_only_what_it_was_told() -> None
         "",
         True,
     )
-    assert (args.attention_dp, args.is_compiled, args.windows, args.is_mla) == (
+    assert (args.attention_dp, args.is_compiled, args.windows, args.checkpoint.is_mla) == (
         False,
         False,
         (),
@@ -222,11 +222,23 @@ def test_how_adapters_are_read_is_told_apart() -> None:
 
 def test_a_checkpoint_tells_its_layers_and_its_kind_of_cache(tmp_path: Path) -> None:
     plain = read_args(args_of(model=checkpoint(tmp_path, LLAMA)))
-    assert (plain.num_layers, plain.is_mla, plain.latent_elems) == (4, False, None)
+    assert (
+        plain.checkpoint.num_layers,
+        plain.checkpoint.is_mla,
+        plain.checkpoint.latent_elems,
+    ) == (4, False, None)
     latent = read_args(args_of(model=checkpoint(tmp_path, DEEPSEEK)))
-    assert (latent.num_layers, latent.is_mla, latent.latent_elems) == (4, True, 576)
+    assert (
+        latent.checkpoint.num_layers,
+        latent.checkpoint.is_mla,
+        latent.checkpoint.latent_elems,
+    ) == (4, True, 576)
     unknown = read_args(args_of(model="org/model"))
-    assert (unknown.num_layers, unknown.is_mla, unknown.latent_elems) == (None, None, None)
+    assert (
+        unknown.checkpoint.num_layers,
+        unknown.checkpoint.is_mla,
+        unknown.checkpoint.latent_elems,
+    ) == (None, None, None)
 
 
 def test_a_model_named_on_the_hub_is_known_by_what_the_engine_fetched(
@@ -237,21 +249,25 @@ def test_a_model_named_on_the_hub_is_known_by_what_the_engine_fetched(
     fetched.mkdir(parents=True)
     checkpoint(fetched, DEEPSEEK)
     args = read_args(args_of(model="org/model", revision="v1"))
-    assert (args.model, args.is_mla, args.num_layers) == ("org/model", True, 4)
+    assert (args.model, args.checkpoint.is_mla, args.checkpoint.num_layers) == (
+        "org/model",
+        True,
+        4,
+    )
 
 
 def test_what_the_engine_replaces_in_the_configuration_counts(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, {"text_config": LLAMA})
-    assert read_args(args_of(model=model)).num_layers == 4
+    assert read_args(args_of(model=model)).checkpoint.num_layers == 4
     changes = {"text_config": {"num_hidden_layers": 1}}
     args = read_args(args_of(model=model, model_kwargs=changes))
-    assert args.num_layers == 1
+    assert args.checkpoint.num_layers == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
 def test_an_unreadable_configuration_says_nothing(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "config.json").write_bytes(content)
-    assert read_args(args_of(model=str(tmp_path))).is_mla is None
+    assert read_args(args_of(model=str(tmp_path))).checkpoint.is_mla is None
 
 
 def test_a_server_in_a_disaggregated_set_up_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvray.connector.model.engine_args import EngineArgs
-from kvray.connector.model.flat_pool import refuse_flat_pool
+from kvray.connector.model.refusals import refuse_flat_pool
 from kvray.errors import ConfigError
 from tests.unit.connector.llm_args import DEEPSEEK, LLAMA, args_of, checkpoint, read_args
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.connector.meta import ConnectorMeta
+from kvray.connector.meta import ConnectorMeta, SavePlan
 from kvray.connector.request.retention import Priorities, read_priorities
 from kvray.identity.block import namespace_id
 from kvray.identity.keys import chain_keys, request_seed
@@ -146,7 +146,7 @@ def test_priorities_of_later_reports_belong_to_their_new_blocks(
 
 def test_metadata_travels_with_priorities_and_without() -> None:
     plain = ConnectorMeta(namespace=b"n", replica="r")
-    with_some = plain._replace(priorities=(b"", b"\x5a"))
+    with_some = plain._replace(saves=(SavePlan(1, 0, b"", (), priorities=b"\x5a"),))
     for meta in (plain, with_some):
         assert pickle.loads(pickle.dumps(meta)) == meta  # noqa: S301 (made right here)
 

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.connector.figures.call_times import CallTimes, TimeHistogram
+from kvray.connector.figures import CallTimes, TimeHistogram
 
 
 def bound_of(name: str) -> float:

@@ -1,0 +1,133 @@
+"""What one engine counts and measures of itself, for its shard to show."""
+
+import logging
+import threading
+import time
+from collections import Counter
+
+from kvray.node import PrefixDigests, RequestNotes
+from kvray.trace.reasons import DROP_PREFIX, DropReason
+
+_log = logging.getLogger("kvray.connector")
+
+_FIRST, _LAST = 15, 32
+"""The least bucket that is told of ends at 2**15 ns (33 us), the last but one at 2**32 (4.3 s)."""
+
+
+SENTENCES = {
+    DropReason.STORE_DOWN: "the tier is not there",
+    DropReason.ARENA_BUSY: "the arena stayed locked",
+    DropReason.NO_ROOM: "everything else in the arena is leased, or their parent block is missing",
+    DropReason.TOO_MANY: "too many saves wait",
+    DropReason.TOO_SLOW: "the copy took too long",
+    DropReason.SHUT_DOWN: "the connector was shut down",
+    DropReason.KEYS_LOST: "their keys did not reach this rank",
+    DropReason.NO_PAGE: "the engine names no page for a block before them",
+    DropReason.NO_POOL: "this rank does not have the pool that they were planned for",
+    DropReason.VOID: "their pass did not get the blocks it was promised, so they may be wrong",
+    DropReason.ERROR: "an error, which the log shows",
+}
+
+
+class EngineFigures:
+    """Of one engine, both halves together."""
+
+    def __init__(self) -> None:
+        self.totals: Counter[str] = Counter()
+        self.dropped = DroppedBlocks(self.totals)
+        self.call_times = CallTimes()
+        self.prefix_digests = PrefixDigests()
+        self.request_notes = RequestNotes()
+        self._began_at = time.monotonic()
+
+    def counters(self) -> dict[str, int]:
+        """Return what the shard is told: totals, how long calls took, and since when."""
+        return {
+            **self.prefix_digests.counted(dict(self.totals), "miss_tokens_not_stored"),
+            **self.call_times.counters(),
+            "uptime_s": int(time.monotonic() - self._began_at),
+        }
+
+
+class TimeHistogram:
+    """What one kind of call took. One thread observes, any thread asks.
+
+    A bucket ends at a power of two nanoseconds: finding it is one shift, so that `observe` can
+    stand on the engine's own thread.
+    """
+
+    __slots__ = ("_buckets", "_sum_ns")
+
+    def __init__(self) -> None:
+        self._buckets = [0] * 64
+        self._sum_ns = 0
+
+    def observe(self, nanoseconds: int) -> None:
+        """Count one call, which took so long and less than 2**63."""
+        self._buckets[nanoseconds.bit_length()] += 1
+        self._sum_ns += nanoseconds
+
+    def counters(self, name: str) -> dict[str, int]:
+        """Return `<name>_us_sum`, and `<name>_ns_below_<bound>` for buckets that have any.
+
+        A bucket has what took less than its bound and not less than the bound before; that
+        without a bound is called "inf".
+        """
+        buckets = list(self._buckets)
+        low, high = buckets[: _FIRST + 1], buckets[_LAST + 1 :]
+        counts: dict[int | str, int] = {2**_FIRST: sum(low)}
+        counts |= {2**bits: buckets[bits] for bits in range(_FIRST + 1, _LAST + 1)}
+        counts["inf"] = sum(high)
+        told = {f"{name}_ns_below_{bound}": count for bound, count in counts.items() if count}
+        return told | {f"{name}_us_sum": round(self._sum_ns / 1000)} if told else {}
+
+
+class CallTimes:
+    """Those of one engine, whose executor thread observes."""
+
+    __slots__ = ("lease", "match", "plan", "stage")
+
+    def __init__(self) -> None:
+        self.lease = TimeHistogram()  # of a prefix, in the node's arena
+        self.stage = TimeHistogram()  # waits for the shard
+        self.match = TimeHistogram()
+        """The scheduler's half, for each request that is asked about."""
+        self.plan = TimeHistogram()  # the scheduler's half, for each pass
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters of all of them."""
+        return {
+            counter: count
+            for name in self.__slots__
+            for counter, count in getattr(self, name).counters(name).items()
+        }
+
+
+class DroppedBlocks:
+    """One engine's counts; any thread may count.
+
+    `dropped_blocks` counts all of them, `dropped_blocks_<reason>` those of one reason. Each rank
+    counts the blocks of its own parts; the leader alone counts blocks that are never planned.
+    """
+
+    def __init__(self, totals: Counter[str]) -> None:
+        self._totals = totals
+        self._lock = threading.Lock()
+        self._logged: set[str] = set()
+
+    def count(self, num_blocks: int, reason: DropReason) -> None:
+        """Count blocks that are not saved, and log the first loss for each reason."""
+        if num_blocks <= 0:
+            return
+        with self._lock:
+            self._totals["dropped_blocks"] += num_blocks
+            self._totals[f"{DROP_PREFIX}{reason.value}"] += num_blocks
+            is_new = reason not in self._logged
+            self._logged.add(reason)
+        if is_new:
+            _log.warning(
+                "kvray: %d blocks were not saved, nor will be what follows them in their prompts:"
+                " %s (said once)",
+                num_blocks,
+                SENTENCES[reason],
+            )

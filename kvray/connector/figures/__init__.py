@@ -1,1 +1,0 @@
-"""What one engine counts and measures of itself, for its shard to show."""
