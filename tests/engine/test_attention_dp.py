@@ -75,7 +75,7 @@ def test_each_owner_is_told_its_number_and_of_its_own_requests_only(
     pending = [engine.submit(make_prompt(40, seed=seed), max_tokens=4) for seed in (3, 4, 5)]
     for one in pending:
         one.result(SOON_S)
-    own = {one.request_id for one in pending if one.request_id % 2 == 1}
+    own = {one.call_id for one in pending if one.call_id % 2 == 1}
     seen = {
         data.request_id
         for output in state.outputs
@@ -91,7 +91,7 @@ def test_idle_owner_passes_dummies_that_reach_no_connector(
     def submit() -> int:
         pending = engine.submit(make_prompt(20, seed=6), max_tokens=6)
         pending.result(SOON_S)
-        return pending.request_id
+        return pending.call_id
 
     if submit() % 2 == 0:
         submit()

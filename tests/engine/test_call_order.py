@@ -154,7 +154,7 @@ def test_others_go_on_while_a_request_is_parked(make_engine: MakeEngine, fake: S
     engine = make_engine(connector=CONFIG)
     parked = engine.submit(make_prompt(40), max_tokens=1)
     assert engine.generate(make_prompt(20, seed=2), max_tokens=4).finish_reason == "length"
-    assert not parked.is_done
+    assert not parked.future.done()
     fake.hold.set()
     assert parked.result(10).hit_tokens == 32
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvray.lab.reference.llm_args import KvCacheConfig, KvConnectorConfig, LlmArgs
-from kvray.lab.reference.output import Output
+from kvray.lab.reference.output import Call, Output
 from kvray.lab.reference.replica import Replica
 from kvray.lab.reference.weights import find_weights
 
 if TYPE_CHECKING:
-    from kvray.lab.reference.engine import Pending, ReferenceEngine
+    from kvray.lab.reference.engine import ReferenceEngine
 
 __all__ = [
+    "Call",
     "KvCacheConfig",
     "KvConnectorConfig",
     "LlmArgs",
     "Output",
-    "Pending",
     "ReferenceEngine",
     "Replica",
     "find_weights",
@@ -28,8 +28,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in {"Pending", "ReferenceEngine"}:
+    if name != "ReferenceEngine":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvray.lab.reference import engine
+    from kvray.lab.reference.engine import ReferenceEngine
 
-    return getattr(engine, name)
+    return ReferenceEngine

@@ -3,48 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvray.errors import ConfigError, KVRayError
+from kvray.errors import ConfigError
 from kvray.lab.reference.connector_manager import KvCacheConnectorManager
 from kvray.lab.reference.engine_options import EngineOptions
 from kvray.lab.reference.engine_rank import EngineRank
-from kvray.lab.reference.intake import Listener
-from kvray.lab.reference.output import Output, Prompt, batch_of
+from kvray.lab.reference.output import Call, Listener, Prompt, batch_of
 from kvray.lab.reference.rank_process import start_ranks
 from kvray.lab.reference.request import LlmRequest
-
-
-class Pending:
-    """A submitted request, and the promise of its output."""
-
-    def __init__(self, request_id: int, future: Future[LlmRequest], engine: ReferenceEngine):
-        self.request_id = request_id
-        self._future = future
-        self._engine = engine
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `result` returns at once."""
-        return self._future.done()
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Call `call` as soon as `result` returns at once; it must neither wait nor raise."""
-        self._future.add_done_callback(lambda _: call())
-
-    def result(self, timeout_s: float = 600.0) -> Output:
-        """Wait for the output; KVRayError if request or engine failed, or time is up."""
-        try:
-            request = self._future.result(timeout_s)
-        except FutureTimeoutError:
-            raise KVRayError(
-                f"Request {self.request_id} has not ended within {timeout_s:.0f} s."
-            ) from None
-        return self._engine.output_of(request)
 
 
 class ReferenceEngine:
@@ -117,7 +86,7 @@ class ReferenceEngine:
         max_tokens: int = 16,
         salt: str | None = None,
         listener: Listener | None = None,
-    ) -> Pending:
+    ) -> Call:
         """Queue one prompt, text or token ids, and return at once.
 
         Args:
@@ -139,14 +108,13 @@ class ReferenceEngine:
             end_ids=self.tokenizer.end_ids,
             cache_salt=salt,
         )
-        future = self._intake.submit(
+        return self._intake.submit(
             request, closed_error=self._executor.closed_error, listener=listener
         )
-        return Pending(request.request_id, future, self)
 
-    def cancel(self, pending: Pending) -> None:
+    def cancel(self, call: Call) -> None:
         """End a request early; its result has the tokens so far and the reason `cancelled`."""
-        self._intake.cancel(pending.request_id)
+        self._intake.cancel(call.call_id)
 
     def close(self) -> None:
         """Stop the executors, then let the connectors and the other ranks go. Twice is fine."""
@@ -159,20 +127,6 @@ class ReferenceEngine:
         finally:
             self._leader.shut_down()
         self._others.close(has_failed=self.failure is not None)
-
-    def output_of(self, request: LlmRequest) -> Output:
-        """Describe a request that has ended."""
-        tokens = request.generated_tokens
-        has_hits = self.cache.enable_block_reuse
-        return Output(
-            text=self.tokenizer.decode(tokens),
-            token_ids=tuple(tokens),
-            prompt_tokens=request.prompt_len,
-            reused_tokens=request.reused_tokens,
-            hit_tokens=request.py_num_connector_matched_tokens if has_hits else 0,
-            ttft_s=max(request.first_token_at - request.submitted_at, 0.0),
-            finish_reason=request.finish_reason or "",
-        )
 
     def _check(self, tokens: list[int], max_tokens: int) -> None:
         if not tokens:

@@ -21,7 +21,9 @@ from kvray.lab.reference.executor import Executor
 from kvray.lab.reference.intake import Intake
 from kvray.lab.reference.llm_args import KvCacheConfig, LlmArgs, ParallelConfig
 from kvray.lab.reference.model_engine import ModelEngine
+from kvray.lab.reference.output import Output
 from kvray.lab.reference.ranks import Ranks
+from kvray.lab.reference.request import LlmRequest
 
 START_TIMEOUT_S = 300.0
 """How much longer one rank may take than another to load its model."""
@@ -56,7 +58,7 @@ class EngineRank:
         except BaseException:
             self.shut_down()
             raise
-        self.intake = Intake(ranks, is_dealt=options.enable_attention_dp)
+        self.intake = Intake(ranks, self._output_of, is_dealt=options.enable_attention_dp)
         self.executor = Executor(model_engine, self.cache, self.intake, options, self.connector)
 
     def shut_down(self) -> None:
@@ -64,6 +66,20 @@ class EngineRank:
         connector, self.connector = self.connector, None
         if connector is not None:
             _shut_down_parts((connector.worker, connector.scheduler))
+
+    def _output_of(self, request: LlmRequest) -> Output:
+        """Describe a request that has ended."""
+        tokens = request.generated_tokens
+        has_hits = self.cache.enable_block_reuse
+        return Output(
+            text=self.tokenizer.decode(tokens),
+            token_ids=tuple(tokens),
+            prompt_tokens=request.prompt_len,
+            reused_tokens=request.reused_tokens,
+            hit_tokens=request.py_num_connector_matched_tokens if has_hits else 0,
+            ttft_s=max(request.first_token_at - request.submitted_at, 0.0),
+            finish_reason=request.finish_reason or "",
+        )
 
     def _warm_up(self, pad_batch_size: int) -> ModelEngine:
         """Run passes before the worker has a pool: its forward callable fires, its hooks do not."""

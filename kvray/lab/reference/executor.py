@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -17,8 +17,7 @@ from kvray.lab.reference.connector_manager import KvCacheConnectorManager
 from kvray.lab.reference.engine_options import EngineOptions
 from kvray.lab.reference.intake import Intake
 from kvray.lab.reference.model_engine import ModelEngine
-from kvray.lab.reference.request import LlmRequest, ScheduledRequests
-from kvray.lab.reference.scheduler import schedule
+from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 
 _PARKED_POLL_S = 0.001
 _JOIN_TIMEOUT_S = 60.0
@@ -143,7 +142,7 @@ class Executor:
         self._poll_connector()
 
     def _begin_batch(self) -> ScheduledRequests:
-        batch = schedule(
+        batch = _schedule(
             self._active,
             self._cache,
             max_batch_size=self._options.max_batch_size,
@@ -239,6 +238,43 @@ class Executor:
         if self._connector is not None:
             for request in self._connector.get_finished():
                 self._cache.unpin(request)
+
+
+def _schedule(
+    active: Sequence[LlmRequest],
+    cache: KVCacheManager,
+    *,
+    max_batch_size: int,
+    chunk_tokens: int | None,
+) -> ScheduledRequests:
+    """Choose the requests of the next pass in order of arrival.
+
+    `chunk_tokens` is the longest piece of a prompt, a multiple of a block; None: whole prompts.
+
+    Source: TensorRT-LLM's GUARANTEED_NO_EVICT: a request starts only when the blocks of its
+    prompt and longest answer are free beside what the started ones may still ask for.
+    """
+    batch = ScheduledRequests()
+    promised = sum(
+        cache.get_needed_beyond_held(request) for request in active if request.is_admitted
+    )
+    available = cache.get_num_free_blocks() - promised
+    for request in active:
+        if batch.batch_size == max_batch_size:
+            break
+        if request.state is LlmRequestState.GENERATION_IN_PROGRESS:
+            batch.generation_requests.append(request)
+        elif request.state is LlmRequestState.CONTEXT_INIT:
+            if not request.is_admitted:
+                needed = cache.get_needed_resource_to_completion(request)
+                if needed > available:
+                    break
+                available -= needed
+                request.is_admitted = True
+            remaining = request.context_remaining_length
+            request.context_chunk_size = min(chunk_tokens or remaining, remaining)
+            batch.context_requests.append(request)
+    return batch
 
 
 def _add_tokens(batch: ScheduledRequests, sampled: dict[int, int]) -> None:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from kvray.errors import KVRayError
+from kvray.lab.reference.output import Call, Listener, Output
 from kvray.lab.reference.ranks import Ranks
 from kvray.lab.reference.request import LlmRequest
 
 _HEARTBEAT_S = 1.0
 """How often an idle leader meets the others, and notices a dead one."""
-
-Listener: TypeAlias = "Callable[[Sequence[int]], None]"
-"""Called with the tokens that are new, on the executor's thread: it must neither wait nor raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,15 +27,6 @@ class Orders:
     """Whether others have work and this rank has none: it runs a dummy beside them."""
 
 
-@dataclass(slots=True)
-class _Caller:
-    """A caller that waits for a request, and how many tokens its listener has heard."""
-
-    listener: Listener | None
-    future: Future[LlmRequest] = field(default_factory=Future)
-    num_heard: int = 0
-
-
 class Intake:
     """Gives one rank's executor its requests, and hands the results back.
 
@@ -49,13 +36,16 @@ class Intake:
     the executor's thread in `take`, its result crosses back through its future.
     """
 
-    def __init__(self, ranks: Ranks, *, is_dealt: bool = False) -> None:
+    def __init__(
+        self, ranks: Ranks, describe: Callable[[LlmRequest], Output], *, is_dealt: bool = False
+    ) -> None:
         self._ranks = ranks
+        self._describe = describe
         self._is_dealt = is_dealt
         self._condition = threading.Condition()
         self._submitted: list[LlmRequest] = []
         self._cancelled: set[int] = set()
-        self._callers: dict[int, _Caller] = {}
+        self._calls: dict[int, Call] = {}
         self._is_closed = False
         self._reports: list[tuple[LlmRequest, KVRayError | None]] = []
 
@@ -65,22 +55,22 @@ class Intake:
         *,
         closed_error: Callable[[], KVRayError],
         listener: Listener | None = None,
-    ) -> Future[LlmRequest]:
+    ) -> Call:
         """Queue a request; after `stop` raise what `closed_error` makes."""
-        caller = _Caller(listener)
+        call = Call(call_id=request.request_id, listener=listener)
         request.submitted_at = time.monotonic()
         with self._condition:
             if self._is_closed:
                 raise closed_error()
-            self._callers[request.request_id] = caller
+            self._calls[request.request_id] = call
             self._submitted.append(request)
             self._condition.notify()
-        return caller.future
+        return call
 
     def cancel(self, request_id: int) -> None:
         """Ask the executor to end a request early; one that has ended stays as it is."""
         with self._condition:
-            if request_id in self._callers:
+            if request_id in self._calls:
                 self._cancelled.add(request_id)
                 self._condition.notify()
 
@@ -107,8 +97,8 @@ class Intake:
     def progress(self, requests: Iterable[LlmRequest]) -> None:
         """Give the listeners, which are on the leader, the new tokens of its own requests."""
         for request in requests:
-            if not self._is_dealt and (caller := self._callers.get(request.request_id)):
-                _tell(caller, request)
+            if not self._is_dealt and (call := self._calls.get(request.request_id)):
+                _tell(call, request)
 
     def end(self, request: LlmRequest, error: KVRayError | None = None) -> None:
         """Hand back an ended request, or the reason why it has no answer."""
@@ -125,9 +115,9 @@ class Intake:
             self._settle(request, error)
         with self._condition:
             self._is_closed = True
-            callers, self._callers = list(self._callers.values()), {}
-        for caller in callers:
-            caller.future.set_exception(make_error())
+            calls, self._calls = list(self._calls.values()), {}
+        for call in calls:
+            call.future.set_exception(make_error())
 
     def _collect(self, has_work: bool, *, timeout_s: float | None) -> Orders:
         with self._condition:
@@ -164,18 +154,18 @@ class Intake:
 
     def _settle(self, request: LlmRequest, error: KVRayError | None) -> None:
         with self._condition:
-            caller = self._callers.pop(request.request_id, None)
-        if caller is None:
-            return  # another rank's copy: its caller is on the leader
+            call = self._calls.pop(request.request_id, None)
+        if call is None:
+            return  # another rank's copy: its call is on the leader
         if error is not None:
-            caller.future.set_exception(error)
+            call.future.set_exception(error)
         else:
-            _tell(caller, request)
-            caller.future.set_result(request)
+            _tell(call, request)
+            call.future.set_result(self._describe(request))
 
 
-def _tell(caller: _Caller, request: LlmRequest) -> None:
-    new = request.generated_tokens[caller.num_heard :]
-    if new and caller.listener is not None:
-        caller.num_heard += len(new)
-        caller.listener(new)
+def _tell(call: Call, request: LlmRequest) -> None:
+    new = request.generated_tokens[call.num_heard :]
+    if new and call.listener is not None:
+        call.num_heard += len(new)
+        call.listener(new)

@@ -1,12 +1,19 @@
-"""The answer to a prompt; free of torch, for processes that only drive replicas."""
+"""A prompt under way and its answer; free of torch, for processes that only drive replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from kvray.errors import KVRayError
+
 Prompt: TypeAlias = "str | Sequence[int]"
+
+Listener: TypeAlias = "Callable[[list[int]], None]"
+"""Called with an answer's new tokens on the engine's thread: it must neither wait nor raise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +35,29 @@ class Output:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", tuple(self.token_ids))  # JSON has lists only
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Call:
+    """A prompt that an engine answers; the listener hears the tokens before the future resolves."""
+
+    call_id: int
+    listener: Listener | None = None
+    future: Future[Output] = field(default_factory=Future)
+    num_heard: int = 0  # tokens that the listener has heard from an engine of this process
+
+    def __post_init__(self) -> None:
+        # Only the answer ends the future from now on: `cancel` on it does nothing.
+        self.future.set_running_or_notify_cancel()
+
+    def result(self, timeout_s: float = 600.0) -> Output:
+        """Wait for the output; KVRayError if request or engine failed, or time is up."""
+        try:
+            return self.future.result(timeout_s)
+        except FutureTimeoutError:
+            raise KVRayError(
+                f"Request {self.call_id} has not ended within {timeout_s:.0f} s."
+            ) from None
 
 
 def batch_of(prompts: Any) -> tuple[list[Prompt], bool]:

@@ -9,16 +9,14 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference.child_process import JsonPipe, PipeClosed, spawn_child
-from kvray.lab.reference.output import Output, Prompt, batch_of
+from kvray.lab.reference.output import Call, Listener, Output, Prompt, batch_of
 
 CHILD_MODULE = "kvray.lab.reference.replica_child"
 _READY_ID = 0
@@ -29,22 +27,6 @@ _TURN_TIMEOUT_S = 0.5
 _CLOSE_TIMEOUT_S = 20.0
 _TERM_TIMEOUT_S = 3.0
 _LOG_TAIL_BYTES = 2000
-
-TokenListener: TypeAlias = "Callable[[list[int]], None]"
-"""Called with an answer's new tokens on the replica's thread: it must neither wait nor raise."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Call:
-    """A prompt that a child answers; the listener hears the tokens before the future resolves."""
-
-    call_id: int
-    listener: TokenListener | None = None
-    future: Future[Output] = field(default_factory=Future)
-
-    def __post_init__(self) -> None:
-        # Only the answer ends the future from now on: `cancel` on it does nothing.
-        self.future.set_running_or_notify_cancel()
 
 
 class Replica:
@@ -166,7 +148,7 @@ class Replica:
         *,
         max_tokens: int = 16,
         salt: str | None = None,
-        listener: TokenListener | None = None,
+        listener: Listener | None = None,
     ) -> Call:
         """Do what `ReferenceEngine.submit` does, in the child.
 

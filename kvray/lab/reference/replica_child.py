@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference.child_process import JsonPipe, PipeClosed, join_parent
+from kvray.lab.reference.output import Call
 
 if TYPE_CHECKING:
-    from kvray.lab.reference.engine import Pending, ReferenceEngine
+    from kvray.lab.reference.engine import ReferenceEngine
 
 _SEND_TIMEOUT_S = 30.0
 _GRACE_S = 15.0
@@ -32,7 +33,7 @@ class _Child:
         self._pipe = pipe
         self._options: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=1)
         self._outbox: queue.SimpleQueue[dict[str, Any] | int | None] = queue.SimpleQueue()
-        self._calls: dict[int, Pending] = {}
+        self._calls: dict[int, Call] = {}
         self._engine: ReferenceEngine | None = None
         self._is_up = threading.Event()
         threading.Thread(target=self._read, name="kvray-parent", daemon=True).start()
@@ -86,23 +87,23 @@ class _Child:
         assert self._engine is not None
         call_id = message["id"]
         if "call" not in message:
-            if (pending := self._calls.get(call_id)) is not None:
-                self._engine.cancel(pending)
+            if (open_call := self._calls.get(call_id)) is not None:
+                self._engine.cancel(open_call)
             return
-        call = message["call"]
-        if call.pop("is_stream"):
+        asked = message["call"]
+        if asked.pop("is_stream"):
 
             def listener(tokens: Sequence[int]) -> None:
                 self._outbox.put({"id": call_id, "tokens": list(tokens)})
 
-            call["listener"] = listener
+            asked["listener"] = listener
         try:
-            pending = self._engine.submit(**call)
+            call = self._engine.submit(**asked)
         except KVRayError as error:
             self._outbox.put(_failure(call_id, error))
             return
-        self._calls[call_id] = pending
-        pending.when_done(lambda: self._outbox.put(call_id))
+        self._calls[call_id] = call
+        call.future.add_done_callback(lambda _: self._outbox.put(call_id))
 
 
 def _failure(call_id: int, error: Exception) -> dict[str, Any]:
