@@ -4,13 +4,12 @@ It runs on the engine's executor thread, after the answer, and takes microsecond
 """
 
 import time
-from typing import Any
 
 from kvray.connector.request_identifier import AskedRequest
 from kvray.connector.request_state import RequestState
 from kvray.connector.shared_state import SharedState
 from kvray.identity.block import BlockKey
-from kvray.trace.arrival import runs_between
+from kvray.trace.arrival import Arrivals, runs_between
 from kvray.trace.reasons import MissReason
 from kvray.trace.request_note import RequestNote, sampled
 
@@ -33,7 +32,9 @@ def record_answer(
     """
     totals, size = shared.figures.totals, shared.args.tokens_per_block
     first, wanted = asked.num_computed // size, asked.num_askable(size)
-    end, hit, details = min(first, wanted), 0, {}
+    end, hit = min(first, wanted), 0
+    arrivals: Arrivals = ()
+    digest, step, missing = b"", 1, tuple[BlockKey, ...]()
     if state is not None and state.promise is not None:
         end, hit = state.promise.end, state.promise.num_blocks * size
         for start, stop, way, _ in runs_between(state.arrivals, state.promise.first, end):
@@ -46,44 +47,37 @@ def record_answer(
     if missed > 0:
         totals[f"miss_tokens_{reason}"] += missed
     if state is not None and keys:
-        digest, prefix_digests = state.prefix_digest, shared.figures.prefix_digests
+        arrivals, digest = state.arrivals, state.prefix_digest
+        prefix_digests = shared.figures.prefix_digests
         if state.num_saved:
             prefix_digests.note_stored(digest)
         elif reason == "not_stored":
             prefix_digests.note_missed(digest, missed)
         step, missing = sampled(keys, end)
-        details = {
-            "arrivals": state.arrivals,
-            "prefix_digest": digest,
-            "step": step,
-            "keys": missing,
-        }
-    _note(
-        shared,
-        asked.request_id,
-        num_tokens=len(asked.tokens),
-        first=first,
-        end=end,
-        wanted=wanted,
-        reason=reason if end < wanted else "none",
-        stage_s=stage_s,
-        lease_s=lease_s,
-        **details,
+    shared.figures.request_notes.note(
+        RequestNote(
+            request_id=asked.request_id,
+            at=time.time(),
+            num_tokens=len(asked.tokens),
+            tokens_per_block=size,
+            first=first,
+            end=end,
+            wanted=wanted,
+            reason=reason if end < wanted else "none",
+            arrivals=arrivals,
+            stage_s=stage_s,
+            lease_s=lease_s,
+            prefix_digest=digest,
+            step=step,
+            keys=missing,
+        )
     )
 
 
 def record_bypassed(shared: SharedState, request_id: int) -> None:
     """Record a request that has no keys, and so nothing to find."""
     shared.figures.totals["bypassed_requests"] += 1
-    _note(shared, request_id, num_tokens=0, first=0, end=0, wanted=0, reason="bypassed")
-
-
-def _note(shared: SharedState, request_id: int, **fields: Any) -> None:
+    size = shared.args.tokens_per_block
     shared.figures.request_notes.note(
-        RequestNote(
-            request_id=request_id,
-            at=time.time(),
-            tokens_per_block=shared.args.tokens_per_block,
-            **fields,
-        )
+        RequestNote(request_id, time.time(), 0, size, 0, 0, 0, "bypassed")
     )
