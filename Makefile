@@ -7,6 +7,8 @@ PY := .venv/bin/python
 # Settings of another environment would be seen inside ours.
 unexport PYTHONHOME
 unexport PYTHONPATH
+# Tests start hundreds of processes: each would compile all of kvray again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-long screenshots docs lint format clean venv

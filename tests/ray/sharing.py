@@ -1,12 +1,12 @@
 """Two replicas on the two nodes of a tier, and what commands say of them."""
 
-import json
 from typing import Any
 
 import yaml
 
 from kvray.lab.reference.replica import Replica
 from tests.ray.cluster import TwoNodes, wait_for
+from tests.ray.teller import Teller
 
 TOKENS_PER_BLOCK = 32
 
@@ -14,8 +14,9 @@ TOKENS_PER_BLOCK = 32
 class Sharing:
     """Two replicas on two nodes of a tier."""
 
-    def __init__(self, nodes: TwoNodes, replicas: list[Replica]) -> None:
+    def __init__(self, nodes: TwoNodes, replicas: list[Replica], teller: Teller) -> None:
         self.nodes = nodes
+        self.status = teller.status
         self.first, self.second = replicas
 
     def say(self, *args: str) -> str:
@@ -28,10 +29,6 @@ class Sharing:
         """Have other values in the configuration."""
         path = self.nodes.config_path
         path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **sections}))
-
-    def status(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.say("status", "--json"))
-        return found
 
     def shards(self) -> list[dict[str, Any]]:
         """Return what the shards of the first and of the second replica's node say."""

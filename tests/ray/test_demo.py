@@ -56,6 +56,7 @@ def engines_run(shell: Shell) -> bool:
     return sum("kvray.lab.reference.replica_child" in one for one in shell.commands()) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("moment", "signum"), [(ray_begins, signal.SIGTERM), (engines_run, signal.SIGINT)]
 )

@@ -13,6 +13,7 @@ from tests.ray.cluster import CONNECTOR, SETTINGS, open_two_nodes, wait_for
 from tests.ray.outages import Outages
 from tests.ray.scrape import OFTEN, scrape, total
 from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, counters_of, name_of, node_of
+from tests.ray.teller import Teller
 
 pytestmark = pytest.mark.ray
 
@@ -33,7 +34,8 @@ def sharing(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[S
     """
     environ = {} if request.param == "nixl" else _without_nixl(tmp_path_factory.mktemp("absent"))
     with open_two_nodes(PATIENT, environ={**OFTEN, **environ}) as nodes:
-        replicas = []
+        replicas: list[Replica] = []
+        teller = Teller(nodes.config_path, nodes.machine.environ())
         try:
             for number, node in enumerate(nodes.nodes):
                 replicas.append(
@@ -49,10 +51,11 @@ def sharing(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[S
                 )
             for replica in replicas:
                 replica.wait_ready()
-            made = Sharing(nodes, replicas)
+            made = Sharing(nodes, replicas, teller)
             wait_for(lambda: _are_ready(made.status()), "movers and replicas", timeout_s=60)
             yield made
         finally:
+            teller.close()
             for replica in replicas:
                 replica.kill()
 
