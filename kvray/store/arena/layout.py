@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -93,6 +93,45 @@ def align(size: int, to: int = ALIGNMENT) -> int:
     return -(-size // to) * to
 
 
+class Columns:
+    """The tables of an arena in file order: element type, and shape in figures of `Geometry`."""
+
+    slab_block_bytes: Annotated[Array, "<u8", "num_slabs"]
+    slot_state: Annotated[Array, "u1", "num_slots"]
+    slot_key: Annotated[Array, "<u8", "num_slots", KEY_BYTES // 8]
+    slot_part: Annotated[Array, "<u4", "num_slots"]
+    slot_depth: Annotated[Array, "<u4", "num_slots"]
+    slot_parent: Annotated[Array, "<i4", "num_slots"]
+    slot_children: Annotated[Array, "<i4", "num_slots"]
+    slot_leases: Annotated[Array, "<i4", "num_slots"]
+    slot_holder: Annotated[Array, "<i4", "num_slots"]
+    slot_number: Annotated[Array, "<u8", "num_slots"]
+    slot_version: Annotated[Array, "<u4", "num_slots"]
+    slot_tick: Annotated[Array, "<u8", "num_slots"]
+    slot_checksum: Annotated[Array, "<u8", "num_slots"]
+    slot_since: Annotated[Array, "<f8", "num_slots"]
+    slot_namespace: Annotated[Array, "<u4", "num_slots"]
+    slot_priority: Annotated[Array, "u1", "num_slots"]
+    index_slot: Annotated[Array, "<u4", "num_buckets", BUCKET_WAYS]
+    index_tag: Annotated[Array, "<u4", "num_buckets", BUCKET_WAYS]
+    holder_live: Annotated[Array, "<u4", "holders_max"]
+    holder_generation: Annotated[Array, "<u4", "holders_max"]
+    holder_pid: Annotated[Array, "<u4", "holders_max"]
+    holder_since: Annotated[Array, "<f8", "holders_max"]
+    holder_label: Annotated[Array, f"S{LABEL_BYTES}", "holders_max"]
+    page_holder: Annotated[Array, "<i4", "num_pages"]
+    page_lease: Annotated[Array, "<u8", "num_pages"]
+    page_next: Annotated[Array, "<i4", "num_pages"]
+    page_count: Annotated[Array, "<u4", "num_pages"]
+    page_since: Annotated[Array, "<f8", "num_pages"]
+    page_slots: Annotated[Array, "<u4", "num_pages", PAGE_SLOTS]
+    quota_namespace: Annotated[Array, "<u4", QUOTAS_MAX]
+    quota_mask: Annotated[Array, "<u4", QUOTAS_MAX]
+    quota_bytes: Annotated[Array, "<u8", QUOTAS_MAX]
+    undo_entry: Annotated[Array, "<u4", UNDO_ENTRIES, 4]
+    undo_log: Annotated[Array, "<u4", "undo_words"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
     """Figures that never change in an arena's life; every offset follows from them."""
@@ -167,46 +206,19 @@ class Geometry:
         """Return the bytes from one slot of `block_bytes` to the next."""
         return align(max(block_bytes, self.slot_min))
 
+    @property
+    def undo_words(self) -> int:
+        """Words of the undo record's log."""
+        return UNDO_WORDS_PER_SLOT * self.num_slots + 4096
+
     def tables(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Return (name, dtype, shape) of every table, in file order."""
-        slots, holders = (self.num_slots,), (self.holders_max,)
-        buckets, pages = (self.num_buckets, BUCKET_WAYS), (self.num_pages,)
-        return [
-            ("slab_block_bytes", "<u8", (self.num_slabs,)),
-            ("slot_state", "u1", slots),
-            ("slot_key", "<u8", (self.num_slots, KEY_BYTES // 8)),
-            ("slot_part", "<u4", slots),
-            ("slot_depth", "<u4", slots),
-            ("slot_parent", "<i4", slots),
-            ("slot_children", "<i4", slots),
-            ("slot_leases", "<i4", slots),
-            ("slot_holder", "<i4", slots),
-            ("slot_number", "<u8", slots),
-            ("slot_version", "<u4", slots),
-            ("slot_tick", "<u8", slots),
-            ("slot_checksum", "<u8", slots),
-            ("slot_since", "<f8", slots),
-            ("slot_namespace", "<u4", slots),
-            ("slot_priority", "u1", slots),
-            ("index_slot", "<u4", buckets),
-            ("index_tag", "<u4", buckets),
-            ("holder_live", "<u4", holders),
-            ("holder_generation", "<u4", holders),
-            ("holder_pid", "<u4", holders),
-            ("holder_since", "<f8", holders),
-            ("holder_label", f"S{LABEL_BYTES}", holders),
-            ("page_holder", "<i4", pages),
-            ("page_lease", "<u8", pages),
-            ("page_next", "<i4", pages),
-            ("page_count", "<u4", pages),
-            ("page_since", "<f8", pages),
-            ("page_slots", "<u4", (self.num_pages, PAGE_SLOTS)),
-            ("quota_namespace", "<u4", (QUOTAS_MAX,)),
-            ("quota_mask", "<u4", (QUOTAS_MAX,)),
-            ("quota_bytes", "<u8", (QUOTAS_MAX,)),
-            ("undo_entry", "<u4", (UNDO_ENTRIES, 4)),
-            ("undo_log", "<u4", (UNDO_WORDS_PER_SLOT * self.num_slots + 4096,)),
-        ]
+        found = []
+        for name, column in get_type_hints(Columns, include_extras=True).items():
+            dtype, *shape = column.__metadata__
+            sizes = (getattr(self, one) if isinstance(one, str) else one for one in shape)
+            found.append((name, dtype, tuple(sizes)))
+        return found
 
     def offsets(self) -> dict[str, int]:
         """Return the byte offset of every table, and of `data`, each on a page of its own."""

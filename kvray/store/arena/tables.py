@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kvray.store.arena.layout import HEADER, READY, Array, Geometry, header_offset
+from kvray.store.arena.layout import HEADER, READY, Array, Columns, Geometry, header_offset
 from kvray.store.arena.undo import UndoRecord
 
 __all__ = ["Array", "Tables"]
@@ -41,48 +41,13 @@ def _word(field: str) -> Any:
     return property(read, write)
 
 
-class Tables:
-    """One attribute a table of `Geometry.tables`, and the header.
+class Tables(Columns):
+    """The columns, and the header.
 
     Views on a buffer that may be shared with other processes. All functions that take a `Tables`
     expect the caller to hold the arena's lock, unless they say otherwise. Values that follow from
     no others are written by `put` and `add` only, which can be undone.
     """
-
-    slab_block_bytes: Array
-    slot_state: Array
-    slot_key: Array
-    slot_part: Array
-    slot_depth: Array
-    slot_parent: Array
-    slot_children: Array
-    slot_leases: Array
-    slot_holder: Array
-    slot_number: Array
-    slot_version: Array
-    slot_tick: Array
-    slot_checksum: Array
-    slot_since: Array
-    slot_namespace: Array
-    slot_priority: Array
-    index_slot: Array
-    index_tag: Array
-    holder_live: Array
-    holder_generation: Array
-    holder_pid: Array
-    holder_since: Array
-    holder_label: Array
-    page_holder: Array
-    page_lease: Array
-    page_next: Array
-    page_count: Array
-    page_since: Array
-    page_slots: Array
-    quota_namespace: Array
-    quota_mask: Array
-    quota_bytes: Array
-    undo_entry: Array
-    undo_log: Array
 
     shard_epoch = _word("shard_epoch")
     tick = _word("tick")
