@@ -101,9 +101,9 @@ class Queries:
         return Whereabouts(
             host=_num_parts(tiers[:1], packed),
             either=_num_parts(tiers, packed),
-            left_at=gone.at,
-            left_tier=gone.tier,
-            left_by=gone.cause,
+            left_at=gone["at"],
+            left_tier=gone["tier"],
+            left_by=gone["cause"],
             since=owner.history.since,
         )
 

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,16 +23,9 @@ quota; another node keeps it; its other parts were gone; somebody cleared the ti
 wrong; there had to be room on disk."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Removals:
-    """Removals of some blocks; rows in the order of the request."""
-
-    at: Array
-    """When each left last, in seconds since the epoch, f8; 0: not remembered."""
-    tier: Array
-    """The tier that it left, of `TIERS`, u1."""
-    cause: Array
-    """The reason, of `CAUSES`, u1."""
+REMOVAL = np.dtype([("word", "<u8"), ("at", "<f8"), ("tier", "u1"), ("cause", "u1")])
+"""The first 8 bytes of a block's key; when it left, in seconds since the epoch, 0: not remembered;
+places in `TIERS` and `CAUSES`."""
 
 
 class BlockHistory:
@@ -45,10 +37,7 @@ class BlockHistory:
 
     def __init__(self, most: int = REMOVALS_MAX) -> None:
         self._lock = threading.Lock()
-        self._words = np.zeros(most, dtype="<u8")
-        self._at = np.zeros(most)
-        self._tier = np.zeros(most, dtype=np.uint8)
-        self._cause = np.zeros(most, dtype=np.uint8)
+        self._rows = np.zeros(most, dtype=REMOVAL)
         self._num_noted = 0
         self._began_at = time.time()
         self._own: list[list[Array]] = [[_NOBODY, _NOBODY] for _ in TIERS]
@@ -81,29 +70,27 @@ class BlockHistory:
             self._own[tier] = [since[~np.isin(since, words)], _NOBODY]
             self._put(words[~is_own], tier, causes[~is_own], now)
 
-    def of(self, words: Array, *, before: float | None = None) -> Removals:
-        """Return when and why each of `words` left last, before a moment if one is given."""
+    def of(self, words: Array, *, before: float | None = None) -> Array:
+        """Return the last REMOVAL of each of `words`, before a moment if one is given."""
         with self._lock:
-            count = min(self._num_noted, len(self._words))
             # The oldest first, so that of several removals of one block the latest is kept.
-            order = np.arange(self._num_noted - count, self._num_noted) % len(self._words)
-            order = order[_are_in(self._words[order], np.unique(words))]
-            if before is not None:
-                order = order[self._at[order] < before]
-            rows = dict(zip(self._words[order].tolist(), order.tolist(), strict=True))
-            at = np.array([rows.get(word, -1) for word in words.tolist()], dtype=np.int64)
-            return Removals(
-                at=np.where(at < 0, 0.0, self._at[at]),
-                tier=self._tier[at],
-                cause=self._cause[at],
-            )
+            count = min(self._num_noted, len(self._rows))
+            order = np.arange(self._num_noted - count, self._num_noted) % len(self._rows)
+            found = self._rows[order[np.isin(self._rows["word"][order], words)]]
+        if before is not None:
+            found = found[found["at"] < before]
+        last = {word: row for row, word in enumerate(found["word"].tolist())}
+        removals: Array = np.append(found, np.zeros(1, dtype=REMOVAL))[
+            [last.get(word, -1) for word in words.tolist()]
+        ]
+        return removals
 
     @property
     def since(self) -> float:
         """From when on all removals are remembered, in seconds since the epoch."""
         with self._lock:
-            is_full = self._num_noted >= len(self._words)
-            return float(self._at[self._num_noted % len(self._at)]) if is_full else self._began_at
+            oldest = self._rows["at"][self._num_noted % len(self._rows)]
+            return float(oldest) if self._num_noted >= len(self._rows) else self._began_at
 
     def counts(self) -> dict[str, int]:
         """Return how many blocks have left for each cause since the start; from any thread."""
@@ -113,18 +100,9 @@ class BlockHistory:
 
     def _put(self, words: Array, tier: int, causes: Array, now: float) -> None:
         self._counts += np.bincount(causes, minlength=len(CAUSES))
-        kept = slice(max(0, len(words) - len(self._words)), None)
+        kept = slice(max(0, len(words) - len(self._rows)), None)
         words, causes = words[kept], causes[kept]
-        rows = np.arange(self._num_noted, self._num_noted + len(words)) % len(self._words)
-        self._words[rows], self._at[rows] = words, now
-        self._tier[rows], self._cause[rows] = tier, causes
+        rows = np.arange(self._num_noted, self._num_noted + len(words)) % len(self._rows)
+        for name, values in zip(REMOVAL.names or (), (words, now, tier, causes), strict=True):
+            self._rows[name][rows] = values
         self._num_noted += len(words)
-
-
-def _are_in(many: Array, few: Array) -> Array:
-    """Return a mask of `many`: those among the sorted `few`."""
-    if not len(few):
-        return np.zeros(len(many), dtype=bool)
-    at = np.minimum(np.searchsorted(few, many), len(few) - 1)
-    found: Array = few[at] == many
-    return found
