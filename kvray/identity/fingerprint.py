@@ -10,7 +10,6 @@ file has its digest without being read, and the same digest as its copy elsewher
 hub or the cache gives the same fingerprint sooner, never another one.
 """
 
-import errno
 import hashlib
 import os
 import threading
@@ -238,29 +237,12 @@ class _Reading:
 
 
 def _pieces(descriptor: int, size: int, buffer: bytearray) -> Iterator[memoryview]:
-    """Yield the content of a file piece by piece; each is gone with the next.
-
-    Holes are zeros, but are not read: they would fill the page cache.
-    """
+    """Yield the content of a file piece by piece; each is gone with the next."""
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-    has_holes = os.fstat(descriptor).st_blocks * 512 < size
-    zeros = memoryview(bytes(len(buffer))) if has_holes else memoryview(b"")
     view, offset = memoryview(buffer), 0
     while offset < size:
-        hole = _hole_size(descriptor, offset, size) if has_holes else 0
-        if hole:
-            piece = zeros[: min(hole, len(zeros))]
-        else:
-            piece = view[: os.preadv(descriptor, [view], offset)]
+        piece = view[: os.preadv(descriptor, [view], offset)]
         if not piece:
             raise Changed
         yield piece
         offset += len(piece)
-
-
-def _hole_size(descriptor: int, offset: int, size: int) -> int:
-    """Return how many bytes from `offset` on are a hole."""
-    try:
-        return min(os.lseek(descriptor, offset, os.SEEK_DATA), size) - offset
-    except OSError as error:
-        return size - offset if error.errno == errno.ENXIO else 0

@@ -14,7 +14,6 @@ from tests.unit.identity.checkpoints import (
     GOLDEN,
     change_byte,
     of,
-    refuse_to_read,
     write_checkpoint,
 )
 
@@ -41,14 +40,6 @@ def test_a_hole_and_zeros_that_were_written_are_equal(tmp_path: Path) -> None:
     written.write_bytes(holes.read_bytes())
     assert holes.stat().st_blocks < written.stat().st_blocks
     assert of(holes) == of(written)
-
-
-def test_holes_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights = tmp_path / "model.gguf"
-    with weights.open("wb") as file:
-        file.truncate(2**25)
-    monkeypatch.setattr(os, "preadv", refuse_to_read)
-    of(weights)
 
 
 def test_several_files_are_read_at_once_and_in_any_order_give_one_fingerprint(
