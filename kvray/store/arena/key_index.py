@@ -172,6 +172,23 @@ def remove(tables: Tables, slots: Array) -> None:
     tables.put(bucket[row] * BUCKET_WAYS + way, index_slot=0, index_tag=0)
 
 
+def repeated(keys: Array, parts: Array) -> Array:
+    """Return a mask of the rows whose key and part an earlier row has too."""
+    # Digests: two rows of one block are among those with one word, and hardly any others. Sorting
+    # plain numbers releases the GIL: with millions of rows other threads would stand still.
+    word = words(keys[:, 0], parts)
+    order = np.argsort(word, kind="stable")
+    same = word[order][1:] == word[order][:-1]
+    rows = np.unique(np.concatenate((order[1:][same], order[:-1][same])))
+    rows = rows[np.lexsort((parts[rows], *keys[rows].T))]  # stable: the first in `keys` comes first
+    is_equal = (keys[rows[1:]] == keys[rows[:-1]]).all(axis=1) & (
+        parts[rows[1:]] == parts[rows[:-1]]
+    )
+    mask = np.zeros(len(keys), dtype=bool)
+    mask[rows[1:][is_equal]] = True
+    return mask
+
+
 def place(tables: Tables, slots: Array) -> tuple[Array, Array]:
     """Return (bucket, tag) under which the blocks that `slots` claim belong into the index."""
     keys = tables.slot_key[slots]

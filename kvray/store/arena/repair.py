@@ -24,7 +24,7 @@ def rebuild(tables: Tables, *, now: float) -> int:
     _relink(tables, used)
     tables.index_slot[:] = 0
     tables.index_tag[:] = 0
-    lost = _duplicates(tables, used)
+    lost = key_index.repeated(tables.slot_key[used], tables.slot_part[used])
     kept = used[~lost]
     lost[~lost] = key_index.insert(tables, kept, tables.slot_key[kept], tables.slot_part[kept])
     _give_up(tables, used[lost], now)
@@ -71,20 +71,6 @@ def _relink(tables: Tables, used: Array) -> None:
     is_linked[used[~audit.has_wrong_parent(tables, used)]] = True
     tables.slot_parent[~is_linked] = -1
     tables.slot_children[:] = audit.count_children(tables, _all_slots(tables))
-
-
-def _duplicates(tables: Tables, used: Array) -> Array:
-    """Return a mask of the slots whose key and part an earlier one names too."""
-    keys, parts = tables.slot_key[used], tables.slot_part[used]
-    # Sorting plain numbers releases the GIL, and sorting rows does not: with millions of slots the
-    # process's other threads would stand still for seconds.
-    order = np.lexsort((parts, *keys.T))
-    same = (keys[order[1:]] == keys[order[:-1]]).all(axis=1)
-    same &= parts[order[1:]] == parts[order[:-1]]
-    mask = np.zeros(len(used), dtype=bool)
-    # The sort is stable: of equal ones the first in `used` comes first.
-    mask[order[1:][same]] = True
-    return mask
 
 
 def _give_up(tables: Tables, lost: Array, now: float) -> None:

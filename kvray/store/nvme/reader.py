@@ -7,8 +7,7 @@ store's lock is held for moments, never over I/O.
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -16,9 +15,7 @@ from kvray.errors import ShardUnavailable
 from kvray.store.arena import key_index, slots
 from kvray.store.arena.layout import READY, Array
 from kvray.store.arena.tables import Tables
-from kvray.store.nvme.book import RecordBook
-from kvray.store.nvme.io_threads import IoThreads
-from kvray.store.nvme.segment_files import SegmentFiles
+from kvray.store.nvme.parts import StoreParts
 from kvray.store.nvme.terms import Promoted
 from kvray.store.nvme.transfers import check_same, chunk_bytes, moves, read_tasks
 
@@ -30,25 +27,12 @@ _HITS_MAX = 2**32 - 1
 class Reader:
     """Reads blocks, and notes when and how often; see `NvmeStore.read`."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        book: RecordBook,
-        files: SegmentFiles,
-        *,
-        threads: IoThreads,
-        section: Callable[[], AbstractContextManager[bool]],
-    ) -> None:
-        """Read from `files` the blocks of `tables`; `section` is the store's lock."""
+    def __init__(self, parts: StoreParts) -> None:
         self.num_unreadable = self.read_bytes = 0
-        self._tables = tables
-        self._book = book
-        self._files = files
-        self._threads = threads
-        self._section = section
-        self._hits = np.zeros(tables.geometry.num_slots, dtype="<u4")
+        self._tables, self._book, self._files, self._threads, self._section = parts
+        self._hits = np.zeros(parts.tables.geometry.num_slots, dtype="<u4")
         """Reads since they were last noted in the book, whose pages would change with them."""
-        self._hits_of = np.zeros(tables.geometry.num_slots, dtype="<u8")
+        self._hits_of = np.zeros(parts.tables.geometry.num_slots, dtype="<u8")
         """Number of the block that they are of: a slot may have got another since."""
         self._idle = threading.Condition()
         self._num_reading = 0

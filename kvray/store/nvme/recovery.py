@@ -1,4 +1,4 @@
-"""Finds the blocks in a directory of segment files, after any failure.
+"""Finds the blocks in a directory's segment files, after any failure.
 
 It reads only headers and tables, each from end to end, and derives everything by vectors. Payloads
 are checked when blocks are read.
@@ -8,23 +8,16 @@ soon as its parent is stored, without a second write. Otherwise one flipped bit 
 chain's first block would cost the whole tree.
 """
 
-import contextlib
-import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from kvray.store.arena import key_index
-from kvray.store.arena.layout import PRIORITY_MAX, READY, Array, Geometry
+from kvray.store.arena.layout import PRIORITY_MAX, READY, Array
 from kvray.store.arena.tables import Tables
 from kvray.store.nvme.book import RecordBook
-from kvray.store.nvme.disk import Disk, device_errors
-from kvray.store.nvme.memory import aligned
 from kvray.store.nvme.record import RECORD, is_empty, is_sound
-from kvray.store.nvme.segment import Segment, number_of, open_segment, unfinished
-
-_log = logging.getLogger("kvray.nvme")
+from kvray.store.nvme.segment_files import SegmentFiles
 
 _NUMBER_MAX = 2**62
 
@@ -52,52 +45,8 @@ class RecoveryReport:
     """Files that are not this tier's, renamed with the reason behind their name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
-    """The segment files of a directory."""
-
-    segments: list[Segment]
-    surplus: tuple[str, ...]
-    aside: tuple[str, ...]
-    next_number: int
-
-
-def survey(disk: Disk, directory: Path, *, cluster_name: str, geometry: Geometry) -> Survey:
-    """Open the segment files in `directory` that this tier can use, and clear the others away.
-
-    A file of another tier, version or geometry, or with a damaged header, is renamed and never
-    removed: it may be somebody's. Unfinished files are removed.
-
-    Raises:
-        TierError: the device failed.
-    """
-    with contextlib.ExitStack() as on_failure:
-        for path in unfinished(directory):
-            disk.remove(path)
-        segments: list[Segment] = []
-        aside, last = [], -1
-        with device_errors(directory, "listed"):
-            paths = sorted(directory.iterdir())
-        for path in paths:
-            number = number_of(path)
-            if number is None:
-                continue
-            last = max(last, number)
-            opened = open_segment(disk, path, cluster_name=cluster_name, geometry=geometry)
-            if isinstance(opened, Segment):
-                segments.append(opened)
-                on_failure.callback(opened.close)
-            else:
-                aside.append(_put_aside(disk, path, opened))
-        surplus = _drop_surplus(disk, segments, geometry.num_slabs)
-        if aside or surplus:
-            disk.sync_directory(directory)
-        on_failure.pop_all()
-    return Survey(segments=segments, surplus=surplus, aside=tuple(aside), next_number=last + 1)
-
-
-def read_tables(survey: Survey, book: RecordBook, tables: Tables) -> RecoveryReport:
-    """Fill empty tables with the blocks of the surveyed segments, segment i in slab i.
+def read_tables(files: SegmentFiles, book: RecordBook, tables: Tables) -> RecoveryReport:
+    """Fill empty tables with the blocks of existing segments.
 
     Raises:
         CapacityError: a shortened file cannot be made whole again.
@@ -105,7 +54,7 @@ def read_tables(survey: Survey, book: RecordBook, tables: Tables) -> RecoveryRep
     """
     found: list[Array] = []
     counts = {"damaged": 0, "truncated": 0}
-    for slab, segment in enumerate(survey.segments):
+    for slab, segment in files.by_slab.items():
         records = book.table(slab)
         num_rows = segment.read_table(records)
         records[segment.shape.num_slots :] = np.zeros((), dtype=RECORD)
@@ -125,9 +74,13 @@ def read_tables(survey: Survey, book: RecordBook, tables: Tables) -> RecoveryRep
         found.append(slab * tables.geometry.slots_per_slab + rows)
     slots = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
     records = book.records(slots)
-    latest = _latest(records)
-    book.bury(slots[~latest])
-    kept, records = slots[latest], records[latest]
+    youngest_first = np.argsort(records["sequence"])[::-1]
+    is_older = np.zeros(len(records), dtype=bool)
+    is_older[youngest_first] = key_index.repeated(
+        records["key"][youngest_first], records["part"][youngest_first]
+    )
+    book.bury(slots[is_older])
+    kept, records = slots[~is_older], records[~is_older]
     full = _fill(tables, kept, records)
     book.bury(kept[full])
     parentless = _link(tables, kept[~full], records[~full])
@@ -138,51 +91,13 @@ def read_tables(survey: Survey, book: RecordBook, tables: Tables) -> RecoveryRep
     return RecoveryReport(
         blocks=int(np.count_nonzero(~full)),
         parentless=parentless,
-        segments=len(survey.segments),
-        duplicates=int(np.count_nonzero(~latest)),
+        segments=len(files.by_slab),
+        duplicates=int(np.count_nonzero(is_older)),
         crowded=int(np.count_nonzero(full)),
-        surplus=survey.surplus,
-        aside=survey.aside,
+        surplus=files.surplus,
+        aside=files.aside,
         **counts,
     )
-
-
-def _put_aside(disk: Disk, path: Path, reason: str) -> str:
-    target = path.with_name(f"{path.name}.{reason}")
-    attempt = 1
-    while target.exists():
-        attempt += 1
-        target = path.with_name(f"{path.name}.{reason}-{attempt}")
-    disk.rename(path, target)
-    _log.warning(
-        "%s is no segment that this tier can use (%s): it is left as %s, which you may delete",
-        path,
-        reason,
-        target.name,
-    )
-    return target.name
-
-
-def _drop_surplus(disk: Disk, segments: list[Segment], num_slabs: int) -> tuple[str, ...]:
-    """Remove the segments beyond a lowered capacity; return their names."""
-    if len(segments) <= num_slabs:
-        return ()
-    segments.sort(key=_last_use, reverse=True)
-    surplus = segments[num_slabs:]
-    del segments[num_slabs:]
-    segments.sort(key=lambda one: one.number)
-    for segment in surplus:
-        segment.close()
-        disk.remove(segment.file.path)
-        _log.warning("%s is removed: nvme.capacity was lowered", segment.file.path)
-    return tuple(segment.file.path.name for segment in surplus)
-
-
-def _last_use(segment: Segment) -> int:
-    records = aligned(segment.shape.table_bytes).view(RECORD)
-    segment.read_table(records)
-    sound = is_sound(records, segment_id=segment.segment_id, first_row=0)
-    return int(records["used"][sound].max(initial=0))
 
 
 def _clear_others(book: RecordBook, first_slot: int, records: Array, rows: Array) -> None:
@@ -193,25 +108,6 @@ def _clear_others(book: RecordBook, first_slot: int, records: Array, rows: Array
     if len(lost):
         records["sequence"][lost] = 1  # a torn record may say that there is none
         book.bury(first_slot + lost)
-
-
-def _latest(records: Array) -> Array:
-    """Return a mask of the records that are the youngest of their block."""
-    latest = np.ones(len(records), dtype=bool)
-    # Digests: two of one block are among those with one first word, and hardly any others.
-    word = key_index.words(records["key"][:, 0], records["part"])
-    order = np.argsort(word, kind="stable")
-    same = word[order][1:] == word[order][:-1]
-    alike = np.zeros(len(records), dtype=bool)
-    alike[order[1:][same]] = alike[order[:-1][same]] = True
-    rows = np.flatnonzero(alike)
-    rows = rows[np.argsort(records["sequence"][rows])[::-1]]
-    seen: set[tuple[bytes, int]] = set()
-    for row in rows.tolist():
-        block = records["key"][row].tobytes(), int(records["part"][row])
-        latest[row] = block not in seen
-        seen.add(block)
-    return latest
 
 
 def _fill(tables: Tables, slots: Array, records: Array) -> Array:

@@ -83,7 +83,7 @@ def unfinished(directory: Path) -> list[Path]:
 
 
 def create_segment(
-    disk: Disk, directory: Path, *, number: int, cluster_name: str, shape: SegmentShape
+    disk: Disk, directory: Path, number: int, cluster_name: str, shape: SegmentShape
 ) -> Segment:
     """Make an empty segment file that survives a power loss once this returns.
 
@@ -117,15 +117,13 @@ def create_segment(
 
 
 def open_segment(
-    disk: Disk, path: Path, *, cluster_name: str, geometry: Geometry
+    disk: Disk, path: Path, number: int, cluster_name: str, geometry: Geometry
 ) -> "Segment | str":
     """Open a segment file, or return in one word why it is not one of this tier's.
 
     Raises:
         TierError: the device failed.
     """
-    number = number_of(path)
-    assert number is not None
     file = disk.open(path)
     try:
         memory = aligned(PAGE_BYTES)

@@ -4,43 +4,51 @@ An empty file stays: its room is the tier's anyway, and to write into it again i
 a new one. It goes when its slab must serve another block size.
 """
 
+import logging
 from pathlib import Path
 
 import numpy as np
 
 from kvray.errors import CapacityError
-from kvray.store.arena.layout import Array, Geometry
-from kvray.store.nvme.disk import Disk
-from kvray.store.nvme.record import SegmentShape
-from kvray.store.nvme.segment import Segment, create_segment
+from kvray.store.arena.layout import Array
+from kvray.store.nvme.disk import Disk, device_errors
+from kvray.store.nvme.memory import aligned
+from kvray.store.nvme.record import RECORD, SegmentShape, is_sound
+from kvray.store.nvme.segment import Segment, create_segment, number_of, open_segment, unfinished
+from kvray.store.nvme.terms import NvmeSpec
+
+_log = logging.getLogger("kvray.nvme")
 
 
 class SegmentFiles:
     """The open files, by slab; only the one thread that writes changes them."""
 
-    def __init__(
-        self,
-        disk: Disk,
-        directory: Path,
-        *,
-        cluster_name: str,
-        geometry: Geometry,
-        free_reserve: int,
-        found: list[Segment],
-        next_number: int,
-    ) -> None:
-        """Own the segments `found`, segment i in slab i.
+    def __init__(self, disk: Disk, directory: Path, spec: NvmeSpec) -> None:
+        """Open the segment files in `directory` that this tier can use, and clear the others away.
 
-        `free_reserve` bytes of the file system stay free. `next_number` is above that of every
-        file.
+        Segment i goes to slab i. A file of another tier, version or geometry, or with a damaged
+        header, is renamed and never removed: it may be somebody's. Unfinished files are removed.
+
+        Raises:
+            ConfigError: see `NvmeSpec.geometry`.
+            TierError: the device failed.
         """
-        self.by_slab = dict(enumerate(found))
+        self.by_slab: dict[int, Segment] = {}
+        self.surplus: tuple[str, ...] = ()
+        """Files, unused longest, that a lowered capacity removed."""
+        self.aside: tuple[str, ...] = ()
+        """Files that are not this tier's, renamed with the reason behind their name."""
         self._disk = disk
         self._directory = directory
-        self._cluster_name = cluster_name
-        self._geometry = geometry
-        self._free_reserve = free_reserve
-        self._next_number = next_number
+        self._spec = spec
+        self._geometry = spec.geometry()
+        self._next_number = 0
+        """Above that of every file."""
+        try:
+            self._open_existing()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def file_bytes(self) -> int:
@@ -70,17 +78,13 @@ class SegmentFiles:
         if not self._has_room(shape.file_bytes):
             raise CapacityError(
                 f"A segment file of {shape.file_bytes} bytes in {self._directory} would leave less"
-                f" than the {self._free_reserve} bytes that are to stay free; free room on its"
+                f" than the {self._spec.free_reserve} bytes that are to stay free; free room on its"
                 " file system, or lower nvme.free_reserve."
             )
         number = self._next_number
         self._next_number += 1
         self.by_slab[slab] = create_segment(
-            self._disk,
-            self._directory,
-            number=number,
-            cluster_name=self._cluster_name,
-            shape=shape,
+            self._disk, self._directory, number, self._spec.cluster_name, shape
         )
 
     def has_room_for_one(self) -> bool:
@@ -88,9 +92,9 @@ class SegmentFiles:
         shape = SegmentShape.of(self._geometry, self._geometry.slot_min)
         return self._has_room(shape.file_bytes)
 
-    def mask(self, num_slabs: int) -> Array:
+    def mask(self) -> Array:
         """Return a mask of the slabs that have a file."""
-        has_file = np.zeros(num_slabs, dtype=bool)
+        has_file = np.zeros(self._geometry.num_slabs, dtype=bool)
         has_file[list(self.by_slab)] = True
         return has_file
 
@@ -99,5 +103,62 @@ class SegmentFiles:
         for one in self.by_slab.values():
             one.close()
 
+    def _open_existing(self) -> None:
+        for path in unfinished(self._directory):
+            self._disk.remove(path)
+        aside = []
+        with device_errors(self._directory, "listed"):
+            numbers = {path: number_of(path) for path in sorted(self._directory.iterdir())}
+        for path, number in numbers.items():
+            if number is None:
+                continue
+            self._next_number = max(self._next_number, number + 1)
+            opened = open_segment(self._disk, path, number, self._spec.cluster_name, self._geometry)
+            if isinstance(opened, Segment):
+                self.by_slab[len(self.by_slab)] = opened
+            else:
+                aside.append(_put_aside(self._disk, path, opened))
+        self.aside = tuple(aside)
+        self._drop_surplus()
+        if self.aside or self.surplus:
+            self._disk.sync_directory(self._directory)
+
+    def _drop_surplus(self) -> None:
+        """Remove the segments beyond a lowered capacity."""
+        most = self._geometry.num_slabs
+        if len(self.by_slab) <= most:
+            return
+        by_use = sorted(self.by_slab.values(), key=_last_use, reverse=True)
+        kept, surplus = sorted(by_use[:most], key=lambda one: one.number), by_use[most:]
+        for segment in surplus:
+            segment.close()
+            self._disk.remove(segment.file.path)
+            _log.warning("%s is removed: nvme.capacity was lowered", segment.file.path)
+        self.by_slab = dict(enumerate(kept))
+        self.surplus = tuple(segment.file.path.name for segment in surplus)
+
     def _has_room(self, file_bytes: int) -> bool:
-        return self._disk.free_bytes(self._directory) >= file_bytes + self._free_reserve
+        return self._disk.free_bytes(self._directory) >= file_bytes + self._spec.free_reserve
+
+
+def _put_aside(disk: Disk, path: Path, reason: str) -> str:
+    target = path.with_name(f"{path.name}.{reason}")
+    attempt = 1
+    while target.exists():
+        attempt += 1
+        target = path.with_name(f"{path.name}.{reason}-{attempt}")
+    disk.rename(path, target)
+    _log.warning(
+        "%s is no segment that this tier can use (%s): it is left as %s, which you may delete",
+        path,
+        reason,
+        target.name,
+    )
+    return target.name
+
+
+def _last_use(segment: Segment) -> int:
+    records = aligned(segment.shape.table_bytes).view(RECORD)
+    segment.read_table(records)
+    sound = is_sound(records, segment_id=segment.segment_id, first_row=0)
+    return int(records["used"][sound].max(initial=0))

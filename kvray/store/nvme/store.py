@@ -32,6 +32,7 @@ from kvray.store.nvme.book import RecordBook
 from kvray.store.nvme.disk import Disk, device_errors
 from kvray.store.nvme.io_threads import IoThreads
 from kvray.store.nvme.memory import private_tables
+from kvray.store.nvme.parts import StoreParts
 from kvray.store.nvme.reader import Reader
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats, Pending, Promoted
@@ -83,33 +84,14 @@ class NvmeStore:
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._owner_file.discard)
             self._disk.check_writable(directory)
-            found = recovery.survey(
-                self._disk, directory, cluster_name=spec.cluster_name, geometry=self.geometry
-            )
-            self._files = SegmentFiles(
-                self._disk,
-                directory,
-                cluster_name=spec.cluster_name,
-                geometry=self.geometry,
-                free_reserve=spec.free_reserve,
-                found=found.segments,
-                next_number=found.next_number,
-            )
+            self._files = SegmentFiles(self._disk, directory, spec)
             on_failure.callback(self._files.close)
-            self.report = recovery.read_tables(found, self._book, self.tables)
+            self.report = recovery.read_tables(self._files, self._book, self.tables)
             on_failure.pop_all()
         self._threads = IoThreads(spec.io_threads)
-        self._writer = Writer(
-            self.tables,
-            self._book,
-            self._files,
-            threads=self._threads,
-            section=self._section,
-            verifies=spec.verify_writes,
-        )
-        self._reader = Reader(
-            self.tables, self._book, self._files, threads=self._threads, section=self._section
-        )
+        parts = StoreParts(self.tables, self._book, self._files, self._threads, self._section)
+        self._writer = Writer(parts, verifies=spec.verify_writes)
+        self._reader = Reader(parts)
 
     def close(self) -> None:
         """Close the files and give the directory up; unflushed blocks may be lost.

@@ -6,8 +6,7 @@ The caller has the writer's turn. The store's lock is held for moments, never ov
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -17,10 +16,9 @@ from kvray.store.arena import slots
 from kvray.store.arena.layout import NO_SLOTS, RESERVED, Array, align
 from kvray.store.arena.tables import Tables
 from kvray.store.nvme import growth
-from kvray.store.nvme.book import Pages, RecordBook
-from kvray.store.nvme.io_threads import IoThreads
+from kvray.store.nvme.book import Pages
+from kvray.store.nvme.parts import StoreParts
 from kvray.store.nvme.record import RECORD
-from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion
 from kvray.store.nvme.transfers import check_same, chunk_bytes, moves, write_tasks
 
@@ -33,29 +31,12 @@ _RETRY_S = 10.0
 class Writer:
     """Writes blocks and records; see `NvmeStore.write` and `NvmeStore.flush`."""
 
-    def __init__(
-        self,
-        tables: Tables,
-        book: RecordBook,
-        files: SegmentFiles,
-        *,
-        threads: IoThreads,
-        section: Callable[[], AbstractContextManager[bool]],
-        verifies: bool,
-    ) -> None:
-        """Write blocks of `tables` and records of `book` to `files`; `section` is the store's lock.
-
-        With `verifies`, an arena's bytes are compared with their checksum before they count.
-        """
+    def __init__(self, parts: StoreParts, *, verifies: bool) -> None:
+        """With `verifies`, compare an arena's bytes with their checksum before they count."""
         self.written_bytes = 0
         self._verifies = verifies
-        self._tables = tables
-        self._book = book
-        self._files = files
-        self._threads = threads
-        self._section = section
-        self._per_slab = tables.geometry.slots_per_slab
-        self._num_slabs = tables.geometry.num_slabs
+        self._tables, self._book, self._files, self._threads, self._section = parts
+        self._per_slab = parts.tables.geometry.slots_per_slab
         self._unsynced: set[int] = set()
         """Slabs with records that a power loss could take."""
         self._look_at = 0.0
@@ -114,7 +95,7 @@ class Writer:
             mine = homeless[self._tables.slot_state[homeless] == RESERVED]
             slots.free(self._tables, mine)
             self._tables.dropped += len(mine)
-            closed = growth.close_spare(self._tables, self._files.mask(self._num_slabs))
+            closed = growth.close_spare(self._tables, self._files.mask())
         if len(closed):
             _log.warning("%s The NVMe tier goes on with the segments that it has.", error)
         self._look_at = time.monotonic() + _RETRY_S

@@ -1,5 +1,8 @@
 """(key, part) -> slot: batches, buckets that are shared or full, removals."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -154,3 +157,29 @@ def test_row_of_large_blocks_goes_on_in_the_next_slab(tables: Tables) -> None:
     assert row is not None
     assert row[0].tolist() == find(tables, blocks)
     assert len(set(row[0] // tables.geometry.slots_per_slab)) == 3
+
+
+def test_of_many_slots_with_equal_keys_and_parts_the_first_ones_stay() -> None:
+    random = np.random.default_rng(0)
+    keys = random.integers(0, 2, (400, 4)).astype("<u8")
+    parts = random.integers(0, 2, 400).astype("<u4")
+    used = random.permutation(400)
+    seen: set[tuple[int, ...]] = set()
+    expected = []
+    for slot in used.tolist():
+        name = (*keys[slot].tolist(), int(parts[slot]))
+        expected.append(name in seen)
+        seen.add(name)
+    assert key_index.repeated(keys[used], parts[used]).tolist() == expected
+
+
+def test_other_threads_go_on_while_millions_of_slots_are_compared() -> None:
+    keys = np.random.default_rng(0).integers(0, 2**63, (1_000_000, 4), dtype="<u8")
+    parts = np.zeros(len(keys), dtype="<u4")
+    work = threading.Thread(target=key_index.repeated, args=(keys, parts))
+    work.start()
+    num_turns = 0
+    while work.is_alive():
+        time.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 30

@@ -1,9 +1,5 @@
 """A rebuild leaves sound tables, whatever it finds."""
 
-import threading
-import time
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
@@ -106,30 +102,3 @@ def test_death_in_a_rebuild_leaves_as_much_to_the_next() -> None:
         check_invariants(left)
         assert slots_named(left, scene.held) == slots_named(scene.tables, scene.held)
         assert (left.slot_state == scene.tables.slot_state).all()
-
-
-def test_of_many_slots_with_equal_keys_and_parts_the_first_ones_stay() -> None:
-    random = np.random.default_rng(0)
-    keys = random.integers(0, 2, (400, 4)).astype("<u8")
-    parts = random.integers(0, 2, 400).astype("<u4")
-    used = random.permutation(400)
-    seen: set[tuple[int, ...]] = set()
-    expected = []
-    for slot in used.tolist():
-        name = (*keys[slot].tolist(), int(parts[slot]))
-        expected.append(name in seen)
-        seen.add(name)
-    tables: Any = SimpleNamespace(slot_key=keys, slot_part=parts)
-    assert repair._duplicates(tables, used).tolist() == expected
-
-
-def test_other_threads_go_on_while_millions_of_slots_are_compared() -> None:
-    keys = np.random.default_rng(0).integers(0, 2**63, (500_000, 4), dtype="<u8")
-    tables: Any = SimpleNamespace(slot_key=keys, slot_part=np.zeros(len(keys), dtype="<u4"))
-    work = threading.Thread(target=repair._duplicates, args=(tables, np.arange(len(keys))))
-    work.start()
-    num_turns = 0
-    while work.is_alive():
-        time.sleep(0.001)
-        num_turns += 1
-    assert num_turns > 30
