@@ -340,9 +340,7 @@ class Arena(MappedArena):
     def write_slots(self, slots: Array, regions: Sequence[Array], pages: Array) -> Array:
         """Copy pages that consist of `regions` into reserved slots; otherwise as `write`."""
         with self.making_sense():
-            if len(regions) == 1:
-                return payload.write(self.tables, slots, regions[0], pages, copier=self._copier)
-            return payload.write_regions(self.tables, slots, regions, pages)
+            return payload.write(self.tables, slots, regions, pages, copier=self._copier)
 
     def sums(self, reservation: Reservation) -> Array:
         """Return the checksums of reserved slots that something else has written, for `commit`."""

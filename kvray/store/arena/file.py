@@ -69,11 +69,24 @@ class ArenaSpec:
         )
 
     def geometry(self) -> Geometry:
-        """Return the figures that a file of this spec has."""
-        return Geometry.fit(
-            capacity=self.capacity,
-            slab=self.slab,
-            slot_min=self.slot_min,
+        """Return the figures of an arena of at most `capacity` bytes of blocks.
+
+        Small arenas get smaller slabs, so that at least four block sizes can share one.
+
+        Raises:
+            CapacityError: not even one slot fits.
+        """
+        slot_min = align(self.slot_min)
+        slab = max(slot_min, min(self.slab, self.capacity // 4)) // slot_min * slot_min
+        if self.capacity < slab:
+            raise CapacityError(
+                f"An arena of {self.capacity} bytes holds no slot of {slot_min}; raise"
+                " arena.capacity."
+            )
+        return Geometry(
+            capacity=self.capacity // slab * slab,
+            slab_bytes=slab,
+            slot_min=slot_min,
             holders_max=self.holders_max,
         )
 

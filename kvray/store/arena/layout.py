@@ -8,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvray.errors import CapacityError
 from kvray.identity.block import KEY_BYTES
 
 Array = npt.NDArray[Any]
@@ -140,28 +139,6 @@ class Geometry:
     slab_bytes: int
     slot_min: int
     holders_max: int
-
-    @classmethod
-    def fit(cls, *, capacity: int, slab: int, slot_min: int, holders_max: int) -> "Geometry":
-        """Return the geometry of an arena of at most `capacity` bytes of blocks.
-
-        Small arenas get smaller slabs, so that at least four block sizes can share one.
-
-        Raises:
-            CapacityError: not even one slot fits.
-        """
-        slot_min = align(slot_min)
-        slab = max(slot_min, min(slab, capacity // 4)) // slot_min * slot_min
-        if capacity < slab:
-            raise CapacityError(
-                f"An arena of {capacity} bytes holds no slot of {slot_min}; raise arena.capacity."
-            )
-        return cls(
-            capacity=capacity // slab * slab,
-            slab_bytes=slab,
-            slot_min=slot_min,
-            holders_max=holders_max,
-        )
 
     @property
     def is_sound(self) -> bool:

@@ -15,18 +15,25 @@ from kvray.store.arena.copier import Copier, Copy, copy_run, sum_blocks
 from kvray.store.arena.tables import Array, Tables
 
 
-def write(tables: Tables, slots: Array, pool: Array, block_ids: Array, *, copier: Copier) -> Array:
-    """Copy rows `block_ids` of `pool` into reserved slots; return the checksums, u64 [num_blocks].
+def write(
+    tables: Tables, slots: Array, regions: Sequence[Array], pages: Array, *, copier: Copier
+) -> Array:
+    """Copy pages into reserved slots; return the checksums, u64 [num_slots].
 
-    `pool` has bytes of shape [num_blocks, block_bytes].
+    A region has bytes of shape [num_pages, size]; end to end they fill a slot. `pages` has a row
+    for each slot.
 
     Raises:
-        ConfigError: there are not as many blocks as slots.
-        LayoutMismatch: the pool's blocks are of another size than the slots'.
+        ConfigError: there are not as many pages as slots.
+        LayoutMismatch: the pages are of another size than the slots.
     """
-    runs = _runs(tables, slots, pool, block_ids)
-    copies = [Copy(first, in_arena, in_pool) for first, in_arena, in_pool in runs]
-    return copier.copy_and_sum(copies, _seeds(tables, slots))
+    if len(regions) == 1:
+        runs = _runs(tables, slots, regions[0], pages)
+        copies = [Copy(first, in_arena, in_pool) for first, in_arena, in_pool in runs]
+        return copier.copy_and_sum(copies, _seeds(tables, slots))
+    for in_arena, in_region in _region_runs(tables, slots, regions, pages):
+        copy_run(in_arena, in_region)
+    return sum_slots(tables, slots)
 
 
 def read(
@@ -38,7 +45,10 @@ def read(
     verify: bool,
     copier: Copier,
 ) -> Array | None:
-    """Copy leased slots into `pool`, as `write`; with `verify`, return a mask of sound copies."""
+    """Copy leased slots into `pool`; with `verify`, return a mask of sound copies.
+
+    `pool` has bytes of shape [num_blocks, block_bytes]. Raises as `write`.
+    """
     runs = _runs(tables, slots, pool, block_ids)
     if not verify:
         for _, in_arena, in_pool in runs:
@@ -50,19 +60,8 @@ def read(
     return sound
 
 
-def write_regions(tables: Tables, slots: Array, regions: Sequence[Array], pages: Array) -> Array:
-    """Copy pages of several regions into reserved slots; return the checksums, u64 [num_slots].
-
-    A region has bytes of shape [num_pages, size]; end to end they fill a slot. `pages` has a row
-    for each slot. Raises as `write`.
-    """
-    for in_arena, in_region in _region_runs(tables, slots, regions, pages):
-        copy_run(in_arena, in_region)
-    return sum_slots(tables, slots)
-
-
 def read_regions(tables: Tables, slots: Array, regions: Sequence[Array], pages: Array) -> None:
-    """Copy leased slots into pages of several regions; arguments as for `write_regions`."""
+    """Copy leased slots into pages of several regions; arguments as for `write`."""
     for in_arena, in_region in _region_runs(tables, slots, regions, pages):
         copy_run(in_region, in_arena)
 

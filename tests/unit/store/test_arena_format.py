@@ -4,14 +4,16 @@ import re
 
 import numpy as np
 
-from kvray.store import Arena
-from kvray.store.arena.layout import FORMAT_VERSION, HEADER, Geometry
+from kvray.store import Arena, ArenaSpec
+from kvray.store.arena.layout import FORMAT_VERSION, HEADER
 from kvray.store.arena.tables import Tables
 from tests.unit.store.conftest import ROOT
 from tests.unit.store.small_arena import chain, content, store
 
 PAGE = (ROOT / "docs" / "arena_format.md").read_text()
-DEFAULT = Geometry.fit(capacity=4 * 2**30, slab=64 * 2**20, slot_min=64 * 2**10, holders_max=256)
+DEFAULT = ArenaSpec(
+    cluster_name="test", capacity=4 * 2**30, slab=64 * 2**20, slot_min=64 * 2**10, holders_max=256
+).geometry()
 
 
 def rows(heading: str) -> list[list[str]]:
