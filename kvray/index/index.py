@@ -147,13 +147,12 @@ class Index:
             if one.shard == shard:
                 one.is_kept = False
 
-    def silence(self, shard: str) -> None:
-        """Leave `shard` out of answers until it is heard; it still counts as a holder."""
-        self._set_silent(shard, True)
-
-    def hear(self, shard: str) -> None:
-        """Have `shard` in answers again."""
-        self._set_silent(shard, False)
+    def set_silent(self, shard: str, is_silent: bool) -> None:
+        """Leave a silent `shard` out of answers; it still counts as a holder."""
+        one = self._shards.get(shard)
+        if one is not None and one.is_silent != is_silent:
+            one.is_silent = is_silent
+            self._holdings.shards_changed()
 
     def purge(self, slots_max: int) -> list[Loss]:
         """Remove some entries of shards that were dropped or started over; return the losses.
@@ -268,12 +267,6 @@ class Index:
             self._ended.append(one)
             self._holdings.shards_changed()
         return one
-
-    def _set_silent(self, shard: str, is_silent: bool) -> None:
-        one = self._shards.get(shard)
-        if one is not None and one.is_silent != is_silent:
-            one.is_silent = is_silent
-            self._holdings.shards_changed()
 
     def _to_purge(self) -> Array:
         """Return a mask of the holdings that name an incarnation to purge."""

@@ -143,7 +143,7 @@ class Lookup:
             index.restart(shard)
         removed = index.remove(shard, announcement.removed_keys, announcement.removed_parts)
         index.add(shard, announcement.added_keys, announcement.added_parts)
-        index.hear(shard)
+        index.set_silent(shard, False)
         if not announcement.more:
             index.settle(shard)
         self._partial_blocks.note(removed + index.purge(_PURGED_SLOTS))
@@ -219,7 +219,7 @@ class Lookup:
         live = []
         for shard, at in self._heard.items():
             if now - at > self._silent_s:
-                self.index.silence(shard)
+                self.index.set_silent(shard, True)
             else:
                 live.append(shard)
         return live

@@ -37,7 +37,6 @@ from kvray.store.machine.side_file import SideFile
 ARENA_FILE = "arena"
 _ARENA_ID = re.compile(rb"[0-9a-f]{16}")
 _FIGURES = ("capacity", "slab_bytes", "slot_min", "holders_max")
-_CLUSTER_NAME_BYTES = HEADER["cluster_name"].itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +44,7 @@ class ArenaSpec:
     """An owner's figures for a new arena; sizes in bytes."""
 
     cluster_name: str
+    """Of at most 64 bytes: the configuration takes half as many."""
     capacity: int
     slab: int
     slot_min: int
@@ -127,13 +127,8 @@ def create_file(directory: Path, spec: ArenaSpec, progress: Progress) -> None:
 
     Raises:
         CapacityError: it does not fit into the mount, the cgroup or the memory.
-        ConfigError: the directory cannot be used, or the cluster's name is too long.
+        ConfigError: the directory cannot be used.
     """
-    if len(spec.cluster_name.encode()) > _CLUSTER_NAME_BYTES:
-        raise ConfigError(
-            f"cluster_name {spec.cluster_name!r} is longer than {_CLUSTER_NAME_BYTES} bytes;"
-            " choose a shorter one."
-        )
     arena_id = secrets.token_hex(8)
     path = directory / f"{ARENA_FILE}.{arena_id}.new"
     side = lock_path(directory, arena_id)

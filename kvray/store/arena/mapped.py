@@ -88,7 +88,7 @@ class MappedArena:
 
         Raises:
             CapacityError: it does not fit into the mount, the cgroup or the memory.
-            ConfigError: the directory cannot be used, or the cluster's name is too long.
+            ConfigError: the directory cannot be used.
         """
         arena_file.create_file(directory, spec, progress)
         return cls(directory, lock_wait_s=lock_wait_s)

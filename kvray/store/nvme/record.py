@@ -58,7 +58,6 @@ RECORD = np.dtype(
 )
 
 RECORDS_PER_PAGE = PAGE_BYTES // RECORD.itemsize
-CLUSTER_NAME_BYTES = HEADER["cluster_name"].itemsize
 
 _DERIVED = ("stride", "num_slots", "table_offset", "payload_offset", "file_bytes")
 """Fields of the header that follow from the geometry and the block size."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kvray.errors import ConfigError
 from kvray.store.arena.layout import Array, Geometry
 from kvray.store.arena.slots import Reservation
-from kvray.store.nvme.record import CLUSTER_NAME_BYTES, SegmentShape
+from kvray.store.nvme.record import SegmentShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +34,8 @@ class NvmeSpec:
         """Return the figures of the tables of such a tier.
 
         Raises:
-            ConfigError: not even one segment fits, sizes are no multiples, or the name is too long.
+            ConfigError: not even one segment fits, or sizes are no multiples.
         """
-        if len(self.cluster_name.encode()) > CLUSTER_NAME_BYTES:
-            raise ConfigError(
-                f"cluster_name {self.cluster_name!r} is longer than {CLUSTER_NAME_BYTES} bytes;"
-                " choose a shorter one."
-            )
         one = SegmentShape.of(self._geometry(1), self.slot_min).file_bytes
         geometry = self._geometry(self.capacity // one)
         if not geometry.is_sound:

@@ -62,12 +62,12 @@ class IndexAgainstSet(RuleBasedStateMachine):
     @rule(shard=shards)
     def silence(self, shard: str) -> None:
         self.index.add(shard, b"", [])
-        self.index.silence(shard)
+        self.index.set_silent(shard, True)
         self.silent.add(shard)
 
     @rule(shard=shards)
     def hear(self, shard: str) -> None:
-        self.index.hear(shard)
+        self.index.set_silent(shard, False)
         self.silent.discard(shard)
 
     @rule(slots=st.sampled_from([4096, EVERYTHING]))
@@ -198,10 +198,10 @@ def test_a_gap_that_nobody_has_is_a_run_without_holders() -> None:
 def test_a_silent_shard_is_found_again_when_it_is_heard() -> None:
     index = Index()
     index.add("a", KEYS[0], [0])
-    index.silence("a")
+    index.set_silent("a", True)
     assert index.match(KEYS[0], 1).num_blocks == 0
     assert index.locate(KEYS[0]) == []
-    index.hear("a")
+    index.set_silent("a", False)
     assert index.match(KEYS[0], 1).num_blocks == 1
 
 
@@ -251,7 +251,7 @@ def test_a_part_that_another_shard_has_too_is_no_loss(halves: Index) -> None:
 
 def test_a_part_that_only_a_silent_shard_has_is_no_loss(halves: Index) -> None:
     halves.add("c", KEYS[1], [0])
-    halves.silence("c")
+    halves.set_silent("c", True)
     assert halves.remove("a", KEYS[1], [0]) == []
 
 

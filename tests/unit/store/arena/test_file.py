@@ -273,11 +273,3 @@ def test_arena_that_cannot_fit_is_refused_before_anything_is_made(directory: Pat
 def test_directory_that_cannot_be_used_is_one_sentence(directory: Path) -> None:
     with pytest.raises(ConfigError, match="No arena can be made in"):
         make_arena(directory / "missing")
-
-
-def test_name_that_does_not_fit_is_refused(directory: Path) -> None:
-    asked = ArenaSpec(
-        cluster_name="ü" * 33, capacity=2**20, slab=2**16, slot_min=4096, holders_max=4
-    )
-    with pytest.raises(ConfigError, match="cluster_name"):
-        make_arena(directory, asked=asked)

@@ -1,6 +1,5 @@
 """A rebuild leaves sound tables, whatever it finds."""
 
-
 import numpy as np
 
 from kvray.store.arena import lease, repair
