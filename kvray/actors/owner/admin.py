@@ -73,21 +73,18 @@ def ask_to_be_admitted(config: KVRayConfig | None, *, timeout_s: float) -> None:
     except ConfigError as error:
         fault = error  # about the caller's own file, which says more than any refusal
     timeout_s = min(timeout_s, _ASK_S)
+    with mapped_errors():
+        shards = list_actors(SHARD_PREFIX)
     answers = _answers([SUPERVISOR_NAME], proof, timeout_s)
-    answers = answers or _answers(_shards(), proof, timeout_s)
+    answers = answers or _answers(shards, proof, timeout_s)
     if not answers or None in answers:
         return
     with _witness() as witness:
-        again = _answers([*_shards(), SUPERVISOR_NAME], f"{proof} {witness}", timeout_s)
+        again = _answers([*shards, SUPERVISOR_NAME], f"{proof} {witness}", timeout_s)
     if None not in again:
         refusal = fault or answers[0]
         assert refusal is not None, "nobody has admitted us"
         raise refusal
-
-
-def _shards() -> list[str]:
-    with mapped_errors():
-        return [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
 
 
 def _answers(names: Iterable[str], proof: str, timeout_s: float) -> list[KVRayError | None]:

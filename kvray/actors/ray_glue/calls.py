@@ -217,10 +217,12 @@ class Nudge:
                 self._answer = get_actor(self._name).ping.remote()
 
 
-def list_actors() -> list[str]:
-    """Return the names of the tier's living actors."""
+def list_actors(prefix: str = "kvray-") -> list[str]:
+    """Return the names of the tier's living actors that begin with `prefix`."""
     here = current_namespace()
-    return sorted(name for name, where in _named_actors() if where == here)
+    return sorted(
+        name for name, where in _named_actors() if where == here and name.startswith(prefix)
+    )
 
 
 def _named_actors() -> Iterator[tuple[str, str]]:

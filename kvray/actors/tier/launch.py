@@ -15,7 +15,7 @@ from kvray.actors.owner.ownership import sweep
 from kvray.actors.ray_glue.calls import list_actors, mapped_errors
 from kvray.actors.tier import connection, local_ray, tier
 from kvray.actors.tier.changes import Plan
-from kvray.actors.tier.rollout import SILENT, Observer, Rollout
+from kvray.actors.tier.rollout import SILENT, Observer, Rollout, look
 from kvray.config import KVRayConfig, values_on_nodes
 from kvray.errors import ConfigError, ShardUnavailable
 from kvray.store import ArenaSpec
@@ -110,7 +110,10 @@ def preview(config: KVRayConfig, rollout: Rollout) -> Plan | None:
         return None
     try:
         connection.connect_configured(config)
-        return tier.preview(config, rollout, timeout_s=config.ray.timeout_s)
+        with mapped_errors():
+            is_running = bool(list_actors())
+        timeout_s = config.ray.timeout_s
+        return look(config, rollout, timeout_s=timeout_s, observer=SILENT) if is_running else None
     finally:
         connection.disconnect()
 

@@ -216,14 +216,12 @@ def _claimed_directory(cluster_name: str) -> Iterator[Path]:
 
 
 def _check_port(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ConfigError(
-                f"Port {port} cannot be used for Ray ({error.strerror}); choose another --port."
-            ) from None
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"Port {port} cannot be used for Ray ({error.strerror}); choose another --port."
+        ) from None
 
 
 def _command(directory: Path, *, port: int, dashboard: bool) -> list[str]:

@@ -34,7 +34,7 @@ from kvray.actors.ray_glue.calls import (
     on_node,
 )
 from kvray.actors.supervisor.supervisor import chosen_nodes, create_supervisor
-from kvray.actors.tier.changes import Plan, check_costs
+from kvray.actors.tier.changes import check_costs
 from kvray.actors.tier.rollout import SILENT, Observer, Rollout, carry_out, look
 from kvray.config import KVRayConfig, config_on_node, values_on_nodes
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
@@ -102,14 +102,6 @@ def up(
         if time.monotonic() > deadline:
             raise _not_ready(config, shards, timeout_s)
         time.sleep(_POLL_S)
-
-
-def preview(config: KVRayConfig, rollout: Rollout, *, timeout_s: float) -> Plan | None:
-    """Return the changes that `up` would make to the tier that runs; None: none runs."""
-    with mapped_errors():
-        if not list_actors():
-            return None
-    return look(config, rollout, timeout_s=timeout_s, observer=SILENT)
 
 
 def status(*, timeout_s: float) -> dict[str, Any]:
@@ -187,10 +179,9 @@ def down(
     ask([SUPERVISOR_NAME], "stop", ask_s)
     kill_actor(SUPERVISOR_NAME)
     # Named by Ray, not by the supervisor, which may be gone or just restarted.
-    for name in list_actors():
-        if name.startswith(MOVER_PREFIX):
-            kill_actor(name)  # before the shards: it would look for their arenas again
-    names = [name for name in list_actors() if name.startswith(SHARD_PREFIX)]
+    for name in list_actors(MOVER_PREFIX):
+        kill_actor(name)  # before the shards: it would look for their arenas again
+    names = list_actors(SHARD_PREFIX)
     longest = [s for one in configs for s in values_on_nodes(one, "nvme", "flush_s")]
     flush_s = max(longest, default=0.0) if flush else 0.0
 

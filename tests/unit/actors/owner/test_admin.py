@@ -79,7 +79,7 @@ class Tier:
 
     def __init__(self, config: KVRayConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.config = config
-        monkeypatch.setattr(admin, "list_actors", lambda: ["kvray-shard-a"])
+        monkeypatch.setattr(admin, "list_actors", lambda prefix: ["kvray-shard-a"])
         monkeypatch.setattr(admin, "ask", self._ask)
 
     def admit(self, proof: str) -> None:
