@@ -1,6 +1,7 @@
 """The states of a prompt's blocks, derived from the answers of the shards; pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from kvray.actors.shard.queries import Whereabouts
@@ -51,11 +52,11 @@ def block_states(
 def state_runs(found: Sequence[BlockState]) -> Iterator[StateRun]:
     """Yield the runs of equal states."""
     start = 0
-    for block in range(1, len(found) + 1):
-        if block == len(found) or found[block]._replace(at=0.0) != found[start]._replace(at=0.0):
-            times = [one.at for one in found[start:block]]
-            yield StateRun(start, block, found[start], min(times), max(times))
-            start = block
+    for _, run in groupby(found, lambda block: block._replace(at=0.0)):
+        blocks = list(run)
+        times = [block.at for block in blocks]
+        yield StateRun(start, start + len(blocks), blocks[0], min(times), max(times))
+        start += len(blocks)
 
 
 def _block_state(

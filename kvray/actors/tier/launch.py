@@ -35,6 +35,8 @@ class Launch:
     started_tier: bool
     local: local_ray.LocalRay | None
     """The local cluster, if the tier is on one."""
+    undo: contextlib.ExitStack
+    """Closing it disconnects, and ends what this call started."""
 
 
 def bring_up(
@@ -47,16 +49,10 @@ def bring_up(
     wait: bool = True,
     rollout: Rollout | None = None,
 ) -> Launch:
-    """Connect to Ray, started here if the configuration names no cluster, and start the tier.
+    """Connect to Ray, or start one if the configuration names none, and start the tier.
 
-    Args:
-        config: of the tier.
-        port: as in `local_ray.start`, as the next two.
-        dashboard: see there.
-        die_with_parent: see there.
-        observer: hears how it goes.
-        wait: as in `tier.up`.
-        rollout: as in `tier.up`.
+    `port`, `dashboard` and `die_with_parent` are those of `local_ray.start`, `observer`, `wait` and
+    `rollout` those of `tier.up`.
 
     Raises:
         KVRayError: as `local_ray.start`, `connection.connect_configured` and `tier.up`. All that
@@ -94,8 +90,13 @@ def bring_up(
             wait=wait,
             rollout=rollout,
         )
-        undo.pop_all()
-    return Launch(shards=shards, started_ray=started_ray, started_tier=started_tier, local=local)
+        return Launch(
+            shards=shards,
+            started_ray=started_ray,
+            started_tier=started_tier,
+            local=local,
+            undo=undo.pop_all(),
+        )
 
 
 def preview(config: KVRayConfig, rollout: Rollout) -> Plan | None:
@@ -154,12 +155,7 @@ def take_down(config: KVRayConfig, *, flush: bool = True, observer: Observer = S
 def local_tier(config: KVRayConfig, *, observer: Observer = SILENT) -> Iterator[Launch]:
     """Have a tier during a block: the one that runs, else one that ends with the block."""
     launch = bring_up(config, die_with_parent=True, observer=observer)
-    with contextlib.ExitStack() as undo:
-        if launch.started_ray:
-            undo.callback(_end_local_ray, config)
-        undo.callback(connection.disconnect)
-        if launch.started_tier:
-            undo.callback(tier.down, timeout_s=config.ray.timeout_s, config=config)
+    with launch.undo:
         yield launch
 
 
