@@ -14,7 +14,7 @@ import ray
 from kvray.actors.names import namespace_of
 from kvray.actors.ray_glue.calls import first_line
 from kvray.actors.ray_glue.private import few_tries, read_token_again, signals_kept
-from kvray.actors.tier.local_ray import LocalRay, find
+from kvray.actors.tier.local_ray import find
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, ShardUnavailable
 
@@ -72,15 +72,11 @@ def connect_configured(config: KVRayConfig) -> None:
                 f"No local tier named {config.cluster_name!r} is running; start it with"
                 " `kvray up`, or set ray.address to the Ray cluster that has it."
             )
-        _adopt_token(local)
+        # For this process and its children.
+        os.environ.update(local.environ())
+        read_token_again()
         address = local.address
     connect(address, config.cluster_name)
-
-
-def _adopt_token(local: LocalRay) -> None:
-    """Give the token of a local cluster to this process and its children."""
-    os.environ.update(local.environ())
-    read_token_again()
 
 
 @contextlib.contextmanager
