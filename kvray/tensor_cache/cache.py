@@ -99,7 +99,7 @@ class TensorCache:
             replica=self._name,
             rank=metadata.rank,
             namespace=self.namespace,
-            counters=self.counters,
+            counters=self._counters.reported,
         )
         self._staging = Staging(self._link, self._registration)
         self._wait_s = connector.stage_wait_s

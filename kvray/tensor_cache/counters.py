@@ -1,6 +1,7 @@
 """Counts the tokens that a cache stores, finds and misses, as a connector counts them."""
 
 import threading
+import time
 from collections import Counter
 
 from kvray.tensor_cache.prompt import MaskedPrompt
@@ -13,11 +14,16 @@ class CacheCounters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._totals: Counter[str] = Counter()
+        self._began_at = time.monotonic()
 
     def totals(self) -> dict[str, int]:
         """Return all totals."""
         with self._lock:
             return dict(self._totals)
+
+    def reported(self) -> dict[str, int]:
+        """Return them for the shard, with the seconds since they began."""
+        return {**self.totals(), "uptime_s": int(time.monotonic() - self._began_at)}
 
     def add(self, **tokens: int) -> None:
         """Add to the totals of these names."""

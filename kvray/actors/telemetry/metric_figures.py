@@ -88,8 +88,6 @@ class ShardFigures:
             return Figures({serving: float(status["state"] == "serving")})
         # The arena's tables count for as long as it is there, under however many shards.
         is_adopted = arena["shard_epoch"] > 1
-        if is_adopted:
-            self._ranks.note_adoption()
         made = self._ranks.look(status["replicas"], now)
         own = _read(_SHARD, status, (self._node,), counted_before={"arena": is_adopted})
         made.gauges |= own.gauges | {serving: float(status["state"] == "serving")}

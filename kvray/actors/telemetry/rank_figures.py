@@ -73,13 +73,8 @@ class RankFigures:
         """Start at `now`, the start of the shard's process on `node`."""
         self._node = node
         self._began = now
-        self._adopted = False
         self._seen: dict[RankKey, _Seen] = {}
         self._labels: dict[RankKey, tuple[str, str]] = {}
-
-    def note_adoption(self) -> None:
-        """Note that the arena is older than this process: ranks of unknown age may be too."""
-        self._adopted = True
 
     def look(self, ranks: Iterable[Mapping[str, Any]], now: float) -> Figures:
         """Return the figures of `ranks`, as `Replicas.status` gives them; others are forgotten.
@@ -113,9 +108,11 @@ class RankFigures:
 
     def _totals(self, seen: _Seen, counters: Mapping[str, int], now: float) -> dict[Series, float]:
         if counters:
-            if not seen.counters:  # whether they were counted before is known with the first ones
-                seen.counted_before = self._is_older(counters, now)
-            elif _has_started_over(seen.counters, counters):
+            if not seen.counters:
+                # Counters that are older than this process were exported by the one before.
+                age_s = now - self._began + _SLACK_S
+                seen.counted_before = counters.get("uptime_s", 0) > age_s
+            elif counters.get("uptime_s", 0) < seen.counters.get("uptime_s", 0):
                 seen.life += 1
                 seen.unsettled.clear()
             seen.counters = counters
@@ -123,11 +120,6 @@ class RankFigures:
         if _UNSETTLED in totals:
             totals[_UNSETTLED] = self._settled(seen, totals[_UNSETTLED], now)
         return totals
-
-    def _is_older(self, counters: Mapping[str, int], now: float) -> bool:
-        if "uptime_s" in counters:
-            return counters["uptime_s"] > now - self._began + _SLACK_S
-        return self._adopted
 
     def _settled(self, seen: _Seen, total: float, now: float) -> float:
         """Return the least total of the last `_SETTLE_S`: it will not fall again."""
@@ -186,9 +178,3 @@ def _latencies(counters: Mapping[str, int]) -> dict[Series, float]:
 
 def _le(bound_ns: float) -> str:
     return "+Inf" if bound_ns == float("inf") else f"{bound_ns / 1e9:.9f}".rstrip("0")
-
-
-def _has_started_over(before: Mapping[str, int], now: Mapping[str, int]) -> bool:
-    if "uptime_s" in before and "uptime_s" in now:
-        return now["uptime_s"] < before["uptime_s"]
-    return any(value < before.get(name, 0) for name, value in now.items())

@@ -162,19 +162,6 @@ def test_an_engine_that_started_under_this_shard_is_counted_from_its_first_reque
     assert exported.sums["requests_total", ()] == 5
 
 
-def test_ranks_that_do_not_say_their_age_are_taken_for_old_after_an_adoption() -> None:
-    figures = RankFigures("node", 0.0)
-    figures.note_adoption()
-    exported = Exported(figures)
-    exported.look({"hit_tokens_from_host": 8}, 1.0)
-    exported.look({"hit_tokens_from_host": 9}, 2.0)
-    assert exported.sums[HIT, ("host", "none")] == 1
-
-    exported.look({"hit_tokens_from_host": 2}, 3.0)  # it fell: another process
-
-    assert exported.sums[HIT, ("host", "none")] == 3
-
-
 def test_a_miss_that_turns_out_to_be_incompatible_is_counted_once() -> None:
     exported = Exported(RankFigures("node", 0.0))
     exported.look({"miss_tokens_not_stored": 100, "uptime_s": 10}, 10.0)
