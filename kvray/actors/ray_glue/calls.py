@@ -184,14 +184,14 @@ def mapped_errors() -> Iterator[None]:
         if isinstance(cause, KVRayError):
             raise cause from None
         raise ShardUnavailable(
-            f"An actor of the tier has a defect ({_last_line(error)}); see its log."
+            f"An actor of the tier has a defect ({in_short(error)}); see its log."
         ) from error
     except GetTimeoutError:
         raise ShardUnavailable(
             "An actor of the tier did not answer in time; see `kvray status`."
         ) from None
     except RayError as error:
-        raise ShardUnavailable(f"An actor of the tier is gone ({first_line(error)}).") from None
+        raise ShardUnavailable(f"An actor of the tier is gone ({in_short(error)}).") from None
 
 
 class Nudge:
@@ -269,10 +269,8 @@ def log_to_stderr() -> None:
     log.propagate = False
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error; Ray's go on for pages."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _last_line(error: BaseException) -> str:
-    return [type(error).__name__, *str(error).strip().splitlines()][-1]
+def in_short(error: BaseException) -> str:
+    """Return the line of an error that says most: the first, or the last of a traceback."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    is_traceback = isinstance(error, RayTaskError) or lines[0].endswith("(most recent call last):")
+    return lines[-1 if is_traceback else 0]

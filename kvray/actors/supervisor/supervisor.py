@@ -18,8 +18,8 @@ from kvray.actors.owner.admin import check_proof
 from kvray.actors.ray_glue.calls import (
     call,
     create_actor,
-    first_line,
     get_actor,
+    in_short,
     list_actors,
     log_to_stderr,
 )
@@ -119,7 +119,7 @@ class SupervisorActor:
                     self._reconcile()
                     self._looked.set()
                 except (KVRayError, ray.exceptions.RayError) as error:
-                    _log.warning("the nodes cannot be checked now: %s", first_line(error))
+                    _log.warning("the nodes cannot be checked now: %s", in_short(error))
                 self._stopping.wait(_POLL_S)
         except Exception:  # noqa: BLE001 - the end of the thread, and of the process
             # Ray restarts the supervisor, which finds its shards by their names.

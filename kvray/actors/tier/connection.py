@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import ray
 
 from kvray.actors.names import namespace_of
-from kvray.actors.ray_glue.calls import first_line
+from kvray.actors.ray_glue.calls import in_short
 from kvray.actors.ray_glue.private import few_tries, read_token_again, signals_kept
 from kvray.actors.tier.local_ray import find
 from kvray.config import KVRayConfig
@@ -42,7 +42,7 @@ def connect(address: str, cluster_name: str) -> None:
             )
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         disconnect()
-        cause = _cause(error.__cause__ or error)
+        cause = in_short(error.__cause__ or error).partition(". ")[0]
         raise ShardUnavailable(
             f"The Ray cluster at {address} cannot be reached ({cause}); check ray.address, and"
             " RAY_AUTH_MODE and RAY_AUTH_TOKEN if it wants a token."
@@ -95,14 +95,6 @@ def _words_held() -> Iterator[None]:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(held)
-
-
-def _cause(error: BaseException) -> str:
-    """Return the message of an error of Ray; its first line may be the head of a traceback."""
-    head = first_line(error)
-    if not head.endswith("Traceback (most recent call last):"):
-        return head
-    return str(error).strip().splitlines()[-1].partition(". ")[0]
 
 
 def _check_address(address: str) -> None:
