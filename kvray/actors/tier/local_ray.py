@@ -184,11 +184,11 @@ def _claimed_directory(cluster_name: str) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         try:
             directory.mkdir(mode=0o700, exist_ok=True)
-            if not is_own(directory):
-                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
             lock = os.open(directory, os.O_RDONLY)
             stack.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process
+            if not is_own(directory):  # or it has just been removed
+                raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
         except BlockingIOError:
             raise ConfigError(
                 f"Another process is starting a local Ray for the tier {cluster_name!r}; wait for"
