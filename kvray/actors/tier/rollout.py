@@ -140,27 +140,34 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
         shard, mover = shard_name(node_id), mover_name(node_id)
         _end(mover, observer)
         _end(shard, observer, True, True, timeout_s=flush_s)
-        observer.told(
-            f"{shard} has ended: its node is no longer one of the nodes that get a shard."
-        )
+        observer.told(f"{shard} has ended: its node is no longer among those that get a shard.")
         restarts.pop(shard, None)
         restarts.pop(mover, None)
     homes = list(dict.fromkeys(_home(name) for name in restarts))
     for name, step in restarts.items():
-        flush = bool(step.costs)
         if name.startswith(MOVER_PREFIX):
-            _end(name, observer)
-            shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s + START_S)
-            if len(shards) > 1:  # a single node has no mover
-                _await(name, timeout_s + START_S, observer)
-            kept = ""
+            kept = _restart_mover(name, timeout_s + START_S, observer)
         else:
-            stop_s = flush_s if flush else _STOP_S
-            _end(name, observer, step.retire, flush, timeout_s=stop_s)
-            blocks = _await(name, timeout_s + START_S, observer)["arena"]["blocks"]
-            kept = f" {blocks} blocks in memory{'' if flush else ' as before'}."
+            kept = _restart_shard(step, flush_s, timeout_s + START_S, observer)
         count = f" ({homes.index(_home(name)) + 1} of {len(homes)})" if len(homes) > 1 else ""
         observer.told(f"{_done(name + count, step)}{kept}")
+
+
+def _restart_shard(step: Step, flush_s: float, timeout_s: float, observer: Observer) -> str:
+    """Restart a shard and wait for it; return a sentence about its blocks."""
+    flush = bool(step.costs)
+    stop_s = flush_s if flush else _STOP_S
+    _end(step.name, observer, step.retire, flush, timeout_s=stop_s)
+    blocks = _await(step.name, timeout_s, observer)["arena"]["blocks"]
+    return f" {blocks} blocks in memory{'' if flush else ' as before'}."
+
+
+def _restart_mover(name: str, timeout_s: float, observer: Observer) -> str:
+    _end(name, observer)
+    shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
+    if len(shards) > 1:  # a single node has no mover
+        _await(name, timeout_s, observer)
+    return ""
 
 
 def _home(name: str) -> str:
