@@ -17,7 +17,6 @@ from kvray.connector.device.pool import Load, Pool, Ticket
 from kvray.connector.meta import LoadPlan
 from kvray.connector.model.cache_layout import Part
 from kvray.connector.parking import Parking
-from kvray.connector.releases import release_at, release_leases
 from kvray.connector.shared_state import SharedState
 from kvray.errors import LeaseExpired
 from kvray.store import Arena, Lease, Membership
@@ -83,7 +82,7 @@ class Loader:
             except Exception as error:  # noqa: BLE001 - a failed check is a failed load
                 self.fail(error)
             finally:
-                release_leases(self._shared, one.arena, one.lease)
+                self._shared.release_leases(one.arena, one.lease)
         if self._fault is not None:
             raise self._fault
 
@@ -98,7 +97,7 @@ class Loader:
     def close(self) -> None:
         """End the leases of what was begun; no pass will use it. Twice is fine."""
         for one in self._begun:
-            release_leases(self._shared, one.arena, one.lease)
+            self._shared.release_leases(one.arena, one.lease)
         self._begun = []
 
     def _load(self, arena_id: str, plans: Sequence[LoadPlan], stream: Any) -> None:
@@ -157,7 +156,7 @@ class Loader:
 def release_plans(shared: SharedState, plans: Iterable[LoadPlan]) -> None:
     """End this rank's leases of loads that will not be made."""
     for plan in plans:
-        release_at(shared, *plan.leased.of(shared.args.part_rank))
+        shared.release_at(*plan.leased.of(shared.args.part_rank))
 
 
 def _slots_of(loads: Sequence[Load]) -> Array:

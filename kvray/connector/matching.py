@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic, perf_counter_ns
 
-from kvray.connector.leased_prefix import LeasedPrefix
-from kvray.connector.releases import release_leases
+from kvray.connector.promise import LeasedPrefix
 from kvray.connector.shared_state import SharedState
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, Held, Lease, PartRequest
@@ -58,7 +57,7 @@ def match(
         if end > start and shared.verifies_promises:
             end = start + _sound_run(shared, arena, held, readers, start)
     except BaseException:
-        release_leases(shared, arena, *held.leases)
+        shared.release_leases(arena, *held.leases)
         raise
     prefix = LeasedPrefix(arena=arena, held=held, away=away)
     return Matched(prefix=prefix, end=end), "corrupt" if end < held.num_blocks else "not_stored"
@@ -74,7 +73,7 @@ def lease_exactly(shared: SharedState, arena: Arena, keys: list[BlockKey]) -> Le
     while held is None and monotonic() < deadline:
         held = arena.lease_for(keys, shared.pool.part_requests, is_counted_on=True)
     if held is not None and held.num_blocks < len(keys):
-        release_leases(shared, arena, *held.leases)
+        shared.release_leases(arena, *held.leases)
         return None
     return None if held is None else LeasedPrefix(arena=arena, held=held)
 

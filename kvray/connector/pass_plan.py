@@ -8,7 +8,6 @@ from kvray.connector.key_board import KeyBoard, open_board
 from kvray.connector.meta import ConnectorMeta, KeyRun, LoadPlan, PageIds, ParkPlan, SavePlan
 from kvray.connector.prefix_finder import PrefixFinder
 from kvray.connector.promise import Promise
-from kvray.connector.releases import release_prefix
 from kvray.connector.request.retention import read_priorities
 from kvray.connector.request_state import RequestState
 from kvray.connector.shared_state import SharedState
@@ -72,12 +71,12 @@ class PassPlanner:
                     pages=tuple(map(PageIds.of, pages)),
                 )
         except BaseException:
-            release_prefix(shared, promise.prefix)
+            shared.release_prefix(promise.prefix)
             raise
         if taken:
             self._loads.append(load)
         else:
-            release_prefix(shared, promise.prefix)
+            shared.release_prefix(promise.prefix)
         start = report.computed_position
         if not promise.is_parked and is_sure:
             start += taken * tokens_per_block
@@ -136,7 +135,7 @@ class PassPlanner:
                 f"The engine took {taken} of {promise.num_blocks} blocks offered for request"
                 f" {state.request_id}, whose last window is not in the tier."
             )
-        release_prefix(self._shared, promise.prefix)
+        self._shared.release_prefix(promise.prefix)
         promise.prefix = prefix
         return promise
 

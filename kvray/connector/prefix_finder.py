@@ -17,9 +17,8 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from kvray.connector.leased_prefix import LeasedPrefix
 from kvray.connector.matching import Matched, lease_exactly, match
-from kvray.connector.releases import release_away, release_prefix
+from kvray.connector.promise import LeasedPrefix
 from kvray.connector.shared_state import SharedState
 from kvray.identity.block import BlockKey
 from kvray.node import StageCalls, StageReply
@@ -86,7 +85,7 @@ class PrefixFinder:
             return lease_exactly(shared, prefix.arena, keys)
         reply = self._stage(shared, keys, shared.config.connector.stage_wait_s)
         if reply.num_blocks < len(keys):
-            release_away(shared, reply.leases)
+            shared.release_away(reply.leases)
             return None
         matched, _ = _lease_along(shared, keys, len(keys), reply)
         return None if matched is None else matched.prefix
@@ -136,7 +135,7 @@ class PrefixFinder:
             return None, "store_down"
         reply = self._ask(shared, query, query.first)
         if reply.num_blocks <= query.first:
-            release_away(shared, reply.leases)
+            shared.release_away(reply.leases)
             return None, _reason("not_stored", reply)
         return _lease_along(shared, query.keys[: reply.num_blocks], query.first, reply)
 
@@ -149,7 +148,7 @@ class PrefixFinder:
             "kvray: ranks of this engine are on several nodes, but it does not say so; set"
             " gpus_per_node to how many of them a node has."
         )
-        release_away(shared, reply.leases)
+        shared.release_away(reply.leases)
         _release(shared, matched)
         return None, "store_down"
 
@@ -214,13 +213,13 @@ def _lease_along(
     try:
         matched, reason = match(shared, keys, first, away=reply.leases)
     except BaseException:
-        release_away(shared, reply.leases)
+        shared.release_away(reply.leases)
         raise
     if matched is None:
-        release_away(shared, reply.leases)
+        shared.release_away(reply.leases)
         return None, reason
     if matched.prefix.num_blocks < len(keys):
-        release_prefix(shared, matched.prefix)
+        shared.release_prefix(matched.prefix)
         return None, reason
     return matched, _reason(reason, reply)
 
@@ -231,7 +230,7 @@ def _reason(local: MissReason, reply: StageReply) -> MissReason:
 
 
 def _release(shared: SharedState, matched: Matched | None) -> None:
-    release_prefix(shared, None if matched is None else matched.prefix)
+    shared.release_prefix(None if matched is None else matched.prefix)
 
 
 def _remember(known: OrderedDict[K, V], key: K, value: V) -> None:

@@ -9,7 +9,6 @@ import time
 from collections import OrderedDict
 
 from kvray.connector.promise import Promise
-from kvray.connector.releases import release_prefix
 from kvray.connector.request_state import RequestState
 from kvray.connector.shared_state import SharedState
 from kvray.errors import LeaseExpired
@@ -65,7 +64,7 @@ class Promises:
         if state.promise is not None:
             promise = self._take(shared, state)
             if promise is not None:
-                release_prefix(shared, promise.prefix)
+                shared.release_prefix(promise.prefix)
 
     def forget(self, request_id: int) -> None:
         """The request has ended, or starts over: nothing of it is lost any more."""
@@ -141,7 +140,7 @@ class Promises:
             if not self._parked:
                 self._watcher = None  # whoever parks next starts another
         for shared, promise in late:
-            release_prefix(shared, promise.prefix)
+            shared.release_prefix(promise.prefix)
         return min((one for one in left_s if one > 0), default=None)
 
 

@@ -19,7 +19,7 @@ later waits for the copies that were enqueued. The thread begins a piece and ask
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,6 @@ from kvray.connector.boundary import Boundary
 from kvray.connector.device.pool import Pool, Ticket
 from kvray.connector.figures import EngineFigures
 from kvray.connector.model.cache_layout import Part
-from kvray.connector.pending_reads import PendingReads
 from kvray.identity.block import BlockKey
 from kvray.node import NodeLink
 from kvray.store import Arena, Reservation
@@ -60,6 +59,32 @@ class Job:
     """Retention priority of each, one byte; empty if all have the default."""
     tenant_id: int = 0  # for whom they count; 0: for the namespace
     mark: Any = None  # when they can be read, as `Pool.mark` returned it
+
+
+class PendingReads:
+    """Counts the saves that still read each request's blocks.
+
+    The engine's thread begins reads, the saver's ends them; `in` takes no lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[int] = Counter()
+
+    def begin(self, request_id: int) -> None:
+        """Note that a save of the request begins to read."""
+        with self._lock:
+            self._counts[request_id] += 1
+
+    def end(self, request_id: int) -> None:
+        """Note that a save that began has read all it will."""
+        with self._lock:
+            self._counts[request_id] -= 1
+            if self._counts[request_id] <= 0:
+                del self._counts[request_id]
+
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._counts
 
 
 class Saver:

@@ -17,7 +17,6 @@ from kvray.connector.prefill_rate import PrefillRate
 from kvray.connector.prefix_finder import PrefixFinder, PromptQuery
 from kvray.connector.promise import Promise
 from kvray.connector.promises import Promises
-from kvray.connector.releases import release_prefix
 from kvray.connector.request.fields import NO_REQUEST, id_of, only_generates
 from kvray.connector.request_identifier import AskedRequest
 from kvray.connector.request_outcome import record_answer, record_bypassed
@@ -243,7 +242,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         state.num_found = state.num_saved = matched.end
         state.arrivals = matched.arrivals
         if matched.end <= first:
-            release_prefix(shared, matched.prefix)
+            shared.release_prefix(matched.prefix)
             return reason
         promise = Promise(
             prefix=matched.prefix,

@@ -9,6 +9,7 @@ import atexit
 import logging
 import os
 import weakref
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from kvray import node
@@ -19,13 +20,14 @@ from kvray.connector.figures import EngineFigures
 from kvray.connector.meta import Release
 from kvray.connector.model.cache_layout import CacheLayout
 from kvray.connector.model.engine_args import EngineArgs, read_engine_args
-from kvray.connector.pending_reads import PendingReads
-from kvray.connector.promise import Promise
+from kvray.connector.promise import LeasedPrefix, Promise
 from kvray.connector.registered_pool import RegisteredPool
 from kvray.connector.request_identifier import RequestIdentifier
+from kvray.connector.saver import PendingReads
 from kvray.errors import ConfigError
 from kvray.identity.tenant import TenantSalts
 from kvray.node import NodeLink
+from kvray.store import Arena, Lease
 from kvray.store.machine.access import Access
 
 _log = logging.getLogger("kvray.connector")
@@ -117,6 +119,28 @@ class SharedState:
         tenants = self.identifier.tenants
         check = None if tenants is None else tenants.check
         self.pool.register(layout, self.figures, tenants_check=check)
+
+    def release_leases(self, arena: Arena, *leases: Lease) -> None:
+        """End `leases` now, or from the link's thread if the arena is busy."""
+        with self.boundary.around("a release"):
+            if not arena.release(*leases):
+                self.link.defer(arena, lambda held: held.release(*leases))
+
+    def release_prefix(self, prefix: LeasedPrefix | None) -> None:
+        """End all leases of a prefix, if there is one."""
+        if prefix is not None:
+            self.release_leases(prefix.arena, *prefix.held.leases)
+            self.release_away(prefix.away)
+
+    def release_away(self, away: Mapping[int, tuple[str, Lease]]) -> None:
+        """Have ranks on other nodes end the leases that were taken in their names."""
+        self.to_release += [Release(rank, *place) for rank, place in away.items()]
+
+    def release_at(self, arena_id: str, lease: Lease) -> None:
+        """End a lease of this rank; one in an arena that is gone has gone with it."""
+        arena = self.link.arena_named(arena_id)
+        if arena is not None:
+            self.release_leases(arena, lease)
 
     def is_being_read(self, request_id: int) -> bool:
         """Whether a save of this rank still reads the request's pages.

@@ -20,7 +20,6 @@ from kvray.connector.model.cache_layout import CacheLayout, Part
 from kvray.connector.model.read_layout import layout_of_tensor, read_layout
 from kvray.connector.model.refusals import refuse_flat_pool
 from kvray.connector.parking import Parking
-from kvray.connector.releases import release_at
 from kvray.connector.saver import Job, Saver
 from kvray.connector.shared_state import shared_state_for, shut_down_at_exit
 from kvray.errors import ConfigError, LayoutMismatch
@@ -99,7 +98,7 @@ class KvRayWorker(KvCacheConnectorWorker):
         self._started, self._jobs = meta, []
         for release in meta.releases:
             if release.rank == self._shared.args.part_rank:
-                release_at(self._shared, release.arena_id, release.lease)
+                self._shared.release_at(release.arena_id, release.lease)
         pool, saver, loader = self._pool, self._saver, self._loader
         shared = self._shared
         if pool is None or saver is None or loader is None or not shared.pool.may_load(meta):

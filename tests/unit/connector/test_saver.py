@@ -22,8 +22,7 @@ from kvray.connector.boundary import Boundary
 from kvray.connector.device.pool import HostPool, Ticket
 from kvray.connector.figures import EngineFigures
 from kvray.connector.model.cache_layout import LayerRange, Part, Region
-from kvray.connector.pending_reads import PendingReads
-from kvray.connector.saver import Job, Saver
+from kvray.connector.saver import Job, PendingReads, Saver
 from kvray.errors import TierError
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys
