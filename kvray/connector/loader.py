@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from kvray.connector.device.pool import Load, Pool, Ticket
+from kvray.connector.device.gpu import Pool
+from kvray.connector.device.pool import Load, Ticket
 from kvray.connector.meta import LoadPlan
 from kvray.connector.model.cache_layout import Part
 from kvray.connector.parking import Parking

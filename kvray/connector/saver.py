@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 
 from kvray.connector.boundary import Boundary
-from kvray.connector.device.pool import Pool, Ticket
+from kvray.connector.device.gpu import Pool
+from kvray.connector.device.pool import Ticket
 from kvray.connector.figures import EngineFigures
 from kvray.connector.model.cache_layout import Part
 from kvray.identity.block import BlockKey

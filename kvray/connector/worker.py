@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvray.connector.base import KvCacheConnectorWorker
-from kvray.connector.device.gpu import open_pool
-from kvray.connector.device.pool import Pool
+from kvray.connector.device.gpu import Pool, open_pool
 from kvray.connector.key_board import read_keys
 from kvray.connector.loader import Loader, release_plans
 from kvray.connector.meta import Board, ConnectorMeta, KeyRun

@@ -25,12 +25,12 @@ counted: a pass with loads that did not wait for each of its layers fails in `ma
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvray.connector.device.cuda_device import CudaDevice, Event
 from kvray.connector.device.pieces import Pieces, concatenate, join, of_size, places_of
 from kvray.connector.device.pinned import PinnedArena
-from kvray.connector.device.pool import HostPool, Load, Pool, Ticket
+from kvray.connector.device.pool import HostPool, Load, Ticket
 from kvray.connector.device.stages import BEFORE_ALL, Stages
 from kvray.connector.model.cache_layout import CacheLayout, Part
 from kvray.errors import LayoutMismatch, TierError
@@ -244,6 +244,10 @@ class DevicePool:
         for event in outstanding:
             if event is not None:
                 event.synchronize()
+
+
+Pool: TypeAlias = HostPool | DevicePool
+"""The engine's pages; the saver's thread calls `save`, and the executor's everything else."""
 
 
 def open_pool(layout: CacheLayout, parts: Sequence[Part], *, has_hooks: bool) -> Pool:

@@ -1,7 +1,7 @@
-"""The engine's pages as the worker uses them, on the host or on a device."""
+"""The engine's pages in host memory, and what loads and saves of any pool are told by."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from kvray.connector.device.cuda_device import Event
 from kvray.connector.model.cache_layout import Part
@@ -32,36 +32,6 @@ class Ticket:
         """Return when they have ended; TierError: the device failed. Others go on meanwhile."""
         if self._event is not None:
             self._event.synchronize()
-
-
-class Pool(Protocol):
-    """The engine's pages. The executor's thread calls all but `save`, which is the saver's."""
-
-    is_host: bool
-
-    def attend(self, arena: Arena) -> None:
-        """Make copies from and to `arena` as fast as they can be, from some time later on."""
-
-    def load(self, arena: Arena, loads: Sequence[Load], stream: Any) -> Ticket:
-        """Copy leased slots into pages; each layer's bytes are there when the layer runs."""
-
-    def wait_for_layer(self, layer: int, stream: Any) -> None:
-        """Have what follows on `stream` wait for the layer's bytes."""
-
-    def mark(self, stream: Any) -> Any:
-        """Return the point in `stream` behind which the blocks of this pass can be read.
-
-        LayoutMismatch: the pass may have run before what it needed was loaded.
-        """
-
-    def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Any) -> Ticket:
-        """Copy pages into reserved slots once `mark` is reached."""
-
-    def fence(self, stream: Any) -> None:
-        """Have what follows on `stream`, and later loads, wait for all copies begun before."""
-
-    def close(self) -> None:
-        """Let go of arenas and device. Twice is fine."""
 
 
 class HostPool:
