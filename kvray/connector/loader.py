@@ -27,8 +27,6 @@ from kvray.store.arena.tables import Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Begun:
-    """A load that is under way."""
-
     plan: LoadPlan
     arena: Arena
     lease: Lease

@@ -55,12 +55,10 @@ class PrefixFinder:
 
     def __init__(self) -> None:
         self._calls: StageCalls | None = None
-        self._waited: OrderedDict[int, float] = OrderedDict()
-        """Request -> seconds that it has cost."""
+        self._asked: OrderedDict[int, tuple[float, Arrivals]] = OrderedDict()
+        """Request -> seconds that it has cost, and how blocks came that were staged for it."""
         self._absent: OrderedDict[BlockKey, float] = OrderedDict()
         """Key that no node had -> until when that is taken for granted."""
-        self._arrivals: OrderedDict[int, Arrivals] = OrderedDict()
-        """Request -> how its blocks came, if they were staged for it."""
 
     def find(self, shared: SharedState, query: PromptQuery) -> Answer:
         """Lease the prefix that is here, or can be staged in time, for every rank."""
@@ -72,7 +70,7 @@ class PrefixFinder:
             return None, "none"
         find = self._find_across if shared.spans_nodes else self._find_here
         matched, reason = find(shared, query)
-        arrivals = self._arrivals.get(query.request_id)
+        _, arrivals = self._asked.get(query.request_id, (0.0, ()))
         if matched is not None and arrivals:
             matched = replace(matched, arrivals=arrivals)
         return matched, reason
@@ -92,12 +90,11 @@ class PrefixFinder:
 
     def waited_s(self, request_id: int) -> float:
         """Return how long a request has waited for the shard so far."""
-        return self._waited.get(request_id, 0.0)
+        return self._asked.get(request_id, (0.0, ()))[0]
 
     def forget(self, request_id: int) -> None:
         """The request has ended."""
-        self._waited.pop(request_id, None)
-        self._arrivals.pop(request_id, None)
+        self._asked.pop(request_id, None)
 
     def close(self) -> None:
         """Hang up. Twice is fine."""
@@ -155,8 +152,9 @@ class PrefixFinder:
     def _ask(self, shared: SharedState, query: PromptQuery, have: int) -> StageReply:
         """Ask the shard for what follows `have` blocks, unless that is known or would be late."""
         began, key = time.monotonic(), query.keys[have]
+        waited_s, arrivals = self._asked.get(query.request_id, (0.0, ()))
         wait_s = shared.config.connector.stage_wait_s
-        left_s = wait_s - self.waited_s(query.request_id)
+        left_s = wait_s - waited_s
         if began < self._absent.get(key, 0.0):
             return StageReply(num_blocks=0, reason="not_stored")
         if left_s < min(wait_s, _WORTH_S):
@@ -167,11 +165,9 @@ class PrefixFinder:
             shared, query.keys, left_s, tokens_per_s=query.tokens_per_s, verify_from=verify_from
         )
         ended = time.monotonic()
-        waited_s = self.waited_s(query.request_id) + ended - began
-        _remember(self._waited, query.request_id, waited_s)
         if reply.arrivals:
-            before = self._arrivals.get(query.request_id, ())
-            _remember(self._arrivals, query.request_id, joined(before, reply.arrivals))
+            arrivals = joined(arrivals, reply.arrivals)
+        _remember(self._asked, query.request_id, (waited_s + ended - began, arrivals))
         if reply.num_blocks <= have and reply.reason == "not_stored":
             _remember(self._absent, key, ended + _ABSENT_S)
         return reply

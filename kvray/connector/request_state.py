@@ -150,7 +150,6 @@ class RequestState:
         return self.keys[:end]
 
     def _extend_keys(self) -> None:
-        """Key the full blocks of the tail."""
         start = len(self.keys) * self.tokens_per_block
         self.keys += chain_keys(
             self._tail,

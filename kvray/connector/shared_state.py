@@ -10,7 +10,7 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from kvray import node
 from kvray.config import KVRayConfig, load_config
@@ -31,13 +31,6 @@ from kvray.store import Arena, Lease
 from kvray.store.machine.access import Access
 
 _log = logging.getLogger("kvray.connector")
-
-
-class Closable(Protocol):
-    """A half of the connector."""
-
-    def shutdown(self) -> None:
-        """Let go of the tier. Twice is fine."""
 
 
 class SharedState:
@@ -212,7 +205,7 @@ def registered_state(shared: SharedState) -> SharedState:
     )
 
 
-def shut_down_at_exit(half: Closable) -> None:
+def shut_down_at_exit(half: Any) -> None:
     """Shut down a half of the connector when the interpreter ends, if it lives until then.
 
     TensorRT-LLM has no shutdown call. The half is not kept alive, and with it the engine's pool.

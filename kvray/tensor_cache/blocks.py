@@ -30,15 +30,6 @@ Source = Callable[[Array], tuple[Array, Array]]
 """Given ascending indexes of blocks, returns a pool of bytes and the row of each block in it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
-    """Counts of blocks of one write."""
-
-    stored: int = 0
-    existing: int = 0
-    """Blocks that the arena had already, or that another writer is writing."""
-
-
 @dataclass(frozen=True, slots=True)
 class LeasedRun:
     """The leading blocks of a chain that the arena has, held for reading."""
@@ -133,17 +124,21 @@ class ArenaBlocks:
 
     def write(
         self, keys: Sequence[BlockKey], first: int, source: Source, *, renew: bool
-    ) -> Written:
+    ) -> tuple[int, int]:
         """Write those of `keys[first:]` that are missing, in prefix order, as far as there is room.
 
         `keys` are a whole chain, from its root; without its parent here nothing is written.
         `source` gives the bytes; its indexes count from `first`. `renew` first looks for damage in
         the blocks that are here, and replaces them.
+
+        Returns:
+            How many blocks were stored, and how many the arena had already, or another writer is
+            writing.
         """
         arena = self._link.arena
         stored = existing = 0
         if arena is None:
-            return Written()
+            return 0, 0
         if renew:
             with self.leased(keys) as held:
                 if held is not None:
@@ -165,7 +160,7 @@ class ArenaBlocks:
                         len(keys) - start - len(part) + reservation.dropped,
                     )
                     break
-        return Written(stored=stored, existing=existing)
+        return stored, existing
 
     def say_once(self, topic: str, message: str, *details: object) -> None:
         """Log a warning, once for each topic."""

@@ -313,10 +313,10 @@ class TensorCache:
         size = self.metadata.tokens_per_block
         if prompt.first:  # without those before it, nothing of the suffix could be found
             self._find(prompt.keys[: prompt.first], wait_s=self._wait_s)
-        written = self._blocks.write(prompt.keys, prompt.first, source, renew=renew)
-        dropped = prompt.num_blocks - written.stored - written.existing
-        self._counters.add(stored_tokens=written.stored * size, dropped_tokens=dropped * size)
-        return written.stored * size
+        stored, existing = self._blocks.write(prompt.keys, prompt.first, source, renew=renew)
+        dropped = prompt.num_blocks - stored - existing
+        self._counters.add(stored_tokens=stored * size, dropped_tokens=dropped * size)
+        return stored * size
 
     def _store_later(self, prompt: MaskedPrompt, heads: Heads, *, renew: bool) -> None:
         """Copy the blocks that are missing and queue them for the background."""

@@ -1,9 +1,12 @@
 """A bounded queue of stores that nobody waits for; the first one starts its thread."""
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+
+_log = logging.getLogger("kvray.tensor_cache")
 
 
 class StoreQueue:
@@ -26,17 +29,20 @@ class StoreQueue:
     def has_room(self, size: int) -> bool:
         """Return whether `submit` would take `size` bytes now."""
         with self._changed:
-            return self._has_room(size)
+            if self._closed or len(self._waiting) >= self._saves_max:
+                return False
+            return self._bytes == 0 or self._bytes + size <= self._bytes_max
 
     def submit(self, size: int, action: Callable[[], None]) -> bool:
         """Do `action`, which keeps `size` bytes, soon; False: too much is waiting already."""
         with self._changed:
-            if not self._has_room(size):
+            if not self.has_room(size):
                 return False
             self._waiting.append((size, action))
             self._bytes += size
             if self._thread is None:
-                self._start()
+                self._thread = threading.Thread(target=self._run, name="kvray-saver", daemon=True)
+                self._thread.start()
             self._changed.notify_all()
             return True
 
@@ -62,25 +68,13 @@ class StoreQueue:
             self._thread.join(max(0.0, deadline - time.monotonic()) + 0.1)
         return given_up
 
-    def _has_room(self, size: int) -> bool:
-        if self._closed or len(self._waiting) >= self._saves_max:
-            return False
-        return self._bytes == 0 or self._bytes + size <= self._bytes_max
-
-    def _start(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="kvray-saver", daemon=True)
-        self._thread.start()
-
     def _run(self) -> None:
         while (taken := self._take()) is not None:
             size, action = taken
             try:
                 action()
-            except BaseException:
-                # A defect ends this thread; what waits is another one's.
-                with self._changed:
-                    self._start()
-                raise
+            except Exception:  # noqa: BLE001 - a defect; what waits is stored all the same
+                _log.exception("kvray: a defect while KV was stored in the background")
             finally:
                 with self._changed:
                     self._bytes = max(0, self._bytes - size)

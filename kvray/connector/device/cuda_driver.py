@@ -96,7 +96,6 @@ class CudaDriver:
 
 
 def _load() -> ctypes.CDLL:
-    """Return the driver's library with its signatures."""
     cuda = ctypes.CDLL("libcuda.so.1")
     cuda.cuDeviceGet.argtypes = (POINTER(c_int), c_int)
     cuda.cuDevicePrimaryCtxRetain.argtypes = (POINTER(c_void_p), c_int)

@@ -132,5 +132,4 @@ def _has_encoder(request: Any) -> bool:
 
 
 def _is_empty(name: str, value: Any) -> bool:
-    """Whether a field says that there is nothing."""
     return type(value) is _EMPTY.get(name) and not value

@@ -70,7 +70,6 @@ def test_nothing_is_taken_after_close(saver: StoreQueue) -> None:
     assert not saver.submit(1, lambda: None)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_failed_action_does_not_keep_the_next_from_running(saver: StoreQueue) -> None:
     def fail() -> None:
         raise RuntimeError("a defect")
