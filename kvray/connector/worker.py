@@ -113,7 +113,10 @@ class KvRayWorker(KvCacheConnectorWorker):
         loader.load(meta.loads, stream)
         if meta.saves and shared.pool.namespace_digest:
             saver.namespace = namespace_id(shared.pool.namespace_digest)
-            self._note_saves(pool, meta)
+            with self._shared.boundary.around("a save"):
+                self._jobs = list(self._jobs_of(pool, meta))
+                return
+            self._drop(_num_saved(meta), DropReason.ERROR)
         elif meta.saves:
             self._drop(_num_saved(meta), DropReason.NO_POOL)
 
@@ -240,12 +243,6 @@ class KvRayWorker(KvCacheConnectorWorker):
                 "The leader promised blocks of another namespace than this rank's pool; give every"
                 " rank the same engine arguments."
             )
-
-    def _note_saves(self, pool: Pool, meta: ConnectorMeta) -> None:
-        with self._shared.boundary.around("a save"):
-            self._jobs = list(self._jobs_of(pool, meta))
-            return
-        self._drop(_num_saved(meta), DropReason.ERROR)
 
     def _jobs_of(self, pool: Pool, meta: ConnectorMeta) -> Iterator[Job]:
         """Yield a job for each run of blocks of each part that this rank stores."""

@@ -94,11 +94,8 @@ class TensorMetadata:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of this rank."""
-        return 2 * self.num_layers * self._block_elems * self.dtype.itemsize
-
-    @property
-    def _block_elems(self) -> int:
-        return self.num_kv_heads * self.tokens_per_block * self.head_size
+        elems = self.num_kv_heads * self.tokens_per_block * self.head_size
+        return 2 * self.num_layers * elems * self.dtype.itemsize
 
     def namespace(self, *, fingerprint: str | None = None) -> Namespace:
         """Return the namespace of the blocks, which leaves `layout` and `salt` out.
