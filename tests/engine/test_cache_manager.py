@@ -4,9 +4,9 @@ import torch
 
 from kvray.lab.reference.cache_manager import KVCacheManager
 from kvray.lab.reference.engine_options import EngineOptions
+from kvray.lab.reference.executor import schedule
 from kvray.lab.reference.model import KVGeometry
 from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
-from kvray.lab.reference.scheduler import schedule
 from tests.engine.conftest import BLOCK, make_prompt
 
 GEOMETRY = KVGeometry(num_layers=3, num_kv_heads=2, head_dim=4)

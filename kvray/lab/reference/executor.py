@@ -142,7 +142,7 @@ class Executor:
         self._poll_connector()
 
     def _begin_batch(self) -> ScheduledRequests:
-        batch = _schedule(
+        batch = schedule(
             self._active,
             self._cache,
             max_batch_size=self._options.max_batch_size,
@@ -240,7 +240,7 @@ class Executor:
                 self._cache.unpin(request)
 
 
-def _schedule(
+def schedule(
     active: Sequence[LlmRequest],
     cache: KVCacheManager,
     *,
