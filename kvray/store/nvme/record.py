@@ -118,8 +118,10 @@ def make_header(
     return header.tobytes().ljust(PAGE_BYTES, b"\0")
 
 
-def refusal(page: bytes, *, cluster_name: str, number: int, geometry: Geometry) -> str | None:
-    """Return in one word why a file that begins with `page` cannot be used; None if it can.
+def read_header(
+    page: bytes, *, cluster_name: str, number: int, geometry: Geometry
+) -> "tuple[int, SegmentShape] | str":
+    """Return the id and shape of a file that begins with `page`, or in one word why it is refused.
 
     `number` is the segment's number in its file's name; `cluster_name` and `geometry` are the
     tier's.
@@ -139,14 +141,9 @@ def refusal(page: bytes, *, cluster_name: str, number: int, geometry: Geometry) 
     if not 0 < block_bytes <= geometry.slab_bytes:
         return "geometry"
     shape = SegmentShape.of(geometry, block_bytes)
-    same = all(int(header[name]) == getattr(shape, name) for name in _DERIVED)
-    return None if same else "geometry"
-
-
-def read_header(page: bytes) -> tuple[int, int]:
-    """Return (segment_id, block_bytes) of a header that `refusal` accepts."""
-    header = np.frombuffer(page, HEADER, count=1)[0]
-    return int(header["segment_id"]), int(header["block_bytes"])
+    if any(int(header[name]) != getattr(shape, name) for name in _DERIVED):
+        return "geometry"
+    return int(header["segment_id"]), shape
 
 
 def seal(records: Array, *, segment_id: int, first_row: int) -> None:

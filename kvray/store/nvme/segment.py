@@ -20,7 +20,6 @@ from kvray.store.nvme.record import (
     SegmentShape,
     make_header,
     read_header,
-    refusal,
     seal,
 )
 
@@ -129,17 +128,17 @@ def open_segment(
         memory = aligned(PAGE_BYTES)
         if file.size() >= PAGE_BYTES:
             file.read([memory], 0)
-        page = memory.tobytes()
-        reason = refusal(page, cluster_name=cluster_name, number=number, geometry=geometry)
-        if reason is None:
-            segment_id, block_bytes = read_header(page)
-            shape = SegmentShape.of(geometry, block_bytes)
-            return Segment(file, number=number, segment_id=segment_id, shape=shape)
+        found = read_header(
+            memory.tobytes(), cluster_name=cluster_name, number=number, geometry=geometry
+        )
     except BaseException:
         file.close()
         raise
-    file.close()
-    return reason
+    if isinstance(found, str):
+        file.close()
+        return found
+    segment_id, shape = found
+    return Segment(file, number=number, segment_id=segment_id, shape=shape)
 
 
 def _discard(disk: Disk, file: DiskFile) -> None:
