@@ -2,8 +2,8 @@
 
 from hypothesis import settings
 
-ALL = "all"
-"""The profile of `make test-long`, see `conftest.py`."""
+SOME, ALL = "some", "all"
+"""The profiles of `make test` and `make test-long`, see `conftest.py`."""
 
 
 def examples(count: int) -> int:

@@ -131,7 +131,6 @@ def shapes_of(version: Version) -> list[Shape]:
 @given(data=st.data())
 @settings(
     max_examples=examples(25),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_no_life_has_a_wrong_row_an_error_or_a_lease_left(

@@ -32,7 +32,6 @@ from tests.unit.mutations import changed_bytes
 from tests.unit.store.invariants import check_invariants
 
 fuzzed = settings(
-    deadline=None,
     max_examples=examples(80),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

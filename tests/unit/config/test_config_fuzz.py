@@ -15,7 +15,6 @@ from tests.examples import examples
 from tests.unit.mutations import changed_bytes, changed_json
 
 fuzzed = settings(
-    deadline=None,
     max_examples=examples(100),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -186,7 +186,7 @@ class Engine:
         return [one for one in of if self.random.random() < 0.5]
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(random=st.integers(0, 2**32).map(Random), has_hooks=st.booleans())
 def test_no_order_of_the_streams_gives_a_wrong_byte(
     arena: Arena, slots: Array, random: Random, has_hooks: bool

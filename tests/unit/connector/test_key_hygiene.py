@@ -63,7 +63,7 @@ def keys(named: Named, root: Path) -> list[bytes]:
     return found
 
 
-@settings(deadline=None, max_examples=examples(12))
+@settings(max_examples=examples(12))
 @given(data=st.data())
 @pytest.mark.parametrize("cause", CHOICES)
 def test_blocks_of_another_cause_share_no_key(root: Path, cause: str, data: st.DataObject) -> None:
@@ -75,7 +75,7 @@ def test_blocks_of_another_cause_share_no_key(root: Path, cause: str, data: st.D
     assert not set(keys(one, root)) & set(keys(other, root))
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(one=CASES, place=st.integers(0, 30), token=TOKENS)
 def test_prompts_share_keys_up_to_the_first_token_that_differs(
     root: Path, one: Named, place: int, token: int
@@ -85,7 +85,7 @@ def test_prompts_share_keys_up_to_the_first_token_that_differs(
     assert_shared_until(first, one, replace(one, tokens=tokens), root)
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(one=CASES, media=MEDIA)
 def test_prompts_share_keys_up_to_the_first_item_that_differs(
     root: Path, one: Named, media: tuple[tuple[int, int, int], ...]
@@ -95,7 +95,7 @@ def test_prompts_share_keys_up_to_the_first_item_that_differs(
     assert_shared_until(first, one, replace(one, media=media), root)
 
 
-@settings(deadline=None, max_examples=examples(60))
+@settings(max_examples=examples(60))
 @given(one=CASES, item=ITEMS, field=st.sampled_from([0, 1, 2]))
 def test_one_figure_of_one_item_is_enough_to_part_prompts(
     root: Path, one: Named, item: tuple[int, int, int], field: int
@@ -104,20 +104,20 @@ def test_one_figure_of_one_item_is_enough_to_part_prompts(
     assert_shared_until(item[0], replace(one, media=(item,)), replace(one, media=(changed,)), root)
 
 
-@settings(deadline=None, max_examples=examples(30))
+@settings(max_examples=examples(30))
 @given(one=CASES)
 def test_equal_requests_of_two_engines_share_all_keys(root: Path, one: Named) -> None:
     assert keys(one, root) == keys(replace(one), root)
 
 
-@settings(deadline=None, max_examples=examples(30))
+@settings(max_examples=examples(30))
 @given(one=CASES)
 def test_all_ranks_of_an_engine_name_blocks_alike(root: Path, one: Named) -> None:
     names = [keys(replace(one, rank=rank), root) for rank in range(one.num_ranks)]
     assert all(other == names[0] for other in names)
 
 
-@settings(deadline=None, max_examples=examples(12))
+@settings(max_examples=examples(12))
 @given(one=CASES)
 def test_releases_of_one_version_share_keys(root: Path, one: Named) -> None:
     assert keys(replace(one, engine="1.2.0"), root) == keys(replace(one, engine="1.2.1"), root)

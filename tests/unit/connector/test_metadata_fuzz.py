@@ -68,7 +68,6 @@ def scene(shard: Shard, make_pair: MakePair) -> Scene:
 
 
 @settings(
-    deadline=None,
     max_examples=examples(25),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -141,7 +141,6 @@ def test_a_long_job_is_saved_in_pieces(
 
 @settings(
     max_examples=examples(40),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(

@@ -107,7 +107,6 @@ def test_a_seed_follows_its_written_format() -> None:
     assert seed == hashlib.sha256(message).digest()
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40),
     st.integers(1, 9),
@@ -156,14 +155,12 @@ def test_only_full_blocks_have_keys(num_tokens: int, num_keys: int) -> None:
     assert len(keys_of(TOKENS[:num_tokens])) == num_keys
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), max_size=40), st.integers(0, 40))
 def test_keys_of_a_prefix_are_a_prefix_of_the_keys(tokens: list[int], cut: int) -> None:
     keys = keys_of(tokens)
     assert keys_of(tokens[:cut]) == keys[: min(cut, len(tokens)) // 4]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 9), min_size=4, max_size=40),
     st.integers(1, 10),
@@ -248,7 +245,7 @@ PAIRS = REQUESTS.flatmap(
 )
 
 
-@settings(deadline=None, max_examples=examples(500))
+@settings(max_examples=examples(500))
 @given(PAIRS)
 def test_requests_share_keys_exactly_up_to_the_first_block_that_differs(
     pair: tuple[Request, Request],

@@ -30,7 +30,6 @@ SIZES = {
 }
 TABLES = sorted(SIZES)
 fuzzed = settings(
-    deadline=None,
     max_examples=examples(60),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

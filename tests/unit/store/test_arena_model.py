@@ -295,7 +295,6 @@ class ArenaLife(RuleBasedStateMachine):
 ArenaLife.TestCase.settings = settings(
     max_examples=examples(80),
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
 TestArenaLife = pytest.mark.timeout(240)(ArenaLife.TestCase)

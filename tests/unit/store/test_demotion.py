@@ -81,7 +81,7 @@ def ancestry(tables: Tables, slot: int) -> list[int]:
     return line
 
 
-@settings(max_examples=examples(150), deadline=None, derandomize=True)
+@settings(max_examples=examples(150), derandomize=True)
 @given(st.integers(0, 10**6), st.data())
 def test_paths_bring_down_just_what_is_missing(seed: int, data: st.DataObject) -> None:
     tables = forest(seed)

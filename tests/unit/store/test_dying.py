@@ -15,8 +15,8 @@ from tests.unit.store.invariants import check_bytes, check_contents, check_invar
 from tests.unit.store.small_arena import SLOT, chain, fetch, make_arena, spec, store
 
 LOCK_WAIT_S = 0.002
-SLACK_S = 0.02
-"""For the timer and the call's own work, on a busy machine."""
+SLACK_S = 0.2
+"""For the timer and the call's own work, on a busy machine; who waits for the dead waits longer."""
 
 CROWD = [chain(9, seed=f"crowd {number}") for number in range(4)]
 

@@ -196,7 +196,7 @@ pieces = st.lists(
 bounds = st.dictionaries(st.sampled_from(["11", "22222222", ""]), st.integers(1, 20))
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(
     pieces,
     bounds,

@@ -19,7 +19,6 @@ PROMPTS = st.lists(st.lists(st.integers(0, 1), max_size=5 * BLOCK), min_size=1, 
 LAYOUTS = st.sampled_from(["huggingface", "vllm"])
 CHECKED = settings(
     max_examples=examples(60),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

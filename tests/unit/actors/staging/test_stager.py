@@ -568,7 +568,7 @@ requests = st.lists(
     step=st.integers(1, 7),
     gone=st.sampled_from([set(), set(), {"kvray-mover-b"}]),
 )
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 def test_however_many_ask_no_block_comes_twice_and_none_is_wrong(
     held: list[tuple[str, int, int]],
     asked: list[tuple[int, int, float, bool]],

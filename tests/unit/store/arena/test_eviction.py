@@ -138,7 +138,7 @@ trees = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 6)), min_size=1,
 """Pieces to store: (which of the blocks that are there to hang it from, length)."""
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(trees, st.lists(st.integers(0, 1000), max_size=6), st.integers(0, 64), st.integers(0, 3))
 def test_eviction_is_lru_by_subtree(
     pieces: list[tuple[int, int]], touched: list[int], count: int, num_leased: int

@@ -107,7 +107,7 @@ def test_log_of_stores_is_complete(name: str) -> None:
     assert image(replayed) == image(scene.tables)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.sampled_from(sorted(OPERATIONS)), st.floats(0, 1), st.floats(0, 1), st.booleans())
 def test_death_while_undoing_is_undone_by_the_next(
     name: str, first: float, second: float, crowded: bool

@@ -4,7 +4,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvray.store.machine.capacity import HugePool, MemoryClaims, MountRoom, NodeMemory, rooms
@@ -148,7 +148,6 @@ def no_larger_than_fits(memory: NodeMemory, asked: MemoryRequest) -> MemoryReque
     return replace(asked, arena_bytes=max(1, min(asked.arena_bytes, largest)))
 
 
-@settings(deadline=None)
 @given(node(), request)
 def test_what_is_printed_fits_when_it_is_followed(
     found: tuple[NodeMemory, MountRoom | None], asked: MemoryRequest
@@ -160,7 +159,6 @@ def test_what_is_printed_fits_when_it_is_followed(
     assert_it_fits(memory, shm, made, asked)
 
 
-@settings(deadline=None)
 @given(node(), request)
 def test_the_largest_arena_that_is_named_fits_and_a_larger_one_does_not(
     found: tuple[NodeMemory, MountRoom | None], asked: MemoryRequest
@@ -175,7 +173,6 @@ def test_the_largest_arena_that_is_named_fits_and_a_larger_one_does_not(
     assert not plan(memory, shm, replace(asked, arena_bytes=largest + 1)).fits
 
 
-@settings(deadline=None)
 @given(node(), request)
 def test_what_does_not_fit_has_no_room_at_the_least_that_could_be_given(
     found: tuple[NodeMemory, MountRoom | None], asked: MemoryRequest
@@ -189,7 +186,6 @@ def test_what_does_not_fit_has_no_room_at_the_least_that_could_be_given(
     assert made.short_by == asked.arena_bytes + store + asked.heap_bytes - most
 
 
-@settings(deadline=None)
 @given(node(), request)
 def test_the_shares_of_every_bound_add_up(
     found: tuple[NodeMemory, MountRoom | None], asked: MemoryRequest

@@ -69,7 +69,6 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @settings(
-    deadline=None,
     max_examples=examples(150),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

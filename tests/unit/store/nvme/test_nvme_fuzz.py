@@ -28,7 +28,6 @@ from tests.unit.store.small_arena import chain
 
 KEYS = chain(12)
 fuzzed = settings(
-    deadline=None,
     max_examples=examples(60),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

@@ -115,7 +115,5 @@ class NvmeMachine(RuleBasedStateMachine):
 
 
 victims_none = np.empty(0, dtype=np.int64)
-NvmeMachine.TestCase.settings = settings(
-    deadline=None, max_examples=examples(25), stateful_step_count=25
-)
+NvmeMachine.TestCase.settings = settings(max_examples=examples(25), stateful_step_count=25)
 test_store_is_a_dict_that_forgets = NvmeMachine.TestCase
