@@ -77,7 +77,7 @@ def up(
     """
     proof_of(config)  # raises: nobody could end a tier whose token nobody can read
     rollout = rollout or Rollout()
-    assert current_namespace() == namespace_of(config.cluster_name), "actors would inherit it"
+    _check_namespace(config)
     with mapped_errors():
         is_running = bool(list_actors())
         create_lookup(config.cluster_name, config.shard.silent_s)
@@ -198,6 +198,15 @@ def down(
     # So that `up` gets new ones and not dying ones.
     await_forgotten(list_actors(), timeout_s)
     return found
+
+
+def _check_namespace(config: KVRayConfig) -> None:
+    """Refuse a connection in another namespace: the actors would inherit it."""
+    if (joined := current_namespace()) != namespace_of(config.cluster_name):
+        raise ConfigError(
+            f"This process joined Ray in the namespace {joined!r}; have `connect_configured` join"
+            f" it for the tier {config.cluster_name!r}."
+        )
 
 
 def _not_ready(

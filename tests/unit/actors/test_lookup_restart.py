@@ -70,7 +70,8 @@ class CountingIndex:
     def settle(self, shard: str) -> None:
         pass
 
-    hear = silence = settle
+    def set_silent(self, shard: str, is_silent: bool) -> None:
+        pass
 
 
 class FullTier:
