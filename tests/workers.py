@@ -11,12 +11,12 @@ from xdist.scheduler import LoadScopeScheduling
 _LANES = {
     "machines": "bench_staging chaos chaos_nodes frozen_pusher other_disk silence spread_replica"
     " two_nodes",
-    "own": "admin_token cli demo examples local_ray prometheus ray_dashboard ray_serve ray_up"
-    " restart rollout",
+    "own": "admin_token cli local_ray prometheus ray_dashboard ray_serve ray_up restart",
 }
 """Name -> files of tests/ray for one worker: with several nodes, and with a Ray of their own.
 
-A third worker has all others, which share the session's Ray. Rays that idle take cores away.
+A third worker has all others, most of which share the session's Ray: so each lane takes equally
+long. Rays that idle take cores away.
 """
 _LANE_OF = {f"test_{file}.py": lane for lane, files in _LANES.items() for file in files.split()}
 
