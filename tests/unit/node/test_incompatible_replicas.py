@@ -60,8 +60,10 @@ class Replica:
         self.missed_tokens += num_tokens
         self.prefix_digests.note_missed(prefix_digest, num_tokens)
 
-    def restart_shard(self, line: Line) -> None:
+    def restart_shard(self, line: Line, lookup: Lookup) -> None:
+        """Have another shard, which finds another lookup."""
         self.shard.stop(retire=False, timeout_s=10)
+        line.lookup = lookup
         self.shard = Shard(self.shard.name, settings_for(self.link.directory), line.announce)
         self.shard.start()
         wait_until_serving(self.shard)
@@ -185,8 +187,7 @@ def test_what_was_noted_while_the_lookup_was_away_is_answered_later(
 def test_a_restarted_shard_learns_again_what_is_in_use(start: StartReplica, line: Line) -> None:
     a, b = pair_of(start, TP1, TP2)
     wait_until_known(line)
-    a.restart_shard(line)
-    line.lookup = Lookup()
+    a.restart_shard(line, lookup=Lookup())
     a.prefix_digests.note_stored(PROMPT)
     wait_until_known(line)
     b.miss(PROMPT, 480)

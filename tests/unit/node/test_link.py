@@ -687,6 +687,7 @@ def test_a_rank_tells_its_place_in_the_next_arena_too(
     first.stop(retire=True, timeout_s=5)
     start_shard()
     with StageServer(directory) as server:
+        link._socket.close()  # it may have told the shard before the server was there
         wait_for(lambda: server.registered, "being told again")
         assert server.registered[-1]["holder"][0] == arena_of(link).arena_id != before
         link.detach()
