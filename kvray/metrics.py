@@ -90,7 +90,6 @@ _DECLARED = (
             "shard_epoch": "how often the node's arena was adopted: one more a restart",
             "leased_blocks": "blocks of the arena that somebody has leased",
             "quarantined_blocks": "blocks of the arena that are never served again",
-            "duplicate_blocks": "blocks of the arena that another node keeps too",
             "holders": "processes attached to the arena",
             "announcement_lag_seconds": "age of the oldest change that the lookup was not told of",
             "nvme_write_budget_bytes": "bytes that may be written to disk now; without a budget "

@@ -155,9 +155,7 @@ class Demoter:
         self._settle(new[below])
         new = new[~below]
         admitted = self._retention.admits(new)
-        # Not settled: what another node keeps now may be the last copy by the next look.
         refused = new[~admitted]
-        refused = refused[~self._retention.are_duplicates(refused)]
         self.counts.refused_blocks += len(refused)
         self._settle(refused)
         new = new[admitted][: max(1, self._batch_bytes // block_bytes)]

@@ -80,13 +80,7 @@ class Serving:
         self._heartbeat_at = 0.0
         self._is_due = False
         self._mended_at: list[float] = []
-        self.eviction = eviction = EvictionLoop(
-            owner,
-            settings,
-            shard=parts.name,
-            ask=parts.ask,
-            num_shards=lambda: announcer.num_shards,
-        )
+        self.eviction = eviction = EvictionLoop(owner, settings, shard=parts.name)
         stager = Stager(
             owner.arena,
             self._peers,
@@ -125,7 +119,6 @@ class Serving:
         figures = {
             "arena": self.owner.arena.stats(),
             "removed_blocks": self.owner.history.counts(),
-            "duplicate_blocks": self.eviction.num_duplicates,
             "announcements": self._parts.announcer.status(),
             "replicas": self._parts.replicas.status(),
             "ended": self._parts.replicas.ended(),

@@ -36,7 +36,6 @@ _SHARD: _Rows = {
     ("shard_epoch", ()): "arena.shard_epoch",
     ("leased_blocks", ()): "arena.leased_blocks",
     ("quarantined_blocks", ()): "arena.quarantined_blocks",
-    ("duplicate_blocks", ()): "duplicate_blocks",
     ("holders", ()): "arena.holders",
     ("repairs_total", ()): "arena.repairs",
     ("over_quota_blocks_total", ()): "arena.over_quota",

@@ -86,7 +86,6 @@ CAUSES = {
         "the shard, because the namespace was over its quota",
         "Raise its quota (arena.namespace_quota, arena.quotas).",
     ),
-    "duplicate": Reason("the shard, because another node had the block too", _MORE_ROOM),
     "given_up": Reason(
         "the shard, because other parts of the block were gone",
         "Look at the node that had them: `kvray status`.",

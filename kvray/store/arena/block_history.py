@@ -16,11 +16,11 @@ HOST, NVME = range(len(TIERS))
 _OWN_MAX = 2**16
 _NOBODY = np.zeros(0, dtype="<u8")
 
-CAUSES = ("writer", "ahead", "quota", "duplicate", "given_up", "cleared", "corrupt", "disk_room")
-WRITER, AHEAD, QUOTA, DUPLICATE, GIVEN_UP, CLEARED, CORRUPT, DISK_ROOM = range(len(CAUSES))
+CAUSES = ("writer", "ahead", "quota", "given_up", "cleared", "corrupt", "disk_room")
+WRITER, AHEAD, QUOTA, GIVEN_UP, CLEARED, CORRUPT, DISK_ROOM = range(len(CAUSES))
 """A writer found the memory full; its owner kept room ahead of need; a namespace was over its
-quota; another node keeps it; its other parts were gone; somebody cleared the tier; its bytes were
-wrong; there had to be room on disk."""
+quota; its other parts were gone; somebody cleared the tier; its bytes were wrong; there had to be
+room on disk."""
 
 
 REMOVAL = np.dtype([("word", "<u8"), ("at", "<f8"), ("tier", "u1"), ("cause", "u1")])

@@ -106,22 +106,15 @@ class ArenaOwner:
             slots.reclaim(tables, before=now - limbo_s)
         return labels
 
-    def evict_ahead(
-        self,
-        free_target: float,
-        rank: Rank | None = None,
-        *,
-        are_duplicates: Callable[[Array], Array] | None = None,
-    ) -> int:
+    def evict_ahead(self, free_target: float, rank: Rank | None = None) -> int:
         """Evict what is over quotas, and more until `free_target` of each size's slots is free.
 
-        `rank` is as for `eviction.choose_victims`. `are_duplicates` masks the slots whose blocks
-        another node keeps, for people. Returns how many blocks went; some may be left for the next
-        time.
+        `rank` is as for `eviction.choose_victims`. Returns how many blocks went; some may be left
+        for the next time.
         """
         evicted = self._evict_beyond_quotas(rank)
         for size in slabs.block_sizes(self._tables):
-            evicted += self._evict_ahead(size, free_target, rank, are_duplicates)
+            evicted += self._evict_ahead(size, free_target, rank)
         return evicted
 
     def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:
@@ -201,13 +194,7 @@ class ArenaOwner:
         found = eviction.choose_beyond_quotas(tables, _QUOTA_STEP, rank)
         return self._evict_in_batches(found, lambda batch: np.full(len(batch), gone.QUOTA))
 
-    def _evict_ahead(
-        self,
-        block_bytes: int,
-        free_target: float,
-        rank: Rank | None,
-        are_duplicates: Callable[[Array], Array] | None,
-    ) -> int:
+    def _evict_ahead(self, block_bytes: int, free_target: float, rank: Rank | None) -> int:
         short = slabs.shortfall(self._tables, block_bytes, free_target)
         if short <= 0:
             return 0
@@ -216,8 +203,6 @@ class ArenaOwner:
 
         def causes_of(batch: Array) -> Array:
             causes = np.full(len(batch), gone.AHEAD)
-            if are_duplicates is not None:
-                causes[are_duplicates(batch)] = gone.DUPLICATE
             causes[self._tables.slot_tick[batch] == 0] = gone.GIVEN_UP
             return causes
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -87,79 +86,3 @@ def test_an_arena_is_kept_with_room_by_every_policy(arena: Arena, policy: str) -
         num_blocks = arena.stats()["blocks"]
         assert num_blocks <= 52
     assert num_blocks >= 40, "no more goes than has to"
-
-
-def test_of_what_goes_next_duplicates_go_first_in_its_own_order(arena: Arena) -> None:
-    retention = Retention(arena, "lru", "all")
-    lots = [chain(8, seed=str(number)) for number in range(7)]
-    for keys in lots:
-        store(arena, keys)
-        retention.observe()
-    question = retention.ask(0.25)
-    assert question.keys.tobytes() == b"".join(lots[0][1:]), "an eighth, from the tail"
-    duplicate = np.arange(7) >= 3
-    retention.answer(question, duplicate)
-    slots = np.concatenate([slots_of(arena, keys) for keys in reversed(lots)])
-    first = slots[np.argsort(retention.rank(slots), kind="stable")]
-    assert set(first[:4]) == set(question.slots[duplicate])
-    assert set(first[4:8]) == set(slots_of(arena, lots[0])) - set(first[:4])
-    assert first[8:].tolist() == [slot for keys in lots[1:] for slot in slots_of(arena, keys)]
-    assert retention.are_duplicates(slots).sum() == 4
-    # What was given up goes before even that.
-    ArenaOwner(arena).give_up(b"".join(lots[6][7:]), [0])
-    assert slots[retention.rank(slots).argmin()] == slots_of(arena, lots[6])[7]
-
-
-def test_duplicates_keep_the_order_in_which_they_were_used(arena: Arena) -> None:
-    retention = Retention(arena, "lru", "all")
-    for number in range(56):
-        store(arena, chain(1, seed=str(number)))
-        retention.observe()
-    question = retention.ask(0.25)
-    before = question.slots[np.argsort(retention.rank(question.slots))]
-    retention.answer(question, np.ones(7, dtype=bool))
-    ranks = retention.rank(np.arange(56))
-    assert np.argsort(ranks)[:7].tolist() == before.tolist()
-
-
-def test_duplicates_are_not_worth_its_write(arena: Arena) -> None:
-    retention = Retention(arena, "lru", "all")
-    slots = store(arena, chain(56)).slots
-    retention.observe()
-    question = retention.ask(0.25)
-    retention.answer(question, np.arange(7) % 2 == 0)
-    assert (retention.admits(slots) != retention.are_duplicates(slots)).all()
-    assert retention.are_duplicates(slots).sum() == 4
-
-
-def test_nothing_is_asked_about_while_there_is_room(arena: Arena) -> None:
-    retention = Retention(arena, "lru", "all")
-    store(arena, chain(40))
-    retention.observe()
-    assert len(retention.ask(0.25).slots) == 0
-    store(arena, chain(9, seed="more"))
-    retention.observe()
-    assert len(retention.ask(0.25).slots) > 0
-
-
-def test_what_was_said_is_forgotten_with_the_block_its_use_and_time(
-    arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 1000.0
-    monkeypatch.setattr("kvray.store.retention.time", SimpleNamespace(monotonic=lambda: now))
-    retention = Retention(arena, "lru", "all")
-    keys = [chain(1, seed=str(number)) for number in range(56)]
-    slots = np.concatenate([store(arena, key).slots for key in keys])
-    retention.observe()
-    question = retention.ask(0.25)
-    retention.answer(question, np.ones(7, dtype=bool))
-    assert retention.are_duplicates(slots).sum() == 7
-    used = np.flatnonzero(slots == question.slots[0])[0]
-    use(arena, keys[used])
-    assert retention.are_duplicates(slots).sum() == 6
-    assert ArenaOwner(arena).evict_ahead(0.24, retention.rank) == 5
-    assert retention.are_duplicates(slots).sum() == 1, "what was duplicate went"
-    store(arena, chain(5, seed="new"))
-    assert retention.are_duplicates(np.arange(64)).sum() == 1
-    now += 31
-    assert not retention.are_duplicates(np.arange(64)).any()

@@ -85,7 +85,7 @@ def test_an_owner_says_why_blocks_went(arena: Arena, cleared: bool) -> None:
     if cleared:
         owner.clear()
     else:
-        owner.evict_ahead(1.0, are_duplicates=lambda slots: np.zeros(len(slots), dtype=bool))
+        owner.evict_ahead(1.0)
     found = owner.history.of(np.frombuffer(b"".join(keys), "<u8")[::4])
     assert found["at"].min() > time.time() - 60
     assert {CAUSES[cause] for cause in found["cause"].tolist()} == {
