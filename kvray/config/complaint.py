@@ -1,7 +1,7 @@
 """What is wrong with a configuration, as one sentence with the fix."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,12 +9,14 @@ from pydantic import ValidationError
 from kvray.config.document import SettingPath
 from kvray.config.environment import variable_of
 from kvray.config.layers import Layers, Origin
-from kvray.config.nearest import names_in, nearest
 from kvray.config.schema import setting_rows
+from kvray.config.sections import NodeConfig
 from kvray.config.values import shown
 
 _NAME_MAX = 80
 """Characters of a name that are looked at and shown: a file may have any."""
+_NEAR_ELSEWHERE = 0.75
+"""How alike the name of a setting in another section must be, which is a bolder guess."""
 _EXPECTED = {
     "string_type": "a text",
     "float_type": "a number",
@@ -44,7 +46,10 @@ def explain(error: ValidationError, layers: Layers) -> str:
         message = problem["msg"].removeprefix("Value error, ")
         return f"These settings do not go together: {message}."
     origin = layers.origin_of(tuple(part.lower() for part in path))
-    path = tuple(_in_a_line(part)[:_NAME_MAX] for part in path)
+    path = tuple(
+        "".join(one if one.isprintable() else repr(one)[1:-1] for one in part)[:_NAME_MAX]
+        for part in path
+    )
     if origin.kind == "environment" and path[0] == "nodes":
         sentence = "The entries of nodes have no variables; write them in the configuration file."
     elif problem["type"] in ("extra_forbidden", "invalid_key"):
@@ -59,18 +64,43 @@ def located(origin: Origin, sentence: str) -> str:
     return f"{origin.where}: {sentence}" if origin.where else sentence
 
 
-def _in_a_line(name: str) -> str:
-    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in name)
-
-
 def _unknown(path: SettingPath, *, is_variable: bool) -> str:
     *sections, key = path
     if "." in key:
         return f"{key} is no key of a file; write `{key.replace('.', ': {', 1)}: ...}}`."
-    near = [variable_of(one) if is_variable else one for one in nearest(sections, key)]
-    known = ", ".join(names_in(sections))
+    near = [variable_of(one) if is_variable else one for one in _nearest(sections, key)]
+    known = ", ".join(_names_in(sections))
     hint = f"did you mean {' or '.join(near)}?" if near else f"remove it, or take one of {known}."
     return f"Unknown setting {'.'.join(path)}; {hint}"
+
+
+def _nearest(sections: Sequence[str], key: str) -> list[str]:
+    """Return the settings that may be meant: those beside it, else the best in other sections."""
+    if near := difflib.get_close_matches(key.lower(), _names_in(sections), n=1):
+        return [".".join((*sections, near[0]))]
+    elsewhere = {
+        row.name: max(_alike(key, row.name.rpartition(".")[2]), _alike(key, row.name))
+        for row in setting_rows()
+    }
+    best = max(_NEAR_ELSEWHERE, *elsewhere.values())
+    return [name for name, ratio in elsewhere.items() if ratio == best]
+
+
+def _names_in(sections: Sequence[str]) -> list[str]:
+    """Return the names of what can be set in a section, its sections included."""
+    within = [part for part in sections if not part.isdigit()]
+    if within == ["nodes"]:
+        return sorted(NodeConfig.model_fields)
+    if within[:1] == ["nodes"]:
+        within = within[1:]  # its sections have the names of those at the top
+    at = "".join(f"{part}." for part in within)
+    names = (row.name.removeprefix(at) for row in setting_rows() if row.name.startswith(at))
+    return sorted({name.partition(".")[0] for name in names})
+
+
+def _alike(one: str, other: str) -> float:
+    one, other = (name.lower().replace(".", "_").replace("-", "_") for name in (one, other))
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 def _wrong_value(problem: Mapping[str, Any], path: SettingPath) -> str:
@@ -80,7 +110,7 @@ def _wrong_value(problem: Mapping[str, Any], path: SettingPath) -> str:
     example = f", such as {default}" if default not in (None, "", "{}", "[]") else ""
     match kind:
         case "model_type":
-            keys = ", ".join(names_in(path))
+            keys = ", ".join(_names_in(path))
             return f"{dotted} must be a section with keys, not {shown(given)}; its keys are {keys}."
         case "missing":
             return f"{dotted} is missing; name the nodes, such as `label: kvray.io/pool=big`."

@@ -11,7 +11,6 @@ from kvray.config.sections import ArenaConfig, KVRayConfig, NodeConfig
 from kvray.config.sizes import exact_size
 
 _PAGE_BYTES = 4096
-_SOCKET = "socket"
 _SOCKET_PATH_MAX = 107
 """Bytes that the kernel takes for the path of a unix socket."""
 _QUOTA_DIGITS = 8
@@ -27,19 +26,15 @@ def first_contradiction(config: KVRayConfig) -> Contradiction | None:
 
 
 def quota_contradiction(config: KVRayConfig) -> Contradiction | None:
-    """Return the first quota that is no bound on any node: a mistake in one of the two.
-
-    A quota that bounds on the largest nodes only is fine.
-    """
+    """Return the first quota that is no bound on any node: a mistake in one of the two."""
     largest = max(values_on_nodes(config, "arena", "capacity"))
-    quotas: dict[SettingPath, int | None] = {}
-    for section, name, names in (
-        ("arena", "namespace_quota", "quotas"),
-        ("security", "tenant_quota", "tenant_quotas"),
-    ):
-        given = getattr(config, section)
-        quotas[section, name] = getattr(given, name)
-        quotas |= {(section, names, one): size for one, size in getattr(given, names).items()}
+    arena, security = config.arena, config.security
+    quotas: dict[SettingPath, int | None] = {
+        ("arena", "namespace_quota"): arena.namespace_quota,
+        ("security", "tenant_quota"): security.tenant_quota,
+        **{("arena", "quotas", name): size for name, size in arena.quotas.items()},
+        **{("security", "tenant_quotas", name): n for name, n in security.tenant_quotas.items()},
+    }
     for path, size in quotas.items():
         if size is not None and size > largest:
             says = f"{'.'.join(path)} ({exact_size(size)}) is larger than arena.capacity"
@@ -81,7 +76,7 @@ def _contradictions(config: KVRayConfig) -> Iterator[Contradiction]:
     if len(unique := list(dict.fromkeys(ways))) < len(ways):
         says = "staging.transports names one transport twice"
         yield ("staging", "transports"), f"{says}; write [{', '.join(unique)}]."
-    length = len(os.fsencode(config.node_dir / _SOCKET))
+    length = len(os.fsencode(config.node_dir / "socket"))
     if length > _SOCKET_PATH_MAX:
         says = f"The path of the shard's socket in {config.node_dir} would have {length} bytes,"
         says += f" and the kernel takes {_SOCKET_PATH_MAX}"
@@ -121,14 +116,11 @@ def _in_nvme(config: KVRayConfig) -> Iterator[Contradiction]:
     if nvme.dir is None:
         return
     if slot_min % _PAGE_BYTES:
-        fix = f"write {_multiple(slot_min, _PAGE_BYTES)}"
-        yield (
-            ("arena", "slot_min"),
-            f"{slots} must be a multiple of 4KiB for blocks on disk; {fix}.",
-        )
+        says = f"{slots} must be a multiple of 4KiB for blocks on disk"
+        yield ("arena", "slot_min"), f"{says}; write {_multiple(slot_min, _PAGE_BYTES)}."
     if nvme.segment % slot_min:
-        fix = f"write {_multiple(nvme.segment, slot_min)}"
-        yield ("nvme", "segment"), f"{segment} must be a multiple of {slots}; {fix}."
+        says = f"{segment} must be a multiple of {slots}"
+        yield ("nvme", "segment"), f"{says}; write {_multiple(nvme.segment, slot_min)}."
     reached = 1 - config.arena.free_target
     if nvme.high_watermark >= reached:
         says = f"nvme.high_watermark ({nvme.high_watermark:g}) is never reached, because"

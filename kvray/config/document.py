@@ -1,7 +1,6 @@
 """A YAML file of settings: its values, and the line that each of them stands in."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,26 +25,17 @@ SettingPath = tuple[str, ...]
 """Names from the top on, as in ("arena", "capacity"); entries of a list by their number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """What a file says; `lines` counts from 1 and has sections as well."""
+def read_document(path: Path) -> tuple[dict[str, Any], dict[SettingPath, int]]:
+    """Return what a file says, and in which line, sections included, counted from 1.
 
-    values: dict[str, Any]
-    lines: dict[SettingPath, int]
-
-
-def read_document(path: Path) -> Document:
-    """Read a file of settings.
-
-    Raises:
-        ConfigError: it cannot be read, is no YAML or no mapping, or says one thing twice.
+    ConfigError: it is no mapping in YAML, or says one thing twice.
     """
     text = _read_text(path)
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         if root is None:
-            return Document(values={}, lines={})
+            return {}, {}
         values = loader.construct_document(root)
     except yaml.YAMLError as error:
         raise ConfigError(_not_yaml(path, error)) from None
@@ -55,13 +45,13 @@ def read_document(path: Path) -> Document:
         raise ConfigError(f"{path} is not valid YAML: {error}; put the value in quotes.") from None
     lines = dict(_lines(root, (), path, set()))
     if values is None:
-        return Document(values={}, lines={})
+        return {}, {}
     if not isinstance(values, dict):
         raise ConfigError(
             f"{path} must hold a mapping of settings, not a {type(values).__name__}; begin with"
             " lines such as `arena:` and, below and indented, `capacity: 64GiB`."
         )
-    return Document(values=values, lines=lines)
+    return values, lines
 
 
 def _read_text(path: Path) -> str:
@@ -99,8 +89,7 @@ def _lines(
 ) -> Iterator[tuple[SettingPath, int]]:
     """Yield the line of everything; an alias has the line of what it repeats.
 
-    Raises:
-        ConfigError: a key stands twice in one mapping; YAML would take the last.
+    A key that stands twice in one mapping is refused: YAML would take the last.
     """
     if len(at) > _DEPTH_MAX or id(node) in visited:
         return

@@ -32,11 +32,10 @@ def environment_overrides(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Refuse variables that would be ours if they were written as ours are.
+    """Raise ConfigError for a variable that would be ours if it were written as ours are.
 
-    Raises:
-        ConfigError: one has a single underscore where two part section and key, or is almost the
-            name of the cluster or of the file. Others are left alone, see `environment_overrides`.
+    It has one underscore where two part section and key, or is almost the name of the cluster or of
+    the file. Others are left alone, see `environment_overrides`.
     """
     for name in sorted(environ):
         rest = name.removeprefix("KVRAY_")
@@ -68,11 +67,7 @@ def without_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def ray_memory_threshold(environ: Mapping[str, str] = os.environ) -> float:
-    """Return the share of a node's memory above which the Ray there kills workers.
-
-    Args:
-        environ: variables of a process that this Ray started: it has the same.
-    """
+    """Return the share of a node's memory above which its Ray kills workers."""
     with contextlib.suppress(ValueError):
         if int(environ.get("RAY_memory_monitor_refresh_ms", "1")) == 0:
             return 1.0
@@ -82,11 +77,7 @@ def ray_memory_threshold(environ: Mapping[str, str] = os.environ) -> float:
 
 
 def cache_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory for downloads and other things that can be made again.
-
-    Raises:
-        ConfigError: neither XDG_CACHE_HOME nor a home directory is known.
-    """
+    """Return the directory for downloads and other things that can be made again."""
     try:
         return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvray"
     except RuntimeError:

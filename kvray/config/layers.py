@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from kvray.config.document import Document, SettingPath
+from kvray.config.document import SettingPath
 from kvray.config.environment import variable_of
 from kvray.config.values import shown
 from kvray.errors import ConfigError
@@ -12,8 +12,7 @@ from kvray.errors import ConfigError
 Kind = Literal["default", "file", "environment", "command line", "node"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class Origin(NamedTuple):
     """Where a value comes from."""
 
     kind: Kind
@@ -24,8 +23,7 @@ class Origin:
         return self.where or self.kind
 
 
-DEFAULT = Origin(kind="default")
-COMMAND_LINE = Origin(kind="command line")
+DEFAULT = Origin("default")
 
 
 @dataclass(slots=True)
@@ -37,20 +35,8 @@ class Layers:
     origins: dict[SettingPath, Origin] = field(default_factory=dict)
     """The origin of everything that was given, sections included."""
 
-    @classmethod
-    def of_document(cls, name: str, document: Document) -> "Layers":
-        """Begin with what a file of that name says."""
-        origins = {
-            at: Origin(kind="file", where=f"{name}:{line}") for at, line in document.lines.items()
-        }
-        return cls(document.values, origins)
-
     def put(self, dotted: str, value: Any, origin: Origin) -> None:
-        """Set one value, over the earlier ones.
-
-        Raises:
-            ConfigError: there is a value where its section should be.
-        """
+        """Set one value, over the earlier ones."""
         path = tuple(dotted.split("."))
         values = self.values
         for depth, section in enumerate(path[:-1], 1):
@@ -70,20 +56,18 @@ class Layers:
     def put_environment(self, given: Mapping[str, str]) -> None:
         """Set what the environment says."""
         for dotted, value in given.items():
-            self.put(dotted, value, Origin(kind="environment", where=variable_of(dotted)))
+            self.put(dotted, value, Origin("environment", variable_of(dotted)))
 
     def put_overrides(self, given: Mapping[str, Any]) -> None:
         """Set what a caller says; None is no value."""
         for dotted, value in given.items():
             if value is not None:
-                self.put(dotted, value, COMMAND_LINE)
+                self.put(dotted, value, Origin("command line"))
 
     def origin_of(self, path: SettingPath, *, at_least: int = 1) -> Origin:
         """Return the origin of a value, or of the mapping or section that it was given with.
 
-        Args:
-            path: of the value.
-            at_least: the least number of names in the path that is looked at; 1 is a section's.
+        Of the path's names, the first `at_least` count in any case; 1 is a section's.
         """
         for length in range(len(path), at_least - 1, -1):
             if (found := self.origins.get(path[:length])) is not None:

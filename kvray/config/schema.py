@@ -2,21 +2,16 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvray.config.sections import KVRayConfig, NodeConfig
 
 NOT_BY_LABEL = ("arena.dir", "arena.lock_wait_s")
 """Settings that engines read too, which do not know what labels Ray has given to their node."""
 
-_DRAFT = "https://json-schema.org/draft/2020-12/schema"
-_TITLE = "kvray.yaml"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SettingRow:
+class SettingRow(NamedTuple):
     """One setting, as tables show it."""
 
     name: str
@@ -28,25 +23,27 @@ class SettingRow:
 
 @cache
 def json_schema() -> str:
-    """Return the schema of a configuration file, as JSON text.
-
-    It is what editors and checks need: each setting with its default as one would write it, its
-    bounds, and no names but these.
-    """
+    """Return the schema of a configuration file, as JSON text."""
     schema = KVRayConfig.model_json_schema()
     sections = schema["$defs"]
     defaults = KVRayConfig().model_dump(mode="json")
     _amend(schema["properties"], defaults)
-    for name, reference in _references(schema["properties"]):
-        _amend(sections[reference]["properties"], defaults[name])
-        described = {"description": sections[reference]["description"]}
-        # A section whose keys are all commented out is null to YAML.
-        schema["properties"][name] = {
-            "anyOf": [{"$ref": f"#/$defs/{reference}"}, {"type": "null"}],
-            **described,
-        }
-    _forbid(sections[NodeConfig.__name__]["properties"])
-    schema = {"$schema": _DRAFT, "title": _TITLE, **{k: schema[k] for k in schema if k != "title"}}
+    for name, found in schema["properties"].items():
+        if "$ref" in found:
+            section = sections[found["$ref"].rpartition("/")[2]]
+            _amend(section["properties"], defaults[name])
+            # A section whose keys are all commented out is null to YAML.
+            schema["properties"][name] = {
+                "anyOf": [{"$ref": found["$ref"]}, {"type": "null"}],
+                "description": section["description"],
+            }
+    of_nodes = sections[NodeConfig.__name__]["properties"]
+    for dotted in NOT_BY_LABEL:
+        name, _, key = dotted.partition(".")
+        of_nodes[name].setdefault("properties", {})[key] = False
+    schema.pop("title")
+    draft = "https://json-schema.org/draft/2020-12/schema"
+    schema = {"$schema": draft, "title": "kvray.yaml", **schema}
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -61,6 +58,8 @@ def _amend(properties: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Say what pydantic does not: units of durations, and defaults as one writes them."""
     for name, found in properties.items():
         found.pop("title", None)
+        if "description" in found:
+            found["description"] = " ".join(found["description"].split())
         if "default" in found or found.get("type") == "object":  # pydantic leaves factories out
             found["default"] = defaults[name]
         if name.endswith("_s"):
@@ -68,22 +67,6 @@ def _amend(properties: dict[str, Any], defaults: dict[str, Any]) -> None:
             found["examples"] = [defaults[name]]
         if "patternProperties" in found:
             found["additionalProperties"] = False
-
-
-def _references(properties: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return name and definition of each section."""
-    return [
-        (name, found["$ref"].rpartition("/")[2])
-        for name, found in properties.items()
-        if "$ref" in found
-    ]
-
-
-def _forbid(properties: dict[str, Any]) -> None:
-    """Leave out what cannot differ by label."""
-    for dotted in NOT_BY_LABEL:
-        section, _, name = dotted.partition(".")
-        properties[section].setdefault("properties", {})[name] = False
 
 
 def _rows(properties: dict[str, Any], sections: dict[str, Any], at: str) -> Iterator[SettingRow]:
@@ -96,7 +79,7 @@ def _rows(properties: dict[str, Any], sections: dict[str, Any], at: str) -> Iter
                 name=f"{at}{name}",
                 kind=_kind(found),
                 default=_written(found.get("default")),
-                description=found["description"],
+                description=found.get("description", ""),
             )
 
 

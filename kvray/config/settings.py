@@ -1,18 +1,16 @@
 """Every effective value as one would write it, with where it came from."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from kvray.config.document import SettingPath
-from kvray.config.layers import DEFAULT, Layers, Origin
+from kvray.config.layers import DEFAULT, Origin
 from kvray.config.sources import Effective
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class Setting(NamedTuple):
     """One value that holds."""
 
     name: str
@@ -29,15 +27,12 @@ class Setting:
 
 def effective_settings(effective: Effective) -> list[Setting]:
     """Return every setting, in the order of the schema; entries of mappings and nodes apart."""
-    values = effective.config.model_dump(mode="json")
-    return [
-        Setting(name=".".join(path), value=value, origin=_origin(effective.layers, path, depth))
-        for path, value, depth in _walk(values, (), effective.config)
-    ]
-
-
-def _origin(layers: Layers, path: SettingPath, depth: int) -> Origin:
-    return layers.origin_of(tuple(part.lower() for part in path), at_least=depth)
+    settings = []
+    for path, value, depth in _walk(effective.config.model_dump(mode="json"), (), effective.config):
+        written = tuple(part.lower() for part in path)
+        origin = effective.layers.origin_of(written, at_least=depth)
+        settings.append(Setting(".".join(path), value, origin))
+    return settings
 
 
 def _walk(

@@ -24,11 +24,7 @@ _SCHEMA = {
 
 
 def parse_size(value: object) -> int:
-    """Return `value` in bytes: a whole number, or text such as `64GiB`.
-
-    Raises:
-        ValueError: no such unit, or the size is not positive or more than any machine has.
-    """
+    """Return a whole number, or text such as `64GiB`, in bytes; ValueError if it is no size."""
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
     else:

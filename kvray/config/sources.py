@@ -3,9 +3,8 @@
 import copy
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -16,7 +15,7 @@ from kvray.config.contradictions import (
     node_contradiction,
     quota_contradiction,
 )
-from kvray.config.document import Document, read_document
+from kvray.config.document import read_document
 from kvray.config.environment import CONFIG_ENV, check_variables, environment_overrides
 from kvray.config.layers import Layers, Origin
 from kvray.config.sections import KVRayConfig, NodeConfig
@@ -28,8 +27,7 @@ _OF_A_NODE = ("arena.", "nvme.")
 """What may differ from node to node."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effective:
+class Effective(NamedTuple):
     """What holds, and where each value comes from."""
 
     config: KVRayConfig
@@ -67,25 +65,19 @@ def read_effective(
     environ: Mapping[str, str] = os.environ,
     labels: Mapping[str, str] | None = None,
 ) -> Effective:
-    """Read the configuration with the source of every value.
+    """Read the configuration as `load_config`, with the source of every value.
 
-    Args:
-        path: as for `load_config`.
-        overrides: likewise.
-        environ: likewise.
-        labels: of the Ray node whose values are asked for, which `nodes` may change; the
-            environment wins over them. None: the tier's values.
-
-    Raises:
-        ConfigError: as `load_config`.
+    `labels` are those of the Ray node whose values are asked for; the environment wins over what
+    `nodes` says of it. None: the tier's values.
     """
     check_variables(environ)
     named = path or environ.get(CONFIG_ENV)
     source = Path(named) if named else (WELL_KNOWN_PATH if WELL_KNOWN_PATH.is_file() else None)
-    document = Document(values={}, lines={}) if source is None else read_document(source)
+    values, lines = ({}, {}) if source is None else read_document(source)
+    origins = {at: Origin("file", f"{source}:{line}") for at, line in lines.items()}
 
     def layers_with(nodes: tuple[NodeConfig, ...]) -> Layers:
-        layers = Layers.of_document(str(source), copy.deepcopy(document))
+        layers = Layers(copy.deepcopy(values), dict(origins))
         _put_labelled(layers, nodes, labels or {})
         layers.put_environment(environment_overrides(environ))
         layers.put_overrides(overrides or {})
@@ -95,9 +87,8 @@ def read_effective(
     config = _validated(layers)
     _check_nodes(config, layers)
     # A variable may be that of one small node: quotas are meant for the tier.
-    is_tiers = layers.origin_of(("arena", "capacity"), at_least=2).kind != "environment"
-    if is_tiers and (found := quota_contradiction(config)) is not None:
-        raise _contradicting(found, layers)
+    if layers.origin_of(("arena", "capacity"), at_least=2).kind != "environment":
+        _refuse(quota_contradiction(config), layers)
     if labels:
         layers = layers_with(config.nodes)
         config = _validated(layers)
@@ -115,14 +106,6 @@ def config_on_node(
     Nodes differ in memory, disks and mounts. First come the entries of `nodes` for its labels,
     then its own environment: the variables of the node's Ray, which the actors that it starts
     inherit; engines there need the same ones.
-
-    Args:
-        config: of the tier.
-        environ: of the node.
-        labels: that Ray has given to the node; None: they do not matter here.
-
-    Raises:
-        ConfigError: a variable cannot be used, or what holds here contradicts itself.
     """
     layers = Layers(config.model_dump(exclude_unset=True))
     _put_labelled(layers, config.nodes, labels or {})
@@ -144,18 +127,13 @@ def _put_labelled(layers: Layers, nodes: tuple[NodeConfig, ...], labels: Mapping
             for name, given in getattr(entry, section).items():
                 at = layers.origin_of(("nodes", str(index), section, name))
                 where = f"nodes: {entry.label}" + (f" ({at.where})" if at.where else "")
-                origin = Origin(kind="node", where=where)
-                layers.put(f"{section}.{name}", copy.deepcopy(given), origin)
+                layers.put(f"{section}.{name}", copy.deepcopy(given), Origin("node", where))
 
 
 def _check_nodes(config: KVRayConfig, layers: Layers) -> None:
-    """Refuse entries of `nodes` that cannot hold where they are meant to.
-
-    Each label is tried alone: which of them meet on one node, nobody knows here.
-    """
+    """Refuse entries of `nodes` that cannot hold, each label alone: nobody knows which meet."""
     for index, entry in enumerate(config.nodes):
-        if (found := node_contradiction(entry, index)) is not None:
-            raise _contradicting(found, layers)
+        _refuse(node_contradiction(entry, index), layers)
         key, _, value = entry.label.partition("=")
         there = Layers(config.model_dump(exclude_unset=True), dict(layers.origins))
         _put_labelled(there, config.nodes, {key: value})
@@ -170,11 +148,11 @@ def _validated(layers: Layers) -> KVRayConfig:
         config = KVRayConfig.model_validate(layers.values)
     except ValidationError as error:
         raise ConfigError(explain(error, layers)) from None
-    if (found := first_contradiction(config)) is not None:
-        raise _contradicting(found, layers)
+    _refuse(first_contradiction(config), layers)
     return config
 
 
-def _contradicting(found: Contradiction, layers: Layers) -> ConfigError:
-    path, sentence = found
-    return ConfigError(located(layers.origin_of(path), sentence))
+def _refuse(found: Contradiction | None, layers: Layers) -> None:
+    if found is not None:
+        path, sentence = found
+        raise ConfigError(located(layers.origin_of(path), sentence))

@@ -25,11 +25,7 @@ def shown(value: object) -> str:
 
 
 def parse_namespace(value: object) -> str:
-    """Return what names a namespace: the hex digits that its digest begins with.
-
-    Raises:
-        ValueError: it is something else, as a name of digits only is that YAML takes for a number.
-    """
+    """Return the hex digits that a namespace's digest begins with, as given to name it."""
     if isinstance(value, str) and re.fullmatch(r"[0-9A-Fa-f]{1,64}", value):
         return value.lower()
     raise ValueError(
