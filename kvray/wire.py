@@ -27,11 +27,7 @@ LENGTH = struct.Struct("<I")
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Return `message` as one frame.
-
-    Raises:
-        TransferError: it is longer than a frame may be, or holds what no frame can carry.
-    """
+    """Return `message` as one frame; TransferError: too long, or nothing that a frame can carry."""
     try:
         # Whole numbers of other libraries pass for ints, a lone surrogate for a character.
         body: bytes = msgpack.packb(
@@ -47,11 +43,7 @@ def encode(message: Mapping[str, Any]) -> bytes:
 
 
 def body_length(head: bytes) -> int:
-    """Return the length that a frame's first 4 bytes announce.
-
-    Raises:
-        TransferError: longer than a frame may be; the peer speaks something else.
-    """
+    """Return the length that a frame's first 4 bytes announce; TransferError: it is too long."""
     length: int = LENGTH.unpack(head)[0]
     if length > FRAME_MAX:
         raise errors.TransferError(f"The peer announced a frame of {length} bytes; it is no kvray.")
@@ -59,11 +51,7 @@ def body_length(head: bytes) -> int:
 
 
 def decode(body: bytes) -> dict[str, Any]:
-    """Return the message in a frame's body.
-
-    Raises:
-        TransferError: not a msgpack map with text keys.
-    """
+    """Return the message in a frame's body; TransferError: it is no msgpack map with text keys."""
     try:
         # Maps inside may have numbers for keys, such as ranks.
         message = msgpack.unpackb(

@@ -41,9 +41,7 @@ def tagged(value: str | int, *, what: str) -> bytes:
 
     Not `repr`, which writes a numpy integer or a character that is new to Unicode differently from
     one installation to the next. A lone surrogate, which JSON can carry, is kept as it is.
-
-    Raises:
-        ConfigError: `value`, which the message calls `what`, is neither text nor whole number.
+    ConfigError: it is neither; the message calls it `what`.
     """
     if isinstance(value, str):
         return b"str:" + value.encode("utf-8", "surrogatepass")
@@ -93,9 +91,6 @@ class Namespace:
 
         They are the sha256 of the framed items `kvray.namespace` and, field by field, its name and
         its value, a text as `str:` and its UTF-8, a number as `int:` and its hex digits.
-
-        Raises:
-            ConfigError: a field is neither a text nor a whole number.
         """
         items = [b"kvray.namespace"]
         for field in fields(self):

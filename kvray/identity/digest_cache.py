@@ -65,9 +65,9 @@ class DigestCache:
     def turn(self, progress: Progress) -> Iterator[Callable[[Progress], None]]:
         """Wait until no other process reads the checkpoint; yield a function that reports progress.
 
-        The kernel ends a turn with its process, however that dies. Nobody waits for a process
-        without progress, nor for a cache that cannot be used or locked. Then several read one
-        checkpoint, which costs only time.
+        The kernel ends a turn with its process. Nobody waits for a process without progress, nor
+        for a cache that cannot be used or locked: then several read one checkpoint, which costs
+        only time.
         """
         descriptor = self._open_lock()
         try:

@@ -48,21 +48,12 @@ _KEEP_S = 1.0
 def fingerprint_model(
     path: str | Path, *, cache_dir: Path | None, progress: Progress | None = None
 ) -> str:
-    """Return a name of the checkpoint or LoRA adapter at `path` that no other one has.
+    """Return 64 hex digits that name the checkpoint or LoRA adapter at `path`, and no other one.
 
-    Some threads of low priority read all of it, except files whose digest is known from the cache
-    or a hub's layout. If several processes need one checkpoint, one reads it and the others wait
-    for the result.
-
-    Args:
-        path: a directory of weight files and their configuration, or one weight file. It follows
-            links, and looks into directories inside.
-        cache_dir: keeps digests in one small file per path, made when missing; each counts only
-            while its file is the same. None, or one that cannot be used: none kept.
-        progress: kept up to date; its `on_step` may end the reading.
-
-    Returns:
-        64 hexadecimal digits.
+    `path` is a directory or one weight file. If several processes need one checkpoint, one reads it
+    and the others wait. `cache_dir` keeps digests; each counts only while its file is the same.
+    None, or one that cannot be used: none kept. An exception of `progress.on_step` ends the
+    reading.
 
     Raises:
         ConfigError: there is nothing at `path`, it holds no weights, or files change while they are
@@ -95,10 +86,7 @@ def stamp_model(path: str | Path) -> str:
 
     It covers the places and times of files and reads none of them: microseconds a file. Compare it
     with a stamp from before the fingerprint: `fingerprint_model` waits until later changes show in
-    a file's times.
-
-    Raises:
-        ConfigError: there is nothing at `path`, or it holds no weights.
+    a file's times. It raises ConfigError as `fingerprint_model` does.
     """
     digest = hashlib.sha256(FORMAT_TAG)
     for file in find_files(Path(path)):

@@ -62,10 +62,7 @@ def request_seed(
     """Return the 32-byte seed of one request's chain.
 
     `namespace` is `Namespace.digest()`, `lora` the fingerprint of the request's LoRA adapter. As
-    `salt`, text and number never give equal seeds.
-
-    Raises:
-        ConfigError: a salt that is neither text nor whole number.
+    `salt`, text and number never give equal seeds; ConfigError: it is neither.
     """
     salted = b"" if salt is None else tagged(salt, what="The cache salt")
     adapter = b"" if lora is None else b"lora:" + lora
@@ -79,22 +76,18 @@ def chain_keys(
     seed: bytes,
     media: Sequence[MediaItem] = (),
 ) -> list[BlockKey]:
-    """Return one key for each full block of `tokens`, each chained to the one before.
+    """Return one key for each full block of `tokens`, in order, each chained to the one before.
 
     Args:
-        tokens: token ids, shape [num_tokens], as a list or anything numpy can read, such as a CPU
-            tensor; the tail that fills no block is left out.
+        tokens: token ids, shape [num_tokens], as a list or anything numpy can read; the tail that
+            fills no block is left out.
         tokens_per_block: tokens in a block, the engine's value.
-        seed: what `request_seed` returned; to go on with a chain, the last key of its head.
+        seed: from `request_seed`; to go on with a chain, the last key of its head.
         media: items whose digests enter the chain at the block where each begins; positions count
             from the first of `tokens`, and an item that begins before it is already in `seed`.
 
-    Returns:
-        num_tokens // tokens_per_block keys of 32 bytes, in prefix order.
-
     Raises:
-        ConfigError: tokens_per_block < 1, a seed of another length than a key's, or tokens that
-            are not integers of 32 bits.
+        ConfigError: a number or seed that cannot be, or tokens that are not integers of 32 bits.
 
     Source: only full blocks are keyed, as in TensorRT-LLM's block reuse.
     """
@@ -119,11 +112,7 @@ def chain_keys(
 
 
 def pack_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
-    """Return `tokens` as int32, shape [num_tokens].
-
-    Raises:
-        ConfigError: a token is not an integer or does not fit into 32 bits.
-    """
+    """Return `tokens` as int32, shape [num_tokens]; ConfigError: one is no integer of 32 bits."""
     try:
         if hasattr(tokens, "__array__"):
             return _pack_array(np.asarray(tokens))

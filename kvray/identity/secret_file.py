@@ -16,9 +16,6 @@ def read_secret(path: Path, *, setting: str) -> bytes:
 
     The group may read it: the engines of a node and its Ray may be of different users. `path` may
     be a link, as Kubernetes mounts them; messages name the `setting`.
-
-    Raises:
-        ConfigError: it cannot be read, others can read it, or it is too short or too long.
     """
     try:
         # Asked of what was opened, and not of the path; a pipe must not be waited for.

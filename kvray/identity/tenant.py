@@ -50,11 +50,7 @@ class TenantSalts:
 
     @classmethod
     def read(cls, path: Path) -> "TenantSalts":
-        """Derive with the secret in the file of `security.tenant_secret_file`.
-
-        Raises:
-            ConfigError: it has none that can be used; nothing may be keyed without.
-        """
+        """Derive with the secret in the file of `security.tenant_secret_file`."""
         return cls(read_secret(path, setting="security.tenant_secret_file"))
 
     @property
@@ -65,10 +61,8 @@ class TenantSalts:
     def derive(self, salt: str | int | None) -> TenantSalt | None:
         """Return the salt of a request, from its cache salt; None: it names no tenant.
 
-        Such a request must share nothing with any other.
-
-        Raises:
-            ConfigError: a salt that is neither text nor whole number.
+        Such a request must share nothing with any other. ConfigError: neither text nor whole
+        number.
         """
         if salt is None:
             return None

@@ -48,10 +48,7 @@ def runs_between(arrivals: Arrivals, first: int, end: int) -> Iterator[tuple[int
 
 
 def joined(before: Arrivals, after: Arrivals) -> Arrivals:
-    """Return how blocks arrived in two stages of one request.
-
-    The first stage takes precedence: the second found its blocks there.
-    """
+    """Return how blocks arrived in two stages; the second found the blocks of the first there."""
     if not before or not after:
         return before or after
     stops = sorted({run.stop for run in (*before, *after)})

@@ -26,20 +26,9 @@ def prefix_digest(
 ) -> bytes:
     """Return the digest of how a prompt begins; some microseconds, however long it is.
 
-    What keeps requests of one namespace from sharing keeps their digests apart too.
-
-    Args:
-        tokens: the prompt's token ids, shape [num_tokens], at least one.
-        salt: as in `request_seed`.
-        lora: as in `request_seed`.
-        media: as in `chain_keys`; items behind the prefix do not count.
-
-    Returns:
-        The first 8 bytes of the key that the first 64 tokens, or all of a shorter prompt, have as
-        one block in no namespace.
-
-    Raises:
-        ConfigError: no tokens, or none of 32 bits.
+    It is the first 8 bytes of the key that the first 64 tokens, or all of a shorter prompt, have as
+    one block in no namespace. Salt, adapter and media keep digests apart as they keep keys apart.
+    ConfigError: no tokens, or none of 32 bits.
     """
     head = tokens[:PREFIX_TOKENS]
     (key,) = chain_keys(

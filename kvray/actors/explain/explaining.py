@@ -38,14 +38,8 @@ def explain_requests(
 ) -> dict[str, Any]:
     """Return the outcomes of the `last` requests and their reasons, the latest first.
 
-    Without `replica` or `request_id` all requests count. Each question may take `timeout_s`.
-
-    Returns:
-        "requests", and "silent": the shards that did not answer.
-
-    Raises:
-        ConfigError: no such request is known.
-        ShardUnavailable: no tier runs there.
+    Without `replica` or `request_id` all requests count. The result has "requests", and "silent":
+    the shards that did not answer.
     """
     deadline = time.monotonic() + _ARRIVES_S
     while True:
@@ -74,14 +68,8 @@ def explain_prompt(
     """Return the blocks of a prompt that are stored now, and the history of the others.
 
     `tokens` are little-endian int32, end to end; `lora` is the adapter's path on the nodes. Without
-    `replica` it looks in the namespace of every registered replica.
-
-    Returns:
-        "prompts", one a namespace, and "silent".
-
-    Raises:
-        ConfigError: a value cannot be used, or no such replica is registered.
-        ShardUnavailable: no tier runs there, or a shard did not answer.
+    `replica` it looks in the namespace of every registered replica. The result has "prompts", one a
+    namespace, and "silent".
     """
     found, all_silent = [], set()
     for name, shard in list(_homes(replica, timeout_s).items())[:_NAMESPACES_MAX]:

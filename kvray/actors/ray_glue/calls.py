@@ -51,17 +51,10 @@ def create_actor(
     groups: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Any:
-    """Return the actor of that name; start it if there is none.
+    """Return the actor of that name, on the head or the node named; start it if there is none.
 
-    It outlives its creator, restarts whenever it ends, and gets no call twice.
-
-    Args:
-        actor: its class.
-        name: its name in the tier's namespace.
-        args: of its constructor.
-        node_id: its node; None: the head.
-        groups: concurrency group -> calls that may run at once.
-        options: further options of Ray's.
+    It outlives its creator, restarts whenever it ends, and gets no call twice. `groups`:
+    concurrency group -> calls that may run at once.
     """
     if node_id is None:
         options["resources"] = _HEAD

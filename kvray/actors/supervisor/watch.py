@@ -43,16 +43,10 @@ class Silences:
         *,
         starting: Collection[str] = (),
     ) -> list[str]:
-        """Take note of a round of questions.
+        """Take note of a round of questions, and return the frozen parts, each once.
 
-        Args:
-            asked: names of the parts that were asked; it forgets all others.
-            answered: those of them that answered, or have an excuse.
-            now: monotonic seconds.
-            starting: those of `answered` that said that they start.
-
-        Returns:
-            The frozen ones, each once.
+        It forgets parts that were not `asked`. `answered` have answered or have an excuse;
+        `starting` are those of them that said that they start.
         """
         until = {name: self._until.get(name, now + self._start_s) for name in asked}
         until |= dict.fromkeys(set(answered) & set(asked), now + self._frozen_s)

@@ -35,12 +35,8 @@ class Increments(Generic[K]):
         """Return the increments of `totals`, which are never negative.
 
         Within one life, a total that falls has no increment until it is higher than ever before.
-
-        Args:
-            source: who counts.
-            totals: its totals now; a new one has grown from 0.
-            life: differs from the last one if the source counts from 0 again.
-            counted_before: whether somebody else gave the first totals of a new source.
+        Another `life` counts from 0 again. `counted_before`: somebody else gave the first totals of
+        a new source.
         """
         known = self._sources.get(source)
         if known is None and counted_before:

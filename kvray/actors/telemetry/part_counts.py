@@ -21,12 +21,8 @@ class PartCounts:
     ) -> Figures:
         """Take note of a round of pings, and return the figures of now.
 
-        An outage is a part that answered in one round and not in the next.
-
-        Args:
-            parts: names of all parts that there should be.
-            alive: those that answered.
-            ended: those that the supervisor ended because they were frozen.
+        An outage is a part that answered in one round and not in the next. `ended` are the parts
+        that the supervisor ended because they were frozen.
         """
         self._outages.update(_kinds((self._alive & frozenset(parts)) - frozenset(alive)))
         self._ended.update(_kinds(ended))

@@ -124,14 +124,11 @@ def plan(
     installed: Mapping[str, BuildInfo] | None = None,
     restart: bool = False,
 ) -> Plan:
-    """Decide which parts of a tier restart.
+    """Decide which parts of a tier restart for these `settings`.
 
-    Args:
-        running: actor name -> build info of that part, new already if an earlier run restarted it.
-        settings: the new ones.
-        labels: node id -> Ray's labels of that node.
-        installed: node id -> build info of the code installed there now; None: code is no reason.
-        restart: whether all parts restart, changed or not.
+    `running` is the build info of each part by its name; new already if an earlier run restarted
+    it. `labels` and `installed` go by node id: Ray's labels, and the build info of the code there
+    (None: code is no reason). `restart`: all parts restart, changed or not.
     """
     steps = []
     for name in sorted(running, key=_turn):

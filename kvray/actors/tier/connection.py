@@ -26,9 +26,7 @@ _HTTP2_SETTINGS = 4
 def connect(address: str, cluster_name: str) -> None:
     """Connect this process to a Ray cluster as a driver, in the namespace of a tier.
 
-    Raises:
-        ConfigError: the address is none.
-        ShardUnavailable: nobody answers there, or the token is not the cluster's.
+    ShardUnavailable: nobody answers there, or the token is not the cluster's.
     """
     _check_address(address)
     try:
@@ -59,11 +57,7 @@ def disconnect() -> None:
 
 
 def connect_configured(config: KVRayConfig) -> None:
-    """Connect to the cluster of the configuration: its address, else the local one of its tier.
-
-    Raises:
-        ShardUnavailable: nobody answers, or there is neither an address nor a local cluster.
-    """
+    """Connect to the cluster of the configuration: its address, else the local one of its tier."""
     address = config.ray.address
     if address is None:
         local = find(config.cluster_name)

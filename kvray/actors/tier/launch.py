@@ -51,12 +51,7 @@ def bring_up(
 ) -> Launch:
     """Connect to Ray, or start one if the configuration names none, and start the tier.
 
-    `port`, `dashboard` and `die_with_parent` are those of `local_ray.start`, `observer`, `wait` and
-    `rollout` those of `tier.up`.
-
-    Raises:
-        KVRayError: as `local_ray.start`, `connection.connect_configured` and `tier.up`. All that
-            this call started has ended, also if the observer raised.
+    If it raises, or the observer does, all that this call started has ended.
     """
     proof_of(config)  # raises before anything starts
     with contextlib.ExitStack() as undo:
@@ -100,12 +95,7 @@ def bring_up(
 
 
 def preview(config: KVRayConfig, rollout: Rollout) -> Plan | None:
-    """Return the changes that `bring_up` would make to the tier that runs; None: none runs.
-
-    Raises:
-        ConfigError: the token cannot be read.
-        ShardUnavailable: the Ray cluster at `config.ray.address`, or a part, does not answer.
-    """
+    """Return the changes that `bring_up` would make to the tier that runs; None: none runs."""
     proof_of(config)
     if config.ray.address is None and local_ray.find(config.cluster_name) is None:
         return None
@@ -122,11 +112,8 @@ def preview(config: KVRayConfig, rollout: Rollout) -> Plan | None:
 def take_down(config: KVRayConfig, *, flush: bool = True, observer: Observer = SILENT) -> bool:
     """End the tier with its arenas and, if it is local, its Ray; False if there was nothing.
 
-    That includes a local Ray that has died or hangs. `flush` and `observer` are as in `tier.down`.
-
-    Raises:
-        ConfigError: the tier asks for a token that `config` does not name, or is another user's.
-        ShardUnavailable: the Ray cluster at `config.ray.address` does not answer.
+    That includes a local Ray that has died or hangs. ConfigError: the tier asks for a token that
+    `config` does not name, or is another user's.
     """
     is_local = config.ray.address is None
     if is_local and local_ray.find(config.cluster_name) is None:

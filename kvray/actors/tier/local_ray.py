@@ -97,17 +97,9 @@ def start(
 ) -> LocalRay:
     """Start the local cluster of a tier and return when it answers.
 
-    Args:
-        cluster_name: of the tier.
-        port: of the head; None: a free one.
-        dashboard: whether to start Ray's dashboard too.
-        die_with_parent: whether to end it when this thread ends, however its process dies.
-        check: called when nothing of an earlier cluster is left, before this one starts.
-        waiting: called a few times a second with the seconds it has taken so far.
-
-    Raises:
-        ConfigError: the port or the directory is in use, or Ray did not start. An error of `check`
-            comes through. Nothing is left after either.
+    `die_with_parent` ends it with this thread, however its process dies. `check` is called when
+    nothing of an earlier cluster is left, before this one starts. `waiting` is called a few times a
+    second with the seconds it has taken. A start that raises leaves nothing behind.
     """
     if port is not None:
         _check_port(port)

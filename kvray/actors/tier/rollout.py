@@ -113,14 +113,8 @@ def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: O
 def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer: Observer) -> None:
     """Carry out a plan of `look`, and wait for each part before the next.
 
-    Args:
-        planned: if it costs blocks, the user has agreed.
-        config: the new one.
-        timeout_s: how long one part may take to serve again, beside the start of its process.
-        observer: hears of each part.
-
-    Raises:
-        KVRayError: a part failed or did not serve in time. Those after it go on as they were.
+    One part may take `timeout_s` to serve again, beside the start of its process. If one fails or
+    does not serve in time, those after it go on as they were.
     """
     restarts = {step.name: step for step in planned.steps}
     supervisor, lookup = restarts.pop(SUPERVISOR_NAME, None), restarts.pop(LOOKUP_NAME, None)

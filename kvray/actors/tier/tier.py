@@ -57,17 +57,8 @@ def up(
 ) -> list[dict[str, Any]]:
     """Start the missing parts of the tier, bring the rest to `config`, and wait until all serve.
 
-    A second call changes nothing.
-
-    Args:
-        config: the new one.
-        timeout_s: how long it may take, and in a rollout each part.
-        observer: hears how it goes.
-        wait: whether to wait for the shards: chosen nodes may join later.
-        rollout: the changes that running parts may undergo; None: those that cost no block.
-
-    Returns:
-        The shards' statuses.
+    A second call changes nothing. `timeout_s` is the time for all, and in a rollout for each part.
+    Without `wait`, chosen nodes may join later. Returns the shards' statuses.
 
     Raises:
         ConfigError: no node is chosen, the change costs blocks that `rollout` keeps, or the token
@@ -120,9 +111,7 @@ def status(*, timeout_s: float) -> dict[str, Any]:
 def contents(namespace: str | None, hottest: int, *, timeout_s: float) -> dict[str, Any]:
     """Return shard -> its answer to `Queries.contents`, without silent shards.
 
-    Raises:
-        ConfigError: `namespace` names none.
-        ShardUnavailable: no tier runs in this Ray cluster.
+    ConfigError: `namespace` names none.
     """
     answers = ask_shards("contents", timeout_s, namespace, hottest)
     for answer in answers.values():
@@ -134,9 +123,7 @@ def contents(namespace: str | None, hottest: int, *, timeout_s: float) -> dict[s
 def clear(*, timeout_s: float, config: KVRayConfig | None = None) -> int:
     """Evict every block that nobody leases, on every node; return how many.
 
-    Raises:
-        ConfigError: the tier asks for a token that `config` does not name.
-        ShardUnavailable: a shard did not answer; the others have cleared.
+    ShardUnavailable: a shard did not answer; the others have cleared.
     """
     answers = ask_shards("clear", timeout_s, proof_of(config))
     for answer in answers.values():
@@ -155,17 +142,9 @@ def down(
     """End the tier and remove its arenas; False if there was none. Again is fine.
 
     It kills parts that hang, and removes the files of dead shards on every node that Ray reaches.
-    Files on disk stay.
-
-    Args:
-        timeout_s: how long each step may take.
-        config: names the shards' directory if no supervisor does, and the token.
-        flush: whether shards write blocks that are only in memory to an NVMe tier, within
-            `nvme.flush_s`.
-        observer: hears how far the shards are.
-
-    Raises:
-        ConfigError: the tier asks for a token that `config` does not name.
+    Files on disk stay. `config` names the shards' directory if no supervisor does, and the token;
+    ConfigError: the tier asks for another one. `flush`: shards write blocks that are only in memory
+    to an NVMe tier, within `nvme.flush_s`. Each step may take `timeout_s`.
     """
     with mapped_errors():
         found = bool(list_actors())

@@ -27,11 +27,7 @@ class Access:
 
     @classmethod
     def of(cls, group: str | None) -> "Access":
-        """Return the access of `arena.group`, a name or a number.
-
-        Raises:
-            ConfigError: this machine knows no such group.
-        """
+        """Return the access of `arena.group`, a name or a number; ConfigError: unknown here."""
         if group is None:
             return cls()
         if group.isdecimal() and len(group) <= 10 and int(group) < 2**32 - 1:
@@ -47,9 +43,7 @@ class Access:
     def give(self, file: int | Path) -> None:
         """Make a file or socket of this user accessible to these people.
 
-        Raises:
-            ConfigError: this user may not give it to the group.
-            OSError: it is not there, or not this user's.
+        ConfigError: this user may not give it to the group.
         """
         self._give(file, 0o600 if self.gid is None else 0o660)
 
@@ -58,12 +52,7 @@ class Access:
         self._give(directory, 0o700 if self.gid is None else 0o750)
 
     def check_own(self, directory: Path) -> None:
-        """Refuse a directory that this user has not made: others could put files into it.
-
-        Raises:
-            ConfigError: it is another user's, or a link.
-            OSError: it cannot be looked at.
-        """
+        """Raise ConfigError for another user's directory, or a link: others could write there."""
         if not is_own(directory.lstat()):
             raise ConfigError(
                 f"{directory} belongs to another user or is a link; choose another directory, or"
@@ -75,9 +64,6 @@ class Access:
 
         It must be this user's; or of the group, and writable for its user alone. Nobody outside a
         group can make files of that group.
-
-        Raises:
-            ShardUnavailable: it is somebody else's.
         """
         try:
             found = directory.lstat()

@@ -83,13 +83,10 @@ def check_room(
     *,
     largest: Callable[[int], int],
 ) -> None:
-    """Make sure that a file of `file_bytes` can be held in memory at `directory`.
+    """Raise CapacityError, with the arithmetic and the fix, if a file does not fit into memory.
 
     `claims` are Ray's here; None: there is no Ray. `largest` gives the largest arena.capacity whose
     file fits into so many bytes; 0: none does.
-
-    Raises:
-        CapacityError: it does not fit; the message has the arithmetic and the fix.
     """
     bounds = rooms(read_memory(directory), file_bytes, claims)
     room = min(bounds, key=lambda room: room.left)

@@ -123,11 +123,7 @@ class SideFile:
 
     @classmethod
     def at(cls, path: Path, *, create: bool = True) -> "SideFile":
-        """Return the process's side file at `path`, the same object for as long as it is that file.
-
-        Raises:
-            OSError: it cannot be opened, or is not there and `create` is not set.
-        """
+        """Return the process's side file at `path`: one object for as long as it is that file."""
         path = path.resolve()
         with cls._registry_lock:
             known = cls._open.get(path)
@@ -169,10 +165,7 @@ class SideFile:
         self._own.discard(byte)
 
     def discard(self) -> None:
-        """Close the file and give up its locks; for its only user. Twice is fine.
-
-        A file system with an open file cannot be unmounted.
-        """
+        """Close the file and give up its locks; for its only user. Twice is fine."""
         with self._registry_lock:
             if self._open.get(self.path) is self:
                 del self._open[self.path]
