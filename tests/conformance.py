@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from kvray.errors import KVRayError, TransferError, TransportUnavailable
-from kvray.lab.replay.tier import BLOCK_BYTES
 from kvray.store.arena import quotas
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Tables
 from kvray.store.policy import Policy, Use
 from kvray.transport import Transport
 from kvray.transport.transport import Array
-from tests.policy_life import Life
+from tests.policy_life import BLOCK_BYTES, Life
 
 MEMORY_BYTES = 8 * 2**20
 PATIENT_S = 20.0
@@ -302,22 +301,6 @@ def priority_of(tables: Tables, slot: int, gone: list[int]) -> int:
     return max(int(tables.slot_priority[slot]), *kept, 0)
 
 
-def keeps_its_order_if_it_says_so(make: MakePolicy) -> None:
-    for seed in SEEDS:
-        life = Life(make(64), seed=seed)
-        life.run(100, with_others=False)
-        tables, policy = life.tier.tables, life.policy
-        before = life.ready()[np.argsort(policy.rank(life.ready(), now=life.now), kind="stable")]
-        numbers, ticks = tables.slot_number[before], tables.slot_tick[before]
-        life.run(5, with_others=False)
-        unused = (tables.slot_number[before] == numbers) & (tables.slot_tick[before] == ticks)
-        ranks = policy.rank(before[unused], now=life.now + 1000.0)
-        newest = policy.rank(life.ready(), now=life.now + 1000.0).max()
-        if policy.keeps_order:
-            assert (np.diff(ranks) >= 0).all()
-            assert newest > ranks.max(initial=-np.inf), "what was used goes last"
-
-
 def keeps_what_is_used_again_and_again(make: MakePolicy) -> None:
     policy = make(40)
     hot, names = np.arange(10), np.arange(40)
@@ -393,7 +376,6 @@ POLICY_BEHAVIOURS = (
     spares_what_must_stay,
     lets_children_go_before_their_parents,
     lets_go_beyond_quotas_and_of_low_priority_first,
-    keeps_its_order_if_it_says_so,
     keeps_what_is_used_again_and_again,
     takes_the_order_over_into_another_tier_and_back,
     is_the_same_for_equal_lives,

@@ -6,16 +6,63 @@ from typing import Any
 
 import numpy as np
 
-from kvray.lab.replay.tier import BLOCK_BYTES, Tier
-from kvray.store.arena import lease, slots
-from kvray.store.arena.layout import FREE, READY
-from kvray.store.arena.tables import Array
+from kvray.store.arena import eviction, lease, slots
+from kvray.store.arena.layout import FREE, READY, Geometry
+from kvray.store.arena.tables import Array, Tables
 from kvray.store.policy import Policy, Use
 
+BLOCK_BYTES = 4096
 _PART, _HOLDER = 0, 0
 _REQUEST = lease.PartRequest(_PART)
 _PROMPT_MAX = 12
 _FORKS = 3
+
+
+class Tier:
+    """Real tables and slots under a policy; it tells the policy which blocks leave."""
+
+    def __init__(self, num_blocks: int, policy: Policy) -> None:
+        capacity = num_blocks * BLOCK_BYTES
+        geometry = Geometry(
+            capacity=capacity, slab_bytes=capacity, slot_min=BLOCK_BYTES, holders_max=1
+        )
+        memory = bytearray(geometry.table_bytes)
+        self.tables = Tables(memory, geometry, has_data=False, has_undo=False)
+        self.policy = policy
+
+    def next_to_go(self, count: int, *, protect: Array, now: float) -> Array:
+        """Return up to `count` slots to evict, in order."""
+        return eviction.choose_victims(
+            self.tables,
+            count,
+            within=np.arange(self.tables.geometry.num_slots),
+            protect=protect,
+            rank=lambda some: self.policy.rank(some, now=now),
+        )
+
+    def evict(self, victims: Array) -> None:
+        """Evict slots that `next_to_go` has returned."""
+        slots.evict(self.tables, victims)
+        self.policy.freed(victims)
+
+    def reserve(self, keys: Array, *, parent: Array | None, depth: int) -> slots.Reservation:
+        """Reserve slots for those of `keys` that are missing; there is room for them."""
+        made = slots.reserve(
+            self.tables,
+            keys,
+            parent=parent,
+            depth=depth,
+            part=_PART,
+            block_bytes=BLOCK_BYTES,
+            holder=_HOLDER,
+            candidates=slots.Candidates(),
+        )
+        assert made is not None
+        return made
+
+    def commit(self, made: slots.Reservation) -> None:
+        """Let the blocks of a reservation be found from now on."""
+        slots.commit(self.tables, made, np.zeros(len(made.slots), dtype="<u8"))
 
 
 class Life:
@@ -34,7 +81,6 @@ class Life:
         self._paths: list[tuple[int, ...]] = []
         self._leases: list[lease.Lease] = []
         self._writing: list[slots.Reservation] = []
-        self._num_requests = 0
 
     def ready(self) -> Array:
         """Return the slots that have blocks."""
@@ -61,13 +107,12 @@ class Life:
     def _request(self, path: tuple[int, ...]) -> Iterator[Array]:
         keys = self._keys_of(path)
         names = np.ascontiguousarray(keys[:, 0]).view(np.int64)
-        request, self._num_requests = self._num_requests, self._num_requests + 1
         found = self._find(keys)
         first, length = len(found), len(keys)
         tables = self.tier.tables
         tables.slot_tick[found] = tables.next_tick()
         if first:
-            self.policy.used(Use(found, names[:first], 0, length, self.now, request=request))
+            self.policy.used(Use(found, names[:first], 0, length, self.now))
         if first < length:
             self.protected = found
             short = length - first - np.count_nonzero(tables.slot_state == FREE)
@@ -84,11 +129,8 @@ class Life:
                 rows = first + made.rows
                 before = int(found[-1]) if first else -1
                 self.policy.stored(
-                    Use(made.slots, names[rows], int(rows[0]), length, self.now, before, request)
+                    Use(made.slots, names[rows], int(rows[0]), length, self.now, before)
                 )
-        if self._rng.random() < 0.7:
-            answered = self._rng.randrange(self._num_requests + 2)  # late, twice, or nobody's
-            self.policy.answered(answered, self._rng.randrange(2000))
 
     def _find(self, keys: Array) -> Array:
         """Return the slots of the longest run of leading `keys`."""

@@ -95,6 +95,5 @@ def _requests(
             "num_tokens": step.num_tokens,
             # As Python's integers the ids of many sessions would not fit into memory.
             "ids": np.array(step.hash_ids, dtype=np.int64),
-            "num_answer_tokens": step.num_answer_tokens,
             "space": (scope, str(step.model)),
         }

@@ -1,63 +1,46 @@
-"""The content of tiers as a lookup's index knows it: announced, whole batches at a time."""
+"""The content of tiers as a lookup's index knows it: announced, a batch at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.random import default_rng  # here, so that no replay pays for its import
 
 from kvray.index import Index
-from kvray.store.arena.layout import READY
-from kvray.store.arena.tables import Array, Tables
+from kvray.lab.replay.tier import NOWHERE, Tier
+from kvray.store.arena.tables import Array
 
 
 class Announced:
-    """The index of a lookup to which each tier announces its blocks, as a shard would.
+    """The index of a lookup, to which each tier announces its blocks as a shard would."""
 
-    Blocks that came and went between two announcements are not announced at all.
-    """
-
-    def __init__(self, tiers: Sequence[Tables]) -> None:
-        """Begin with the tables of `tiers`, which are empty."""
+    def __init__(self, tiers: Sequence[Tier], num_blocks: int) -> None:
         self._index = Index()
-        self._tiers = {f"tier{at}": _Announcer(tables) for at, tables in enumerate(tiers)}
+        self._tiers = tiers
+        self._known = np.zeros((len(tiers), num_blocks), dtype=bool)
+        # As uniform as sha256's.
+        self._keys = default_rng(0).integers(0, 2**64, size=(num_blocks, 4), dtype=np.uint64)
 
     def __len__(self) -> int:
         """Return how many blocks the index knows."""
         return len(self._index)
 
     def announce(self) -> None:
-        """Tell the index what changed since the last time."""
-        for name, tier in self._tiers.items():
-            removed, added = tier.changes()
-            self._index.remove(name, removed.tobytes(), [0] * len(removed))
-            self._index.add(name, added.tobytes(), [0] * len(added))
+        """Tell the index what came and left since the last time."""
+        for at, tier in enumerate(self._tiers):
+            is_here = tier.slots != NOWHERE
+            has_changed = is_here != self._known[at]
+            removed, added = self._keys[has_changed & ~is_here], self._keys[has_changed & is_here]
+            self._index.remove(str(at), removed.tobytes(), [0] * len(removed))
+            self._index.add(str(at), added.tobytes(), [0] * len(added))
+            self._known[at] = is_here
 
-    def locate(self, keys: Array) -> Array:
-        """Return which tiers have which of `keys`: a mask of shape [num_tiers, num_keys]."""
-        found = np.zeros((len(self._tiers), len(keys)), dtype=bool)
+    def locate(self, blocks: Array) -> Array:
+        """Return which tiers have which of `blocks`: a mask of shape [num_tiers, num_blocks]."""
+        found = np.zeros((len(self._tiers), len(blocks)), dtype=bool)
         start = 0
-        for run in self._index.locate(keys.tobytes()):
-            found[:, start : run.stop] = [[name in run.holders] for name in self._tiers]
+        for run in self._index.locate(self._keys[blocks].tobytes()):
+            found[:, start : run.stop] = [[str(at) in run.holders] for at in range(len(found))]
             start = run.stop
         return found
-
-
-class _Announcer:
-    """The blocks of one tier that are announced."""
-
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-        self._seen = tables.slot_version.copy()
-        self._is_held = np.zeros(len(self._seen), dtype=bool)
-        self._held_keys = np.zeros_like(tables.slot_key)
-
-    def changes(self) -> tuple[Array, Array]:
-        """Return the keys that have gone, and those that have come, since the last time."""
-        tables = self._tables
-        slots = np.flatnonzero(tables.slot_version != self._seen)
-        self._seen[slots] = tables.slot_version[slots]
-        removed = self._held_keys[slots[self._is_held[slots]]]
-        is_ready, keys = tables.slot_state[slots] == READY, tables.slot_key[slots]
-        self._is_held[slots], self._held_keys[slots] = is_ready, keys
-        return removed, keys[is_ready]

@@ -70,12 +70,8 @@ def _read_lines(lines: Iterable[bytes], path: Path, name: str, block_tokens: int
         here = f"{path}, line {number}"
         line = parse(MooncakeLine, text, here)
         check_blocks(len(line.hash_ids), line.input_length, block_tokens, here)
-        builder.add(
-            time_s=line.timestamp / 1000,
-            num_tokens=line.input_length,
-            ids=line.hash_ids,
-            num_answer_tokens=line.output_length,
-        )
+        time_s, num_tokens = line.timestamp / 1000, line.input_length
+        builder.add(time_s=time_s, num_tokens=num_tokens, ids=line.hash_ids)
     return builder.build()
 
 

@@ -28,7 +28,6 @@ class MooncakeLine(_Record):
     timestamp: Time
     """Milliseconds."""
     input_length: Count
-    output_length: Count = 0
     hash_ids: list[Id]
 
 
@@ -41,7 +40,6 @@ class Request(_Record):
     t: Time
     """Seconds since the start of the session, or of the subagent."""
     num_tokens: Count = Field(alias="in")
-    num_answer_tokens: Count = Field(alias="out", default=0)
     hash_ids: list[Id]
     model: Any = ""
     """Blocks of different models differ, even under equal ids."""

@@ -1,67 +1,103 @@
-"""One tier of a replay: real tables, slots and policy, and no bytes."""
+"""One tier of a replay: the blocks in it and those that go next, under a policy; no bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
-from kvray.store.arena import eviction, slots
-from kvray.store.arena.layout import Geometry
-from kvray.store.arena.tables import Array, Tables
+from kvray.lab.replay.trace import NO_PARENT, Trace
+from kvray.store.arena.eviction import leaves_first
+from kvray.store.arena.tables import Array
 from kvray.store.policy import Policy
 
-BLOCK_BYTES = 4096
-"""The nominal size of a block; nothing is ever stored in it."""
+NOWHERE = -1
 _RANKED_SHARE, _RANKED_MIN = 0.05, 96
-"""Blocks that are ranked at a time, unless all are."""
+"""Blocks that are ranked at a time."""
 
 
 class Tier:
-    """A tier of some blocks; it tells its policy which blocks leave, not which come."""
+    """The blocks of a trace in one tier; each is here with all its ancestors.
 
-    def __init__(self, num_blocks: int, policy: Policy, *, is_below: bool = False) -> None:
-        """Start empty; `is_below`: blocks come from a tier above, not from requests."""
-        capacity = num_blocks * BLOCK_BYTES
-        geometry = Geometry(
-            capacity=capacity, slab_bytes=capacity, slot_min=BLOCK_BYTES, holders_max=1
-        )
-        memory = bytearray(geometry.table_bytes)
-        self.tables = Tables(memory, geometry, has_data=False, has_undo=False)
+    Blocks go in the order of the last ranking. Those used since stay, and so do their ancestors,
+    which were used with them.
+    """
+
+    def __init__(self, trace: Trace, policy: Policy, num_blocks: int) -> None:
         self.policy = policy
-        self._slots = np.arange(geometry.num_slots)
-        step = max(_RANKED_MIN, int(_RANKED_SHARE * num_blocks))
-        # Where new blocks go last, and the others keep their order, one ranking does for all.
-        self._ranked = num_blocks if policy.keeps_order and not is_below else step
+        self.slots: Array = np.full(trace.num_unique, NOWHERE, dtype=np.int64)
+        """Of each block; the policy knows blocks by their slots."""
+        self.leaving: Callable[[Array, float], None] = lambda going, now: None
+        """Takes blocks that are about to go, and the time."""
+        self._parents, self._depths = trace.parents, trace.depths
+        self._blocks = np.full(num_blocks, NOWHERE, dtype=np.int64)
+        self._free = list(range(num_blocks))
+        self._step = max(_RANKED_MIN, int(_RANKED_SHARE * num_blocks))
+        # The next block to go is the last one.
+        self._ranked: list[int] = []
+        self._num_rankings = 0
+        self._used_after = np.full(trace.num_unique, -1, dtype=np.int64)
 
-    def next_to_go(self, count: int, *, protect: Array, now: float) -> Array:
-        """Return up to `count` slots to evict in order, or more if more are ranked at a time."""
-        return eviction.choose_victims(
-            self.tables,
-            max(count, self._ranked),
-            within=self._slots,
-            protect=protect,
-            rank=lambda some: self.policy.rank(some, now=now),
+    @property
+    def num_free(self) -> int:
+        """Blocks for which there is room."""
+        return len(self._free)
+
+    def has(self, blocks: Array) -> Array:
+        """Return a mask of the `blocks` that are here."""
+        mask: Array = self.slots.take(blocks) != NOWHERE
+        return mask
+
+    def use(self, blocks: Array) -> None:
+        """Note that blocks and all their ancestors were used: they stay, as far as they can."""
+        self._used_after[blocks] = self._num_rankings
+
+    def store(self, blocks: Array) -> None:
+        """Put blocks, for which there is room, here; the caller tells the policy."""
+        first = len(self._free) - len(blocks)
+        slots = self._free[first:]
+        del self._free[first:]
+        self.slots[blocks] = slots
+        self._blocks[slots] = blocks
+
+    def make_room(self, count: int, *, protect: Array, now: float) -> None:
+        """Let `count` blocks go, or as many as can; `protect` and its ancestors stay."""
+        count -= self._let_go(count, now)
+        if count > 0:
+            self._rank(max(count, self._step), protect, now)
+            self.use(protect)
+            self._let_go(count, now)
+
+    def _rank(self, count: int, protect: Array, now: float) -> None:
+        slots = np.flatnonzero(self._blocks != NOWHERE)
+        above = self._parents[self._blocks[slots]]
+        parents = np.where(above == NO_PARENT, NOWHERE, self.slots[above])
+        num_children = np.bincount(parents[parents != NOWHERE], minlength=len(self._blocks))
+        can_go = np.ones(len(self._blocks), dtype=bool)
+        can_go[self.slots[protect]] = False
+        parents, slots = parents[can_go[slots]], slots[can_go[slots]]
+        going = leaves_first(
+            slots,
+            self.policy.rank(slots, now=now),
+            parents=parents,
+            num_children=num_children[slots],
+            depths=self._depths[self._blocks[slots]],
         )
+        self._ranked = self._blocks[going[:count]][::-1].tolist()
+        self._num_rankings += 1
 
-    def evict(self, victims: Array) -> None:
-        """Evict slots that `next_to_go` has returned."""
-        slots.evict(self.tables, victims)
-        self.policy.freed(victims)
-
-    def reserve(self, keys: Array, *, parent: Array | None, depth: int) -> slots.Reservation:
-        """Reserve slots for those of `keys` that are missing; there is room for them."""
-        made = slots.reserve(
-            self.tables,
-            keys,
-            parent=parent,
-            depth=depth,
-            part=0,
-            block_bytes=BLOCK_BYTES,
-            holder=0,
-            candidates=slots.Candidates(),
-        )
-        assert made is not None, "a reservation may be short, but there is one"
-        return made
-
-    def commit(self, made: slots.Reservation) -> None:
-        """Let the blocks of a reservation be found from now on."""
-        slots.commit(self.tables, made, np.zeros(len(made.slots), dtype="<u8"))
+    def _let_go(self, count: int, now: float) -> int:
+        """Let the next `count` blocks go, or as many as are ranked; return how many."""
+        found: list[int] = []
+        while self._ranked and len(found) < count:
+            block = self._ranked.pop()
+            if self._used_after[block] != self._num_rankings:
+                found.append(block)
+        if found:
+            going = np.array(found)
+            self.leaving(going, now)
+            slots = self.slots[going]
+            self.policy.freed(slots)
+            self.slots[going] = self._blocks[slots] = NOWHERE
+            self._free += slots.tolist()
+        return len(found)

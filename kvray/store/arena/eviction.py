@@ -193,15 +193,31 @@ def _keep_evictable(tables: Tables, chosen: Array, ranks: Array, protect: Array)
         fits &= ~np.isin(chosen, protect)
     order = np.argsort(chosen)
     order = order[fits[order]]
-    fit, ranks = chosen[order], ranks[order]
-    nowhere = len(fit)
-    parent = tables.slot_parent[fit]
-    at = np.searchsorted(fit, parent)
-    here = np.append(fit, -2)[at] == parent
+    fit = chosen[order]
+    return leaves_first(
+        fit,
+        ranks[order],
+        parents=tables.slot_parent[fit],
+        num_children=tables.slot_children[fit],
+        depths=tables.slot_depth[fit],
+    )
+
+
+def leaves_first(
+    slots: Array, ranks: Array, *, parents: Array, num_children: Array, depths: Array
+) -> Array:
+    """Return those of the ascending `slots` that can go without any other, the lowest rank first.
+
+    A parent comes no sooner than its children. The other arrays are rows of the slots: `parents`
+    are slots, `num_children` counts those that are here.
+    """
+    nowhere = len(slots)
+    at = np.searchsorted(slots, parents)
+    here = np.append(slots, -2)[at] == parents
     above = np.append(np.where(here, at, nowhere), nowhere)
     children = np.bincount(above, minlength=nowhere + 1)[:nowhere]
     ranks = np.append(ranks, -np.inf)
-    ranks[:nowhere][children != tables.slot_children[fit]] = np.inf
+    ranks[:nowhere][children != num_children] = np.inf
     # Each round hands every block's rank to the ancestor twice as far away as in the last one. The
     # rounds are counted, because without the lock parents may be seen to go in a circle.
     for _ in range(nowhere.bit_length()):
@@ -212,8 +228,8 @@ def _keep_evictable(tables: Tables, chosen: Array, ranks: Array, protect: Array)
         above = above[above]
     ranks = ranks[:nowhere]
     # Equal ranks are common, because a request uses its whole prefix at once: deeper first.
-    order = np.lexsort((-tables.slot_depth[fit].astype(np.int64), ranks))
-    ordered: Array = fit[order[: np.count_nonzero(ranks != np.inf)]]
+    order = np.lexsort((-depths.astype(np.int64), ranks))
+    ordered: Array = slots[order[: np.count_nonzero(ranks != np.inf)]]
     return ordered
 
 

@@ -25,10 +25,6 @@ class Admission(Protocol):
         """Note an event as `Policy.stored` does."""
         return
 
-    def answered(self, request: int, num_tokens: int) -> None:
-        """Note an event as `Policy.answered` does."""
-        return
-
     def admits(self, slots: Array, names: Array, *, now: float) -> Array:
         """Return a mask of the leaving blocks in `slots`: those to write."""
 
@@ -86,10 +82,6 @@ class Likely(Admission):
     def stored(self, use: Use) -> None:
         if self._is_own:
             self._learner.stored(use)
-
-    def answered(self, request: int, num_tokens: int) -> None:
-        if self._is_own:
-            self._learner.answered(request, num_tokens)
 
     def admits(self, slots: Array, names: Array, *, now: float) -> Array:
         admitted: Array = self._learner.chance(slots, now=now) >= _LIKELY

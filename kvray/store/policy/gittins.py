@@ -22,14 +22,9 @@ _COPY = 0.5
 
 _NOWHERE = -1
 
-_OPEN_MAX = 4096
-"""Requests whose answers are awaited."""
-
 
 class Gittins(Policy):
     """Ranks by the hits that a block promises for the time it takes up its place."""
-
-    keeps_order = False
 
     def __init__(self, num_slots: int, prompts: Prompts | None = None) -> None:
         self._prompts = Prompts() if prompts is None else prompts
@@ -37,12 +32,10 @@ class Gittins(Policy):
         self._copy = np.full(num_slots, _NOWHERE, dtype=np.int64)
         """Slot of the same block in the other tier, as far as is known."""
         self._above: Gittins | None = None
-        # Request -> the number of its prompt, the oldest first.
-        self._open: dict[int, int] = {}
 
     def used(self, use: Use) -> None:
         prompts, slots, names = self._prompts, use.slots, use.names.tolist()
-        number = self._begin(use)
+        number = prompts.begin(now=use.now)
         prompts.use(number, names, now=use.now)
         self._hits[slots] += 1
         self._prompt[slots] = number
@@ -78,11 +71,6 @@ class Gittins(Policy):
             copies, slots = copies[known], slots[known]
             above._copy[copies[above._copy[copies] == slots]] = _NOWHERE
 
-    def answered(self, request: int, num_tokens: int) -> None:
-        number = self._open.pop(request, None)
-        if number is not None:
-            self._prompts.answer(number, num_tokens)
-
     def copied(self, slots: Array, source: "Gittins", theirs: Array) -> None:
         self._prompt[slots] = source._prompt[theirs]
         self._hits[slots] = source._hits[theirs]
@@ -112,23 +100,14 @@ class Gittins(Policy):
     def _facts(self, slots: Array) -> tuple[Array, Array, Array]:
         return self._prompt.take(slots), self._depth.take(slots), self._hits.take(slots)
 
-    def _begin(self, use: Use) -> int:
-        number = self._prompts.begin(now=use.now)
-        if use.request is not None:
-            self._open[use.request] = number
-            if len(self._open) > _OPEN_MAX:
-                del self._open[next(iter(self._open))]
-        return number
-
     def _number_of(self, use: Use) -> int:
         """Return the prompt whose leading blocks came before these, or begin it."""
-        number = None if use.request is None else self._open.get(use.request)
-        if number is None and use.parent >= 0:
+        if use.parent >= 0:
             number = int(self._prompt[use.parent])
-        # Another prompt may have used the parent since: only a prompt that ends there continues.
-        if number is None or self._prompts.num_stored(number) != use.depth:
-            number = self._begin(use)
-        return number
+            # Another prompt may have used the parent since: then that one does not end there.
+            if self._prompts.num_stored(number) == use.depth:
+                return number
+        return self._prompts.begin(now=use.now)
 
     def _end(self, number: int, use: Use, names: list[int]) -> None:
         self._watch(number, _LAST, use, names, len(names) - 1)

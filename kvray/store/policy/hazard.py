@@ -27,12 +27,7 @@ _SWEEPS = 4
 
 
 def rates_of(
-    classes: Array,
-    seconds: Array,
-    has_returned: Array,
-    *,
-    factors: Sequence[int],
-    unknown: int,
+    classes: Array, seconds: Array, has_returned: Array, *, factors: Sequence[int]
 ) -> Array:
     """Return the probability of a return in each class at each age, f8 [num_classes, NUM_AGES].
 
@@ -42,23 +37,16 @@ def rates_of(
         has_returned: whether it did.
         factors: how many values each factor has; their product is the number of classes, and the
             last factor changes fastest.
-        unknown: the factor whose value 0 stands for any other.
     """
     num_classes = int(np.prod(factors))
     cells = classes * NUM_AGES + np.searchsorted(_EDGES, seconds, side="right") - 1
-    size, shape = num_classes * NUM_AGES, (*factors, NUM_AGES)
     ended, returned = (
-        np.bincount(some, minlength=size).astype(np.float64).reshape(shape)
+        np.bincount(some, minlength=num_classes * NUM_AGES).reshape(num_classes, NUM_AGES)
         for some in (cells, cells[has_returned])
     )
-    for counts in (ended, returned):
-        # A value that is known by now was unknown before: count it in both.
-        by_value = np.moveaxis(counts, unknown, 0)
-        by_value[0] = by_value.sum(axis=0)
     # An observation that ended without a return at an age counts for half of that age.
-    at_risk = ended[..., ::-1].cumsum(axis=-1)[..., ::-1] - 0.5 * (ended - returned)
-    by_class = num_classes, NUM_AGES
-    return _fit(_smooth(returned.reshape(by_class)), _smooth(at_risk.reshape(by_class)), factors)
+    at_risk = ended[:, ::-1].cumsum(axis=1)[:, ::-1] - 0.5 * (ended - returned)
+    return _fit(_smooth(returned), _smooth(at_risk), factors)
 
 
 def worth_of(rates: Array) -> Array:

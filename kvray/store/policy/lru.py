@@ -11,8 +11,6 @@ from kvray.store.policy.policy import Array, Policy, Use
 class LRU(Policy):
     """Least recently used."""
 
-    keeps_order = True
-
     def __init__(self, num_slots: int, clock: Iterator[int] | None = None) -> None:
         """`clock` counts uses; tiers share it."""
         self._clock = count(1) if clock is None else clock

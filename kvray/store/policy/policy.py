@@ -22,8 +22,6 @@ class Use(NamedTuple):
     """Seconds, on any clock that does not go back."""
     parent: int = -1
     """Slot of the block before the first one; -1: it is the prompt's first."""
-    request: int | None = None
-    """A number that all blocks of the request share; None: not known."""
 
 
 class Policy(Protocol):
@@ -33,9 +31,6 @@ class Policy(Protocol):
     after its children. An event that a policy does not define does nothing.
     """
 
-    keeps_order: bool
-    """Whether blocks stay in their order until they are used, however late it is."""
-
     def used(self, use: Use) -> None:
         """Note that a prompt found these blocks in the tier: its leading ones."""
 
@@ -44,10 +39,6 @@ class Policy(Protocol):
 
     def freed(self, slots: Array) -> None:
         """Note that the blocks in these slots have left the tier."""
-        return
-
-    def answered(self, request: int, num_tokens: int) -> None:
-        """Note that a request of an earlier `Use` has ended with so many tokens."""
         return
 
     def copied(self, slots: Array, source: Any, theirs: Array) -> None:

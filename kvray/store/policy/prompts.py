@@ -3,12 +3,11 @@
 A few blocks of every prompt are watched, whether they stay in a tier or not. When a later prompt
 uses one, it has returned, at an age that is the time since. From that `hazard` learns what blocks
 are worth, by the turn of their conversation, the length of their prompt, how much of it was new,
-the length of the answer, and their own kind. The prompts seen so far, cut into equal shares, give
+and their own kind. The prompts seen so far, cut into equal shares, give
 the classes of length; no length is written down here.
 """
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -26,10 +25,9 @@ _PROMPTS = 2**16
 """Prompts that are remembered."""
 _TURNS = np.array([0, 1, 2, 3, 3, 4])
 """Turn -> its class; the last one for all later turns."""
-_LENGTHS, _NEWS, _ANSWERS = 3, 2, 3
-"""Classes of length, of new blocks, and of the answer, where 0 comes first: not known yet."""
-_FACTORS = (int(_TURNS[-1]) + 1, _LENGTHS, _NEWS, 1 + _ANSWERS, 3)
-_ANSWER_FACTOR = 3
+_LENGTHS, _NEWS = 3, 2
+"""Classes of length, and of new blocks."""
+_FACTORS = (int(_TURNS[-1]) + 1, _LENGTHS, _NEWS, 3)
 _LEARN_FIRST = 64
 _LEARN_MOST = 512
 _LEARN_SHARE = 0.05
@@ -42,19 +40,13 @@ class Prompts:
     def __init__(self) -> None:
         self._count = 0
         self._time = np.zeros(_PROMPTS)
-        columns = np.zeros((6, _PROMPTS), dtype=np.int64)
-        self._turn, self._length, self._num_stored, self._num_new, self._answer = columns[:5]
-        self._class = columns[5]
+        columns = np.zeros((5, _PROMPTS), dtype=np.int64)
+        self._turn, self._length, self._num_stored, self._num_new, self._class = columns
         # Of the blocks of each prompt that are watched: hits (_NONE: none is), depth, and after
         # how long it returned.
         self._hits = np.full((_PROMPTS, WATCHED_MAX), _NONE, dtype=np.int64)
         self._depth = np.zeros((_PROMPTS, WATCHED_MAX), dtype=np.int64)
         self._returned = np.full((_PROMPTS, WATCHED_MAX), np.inf)
-        # One number is read or written in a third of the time through an array's memoryview.
-        self._time_of, self._turn_of, self._length_of = map(_cells, (self._time, *columns[:2]))
-        self._num_stored_of, self._num_new_of, self._answer_of = map(_cells, columns[2:5])
-        self._hits_of, self._depth_of = _cells(self._hits), _cells(self._depth)
-        self._returned_of = _cells(self._returned)
         # Name -> the prompt that watches it, and in which place; name -> the prompt near whose end
         # it stands. And what a prompt has in these two.
         self._watchers: dict[int, tuple[int, int]] = {}
@@ -62,7 +54,7 @@ class Prompts:
         self._names: dict[int, list[int]] = {}
         # Prompts whose class is to be worked out again.
         self._changed: list[int] = []
-        self._cuts = tuple(np.zeros(classes - 1) for classes in (_LENGTHS, _NEWS, _ANSWERS))
+        self._cuts = np.zeros(_LENGTHS - 1), np.zeros(_NEWS - 1)
         self._worth: Array | None = None
         self._chance: Array | None = None
         self._learn_at = _LEARN_FIRST
@@ -75,18 +67,17 @@ class Prompts:
         self._count += 1
         if number >= _PROMPTS:
             self._forget(number - _PROMPTS)
-            for column in (self._turn, self._length, self._num_stored, self._num_new, self._answer):
+            for column in (self._turn, self._length, self._num_stored, self._num_new, self._class):
                 column[row] = 0
-            self._class[row] = 0
             self._hits[row] = _NONE
-        self._time_of[row] = now
+        self._time[row] = now
         return number
 
     def num_stored(self, number: int) -> int:
         """Return how many leading blocks of a prompt have been found or stored; -1: forgotten."""
         if number < self._count - _PROMPTS:
             return -1
-        return int(self._num_stored_of[number % _PROMPTS])
+        return int(self._num_stored[number % _PROMPTS])
 
     def use(self, number: int, names: list[int], *, now: float) -> int:
         """Note that a prompt uses blocks: the watched ones have returned.
@@ -97,27 +88,20 @@ class Prompts:
         for name in self._watchers.keys() & names:
             watcher, place = self._watchers.pop(name)
             row = watcher % _PROMPTS
-            self._returned_of[row, place] = now - self._time_of[row]
+            self._returned[row, place] = now - self._time[row]
             num_known = max(num_known, names.index(name) + 1)
         for name in self._ends.keys() & names:
             row, before = number % _PROMPTS, self._ends[name] % _PROMPTS
-            self._turn_of[row] = max(self._turn_of[row], self._turn_of[before] + 1)
+            self._turn[row] = max(self._turn[row], self._turn[before] + 1)
             num_known = max(num_known, names.index(name) + 1)
         return num_known
 
     def measure(self, number: int, *, length: int, num_stored: int, num_new: int) -> None:
         """Note a prompt's blocks: all, those in the tier, and those that nobody knew."""
         row = number % _PROMPTS
-        self._length_of[row] = max(length, self._length_of[row])
-        self._num_stored_of[row], self._num_new_of[row] = num_stored, num_new
+        self._length[row] = max(length, self._length[row])
+        self._num_stored[row], self._num_new[row] = num_stored, num_new
         self._changed.append(row)
-
-    def answer(self, number: int, num_tokens: int) -> None:
-        """Note how long the answer to a prompt was."""
-        if number > self._count - _PROMPTS:
-            row = number % _PROMPTS
-            self._answer_of[row] = max(1, num_tokens)
-            self._changed.append(row)
 
     def watch(self, number: int, place: int, name: int, *, hits: int, depth: int) -> None:
         """Watch the block `name` of a prompt in place of the one in `place`, below WATCHED_MAX.
@@ -131,11 +115,11 @@ class Prompts:
                 del self._watchers[before]
         watcher, other = self._watchers.get(name, (_NONE, 0))
         if watcher == number:  # of two, one would never be seen to return
-            self._hits_of[row, other] = _NONE
+            self._hits[row, other] = _NONE
         self._watchers[name] = number, place
         self._names.setdefault(number, []).append(name)
-        self._hits_of[row, place], self._depth_of[row, place] = hits, depth
-        self._returned_of[row, place] = math.inf
+        self._hits[row, place], self._depth[row, place] = hits, depth
+        self._returned[row, place] = math.inf
 
     def end(self, number: int, name: int) -> None:
         """Note the block whose use shows that a prompt goes on with this one."""
@@ -173,12 +157,7 @@ class Prompts:
         step = min(int(_LEARN_SHARE * self._count), _LEARN_MOST)
         self._learn_at = self._count + max(_LEARN_FIRST, step)
         rows = np.arange(min(self._count, _PROMPTS))
-        answers = self._answer[rows]
-        self._cuts = (
-            _cuts(self._length[rows], _LENGTHS),
-            _cuts(self._num_new[rows], _NEWS),
-            _cuts(answers[answers > 0], _ANSWERS),
-        )
+        self._cuts = _cuts(self._length[rows], _LENGTHS), _cuts(self._num_new[rows], _NEWS)
         self._classify(rows)
         self._changed.clear()
         row, place = np.nonzero(self._hits[rows] != _NONE)
@@ -188,23 +167,15 @@ class Prompts:
             np.minimum(returned, now - self._time[row]),
             np.isfinite(returned),
             factors=_FACTORS,
-            unknown=_ANSWER_FACTOR,
         )
         self._worth, self._chance = hazard.worth_of(rates), hazard.chance_of(rates)
 
     def _classify(self, rows: Array) -> None:
-        lengths, news, answers = self._cuts
-        answer = self._answer[rows]
-        levels = (
-            _TURNS[np.minimum(self._turn[rows], len(_TURNS) - 1)],
-            np.searchsorted(lengths, self._length[rows]),
-            np.searchsorted(news, self._num_new[rows]),
-            np.where(answer > 0, 1 + np.searchsorted(answers, answer), 0),
-        )
-        classes = np.zeros(len(rows), dtype=np.int64)
-        for level, factor in zip(levels, _FACTORS, strict=False):
-            classes = classes * factor + level
-        self._class[rows] = classes
+        lengths, news = self._cuts
+        turn = _TURNS[np.minimum(self._turn[rows], len(_TURNS) - 1)]
+        length = np.searchsorted(lengths, self._length[rows])
+        new = np.searchsorted(news, self._num_new[rows])
+        self._class[rows] = (turn * _LENGTHS + length) * _NEWS + new
 
     def _classes(self, rows: Array, depths: Array, hits: Array) -> Array:
         if self._changed:
@@ -224,13 +195,7 @@ class Prompts:
                 del self._ends[name]
 
 
-def _cells(array: Array) -> Any:
-    """Return a view of `array` for single numbers, which come as Python's own."""
-    return array.data
-
-
 def _cuts(values: Array, classes: int) -> Array:
     """Return where `values` part into so many equal shares."""
-    shares = np.arange(1, classes) / classes
-    cuts: Array = np.quantile(values, shares) if len(values) else np.zeros(classes - 1)
+    cuts: Array = np.quantile(values, np.arange(1, classes) / classes)
     return cuts

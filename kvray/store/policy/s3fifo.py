@@ -19,8 +19,6 @@ _AFTER = 2.0**60
 class S3FIFO(Policy):
     """New blocks on probation in a small queue, a main queue for blocks that were used there."""
 
-    keeps_order = False
-
     def __init__(self, num_slots: int) -> None:
         self._ghosts_max = num_slots
         # Names of blocks that left the small queue, the oldest first. In a plain dict the first one

@@ -30,7 +30,7 @@ def belady_by_block(trace: Trace, num_blocks: int) -> int:
         trace.ids[start:end].tolist()
         for start, end in zip(trace.starts[:-1], trace.starts[1:], strict=True)
     ]
-    parents = trace.parents().tolist()
+    parents = trace.parents.tolist()
     cached: set[int] = set()
     hits = 0
     for now, path in enumerate(paths):

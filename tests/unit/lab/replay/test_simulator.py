@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from kvray.lab.replay import Outcome, Trace, belady, infinite
-from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, simulate
-from kvray.lab.replay.tiers import Tiers
+from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, Replay, simulate
 from kvray.lab.replay.trace import TraceBuilder
 from kvray.store import policy as policies
 from kvray.store.arena.tables import Array
@@ -39,12 +38,7 @@ def random_trace(seed: int, *, num_requests: int = 250) -> Trace:
         while len(path) < 14 and rng.random() < 0.7:
             path = [*path, path[-1] * 5 + rng.randrange(1, 6)]
         paths.append(path)
-        builder.add(
-            time_s=now,
-            num_tokens=4 * len(path) - rng.randrange(4),
-            ids=path,
-            num_answer_tokens=rng.choice((0, 50, 400)),
-        )
+        builder.add(time_s=now, num_tokens=4 * len(path) - rng.randrange(4), ids=path)
     return builder.build()
 
 
@@ -66,12 +60,12 @@ def timeless(outcome: Outcome) -> Outcome:
 def test_lru_finds_in_memory_what_lru_finds_of_every_request(path: Path, nvme_blocks: int) -> None:
     trace = excerpt(path)
     for num_blocks in SIZES:
-        replay = Tiers(trace, "lru", num_blocks, nvme_blocks=nvme_blocks)
+        replay = Replay(trace, "lru", num_blocks, nvme_blocks=nvme_blocks)
         finish(replay)
         assert replay.host_hits.tolist() == lru_hits(trace, num_blocks)
 
 
-def finish(replay: Tiers) -> None:
+def finish(replay: Replay) -> None:
     for _ in replay.run():
         pass
 
@@ -116,15 +110,14 @@ def test_gittins_is_hardly_anywhere_below_lru(path: Path) -> None:
 def test_an_outcome_is_the_sum_of_its_requests(policy: str) -> None:
     trace = random_trace(5)
     found = simulate(trace, policy=policy, host_blocks=48, nvme_blocks=90, admission="all")
-    replay = Tiers(trace, policy, 48, nvme_blocks=90)
+    replay = Replay(trace, policy, 48, nvme_blocks=90)
     finish(replay)
     hits = replay.host_hits + replay.disk_hits
     assert found.host_hit_blocks == replay.host_hits.sum()
     assert found.nvme_hit_blocks == replay.disk_hits.sum()
     assert found.hit_blocks == hits.sum()
     assert found.hit_tokens == trace.hit_tokens(hits)
-    assert replay.disk is not None
-    assert found.nvme_written_blocks == replay.disk.num_written
+    assert found.nvme_written_blocks == replay.num_written
     assert found.refs == trace.num_refs
     assert (found.policy, found.admission) == (policy, "all")
     assert (found.host_blocks, found.nvme_blocks) == (48, 90)
@@ -186,7 +179,7 @@ def test_requests_without_a_block_are_passed_over(policy: str) -> None:
     builder = TraceBuilder(name="made", block_tokens=4)
     for at in range(4):
         builder.add(time_s=at, num_tokens=3, ids=[])
-        builder.add(time_s=at, num_tokens=8, ids=[1, 2], num_answer_tokens=10)
+        builder.add(time_s=at, num_tokens=8, ids=[1, 2])
     found = simulate(
         builder.build(), policy=policy, host_blocks=20, nvme_blocks=20, admission="all"
     )
@@ -204,25 +197,3 @@ def test_prompts_longer_than_a_tier_are_kept_from_their_head_on(policy: str) -> 
     )
     assert found.nvme_written_blocks > 0
     assert 0 < found.hit_blocks <= 10 * 80
-
-
-def test_an_answer_is_known_when_it_has_been_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, int]] = []
-
-    class Listening(policies.LRU):
-        def answered(self, request: int, num_tokens: int) -> None:
-            told.append((request, num_tokens))
-
-    monkeypatch.setitem(policies.POLICIES, "listening", Listening)
-    builder = TraceBuilder(name="made", block_tokens=4)
-    for time_s, answer in ((0.0, 500), (1.0, 50), (3.0, 0), (9.9, 50), (12.0, 50)):
-        builder.add(time_s=time_s, num_tokens=4, ids=[1], num_answer_tokens=answer)
-    trace = builder.build()
-    replay = Tiers(trace, "listening", 20)
-    known = []
-    for _ in replay.run():
-        replay.settle()
-        known.append(list(told))
-    known.append(list(told))
-    # 50 tokens a second: the first one's is known after 10 s, the second one's after 1 s.
-    assert known == [[], [], [], [(1, 50)], [(1, 50)], [(1, 50), (0, 500), (3, 50)]]

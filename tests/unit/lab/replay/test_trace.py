@@ -48,7 +48,7 @@ def test_a_block_that_comes_twice_in_a_prompt_is_two_blocks() -> None:
 
 def test_parents_are_the_blocks_before() -> None:
     trace = build([1, 2], [], [1, 3], [4])
-    assert trace.parents().tolist() == [NO_PARENT, 0, 0, NO_PARENT]
+    assert trace.parents.tolist() == [NO_PARENT, 0, 0, NO_PARENT]
 
 
 def test_requests_without_a_block_stay_in_the_trace() -> None:

@@ -17,7 +17,6 @@ def use(
     length: int | None = None,
     now: float = 0.0,
     parent: int = -1,
-    request: int | None = None,
 ) -> Use:
     """Return a `Use` of all blocks of a prompt, or of those from `depth` on."""
     return Use(
@@ -27,7 +26,6 @@ def use(
         depth + len(slots) if length is None else length,
         now,
         parent,
-        request,
     )
 
 

@@ -78,9 +78,8 @@ def taught(policy: Policy, likely: Likely) -> float:
         now += 10.0
         cold = [1000 * (turn + 1) + slot for slot in COLD]
         for observer in (policy, likely):
-            observer.used(use(HOT, HOT, now=now, request=2 * turn))
-            observer.stored(use(COLD, cold, now=now, request=2 * turn + 1))
-            observer.answered(2 * turn + 1, 100)
+            observer.used(use(HOT, HOT, now=now))
+            observer.stored(use(COLD, cold, now=now))
     return now
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvray.store.policy import POLICIES, gittins, prompts
+from kvray.store.policy import POLICIES, prompts
 from tests.conformance import POLICY_BEHAVIOURS, MakePolicy, check_policy
 
 
@@ -14,5 +14,4 @@ def test_every_policy(
     behaviour: Callable[[MakePolicy], None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts, "_PROMPTS", 512)
-    monkeypatch.setattr(gittins, "_OPEN_MAX", 64)
     check_policy(behaviour, POLICIES[name])

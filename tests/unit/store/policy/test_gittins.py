@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvray.store.arena.tables import Array
-from kvray.store.policy import Gittins, gittins, prompts
+from kvray.store.policy import Gittins, prompts
 from tests.unit.store.policy.small_cache import SmallCache, use
 
 HOT, COLD = np.arange(4), np.arange(100, 108)
@@ -122,15 +122,6 @@ def test_what_is_stored_after_another_prompts_block_is_a_prompt_of_its_own() -> 
     assert num_prompts(policy) == 2
 
 
-def test_blocks_of_a_request_belong_to_one_prompt_wherever_they_were_found() -> None:
-    policy = Gittins(20)
-    policy.stored(use([0, 1], [10, 11], now=1.0, request=1))
-    policy.used(use([0, 1], [10, 11], length=3, now=2.0, request=2))
-    policy.used(use([0, 1], [10, 11], length=3, now=3.0, request=3))
-    policy.stored(use([2], [12], depth=2, now=4.0, parent=1, request=2))
-    assert num_prompts(policy) == 3
-
-
 def test_the_number_of_a_prompt_that_is_forgotten_means_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -144,45 +135,5 @@ def test_the_number_of_a_prompt_that_is_forgotten_means_nothing(
     assert num_prompts(policy) == before + 1
 
 
-def test_answers_of_requests_nobody_waits_for_change_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gittins, "_OPEN_MAX", 10)
-    policy = Gittins(200)
-    now = taught(policy)
-    for request in range(20):
-        policy.stored(use([150 + request], [request], now=now, request=request))
-    slots = np.arange(170)
-    before = rank(policy, slots, now + 5)
-    policy.answered(10**6, 500)  # never heard of
-    policy.answered(3, 500)  # ten others have come since
-    assert (rank(policy, slots, now + 5) == before).all()
-    policy.answered(15, 500)
-    policy.answered(15, 5)  # twice
-    assert num_waited_for(policy) == 9
-
-
-def test_the_length_of_an_answer_tells_who_returns() -> None:
-    policy = Gittins(64)
-    now = 0.0
-    for turn in range(400):
-        now += 10.0
-        slot, name = turn % 60, 10 * turn
-        if turn % 2:  # what had a short answer comes back, what had a long one never does
-            policy.used(use([slot - 1], [name - 10], now=now, request=3 * turn))
-        policy.stored(use([slot], [name], now=now, request=3 * turn + 1))
-        policy.answered(3 * turn + 1, 100 if turn % 2 == 0 else 2000)
-    policy.stored(use([61], [1], now=now, request=1))
-    policy.stored(use([62], [2], now=now, request=2))
-    policy.answered(1, 100)
-    policy.answered(2, 2000)
-    short, long = rank(policy, np.array([61, 62]), now + 5)
-    assert short > 2 * long
-
-
 def num_prompts(policy: Gittins) -> int:
     return policy._prompts._count
-
-
-def num_waited_for(policy: Gittins) -> int:
-    return len(policy._open)

@@ -35,9 +35,9 @@ def lives(
 
 
 def learn(
-    classes: Array, seconds: Array, has_returned: Array, *, factors: tuple[int, ...], unknown: int
+    classes: Array, seconds: Array, has_returned: Array, *, factors: tuple[int, ...]
 ) -> Array:
-    return hazard.rates_of(classes, seconds, has_returned, factors=factors, unknown=unknown)
+    return hazard.rates_of(classes, seconds, has_returned, factors=factors)
 
 
 def test_known_rates_are_found_again() -> None:
@@ -47,7 +47,7 @@ def test_known_rates_are_found_again() -> None:
     true = of_class[:, None] * of_age
     classes = np.random.default_rng(1).integers(0, 12, 200_000)
     seconds, has_returned = lives(true, classes, waited=(8, 18))
-    found = learn(classes, seconds, has_returned, factors=factors, unknown=1)
+    found = learn(classes, seconds, has_returned, factors=factors)
     # Neighbouring ages are taken together, so a peak is found a little flatter. Later on hardly
     # any of the class with the highest rates is left.
     assert found[:, 1:11] == pytest.approx(true[:, 1:11], rel=0.25)
@@ -58,25 +58,15 @@ def test_known_rates_are_found_again() -> None:
 def test_a_constant_rate_is_found_exactly_enough() -> None:
     true = np.full((1, NUM_AGES), 0.1)
     seconds, has_returned = lives(true, np.zeros(50_000, dtype=int), waited=(17, 18))
-    found = learn(np.zeros(50_000, dtype=int), seconds, has_returned, factors=(1,), unknown=0)
+    found = learn(np.zeros(50_000, dtype=int), seconds, has_returned, factors=(1,))
     assert found[:, :12] == pytest.approx(true[:, :12], rel=0.1)
-
-
-def test_the_unknown_value_stands_for_all_others() -> None:
-    true = np.repeat([[0.0], [0.05], [0.15]], NUM_AGES, axis=1)
-    classes = np.repeat([1, 2], 20_000)
-    seconds, has_returned = lives(true, classes, waited=(17, 18))
-    found = learn(classes, seconds, has_returned, factors=(3,), unknown=0)
-    assert found[1, 0] == pytest.approx(0.05, rel=0.1)
-    assert found[0, 0] == pytest.approx(0.10, rel=0.1)
-    assert found[2, 0] == pytest.approx(0.15, rel=0.1)
 
 
 def test_a_class_of_which_nothing_is_known_has_the_rates_of_its_factors() -> None:
     true = np.repeat([[0.05], [0.2], [0.05], [0.2]], NUM_AGES, axis=1)
     classes = np.repeat([0, 1, 2], 20_000)  # of (row, column) (1, 1) there is none
     seconds, has_returned = lives(true, classes, waited=(17, 18))
-    found = learn(classes, seconds, has_returned, factors=(1, 2, 2), unknown=0)
+    found = learn(classes, seconds, has_returned, factors=(1, 2, 2))
     assert found[3, 2] == pytest.approx(0.2, rel=0.15)
 
 
@@ -85,13 +75,13 @@ def test_one_return_is_not_believed() -> None:
     classes = np.append(np.zeros(10_000, dtype=int), 1)
     seconds, has_returned = lives(true, classes, waited=(17, 18))
     seconds[-1], has_returned[-1] = 6.0, True
-    found = learn(classes, seconds, has_returned, factors=(1, 2), unknown=0)
+    found = learn(classes, seconds, has_returned, factors=(1, 2))
     assert found[0, 1] < found[1, 1] < 0.3
 
 
 def test_without_an_observation_there_are_rates_all_the_same() -> None:
     none = np.zeros(0)
-    found = learn(none.astype(int), none, none.astype(bool), factors=(2, 3, 2), unknown=1)
+    found = learn(none.astype(int), none, none.astype(bool), factors=(2, 3, 2))
     assert found.shape == (12, NUM_AGES)
     assert (found > 0).all()
     assert (found < 0.1).all()
@@ -103,7 +93,7 @@ def test_rates_are_probabilities_whatever_was_seen() -> None:
         classes = rng.integers(0, 12, count)
         seconds = rng.exponential(10.0 ** rng.integers(0, 7, count))
         seconds[: count // 5] = 0.0
-        found = learn(classes, seconds, rng.random(count) < 0.9, factors=(2, 3, 2), unknown=1)
+        found = learn(classes, seconds, rng.random(count) < 0.9, factors=(2, 3, 2))
         assert ((found >= 0) & (found <= 1)).all()
         assert np.isfinite(hazard.worth_of(found)).all()
 
@@ -111,7 +101,7 @@ def test_rates_are_probabilities_whatever_was_seen() -> None:
 def test_ages_share_with_their_neighbours() -> None:
     classes, seconds = np.zeros(10_000, dtype=int), np.full(10_000, 100.0)
     has_returned = np.arange(10_000) < 5000
-    found = learn(classes, seconds, has_returned, factors=(1,), unknown=0)[0]
+    found = learn(classes, seconds, has_returned, factors=(1,))[0]
     age = int(np.searchsorted(EDGES, 100.0)) - 1
     assert found[age] > found[age - 1] > 10 * found[age - 2]
     assert found[age + 1] > 10 * found[age - 2]

@@ -63,16 +63,16 @@ def test_turns_are_counted_though_all_earlier_blocks_were_evicted() -> None:
     policy = Gittins(64)
     for turn in range(4):  # nothing is ever found, all is stored again
         names = list(range(6 * turn + 6))
-        policy.stored(use(range(len(names)), names, now=10.0 * turn, request=turn))
+        policy.stored(use(range(len(names)), names, now=10.0 * turn))
         policy.freed(np.arange(len(names)))
     assert [turn_of(policy._prompts, number) for number in range(4)] == [0, 1, 2, 3]
 
 
 def test_turns_are_counted_though_the_tail_was_evicted() -> None:
     policy = Gittins(64)
-    policy.stored(use(range(10), range(10), request=0))
-    policy.used(use(range(3), range(3), length=15, now=5.0, request=1))
-    policy.stored(use(range(20, 32), range(3, 15), depth=3, now=5.0, parent=2, request=1))
+    policy.stored(use(range(10), range(10)))
+    policy.used(use(range(3), range(3), length=15, now=5.0))
+    policy.stored(use(range(20, 32), range(3, 15), depth=3, now=5.0, parent=2))
     assert turn_of(policy._prompts, 1) == 1
 
 
@@ -142,24 +142,9 @@ def test_what_is_kept_does_not_grow_with_the_prompts(monkeypatch: pytest.MonkeyP
         for place in range(prompts.WATCHED_MAX):
             known.watch(number, place, names[place], hits=0, depth=place)
         known.watch(number, 1, names[4], hits=0, depth=4)
-        known.answer(number, number % 300)
         if number % 1000 == 999:
             held.append(num_held(known))
     assert max(held[1:]) <= 1.1 * held[1]
-
-
-def test_an_answer_to_a_forgotten_prompt_is_not_another_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prompts, "_PROMPTS", 16)
-    known = Prompts()
-    for at in range(20):
-        ended(known, [at])
-    before = known._answer.copy()
-    known.answer(3, 500)
-    assert (known._answer == before).all()
-    known.answer(19, 500)
-    assert known._answer[19 % 16] == 500
 
 
 def test_blocks_of_forgotten_prompts_are_worth_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

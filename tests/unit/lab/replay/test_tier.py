@@ -1,0 +1,157 @@
+"""A tier and its replay: what is there, and that the policies hear of every request in turn."""
+
+import random
+
+import numpy as np
+import pytest
+
+from kvray.lab.replay import Trace
+from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, Replay
+from kvray.lab.replay.tier import NOWHERE, Tier
+from kvray.lab.replay.trace import NO_PARENT, TraceBuilder
+from kvray.store import policy as policies
+from kvray.store.policy import LRU, Use
+from tests.unit.lab.replay.excerpts import CONVERSATION, excerpt
+
+each_policy = pytest.mark.parametrize("policy", POLICIES)
+
+
+def tree_trace(seed: int, *, num_requests: int = 300) -> Trace:
+    """Return requests for paths of a tree, of which many end or fork halfway."""
+    rng = random.Random(seed)
+    builder = TraceBuilder(name="random", block_tokens=4)
+    paths: list[list[int]] = [[0]]
+    for at in range(num_requests):
+        before = rng.choice(paths[-20:])
+        path = before[: rng.randrange(1, len(before) + 1)]
+        while len(path) < 12 and rng.random() < 0.8:
+            path = [*path, path[-1] * 4 + rng.randrange(1, 5)]
+        paths.append(path)
+        builder.add(time_s=float(at), num_tokens=4 * len(path), ids=path)
+    return builder.build()
+
+
+def finish(replay: Replay) -> None:
+    for _ in replay.run():
+        pass
+
+
+class Checked:
+    """A replay whose tiers are looked at before each request."""
+
+    def __init__(self, trace: Trace, policy: str, *, nvme_blocks: int, admission: str) -> None:
+        self.trace = trace
+        self.replay = Replay(trace, policy, 40, nvme_blocks, admission=admission)
+
+    def run(self) -> None:
+        """Make all requests; before each one, check, and foretell what it finds."""
+        expected = [0, 0]
+        for request in self.replay.run():
+            self.check(self.replay.host, 40)
+            self.check(self.replay.disk, len(self.replay.disk._blocks))
+            self.check_copies()
+            assert not request or expected == self.hits(request - 1)
+            expected = self.foretell(request)
+        assert expected == self.hits(request)
+
+    def hits(self, request: int) -> list[int]:
+        return [int(self.replay.host_hits[request]), int(self.replay.disk_hits[request])]
+
+    def foretell(self, request: int) -> list[int]:
+        """Return how many blocks of a request each tier has."""
+        ids = self.trace.ids[self.trace.starts[request] : self.trace.starts[request + 1]].tolist()
+        found = []
+        for tier in (self.replay.host, self.replay.disk):
+            there = set(tier._blocks.tolist())
+            leading = 0
+            while leading < len(ids) and ids[leading] in there:
+                leading += 1
+            found.append(leading)
+            ids = ids[leading:]
+        return found
+
+    def check(self, tier: Tier, num_blocks: int) -> None:
+        here = np.flatnonzero(tier.slots != NOWHERE)
+        assert sorted(tier.slots[here].tolist() + tier._free) == list(range(num_blocks))
+        assert (tier._blocks[tier.slots[here]] == here).all()
+        assert (tier._blocks[tier._free] == NOWHERE).all()
+        above = self.trace.parents[here]
+        assert (tier.slots[above[above != NO_PARENT]] != NOWHERE).all(), (
+            "what is there are prefixes"
+        )
+        if isinstance(tier.policy, policies.S3FIFO):
+            assert (tier.policy._place[tier.slots[here]] > 0).all(), "each is in a queue"
+            assert (tier.policy._name[tier.slots[here]] == here).all()
+
+    def check_copies(self) -> None:
+        host, disk = self.replay.host, self.replay.disk
+        both = np.flatnonzero((host.slots != NOWHERE) & (disk.slots != NOWHERE))
+        if isinstance(host.policy, LRU) and isinstance(disk.policy, LRU):
+            above, below = host.slots[both], disk.slots[both]
+            assert (disk.policy._last[below] == host.policy._last[above]).all()
+
+
+@each_policy
+def test_a_tier_has_what_it_says(policy: str) -> None:
+    Checked(tree_trace(1), policy, nvme_blocks=0, admission="all").run()
+
+
+@each_policy
+@pytest.mark.parametrize("admission", ADMISSIONS)
+def test_with_a_disk_both_tiers_have_what_they_say(policy: str, admission: str) -> None:
+    checked = Checked(tree_trace(1), policy, nvme_blocks=60, admission=admission)
+    checked.run()
+    assert checked.replay.num_written > 90, "it was full once"
+    assert checked.replay.disk_hits.any()
+
+
+def test_the_policy_is_told_of_every_request_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[float, int, int]] = []
+
+    class Listening(LRU):
+        def used(self, use: Use) -> None:
+            told.append((use.now, use.depth, len(use.slots)))
+            super().used(use)
+
+        def stored(self, use: Use) -> None:
+            self.used(use)
+
+    monkeypatch.setitem(policies.POLICIES, "listening", Listening)
+    trace = tree_trace(3)
+    replay = Replay(trace, "listening", 40)
+    finish(replay)
+    lengths = np.diff(trace.starts)
+    expected = []
+    for request, hits in enumerate(replay.host_hits.tolist()):
+        now = trace.times[request]
+        expected += [(now, 0, hits)] if hits else []
+        missing = int(lengths[request]) - hits
+        expected += [(now, hits, missing)] if missing else []
+    assert told == expected
+
+
+def test_a_prompt_longer_than_the_tier_keeps_its_head() -> None:
+    builder = TraceBuilder(name="made", block_tokens=4)
+    for at in range(4):
+        builder.add(time_s=at, num_tokens=400, ids=range(100))
+    replay = Replay(builder.build(), "lru", 30)
+    finish(replay)
+    assert replay.host_hits.tolist() == [0, 30, 30, 30]
+
+
+def test_the_index_has_at_the_end_what_the_tiers_have() -> None:
+    trace = excerpt(CONVERSATION)
+    replay = Replay(trace, "lru", 1000, 500)
+    finish(replay)
+    here = np.stack([replay.host.slots, replay.disk.slots]) != NOWHERE
+    assert (replay._announced.locate(np.arange(trace.num_unique)) == here).all()
+    assert here.sum(axis=1).tolist() == [1000, 500]
+    assert len(replay._announced) == np.count_nonzero(here.any(axis=0))
+
+
+def test_a_tier_that_disagrees_with_the_index_is_found_out() -> None:
+    trace = tree_trace(4)
+    replay = Replay(trace, "lru", trace.num_unique)
+    replay._announced._index.add("0", replay._announced._keys[:1].tobytes(), [0])
+    with pytest.raises(AssertionError):
+        finish(replay)
