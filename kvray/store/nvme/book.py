@@ -4,13 +4,18 @@ The user of a book holds the store's lock. A page is copied under it and written
 lock is never held over I/O, and no record changes while the device reads it.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
 
 from kvray.store.arena.layout import Array, Geometry, align
+from kvray.store.arena.tables import Tables
+from kvray.store.nvme.io_threads import IoThreads
 from kvray.store.nvme.memory import aligned
 from kvray.store.nvme.record import RECORD, RECORDS_PER_PAGE
+from kvray.store.nvme.segment_files import SegmentFiles
 
 
 class Pages(NamedTuple):
@@ -34,7 +39,7 @@ class RecordBook:
         self._dirty = np.zeros((geometry.num_slabs, rows // RECORDS_PER_PAGE), dtype=bool)
 
     def table(self, slab: int) -> Array:
-        """Return a slab's records, whole pages of them, for its file to fill."""
+        """Return a slab's records, whole pages, for its file to fill."""
         table: Array = self._tables[slab]
         return table
 
@@ -78,3 +83,14 @@ class RecordBook:
         """Mark the pages `taken` as unwritten again: their write failed."""
         for one in taken:
             self._dirty[one.slab, one.pages] = True
+
+
+class StoreParts(NamedTuple):
+    """The parts of an open store that its reader and its writer share."""
+
+    tables: Tables
+    book: RecordBook
+    files: SegmentFiles
+    threads: IoThreads
+    section: Callable[[], AbstractContextManager[bool]]
+    """The lock of tables and book, held for moments and never over I/O."""

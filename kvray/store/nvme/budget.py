@@ -14,7 +14,7 @@ _SAVED = 1 / 24
 
 
 class WriteBudget:
-    """A day's bytes, given out evenly: any 24 hours spend no more than these.
+    """A day's bytes, given out evenly: any 24 hours spend no more.
 
     Times are seconds since 1970, because a restart must not give the same bytes twice. If the clock
     goes back, nothing is given until it has caught up. One thread spends and saves; any may ask.

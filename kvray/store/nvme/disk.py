@@ -39,23 +39,15 @@ class DiskFile:
         self._disk = disk
 
     def write(self, buffers: Sequence[Array], offset: int) -> None:
-        """Write `buffers` one behind the other from byte `offset` on, a multiple of a page.
+        """Write up to BUFFERS_MAX buffers, page-aligned whole pages, from byte `offset` on.
 
-        At most BUFFERS_MAX buffers, each page-aligned and of whole pages.
-
-        Raises:
-            CapacityError: the file system is full.
-            TierError: the device failed.
+        CapacityError: the file system is full. TierError: the device failed.
         """
         with device_errors(self.path, "written"):
             self._transfer(os.pwritev, buffers, offset)
 
     def read(self, buffers: Sequence[Array], offset: int) -> None:
-        """Fill `buffers` from byte `offset` on; arguments as for `write`.
-
-        Raises:
-            TierError: the device failed, or the file ends before.
-        """
+        """Fill `buffers` from byte `offset` on; TierError also if the file ends before."""
         with device_errors(self.path, "read"):
             self._transfer(os.preadv, buffers, offset)
             if not self.is_direct:
@@ -64,14 +56,14 @@ class DiskFile:
                 os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
     def sync(self) -> None:
-        """Return when all earlier writes survive a power loss; raises as `write`."""
+        """Return when all earlier writes survive a power loss."""
         with device_errors(self.path, "written"):
             os.fdatasync(self._fd)
             if not self.is_direct:
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def allocate(self, size: int) -> None:
-        """Give the file `size` bytes, the new ones zero; it never shrinks. Raises as `write`."""
+        """Give the file `size` bytes, the new ones zero; it never shrinks."""
         with device_errors(self.path, "made"):
             os.posix_fallocate(self._fd, 0, size)
 
@@ -119,11 +111,7 @@ class Disk:
         self._has_told = False
 
     def open(self, path: Path) -> DiskFile:
-        """Open an existing file for reading and writing.
-
-        Raises:
-            TierError: it cannot be opened.
-        """
+        """Open an existing file for reading and writing."""
         file = self._open(path, os.O_RDWR)
         try:
             with device_errors(path, "opened"):
@@ -134,12 +122,7 @@ class Disk:
         return file
 
     def create(self, path: Path, size: int) -> DiskFile:
-        """Make a file of `size` zero bytes, with all its room allocated.
-
-        Raises:
-            CapacityError: there is no room for it; nothing is left of it.
-            TierError: it cannot be made.
-        """
+        """Make a file of `size` zero bytes, with all its room allocated; or leave nothing of it."""
         file = self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             with device_errors(path, "made"):
@@ -172,11 +155,7 @@ class Disk:
                 os.close(fd)
 
     def check_writable(self, directory: Path) -> None:
-        """Write a page to a new file in `directory` and remove it; a full disk is no error.
-
-        Raises:
-            TierError: the device failed.
-        """
+        """Write a page to a new file in `directory` and remove it; a full disk is no error."""
         path = directory / _PROBE_FILE
         with contextlib.suppress(CapacityError):
             with device_errors(path, "removed"):

@@ -15,31 +15,25 @@ from kvray.errors import ShardUnavailable
 from kvray.store.arena import key_index, slots
 from kvray.store.arena.layout import READY, Array
 from kvray.store.arena.tables import Tables
-from kvray.store.nvme.parts import StoreParts
+from kvray.store.nvme.book import StoreParts
 from kvray.store.nvme.terms import Promoted
 from kvray.store.nvme.transfers import check_same, chunk_bytes, moves, read_tasks
 
 _log = logging.getLogger("kvray.nvme")
 
-_HITS_MAX = 2**32 - 1
-
 
 class Reader:
-    """Reads blocks, and notes when and how often; see `NvmeStore.read`."""
+    """Reads blocks, and notes when; see `NvmeStore.read`."""
 
     def __init__(self, parts: StoreParts) -> None:
         self.num_unreadable = self.read_bytes = 0
         self._tables, self._book, self._files, self._threads, self._section = parts
-        self._hits = np.zeros(parts.tables.geometry.num_slots, dtype="<u4")
-        """Reads since they were last noted in the book, whose pages would change with them."""
-        self._hits_of = np.zeros(parts.tables.geometry.num_slots, dtype="<u8")
-        """Number of the block that they are of: a slot may have got another since."""
         self._idle = threading.Condition()
         self._num_reading = 0
         self._is_closed = False
 
     def close(self) -> None:
-        """Begin no further reads; return when none is under way. Twice is fine."""
+        """Begin no further reads; return when none is under way."""
         with self._idle:
             self._is_closed = True
             self._idle.wait_for(lambda: not self._num_reading)
@@ -85,17 +79,13 @@ class Reader:
                 self._tables.add(held, slot_leases=-1)
 
     def note_use(self) -> None:
-        """Write into the book when and how often blocks were used."""
+        """Write into the book when blocks were used."""
         with self._section():
             ready = np.flatnonzero(self._tables.slot_state == READY)
             records = self._book.records(ready)
-            is_of_it = self._hits_of[ready] == self._tables.slot_number[ready]
-            new = np.where(is_of_it, self._hits[ready], 0).astype("<u8")
-            hits = np.minimum(records["hits"] + new, _HITS_MAX)
-            self._hits[:] = 0
             used = self._tables.slot_tick[ready]
-            changed = (records["used"] != used) | (records["hits"] != hits)
-            records["used"], records["hits"] = used, hits
+            changed = records["used"] != used
+            records["used"] = used
             self._book.put(ready[changed], records[changed])
 
     @contextlib.contextmanager
@@ -119,9 +109,6 @@ class Reader:
             # The bytes that its record promises are lost, after a restart too.
             self._book.bury(bad)
             tables.slot_tick[good] = tables.next_tick()
-            numbers = tables.slot_number[good]
-            self._hits[good] = np.where(self._hits_of[good] == numbers, self._hits[good], 0) + 1
-            self._hits_of[good] = numbers
             self.num_unreadable += int(np.count_nonzero(unreadable))
             self.read_bytes += int(tables.block_bytes(good).sum())
         if len(bad):

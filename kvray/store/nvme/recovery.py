@@ -48,9 +48,7 @@ class RecoveryReport:
 def read_tables(files: SegmentFiles, book: RecordBook, tables: Tables) -> RecoveryReport:
     """Fill empty tables with the blocks of existing segments.
 
-    Raises:
-        CapacityError: a shortened file cannot be made whole again.
-        TierError: the device failed.
+    CapacityError: a shortened file cannot be made whole again.
     """
     found: list[Array] = []
     counts = {"damaged": 0, "truncated": 0}

@@ -41,11 +41,7 @@ class Segment:
         return self.shape.payload_offset + rows * self.shape.stride
 
     def read_table(self, target: Array) -> int:
-        """Fill `target`, page-aligned whole pages of RECORD; return how many records the file has.
-
-        Raises:
-            TierError: the device failed.
-        """
+        """Fill `target`, page-aligned whole pages of RECORD; return how many the file has."""
         end = min(self.file.size(), self.shape.payload_offset)
         pages = max(0, end - self.shape.table_offset) // PAGE_BYTES
         memory = target.view("u1")[: pages * PAGE_BYTES]
@@ -54,19 +50,11 @@ class Segment:
         return min(self.shape.num_slots, pages * RECORDS_PER_PAGE)
 
     def write_pages(self, pages: Array, records: Array) -> None:
-        """Seal and write the caller's copy of pages of records, which changes in place.
-
-        `pages` are their indices, ascending. `records` are RECORD, shape [num_pages,
-        RECORDS_PER_PAGE], page-aligned. Raises as `DiskFile.write`.
-        """
+        """Seal, in place, and write a copy of pages of records, as `Pages` has them."""
         for start, end in runs(np.diff(pages) != 1, len(pages)):
             run, page = records[start:end].reshape(-1), int(pages[start])
             seal(run, segment_id=self.segment_id, first_row=page * RECORDS_PER_PAGE)
             self.file.write([run.view("u1")], self.shape.table_offset + page * PAGE_BYTES)
-
-    def close(self) -> None:
-        """Close the file. Twice is fine."""
-        self.file.close()
 
 
 def number_of(path: Path) -> int | None:
@@ -86,9 +74,7 @@ def create_segment(
 ) -> Segment:
     """Make an empty segment file that survives a power loss once this returns.
 
-    Raises:
-        CapacityError: there is no room for it.
-        TierError: the device failed.
+    CapacityError: there is no room for it.
     """
     path = directory / f"segment-{number:08d}"
     young = path.with_name(path.name + _UNFINISHED)
@@ -118,11 +104,7 @@ def create_segment(
 def open_segment(
     disk: Disk, path: Path, number: int, cluster_name: str, geometry: Geometry
 ) -> "Segment | str":
-    """Open a segment file, or return in one word why it is not one of this tier's.
-
-    Raises:
-        TierError: the device failed.
-    """
+    """Open a segment file, or return in one word why it is not one of this tier's."""
     file = disk.open(path)
     try:
         memory = aligned(PAGE_BYTES)

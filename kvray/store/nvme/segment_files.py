@@ -28,10 +28,6 @@ class SegmentFiles:
 
         Segment i goes to slab i. A file of another tier, version or geometry, or with a damaged
         header, is renamed and never removed: it may be somebody's. Unfinished files are removed.
-
-        Raises:
-            ConfigError: see `NvmeSpec.geometry`.
-            TierError: the device failed.
         """
         self.by_slab: dict[int, Segment] = {}
         self.surplus: tuple[str, ...] = ()
@@ -63,13 +59,11 @@ class SegmentFiles:
     def replace(self, slab: int, block_bytes: int) -> None:
         """Give a slab, which nobody uses, a new file for blocks of that size.
 
-        Raises:
-            CapacityError: there is no room for it; the slab has no file then.
-            TierError: the device failed; likewise.
+        CapacityError: there is no room for it; the slab has no file then.
         """
         old = self.by_slab.pop(slab, None)
         if old is not None:
-            old.close()
+            old.file.close()
             self._disk.remove(old.file.path)
             # Gone for good before there is another: with one file too many the next start would
             # have to choose, and the old one's records still name blocks.
@@ -101,7 +95,7 @@ class SegmentFiles:
     def close(self) -> None:
         """Close all files. Twice is fine."""
         for one in self.by_slab.values():
-            one.close()
+            one.file.close()
 
     def _open_existing(self) -> None:
         for path in unfinished(self._directory):
@@ -131,7 +125,7 @@ class SegmentFiles:
         by_use = sorted(self.by_slab.values(), key=_last_use, reverse=True)
         kept, surplus = sorted(by_use[:most], key=lambda one: one.number), by_use[most:]
         for segment in surplus:
-            segment.close()
+            segment.file.close()
             self._disk.remove(segment.file.path)
             _log.warning("%s is removed: nvme.capacity was lowered", segment.file.path)
         self.by_slab = dict(enumerate(kept))

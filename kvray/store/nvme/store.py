@@ -28,11 +28,10 @@ from kvray.store.arena.tables import Tables
 from kvray.store.machine.access import Access
 from kvray.store.machine.side_file import OWNER_BYTE, SideFile
 from kvray.store.nvme import growth, recovery
-from kvray.store.nvme.book import RecordBook
+from kvray.store.nvme.book import RecordBook, StoreParts
 from kvray.store.nvme.disk import Disk, device_errors
 from kvray.store.nvme.io_threads import IoThreads
 from kvray.store.nvme.memory import private_tables
-from kvray.store.nvme.parts import StoreParts
 from kvray.store.nvme.reader import Reader
 from kvray.store.nvme.segment_files import SegmentFiles
 from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats, Pending, Promoted
@@ -56,16 +55,17 @@ class NvmeStore:
     """One process's NVMe tier, of which it is the only owner; all methods from any thread.
 
     `write`, `read`, `flush` and `close` wait for the device and belong into an executor. So does
-    `reserve`, which searches all blocks for victims when the store is full. The others take a few
-    vector operations over their arguments. One write or flush runs at a time and others wait their
-    turn; beside it any number of reads runs.
+    `reserve`, which searches all blocks for victims when the store is full. One write or flush runs
+    at a time and others wait their turn; beside it any number of reads runs.
+
+    A device that fails raises TierError.
     """
 
     def __init__(self, directory: Path, spec: NvmeSpec, *, disk: Disk | None = None) -> None:
         """Take `directory` over and find its blocks.
 
         Raises:
-            CapacityError, TierError: the device has no room, or failed.
+            CapacityError: the device has no room.
             ConfigError: the directory or the sizes cannot be used.
             ShardUnavailable: another process, or this one, has it open.
         """
@@ -90,7 +90,7 @@ class NvmeStore:
             on_failure.pop_all()
         self._threads = IoThreads(spec.io_threads)
         parts = StoreParts(self.tables, self._book, self._files, self._threads, self._section)
-        self._writer = Writer(parts, verifies=spec.verify_writes)
+        self._writer = Writer(parts)
         self._reader = Reader(parts)
 
     def close(self) -> None:
@@ -109,11 +109,7 @@ class NvmeStore:
             self._owner_file.discard()
 
     def check_in_place(self) -> None:
-        """Check that the directory's path still leads to the open files; waits for the device.
-
-        Raises:
-            TierError: the directory was removed, unmounted or mounted over, or the device failed.
-        """
+        """Raise TierError if the directory's path no longer leads to the open files."""
         with device_errors(self.directory, "looked at"):
             if not self._owner_file.is_current():
                 raise TierError(
@@ -127,10 +123,7 @@ class NvmeStore:
         return lease.present(self.tables, keys, part)
 
     def find(self, keys: Array, part: int) -> tuple[Array, Array]:
-        """Return the slot of each of `keys`, and its bytes, 0 where it is not here; takes no lock.
-
-        The contents of a slot may change at any time.
-        """
+        """Return the slot of each of `keys`, and its bytes, 0: not here; takes no lock."""
         tables = self.tables
         found = key_index.find(tables, keys, part)
         is_here = (found >= 0) & (tables.slot_state[found] == READY)
@@ -151,10 +144,7 @@ class NvmeStore:
 
         Arguments as for `Arena.reserve`, but `keys` are u64 of shape [num_keys, 4] and `parent` is
         [1, 4]. The parent must be here or under way. Returns the slots of leading missing keys, for
-        `write` or `abort`.
-
-        Raises:
-            CapacityError: a segment holds no block of that size.
+        `write` or `abort`. CapacityError: a segment holds no block of that size.
         """
         if self.geometry.stride(block_bytes) > self.geometry.slab_bytes:
             raise CapacityError(
@@ -240,15 +230,9 @@ class NvmeStore:
         power loss only once `flush` has returned. In one call many chains share the price of a
         sync. `arena` are the arena's tables, with its data.
 
-        Returns:
-            One mask a demotion of the stored blocks. The others had no room on the disk, or (with
-                `NvmeSpec.verify_writes`) fail their checksum in the arena, where the caller should
-                have them quarantined.
-
-        Raises:
-            ConfigError: a slot of the arena holds another block than the one it goes to.
-            LayoutMismatch: or one of another size.
-            CapacityError, TierError: the device failed; nothing is stored.
+        Returns one mask a demotion of the stored blocks. The others had no room on the disk. After
+        an exception nothing is stored. ConfigError, LayoutMismatch: a slot of the arena holds
+        another block than the one it goes to, or one of another size.
         """
         with self._turn:
             self._check_open()
@@ -257,11 +241,8 @@ class NvmeStore:
     def flush(self, *, note_use: bool = False) -> None:
         """Return when all blocks that are READY now survive a power loss, and evicted ones do not.
 
-        `note_use` also writes when and how often blocks were used: at an orderly end, so that the
-        next start evicts in the right order.
-
-        Raises:
-            CapacityError, TierError: the device failed; the next flush tries again.
+        `note_use` also writes when blocks were used: at an orderly end, so that the next start
+        evicts in the right order. If the device fails, the next flush tries again.
         """
         with self._turn:
             self._check_open()
@@ -273,11 +254,8 @@ class NvmeStore:
         """Read blocks (u64 [num_keys, 4]) into slots reserved for them in an arena, and check them.
 
         A wrong block goes out of service, for as long as the store is open. A block that the device
-        refuses to read is a miss, and stays: the fault may pass.
-
-        Raises:
-            ConfigError: a slot of the arena is reserved for another block.
-            LayoutMismatch: or for one of another size.
+        refuses to read is a miss, and stays: the fault may pass. ConfigError, LayoutMismatch: a
+        slot of the arena is reserved for another block, or for one of another size.
         """
         return self._reader.read(keys, part, arena, arena_slots)
 

@@ -25,17 +25,9 @@ class NvmeSpec:
     """Transfers that one call runs at once."""
     group: str | None = None
     """Its members may open the files too; see `Access`."""
-    verify_writes: bool = False
-    """Whether the arena's bytes are compared with their checksum before they are recorded. Reads
-    compare it in any case before anything is served. This finds a block that memory has damaged at
-    its demotion, so that it takes no room on disk. It at least doubles the CPU of a write."""
 
     def geometry(self) -> Geometry:
-        """Return the figures of the tables of such a tier.
-
-        Raises:
-            ConfigError: not even one segment fits, or sizes are no multiples.
-        """
+        """Return the figures of the tables; ConfigError: no segment fits, or sizes do not."""
         one = SegmentShape.of(self._geometry(1), self.slot_min).file_bytes
         geometry = self._geometry(self.capacity // one)
         if not geometry.is_sound:

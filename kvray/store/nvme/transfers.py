@@ -55,20 +55,12 @@ def chunk_bytes(moves: Sequence[Move], num_threads: int, *, is_summed: bool) -> 
     return min(max(-(-total // num_threads), _CHUNK_BYTES_MIN), most)
 
 
-def write_tasks(move: Move, *, chunk_bytes: int, sums: Array | None) -> list[Task]:
-    """Return the tasks that write blocks to their segment.
-
-    `sums`, u64 and one for each requested block, gets the checksums of the bytes in the arena,
-    which the caller compares before it records the blocks; None: nobody does.
-    """
-
-    def write(chunk: Chunk) -> None:
-        if sums is not None:
-            slots = move.arena_slots[chunk.rows]
-            sums[move.rows[chunk.rows]] = payload.sum_slots(move.arena, slots)
-        move.segment.file.write(chunk.buffers, chunk.offset)
-
-    return [partial(write, chunk) for chunk in _chunks(move, chunk_bytes)]
+def write_tasks(move: Move, *, chunk_bytes: int) -> list[Task]:
+    """Return the tasks that write blocks to their segment."""
+    return [
+        partial(move.segment.file.write, chunk.buffers, chunk.offset)
+        for chunk in _chunks(move, chunk_bytes)
+    ]
 
 
 def read_tasks(move: Move, *, chunk_bytes: int, sums: Array, unreadable: Array) -> list[Task]:
@@ -101,10 +93,7 @@ def read_tasks(move: Move, *, chunk_bytes: int, sums: Array, unreadable: Array) 
 def moves(
     segments: dict[int, Segment], slots: Array, slots_per_slab: int, arena: Tables, into: Array
 ) -> list[Move]:
-    """Return one move for each segment, by slab in `segments`, that has some of `slots`.
-
-    `into` has the slot of `arena` for each of them.
-    """
+    """Return one move for each segment that has some of `slots`; `into` has those of `arena`."""
     slab, row = np.divmod(slots, slots_per_slab)
     made = []
     for one in np.unique(slab).tolist():
@@ -114,11 +103,7 @@ def moves(
 
 
 def check_same(tables: Tables, slots: Array, arena: Tables, arena_slots: Array) -> None:
-    """Refuse to move blocks between slots of different keys or parts.
-
-    Raises:
-        ConfigError: some differ, or there are not as many.
-    """
+    """Raise ConfigError unless the slots have blocks of the same keys and parts, in order."""
     same = len(slots) == len(arena_slots) and np.array_equal(
         tables.slot_key[slots], arena.slot_key[arena_slots]
     )

@@ -16,8 +16,7 @@ from kvray.store.arena import slots
 from kvray.store.arena.layout import NO_SLOTS, RESERVED, Array, align
 from kvray.store.arena.tables import Tables
 from kvray.store.nvme import growth
-from kvray.store.nvme.book import Pages
-from kvray.store.nvme.parts import StoreParts
+from kvray.store.nvme.book import Pages, StoreParts
 from kvray.store.nvme.record import RECORD
 from kvray.store.nvme.terms import Demotion
 from kvray.store.nvme.transfers import check_same, chunk_bytes, moves, write_tasks
@@ -31,10 +30,8 @@ _RETRY_S = 10.0
 class Writer:
     """Writes blocks and records; see `NvmeStore.write` and `NvmeStore.flush`."""
 
-    def __init__(self, parts: StoreParts, *, verifies: bool) -> None:
-        """With `verifies`, compare an arena's bytes with their checksum before they count."""
+    def __init__(self, parts: StoreParts) -> None:
         self.written_bytes = 0
-        self._verifies = verifies
         self._tables, self._book, self._files, self._threads, self._section = parts
         self._per_slab = parts.tables.geometry.slots_per_slab
         self._unsynced: set[int] = set()
@@ -52,7 +49,7 @@ class Writer:
             check_same(self._tables, targets, arena, sources)
             stored = self._make_files(targets)
             rows = np.flatnonzero(stored)
-            stored[rows] = self._write_payloads(targets[rows], arena, sources[rows])
+            self._write_payloads(targets[rows], arena, sources[rows])
             checksums = arena.slot_checksum[sources]
             self._record(demotions, targets, stored, checksums)
             self._write_records()
@@ -110,25 +107,18 @@ class Writer:
 
     # -- blocks -------------------------------------------------------------------------------
 
-    def _write_payloads(self, targets: Array, arena: Tables, sources: Array) -> Array:
-        """Write blocks durably; return a mask of those that may be recorded."""
+    def _write_payloads(self, targets: Array, arena: Tables, sources: Array) -> None:
+        """Write blocks durably."""
         # The arena's checksum was made while the bytes were in a cache. It goes into the record as
         # it is. The read that brings the block back compares it before anything is served, and so
         # finds a block that memory or the disk has damaged meanwhile.
-        sums = np.zeros(len(targets), dtype="<u8") if self._verifies else None
         each = moves(self._files.by_slab, targets, self._per_slab, arena, sources)
-        size = chunk_bytes(each, self._threads.num_threads, is_summed=self._verifies)
-        self._threads.run(
-            [task for one in each for task in write_tasks(one, chunk_bytes=size, sums=sums)]
-        )
+        size = chunk_bytes(each, self._threads.num_threads, is_summed=False)
+        self._threads.run([task for one in each for task in write_tasks(one, chunk_bytes=size)])
         self._sync(np.unique(targets // self._per_slab).tolist())
         self.written_bytes += sum(
             len(one.rows) * align(one.segment.shape.block_bytes) for one in each
         )
-        if sums is None:
-            return np.ones(len(targets), dtype=bool)
-        sound: Array = sums == arena.slot_checksum[sources]
-        return sound
 
     def _record(
         self, demotions: Sequence[Demotion], targets: Array, stored: Array, checksums: Array

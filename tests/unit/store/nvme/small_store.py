@@ -23,7 +23,6 @@ def spec(
     segment: int = SEGMENT,
     name: str = "test",
     free_reserve: int = 0,
-    verify_writes: bool = False,
 ) -> NvmeSpec:
     slots_per_segment = segment // SLOT
     table_bytes = -(-slots_per_segment * 128 // 4096) * 4096
@@ -34,7 +33,6 @@ def spec(
         slot_min=SLOT,
         free_reserve=free_reserve,
         io_threads=3,
-        verify_writes=verify_writes,
     )
 
 

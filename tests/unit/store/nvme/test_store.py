@@ -10,7 +10,6 @@ import pytest
 from kvray.errors import CapacityError, ConfigError, LayoutMismatch, ShardUnavailable
 from kvray.store.arena import key_index, payload
 from kvray.store.arena.eviction import choose_victims
-from kvray.store.arena.tables import Array
 from kvray.store.nvme import Demotion, NvmeStore
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import (
@@ -22,7 +21,6 @@ from tests.unit.store.nvme.small_store import (
     promote,
     put_in_arena,
     spec,
-    table_of,
 )
 from tests.unit.store.small_arena import SLOT, chain, reserve
 
@@ -33,12 +31,6 @@ def evict(store: NvmeStore, count: int) -> int:
     everything = np.arange(store.geometry.num_slots)
     victims = choose_victims(store.tables, count, within=everything, protect=NOBODY)
     return len(store.evict(victims))
-
-
-def hits_of(directory: Path, slots: Array) -> list[int]:
-    """Return how often blocks were used, as the first segment's file says."""
-    hits: list[int] = table_of(directory / "segment-00000000")["hits"][slots].tolist()
-    return hits
 
 
 def test_block_that_was_demoted_comes_back_byte_for_byte(store: NvmeStore) -> None:
@@ -183,19 +175,6 @@ def test_slots_of_other_blocks_are_refused(store: NvmeStore) -> None:
         store.read(key_index.pack_keys(keys), 0, arena, here)
 
 
-def test_block_that_is_wrong_in_the_arena_is_not_stored_if_writes_are_verified(
-    directory: Path,
-) -> None:
-    store, keys = open_store(directory, spec(verify_writes=True)), chain(4)
-    arena = arena_tables()
-    one = chain_for(store, arena, keys)
-    payload.slot_bytes(arena, int(one.arena_slots[2]))[7] ^= 1
-    assert store.write([one], arena)[0].tolist() == [True, True, False, True]
-    assert present(store, keys) == 3
-    check_invariants(store.tables)
-    store.close()
-
-
 def test_block_that_is_wrong_in_the_arena_is_found_when_it_is_read(store: NvmeStore) -> None:
     keys = chain(4)
     arena = arena_tables()
@@ -234,24 +213,7 @@ def test_use_is_known_after_a_restart_if_it_was_noted(directory: Path) -> None:
     again = open_store(directory)
     assert evict(again, 3) == 3
     assert (present(again, old), present(again, new)) == (3, 0)
-    slots = key_index.find(again.tables, key_index.pack_keys(old), 0)
     again.close()
-    assert hits_of(directory, slots) == [1, 1, 1]
-
-
-def test_block_does_not_inherit_the_hits_of_the_one_before(
-    directory: Path, store: NvmeStore
-) -> None:
-    old, new = chain(3, seed="old"), chain(3, seed="new")
-    demote(store, old)
-    promote(store, old)
-    evict(store, 3)
-    demote(store, new)
-    promote(store, new[:1])
-    store.flush(note_use=True)
-    slots = key_index.find(store.tables, key_index.pack_keys(new), 0)
-    assert slots.tolist() == [0, 1, 2], "they are in the same slots"
-    assert hits_of(directory, slots) == [1, 0, 0]
 
 
 def test_directory_has_one_owner(directory: Path) -> None:
