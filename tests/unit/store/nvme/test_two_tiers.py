@@ -108,31 +108,6 @@ def test_nothing_is_written_below_the_high_watermark(arena: Arena, below: NvmeSt
     assert below.stats().written_bytes == 0
 
 
-def test_what_another_node_keeps_is_written_only_once_it_does_not(
-    arena: Arena, below: NvmeStore
-) -> None:
-    retention = Retention(arena, "lru", "all")
-    retention.put_below(below)
-    keys = [chain(1, seed=str(number))[0] for number in range(40)]
-    for key in keys:
-        store(arena, [key])
-    retention.observe()
-    budget = WriteBudget(None, now=time.time())
-    demoter = Demoter(arena, below, high_watermark=0.5, budget=budget, retention=retention)
-    question = retention.ask(0.5)
-    assert question.keys.tobytes() == b"".join(keys[:5]), "an eighth"
-    retention.answer(question, np.ones(5, dtype=bool))
-    while demoter.demote_ahead():
-        pass
-    is_there = [present(below, [key]) == 1 for key in keys]
-    assert is_there == [False] * 5 + [True] * 3 + [False] * 32, "eight are above the watermark"
-    retention.answer(question, np.zeros(5, dtype=bool))
-    while demoter.demote_ahead():
-        pass
-    assert all(present(below, [key]) for key in keys[:8])
-    assert demoter.counts.refused_blocks == 0
-
-
 def test_what_goes_next_is_written_with_its_ancestors_and_stays(
     arena: Arena, below: NvmeStore
 ) -> None:
