@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvray.console.boundary import boundary
-from kvray.console.options import ConfigOption, VerboseOption
+from kvray.console.options import ConfigOption, JsonOption, VerboseOption
 from kvray.console.picture import PlotOption, check_plot
 
 if TYPE_CHECKING:
     from kvray.lab.bench.report import Report
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 QuickOption = Annotated[
     bool, typer.Option("--quick", help="Measure little: it shows that it works, not how fast.")
 ]

@@ -1,14 +1,14 @@
 """`kvray chaos`: the command."""
 
 import json
-import sys
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from kvray.console.boundary import boundary
-from kvray.console.options import VerboseOption
+from kvray.console.options import JsonOption, VerboseOption
+from kvray.console.tables import printer
 from kvray.errors import ConfigError
 
 EXIT_FAILED = 1
@@ -43,7 +43,7 @@ def chaos(
     network: Annotated[
         bool, typer.Option(help="Give the nodes addresses and cables of their own; needs root.")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Serve from several nodes while parts of them are killed, stopped, cut off or filled up.
@@ -79,7 +79,6 @@ def chaos(
         if as_json:
             print(json.dumps(found, indent=2))
         else:
-            width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-            report.print_all(Console(highlight=False, width=width), found)
+            report.print_all(printer(_PLAIN_WIDTH), found)
     if not has_passed(found):
         raise typer.Exit(EXIT_FAILED)

@@ -1,25 +1,24 @@
 """`kvray config`: every value with its source, and the schema of the file."""
 
 import json
-import sys
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from kvray.cli.asking import show_answer
 from kvray.cli.config_fit import fit
 from kvray.config import Effective, Setting, effective_settings, json_schema, read_effective
 from kvray.console.boundary import boundary
 from kvray.console.options import (
     AddressOption,
     ConfigOption,
+    JsonOption,
     NodeLabelOption,
     VerboseOption,
     parse_labels,
 )
+from kvray.console.tables import empty_table, printer
 
 config_app = typer.Typer(
     name="config",
@@ -37,7 +36,7 @@ def show(
     address: AddressOption = None,
     node_label: NodeLabelOption = None,
     changed: Annotated[bool, typer.Option("--changed", help="Leave out the defaults.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Print every effective value and its source.
@@ -51,10 +50,8 @@ def show(
         settings = effective_settings(effective)
         if changed:
             settings = [one for one in settings if not one.is_default]
-        if as_json:
-            print(json.dumps(_as_json(effective, settings), indent=2))
-        else:
-            _print(effective, settings)
+        found = _as_json(effective, settings)
+        show_answer(found, lambda _: _print(effective, settings), as_json=as_json)
 
 
 @config_app.command()
@@ -79,15 +76,13 @@ def _as_json(effective: Effective, settings: list[Setting]) -> dict[str, Any]:
 
 
 def _print(effective: Effective, settings: list[Setting]) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = printer()
     file = "none" if effective.path is None else str(effective.path)
     console.print(f"File: {escape(file)}", soft_wrap=True)
     if not settings:
         console.print("Every setting has its default.")
         return
-    table = Table(box=box.SIMPLE)
-    for name in ("setting", "value", "from"):
-        table.add_column(name, overflow="fold")
+    table = empty_table("setting", "value", "from", folds=True)
     for one in settings:
         style = "dim" if one.is_default else None
         table.add_row(one.name, escape(_written(one.value)), escape(str(one.origin)), style=style)

@@ -3,18 +3,15 @@
 import json
 import os
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from kvray.cli.asking import show_answer
 from kvray.config import (
     KVRayConfig,
     format_size,
@@ -23,7 +20,14 @@ from kvray.config import (
     read_effective,
 )
 from kvray.console.boundary import boundary
-from kvray.console.options import ConfigOption, NodeLabelOption, VerboseOption, parse_labels
+from kvray.console.options import (
+    ConfigOption,
+    JsonOption,
+    NodeLabelOption,
+    VerboseOption,
+    parse_labels,
+)
+from kvray.console.tables import empty_table, printer
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +64,7 @@ def fit(
     shm: Annotated[
         str | None, _size_option("Size of /dev/shm; else as it is, or half of --total.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Share out a node's memory, and print the `ray start` line that makes it fit.
@@ -81,11 +85,8 @@ def fit(
         sizes = {name: _parsed(name, one) for name, one in given.items() if one is not None}
         made, largest = _plan(settings, sizes)
         lines = _commands(made, settings, labels)
-        if as_json:
-            answer = {**asdict(made), "fits": made.fits, "commands": lines, "largest": largest}
-            print(json.dumps(answer, indent=2, default=str))
-        else:
-            _print(made, lines, largest)
+        found = {**asdict(made), "fits": made.fits, "commands": lines, "largest": largest}
+        show_answer(found, lambda _: _print(made, lines, largest), as_json=as_json)
         if not made.fits:
             raise typer.Exit(EXIT_UNFIT)
 
@@ -191,11 +192,9 @@ def _without_arena(memory: "NodeMemory", config: KVRayConfig) -> "NodeMemory":
 
 
 def _print(made: "Fit", lines: Sequence[str], largest: str) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
-    table = Table(title="Memory of this node", title_justify="left", box=box.SIMPLE)
-    table.add_column("bound", overflow="fold")
-    for name in ("size", "in use", "Ray itself", "arena", "object store", "workers", "left"):
-        table.add_column(name, justify="right", no_wrap=True)
+    console = printer()
+    numbers = ("size", "in use", "Ray itself", "arena", "object store", "workers", "left")
+    table = empty_table("bound", numbers=numbers, title="Memory of this node", folds=True)
     for share in made.shares:
         parts = (share.used, share.ray, share.arena, share.object_store, share.heap)
         sizes = [format_size(part) if part else "" for part in parts]

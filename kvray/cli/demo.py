@@ -1,6 +1,5 @@
 """`kvray demo`: the command."""
 
-import sys
 import time
 from typing import Annotated
 
@@ -9,8 +8,9 @@ from rich.console import Console
 
 from kvray.config import parse_size
 from kvray.console.boundary import boundary
-from kvray.console.options import VerboseOption
+from kvray.console.options import JsonOption, VerboseOption
 from kvray.console.picture import PlotOption, check_plot
+from kvray.console.tables import printer
 from kvray.errors import ConfigError
 
 EXIT_FAILED = 1
@@ -26,7 +26,7 @@ def demo(
             " of a Llama-family checkpoint.",
         ),
     ] = "smollm2",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     arena: Annotated[
         str, typer.Option(metavar="SIZE", help="Shared memory of the demo's tier.")
     ] = "1GiB",
@@ -56,9 +56,7 @@ def demo(
         if as_json:
             print(report.to_json(records, verdict, model=model, seconds=seconds))
         else:
-            width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-            console = Console(highlight=False, width=width)
-            report.print_all(console, records, verdict, seconds=seconds)
+            report.print_all(printer(_PLAIN_WIDTH), records, verdict, seconds=seconds)
         if plot is not None:
             from kvray.lab.demo.plot import draw
 

@@ -1,14 +1,12 @@
 """`kvray explain`: why a request hit or missed, and what became of the blocks of a prompt."""
 
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from kvray.cli.asking import open_client, show_answer
 from kvray.cli.text.explanation import (
     prompt_report,
     request_report,
@@ -16,9 +14,9 @@ from kvray.cli.text.explanation import (
     requests_table,
 )
 from kvray.cli.token_file import read_tokens
-from kvray.config import load_config
-from kvray.console.boundary import boundary, stdout_kept
-from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.console.boundary import boundary
+from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
+from kvray.console.tables import printer
 from kvray.errors import ConfigError
 
 _LAST_MAX = 200
@@ -62,28 +60,22 @@ def explain(
     ] = None,
     config: ConfigOption = None,
     address: AddressOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Explain why a request hit or missed, range by range, and what to do about it."""
     with boundary(verbose=verbose) as interrupts:
         _check(request_id, last=last, has_tokens=tokens is not None, salt=salt, lora=lora)
-        settings = load_config(config, overrides={"ray.address": address})
         token_ids = None if tokens is None else read_tokens(tokens)
-        with interrupts.masked():
-            from kvray.client import Client
-
-        with stdout_kept(), Client(settings) as client:
+        with open_client(config, address, interrupts) as client:
             if token_ids is not None:
                 found = client.explain_tokens(token_ids, replica=replica, salt=salt, lora=lora)
             elif last or request_id is None:
                 found = client.explain(replica=replica, last=request_id or 1)
             else:
                 found = client.explain(request_id, replica=replica, last=_LAST_MAX)
-        if as_json:
-            print(json.dumps(found, indent=2))
-        else:
-            _print(found, as_list=last and (request_id or 1) > 1)
+        as_list = last and (request_id or 1) > 1
+        show_answer(found, lambda found: _print(found, as_list=as_list), as_json=as_json)
 
 
 def _check(
@@ -99,7 +91,7 @@ def _check(
 
 
 def _print(found: dict[str, Any], *, as_list: bool) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = printer()
     now = time.time()
     requests = found.get("requests", [])
     if as_list:

@@ -1,21 +1,19 @@
 """`kvray ls`: the stored namespaces, and the most used prefixes of one."""
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvray.cli.asking import open_client, show_answer
 from kvray.cli.text.explanation import node_of
 from kvray.cli.text.hits import tier_share
-from kvray.config import format_size, load_config
-from kvray.console.boundary import boundary, stdout_kept
-from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.config import format_size
+from kvray.console.boundary import boundary
+from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
+from kvray.console.tables import empty_table, printer
 
 _MODEL_MAX = 40
 
@@ -34,16 +32,12 @@ def ls(
     ] = 20,
     config: ConfigOption = None,
     address: AddressOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """List the namespaces that have blocks or replicas, or the prefixes of one of them."""
     with boundary(verbose=verbose) as interrupts:
-        settings = load_config(config, overrides={"ray.address": address})
-        with interrupts.masked():
-            from kvray.client import Client
-
-        with stdout_kept(), Client(settings) as client:
+        with open_client(config, address, interrupts) as client:
             shards = client.status()["shards"]
             contents = client.contents(namespace, hottest=hottest)
         found: dict[str, Any] = {
@@ -52,10 +46,7 @@ def ls(
         }
         if namespace is not None:
             found["prefixes"] = prefixes(contents)[:hottest]
-        if as_json:
-            print(json.dumps(found, indent=2))
-        else:
-            _print(found, namespace)
+        show_answer(found, lambda found: _print(found, namespace), as_json=as_json)
 
 
 def namespaces(
@@ -101,9 +92,8 @@ def prefixes(contents: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def namespaces_table(found: Sequence[Mapping[str, Any]]) -> Table:
     """Return one row for each namespace."""
-    table = _table("namespace", "model", "dtype", "replicas")
-    for name in ("in memory", "blocks", "on disk", "blocks", "from the tier"):
-        table.add_column(name, justify="right")
+    numbers = ("in memory", "blocks", "on disk", "blocks", "from the tier")
+    table = empty_table("namespace", "model", "dtype", "replicas", numbers=numbers, folds=True)
     for one in found:
         fields = one["fields"]
         table.add_row(
@@ -122,9 +112,9 @@ def namespaces_table(found: Sequence[Mapping[str, Any]]) -> Table:
 
 def prefixes_table(found: Sequence[Mapping[str, Any]], tokens_per_block: int) -> Table:
     """Return one row for each prefix; `tokens_per_block` 0: not known."""
-    table = _table("last block", "nodes")
-    for name in ("blocks", "tokens", "uses", "last use"):
-        table.add_column(name, justify="right")
+    table = empty_table(
+        "last block", "nodes", numbers=("blocks", "tokens", "uses", "last use"), folds=True
+    )
     for one in found:
         age = one["used_s_ago"]
         table.add_row(
@@ -139,7 +129,7 @@ def prefixes_table(found: Sequence[Mapping[str, Any]], tokens_per_block: int) ->
 
 
 def _print(found: Mapping[str, Any], namespace: str | None) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = printer()
     entries = found["namespaces"]
     if found["silent"]:
         console.print(f"No answer from {', '.join(found['silent'])}: their blocks are not counted.")
@@ -157,13 +147,6 @@ def _entry(found: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
     counters = ("host_blocks", "host_bytes", "nvme_blocks", "nvme_bytes")
     made = {"namespace": name, "fields": {}, "replicas": [], "hit_tokens": 0, "prompt_tokens": 0}
     return found.setdefault(name, {**made, **dict.fromkeys(counters, 0)})
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE, collapse_padding=True)
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    return table
 
 
 def _shortened(model: str) -> str:

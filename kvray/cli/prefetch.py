@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from kvray.cli.asking import open_client
 from kvray.cli.token_file import read_tokens
-from kvray.config import load_config
-from kvray.console.boundary import boundary, stdout_kept
-from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.console.boundary import boundary
+from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
 
 
 def prefetch(
@@ -32,7 +32,7 @@ def prefetch(
     ] = None,
     config: ConfigOption = None,
     address: AddressOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Bring a prompt's blocks from other nodes and disk to a replica.
@@ -40,12 +40,8 @@ def prefetch(
     The next request with this prompt then hits.
     """
     with boundary(verbose=verbose) as interrupts:
-        settings = load_config(config, overrides={"ray.address": address})
         token_ids = read_tokens(tokens)
-        with interrupts.masked():
-            from kvray.client import Client
-
-        with stdout_kept(), Client(settings) as client:
+        with open_client(config, address, interrupts) as client:
             brought = client.prefetch(token_ids, replica=replica, salt=salt, lora=lora)
         if as_json:
             print(json.dumps(asdict(brought), indent=2))

@@ -1,6 +1,5 @@
 """`kvray replay`: how policies would have served a trace of requests."""
 
-import sys
 from collections.abc import Sequence
 from decimal import Decimal
 from difflib import get_close_matches
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvray.console.boundary import boundary
-from kvray.console.options import VerboseOption
+from kvray.console.options import JsonOption, VerboseOption
 from kvray.console.picture import PlotOption, check_plot, write_picture
+from kvray.console.tables import printer
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def replay(
             min=0, max=2**32 - 1, metavar="N", help="Decides the order in which they begin."
         ),
     ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     plot: PlotOption = None,
     verbose: VerboseOption = False,
 ) -> None:
@@ -87,8 +87,6 @@ def replay(
         if plot is not None:
             check_plot(plot)
         with interrupts.masked():
-            from rich.console import Console
-
             from kvray.lab.replay import Plan, report, simulator
 
         admissions = _names(admission, simulator.ADMISSIONS, "--admission")
@@ -103,8 +101,7 @@ def replay(
         if as_json:
             print(report.to_json(found, **layout))
         else:
-            width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-            report.print_all(Console(highlight=False, width=width), found)
+            report.print_all(printer(_PLAIN_WIDTH), found)
         if plot is not None:
             from kvray.lab.replay.plot import make_figure
 

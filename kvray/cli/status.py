@@ -1,26 +1,23 @@
 """`kvray status`: shards, lookup and replicas, as they report themselves."""
 
-import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvray.cli.asking import open_client, show_answer
 from kvray.cli.text.hits import COMPUTED, SOURCES, source_shares, sources_sentence
 from kvray.cli.text.memory import node_name, shares_report
 from kvray.cli.text.namespaces import namespaces_report
 from kvray.cli.text.transports import node_links, node_links_table
 from kvray.cli.text.unnamed import unnamed_sentences
-from kvray.config import format_size, load_config
-from kvray.console.boundary import boundary, stdout_kept
-from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.config import format_size
+from kvray.console.boundary import boundary
+from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
+from kvray.console.tables import empty_table, printer
 from kvray.trace.reasons import MISS_PREFIX
 
 _ARENA_COLUMNS = ("blocks", "leased_blocks", "evicted", "dropped", "corrupt")
@@ -41,25 +38,18 @@ _ELSEWHERE = re.compile("_ns_below_|_us_sum$|^uptime_s$|^hit_tokens|^local_token
 def status(
     config: ConfigOption = None,
     address: AddressOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Show the shards with their memory, the lookup, and the replicas with their hits."""
     with boundary(verbose=verbose) as interrupts:
-        settings = load_config(config, overrides={"ray.address": address})
-        with interrupts.masked():
-            from kvray.client import Client
-
-        with stdout_kept(), Client(settings) as client:
+        with open_client(config, address, interrupts) as client:
             found = client.status()
-        if as_json:
-            print(json.dumps(found, indent=2))
-        else:
-            _print(found)
+        show_answer(found, _print, as_json=as_json)
 
 
 def _print(found: dict[str, Any]) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = printer()
     lookup = found["lookup"]
     console.print(
         f"Tier [bold]{found['cluster_name']}[/]: {_count(found['shards'], 'shard')},"
@@ -106,11 +96,8 @@ def _print(found: dict[str, Any]) -> None:
 
 def shards_table(shards: list[dict[str, Any]]) -> Table:
     """Return one row for each shard."""
-    table = Table(title="Shards", title_justify="left", box=box.SIMPLE, collapse_padding=True)
-    for name in ("node", "state", "memory"):
-        table.add_column(name, no_wrap=True)
-    for name in _ARENA_COLUMNS:
-        table.add_column(name.removesuffix("_blocks"), justify="right")
+    counts = [name.removesuffix("_blocks") for name in _ARENA_COLUMNS]
+    table = empty_table("node", "state", "memory", numbers=counts, title="Shards")
     for shard in shards:
         table.add_row(*_shard_cells(shard))
     return table
@@ -118,12 +105,7 @@ def shards_table(shards: list[dict[str, Any]]) -> Table:
 
 def memory_table(shards: list[dict[str, Any]]) -> Table:
     """Return one row for each block size of each shard, and one for its spare slabs."""
-    table = Table(
-        title="Memory by block size", title_justify="left", box=box.SIMPLE, collapse_padding=True
-    )
-    table.add_column("node", no_wrap=True)
-    for name in _SLAB_COLUMNS:
-        table.add_column(name, justify="right")
+    table = empty_table("node", numbers=_SLAB_COLUMNS, title="Memory by block size")
     for shard in shards:
         for use in _slabs_of(shard):
             table.add_row(node_name(shard), *_slab_cells(use))
@@ -134,11 +116,8 @@ def memory_table(shards: list[dict[str, Any]]) -> Table:
 
 def nvme_table(shards: list[dict[str, Any]]) -> Table:
     """Return one row for each shard that keeps blocks on disk."""
-    table = Table(title="On disk", title_justify="left", box=box.SIMPLE, collapse_padding=True)
-    table.add_column("node", no_wrap=True)
-    table.add_column("files", no_wrap=True)
-    for name in (*_NVME_COLUMNS.values(), "written", "read"):
-        table.add_column(name, justify="right")
+    numbers = (*_NVME_COLUMNS.values(), "written", "read")
+    table = empty_table("node", "files", numbers=numbers, title="On disk")
     table.add_column("")
     for shard in shards:
         if (nvme := shard.get("nvme")) is not None:
@@ -155,11 +134,8 @@ def nvme_table(shards: list[dict[str, Any]]) -> Table:
 
 def replicas_table(replicas: list[dict[str, Any]]) -> Table:
     """Return one row for each rank; counters that are zero or unknown are left out."""
-    table = Table(title="Replicas", title_justify="left", box=box.SIMPLE, collapse_padding=True)
-    table.add_column("replica", no_wrap=True)
-    table.add_column("rank", justify="right")
-    for name in (*_COUNTED.values(), *SOURCES, COMPUTED):
-        table.add_column(name.replace(" ", "\n"), justify="right")
+    numbers = [name.replace(" ", "\n") for name in (*_COUNTED.values(), *SOURCES, COMPUTED)]
+    table = empty_table("replica", numbers=("rank", *numbers), title="Replicas")
     table.add_column("misses", no_wrap=True)
     table.add_column("others")
     for replica in replicas:

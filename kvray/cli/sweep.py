@@ -1,7 +1,5 @@
 """`kvray sweep`: lists a node's arenas and removes those that nobody uses. Needs no Ray."""
 
-import json
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -9,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from kvray.cli.asking import show_answer
 from kvray.config import format_size, load_config
 from kvray.console.boundary import boundary
-from kvray.console.options import ConfigOption, VerboseOption
+from kvray.console.options import ConfigOption, JsonOption, VerboseOption
+from kvray.console.tables import empty_table, printer
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +44,7 @@ def sweep(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the arenas, and remove none.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Remove this node's arenas that have neither a shard nor an engine.
@@ -60,10 +57,8 @@ def sweep(
             from kvray.actors.owner.inventory import find_arenas
 
         swept = [_swept(finding, dry_run=dry_run) for finding in find_arenas(parent)]
-        if as_json:
-            print(json.dumps({"directory": str(parent), "arenas": swept}, indent=2))
-        else:
-            _print(parent, swept)
+        found = {"directory": str(parent), "arenas": swept}
+        show_answer(found, lambda _: _print(parent, swept), as_json=as_json)
     if any(arena["outcome"] == "left" for arena in swept):
         raise typer.Exit(_EXIT_LEFT)
 
@@ -94,13 +89,12 @@ def _remove(directory: Path) -> tuple[str, str | None]:
 
 
 def _print(parent: Path, swept: list[dict[str, Any]]) -> None:
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = printer()
     if not swept:
         console.print(f"There are no arenas of this user in {escape(str(parent))}.")
         return
-    table = Table(title=escape(f"Arenas in {parent}"), title_justify="left", box=box.SIMPLE)
-    for name in ("directory", "cluster", "memory", "age", "owner", "attached", ""):
-        table.add_column(name, no_wrap=name not in ("owner", "attached"))
+    columns = ("directory", "cluster", "memory", "age", "owner", "attached", "")
+    table = empty_table(*columns, title=escape(f"Arenas in {parent}"), folds=True)
     for arena in swept:
         table.add_row(*_cells(arena))
     console.print(table)

@@ -1,6 +1,5 @@
 """`kvray top`: the nodes and replicas of a tier at work, refreshed until Ctrl-C."""
 
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,11 +7,12 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from kvray.cli.asking import open_client
 from kvray.cli.text.rates import History
 from kvray.cli.text.top_view import view
-from kvray.config import load_config
-from kvray.console.boundary import boundary, stdout_kept
+from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.console.tables import printer
 from kvray.errors import KVRayError
 
 if TYPE_CHECKING:
@@ -37,13 +37,8 @@ def top(
     If the tier goes away, the view says so and waits for it.
     """
     with boundary(verbose=verbose) as interrupts:
-        settings = load_config(config, overrides={"ray.address": address})
-        with interrupts.masked():
-            from kvray.client import Client
-
-        width = None if sys.stdout.isatty() else 160
-        console = Console(highlight=False, width=width, file=sys.stdout)
-        with stdout_kept(), Client(settings) as client:
+        console = printer()
+        with open_client(config, address, interrupts) as client:
             if once:
                 _print_once(client, console, interval)
                 return

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -15,7 +14,8 @@ from rich.table import Table
 from kvray.config import KVRayConfig, format_size, load_config
 from kvray.console.boundary import boundary
 from kvray.console.interrupts import Interrupts
-from kvray.console.options import ConfigOption, VerboseOption
+from kvray.console.options import ConfigOption, JsonOption, VerboseOption
+from kvray.console.tables import empty_table
 from kvray.errors import ShardUnavailable
 
 EXIT_CORRUPT = 1
@@ -27,7 +27,7 @@ def verify(
     all_arenas: Annotated[
         bool, typer.Option("--all", help="Check every arena of this user under arena.dir.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Check every stored block of this node, and the tables that find it.
@@ -139,10 +139,8 @@ def _print(found: list[dict[str, Any]], parent: Path) -> None:
 
 def arenas_table(found: list[dict[str, Any]]) -> Table:
     """Return one row for each arena that was checked."""
-    table = Table(title="Arenas", title_justify="left", box=box.SIMPLE, collapse_padding=True)
-    table.add_column("arena", no_wrap=True)
-    for name in ("blocks", "bytes", "seconds", "corrupt", "skipped"):
-        table.add_column(name, justify="right")
+    numbers = ("blocks", "bytes", "seconds", "corrupt", "skipped")
+    table = empty_table("arena", numbers=numbers, title="Arenas")
     for arena in found:
         table.add_row(
             escape(arena["directory"]),

@@ -27,6 +27,10 @@ AddressOption = Annotated[
     ),
 ]
 
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object.", show_default=False)
+]
+
 PlanOption = Annotated[
     bool,
     typer.Option("--plan", help="Show the changes, and make none.", show_default=False),

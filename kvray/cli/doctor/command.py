@@ -18,7 +18,7 @@ from kvray.cli.text.transports import node_links, node_links_table
 from kvray.config import KVRayConfig, load_config
 from kvray.console.boundary import EXIT_ERROR, boundary, stdout_kept
 from kvray.console.interrupts import Interrupts
-from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
 from kvray.errors import KVRayError
 
 _COLOURS = {"ok": "green", "hint": "yellow", "fault": "red", "skipped": "dim"}
@@ -33,7 +33,7 @@ def doctor(
             "--here", help="Only this machine or container, as an engine sees it. Asks no Ray."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Find faults of the tier, and say how to mend them.

@@ -4,12 +4,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.text.reasons import CAUSES, WAYS, reason
+from kvray.console.tables import empty_table
 
 _TIERS = {"host": "the memory", "nvme": "the disk"}
 _PLACES = {"host": "in the memory", "nvme": "on the disk"}
@@ -71,7 +71,9 @@ def prompt_report(prompt: Mapping[str, Any], *, now: float) -> Iterator[Renderab
 
 def requests_table(requests: Sequence[Mapping[str, Any]], *, now: float) -> Table:
     """Return one row for each request."""
-    table = _empty_table("request", "replica", "when", "prompt", "own", "hit", "missed", "why")
+    table = empty_table(
+        "request", "replica", "when", "prompt", "own", "hit", "missed", "why", folds=True
+    )
     for one in requests:
         table.add_row(
             str(one["request_id"]),
@@ -195,23 +197,18 @@ def _sources(request: Mapping[str, Any]) -> str:
 def _difference(incompatible: Mapping[str, Any] | None) -> Iterator[RenderableType]:
     if incompatible is None:
         return
-    table = _empty_table("field", "here", f"in replica {escape(incompatible['replica'])}")
+    table = empty_table(
+        "field", "here", f"in replica {escape(incompatible['replica'])}", folds=True
+    )
     for name, both in incompatible["difference"].items():
         table.add_row(name, *(escape(_short(str(value))) for value in both))
     yield table
 
 
 def _table(rows: Iterator[tuple[str, str, str]]) -> Table:
-    table = _empty_table("tokens", "what", "how, or why not")
+    table = empty_table("tokens", "what", "how, or why not", folds=True)
     for extent, what, text in rows:
         table.add_row(extent, what, escape(text))
-    return table
-
-
-def _empty_table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE, collapse_padding=True)
-    for name in columns:
-        table.add_column(name, overflow="fold")
     return table
 
 

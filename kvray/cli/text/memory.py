@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from kvray.config import format_size
+from kvray.console.tables import empty_table
 
 
 def node_name(shard: dict[str, Any]) -> str:
@@ -19,13 +19,8 @@ def shares_report(shards: list[dict[str, Any]]) -> list[Table | str]:
     is_shared = any(len(_held(shard)) > 1 for shard in shards)
     if not is_shared and all(one["quota_bytes"] is None for _, one in held):
         return []
-    table = Table(
-        title="Memory by namespace", title_justify="left", box=box.SIMPLE, collapse_padding=True
-    )
-    for name in ("node", "namespace"):
-        table.add_column(name, no_wrap=True)
-    for name in ("blocks", "memory", "quota"):
-        table.add_column(name, justify="right")
+    numbers = ("blocks", "memory", "quota")
+    table = empty_table("node", "namespace", numbers=numbers, title="Memory by namespace")
     for shard, one in held:
         quota = one["quota_bytes"]
         table.add_row(

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
@@ -14,6 +13,7 @@ from kvray.cli.text.hits import COMPUTED, SOURCES, source_shares, sources_senten
 from kvray.cli.text.memory import node_name
 from kvray.cli.text.rates import History, NodeRates, ReplicaRates
 from kvray.config import format_size
+from kvray.console.tables import empty_table
 
 _BAR = 20
 _REASONS_MAX = 3
@@ -45,9 +45,8 @@ def view(history: History, trouble: str = "") -> RenderableType:
 def nodes_table(nodes: Sequence[NodeRates]) -> Table:
     """Return one row for each node."""
     has_disk = any("nvme" in one.shard for one in nodes)
-    table = _table("node", "state", "memory", "")
-    for name in ("evicted/s", "staged/s", *(("to disk/s", "from disk/s") if has_disk else ())):
-        table.add_column(name, justify="right")
+    numbers = ("evicted/s", "staged/s", *(("to disk/s", "from disk/s") if has_disk else ()))
+    table = empty_table("node", "state", "memory", "", numbers=numbers)
     for one in nodes:
         arena = one.shard.get("arena")
         cells: list[RenderableType] = [node_name(dict(one.shard)), str(one.shard["state"])]
@@ -64,9 +63,8 @@ def nodes_table(nodes: Sequence[NodeRates]) -> Table:
 
 def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
     """Return one row for each rank."""
-    table = _table("replica", "rank")
-    for name in ("prompt tok/s", *SOURCES, COMPUTED):
-        table.add_column(name, justify="right")
+    numbers = ("prompt tok/s", *SOURCES, COMPUTED)
+    table = empty_table("replica", "rank", numbers=numbers)
     table.add_column("missed because")
     for one in replicas:
         reasons = list(one.missed.items())[:_REASONS_MAX]
@@ -90,13 +88,6 @@ def _headline(name: str, history: History, replicas: Sequence[ReplicaRates]) -> 
     if prompt:
         rates = f"{prompt:,.0f} prompt tokens/s: {sources_sentence(totals)}"
     return f"Tier [bold]{escape(name)}[/], last {history.seconds:.0f} s: {rates}"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE, collapse_padding=True)
-    for name in columns:
-        table.add_column(name, no_wrap=True)
-    return table
 
 
 def _bytes(rate: float) -> str:

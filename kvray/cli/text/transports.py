@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from kvray.config import format_size
+from kvray.console.tables import empty_table
 
 _MOVER_PREFIX = "kvray-mover-"
 
@@ -97,12 +97,8 @@ def choose(
 
 def node_links_table(links: list[NodeLink]) -> Table:
     """Return one row for each link."""
-    table = Table(
-        title="Between nodes", title_justify="left", box=box.SIMPLE, collapse_padding=True
-    )
-    for name in ("from", "to", "transport"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("measured", justify="right")
+    numbers = ("measured",)
+    table = empty_table("from", "to", "transport", numbers=numbers, title="Between nodes")
     table.add_column("state", no_wrap=True)
     table.add_column("why")
     for link in links:

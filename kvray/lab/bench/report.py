@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from kvray import __version__
 from kvray.console.picture import write_picture
+from kvray.console.tables import printer
 from kvray.lab.bench.runner import Pair, median_s, percentile_s, speed_ratio, time_ratio
 from kvray.lab.bench.targets import is_met
 
@@ -76,7 +75,7 @@ class Report:
 
     def show(self) -> None:
         """Print the table and the note."""
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+        console = printer(_PLAIN_WIDTH)
         table = Table(box=box.SIMPLE, collapse_padding=True, pad_edge=False)
         table.add_column("", no_wrap=True)
         for name in ("kvray", "bare work", "ratio"):
