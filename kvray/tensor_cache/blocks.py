@@ -5,7 +5,6 @@ If the tier is gone, busy, full or damaged, a caller gets fewer blocks and no er
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -93,7 +92,6 @@ class ArenaBlocks:
         self._blocks_per_step = blocks_per_step
         self._verify = verify
         self._said: set[str] = set()
-        self._said_lock = threading.Lock()
 
     def count(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading `keys` are here now."""
@@ -164,11 +162,9 @@ class ArenaBlocks:
 
     def say_once(self, topic: str, message: str, *details: object) -> None:
         """Log a warning, once for each topic."""
-        with self._said_lock:
-            if topic in self._said:
-                return
+        if topic not in self._said:
             self._said.add(topic)
-        _log.warning(message, *details)
+            _log.warning(message, *details)
 
     def _reserve(
         self, arena: Arena, keys: Sequence[BlockKey], start: int, part: Sequence[BlockKey]

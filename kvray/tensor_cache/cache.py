@@ -3,11 +3,11 @@
 import logging
 import os
 import platform
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import numpy as np
 import torch
@@ -23,10 +23,10 @@ from kvray.store.machine.access import Access
 from kvray.tensor_cache import layout
 from kvray.tensor_cache.blocks import ArenaBlocks, Source
 from kvray.tensor_cache.counters import CacheCounters
-from kvray.tensor_cache.instances import Instances
 from kvray.tensor_cache.layout import KV, Heads
 from kvray.tensor_cache.lifetime import Lifetime
 from kvray.tensor_cache.metadata import TensorMetadata
+from kvray.tensor_cache.names import claim_name, release_name
 from kvray.tensor_cache.prompt import Mask, MaskedPrompt, Tokens, read_prompt
 from kvray.tensor_cache.staging import Staging
 from kvray.tensor_cache.store_queue import StoreQueue
@@ -42,7 +42,9 @@ _STEP_BYTES = 16 * 2**20
 _WAITING_BYTES_MAX = 2**30
 """Copies of tensors that may wait for the background."""
 
-_instances = Instances()
+_instances: dict[str, "TensorCache"] = {}
+# Held while a cache is made, so that two threads that ask for one id get one cache.
+_making = threading.Lock()
 
 
 class TensorCache:
@@ -77,9 +79,9 @@ class TensorCache:
         self._lifetime = Lifetime(self._leave)
         connector, access = self.config.connector, Access.of(self.config.arena.group)
         self._stores = StoreQueue(saves_max=connector.saves_max, bytes_max=_WAITING_BYTES_MAX)
-        self._place = (self.config.node_dir, metadata.rank)
-        self._name = _instances.claim_name(
-            self._place, connector.replica or f"{platform.node()}-{os.getpid()}"
+        self._name = claim_name(
+            (self.config.node_dir, metadata.rank),
+            connector.replica or f"{platform.node()}-{os.getpid()}",
         )
         self._link = attach(
             self.config.node_dir,
@@ -117,19 +119,31 @@ class TensorCache:
             ConfigError: it exists with another configuration or other metadata.
         """
         settings = _checked(config, metadata)
-        return _instances.get_or_create(
-            instance_id, settings, metadata, lambda: cls(settings, metadata)
-        )
+        with _making:
+            found = cls.get(instance_id)
+            if found is None:
+                found = _instances[instance_id] = cls(settings, metadata)
+        different = found.metadata.difference(metadata)
+        if found.config != settings:
+            different.append("the configuration")
+        if different:
+            raise ConfigError(
+                f"The TensorCache {instance_id!r} exists with other values of"
+                f" {', '.join(different)}; destroy it first, or choose another instance id."
+            )
+        return found
 
     @classmethod
     def get(cls, instance_id: str) -> "TensorCache | None":
         """Return this process's cache of that id; None if there is none or it is closed."""
-        return _instances.get(instance_id)
+        found = _instances.get(instance_id)
+        return None if found is None or found.closed else found
 
     @classmethod
     def destroy(cls, instance_id: str) -> None:
         """Close this process's cache of that id and forget it; nothing happens without one."""
-        found = _instances.pop(instance_id)
+        with _making:
+            found = _instances.pop(instance_id, None)
         if found is not None:
             found.close()
 
@@ -175,10 +189,14 @@ class TensorCache:
                 f" {expected}; give the KV of exactly the tokens that the mask does not leave out."
             )
         with self._lifetime.using():
-            if blocking:
-                return self._store(prompt, self._packing(heads), renew=not skip_existing)
-            self._store_later(prompt, heads, renew=not skip_existing)
-            return 0
+            if not blocking:
+                self._store_later(prompt, heads, renew=not skip_existing)
+                return 0
+
+            def pack(blocks: Array) -> tuple[Array, Array]:
+                return layout.pack(heads, blocks, self.metadata), np.arange(len(blocks))
+
+            return self._store(prompt, pack, renew=not skip_existing)
 
     def retrieve(
         self, tokens: Tokens, mask: Mask | None = None, return_tuple: bool = True
@@ -275,19 +293,14 @@ class TensorCache:
     def __enter__(self) -> "TensorCache":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _leave(self) -> None:
         self._staging.close()
         self._link.unregister(self._registration)
         self._link.detach()
-        _instances.release_name(self._place, self._name)
+        release_name((self.config.node_dir, self.metadata.rank), self._name)
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -323,12 +336,10 @@ class TensorCache:
         here = 0 if renew else max(0, self._blocks.count(prompt.keys) - prompt.first)
         missing = np.arange(here, prompt.num_blocks)
         size = len(missing) * self.metadata.block_bytes
-        if not len(missing) or self._link.arena is None:
-            self._counters.add(dropped_tokens=len(missing) * self.metadata.tokens_per_block)
-            return
-        later = replace(prompt, first=prompt.first + here)
-        if self._stores.has_room(size):
+        has_arena = self._link.arena is not None
+        if has_arena and len(missing) and self._stores.has_room(size):
             copy = layout.pack(heads, missing, self.metadata)
+            later = replace(prompt, first=prompt.first + here)
 
             def store() -> None:
                 self._store(later, lambda blocks: (copy, blocks), renew=renew)
@@ -336,18 +347,11 @@ class TensorCache:
             if self._stores.submit(size, store):
                 return
         self._counters.add(dropped_tokens=len(missing) * self.metadata.tokens_per_block)
-        self._blocks.say_once(
-            "saves",
-            "kvray: KV was not stored: too many stores wait for the background (said once)",
-        )
-
-    def _packing(self, heads: Heads) -> Source:
-        """Return a source that converts blocks of `heads` when they are needed."""
-
-        def pack(blocks: Array) -> tuple[Array, Array]:
-            return layout.pack(heads, blocks, self.metadata), np.arange(len(blocks))
-
-        return pack
+        if has_arena and len(missing):
+            self._blocks.say_once(
+                "saves",
+                "kvray: KV was not stored: too many stores wait for the background (said once)",
+            )
 
     def _load(self, prompt: MaskedPrompt) -> torch.Tensor:
         """Return the KV of the suffix's blocks that are here and sound, as one tensor."""

@@ -6,7 +6,7 @@ integers of their size: no conversion, no NaN that changes its payload.
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -35,15 +35,9 @@ def heads_of(kv: KV, metadata: TensorMetadata) -> Heads:
     try:
         pairs = [tuple(pair) for pair in kv]
     except TypeError:
-        raise LayoutMismatch(
-            f"The KV is a {type(kv).__name__} that holds no pairs of tensors; give one (keys,"
-            " values) pair for each layer, or one tensor [num_layers, 2, ...]."
-        ) from None
+        raise _no_kv(f"is a {type(kv).__name__} that holds no pairs of tensors") from None
     if len(pairs) != metadata.num_layers:
-        raise LayoutMismatch(
-            f"The KV has {len(pairs)} layers, not {metadata.num_layers}; give one (keys, values)"
-            " pair for each layer, or one tensor [num_layers, 2, ...]."
-        )
+        raise _no_kv(f"has {len(pairs)} layers, not {metadata.num_layers}")
     heads = []
     for layer, pair in enumerate(pairs):
         if len(pair) != 2:
@@ -62,17 +56,13 @@ def heads_of(kv: KV, metadata: TensorMetadata) -> Heads:
 
 def empty_blob(num_tokens: int, metadata: TensorMetadata) -> torch.Tensor:
     """Return an uninitialised CPU tensor [num_layers, 2, ...] in the layout of `metadata`."""
-    shape = (
-        (metadata.num_kv_heads, num_tokens, metadata.head_size)
-        if metadata.layout == "huggingface"
-        else (num_tokens, metadata.num_kv_heads, metadata.head_size)
-    )
-    return torch.empty((metadata.num_layers, 2, *shape), dtype=metadata.dtype, device="cpu")
+    shape = metadata.num_layers, 2, *_shape(num_tokens, metadata)
+    return torch.empty(shape, dtype=metadata.dtype, device="cpu")
 
 
 def num_tokens(blob: torch.Tensor, metadata: TensorMetadata) -> int:
     """Return how many tokens `blob` holds."""
-    return blob.shape[_token_dim(metadata)]
+    return blob.shape[2 + _token_dim(metadata)]
 
 
 def first_tokens(blob: torch.Tensor, count: int, metadata: TensorMetadata) -> torch.Tensor:
@@ -80,7 +70,7 @@ def first_tokens(blob: torch.Tensor, count: int, metadata: TensorMetadata) -> to
     if num_tokens(blob, metadata) == count:
         return blob
     # Narrowed as integers, because not every element type can be copied as such.
-    bits = blob.view(_BITS[blob.dtype.itemsize]).narrow(_token_dim(metadata), 0, count)
+    bits = blob.view(_BITS[blob.dtype.itemsize]).narrow(2 + _token_dim(metadata), 0, count)
     return bits.contiguous().view(blob.dtype)
 
 
@@ -137,33 +127,35 @@ def _heads(tensor: torch.Tensor, layer: int, metadata: TensorMetadata) -> torch.
             f"Layer {layer} of the KV is of {tensor.dtype}, not {metadata.dtype}; make the cache"
             " with the tensors' dtype in its metadata: nothing is converted."
         )
-    by_head = metadata.layout == "huggingface"
-    fits = tensor.ndim == 3 and (tensor.shape[0 if by_head else 1], tensor.shape[2]) == (
-        metadata.num_kv_heads,
-        metadata.head_size,
-    )
+    token_dim = _token_dim(metadata)
+    fits = tensor.ndim == 3 and tensor.shape == _shape(tensor.shape[token_dim], metadata)
     if not fits or tensor.layout != torch.strided or tensor.is_meta:
-        raise LayoutMismatch(_misfit(tensor, layer, metadata))
-    bits = tensor.detach().view(_BITS[metadata.dtype.itemsize])
-    return bits if by_head else bits.transpose(0, 1)
+        order = ", ".join(map(str, _shape("num_tokens", metadata)))
+        batched = tensor.ndim == 4 and tensor.shape[0] == 1
+        fix = "take the batch dimension off with tensor[0]" if batched else "see the metadata"
+        raise LayoutMismatch(
+            f"Layer {layer} of the KV is a tensor of shape {list(tensor.shape)}, where the layout"
+            f" {metadata.layout!r} has dense ones of [{order}]; {fix}."
+        )
+    return tensor.detach().view(_BITS[metadata.dtype.itemsize]).movedim(token_dim, 1)
 
 
-def _misfit(tensor: torch.Tensor, layer: int, metadata: TensorMetadata) -> str:
-    order = (
-        f"[{metadata.num_kv_heads}, num_tokens, {metadata.head_size}]"
-        if metadata.layout == "huggingface"
-        else f"[num_tokens, {metadata.num_kv_heads}, {metadata.head_size}]"
+def _no_kv(problem: str) -> LayoutMismatch:
+    return LayoutMismatch(
+        f"The KV {problem}; give one (keys, values) pair for each layer, or one tensor"
+        " [num_layers, 2, ...]."
     )
-    batched = tensor.ndim == 4 and tensor.shape[0] == 1
-    fix = "take the batch dimension off with tensor[0]" if batched else "see the metadata"
-    return (
-        f"Layer {layer} of the KV is a tensor of shape {list(tensor.shape)}, where the layout"
-        f" {metadata.layout!r} has dense ones of {order}; {fix}."
-    )
+
+
+def _shape(num_tokens: Any, metadata: TensorMetadata) -> tuple[Any, ...]:
+    """Return the shape of one layer's keys or values."""
+    heads, size = metadata.num_kv_heads, metadata.head_size
+    by_head = metadata.layout == "huggingface"
+    return (heads, num_tokens, size) if by_head else (num_tokens, heads, size)
 
 
 def _token_dim(metadata: TensorMetadata) -> int:
-    return 3 if metadata.layout == "huggingface" else 2
+    return 1 if metadata.layout == "huggingface" else 0
 
 
 def _elements(block_bytes: Array, metadata: TensorMetadata) -> Array:

@@ -17,7 +17,7 @@ class Lifetime:
     """
 
     def __init__(self, leave: Callable[[], None]) -> None:
-        """Call `leave` once, when the cache is closed and no call is under way."""
+        """`leave` is called once, when the cache is closed and no call is under way."""
         self._leave = leave
         self._pid = os.getpid()
         # Guards `_closed` and `_users`; notified when the last user has left.
