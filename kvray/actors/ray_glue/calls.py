@@ -113,30 +113,28 @@ def ask_all(
 
     `meanwhile` is called often until all have answered.
     """
-    answers: dict[str, Any] = {}
-    calls = {}
-    for name, method in methods.items():
-        try:
-            with mapped_errors():
-                calls[name] = method.remote(*args)
-        except KVRayError as error:
-            answers[name] = error
+    calls = {name: _attempt(method.remote, *args) for name, method in methods.items()}
     deadline = time.monotonic() + timeout_s
-    waiting = list(calls.values())
+    waiting = [one for one in calls.values() if not isinstance(one, KVRayError)]
     while meanwhile is not None and waiting and time.monotonic() < deadline:
         meanwhile()
-        try:
-            with mapped_errors():
-                _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
-        except KVRayError:
-            break  # each has its answer or error below
-    for name, answer in calls.items():
-        try:
-            with mapped_errors():
-                answers[name] = ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
-        except KVRayError as error:
-            answers[name] = error
-    return answers
+        found = _attempt(ray.wait, waiting, num_returns=len(waiting), timeout=_POLL_S)
+        waiting = [] if isinstance(found, KVRayError) else found[1]
+    return {
+        name: one
+        if isinstance(one, KVRayError)
+        else _attempt(ray.get, one, timeout=max(0.0, deadline - time.monotonic()))
+        for name, one in calls.items()
+    }
+
+
+def _attempt(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return what a function of Ray's returns, or its error as one of kvray's."""
+    try:
+        with mapped_errors():
+            return function(*args, **options)
+    except KVRayError as error:
+        return error
 
 
 def ask(

@@ -22,8 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -49,8 +49,7 @@ _SOCKET_PATH = "ray/session_2026-01-01_00-00-00_000000_0000000/sockets/plasma_st
 """The longest path of a socket of Ray; Linux takes up to 107 bytes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalRay:
+class LocalRay(NamedTuple):
     """A running local cluster."""
 
     address: str
@@ -121,16 +120,17 @@ def start(
             _end_all(directory)
             shutil.rmtree(directory / "ray", ignore_errors=True)  # no address of before is read
         assert address is not None
+        found = _DASHBOARD.search(log.read_text(errors="replace")) if dashboard else None
         local = LocalRay(
             address=address,
             token=token,
             pid=process.pid,
             started=psutil.Process(process.pid).create_time(),
-            dashboard_url=_dashboard_url(log) if dashboard else None,
+            dashboard_url=found[1] if found is not None else None,
         )
         state = directory / _STATE_FILE
         state.touch(mode=0o600)
-        state.write_text(json.dumps(asdict(local)))
+        state.write_text(json.dumps(local._asdict()))
     process.returncode = 0  # It outlives this object, which would warn of that.
     return local
 
@@ -163,15 +163,10 @@ def _sockets_fit(directory: Path) -> bool:
 def _claimed_directory(cluster_name: str) -> Iterator[Path]:
     """Have the cluster's directory for a start; a start that fails leaves nothing there."""
     directory = local_dir(cluster_name)
-    if not str(directory).isascii():
+    if not (str(directory).isascii() and _sockets_fit(directory)):
         raise ConfigError(
-            f"Ray takes no path such as {directory.parent}, with characters beyond ASCII; set"
-            " TMPDIR to another, such as /tmp."
-        )
-    if not _sockets_fit(directory):
-        raise ConfigError(
-            f"{directory.parent} is too long a path for Ray's sockets; set TMPDIR to a shorter"
-            " one, such as /tmp."
+            f"Ray cannot use {directory.parent}: the path is too long or not ASCII; set TMPDIR to a"
+            " shorter one, such as /tmp."
         )
     with contextlib.ExitStack() as stack:
         try:
@@ -219,16 +214,11 @@ def _check_port(port: int) -> None:
 def _command(directory: Path, *, port: int, dashboard: bool) -> list[str]:
     return [
         sys.executable,
-        "-m",
-        "ray.scripts.scripts",
-        "start",
-        "--head",
-        "--block",
+        *["-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"],
         f"--port={port}",
         f"--temp-dir={directory / 'ray'}",
         f"--include-dashboard={'true' if dashboard else 'false'}",
         f"--object-store-memory={_OBJECT_STORE_BYTES}",
-        "--disable-usage-stats",
         # One node never scales, and kvray's drivers take no worker's log: each costs a process.
         "--no-monitor",
         "--include-log-monitor=false",
@@ -285,11 +275,6 @@ def _tail(log: Path) -> str:
     return " ".join(log.read_text(errors="replace").split()[-40:])
 
 
-def _dashboard_url(log: Path) -> str | None:
-    found = _DASHBOARD.search(log.read_text(errors="replace"))
-    return None if found is None else found[1]
-
-
 def _process(pid: int, created: float) -> psutil.Process | None:
     """Return the living process of that pid, unless the pid now is another's."""
     try:
@@ -305,10 +290,10 @@ def _end_all(directory: Path) -> bool:
     found = _family(directory)
     # `ray start --block` ends its children in the right order.
     for main in found:
-        if _is_ray_start(main):
-            with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.Error):
+            if {"start", "--head", "--block"} <= set(main.cmdline()):
                 main.terminate()
-            psutil.wait_procs([main], timeout=_STOP_TIMEOUT_S)
+                main.wait(_STOP_TIMEOUT_S)
     _, left = psutil.wait_procs(found, timeout=_LAST_BREATH_S)
     left = list({*left, *_family(directory)})
     for one in left:
@@ -329,9 +314,3 @@ def _family(directory: Path) -> list[psutil.Process]:
             if mark in Path(f"/proc/{process.pid}/environ").read_bytes():
                 found.update([process, *process.children(recursive=True)])
     return sorted(found - kept, key=lambda process: process.pid)
-
-
-def _is_ray_start(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return {"start", "--head", "--block"} <= set(process.cmdline())
-    return False

@@ -139,10 +139,14 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
         restarts.pop(mover, None)
     homes = list(dict.fromkeys(_home(name) for name in restarts))
     for name, step in restarts.items():
-        if name.startswith(MOVER_PREFIX):
-            kept = _restart_mover(name, timeout_s + START_S, observer)
-        else:
+        kept = ""
+        if name.startswith(SHARD_PREFIX):
             kept = _restart_shard(step, flush_s, timeout_s + START_S, observer)
+        else:
+            _end(name, observer)
+            shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
+            if len(shards) > 1:  # a single node has no mover
+                _await(name, timeout_s + START_S, observer)
         count = f" ({homes.index(_home(name)) + 1} of {len(homes)})" if len(homes) > 1 else ""
         observer.told(f"{_done(name + count, step)}{kept}")
 
@@ -150,18 +154,9 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
 def _restart_shard(step: Step, flush_s: float, timeout_s: float, observer: Observer) -> str:
     """Restart a shard and wait for it; return a sentence about its blocks."""
     flush = bool(step.costs)
-    stop_s = flush_s if flush else _STOP_S
-    _end(step.name, observer, step.retire, flush, timeout_s=stop_s)
+    _end(step.name, observer, step.retire, flush, timeout_s=flush_s if flush else _STOP_S)
     blocks = _await(step.name, timeout_s, observer)["arena"]["blocks"]
     return f" {blocks} blocks in memory{'' if flush else ' as before'}."
-
-
-def _restart_mover(name: str, timeout_s: float, observer: Observer) -> str:
-    _end(name, observer)
-    shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
-    if len(shards) > 1:  # a single node has no mover
-        _await(name, timeout_s, observer)
-    return ""
 
 
 def _home(name: str) -> str:
