@@ -17,6 +17,8 @@ CHARACTERS = 5000
 QUESTION = "What fills the memory of an accelerator long before the weights do?"
 REPLICAS = ("engine-0", "engine-1")
 START_TIMEOUT_S = 600.0
+TELL_S = 15.0
+"""Time between two lines while nothing is served."""
 SAVED_S = 2.0
 """How long an engine's saves may take; they go on behind its answers."""
 
@@ -53,13 +55,17 @@ def ask(client: OpenAI, model: str, replica: str) -> str:
 
 def find_model(client: OpenAI) -> str:
     """Return the name of the served model, once it is served."""
-    deadline = time.monotonic() + START_TIMEOUT_S
+    began = told = time.monotonic()
     while True:
         try:
             return client.models.list().data[0].id
         except APIError as error:
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now - began > START_TIMEOUT_S:
                 sys.exit(f"Nothing is served at {client.base_url}: {error}; see `serve status`.")
+            if now - told > TELL_S:
+                told = now
+                print(f"Waiting for {client.base_url}; `serve status` says what it does.")
         time.sleep(1)
 
 

@@ -32,9 +32,9 @@ class NvmeSpec:
         geometry = self._geometry(self.capacity // one)
         if not geometry.is_sound:
             raise ConfigError(
-                f"nvme.capacity of {self.capacity} bytes holds no segment of {self.segment}, or"
-                f" that is no multiple of nvme.slot_min ({self.slot_min}), or this none of 4096;"
-                " change one of them."
+                f"nvme.capacity ({self.capacity}) holds no file of nvme.segment ({self.segment}),"
+                f" or that is no multiple of arena.slot_min ({self.slot_min}), or this none of"
+                " 4096; change one of them."
             )
         return geometry
 

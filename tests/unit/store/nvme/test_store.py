@@ -148,7 +148,7 @@ def test_files_stay_within_the_capacity(directory: Path) -> None:
 
 def test_store_without_room_for_a_segment_is_refused(directory: Path) -> None:
     asked = spec(num_segments=1)
-    with pytest.raises(ConfigError, match="holds no segment"):
+    with pytest.raises(ConfigError, match="holds no file"):
         type(asked)(
             cluster_name="x", capacity=asked.capacity - 1, segment=asked.segment, slot_min=SLOT
         ).geometry()
