@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
 from operator import or_
 
 import numpy as np
@@ -17,8 +18,6 @@ PARTS_MAX = 1024
 
 _PART_BITS = PARTS_MAX.bit_length() - 1
 _WAYS_PURGED = 1000
-_HEAD = 512
-"""Keys of a long prompt to look up first; the rest only if somebody holds all of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +160,11 @@ class Index:
         entries to remove have many different holdings, each of which is work.
         """
         self._ended = [one for one in self._ended if one.numbers]
-        chosen = self._to_purge()
+        # A mask of the holdings that name an incarnation to purge.
+        chosen = np.zeros(len(self._holdings), dtype=bool)
+        for one in self._ended:
+            if _is_over(one):
+                chosen[list(one.numbers)] = True
         if not chosen.any():
             return []
         slots_max = slots_max * _WAYS_PURGED // max(_WAYS_PURGED, int(np.count_nonzero(chosen)))
@@ -187,14 +190,13 @@ class Index:
         packed = _pack(keys)
         whole = (1 << num_parts) - 1
         holders: dict[str, int] = {}
-        for some in (slice(0, _HEAD), slice(_HEAD, None)):
-            for start, stop, number in self._runs(packed[some], some.start):
-                live = self._holdings.live(number)
-                if whole & ~_union(live.values()):
-                    return Match(num_blocks=start, holders=holders)
-                for shard, parts in live.items():
-                    if parts & whole == whole and holders.get(shard, 0) == start:
-                        holders[shard] = stop
+        for start, stop, number in self._runs(packed):
+            live = self._holdings.live(number)
+            if whole & ~_union(live.values()):
+                return Match(num_blocks=start, holders=holders)
+            for shard, parts in live.items():
+                if parts & whole == whole and holders.get(shard, 0) == start:
+                    holders[shard] = stop
         return Match(num_blocks=len(packed), holders=holders)
 
     def locate(self, keys: bytes) -> list[Run]:
@@ -203,7 +205,7 @@ class Index:
         Keys in between may have none. Raises ConfigError if the last key is not whole.
         """
         found: list[tuple[int, dict[str, int]]] = []
-        for _, stop, number in self._runs(_pack(keys), 0):
+        for _, stop, number in self._runs(_pack(keys)):
             holders = self._holdings.live(number)
             if found and found[-1][1] == holders:
                 found.pop()
@@ -221,19 +223,16 @@ class Index:
             bool(parts & ~_union(_without_ended(self._holdings.masks(number)).values()))
             for number in different.tolist()
         ]
-        rows = np.flatnonzero(np.array(lost, dtype=bool)[which])
-        return b"".join(keys[KEY_BYTES * row : KEY_BYTES * (row + 1)] for row in rows.tolist())
+        still: bytes = packed[np.array(lost, dtype=bool)[which]].tobytes()
+        return still
 
-    def _runs(self, packed: Array, offset: int) -> Iterator[tuple[int, int, int]]:
+    def _runs(self, packed: Array) -> Iterator[tuple[int, int, int]]:
         """Yield start, stop and holding of each run of keys with the same holders."""
-        if not len(packed):
-            return
         numbers = self._table.values(packed, self._table.find(packed))
-        stops = [*(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(packed)]
-        start = 0
-        for stop in stops:
-            yield offset + start, offset + stop, int(numbers[start])
-            start = stop
+        changes = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
+        for start, stop in pairwise([0, *changes.tolist(), len(packed)]):
+            if start < stop:
+                yield start, stop, int(numbers[start])
 
     def _change(
         self, keys: Array, parts: Array, change: Callable[[Masks, int], Masks]
@@ -267,14 +266,6 @@ class Index:
             self._ended.append(one)
             self._holdings.shards_changed()
         return one
-
-    def _to_purge(self) -> Array:
-        """Return a mask of the holdings that name an incarnation to purge."""
-        chosen = np.zeros(len(self._holdings), dtype=bool)
-        for one in self._ended:
-            if _is_over(one):
-                chosen[list(one.numbers)] = True
-        return chosen
 
 
 def _pack(keys: bytes) -> Array:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvray.errors import ConfigError
-from kvray.lab.replay.records import SessionFile, Step, Subagent, check_blocks, parse
+from kvray.lab.replay.records import SessionFile, Step, check_blocks, parse
 from kvray.lab.replay.trace import Trace, TraceBuilder
 
 CONCURRENT = 16
@@ -86,7 +86,7 @@ def _requests(
     """Return the requests of a session or a subagent, and of the subagents in it."""
     for at, step in enumerate(steps):
         time_s, here = start_s + step.t, f"{where}, requests[{at}]"
-        if isinstance(step, Subagent):
+        if step.requests is not None:
             yield from _requests(step.requests, time_s, block_tokens, scope, here)
             continue
         check_blocks(len(step.hash_ids), step.num_tokens, block_tokens, here)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvray.errors import ConfigError
 
@@ -31,35 +30,20 @@ class MooncakeLine(_Record):
     hash_ids: list[Id]
 
 
-class Request(_Record):
-    """One request of a session or a subagent.
+class Step(_Record):
+    """One request of a session, or a subagent with requests of its own.
 
     Source: traces/trace_NNNN.json of callanjfox/kv-cache-tester.
     """
 
     t: Time
     """Seconds since the start of the session, or of the subagent."""
-    num_tokens: Count = Field(alias="in")
-    hash_ids: list[Id]
+    num_tokens: Count = Field(alias="in", default=0)
+    hash_ids: list[Id] = []
     model: Any = ""
     """Blocks of different models differ, even under equal ids."""
-
-
-class Subagent(_Record):
-    """Requests of an agent that started at `t`."""
-
-    t: Time
-    requests: list[Step]
-
-
-def _kind_of(value: Any) -> str:
-    return "<subagent>" if isinstance(value, dict) and "requests" in value else "<request>"
-
-
-Step = Annotated[
-    Annotated[Request, Tag("<request>")] | Annotated[Subagent, Tag("<subagent>")],
-    Discriminator(_kind_of),
-]
+    requests: list[Step] | None = None
+    """Of a subagent that started at `t`; None: it is a request."""
 
 
 class SessionFile(_Record):
@@ -110,6 +94,6 @@ def check_blocks(num_blocks: int, num_tokens: int, block_tokens: int, where: str
 
 
 def _field(location: tuple[int | str, ...]) -> str:
-    """Return a path such as `requests[1].hash_ids`; pydantic's has the tags of steps in it."""
+    """Return a path such as `requests[1].hash_ids`."""
     parts = (f"[{at}]" if isinstance(at, int) else f".{at}" for at in location)
-    return re.sub(r"\.<\w+>", "", "".join(parts)).removeprefix(".")
+    return "".join(parts).removeprefix(".")

@@ -102,7 +102,7 @@ def test_a_session_s_damaged_request_is_named(tmp_path: Path) -> None:
     inner = {"t": 0, "requests": [{"t": 0, "in": 64}]}
     path = tmp_path / "one.json"
     path.write_text(json.dumps(SESSION | {"requests": [*SESSION["requests"], inner]}))
-    where = r"one\.json: requests\[1\]\.requests\[0\]\.hash_ids is missing"
+    where = r"one\.json, requests\[1\], requests\[0\]: 64 tokens are not 0 blocks"
     with pytest.raises(ConfigError, match=where):
         read_trace(path)
 
