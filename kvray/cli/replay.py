@@ -128,11 +128,7 @@ def _replay(path: Path, plan: "Plan", **reading: Any) -> "Comparison":
 
 
 def parse_sizes(texts: list[str], option: str) -> list[int]:
-    """Return numbers of blocks, ascending, each once; texts are such as `["1k,5k", "30000"]`.
-
-    Raises:
-        ConfigError: one of them is no size; the message names the option.
-    """
+    """Return numbers of blocks, ascending, each once; texts are such as `["1k,5k", "30000"]`."""
     return sorted({_one_size(text, option) for text in _split(texts)})
 
 

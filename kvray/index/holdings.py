@@ -27,8 +27,6 @@ class Holding:
 
     masks: Masks
     num_keys: int = 0
-    seen: int = -1
-    live: dict[str, int] = field(default_factory=dict)
 
 
 class Holdings:
@@ -38,7 +36,6 @@ class Holdings:
         self._numbers: dict[frozenset[tuple[Incarnation, int]], int] = {}
         self._holdings: list[Holding] = [Holding({})]
         self._free: list[int] = []
-        self._changes = 0
 
     def __len__(self) -> int:
         """Return the first unused number."""
@@ -67,9 +64,9 @@ class Holdings:
 
     def count(self, number: int, change: int) -> None:
         """Add to the number of keys with this holding; at 0 the holding ends."""
-        holding = self._holdings[number]
         if not number:
             return
+        holding = self._holdings[number]
         holding.num_keys += change
         if not holding.num_keys:
             del self._numbers[frozenset(holding.masks.items())]
@@ -77,18 +74,9 @@ class Holdings:
                 incarnation.numbers.discard(number)
             self._free.append(number)
 
-    def shards_changed(self) -> None:
-        """Note that a shard ended, fell silent or announced itself again."""
-        self._changes += 1
-
     def live(self, number: int) -> dict[str, int]:
         """Return shard -> mask of its parts, of the shards that can be asked."""
-        holding = self._holdings[number]
-        if holding.seen != self._changes:
-            holding.seen = self._changes
-            holding.live = {
-                one.shard: mask
-                for one, mask in holding.masks.items()
-                if not one.is_ended and not one.is_silent
-            }
-        return holding.live
+        masks = self._holdings[number].masks
+        return {
+            one.shard: mask for one, mask in masks.items() if not one.is_ended and not one.is_silent
+        }

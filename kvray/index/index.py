@@ -37,7 +37,7 @@ class Run:
     stop: int
     """The first block after it; it begins where the run before ended."""
     holders: dict[str, int]
-    """Shard -> mask of its parts, bit n for part n; not to be changed."""
+    """Shard -> mask of its parts, bit n for part n."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,7 @@ class Index:
     def add(self, shard: str, keys: bytes, parts: Sequence[int]) -> None:
         """Enter parts of blocks that `shard` now has, one part a key.
 
-        Raises:
-            ConfigError: keys and parts differ in number, or a part is out of range.
+        ConfigError: keys and parts differ in number, or a part is out of range.
         """
         packed, numbers = _entries(keys, parts)
         one = self._shards.setdefault(shard, Incarnation(shard))
@@ -149,9 +148,8 @@ class Index:
     def set_silent(self, shard: str, is_silent: bool) -> None:
         """Leave a silent `shard` out of answers; it still counts as a holder."""
         one = self._shards.get(shard)
-        if one is not None and one.is_silent != is_silent:
+        if one is not None:
             one.is_silent = is_silent
-            self._holdings.shards_changed()
 
     def purge(self, slots_max: int) -> list[Loss]:
         """Remove some entries of shards that were dropped or started over; return the losses.
@@ -180,10 +178,8 @@ class Index:
     def match(self, keys: bytes, num_parts: int) -> Match:
         """Return the longest run of leading `keys` with holders of all parts.
 
-        Different shards may hold the parts of a block, as with ranks on several nodes.
-
-        Raises:
-            ConfigError: no block has that many parts, or the last key is not whole.
+        Different shards may hold the parts of a block, as with ranks on several nodes. ConfigError:
+        no block has that many parts, or the last key is not whole.
         """
         if not 1 <= num_parts <= PARTS_MAX:
             raise ConfigError(f"num_parts must be 1 to {PARTS_MAX}, not {num_parts}.")
@@ -264,7 +260,6 @@ class Index:
         if one is not None:
             one.is_ended = True
             self._ended.append(one)
-            self._holdings.shards_changed()
         return one
 
 

@@ -34,11 +34,7 @@ class Session:
 
 
 def read_session(content: bytes, where: str) -> Session:
-    """Return the session that a file holds.
-
-    Raises:
-        ConfigError: it is damaged; the message names `where`.
-    """
+    """Return the session in a file; ConfigError: it is damaged, and the message names `where`."""
     file = parse(SessionFile, content, where)
     scope = where if file.hash_id_scope == "local" else None
     requests = _requests(file.requests, 0.0, file.block_size, scope, where)
@@ -52,9 +48,7 @@ def lay_out(
 
     Sessions do not say when they started. Here `concurrent` users begin at the same time. A user
     begins another session right after the last request of a session. `seed` decides their order.
-
-    Raises:
-        ConfigError: there is no session, or their blocks differ in size.
+    ConfigError: there is no session, or their blocks differ in size.
     """
     in_turn = sorted(sessions, key=lambda session: session.name)
     if not in_turn:

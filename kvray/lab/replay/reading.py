@@ -33,17 +33,11 @@ def read_trace(
     concurrent: int = CONCURRENT,
     seed: int = 0,
 ) -> Trace:
-    """Return the trace in a file or a directory.
+    """Return the trace in a file or a directory; ConfigError: it cannot be read.
 
-    Args:
-        path: Mooncake's JSON lines, or agentic sessions: one file, a directory or a tar archive
-            of them. Files may be compressed with gzip or xz.
-        block_tokens: tokens of a block where the file does not say it; None for 512.
-        concurrent: sessions that run at once, where the trace does not say when they started.
-        seed: of the order in which those sessions start.
-
-    Raises:
-        ConfigError: it cannot be read, is damaged, or has neither format.
+    `path` has Mooncake's JSON lines, or agentic sessions: one file, a directory or a tar archive of
+    them. `block_tokens` counts where the file does not say it (None: 512). `concurrent` sessions
+    run at once, in an order that `seed` decides.
     """
     name = _name(path)
     if path.is_dir():
@@ -100,30 +94,22 @@ def _sessions_of(file: io.BufferedReader, path: Path) -> Iterator[Session]:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[io.BufferedReader]:
-    """Open a file for the block, unpacked.
-
-    Raises:
-        ConfigError: it cannot be read, or its archive is damaged, also later in the block.
-    """
+    """Open a file for the block, unpacked; ConfigError: it is damaged, also later in the block."""
     try:
         with path.open("rb") as raw:
-            yield _unpacked(raw)
+            magic = raw.peek(len(_XZ))
+            unpacked: object = raw
+            if magic.startswith(_GZIP):
+                unpacked = gzip.GzipFile(fileobj=raw)
+            elif magic.startswith(_XZ):
+                unpacked = lzma.LZMAFile(raw)  # noqa: SIM115 - closes with `raw`
+            yield io.BufferedReader(cast(io.RawIOBase, unpacked), buffer_size=_HEAD_BYTES)
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, tarfile.TarError, zlib.error) as error:
         raise ConfigError(
             f"{path} is cut short or damaged ({str(error).rstrip('.')}); get the file again."
         ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}).") from None
-
-
-def _unpacked(raw: io.BufferedReader) -> io.BufferedReader:
-    magic = raw.peek(len(_XZ))
-    unpacked: object = raw
-    if magic.startswith(_GZIP):
-        unpacked = gzip.GzipFile(fileobj=raw)
-    elif magic.startswith(_XZ):
-        unpacked = lzma.LZMAFile(raw)  # noqa: SIM115 - closes with `raw`
-    return io.BufferedReader(cast(io.RawIOBase, unpacked), buffer_size=_HEAD_BYTES)
 
 
 def _head(file: io.BufferedReader) -> bytes:

@@ -19,10 +19,7 @@ class _Record(BaseModel):
 
 
 class MooncakeLine(_Record):
-    """One request; ids are chained, and equal ids are equal blocks in the whole file.
-
-    Source: FAST25-release/traces of kvcache-ai/Mooncake.
-    """
+    """One request of a file in FAST25-release/traces of kvcache-ai/Mooncake."""
 
     timestamp: Time
     """Milliseconds."""
@@ -31,10 +28,7 @@ class MooncakeLine(_Record):
 
 
 class Step(_Record):
-    """One request of a session, or a subagent with requests of its own.
-
-    Source: traces/trace_NNNN.json of callanjfox/kv-cache-tester.
-    """
+    """One request of a session, or a subagent with requests of its own."""
 
     t: Time
     """Seconds since the start of the session, or of the subagent."""
@@ -47,7 +41,7 @@ class Step(_Record):
 
 
 class SessionFile(_Record):
-    """One session."""
+    """A traces/trace_NNNN.json of callanjfox/kv-cache-tester."""
 
     block_size: Annotated[int, Field(ge=1, lt=2**63)]
     hash_id_scope: Any = "local"
@@ -58,11 +52,7 @@ R = TypeVar("R", bound=_Record)
 
 
 def parse(kind: type[R], content: bytes, where: str) -> R:
-    """Return the record in `content`.
-
-    Raises:
-        ConfigError: it is damaged; the message begins with `where`.
-    """
+    """Return the record in `content`; ConfigError: it is damaged, `where` says which one."""
     try:
         return kind.model_validate_json(content)
     except ValidationError as error:
@@ -81,11 +71,7 @@ def parse(kind: type[R], content: bytes, where: str) -> R:
 
 
 def check_blocks(num_blocks: int, num_tokens: int, block_tokens: int, where: str) -> None:
-    """Refuse a prompt whose tokens do not make this number of blocks; the last may be partial.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Raise ConfigError if the tokens do not make so many blocks; the last may be partial."""
     if not num_tokens // block_tokens <= num_blocks <= -(-num_tokens // block_tokens):
         raise ConfigError(
             f"{where}: {num_tokens} tokens are not {num_blocks} blocks of {block_tokens} tokens;"

@@ -80,11 +80,7 @@ class TraceBuilder:
     def add(
         self, *, time_s: float, num_tokens: int, ids: Sequence[int] | Ints, space: Any = None
     ) -> None:
-        """Take a request; equal ids of different `space`s are different blocks.
-
-        Raises:
-            OverflowError: an id has more than 64 bits.
-        """
+        """Take a request; equal ids of different `space`s are different blocks."""
         self._requests.append((time_s, num_tokens, np.asarray(ids, dtype=np.int64), space))
 
     def build(self) -> Trace:

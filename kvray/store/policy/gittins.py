@@ -17,21 +17,14 @@ stored one, and its last."""
 _END = 4
 """A prompt continues another if it uses all blocks of it but the last three."""
 
-_COPY = 0.5
-"""Worth of a block with a copy in the tier below, relative to a block without."""
-
-_NOWHERE = -1
-
 
 class Gittins(Policy):
     """Ranks by the hits that a block promises for the time it takes up its place."""
 
     def __init__(self, num_slots: int, prompts: Prompts | None = None) -> None:
         self._prompts = Prompts() if prompts is None else prompts
-        self._prompt, self._hits, self._depth = np.zeros((3, num_slots), dtype=np.int64)
-        self._copy = np.full(num_slots, _NOWHERE, dtype=np.int64)
-        """Slot of the same block in the other tier, as far as is known."""
-        self._above: Gittins | None = None
+        self._facts = np.zeros((3, num_slots), dtype=np.int64)
+        self._prompt, self._hits, self._depth = self._facts
 
     def used(self, use: Use) -> None:
         prompts, slots, names = self._prompts, use.slots, use.names.tolist()
@@ -56,48 +49,26 @@ class Gittins(Policy):
         length = use.depth + len(slots)
         prompts.measure(number, length=length, num_stored=length, num_new=len(slots) - num_known)
         self._hits[slots] = 0
-        self._copy[slots] = _NOWHERE
         self._prompt[slots] = number
         self._depth[slots] = np.arange(use.depth, length)
         if len(slots) > 1:
             self._watch(number, _STORED, use, names, _any(number, len(slots) - 1))
         self._end(number, use, names)
 
-    def freed(self, slots: Array) -> None:
-        """Without its copy below a block is worth more in this tier."""
-        above, copies = self._above, self._copy[slots]
-        if above is not None:
-            known = copies != _NOWHERE
-            copies, slots = copies[known], slots[known]
-            above._copy[copies[above._copy[copies] == slots]] = _NOWHERE
-
     def copied(self, slots: Array, source: "Gittins", theirs: Array) -> None:
-        self._prompt[slots] = source._prompt[theirs]
-        self._hits[slots] = source._hits[theirs]
-        self._depth[slots] = source._depth[theirs]
-        if source is self:
-            self._copy[slots] = self._copy[theirs]
-        else:
-            self._copy[slots], source._copy[theirs] = theirs, slots
+        self._facts[:, slots] = source._facts[:, theirs]
 
     def beside(self, num_slots: int) -> "Gittins":
-        below = Gittins(num_slots, self._prompts)
-        below._above = self
-        return below
+        return Gittins(num_slots, self._prompts)
 
     def rank(self, slots: Array, *, now: float) -> Array:
-        """A block with a copy below is worth less here: it is not lost."""
-        worth = self._prompts.worth(*self._facts(slots), now=now)
-        if self._above is None:
-            has_copy = (self._copy.take(slots) != _NOWHERE) & (worth > 0)
-            worth[has_copy] *= _COPY
-        return worth
+        return self._prompts.worth(*self._of(slots), now=now)
 
     def chance(self, slots: Array, *, now: float) -> Array:
         """Return how likely the blocks in `slots` are to be used again, 0 to 1."""
-        return self._prompts.chance(*self._facts(slots), now=now)
+        return self._prompts.chance(*self._of(slots), now=now)
 
-    def _facts(self, slots: Array) -> tuple[Array, Array, Array]:
+    def _of(self, slots: Array) -> tuple[Array, Array, Array]:
         return self._prompt.take(slots), self._depth.take(slots), self._hits.take(slots)
 
     def _number_of(self, use: Use) -> int:

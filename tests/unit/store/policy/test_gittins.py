@@ -75,39 +75,6 @@ def test_a_tier_beside_it_knows_what_it_has_learned() -> None:
     assert (rank(below, np.array([7, 9]), now) == expected).all()
 
 
-def test_what_the_tier_below_has_too_goes_before_its_like_until_it_is_stored_again() -> None:
-    host = Gittins(200)
-    now = taught(host)
-    below = host.beside(50)
-    slots = np.array([HOT[0], COLD[0]])
-    alone = rank(host, slots, now)
-    assert (alone > 0).all()
-    below.copied(np.array([7, 9]), host, slots)
-    assert (rank(host, slots, now) < alone).all()
-    host.copied(np.array([150]), below, np.array([7]))
-    assert rank(host, np.array([150]), now) == rank(host, slots[:1], now)
-    host.stored(use([150], [10_000], now=now))
-    before = rank(host, np.array([150]), now)
-    below.copied(np.array([8]), host, np.array([150]))
-    assert rank(host, np.array([150]), now) < before
-
-
-def test_what_has_left_the_tier_below_is_worth_as_much_as_before() -> None:
-    host = Gittins(200)
-    now = taught(host)
-    below = host.beside(50)
-    slots = np.array([HOT[0], COLD[0]])
-    alone = rank(host, slots, now)
-    below.copied(np.array([7, 9]), host, slots)
-    below.freed(np.array([9, 30]))
-    assert (rank(host, slots, now) < alone).tolist() == [True, False]
-    host.stored(use([int(slots[0])], [10_000], now=now))
-    below.copied(np.array([8]), host, slots[:1])
-    with_copy = rank(host, slots, now)
-    below.freed(np.array([7]))
-    assert (rank(host, slots, now) == with_copy).all(), "it was another block's copy"
-
-
 def test_what_is_stored_after_a_parent_belongs_to_its_prompt() -> None:
     policy = Gittins(20)
     policy.stored(use([0, 1], [10, 11], now=1.0))
