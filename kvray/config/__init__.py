@@ -10,12 +10,13 @@ from kvray.config.environment import (
 )
 from kvray.config.schema import SettingRow, json_schema, setting_rows
 from kvray.config.sections import TENANT_NAME, KVRayConfig, ShardConfig, StagingConfig
-from kvray.config.settings import Setting, effective_settings
 from kvray.config.sizes import exact_size, format_size, parse_size
 from kvray.config.sources import (
     WELL_KNOWN_PATH,
     Effective,
+    Setting,
     config_on_node,
+    effective_settings,
     load_config,
     read_effective,
 )

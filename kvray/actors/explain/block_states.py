@@ -28,17 +28,6 @@ class BlockState(NamedTuple):
     """When it left, in seconds since the epoch; 0: it did not."""
 
 
-class StateRun(NamedTuple):
-    """Consecutive blocks with equal states, save for the moment when they left."""
-
-    start: int
-    stop: int
-    block: BlockState
-    """Of the first."""
-    first_at: float
-    last_at: float
-
-
 def block_states(
     answers: Mapping[str, Whereabouts], num_blocks: int, *, num_parts: int, past: bool = False
 ) -> list[BlockState]:
@@ -49,13 +38,12 @@ def block_states(
     return [_block_state(answers, block, num_parts, past=past) for block in range(num_blocks)]
 
 
-def state_runs(found: Sequence[BlockState]) -> Iterator[StateRun]:
-    """Yield the runs of equal states."""
+def state_runs(found: Sequence[BlockState]) -> Iterator[tuple[int, list[BlockState]]]:
+    """Yield start and blocks of each run of equal states, save for when the blocks left."""
     start = 0
     for _, run in groupby(found, lambda block: block._replace(at=0.0)):
         blocks = list(run)
-        times = [block.at for block in blocks]
-        yield StateRun(start, start + len(blocks), blocks[0], min(times), max(times))
+        yield start, blocks
         start += len(blocks)
 
 

@@ -14,7 +14,6 @@ from kvray.actors.explain.block_states import (
     PARTIAL,
     STORED,
     BlockState,
-    StateRun,
     block_states,
     state_runs,
 )
@@ -97,10 +96,10 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
         answers, _ = _whereabouts(b"".join(note.keys), note.at, timeout_s)
         since = max((one.since for one in answers.values()), default=0.0)
         found = block_states(answers, len(note.keys), num_parts=num_parts, past=True)
-        for run in state_runs(found):
-            start = note.end + run.start * note.step
-            stop = min(note.wanted, note.end + run.stop * note.step)
-            reason = _reason(asked, run.block)
+        for first, run in state_runs(found):
+            start = note.end + first * note.step
+            stop = min(note.wanted, start + len(run) * note.step)
+            reason = _reason(asked, run[0])
             ranges.append(_run_range(run, start * size, stop * size, "miss", reason=reason))
             missed[reason] += (stop - start) * size
     if note.num_tokens > note.wanted * size:
@@ -166,8 +165,8 @@ def _prompt(
     num_blocks = len(prompt.keys) // KEY_BYTES
     found = block_states(answers, num_blocks, num_parts=namespace.num_parts)
     ranges = [
-        _run_range(run, run.start * size, run.stop * size, run.block.state)
-        for run in state_runs(found)
+        _run_range(run, start * size, (start + len(run)) * size, run[0].state)
+        for start, run in state_runs(found)
     ]
     if num_tokens > num_blocks * size:
         ranges.append(_range(num_blocks * size, num_tokens, "computed"))
@@ -232,12 +231,14 @@ def _range(start: int, stop: int, what: str, **more: Any) -> dict[str, Any]:
     return {"start": start, "stop": stop, "what": what, **more}
 
 
-def _run_range(run: StateRun, start: int, stop: int, what: str, **more: Any) -> dict[str, Any]:
+def _run_range(
+    run: Sequence[BlockState], start: int, stop: int, what: str, **more: Any
+) -> dict[str, Any]:
     """Return a range with the places of its blocks, and when, whence and why they left."""
-    block = run.block
+    block = run[0]
     if block.at:
         more |= {
-            "left_at": [run.first_at, run.last_at],
+            "left_at": [min(one.at for one in run), max(one.at for one in run)],
             "left_node": block.node,
             "left_tier": block.tier,
             "left_by": block.cause,

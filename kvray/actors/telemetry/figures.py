@@ -1,10 +1,18 @@
-"""Values of metrics at one moment, on their way to `MetricsExport`."""
+"""Values of metrics at one moment, and how totals become the increments of Ray's counters; pure.
 
-from collections.abc import Hashable, Mapping
+Ray's counters take increments and outlive the process that gave them. So every increment must be
+given once, also after a restart: an engine's totals then start over, while those of a shard's
+engines and arena go on.
+"""
+
+from collections.abc import Container, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 Series = tuple[str, tuple[str, ...]]
 """A metric's name without `kvray_`, and the values of its labels."""
+
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,3 +31,41 @@ class Figures:
 
     gauges: dict[Series, float] = field(default_factory=dict)
     totals: list[Totals] = field(default_factory=list)
+
+
+class Increments(Generic[K]):
+    """The reported share of each source's totals."""
+
+    def __init__(self) -> None:
+        # Source -> its life, and the highest totals of that.
+        self._highs: dict[Hashable, tuple[Hashable, dict[K, float]]] = {}
+
+    def take(
+        self,
+        source: Hashable,
+        totals: Mapping[K, float],
+        *,
+        life: Hashable = None,
+        counted_before: bool = False,
+    ) -> dict[K, float]:
+        """Return the increments of `totals`, which are never negative.
+
+        Within one life, a total that falls has no increment until it is higher than ever before.
+        Another `life` counts from 0 again. `counted_before`: somebody else gave the first totals of
+        a new source.
+        """
+        if source not in self._highs and counted_before:
+            self._highs[source] = life, dict(totals)
+        elif source not in self._highs or self._highs[source][0] != life:
+            self._highs[source] = life, {}
+        _, highs = self._highs[source]
+        grown = {}
+        for key, total in totals.items():
+            high = highs.get(key, 0.0)
+            grown[key] = max(0.0, total - high)
+            highs[key] = max(high, total)
+        return grown
+
+    def retain(self, sources: Container[Hashable]) -> None:
+        """Forget all sources but these."""
+        self._highs = {name: one for name, one in self._highs.items() if name in sources}

@@ -8,8 +8,7 @@ from typing import Any
 
 from ray.util import metrics
 
-from kvray.actors.telemetry.figures import Figures, Series
-from kvray.actors.telemetry.increments import Increments
+from kvray.actors.telemetry.figures import Figures, Increments, Series
 from kvray.errors import KVRayError
 from kvray.metrics import METRICS, PREFIX, TIER_LABEL
 

@@ -65,10 +65,10 @@ def test_of_an_earlier_moment_that_a_block_had_left_counts_though_it_is_back() -
 def test_blocks_that_left_at_different_moments_are_one_run() -> None:
     answers = {"a": known([0, 0, 0, 1], left=[10.0, 12.0, 0.0, 0.0])}
     runs = list(state_runs(block_states(answers, 4, num_parts=1)))
-    assert [(run.start, run.stop, run.block.state) for run in runs] == [
+    assert [(start, len(run), run[0].state) for start, run in runs] == [
         (0, 2, EVICTED),
-        (2, 3, NEVER_STORED),
-        (3, 4, STORED),
+        (2, 1, NEVER_STORED),
+        (3, 1, STORED),
     ]
-    assert (runs[0].first_at, runs[0].last_at) == (10.0, 12.0)
+    assert [block.at for block in runs[0][1]] == [10.0, 12.0]
     assert list(state_runs([])) == []

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.actors.telemetry.increments import Increments
+from kvray.actors.telemetry.figures import Increments
 
 
 def test_what_has_grown_is_given_once() -> None:

@@ -3,8 +3,7 @@
 import math
 from typing import Any
 
-from kvray.actors.telemetry.figures import Figures, Series
-from kvray.actors.telemetry.increments import Increments
+from kvray.actors.telemetry.figures import Figures, Increments, Series
 from kvray.actors.telemetry.rank_figures import RankFigures, totals_of
 from kvray.connector.figures import CallTimes, DropReason
 
