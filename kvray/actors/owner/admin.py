@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 
 from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME
-from kvray.actors.ray_glue.calls import ask, list_actors, mapped_errors
+from kvray.actors.ray_glue.calls import ask, list_actors
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 from kvray.identity.block import frame
@@ -73,8 +73,7 @@ def ask_to_be_admitted(config: KVRayConfig | None, *, timeout_s: float) -> None:
     except ConfigError as error:
         fault = error  # about the caller's own file, which says more than any refusal
     timeout_s = min(timeout_s, _ASK_S)
-    with mapped_errors():
-        shards = list_actors(SHARD_PREFIX)
+    shards = list_actors(SHARD_PREFIX)
     answers = _answers([SUPERVISOR_NAME], proof, timeout_s)
     answers = answers or _answers(shards, proof, timeout_s)
     if not answers or None in answers:

@@ -29,6 +29,26 @@ _namespace: ContextVar[str | None] = ContextVar("kvray_namespace", default=None)
 
 
 @contextlib.contextmanager
+def mapped_errors() -> Iterator[None]:
+    """Turn Ray's exceptions into kvray's; also a decorator."""
+    try:
+        yield
+    except RayTaskError as error:
+        cause = error.cause if hasattr(error, "cause") else None
+        if isinstance(cause, KVRayError):
+            raise cause from None
+        raise ShardUnavailable(
+            f"An actor of the tier has a defect ({in_short(error)}); see its log."
+        ) from error
+    except GetTimeoutError:
+        raise ShardUnavailable(
+            "An actor of the tier did not answer in time; see `kvray status`."
+        ) from None
+    except RayError as error:
+        raise ShardUnavailable(f"An actor of the tier is gone ({in_short(error)}).") from None
+
+
+@contextlib.contextmanager
 def tier_named(cluster_name: str) -> Iterator[None]:
     """Mean the tier of that name in this block, whatever namespace this process joined."""
     before = _namespace.set(namespace_of(cluster_name))
@@ -43,6 +63,7 @@ def current_namespace() -> str:
     return _namespace.get() or str(ray.get_runtime_context().namespace)
 
 
+@mapped_errors()
 def create_actor(
     actor: type,
     name: str,
@@ -97,10 +118,10 @@ def get_actor(name: str) -> Any:
         ) from None
 
 
+@mapped_errors()
 def call(method: Any, *args: Any, timeout_s: float) -> Any:
     """Call an actor's method; ShardUnavailable without an answer within `timeout_s`."""
-    with mapped_errors():
-        return ray.get(method.remote(*args), timeout=timeout_s)
+    return ray.get(method.remote(*args), timeout=timeout_s)
 
 
 def ask_all(
@@ -165,26 +186,6 @@ def ask_shards(method: str, timeout_s: float, *args: Any) -> dict[str, Any]:
     return ask(map(shard_name, shards), method, timeout_s, *args)
 
 
-@contextlib.contextmanager
-def mapped_errors() -> Iterator[None]:
-    """Turn Ray's exceptions into kvray's."""
-    try:
-        yield
-    except RayTaskError as error:
-        cause = error.cause if hasattr(error, "cause") else None
-        if isinstance(cause, KVRayError):
-            raise cause from None
-        raise ShardUnavailable(
-            f"An actor of the tier has a defect ({in_short(error)}); see its log."
-        ) from error
-    except GetTimeoutError:
-        raise ShardUnavailable(
-            "An actor of the tier did not answer in time; see `kvray status`."
-        ) from None
-    except RayError as error:
-        raise ShardUnavailable(f"An actor of the tier is gone ({in_short(error)}).") from None
-
-
 class Nudge:
     """Calls an actor now and then, and does not wait for its answer.
 
@@ -208,6 +209,7 @@ class Nudge:
                 self._answer = get_actor(self._name).ping.remote()
 
 
+@mapped_errors()
 def list_actors(prefix: str = "kvray-") -> list[str]:
     """Return the names of the tier's living actors that begin with `prefix`."""
     here = current_namespace()
@@ -232,7 +234,7 @@ def kill_actor(name: str) -> None:
 def await_forgotten(names: Collection[str], timeout_s: float) -> bool:
     """Wait until Ray has forgotten killed actors; their names are free then."""
     deadline = time.monotonic() + timeout_s
-    with contextlib.suppress(KVRayError), mapped_errors():
+    with contextlib.suppress(KVRayError):
         while set(names) & set(list_actors()):
             if time.monotonic() > deadline:
                 return False

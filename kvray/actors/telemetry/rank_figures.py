@@ -31,16 +31,15 @@ _REASONS = {
     MISS_PREFIX: ("miss_tokens_total", MISS_REASONS),
 }
 _SERIES: Mapping[str, Series] = {
-    "requests": ("requests_total", ()),
-    "bypassed_requests": ("bypassed_requests_total", ()),
-    "prompt_tokens": ("prompt_tokens_total", ()),
+    **{
+        name: (f"{name}_total", ())
+        for name in ("requests", "bypassed_requests", "prompt_tokens", "stored_tokens", "errors")
+    },
     "local_tokens": ("own_tokens_total", ()),
-    "stored_tokens": ("stored_tokens_total", ()),
-    "errors": ("errors_total", ()),
-    "loaded_blocks": ("engine_blocks_total", ("loaded",)),
-    "stored_blocks": ("engine_blocks_total", ("stored",)),
-    "existing_blocks": ("engine_blocks_total", ("existing",)),
-    "dropped_blocks": ("engine_blocks_total", ("dropped",)),
+    **{
+        f"{action}_blocks": ("engine_blocks_total", (action,))
+        for action in ("loaded", "stored", "existing", "dropped")
+    },
     "hit_tokens_from_host": ("hit_tokens_total", ("host", "none")),
     "hit_tokens_from_nvme": ("hit_tokens_total", ("nvme", "none")),
     "hit_tokens_from_nixl": ("hit_tokens_total", ("remote", "nixl")),

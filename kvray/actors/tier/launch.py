@@ -12,7 +12,7 @@ from typing import Any
 from kvray.actors.owner.admin import ask_to_be_admitted, proof_of
 from kvray.actors.owner.claim import owner_of
 from kvray.actors.owner.ownership import sweep
-from kvray.actors.ray_glue.calls import list_actors, mapped_errors
+from kvray.actors.ray_glue.calls import list_actors
 from kvray.actors.tier import connection, local_ray, tier
 from kvray.actors.tier.changes import Plan
 from kvray.actors.tier.rollout import SILENT, Observer, Rollout, look
@@ -72,12 +72,10 @@ def bring_up(
                 undo.callback(_end_local_ray, config)
         undo.callback(connection.disconnect)
         connection.connect_configured(config)
-        with mapped_errors():
-            started_tier = not list_actors()
+        started_tier = not list_actors()
         if started_tier:
             undo.callback(tier.down, timeout_s=config.ray.timeout_s, config=config)
-        largest = max(values_on_nodes(config, "arena", "capacity"))
-        prefault_s = largest / _PREFAULT_BYTES_PER_S
+        prefault_s = max(values_on_nodes(config, "arena", "capacity")) / _PREFAULT_BYTES_PER_S
         shards = tier.up(
             config,
             timeout_s=config.ray.timeout_s + prefault_s,
@@ -101,10 +99,9 @@ def preview(config: KVRayConfig, rollout: Rollout) -> Plan | None:
         return None
     try:
         connection.connect_configured(config)
-        with mapped_errors():
-            is_running = bool(list_actors())
-        timeout_s = config.ray.timeout_s
-        return look(config, rollout, timeout_s=timeout_s, observer=SILENT) if is_running else None
+        if not list_actors():
+            return None
+        return look(config, rollout, timeout_s=config.ray.timeout_s, observer=SILENT)
     finally:
         connection.disconnect()
 

@@ -38,7 +38,6 @@ from kvray.actors.ray_glue.calls import (
     get_actor,
     kill_actor,
     list_actors,
-    mapped_errors,
     on_node,
 )
 from kvray.actors.supervisor.supervisor import START_S, chosen_nodes, create_supervisor
@@ -120,14 +119,12 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
     supervisor, lookup = restarts.pop(SUPERVISOR_NAME, None), restarts.pop(LOOKUP_NAME, None)
     if supervisor is not None:
         _end(SUPERVISOR_NAME, observer)
-    with mapped_errors():
-        create_supervisor(config)  # also if a run before this one was killed before it did
+    create_supervisor(config)  # also if a run before this one was killed before it did
     if supervisor is not None:
         observer.told(_done("The supervisor", supervisor))
     if lookup is not None:
         _end(LOOKUP_NAME, observer)
-        with mapped_errors():
-            create_lookup(config.cluster_name, config.shard.silent_s)
+        create_lookup(config.cluster_name, config.shard.silent_s)
         observer.told(_done("The lookup", lookup))
     flush_s = _STOP_S + max(values_on_nodes(config, "nvme", "flush_s"))
     for node_id in planned.ends:

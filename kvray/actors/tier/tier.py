@@ -29,7 +29,6 @@ from kvray.actors.ray_glue.calls import (
     get_actor,
     kill_actor,
     list_actors,
-    mapped_errors,
     node_labels,
     on_node,
 )
@@ -69,9 +68,8 @@ def up(
     proof_of(config)  # raises: nobody could end a tier whose token nobody can read
     rollout = rollout or Rollout()
     _check_namespace(config)
-    with mapped_errors():
-        is_running = bool(list_actors())
-        create_lookup(config.cluster_name, config.shard.silent_s)
+    is_running = bool(list_actors())
+    create_lookup(config.cluster_name, config.shard.silent_s)
     if is_running:
         planned = look(config, rollout, timeout_s=timeout_s, observer=observer)
         check_costs(planned, recreate=rollout.recreate)
@@ -79,8 +77,7 @@ def up(
             ask_to_be_admitted(config, timeout_s=timeout_s)
         carry_out(planned, config, timeout_s=timeout_s, observer=observer)
     deadline = time.monotonic() + timeout_s
-    with mapped_errors():
-        create_supervisor(config)
+    create_supervisor(config)
     while True:
         left_s = max(1.0, deadline - time.monotonic())
         shards = _statuses("shard", ask_shards("status", left_s))
@@ -146,8 +143,7 @@ def down(
     ConfigError: the tier asks for another one. `flush`: shards write blocks that are only in memory
     to an NVMe tier, within `nvme.flush_s`. Each step may take `timeout_s`.
     """
-    with mapped_errors():
-        found = bool(list_actors())
+    found = bool(list_actors())
     if found:
         ask_to_be_admitted(config, timeout_s=timeout_s)
     configs = [] if config is None else [config]
@@ -161,14 +157,14 @@ def down(
     for name in list_actors(MOVER_PREFIX):
         kill_actor(name)  # before the shards: it would look for their arenas again
     names = list_actors(SHARD_PREFIX)
-    longest = [s for one in configs for s in values_on_nodes(one, "nvme", "flush_s")]
-    flush_s = max(longest, default=0.0) if flush else 0.0
+    longest = [s for one in configs if flush for s in values_on_nodes(one, "nvme", "flush_s")]
 
     def tell() -> None:
         observer.report(_statuses("shard", ask(names, "status", _REPORT_TIMEOUT_S)))
 
     meanwhile = tell if flush else None
-    answers = ask(names, "stop", timeout_s + flush_s, True, flush, meanwhile=meanwhile)
+    stop_s = timeout_s + max(longest, default=0.0)
+    answers = ask(names, "stop", stop_s, True, flush, meanwhile=meanwhile)
     stopped = {name for name in names if not isinstance(answers[name], KVRayError)}
     for name in (*names, LOOKUP_NAME):
         kill_actor(name)
