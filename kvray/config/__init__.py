@@ -10,7 +10,6 @@ from kvray.config.environment import (
 )
 from kvray.config.schema import SettingRow, json_schema, setting_rows
 from kvray.config.sections import TENANT_NAME, KVRayConfig, ShardConfig, StagingConfig
-from kvray.config.sizes import exact_size, format_size, parse_size
 from kvray.config.sources import (
     WELL_KNOWN_PATH,
     Effective,
@@ -20,6 +19,7 @@ from kvray.config.sources import (
     load_config,
     read_effective,
 )
+from kvray.config.values import exact_size, format_size, parse_size
 
 __all__ = [
     "CONFIG_ENV",

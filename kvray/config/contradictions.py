@@ -8,7 +8,7 @@ from kvray.config.document import SettingPath
 from kvray.config.environment import variable_of
 from kvray.config.schema import NOT_BY_LABEL
 from kvray.config.sections import ArenaConfig, KVRayConfig, NodeConfig
-from kvray.config.sizes import exact_size
+from kvray.config.values import exact_size
 
 _PAGE_BYTES = 4096
 _SOCKET_PATH_MAX = 107

@@ -14,8 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from kvray.config.sizes import Size
-from kvray.config.values import AbsolutePath, Label, Listed, NamespaceName, Seconds
+from kvray.config.values import AbsolutePath, Label, Listed, NamespaceName, Seconds, Size
 
 TENANT_NAME = r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}"
 """What a tenant may be called."""

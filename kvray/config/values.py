@@ -2,16 +2,30 @@
 
 import re
 import reprlib
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 LABEL_PATTERN = r"^[^=\s]+=[^=\s]+$"
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|sec|m|min|h)\s*")
 _SECONDS_MAX = 366 * 86_400
 """More would be refused by the waits of Python and of the kernel."""
 _SECONDS = {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_FORM = r"\s*(\d+(?:\.\d+)?)\s*({units})?\s*"
+_MEANT = {"k": "KiB", "m": "MiB", "g": "GiB", "t": "TiB"}
+"""What is meant by units that begin with these letters."""
+_SIZE_MAX = 2**60
+"""More bytes than any machine has, and few enough for every computation with them."""
+_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1, "maximum": _SIZE_MAX},
+        {"type": "string", "pattern": f"^{_FORM.format(units='|'.join(filter(None, _UNITS)))}$"},
+    ],
+    "examples": ["64GiB", "1.5TiB", "512MiB", 1073741824],
+}
 
 
 _shown = reprlib.Repr()
@@ -32,6 +46,41 @@ def parse_namespace(value: object) -> str:
         f"{shown(value)} names no namespace; write the hex digits that `kvray status` shows, in"
         " quotes"
     )
+
+
+def parse_size(value: object) -> int:
+    """Return a whole number, or text such as `64GiB`, in bytes; ValueError if it is no size."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        text = str(value) if isinstance(value, str | float) else ""
+        found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        if not found or found[2] not in _UNITS:
+            raise ValueError(f"{shown(value)} is no size; {_remedy(text)}")
+        size = int(Decimal(found[1]) * _UNITS[found[2]])
+    if size <= 0:
+        raise ValueError(f"{shown(value)} is not a positive size; write for example 64GiB")
+    if size > _SIZE_MAX:
+        raise ValueError(
+            f"{shown(value)} is more than any machine has; write at most {exact_size(_SIZE_MAX)}"
+        )
+    return size
+
+
+def format_size(size: float) -> str:
+    """Return `size` bytes in the largest binary unit that keeps it above one."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size >= _UNITS[unit]:
+            return f"{size / _UNITS[unit]:.4g}{unit}"
+    return f"{size:.0f}B"
+
+
+def exact_size(size: int) -> str:
+    """Return `size` bytes, which may be 0, in the largest unit of which it is a whole number."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size and size % _UNITS[unit] == 0:
+            return f"{size // _UNITS[unit]}{unit}"
+    return f"{size}B"
 
 
 def _plain_seconds(value: object) -> object:
@@ -62,6 +111,22 @@ def _listed(value: object) -> object:
     """Take text with commas for a list, as a variable of the environment has it."""
     return [one.strip() for one in value.split(",")] if isinstance(value, str) else value
 
+
+def _remedy(text: str) -> str:
+    """Return what to write in place of what has no unit of ours."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt])i?b?\s*", text, re.IGNORECASE)
+    if found:
+        return f"units are binary here: write {found[1]}{_MEANT[found[2].lower()]}"
+    return "write a number with a unit such as 64GiB"
+
+
+Size = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    PlainSerializer(exact_size, return_type=str, when_used="json"),
+    WithJsonSchema(_SCHEMA),
+]
+"""Bytes; in files and in what is shown also text such as `64GiB`."""
 
 Seconds = Annotated[float, BeforeValidator(_plain_seconds), AfterValidator(_bounded)]
 """A duration: a number without a unit, at most a year."""

@@ -28,8 +28,7 @@ from kvray.identity.checkpoint import (
     find_files,
     unreadable,
 )
-from kvray.identity.digest_cache import DigestCache
-from kvray.identity.hub_cache import named_by_hub
+from kvray.identity.digest_cache import DigestCache, named_by_hub
 
 FORMAT_TAG = b"kvray.fingerprint.2"
 READERS_MAX = 8

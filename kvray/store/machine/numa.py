@@ -18,12 +18,10 @@ _MEMORY_NODES = Path("/sys/devices/system/node/has_memory")
 _INTERLEAVE = 3
 _OF_ADDRESS = 2
 _NODES_MAX = 1024
-_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 _CALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}
 """Numbers of the system calls mbind and get_mempolicy, for which libc has no functions."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_NodeMask = ctypes.c_ulong * (_NODES_MAX // _WORD_BITS)
 
 
 def memory_nodes() -> list[int]:
@@ -68,20 +66,18 @@ def interleaved_over(address: int) -> list[int]:
     if platform.machine() not in _CALLS:
         return []
     _, number = _CALLS[platform.machine()]
-    mode, mask = ctypes.c_int(), _NodeMask()
+    mode, mask = ctypes.c_int(), ctypes.create_string_buffer(_NODES_MAX // 8)
     where = ctypes.c_void_p(address), _OF_ADDRESS
     answer = _libc.syscall(number, ctypes.byref(mode), mask, _NODES_MAX + 1, *where)
-    return nodes_of(mask) if answer == 0 and mode.value == _INTERLEAVE else []
+    return nodes_of(mask.raw) if answer == 0 and mode.value == _INTERLEAVE else []
 
 
-def node_mask(nodes: Sequence[int]) -> "ctypes.Array[ctypes.c_ulong]":
-    """Return the bit mask of `nodes` as the kernel reads it."""
-    mask = _NodeMask()
-    for node in nodes:
-        mask[node // _WORD_BITS] |= 1 << node % _WORD_BITS
-    return mask
+def node_mask(nodes: Sequence[int]) -> bytes:
+    """Return the bit mask of `nodes` as the kernel of a little-endian machine reads it."""
+    return sum(1 << node for node in set(nodes)).to_bytes(_NODES_MAX // 8, "little")
 
 
-def nodes_of(mask: "ctypes.Array[ctypes.c_ulong]") -> list[int]:
+def nodes_of(mask: bytes) -> list[int]:
     """Return the nodes of a mask, in order."""
-    return [node for node in range(_NODES_MAX) if mask[node // _WORD_BITS] >> node % _WORD_BITS & 1]
+    bits = int.from_bytes(mask, "little")
+    return [node for node in range(_NODES_MAX) if bits >> node & 1]

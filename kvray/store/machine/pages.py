@@ -17,7 +17,8 @@ from kvray.store.machine.mounts import mount_of
 _SMAPS = Path("/proc/self/smaps")
 _THP = Path("/sys/kernel/mm/transparent_hugepage")
 _LOOK_S = 2.0
-_AREA = re.compile(r"([0-9a-f]+)-[0-9a-f]+ \S+ \S+ \S+ \d+ *(.*)")
+_AREA = r"^([0-9a-f]+)-\S+ \S+ \S+ \S+ \d+ +{name}\n((?:\w+:.*\n)*)"
+"""A mapping of a file in smaps: its address, and the lines of its figures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +63,8 @@ class ArenaPages:
 
 def mapped_file(smaps: str, path: Path) -> MappedFile | None:
     """Return the largest mapping of `path`, as it is named now, in the text of /proc/self/smaps."""
-    found = [
-        _parse(int(start, 16), lines)
-        for start, name, lines in _areas(smaps)
-        if name == str(path.resolve())
-    ]
+    area = _AREA.format(name=re.escape(str(path.resolve())))
+    found = [_parse(int(start, 16), lines) for start, lines in re.findall(area, smaps, re.M)]
     return max(found, key=lambda file: file.mapped_bytes, default=None)
 
 
@@ -102,23 +100,8 @@ def _figures(path: Path) -> dict[str, Any]:
     return figures
 
 
-def _areas(smaps: str) -> list[tuple[str, str, list[str]]]:
-    areas: list[tuple[str, str, list[str]]] = []
-    for line in smaps.splitlines():
-        head = _AREA.fullmatch(line)
-        if head is not None:
-            areas.append((head[1], head[2], []))
-        elif areas:
-            areas[-1][2].append(line)
-    return areas
-
-
-def _parse(address: int, lines: list[str]) -> MappedFile:
-    sizes = {
-        name: int(value.split()[0]) * 1024
-        for name, _, value in (line.partition(":") for line in lines)
-        if value.endswith(" kB")
-    }
+def _parse(address: int, lines: str) -> MappedFile:
+    sizes = {name: int(size) * 1024 for name, size in re.findall(r"(\w+): +(\d+) kB", lines)}
     hugetlb = sizes["Shared_Hugetlb"] + sizes["Private_Hugetlb"]
     return MappedFile(
         address=address,
