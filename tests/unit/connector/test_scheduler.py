@@ -7,7 +7,6 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData, SchedulerOutput
-from kvray.connector.key_board import KeyBoard
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
 from kvray.store import Arena
 from tests.unit.connector.conftest import MakePair, arena_of, leased
@@ -259,7 +258,7 @@ def test_a_defect_in_planning_a_save_costs_the_save_only(
     pair = make_pair()
     request = Request(1, PROMPT)
     pair.query(request)
-    monkeypatch.setattr(KeyBoard, "publish", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvray.connector.pass_plan.SavePlan", lambda **_: 1 / 0)
     assert pair.plan(request).saves == ()
     assert pair.totals["errors"] == 1
 
