@@ -43,31 +43,20 @@ class LeasedRun:
         return self._lease.num_slots
 
     def read(self, first: int, pool: Array) -> int:
-        """Copy the blocks from `first` on into the rows of `pool`; return how many are sound.
-
-        Raises:
-            LeaseExpired: the arena was given up meanwhile.
-        """
+        """Copy the blocks from `first` on into the rows of `pool`; return how many are sound."""
         try:
-            self._read(first, pool)
+            rows = np.arange(len(pool))
+            self._arena.read(self._lease, pool, rows, first=first, verify=self._verify)
             return len(pool)
         except CorruptBlock as error:
             _log.warning("kvray: a shorter prefix was retrieved: %s", error)
-        # To find the damaged one, read them again, one at a time.
-        for row in range(len(pool)):
-            try:
-                self._read(first + row, pool[row : row + 1])
-            except CorruptBlock:
-                return row
-        return len(pool)
+        # Those before the damaged one are read again: their copies were not accepted.
+        sound = self._arena.sound(self._lease, slice(first, first + len(pool)))
+        return self.read(first, pool[: int(sound.argmin())])
 
     def drop_damaged(self) -> None:
         """Take blocks without their checksum out of service."""
         self._arena.sound(self._lease, slice(None))
-
-    def _read(self, first: int, pool: Array) -> None:
-        rows = np.arange(len(pool))
-        self._arena.read(self._lease, pool, rows, first=first, verify=self._verify)
 
 
 class ArenaBlocks:
@@ -127,11 +116,8 @@ class ArenaBlocks:
 
         `keys` are a whole chain, from its root; without its parent here nothing is written.
         `source` gives the bytes; its indexes count from `first`. `renew` first looks for damage in
-        the blocks that are here, and replaces them.
-
-        Returns:
-            How many blocks were stored, and how many the arena had already, or another writer is
-            writing.
+        the blocks that are here, and replaces them. Returns how many blocks were stored, and how
+        many the arena had already or another writer is writing.
         """
         arena = self._link.arena
         stored = existing = 0

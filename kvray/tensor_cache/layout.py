@@ -27,11 +27,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def heads_of(kv: KV, metadata: TensorMetadata) -> Heads:
-    """Return `kv` as views of heads, after checking it against `metadata`.
-
-    Raises:
-        LayoutMismatch: another number of layers, shape or element type.
-    """
+    """Return `kv` as views of heads; LayoutMismatch: it does not fit `metadata`."""
     try:
         pairs = [tuple(pair) for pair in kv]
     except TypeError:

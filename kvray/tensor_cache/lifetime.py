@@ -32,11 +32,7 @@ class Lifetime:
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:
-        """Keep the arena for a call.
-
-        Raises:
-            ConfigError: the cache is closed.
-        """
+        """Keep the arena for a call; ConfigError: the cache is closed."""
         with self._state:
             if self.closed:
                 raise ConfigError(

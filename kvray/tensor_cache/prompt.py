@@ -40,11 +40,8 @@ def read_prompt(
 
     `tokens` are ids, shape [num_tokens], on any device. `mask` has booleans, shape [num_tokens]:
     False for some leading tokens and True for all others; None: all True. `seed` is from
-    `request_seed`.
-
-    Raises:
-        ConfigError: tokens that are not integers, or a mask that selects no suffix or begins inside
-            a block.
+    `request_seed`. ConfigError: tokens that are not integers, or a mask that selects no suffix or
+    begins inside a block.
 
     Source: suffix masks that begin at a chunk, as in LMCache's LMCacheEngine.
     """

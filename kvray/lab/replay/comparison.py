@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvray.lab.replay.bounds import belady, infinite
 from kvray.lab.replay.results import Outcome
@@ -45,29 +45,13 @@ class Comparison:
     """The optimum for each size of the host tier; with a disk, for one tier as large as both."""
     outcomes: Sequence[Outcome]
 
-    def baseline(self, outcome: Outcome) -> Outcome:
-        """Return LRU's outcome at the same size, with a disk that takes everything."""
-        return next(one for one in self.outcomes if one.host_blocks == outcome.host_blocks)
-
-    def gain(self, outcome: Outcome) -> float | None:
-        """Return which part it found of the blocks that Belady finds and LRU does not."""
-        least, size = self.baseline(outcome).hit_blocks, outcome.host_blocks
-        assert size is not None
-        room = self.belady[size].hit_blocks - least
-        return (outcome.hit_blocks - least) / room if room else None
-
-    def write_share(self, outcome: Outcome) -> float | None:
-        """Return its writes to disk over LRU's; None if there are none."""
-        written = self.baseline(outcome).nvme_written_blocks
-        return outcome.nvme_written_blocks / written if written else None
-
     def mean_gains(self) -> dict[tuple[str, str | None], float | None]:
         """Return for each policy and admission the mean over the sizes at which it has a gain."""
         gains: dict[tuple[str, str | None], list[float]] = {}
         for outcome in self.outcomes:
             of_one = gains.setdefault((outcome.policy, outcome.admission), [])
-            if (gain := self.gain(outcome)) is not None:
-                of_one.append(gain)
+            if outcome.gain is not None:
+                of_one.append(outcome.gain)
         return {name: sum(some) / len(some) if some else None for name, some in gains.items()}
 
 
@@ -85,6 +69,7 @@ def compare(
     runs = list(plan.runs())
     total = len(plan.host_blocks) + len(runs)
     bounds: dict[int, Outcome] = {}
+    baselines: dict[int, Outcome] = {}
     outcomes: list[Outcome] = []
     for blocks in plan.host_blocks:
         size = blocks + plan.nvme_blocks
@@ -93,7 +78,12 @@ def compare(
     for blocks, policy, admission in runs:
         progress(f"{policy}, {blocks:,} blocks", len(bounds) + len(outcomes), total)
         options = {"policy": policy, "admission": admission, "nvme_blocks": plan.nvme_blocks}
-        outcomes.append(simulate(trace, host_blocks=blocks, **options))
+        found = simulate(trace, host_blocks=blocks, **options)
+        lru = baselines.setdefault(blocks, found)
+        room, written = bounds[blocks].hit_blocks - lru.hit_blocks, lru.nvme_written_blocks
+        gain = (found.hit_blocks - lru.hit_blocks) / room if room else None
+        share = found.nvme_written_blocks / written if written else None
+        outcomes.append(replace(found, gain=gain, write_share=share))
     return Comparison(
         trace=trace, plan=plan, infinite=infinite(trace), belady=bounds, outcomes=outcomes
     )

@@ -21,10 +21,10 @@ from kvray.lab.replay.comparison import BASELINE
 _ALWAYS = ("blocks", "policy", "hit ratio", "of tokens", "gain")
 _DISK = ("host", "NVMe", "written", "per hit", "of LRU's")
 _HITS = ("hit_ratio", "token_hit_ratio", "hit_blocks", "hit_tokens")
-_SETUP = ("policy", "admission", "host_blocks", "nvme_blocks")
-_COSTS = (
-    *("host_hit_blocks", "nvme_hit_blocks", "nvme_written_blocks", "written_per_hit"),
-    *("seconds", "refs_per_s"),
+_RUN = (
+    *("policy", "admission", "host_blocks", "nvme_blocks", *_HITS, "host_hit_blocks"),
+    *("nvme_hit_blocks", "nvme_written_blocks", "written_per_hit", "seconds", "refs_per_s"),
+    *("gain", "write_share"),
 )
 
 
@@ -38,7 +38,7 @@ def make_table(found: Comparison) -> Table:
         size = f"{host_blocks:,}"
         for outcome in found.outcomes:
             if outcome.host_blocks == host_blocks:
-                table.add_row(size, *_cells(found, outcome, has_disk=has_disk))
+                table.add_row(size, *_cells(outcome, has_disk=has_disk))
                 size = ""
         table.add_row("", "Belady", *_hit_cells(found.belady[host_blocks]), style="dim")
         table.add_section()
@@ -74,10 +74,7 @@ def print_all(console: Console, found: Comparison) -> None:
 
 
 def to_json(found: Comparison, *, concurrent: int, seed: int) -> str:
-    """Return everything as one JSON object.
-
-    `concurrent` and `seed` are the options by which the sessions of a trace were laid out.
-    """
+    """Return everything as one JSON object; `concurrent` and `seed` are the command's options."""
     trace = found.trace
     return json.dumps(
         {
@@ -96,11 +93,7 @@ def to_json(found: Comparison, *, concurrent: int, seed: int) -> str:
                 {"host_blocks": size, "blocks": bound.host_blocks, **_figures(bound, _HITS)}
                 for size, bound in found.belady.items()
             ],
-            "results": [
-                _figures(one, _SETUP + _HITS + _COSTS)
-                | {"gain": found.gain(one), "write_share": found.write_share(one)}
-                for one in found.outcomes
-            ],
+            "results": [_figures(one, _RUN) for one in found.outcomes],
             "mean_gains": [
                 {"policy": policy, "admission": admission, "mean_gain": gain}
                 for (policy, admission), gain in found.mean_gains().items()
@@ -113,11 +106,10 @@ def to_json(found: Comparison, *, concurrent: int, seed: int) -> str:
     )
 
 
-def _cells(found: Comparison, outcome: Outcome, *, has_disk: bool) -> list[str]:
-    gain = found.gain(outcome)
+def _cells(outcome: Outcome, *, has_disk: bool) -> list[str]:
+    gain, per_hit, share = outcome.gain, outcome.written_per_hit, outcome.write_share
     cells = [escape(outcome.title), *_hit_cells(outcome), "" if gain is None else f"{gain:+.2f}"]
     if has_disk:
-        per_hit, share = outcome.written_per_hit, found.write_share(outcome)
         cells += [
             _percent(outcome.host_hit_blocks / max(1, outcome.refs)),
             _percent(outcome.nvme_hit_blocks / max(1, outcome.refs)),

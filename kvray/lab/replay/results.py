@@ -30,6 +30,10 @@ class Outcome:
     nvme_written_blocks: int = 0
     seconds: float = 0.0
     """CPU time of the replay."""
+    gain: float | None = None
+    """Its part of the blocks that Belady finds and LRU does not; None if there are none."""
+    write_share: float | None = None
+    """Its writes to disk over those of LRU with a disk that takes everything; None if none."""
 
     @classmethod
     def of(cls, trace: Trace, hits: Ints, **fields: Any) -> Outcome:

@@ -29,8 +29,8 @@ def test_with_a_disk_lru_that_writes_everything_is_the_baseline() -> None:
     found = compared(plan)
     assert names(found) == [(300, "lru", "all"), (300, "lru", "half")]
     everything, half = found.outcomes
-    assert found.write_share(everything) == 1
-    assert found.write_share(half) == pytest.approx(0.5, abs=0.001)
+    assert everything.write_share == 1
+    assert half.write_share == pytest.approx(0.5, abs=0.001)
 
 
 def test_gain_is_0_for_lru_and_1_for_belady() -> None:
@@ -38,14 +38,14 @@ def test_gain_is_0_for_lru_and_1_for_belady() -> None:
     trace = excerpt(SYNTHETIC)
     lru, double = found.outcomes
     most, least = belady(trace, 300).hit_blocks, sum(lru_hits(trace, 300))
-    assert found.gain(lru) == 0
-    assert found.gain(double) == (sum(lru_hits(trace, 600)) - least) / (most - least)
+    assert lru.gain == 0
+    assert double.gain == (sum(lru_hits(trace, 600)) - least) / (most - least)
 
 
 def test_there_is_no_gain_where_belady_finds_no_more_than_lru() -> None:
     found = compared(Plan(policies=["double"], host_blocks=[300, 1_000_000]))
-    assert found.gain(found.outcomes[-1]) is None
-    assert found.mean_gains()["double", None] == found.gain(found.outcomes[1])
+    assert found.outcomes[-1].gain is None
+    assert found.mean_gains()["double", None] == found.outcomes[1].gain
 
 
 def test_the_mean_gain_is_that_of_one_policy_and_admission() -> None:
@@ -56,7 +56,7 @@ def test_the_mean_gain_is_that_of_one_policy_and_admission() -> None:
         admissions=["all", "half"],
     )
     found = compared(plan)
-    gains = [found.gain(one) for one in found.outcomes if one.policy == "double"]
+    gains = [one.gain for one in found.outcomes if one.policy == "double"]
     assert found.mean_gains()["double", "half"] == pytest.approx(sum(gains) / len(gains))
     assert found.mean_gains()["lru", "all"] == 0
 
