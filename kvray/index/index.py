@@ -167,11 +167,8 @@ class Index:
             return []
         slots_max = slots_max * _WAYS_PURGED // max(_WAYS_PURGED, int(np.count_nonzero(chosen)))
         stop = min(self._purged + slots_max, self._table.num_slots)
-        keys = self._table.keys_at(self._table.with_values(chosen, self._purged, stop))
-        self._purged = stop
-        if stop == self._table.num_slots:
-            self._purged = 0
-            keys = np.concatenate((keys, self._table.spilled_keys()))
+        keys = self._table.keys_with(chosen, self._purged, stop)
+        self._purged = stop if stop < self._table.num_slots else 0
         no_parts = np.zeros(len(keys), dtype=np.int64)
         return self._change(keys, no_parts, lambda masks, _: _without_ended(masks))
 

@@ -56,7 +56,7 @@ class KeyTable:
 
     @property
     def num_slots(self) -> int:
-        """Ways of all buckets, the unit of `with_values`."""
+        """Ways of all buckets, the unit of `keys_with`."""
         return self._num_buckets * _WAYS
 
     @property
@@ -108,23 +108,18 @@ class KeyTable:
             self._grow(int(np.count_nonzero(new)))
             self._insert(keys[new], values[new])
 
-    def with_values(self, chosen: Array, start: int, stop: int) -> Array:
-        """Return the places of keys whose number is `chosen`, from slot `start` to before `stop`.
+    def keys_with(self, chosen: Array, start: int, stop: int) -> Array:
+        """Return the keys whose number is `chosen`, from slot `start` to before `stop`.
 
-        `chosen` is a mask of numbers from 0 on; numbers beyond its end are not chosen.
+        `chosen` is a mask of all numbers. The last slot brings all keys that spilled, whatever
+        their numbers.
         """
         values = self._values[: self._num_buckets].reshape(-1)[start:stop]
-        known = np.minimum(values, len(chosen) - 1)
-        return start + np.flatnonzero(chosen.take(known) & (known == values))
-
-    def keys_at(self, places: Array) -> Array:
-        """Return the keys at places that `with_values` returned."""
+        places = start + np.flatnonzero(chosen.take(values))
         keys: Array = self._keys.reshape(-1, 4).take(places, axis=0)
+        if stop >= self.num_slots:
+            keys = np.concatenate((keys, _joined(self._spilled.values())))
         return keys
-
-    def spilled_keys(self) -> Array:
-        """Return the keys that `with_values` does not visit."""
-        return _joined(self._spilled.values())
 
     def _buckets(self, keys: Array) -> Array:
         """Return each key's bucket; a split bucket uses one bit more."""

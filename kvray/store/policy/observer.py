@@ -5,7 +5,7 @@ that got the same one since the last look belong to one prompt. So writers and r
 and pay nothing. Of two uses between two looks only the later is seen.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from kvray.store.policy.policy import Array, Policy, Use
 
 Section = Callable[[], AbstractContextManager[bool]]
 """Keeps the tables still; False: not now."""
-
 
 _NAMESPACES_MAX = 4096
 """The parts of so many namespaces are remembered; then they are learned again."""
@@ -81,10 +80,8 @@ class Observer:
         self._version[slots], self._is_held[slots] = rows.version, rows.is_ready
         is_first = self._are_first(rows)
         policy.freed(freed)
-        stored = _runs(rows, rows.number, is_new & is_first)
-        used = _runs(rows, rows.tick, is_used & is_first)
-        events = [(when, True, run) for when, run in stored]
-        events += [(when, False, run) for when, run in used]
+        events = [(when, True, run) for when, run in _runs(rows, rows.number, is_new & is_first)]
+        events += [(when, False, run) for when, run in _runs(rows, rows.tick, is_used & is_first)]
         for _, is_stored, run in sorted(events, key=lambda event: event[0]):
             depth, parent = int(rows.depth[run[0]]), int(rows.parent[run[0]])
             use = Use(slots[run], rows.name[run], depth, depth + len(run), now, parent)
@@ -133,14 +130,13 @@ class Observer:
     def _are_first(self, rows: _Rows) -> Array:
         """Return a mask of the blocks whose part is the lowest that its namespace has here."""
         is_first = np.zeros(len(rows.slots), dtype=bool)
-        for namespace in np.unique(rows.namespace).tolist():
+        if len(self._parts) > _NAMESPACES_MAX:
+            self._parts.clear()
+        for namespace in np.unique(rows.namespace[rows.is_ready]).tolist():
             mine = rows.namespace == namespace
             parts = {*self._parts.get(namespace, ()), *rows.part[mine & rows.is_ready].tolist()}
-            if parts:
-                if len(self._parts) > _NAMESPACES_MAX:
-                    self._parts.clear()
-                self._parts[namespace] = sorted(parts)
-                is_first |= mine & (rows.part == min(parts))
+            self._parts[namespace] = sorted(parts)
+            is_first |= mine & (rows.part == min(parts))
         return is_first
 
     def _copy_to_other_parts(self, policy: Policy, slots: Array) -> None:
@@ -161,17 +157,16 @@ class Observer:
                 policy.copied(copies[both], policy, theirs[both])
 
 
-def _runs(rows: _Rows, by: Array, mask: Array) -> Iterator[tuple[int, Array]]:
-    """Yield the rows in `mask` that follow each other in a prompt, in prefix order.
+def _runs(rows: _Rows, by: Array, mask: Array) -> list[tuple[int, Array]]:
+    """Return the rows in `mask` that follow each other in a prompt, in prefix order.
 
     `by` tells prompts apart and gives the time of each; it comes first.
     """
     chosen = np.flatnonzero(mask)
     if not len(chosen):
-        return
+        return []
     chosen = chosen[np.lexsort((rows.depth[chosen], rows.part[chosen], by[chosen]))]
     breaks = np.diff(by[chosen]) != 0
     breaks |= np.diff(rows.part[chosen].astype(np.int64)) != 0
     breaks |= np.diff(rows.depth[chosen]) != 1
-    for run in np.split(chosen, np.flatnonzero(breaks) + 1):
-        yield int(by[run[0]]), run
+    return [(int(by[run[0]]), run) for run in np.split(chosen, np.flatnonzero(breaks) + 1)]
