@@ -17,8 +17,8 @@ from kvray.store.arena.arena import Arena
 from kvray.store.arena.eviction import choose_victims
 from kvray.store.arena.layout import NO_SLOTS, READY
 from kvray.store.arena.lease import Lease
-from kvray.store.arena.tables import Array
-from kvray.store.demotion import paths_to
+from kvray.store.arena.payload import runs
+from kvray.store.arena.tables import Array, Tables
 from kvray.store.nvme.budget import WriteBudget
 from kvray.store.nvme.store import NvmeStore
 from kvray.store.nvme.terms import Demotion
@@ -113,14 +113,14 @@ class Demoter:
         ready = np.flatnonzero(tables.slot_state == READY)
         ready = ready[~self._is_below(ready)]
         ready = ready[np.argsort(self._retention.rank(ready), kind="stable")[::-1]]
-        sizes = tables.block_bytes(ready)
-        ends, written = np.cumsum(sizes), 0
+        ends, written = np.cumsum(tables.block_bytes(ready)), 0
         # More than the store takes would drive out the first ones.
         ready = ready[: np.searchsorted(ends, self._store.geometry.capacity, side="right")]
-        total = int(ends[len(ready) - 1]) if len(ready) else 0
+        ends = ends[: len(ready)]
+        total = int(ends[-1]) if len(ends) else 0
         progress(0, total)
-        for batch, done in _batches(ready, sizes, self._batch_bytes):
-            affordable = self._affordable(batch)
+        for start, stop in runs(np.diff(ends // self._batch_bytes) != 0, len(ends)):
+            affordable = self._affordable(ready[start:stop])
             if time.monotonic() > until or not len(affordable):
                 break
             for paths in self._by_batch(paths_to(tables, affordable, self._is_below)):
@@ -128,7 +128,7 @@ class Demoter:
                 while (now_there := self._write(paths)) is None and time.monotonic() <= until:
                     time.sleep(_BUSY_S)
                 written += now_there or 0
-            progress(done, total)
+            progress(int(ends[stop - 1]), total)
         self._store.flush(note_use=True)
         self._budget.save(self._store.directory)
         return written
@@ -304,12 +304,29 @@ class Demoter:
             self._unreleased.clear()
 
 
-def _batches(slots: Array, sizes: Array, most: int) -> Iterator[tuple[Array, int]]:
-    """Yield slots of up to `most` bytes, and the bytes of all up to the last of them."""
-    ends = np.cumsum(sizes[: len(slots)])
-    start = 0
-    while start < len(slots):
-        before = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, before + most, side="right")))
-        yield slots[start:stop], int(ends[stop - 1])
-        start = stop
+def paths_to(tables: Tables, slots: Array, is_below: Callable[[Array], Array]) -> list[Array]:
+    """Return paths to write so that `slots` and all their ancestors are in the tier below.
+
+    Without the lock the result may be out of date. `is_below` masks the slots whose blocks the tier
+    below has. A path leads from a block to one of its descendants. The block before a path is
+    below, in an earlier path, or there is none.
+    """
+    parent = tables.parents()
+    wanted = np.zeros(len(parent), dtype=bool)
+    level = slots
+    while len(level):
+        level = level[~wanted[level]]
+        level = level[~is_below(level)]
+        wanted[level] = True
+        level = parent[level].astype(np.int64)
+        level = np.unique(level[level >= 0])
+    found = np.flatnonzero(wanted)
+    found = found[np.argsort(tables.slot_depth[found], kind="stable")]
+    # A block goes on with its parent's path, unless another child of it does already.
+    paths: dict[int, list[int]] = {}
+    by_end: dict[int, int] = {}
+    for slot, before in zip(found.tolist(), parent[found].tolist(), strict=True):
+        start = by_end.pop(before, slot)
+        paths.setdefault(start, []).append(slot)
+        by_end[slot] = start
+    return [np.array(path, dtype=np.int64) for path in paths.values()]

@@ -10,10 +10,10 @@ from kvray.store.arena import key_index
 from kvray.store.arena.arena import Arena
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
+from kvray.store.hot_prefixes import UseCounts
 from kvray.store.nvme.store import NvmeStore
 from kvray.store.policy import ADMISSIONS, POLICIES, Policy
 from kvray.store.policy.observer import Observer
-from kvray.store.use_counts import UseCounts
 
 _UNKNOWN = -1e30
 """Rank of blocks with nothing known but the last use: below all others."""

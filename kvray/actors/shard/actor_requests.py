@@ -26,15 +26,9 @@ class ActorRequests:
     ) -> dict[str, Any]:
         """Bring a prompt's blocks here for a replica before its engine sees the request.
 
-        The arguments are those of `prompt_keys`.
-
-        Returns:
-            num_tokens and num_blocks that lead and are here now for all ranks; staged_tokens that
-            were not here before; the reason why it is not more.
-
-        Raises:
-            ConfigError: a value cannot be used, or no rank of `replica` has registered here.
-            ShardUnavailable: the shard is not serving, or does not answer in time.
+        The arguments are those of `prompt_keys`. Returns num_tokens and num_blocks that lead and
+        are here now for all ranks, staged_tokens that were not here before, and the reason why it
+        is not more. ConfigError: no rank of `replica` has registered here.
         """
         rank, reader = self._parts.first_reader(replica)
         keys = prompt_keys(

@@ -25,14 +25,9 @@ def open_arena(directory: Path, spec: ArenaSpec, shard: str, progress: Progress)
     """Return the arena in `directory` if it is the one we would make, else a new one.
 
     One that is not is retired, so that those who are attached to it attach to the new one. Only
-    the owner of the directory may call this.
-
-    Raises:
-        CapacityError: a new one does not fit into the mount, the cgroup or the memory.
-        ConfigError: the directory cannot be used.
-        ShardUnavailable: `progress` raised it.
+    the owner of the directory may call this. CapacityError: a new one does not fit.
     """
-    has_retired = False
+    patience_s = 0.0
     if os.path.lexists(directory / ARENA_FILE):
         try:
             arena = _adoptable(directory, spec)
@@ -40,12 +35,12 @@ def open_arena(directory: Path, spec: ArenaSpec, shard: str, progress: Progress)
             # As text: whoever keeps the error keeps its traceback, and so the old arena mapped.
             _log.warning("%s: replaces the arena that is there: %s", shard, str(error))
             _retire(directory)
-            has_retired = True
+            patience_s = _LET_GO_S
         else:
             remove_leftovers(directory, keep=arena.arena_id)
             return arena
     remove_leftovers(directory)
-    return _create(directory, spec, progress, patience_s=_LET_GO_S if has_retired else 0.0)
+    return _create(directory, spec, progress, patience_s=patience_s)
 
 
 def _adoptable(directory: Path, spec: ArenaSpec) -> Arena:

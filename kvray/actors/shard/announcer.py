@@ -107,11 +107,9 @@ class Announcer:
         self._ranks = sorted(ranks)
 
     def collect(self, owner: ArenaOwner, store: NvmeStore | None = None) -> bool:
-        """Note what changed in the arena of `owner` and in the `store` below it.
+        """Note what changed in both tiers; return whether to announce it at once.
 
-        Returns:
-            Whether something is to be announced at once. While the lookup does not answer, the
-            next heartbeat is early enough.
+        While the lookup does not answer, the next heartbeat is early enough.
         """
         self._follow(owner, store)
         if self._answer is not None:

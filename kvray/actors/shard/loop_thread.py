@@ -4,11 +4,11 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
-from kvray.errors import KVRayError, ShardUnavailable
+from kvray.errors import ShardUnavailable
 
 T = TypeVar("T")
 
@@ -51,26 +51,15 @@ class LoopThread:
             self._require_loop().call_soon_threadsafe(function)
 
     def call(self, function: Callable[[], T], timeout_s: float) -> T:
-        """Return what `function` returns on the loop, or raise its KVRayError.
+        """Return what `function` returns on the loop; otherwise as `wait`."""
 
-        ShardUnavailable: the loop did not get to it, or is over.
-        """
-        answer: Future[T] = Future()
+        async def work() -> T:
+            return function()
 
-        def run() -> None:
-            try:
-                answer.set_result(function())
-            except KVRayError as error:
-                answer.set_exception(error)
-
-        try:
-            self._require_loop().call_soon_threadsafe(run)
-            return answer.result(timeout_s)
-        except (RuntimeError, FutureTimeoutError):
-            raise self._silent(timeout_s) from None
+        return self.wait(work(), timeout_s)
 
     def wait(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Return what `work` returns on the loop, or raise its KVRayError.
+        """Return what `work` returns on the loop, or raise its error.
 
         ShardUnavailable: it took too long, and is cancelled; or the loop is over.
         """

@@ -32,9 +32,8 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class DiskFile:
     """One open file, from `Disk.open` or `Disk.create`; several threads may use it at once."""
 
-    def __init__(self, path: Path, fd: int, *, is_direct: bool, disk: "Disk") -> None:
+    def __init__(self, path: Path, fd: int, disk: "Disk") -> None:
         self.path = path
-        self.is_direct = is_direct
         self._fd = fd
         self._disk = disk
 
@@ -50,7 +49,7 @@ class DiskFile:
         """Fill `buffers` from byte `offset` on; TierError also if the file ends before."""
         with device_errors(self.path, "read"):
             self._transfer(os.preadv, buffers, offset)
-            if not self.is_direct:
+            if not self._disk.is_direct:
                 length = sum(one.nbytes for one in buffers)
                 # The blocks lie in the arena now: a second copy would only cost memory.
                 os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
@@ -59,7 +58,7 @@ class DiskFile:
         """Return when all earlier writes survive a power loss."""
         with device_errors(self.path, "written"):
             os.fdatasync(self._fd)
-            if not self.is_direct:
+            if not self._disk.is_direct:
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def allocate(self, size: int) -> None:
@@ -83,9 +82,12 @@ class DiskFile:
             try:
                 done = call(self._fd, views, offset)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self.is_direct:
+                flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+                if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
                     raise
-                self._give_up_direct()
+                # Some file systems refuse only at the first transfer.
+                self._disk.give_up_direct(self.path)
+                fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                 continue
             if not done:
                 raise TierError(
@@ -95,20 +97,14 @@ class DiskFile:
             offset += done
             views = _after(views, done)
 
-    def _give_up_direct(self) -> None:
-        """Use the page cache from now on: some file systems refuse only at the first transfer."""
-        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
-        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        self.is_direct = False
-        self._disk.tell_buffered(self.path)
-
 
 class Disk:
     """Opens and names files; logs once if they must go through the page cache."""
 
     def __init__(self, access: Access = OWN_USER) -> None:
         self._access = access
-        self._has_told = False
+        self.is_direct = True
+        """Whether transfers go past the page cache."""
 
     def open(self, path: Path) -> DiskFile:
         """Open an existing file for reading and writing."""
@@ -172,10 +168,10 @@ class Disk:
             stat = os.statvfs(directory)
         return stat.f_bavail * stat.f_frsize
 
-    def tell_buffered(self, path: Path) -> None:
-        """Log, once, that transfers go through the page cache."""
-        if not self._has_told:
-            self._has_told = True
+    def give_up_direct(self, path: Path) -> None:
+        """Use the page cache from now on, as the file system of `path` refuses direct I/O."""
+        if self.is_direct:
+            self.is_direct = False
             _log.warning(
                 "%s: its file system takes no direct I/O, so blocks go through the page cache,"
                 " which costs CPU and memory; choose another directory for the NVMe tier",
@@ -185,17 +181,16 @@ class Disk:
     def _open(self, path: Path, flags: int) -> DiskFile:
         flags |= os.O_CLOEXEC
         with device_errors(path, "opened"):
-            try:
-                return DiskFile(
-                    path, os.open(path, flags | os.O_DIRECT, 0o600), is_direct=True, disk=self
-                )
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-            # Some file systems have made the file before they refuse.
-            fd = os.open(path, flags & ~os.O_EXCL, 0o600)
-        self.tell_buffered(path)
-        return DiskFile(path, fd, is_direct=False, disk=self)
+            if self.is_direct:
+                try:
+                    return DiskFile(path, os.open(path, flags | os.O_DIRECT, 0o600), self)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                self.give_up_direct(path)
+                # Some file systems have made the file before they refuse.
+                flags &= ~os.O_EXCL
+            return DiskFile(path, os.open(path, flags, 0o600), self)
 
 
 @contextlib.contextmanager

@@ -218,7 +218,7 @@ class NvmeStore:
                 unreadable=self._reader.num_unreadable,
                 written_bytes=self._writer.written_bytes,
                 read_bytes=self._reader.read_bytes,
-                is_direct=all(one.file.is_direct for one in files),
+                is_direct=self._disk.is_direct,
             )
 
     # -- with the device ----------------------------------------------------------------------

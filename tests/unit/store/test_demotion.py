@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvray.identity.block import BlockKey
 from kvray.store.arena.tables import Array, Tables
-from kvray.store.demotion import paths_to
+from kvray.store.demoter import paths_to
 from tests.examples import examples
 from tests.unit.store.small_arena import chain, make_tables, put
 

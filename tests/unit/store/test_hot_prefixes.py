@@ -4,8 +4,7 @@ import numpy as np
 
 from kvray.store.arena import key_index
 from kvray.store.arena.arena import Arena
-from kvray.store.hot_prefixes import HotPrefix, hot_prefixes
-from kvray.store.use_counts import UseCounts
+from kvray.store.hot_prefixes import HotPrefix, UseCounts, hot_prefixes
 from tests.unit.store.small_arena import chain, store
 
 

@@ -58,7 +58,7 @@ class RecordingDisk(Disk):
 
 class _RecordingFile(DiskFile):
     def __init__(self, plain: DiskFile, disk: RecordingDisk, inode: int) -> None:
-        super().__init__(plain.path, plain._fd, is_direct=plain.is_direct, disk=disk)
+        super().__init__(plain.path, plain._fd, disk)
         self._recorder = disk
         self.inode = inode
 

@@ -45,7 +45,7 @@ class FaultyDisk(Disk):
 
     def _open(self, path: Path, flags: int) -> DiskFile:
         plain = super()._open(path, flags)
-        return _FaultyFile(path, plain._fd, is_direct=plain.is_direct, disk=self)
+        return _FaultyFile(path, plain._fd, self)
 
 
 class _FaultyFile(DiskFile):
