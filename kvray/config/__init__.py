@@ -9,7 +9,7 @@ from kvray.config.environment import (
     without_settings,
 )
 from kvray.config.schema import SettingRow, json_schema, setting_rows
-from kvray.config.sections import TENANT_NAME, KVRayConfig, ShardConfig, StagingConfig
+from kvray.config.sections import TENANT_NAME, ArenaConfig, KVRayConfig, ShardConfig, StagingConfig
 from kvray.config.sources import (
     WELL_KNOWN_PATH,
     Effective,
@@ -25,6 +25,7 @@ __all__ = [
     "CONFIG_ENV",
     "TENANT_NAME",
     "WELL_KNOWN_PATH",
+    "ArenaConfig",
     "Effective",
     "KVRayConfig",
     "Setting",

@@ -14,8 +14,8 @@ class EvictionLoop:
 
     def __init__(self, owner: ArenaOwner, settings: ShardSettings, *, shard: str) -> None:
         self._owner = owner
-        self._free_target = settings.free_target
-        self.retention = Retention(owner.arena, settings.policy, settings.admission)
+        self._free_target = settings.arena.free_target
+        self.retention = Retention(owner.arena, settings.arena.policy, settings.admission)
         self._round: asyncio.Future[None] | None = None
         self.disk: NvmeDisk | None = None
         """None: the node is to keep nothing on disk."""

@@ -71,7 +71,7 @@ class Serving:
         self._parts = parts
         self._name = parts.name
         self._peers = Peers(parts.name, parts.ask, call_timeout_s=settings.staging.call_timeout_s)
-        self._stopped = StoppedHolder(parts.name, limit_s=settings.stopped_s)
+        self._stopped = StoppedHolder(parts.name, limit_s=settings.arena.stopped_s)
         self._long_leases: set[int] = set()
         """Holders with long leases that were named already."""
         self._sending: asyncio.Future[None] | None = None
@@ -144,7 +144,7 @@ class Serving:
                 if not is_damage(error) or not self._may_mend(now):
                     raise
                 self._mend(error)
-            await pause(stopping, self._parts.settings.announce_s)
+            await pause(stopping, self._parts.settings.shard.announce_s)
         self._peers.close()
         if self._auditing is not None:
             await asyncio.wait([self._auditing])  # the arena is closed next
@@ -153,7 +153,7 @@ class Serving:
 
     def _tick(self, now: float) -> None:
         if now >= self._heartbeat_at:
-            self._heartbeat_at, self._is_due = now + self._parts.settings.heartbeat_s, True
+            self._heartbeat_at, self._is_due = now + self._parts.settings.shard.heartbeat_s, True
             self._bury_and_warn()
             self._audit(now)
         self.eviction.tick(now)
@@ -218,10 +218,10 @@ class Serving:
     def _bury_and_warn(self) -> None:
         self._stopped.look(self.owner.arena.side_file, now=time.monotonic())
         self._parts.replicas.add_up()
-        for label in self.owner.bury_dead(limbo_s=self._parts.settings.limbo_s):
+        for label in self.owner.bury_dead(limbo_s=self._parts.settings.arena.limbo_s):
             _log.warning("%s: holder %s died; its leases ended", self._name, label)
         tables = self.owner.arena.tables
-        before = time.monotonic() - self._parts.settings.lease_warn_s
+        before = time.monotonic() - self._parts.settings.arena.lease_warn_s
         long = dict(lease.long_leases(tables, before=before))
         for row in sorted(long.keys() - self._long_leases):
             label = bytes(tables.holder_label[row]).decode(errors="replace")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvray.actors.shard.nvme_tier import NvmeSettings
-from kvray.config import KVRayConfig, StagingConfig
+from kvray.config import ArenaConfig, KVRayConfig, ShardConfig, StagingConfig
 from kvray.identity.tenant import tenant_id
 from kvray.store import ArenaSpec
 from kvray.store.arena.quotas import name_of
@@ -15,50 +15,34 @@ from kvray.store.nvme import NvmeSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSettings:
-    """The settings of a shard, as plain values."""
+    """The settings of a shard, some of them worked out for its node."""
 
     directory: Path
     spec: ArenaSpec
-    free_target: float
-    limbo_s: float
-    lease_warn_s: float
-    announce_s: float
-    heartbeat_s: float
-    stopped_s: float = 30.0
-    """How long a process that is stopped may keep the arena's lock."""
+    arena: ArenaConfig
+    shard: ShardConfig
     staging: StagingConfig = field(default_factory=StagingConfig)
     quotas: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the blocks of namespaces may take of the arena, see `quotas.set_quotas`."""
-    policy: str = "gittins"
-    """Decides which blocks are evicted first: see `kvray.store.policy`."""
     admission: str = "likely"
     """Decides which evicted blocks are kept on disk."""
     nvme: NvmeSettings | None = None
     """None: the node keeps nothing on disk."""
-    group: str | None = None
-    """Its members may open arena and socket too; see `Access`."""
     tenant_secret_file: Path | None = None
     """Has what the salts of prompts that are prefetched are derived with; None: no tenants."""
 
     @classmethod
     def of(cls, config: KVRayConfig, claims: MemoryClaims | None = None) -> "ShardSettings":
         """Return what a configuration says; `claims` is what Ray takes of the node's memory."""
-        arena, shard = config.arena, config.shard
         return cls(
             directory=config.node_dir,
             spec=ArenaSpec.of(config, claims),
-            free_target=arena.free_target,
-            limbo_s=arena.limbo_s,
-            lease_warn_s=arena.lease_warn_s,
-            stopped_s=arena.stopped_s,
-            announce_s=shard.announce_s,
-            heartbeat_s=shard.heartbeat_s,
+            arena=config.arena,
+            shard=config.shard,
             staging=config.staging,
             quotas=_quotas(config),
-            policy=arena.policy,
             admission=config.nvme.admission,
             nvme=_nvme(config),
-            group=arena.group,
             tenant_secret_file=config.security.tenant_secret_file,
         )
 

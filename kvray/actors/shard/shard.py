@@ -148,7 +148,7 @@ class Shard:
         check_path(directory / SOCKET_FILE)  # before minutes are spent on the arena
         if self._settings.tenant_secret_file is not None:
             self._parts.tenants = TenantSalts.read(self._settings.tenant_secret_file)
-        access, mode = Access.of(self._settings.group), 0o700
+        access, mode = Access.of(self._settings.arena.group), 0o700
         while not self._stopping.is_set():
             try:
                 with contextlib.suppress(OSError):

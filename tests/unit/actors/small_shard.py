@@ -11,6 +11,7 @@ from kvray.actors.lookup.lookup import Announcement, Answer, Lookup
 from kvray.actors.shard.nvme_tier import NvmeSettings
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
+from kvray.config import ArenaConfig, ShardConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey, Namespace
 from kvray.index import Run
@@ -75,16 +76,18 @@ class Line:
 
 
 def settings_for(directory: Path, **changes: Any) -> ShardSettings:
-    settings = ShardSettings(
-        directory=directory,
-        spec=spec(),
-        free_target=0.0,
-        limbo_s=0.0,
-        lease_warn_s=60.0,
-        announce_s=0.02,
-        heartbeat_s=0.1,
+    """Return the settings of a small shard; `changes` are of them, or of one of two sections."""
+    arena = {"free_target": 0.0, "limbo_s": 0.0}
+    shard = {"announce_s": 0.02, "heartbeat_s": 0.1}
+    own: dict[str, Any] = {"spec": spec()}
+    for name, value in changes.items():
+        if name in ShardSettings.__dataclass_fields__:
+            own[name] = value
+        else:
+            (shard if name in ShardConfig.model_fields else arena)[name] = value
+    return ShardSettings(
+        directory=directory, arena=ArenaConfig(**arena), shard=ShardConfig(**shard), **own
     )
-    return replace(settings, **changes)
 
 
 def nvme_for(parent: Path, **changes: Any) -> NvmeSettings:

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
+from kvray.config import ArenaConfig, ShardConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaSpec, Lease
@@ -54,11 +55,8 @@ def shard_settings(directory: Path) -> ShardSettings:
     return ShardSettings(
         directory=directory,
         spec=arena_spec(),
-        free_target=0.05,
-        limbo_s=0.1,
-        lease_warn_s=60.0,
-        announce_s=0.01,
-        heartbeat_s=0.05,
+        arena=ArenaConfig(limbo_s=0.1),
+        shard=ShardConfig(announce_s=0.01, heartbeat_s=0.05),
     )
 
 
