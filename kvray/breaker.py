@@ -11,9 +11,9 @@ _PROBE_S = 12.0
 class Breaker:
     """Whether one peer is worth a call; not for several threads at once.
 
-    The breaker opens at a failure, twice as long for each further failure. Each time is shortened
-    by up to a half at random, so that peers do not all come back at once. Then the breaker is half
-    open: one call may try, and its result decides.
+    It opens at a failure, twice as long for each further one. Each time is shortened by up to a
+    half at random, so that peers do not all come back at once. Then it is half open: one call may
+    try, and its result decides.
     """
 
     def __init__(self, random: Random) -> None:

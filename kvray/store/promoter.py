@@ -23,7 +23,6 @@ _PIECE_BYTES = 32 * 2**20
 """Bytes that are read before they become READY: enough to keep a device busy."""
 _LOCK_WAIT_S = 0.5
 
-
 Promoted = Callable[[Array, Array], None]
 """Called with slots of the arena, and the store's slots of the same blocks."""
 
@@ -34,8 +33,7 @@ class Brought:
 
     num_blocks: int
     num_bytes: int
-    num_unreadable: int
-    """Blocks that the store should have, and could not read."""
+    num_unreadable: int  # blocks that the store should have, and could not read
 
 
 class Promoter:
@@ -61,14 +59,9 @@ class Promoter:
     ) -> Brought:
         """Bring leading blocks of a chain here, for as long as there is time and room.
 
-        `keys` are in prefix order; those here already are passed over. `parent` is the key before
-        the first one, None at the root, and `depth` the first one's place in its chain. With
-        `needs_parent` the blocks are of no use without their parent. No piece begins after
-        `deadline`, a time of `time.monotonic`.
-
-        Raises:
-            CapacityError: a block fits into no slab of the arena.
-            ShardUnavailable: arena or store is busy, retired or closed.
+        Arguments as for `Arena.reserve`; `keys` that are here already are passed over. No piece
+        begins after `deadline`, a time of `time.monotonic`. ShardUnavailable: arena or store is
+        busy, retired or closed.
         """
         packed = key_index.pack_keys(keys)
         found, sizes = self._store.find(packed, part)

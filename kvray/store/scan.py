@@ -34,9 +34,7 @@ class Scan:
     """The result of a walk."""
 
     blocks: int
-    """Checked blocks."""
     num_bytes: int
-    """Their bytes."""
     corrupt: tuple[str, ...]
     """The first 8 hex digits of the key of each block without its checksum."""
     damage: Mapping[str, int]
@@ -50,10 +48,7 @@ def scan(arena: Arena, report: Report, *, batch_bytes: int = BATCH_BYTES) -> Sca
 
     This process is a holder of `arena`. `report` hears how far the walk is; an exception in it ends
     the walk and its leases. `batch_bytes` are leased at once, at least one block.
-
-    Raises:
-        LeaseExpired: this process is no holder.
-        ShardUnavailable: the arena was retired meanwhile.
+    ShardUnavailable: the arena was retired meanwhile.
     """
     damage = _audit(arena)
     total = arena.stats()["resident_bytes"]
@@ -75,11 +70,7 @@ def scan(arena: Arena, report: Report, *, batch_bytes: int = BATCH_BYTES) -> Sca
         report(min(walked, total), total)
     report(total, total)
     return Scan(
-        blocks=blocks,
-        num_bytes=num_bytes,
-        corrupt=tuple(corrupt),
-        damage=damage,
-        skipped=skipped,
+        blocks=blocks, num_bytes=num_bytes, corrupt=tuple(corrupt), damage=damage, skipped=skipped
     )
 
 

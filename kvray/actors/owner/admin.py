@@ -34,13 +34,10 @@ def proof_of(config: KVRayConfig | None) -> str:
 
 
 def check_proof(config: KVRayConfig, proof: str) -> None:
-    """Refuse a caller without the token of the tier that runs with `config`.
+    """Raise ConfigError for a caller without the token of the tier that runs with `config`.
 
     It reads the token at each call, so that a new one in the file holds at once. If nobody can read
     it, the user of this process may still end the tier, and proves it with a file (`_witness`).
-
-    Raises:
-        ConfigError: it has another token or none, or the token cannot be read here.
     """
     digest, _, witness = proof.partition(" ")
     try:

@@ -68,11 +68,8 @@ class Claim:
         """Try once to become the owner; False: try again soon.
 
         The latest shard of a name is the only one. So it ends an earlier self that still has the
-        lock after a while, because it is frozen or Ray has lost it.
-
-        Raises:
-            ConfigError: the directory cannot be used.
-            ShardUnavailable: another shard owns it, and goes on owning it.
+        lock after a while, because it is frozen or Ray has lost it. ShardUnavailable: another shard
+        goes on owning the directory.
         """
         make_directory(self._directory, self._access)
         file = open_owner_file(self._directory)

@@ -20,7 +20,6 @@ _OUR_FILES = (ARENA_FILE, "arena.*.new", "lock.*", OWNER_FILE, NOTE_FILE, SOCKET
 _ROWS_MAX = 4096
 """Rows that a holder table may have; a look at a lock takes about a microsecond."""
 
-
 Use = Literal["owned", "attached", "unused"]
 
 
@@ -28,10 +27,8 @@ Use = Literal["owned", "attached", "unused"]
 class Holder:
     """A living process that is attached to an arena."""
 
-    label: str | None
-    """None where the arena's tables cannot be read."""
-    pid: int
-    """0: of another user or container."""
+    label: str | None  # None where the arena's tables cannot be read
+    pid: int  # 0: of another user or container
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +55,7 @@ class Finding:
 
 
 def find_arenas(parent: Path) -> list[Finding]:
-    """Return this user's directories of arenas in `parent`, by name. Changes nothing.
-
-    Raises:
-        ConfigError: `parent` cannot be listed.
-    """
+    """Return this user's directories of arenas in `parent`, by name. Changes nothing."""
     try:
         directories = sorted(parent.glob(f"{_PREFIX}*")) if parent.is_dir() else None
     except OSError:
@@ -107,9 +100,6 @@ def remove_unused(directory: Path) -> bool:
 
     A shard that starts meanwhile has the owner lock before us, or makes a new directory. A process
     that attaches meanwhile finds its arena retired, and looks for the next.
-
-    Raises:
-        OSError: a file cannot be removed.
     """
     with as_owner(directory) as is_owner:
         if is_owner and not look_at(directory).holders:
@@ -118,7 +108,7 @@ def remove_unused(directory: Path) -> bool:
 
 
 def _is_a_shards(directory: Path) -> bool:
-    """Return whether a shard made the directory: it has files of ours, or is empty."""
+    """Return whether it has files of ours, or is empty."""
     return bool(_our_files(directory)) or not _names(directory)
 
 

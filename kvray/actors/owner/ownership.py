@@ -35,11 +35,7 @@ def is_own(directory: Path) -> bool:
 
 
 def make_directory(directory: Path, access: Access) -> None:
-    """Make the directory, with the rights of `access`; others may remove it at any time.
-
-    Raises:
-        ConfigError: it cannot be made, is not this user's, or may not be given to the group.
-    """
+    """Make the directory, with the rights of `access`; others may remove it at any time."""
     try:
         directory.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:

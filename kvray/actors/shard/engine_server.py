@@ -51,7 +51,7 @@ class _Client:
     """One connection."""
 
     pid: int  # 0: a process of another namespace, nobody knows which
-    is_known: bool = False  # whether it has had an answer to a request that made sense
+    is_known: bool = False  # it has had an answer to a request that made sense
     heard_at: float = field(default_factory=time.monotonic)
     is_dropped: bool = False
     task: asyncio.Task[None] | None = None

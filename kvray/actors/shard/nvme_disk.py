@@ -65,10 +65,7 @@ class NvmeDisk:
         """Open the tier until `stopping` is set; `tick` tries a disk again that fails or hangs.
 
         At a restart, where the shard served with these settings before, a directory that is missing
-        now is a disk that is out.
-
-        Raises:
-            ConfigError: the directory or the sizes cannot be used.
+        now is a disk that is out. Otherwise ConfigError: directory or sizes cannot be used.
         """
         self._must_exist = is_restart
         until = time.monotonic() + _START_S
@@ -100,7 +97,7 @@ class NvmeDisk:
             self.tier.tick(now)
 
     async def close(self) -> None:
-        """Close the tier, as far as the device answers. Twice is fine."""
+        """Close the tier, as far as the device answers."""
         self._is_closing = True
         work = self._work
         if self.tier is not None and work is None:

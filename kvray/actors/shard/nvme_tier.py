@@ -60,10 +60,7 @@ class NvmeTier:
     ) -> None:
         """Open the store and recover its blocks: from a thread, as it waits for the device.
 
-        Raises:
-            CapacityError, TierError: the device has no room, or failed.
-            ConfigError: the directory or the sizes cannot be used.
-            ShardUnavailable: another process has the directory, or the arena stays locked.
+        Raises as `NvmeStore`; ShardUnavailable also if the arena stays locked.
         """
         began_s = time.monotonic()
         arena.join("shard")
@@ -102,8 +99,6 @@ class NvmeTier:
         self._look_at = 0.0
         self._said = ""
 
-    # -- what is there ------------------------------------------------------------------------
-
     @property
     def may_have_blocks(self) -> bool:
         """Whether it has, or had, any blocks."""
@@ -134,8 +129,6 @@ class NvmeTier:
         if writing is None or writing.done() or for_s < _HUNG_S:
             return ""
         return f"{self._settings.directory} has not answered a write for {for_s:.0f} s."
-
-    # -- writing ------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         """Go on writing the blocks that leave the arena next; called often."""
@@ -214,10 +207,7 @@ class NvmeTier:
         return 0
 
     def close(self) -> None:
-        """End reads and writes, and close the store: from a thread. Twice is fine.
-
-        It waits for the device, however long that hangs.
-        """
+        """End reads and writes, and close the store: from a thread, as it waits for the device."""
         self._writer.shutdown(cancel_futures=True)
         with contextlib.suppress(KVRayError):
             self._demoter.close()

@@ -33,13 +33,8 @@ def prompt_keys(
         tokens: the prompt's token ids, little-endian int32 end to end.
         salt: the request's cache salt.
         lora: path of the request's adapter, as the engine is given it and as this node has it.
-        media: position and digest of each item, as in `kvray.identity.keys.MediaItem`.
+        media: position and digest of each `MediaItem`.
         tenants: derives salts with the secret of this node, if it has one.
-
-    Raises:
-        ConfigError: a value cannot be used, the replica's engine has not said how it reads
-            adapters, or it keeps tenants apart and salt or secret do not.
-        ShardUnavailable: the replica has no keys yet.
     """
     if reader.namespace.model == UNNAMED:
         raise ShardUnavailable(

@@ -90,14 +90,11 @@ class Shard:
         self._ended(error)
 
     def stop(self, *, retire: bool, timeout_s: float, flush: bool = False) -> None:
-        """End the shard. Twice is fine.
+        """End the shard. Twice is fine. ShardUnavailable: it has not ended in time.
 
         With `retire` its arena and files go too. With `flush` blocks that are only in memory are
         written to disk before, for the time that the NVMe tier's settings allow, which `timeout_s`
         does not include; `status` shows the progress.
-
-        Raises:
-            ShardUnavailable: it has not ended in time.
         """
         if flush and self._settings.nvme is not None:
             timeout_s += self._settings.nvme.flush_s
@@ -127,10 +124,6 @@ class Shard:
         """Evict every block that nobody leases, on disk too; return how many.
 
         A block that is in both tiers counts twice.
-
-        Raises:
-            ShardUnavailable: the shard is not serving, or does not answer within `timeout_s`.
-            TierError: the disk failed.
         """
         serving = self._require_serving()
         cleared = self._loop.call(serving.owner.clear, timeout_s)

@@ -40,8 +40,7 @@ class TierDelta:
     ) -> None:
         """Have told nothing yet: every block counts as a change.
 
-        `tables` is asked each time, because they may be mapped memory. Two looks at all slots are
-        `every_s` apart at least.
+        `tables` is asked each time, because they may be mapped memory. Looks are `every_s` apart.
         """
         self._tables = tables
         self._every_s = every_s
