@@ -49,7 +49,7 @@ class ActorRequests:
 
     def promote(self, order: FetchOrder) -> int:
         """Bring blocks from disk into its memory for another shard; return how many."""
-        nvme = self._parts.serving().eviction.nvme
+        nvme = self._parts.serving().nvme
         if nvme is None:
             return 0
         report = self._parts.loop.wait(nvme.reads.promote(order), order.deadline_s + ANSWER_S)

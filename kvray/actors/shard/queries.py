@@ -94,7 +94,7 @@ class Queries:
     def whereabouts(self, keys: bytes, before: float | None) -> Whereabouts:
         """Return where blocks are, and when they left; only removals `before` count, if given."""
         serving = self._parts.serving()
-        owner, nvme = serving.owner, serving.eviction.nvme
+        owner, nvme = serving.owner, serving.nvme
         packed = key_index.pack_keys(keys_of(keys, keys_max=KEYS_MAX))
         gone = owner.history.of(packed[:, 0], before=before)
         tiers = [owner.arena.tables, *([] if nvme is None else [nvme.store.tables])]
@@ -130,7 +130,7 @@ class Queries:
         That one is named by the first 8 hex digits of its digest; None: no prefixes.
         """
         serving = self._parts.serving()
-        tables, nvme = serving.owner.arena.tables, serving.eviction.nvme
+        tables, nvme = serving.owner.arena.tables, serving.nvme
         found: dict[int, dict[str, int]] = {}
         for tier, held in (("host", tables), ("nvme", nvme.store.tables if nvme else None)):
             for number, (blocks, size) in quotas.used(held).items() if held is not None else ():
@@ -140,7 +140,7 @@ class Queries:
         if namespace is not None:
             prefixes = hot_prefixes(
                 tables,
-                serving.eviction.retention.uses,
+                serving.retention.uses,
                 namespace=_number(namespace),
                 most=min(hottest, _HOTTEST_MAX),
                 now=time.monotonic(),

@@ -9,8 +9,9 @@ from typing import Any
 
 from kvray import __version__
 from kvray.actors.shard.announcer import Announcer
-from kvray.actors.shard.eviction_loop import EvictionLoop
 from kvray.actors.shard.loop_thread import LoopThread, pause
+from kvray.actors.shard.nvme_disk import NvmeDisk
+from kvray.actors.shard.nvme_tier import NvmeTier
 from kvray.actors.shard.request_log import RequestLog
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.stopped import StoppedHolder
@@ -24,6 +25,7 @@ from kvray.identity.tenant import TenantSalts
 from kvray.store import ArenaOwner
 from kvray.store.arena import lease
 from kvray.store.arena.mapped import is_damage
+from kvray.store.retention import Retention
 
 _log = logging.getLogger("kvray.shard")
 
@@ -75,34 +77,49 @@ class Serving:
         self._long_leases: set[int] = set()
         """Holders with long leases that were named already."""
         self._sending: asyncio.Future[None] | None = None
+        self._evicting: asyncio.Future[None] | None = None
         self._auditing: asyncio.Future[dict[str, int]] | None = None
         self._audit_at = 0.0
         self._heartbeat_at = 0.0
         self._is_due = False
         self._mended_at: list[float] = []
-        self.eviction = eviction = EvictionLoop(owner, settings, shard=parts.name)
+        self.retention = Retention(owner.arena, settings.arena.policy, settings.admission)
+        self.disk: NvmeDisk | None = None
+        """None: the node is to keep nothing on disk."""
+        if settings.nvme is not None:
+            self.disk = NvmeDisk(
+                owner.arena, self.retention, settings.nvme, owner.history, shard=parts.name
+            )
         stager = Stager(
             owner.arena,
             self._peers,
             settings.staging,
             num_shards=lambda: announcer.num_shards,
-            nvme=lambda: None if eviction.nvme is None else eviction.nvme.reads,
+            nvme=lambda: None if self.nvme is None else self.nvme.reads,
         )
         self.stager = ReplicaStager(
             owner.arena, stager, parts.replicas, self._peers, settings.staging
         )
 
     async def close(self) -> None:
-        """End staging, then eviction. Twice is fine."""
+        """End staging, then eviction, then the disk. Twice is fine."""
         try:
             await self.stager.close()
         finally:
-            await self.eviction.close()
+            if self._evicting is not None:
+                await asyncio.wait([self._evicting])
+            if self.disk is not None:
+                await self.disk.close()
+
+    @property
+    def nvme(self) -> NvmeTier | None:
+        """The tier below the arena, if there is one and its disk works now."""
+        return None if self.disk is None else self.disk.tier
 
     def has_more(self) -> bool:
         """Return whether there may be blocks that are not in the arena but can be staged."""
-        nvme = self.eviction.nvme
-        return self._parts.announcer.num_shards > 1 or (nvme is not None and nvme.may_have_blocks)
+        has_blocks = self.nvme is not None and self.nvme.may_have_blocks
+        return self._parts.announcer.num_shards > 1 or has_blocks
 
     def identity(self) -> dict[str, Any]:
         """Return what engines are told of the shard, see `hello` in `EngineRequests`."""
@@ -125,8 +142,8 @@ class Serving:
             "namespaces": self._parts.replicas.namespaces(),
             "staging": self.stager.status(),
         }
-        if self.eviction.disk is not None:
-            figures["nvme"] = self.eviction.disk.status()
+        if self.disk is not None:
+            figures["nvme"] = self.disk.status()
         if (stopped := self._stopped.found) is not None:
             figures["stopped_with_lock"] = stopped
         return figures
@@ -156,11 +173,22 @@ class Serving:
             self._heartbeat_at, self._is_due = now + self._parts.settings.shard.heartbeat_s, True
             self._bury_and_warn()
             self._audit(now)
-        self.eviction.tick(now)
+        if self._evicting is None or self._evicting.done():
+            ended, self._evicting = self._evicting, None
+            if ended is not None:
+                ended.result()  # raises what the round raised
+            # In a thread, because it ranks all blocks.
+            self._evicting = asyncio.get_running_loop().run_in_executor(None, self._evict_ahead)
+        if self.disk is not None:
+            self.disk.tick(now)
         self.stager.expire()
         self._peers.tick(now, num_shards=self._parts.announcer.num_shards)
         if self._announce(is_due=self._is_due):
             self._is_due = False
+
+    def _evict_ahead(self) -> None:
+        self.retention.observe()
+        self.owner.evict_ahead(self._parts.settings.arena.free_target, self.retention.rank)
 
     def _audit(self, now: float) -> None:
         """Begin a look at a share of the tables, unless one is under way; in a thread."""
@@ -207,8 +235,7 @@ class Serving:
                 return False
             self._sending.result()
             self._sending = None
-        nvme = self.eviction.nvme
-        store = None if nvme is None else nvme.store
+        store = None if self.nvme is None else self.nvme.store
         if not self._parts.announcer.collect(self.owner, store) and not is_due:
             return False
         loop = asyncio.get_running_loop()

@@ -127,7 +127,7 @@ class Shard:
         """
         serving = self._require_serving()
         cleared = self._loop.call(serving.owner.clear, timeout_s)
-        nvme = serving.eviction.nvme
+        nvme = serving.nvme
         return cleared + (0 if nvme is None else nvme.clear(timeout_s))
 
     def _require_serving(self) -> Serving:
@@ -189,8 +189,8 @@ class Shard:
         settings = self._settings
         serving = Serving(self._parts, owner, epoch=epoch)
         stack.push_async_callback(serving.close)
-        if serving.eviction.disk is not None:
-            await serving.eviction.disk.open(self._stopping, is_restart=self._is_restart)
+        if serving.disk is not None:
+            await serving.disk.open(self._stopping, is_restart=self._is_restart)
         server = EngineServer(
             settings.directory / SOCKET_FILE,
             EngineRequests(self._parts).handlers(),
@@ -213,7 +213,7 @@ class Shard:
 
         await serving.run(self._stopping, is_there)
         if self._stopping.is_set():
-            if self._flushes and (nvme := serving.eviction.nvme) is not None:
+            if self._flushes and (nvme := serving.nvme) is not None:
                 await nvme.flush(self._flushing)
             return
         _log.error("%s: %s It makes a new arena; engines follow.", self.name, self._lost)
