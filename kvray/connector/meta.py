@@ -1,8 +1,9 @@
 """The metadata that the leader sends to all ranks for one pass; every rank waits for it.
 
-Slots do not travel: a rank reads its own from the lease record that a load names, in the node's
-arena. Pages do, 4 bytes a block and layer group, and the keys of saved blocks, 32 bytes each.
-Classes are tuples because tuples have the smallest pickles.
+Slots and keys do not travel. A rank reads its slots from the lease record that a load names, and
+the keys of a save from the key board (`key_board`); both lie in the node's arena. The rest is the
+page, 4 bytes a block and layer group, and if ranks are on several nodes the key, 32 bytes a saved
+block. Classes are tuples because tuples have the smallest pickles.
 """
 
 from typing import NamedTuple
@@ -63,13 +64,22 @@ class LoadPlan(NamedTuple):
     """For each layer group the pages of the blocks from `first` on."""
 
 
+class KeyRun(NamedTuple):
+    """Keys on the leader's board."""
+
+    start: int
+    num_keys: int
+    check: int  # xxh3 of their bytes
+
+
 class SavePlan(NamedTuple):
     """Full blocks of one request to be copied to the tier after the pass."""
 
     request_id: int
     depth: int  # place of the first block in its prompt
-    keys: bytes
-    """Of the block before the first, unless that is the prompt's first, and of each block."""
+    keys: KeyRun | bytes
+    """Of the block before the first, unless that is the prompt's first, and of each block; the
+    keys themselves if ranks are on several nodes."""
     pages: tuple[PageIds, ...]  # for each layer group
     priorities: bytes = b""
     """Retention priorities of the blocks, one byte each; empty if they have the default."""
@@ -83,6 +93,13 @@ class ParkPlan(NamedTuple):
     leased: RankLeases
 
 
+class Board(NamedTuple):
+    """Where the leader's key board is."""
+
+    arena_id: str
+    slots: tuple[int, ...]
+
+
 class ConnectorMeta(NamedTuple):
     """The metadata of one pass, the same for every rank."""
 
@@ -91,6 +108,7 @@ class ConnectorMeta(NamedTuple):
     saves: tuple[SavePlan, ...] = ()
     parks: tuple[ParkPlan, ...] = ()
     releases: tuple[Release, ...] = ()
+    board: Board | None = None  # there if saves have their keys on it
     is_fenced: bool = False
     """Whether pages that are being saved may be given to others from this pass on."""
     replica: str = ""  # the leader's name for the replica

@@ -39,6 +39,7 @@ class RegisteredPool:
         """For each rank that the leader speaks for, the parts that its lease must have."""
         self.windowed: tuple[bool, ...] = (False,)
         """For each layer group, whether it has a window."""
+        self.part_bytes = 0  # bytes of the first part of a block
         self.is_host = True
         self.is_flat = True
         """Whether it came as one tensor: such engines take all of an offer or nothing."""
@@ -90,6 +91,8 @@ class RegisteredPool:
         self.is_flat = layout.is_flat
         self.part_requests = part_requests
         self.windowed = tuple(group.window is not None for group in layout.groups)
+        first, *_ = layout.parts(args.part_rank, num_ranks, args.tokens_per_block)
+        self.part_bytes = first.block_bytes
         if name:
             self.namespace_digest = namespace.digest()
 

@@ -179,6 +179,8 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         if not self._is_shut_down:
             self._is_shut_down = True
             self._promises.close()
+            with self._shared.boundary.around("the end"):
+                self._planner.close()
             self._finder.close()
             self._own_shared.close()
 

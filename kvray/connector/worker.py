@@ -12,8 +12,9 @@ import numpy as np
 
 from kvray.connector.base import KvCacheConnectorWorker
 from kvray.connector.device.gpu import Pool, open_pool
+from kvray.connector.key_board import read_keys
 from kvray.connector.loader import Loader, release_plans
-from kvray.connector.meta import ConnectorMeta
+from kvray.connector.meta import Board, ConnectorMeta, KeyRun
 from kvray.connector.model.cache_layout import CacheLayout, Part
 from kvray.connector.model.read_layout import layout_of_tensor, read_layout
 from kvray.connector.model.refusals import refuse_flat_pool
@@ -21,7 +22,7 @@ from kvray.connector.parking import Parking
 from kvray.connector.saver import Job, Saver
 from kvray.connector.shared_state import shared_state_for, shut_down_at_exit
 from kvray.errors import ConfigError, LayoutMismatch
-from kvray.identity.block import namespace_id, split_keys
+from kvray.identity.block import BlockKey, namespace_id, split_keys
 from kvray.store import Arena
 from kvray.trace.reasons import DropReason
 
@@ -247,7 +248,10 @@ class KvRayWorker(KvCacheConnectorWorker):
         """Yield a job for each run of blocks of each part that this rank stores."""
         stored = [part for part in self._parts if part.is_stored_here]
         for plan in meta.saves if stored else ():
-            keys = split_keys(plan.keys)
+            keys = self._keys_of(plan.keys, meta.board)
+            if keys is None:
+                self._drop(plan.pages[0].num_blocks, DropReason.KEYS_LOST)
+                continue
             before = len(keys) - plan.pages[0].num_blocks
             for part in stored:
                 pages = plan.pages[part.group].ids()
@@ -264,6 +268,13 @@ class KvRayWorker(KvCacheConnectorWorker):
                         priorities=plan.priorities[start:stop],
                         tenant_id=plan.tenant_id,
                     )
+
+    def _keys_of(self, keys: KeyRun | bytes, board: Board | None) -> list[BlockKey] | None:
+        """Return the keys of a save; None if they are nowhere any more."""
+        if isinstance(keys, bytes):
+            return split_keys(keys)
+        arena = None if board is None else self._shared.link.arena_named(board.arena_id)
+        return None if arena is None or board is None else read_keys(arena, board, keys)
 
     def _close_pool(self) -> None:
         if self._loader is not None:

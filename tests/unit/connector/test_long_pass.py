@@ -1,24 +1,31 @@
 """All blocks that one pass computes are saved, however many; what is not is counted."""
 
+import pickle
+
 import numpy as np
 import pytest
 
 from kvray.actors.shard.shard import Shard
+from kvray.connector import key_board
 from kvray.connector.base import RequestData, SchedulerOutput
+from kvray.connector.meta import ConnectorMeta
 from kvray.store.arena.layout import READY
 from tests.unit.connector.conftest import MakePair, arena_of
 from tests.unit.connector.pair import BLOCK, Pair, Request
 
 NUM_BLOCKS = 180
 PROMPT = list(range(NUM_BLOCKS * BLOCK))
+BOARD_KEYS = 128
 
 
 @pytest.fixture
-def pair(shard: Shard, make_pair: MakePair) -> Pair:
+def pair(shard: Shard, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """An engine whose key board has room for `BOARD_KEYS`, and whose arena has room for more."""
+    monkeypatch.setattr(key_board, "_BOARD_BYTES", 4096)
     return make_pair(shape=(256, 2, 2, 8))
 
 
-def test_a_long_pass_saves_all_its_blocks(pair: Pair) -> None:
+def test_a_pass_saves_more_blocks_than_its_key_board_has_room_for(pair: Pair) -> None:
     request = Request(1, PROMPT)
     pair.serve(request)
     pair.flush()
@@ -29,7 +36,16 @@ def test_a_long_pass_saves_all_its_blocks(pair: Pair) -> None:
     assert pair.serve(Request(2, PROMPT)) == (NUM_BLOCKS - 1) * BLOCK
 
 
-def test_requests_of_one_pass_are_all_saved(pair: Pair) -> None:
+def test_only_keys_that_the_board_has_no_room_for_travel(pair: Pair) -> None:
+    request = Request(1, PROMPT)
+    pair.query(request)
+    meta = pair.plan(request)
+    assert [len(one.pages[0].ids()) for one in meta.saves] == [BOARD_KEYS, NUM_BLOCKS - BOARD_KEYS]
+    sent = len(pickle.dumps(meta)) - len(pickle.dumps(ConnectorMeta()))
+    assert sent < 4 * NUM_BLOCKS + 32 * (NUM_BLOCKS - BOARD_KEYS + 1) + 500
+
+
+def test_requests_of_one_pass_share_the_board_and_all_are_saved(pair: Pair) -> None:
     requests = [Request(n, PROMPT[n * 60 * BLOCK : (n + 1) * 60 * BLOCK]) for n in range(3)]
     for request in requests:
         pair.query(request)
@@ -47,6 +63,16 @@ def test_requests_of_one_pass_are_all_saved(pair: Pair) -> None:
     pair.flush()
     for number, request in enumerate(requests):
         assert pair.serve(Request(10 + number, request.tokens)) == 59 * BLOCK
+
+
+def test_without_room_for_a_board_the_keys_travel(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.connector.pass_plan.open_board", lambda *_, **__: None)
+    assert pair.serve(Request(1, PROMPT)) == 0
+    pair.flush()
+    assert pair.totals["stored_blocks"] == NUM_BLOCKS
+    assert arena_of(pair).stats()["blocks"] == NUM_BLOCKS
 
 
 def test_what_was_computed_while_the_tier_was_away_is_counted_when_the_request_ends(
@@ -77,10 +103,18 @@ def test_what_the_engine_names_no_page_for_is_counted(pair: Pair) -> None:
     assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_no_page"] == 5
 
 
+def test_blocks_whose_keys_are_lost_are_counted(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.connector.worker.read_keys", lambda *_: None)
+    pair.serve(Request(1, PROMPT[: 9 * BLOCK]))
+    assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_keys_lost"] == 9
+
+
 def test_saves_that_a_defect_prevents_are_counted(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvray.connector.worker.split_keys", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvray.connector.worker.read_keys", lambda *_: 1 / 0)
     pair.serve(Request(1, PROMPT[: 9 * BLOCK]))
     assert pair.totals["dropped_blocks"] == pair.totals["dropped_blocks_error"] == 9
 

@@ -7,6 +7,7 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.connector.base import RequestData, SchedulerOutput
+from kvray.connector.key_board import KeyBoard
 from kvray.errors import LayoutMismatch, LeaseExpired, ShardUnavailable
 from kvray.store import Arena
 from tests.unit.connector.conftest import MakePair, arena_of, leased
@@ -258,7 +259,7 @@ def test_a_defect_in_planning_a_save_costs_the_save_only(
     pair = make_pair()
     request = Request(1, PROMPT)
     pair.query(request)
-    monkeypatch.setattr("kvray.connector.pass_plan.SavePlan", lambda **_: 1 / 0)
+    monkeypatch.setattr(KeyBoard, "publish", lambda *_: 1 / 0)
     assert pair.plan(request).saves == ()
     assert pair.totals["errors"] == 1
 
