@@ -43,16 +43,17 @@ class LeasedRun:
         return self._lease.num_slots
 
     def read(self, first: int, pool: Array) -> int:
-        """Copy the blocks from `first` on into the rows of `pool`; return how many are sound."""
+        """Copy the blocks from `first` on into the rows of `pool`; return how many are sound.
+
+        If these are not all, nothing that was copied may be used.
+        """
         try:
             rows = np.arange(len(pool))
             self._arena.read(self._lease, pool, rows, first=first, verify=self._verify)
             return len(pool)
         except CorruptBlock as error:
             _log.warning("kvray: a shorter prefix was retrieved: %s", error)
-        # Those before the damaged one are read again: their copies were not accepted.
-        sound = self._arena.sound(self._lease, slice(first, first + len(pool)))
-        return self.read(first, pool[: int(sound.argmin())])
+        return int(self._arena.sound(self._lease, slice(first, first + len(pool))).argmin())
 
     def drop_damaged(self) -> None:
         """Take blocks without their checksum out of service."""

@@ -234,7 +234,8 @@ class TensorCache:
         ret_mask[prompt.num_masked : prompt.num_masked + found] = True
         if not found:
             return (), ret_mask
-        return (layout.pairs_of(blob) if return_tuple else blob), ret_mask
+        pairs = tuple((layer[0], layer[1]) for layer in blob)
+        return (pairs if return_tuple else blob), ret_mask
 
     def lookup(self, tokens: Tokens) -> int:
         """Return how many leading tokens can be retrieved now, a multiple of tokens_per_block.
@@ -355,23 +356,23 @@ class TensorCache:
 
     def _load(self, prompt: MaskedPrompt) -> torch.Tensor:
         """Return the KV of the suffix's blocks that are here and sound, as one tensor."""
-        metadata, done = self.metadata, 0
-        blob = layout.empty_blob(0, metadata)
+        metadata, step = self.metadata, self._step
+        loaded = layout.empty_blob(0, metadata)
         with self._blocks.leased(prompt.keys) as held:
             found = 0 if held is None else max(0, held.num_blocks - prompt.first)
-            if held is None or not found:
-                return blob
             blob = layout.empty_blob(found * metadata.tokens_per_block, metadata)
             heads = layout.heads_of(blob, metadata)
-            pool = layout.empty_block_bytes(min(found, self._step), metadata)
-            while done < found:
-                count = min(found - done, self._step)
-                sound = held.read(prompt.first + done, pool[:count])
-                layout.unpack(pool[:sound], heads, done, metadata)
-                done += sound
-                if sound < count:
-                    break
-        return layout.first_tokens(blob, done * metadata.tokens_per_block, metadata)
+            pool = np.empty((min(found, step), metadata.block_bytes), dtype=np.uint8)
+            for start in range(0, found, step):
+                assert held is not None
+                rows = pool[: found - start]
+                sound = held.read(prompt.first + start, rows)
+                if sound < len(rows):
+                    end = prompt.first + start + sound
+                    return self._load(replace(prompt, keys=prompt.keys[:end]))
+                layout.unpack(rows, heads, start, metadata)
+            loaded = blob
+        return loaded
 
 
 def _fingerprint(model: str) -> str | None:

@@ -61,27 +61,13 @@ def num_tokens(blob: torch.Tensor, metadata: TensorMetadata) -> int:
     return blob.shape[2 + _token_dim(metadata)]
 
 
-def first_tokens(blob: torch.Tensor, count: int, metadata: TensorMetadata) -> torch.Tensor:
-    """Return a contiguous copy of the first tokens of `blob`; `blob` itself if these are all."""
-    if num_tokens(blob, metadata) == count:
-        return blob
-    # Narrowed as integers, because not every element type can be copied as such.
-    bits = blob.view(_BITS[blob.dtype.itemsize]).narrow(2 + _token_dim(metadata), 0, count)
-    return bits.contiguous().view(blob.dtype)
-
-
-def pairs_of(blob: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Return `blob` as a (keys, values) pair for each layer; its memory is shared."""
-    return tuple((layer[0], layer[1]) for layer in blob)
-
-
 def pack(heads: Heads, blocks: Array, metadata: TensorMetadata) -> Array:
     """Return the bytes of some blocks of `heads`, u8 [num_blocks, block_bytes].
 
     `heads` may be on any device. `blocks` are ascending indexes from the first token on.
     """
     size = metadata.tokens_per_block
-    block_bytes = empty_block_bytes(len(blocks), metadata)
+    block_bytes = np.empty((len(blocks), metadata.block_bytes), dtype=np.uint8)
     pool = _elements(block_bytes, metadata)
     for start, stop in runs(np.diff(blocks) != 1, len(blocks)):
         first = int(blocks[start]) * size
@@ -105,11 +91,6 @@ def unpack(block_bytes: Array, heads: Heads, first: int, metadata: TensorMetadat
         run = one[:, first * size : (first + num_blocks) * size]
         into = run.unflatten(1, (num_blocks, size)).numpy()
         np.copyto(into, pool[:, index].swapaxes(0, 1))
-
-
-def empty_block_bytes(num_blocks: int, metadata: TensorMetadata) -> Array:
-    """Return room for blocks as `unpack` takes them."""
-    return np.empty((num_blocks, metadata.block_bytes), dtype=np.uint8)
 
 
 def _heads(tensor: torch.Tensor, layer: int, metadata: TensorMetadata) -> torch.Tensor:

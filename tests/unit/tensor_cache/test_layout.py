@@ -66,14 +66,6 @@ def test_strided_and_differentiable_tensors_are_packed_as_they_are() -> None:
     )
 
 
-def test_first_tokens_are_a_tensor_of_their_own() -> None:
-    for metadata in (METADATA, VLLM):
-        blob = random_blob(8, metadata)
-        first = layout.first_tokens(blob, 3, metadata)
-        assert_same(first, cut(blob, 0, 3, metadata))
-        assert first.is_contiguous()
-
-
 @pytest.mark.parametrize(
     ("kv", "sentence"),
     [
