@@ -22,12 +22,8 @@ class Announced:
         # As uniform as sha256's.
         self._keys = default_rng(0).integers(0, 2**64, size=(num_blocks, 4), dtype=np.uint64)
 
-    def __len__(self) -> int:
-        """Return how many blocks the index knows."""
-        return len(self._index)
-
-    def announce(self) -> None:
-        """Tell the index what came and left since the last time."""
+    def announce(self, asked_next: Array) -> None:
+        """Tell the index what came and left; it must find of the blocks what the tiers have."""
         for at, tier in enumerate(self._tiers):
             is_here = tier.slots != NOWHERE
             has_changed = is_here != self._known[at]
@@ -35,12 +31,11 @@ class Announced:
             self._index.remove(str(at), removed.tobytes(), [0] * len(removed))
             self._index.add(str(at), added.tobytes(), [0] * len(added))
             self._known[at] = is_here
-
-    def locate(self, blocks: Array) -> Array:
-        """Return which tiers have which of `blocks`: a mask of shape [num_tiers, num_blocks]."""
+        assert len(self._index) == np.count_nonzero(self._known.any(axis=0)), "nothing is forgotten"
+        blocks = np.unique(asked_next)
         found = np.zeros((len(self._tiers), len(blocks)), dtype=bool)
         start = 0
         for run in self._index.locate(self._keys[blocks].tobytes()):
             found[:, start : run.stop] = [[str(at) in run.holders] for at in range(len(found))]
             start = run.stop
-        return found
+        assert (found == self._known[:, blocks]).all(), "the index says so too"

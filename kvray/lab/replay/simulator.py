@@ -92,21 +92,12 @@ class Replay:
         while first < self._trace.num_requests:
             beyond = np.searchsorted(starts, starts[first] + BATCH_REFS, side="right")
             stop = max(first + 1, int(beyond) - 1)
-            self._announce(self._trace.ids[starts[first] : starts[stop]])
+            self._announced.announce(self._trace.ids[starts[first] : starts[stop]])
             for request in range(first, stop):
                 yield request
                 self._make(request)
             first = stop
-        self._announce(self._trace.ids[:0])
-        here = (self.host.slots != NOWHERE) | (self.disk.slots != NOWHERE)
-        assert len(self._announced) == np.count_nonzero(here), "nothing was forgotten"
-
-    def _announce(self, asked_next: Array) -> None:
-        """Tell the index what came and left; it must find what the tiers have."""
-        self._announced.announce()
-        blocks = np.unique(asked_next)
-        here = np.stack([self.host.has(blocks), self.disk.has(blocks)])
-        assert (self._announced.locate(blocks) == here).all(), "the index says so too"
+        self._announced.announce(self._trace.ids[:0])
 
     def _make(self, request: int) -> None:
         """Look a request's blocks up, promote those on disk, and store those that are nowhere."""
