@@ -90,6 +90,8 @@ def install():
     say("Installing kvray and its tools into .venv (minutes the first time)")
     # Errors alone: what pip warns of concerns indexes and caches, and its bars hide our own line.
     pip = [PYTHON, "-m", "pip", "install", "-qq", "--no-input", "--disable-pip-version-check"]
+    # Python compiles what it imports; to compile all of torch and Ray takes half of pip's time.
+    pip += ["--no-compile"]
     pip += ["--constraint", os.path.join(ROOT, "constraints.txt")]
     # The build tool comes first and from the pins, so that nothing is fetched behind our back.
     try:
