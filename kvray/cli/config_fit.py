@@ -49,20 +49,22 @@ def fit(
     node_label: NodeLabelOption = None,
     heap: Annotated[
         str,
-        typer.Option(metavar="SIZE", help="Least memory of Ray's workers, engines among them."),
+        typer.Option(
+            metavar="SIZE", help="Memory that Ray's workers, engines included, need at least."
+        ),
     ] = "1GiB",
     object_store: Annotated[
-        str | None, _size_option("Ray's object store; else as Ray takes, or less.")
+        str | None, _size_option("Ray's object store; by default what Ray takes, or less.")
     ] = None,
     total: Annotated[
         str | None, _size_option("Memory of another node, instead of this machine.")
     ] = None,
     in_use: Annotated[
         str | None,
-        _size_option("Memory of everything else; else as now, or 2GiB with --total."),
+        _size_option("Memory of everything else; by default as now, or 2GiB with --total."),
     ] = None,
     shm: Annotated[
-        str | None, _size_option("Size of /dev/shm; else as it is, or half of --total.")
+        str | None, _size_option("Size of /dev/shm; by default as now, or half of --total.")
     ] = None,
     as_json: JsonOption = False,
     verbose: VerboseOption = False,

@@ -51,20 +51,20 @@ def replay(
         int | None,
         typer.Option(
             **{"min": 1, "max": 1_000_000, "metavar": "N"},
-            help="Tokens of a block, where the trace does not say it. Default: 512.",
+            help="Tokens of a block, if the trace does not say it. Default: 512.",
         ),
     ] = None,
     concurrent: Annotated[
         int,
         typer.Option(
             **{"min": 1, "max": 1_000_000, "metavar": "N"},
-            help="Sessions at the same time, where the trace does not say when they began.",
+            help="Sessions at the same time, if the trace has no start times.",
         ),
     ] = 16,
     seed: Annotated[
         int,
         typer.Option(
-            min=0, max=2**32 - 1, metavar="N", help="Decides the order in which they begin."
+            min=0, max=2**32 - 1, metavar="N", help="Decides the order in which sessions begin."
         ),
     ] = 0,
     as_json: JsonOption = False,
