@@ -124,7 +124,7 @@ class Announcer:
                 self._note_gone(owner, gone, is_disk=delta is not self._deltas[0])
                 for other in self._deltas:
                     if other is not delta and len(gone):
-                        gone = gone.chosen(~other.has(gone))
+                        gone = gone.chosen(~other.stands_in(gone))
                 self._note(gone, False)
                 self._note(come, True)
         is_new = bool(self._pending) or self._owes_end or self._ranks != self._ranks_said

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvray.index import PARTS_MAX
-from kvray.store.arena import lease
-from kvray.store.arena.layout import QUARANTINED
+from kvray.store.arena import key_index
+from kvray.store.arena.layout import QUARANTINED, READY
 from kvray.store.arena.tables import Array, Tables
 
 ChangesSince = Callable[[Array], tuple[Array, Array, Array]]
@@ -83,10 +83,24 @@ class TierDelta:
         """Return everything that was told and has not been removed since."""
         return Entries(keys=self._keys[self._held], parts=self._parts[self._held])
 
-    def has(self, entries: Entries) -> Array:
-        """Return a mask of the `entries` that are here now; read without the lock."""
+    def stands_in(self, entries: Entries) -> Array:
+        """Return a mask of the `entries` that are here now, so that their end is announced later.
+
+        They count as told: they may be gone before the next look. Read without the lock.
+        """
+        tables = self._tables()
         here = np.zeros(len(entries), dtype=bool)
         for part in np.unique(entries.parts).tolist():
             rows = np.flatnonzero(entries.parts == part)
-            here[rows] = lease.present(self._tables(), entries.keys[rows], part)
+            slots = key_index.find(tables, entries.keys[rows], part)
+            told_other = (self._keys[slots] != entries.keys[rows]).any(axis=1)
+            told_other |= self._parts[slots] != part
+            # The end of another block, which was told of this slot, is to be told at the next look.
+            found = (slots >= 0) & (tables.slot_state[slots] == READY)
+            found &= ~(self._held[slots] & told_other)
+            rows, slots = rows[found], slots[found]
+            self.num_held[part] += np.count_nonzero(~self._held[slots])
+            self._held[slots], self._parts[slots] = True, part
+            self._keys[slots] = entries.keys[rows]
+            here[rows] = True
         return here

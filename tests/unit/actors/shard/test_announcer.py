@@ -17,7 +17,8 @@ from kvray.actors.shard.announcer import Announcer
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.eviction import choose_victims
-from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, Line
+from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, Line, wait_for
+from tests.unit.store.nvme.small_store import demote, open_store
 from tests.unit.store.small_arena import NOBODY, chain, make_arena, store
 
 
@@ -96,6 +97,27 @@ def test_a_block_evicted_and_stored_again_between_two_rounds_stays(
     store(arena, keys)
     tell(announcer, arena)
     assert line.matched(keys) == 4
+
+
+def test_what_leaves_memory_and_then_a_disk_that_was_not_looked_at_is_announced_as_gone(
+    announcer: Announcer, arena: Arena, line: Line, tmp_path: Path
+) -> None:
+    below = open_store(tmp_path / "nvme")
+    owner, keys = ArenaOwner(arena), chain(5)
+    store(arena, keys)
+    announcer.collect(owner, below)
+    announcer.send(1)
+    assert line.matched(keys) == 5
+    demote(below, keys)
+    owner.clear()
+    announcer.collect(owner, below)
+    announcer.send(1)
+    assert line.matched(keys) == 5, "the disk has them"
+    below.evict(np.arange(below.geometry.num_slots))
+    wait_for(lambda: announcer.collect(owner, below), "the next look at the disk")
+    announcer.send(1)
+    assert line.matched(keys) == 0
+    below.close()
 
 
 def test_an_adopted_arena_is_announced_in_full(arena: Arena, line: Line) -> None:
