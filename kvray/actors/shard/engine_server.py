@@ -37,8 +37,7 @@ _BUFFER_BYTES = 32 * 2**10
 """Of a connection; the kernel keeps what comes sooner than it is answered."""
 _LARGE_BYTES, _LARGE_BYTES_MAX = 128 * 2**10, 16 * 2**20
 """Frames from that size on, and what all of them that are under way have together."""
-_ACCEPTS_MAX = 64
-"""Connections that are accepted before the loop goes on with its other work."""
+_WAITING_MAX = 64  # connections that wait to be accepted
 _PAUSE_S = 0.2  # how long nobody is accepted once descriptors have run out
 _SAY_S = 60.0
 _MESSAGE_MAX = 1000
@@ -81,7 +80,7 @@ class EngineServer:
         self._access = access
         self._connections = itertools.count()
         self._listener: socket.socket | None = None
-        self._resuming: asyncio.TimerHandle | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._bound: os.stat_result | None = None
         self._clients: set[_Client] = set()
         self._large: dict[_Client, int] = {}
@@ -98,7 +97,7 @@ class EngineServer:
             # Nobody else can have come in before: the directory keeps others out.
             self._access.give(self._path)
             self._bound = os.stat(self._path)
-            listener.listen(_ACCEPTS_MAX)
+            listener.listen(_WAITING_MAX)
             listener.setblocking(False)
         except (ConfigError, OSError) as error:
             listener.close()
@@ -109,14 +108,11 @@ class EngineServer:
                 " tmpfs that this user may write to."
             ) from None
         self._listener = listener
-        self._resume(listener)
+        self._accepting = asyncio.get_running_loop().create_task(self._accept(listener))
 
     async def close(self) -> None:
         """Hang up on everybody and unlink the socket. Twice is fine."""
-        listener, self._listener = self._listener, None
-        if listener is None:
-            return
-        self._stop_listening(listener)
+        await self._stop_listening()
         tasks = [one.task for one in self._clients if one.task is not None]
         for client in list(self._clients):
             client.drop()
@@ -128,9 +124,8 @@ class EngineServer:
         """Bind the socket again if somebody has removed it; who is connected stays so."""
         if self._listener is not None and not self._has_path():
             _log.warning("%s was removed, and is made again", self._path)
-            before = self._listener
+            await self._stop_listening()
             await self.start()
-            self._stop_listening(before)
 
     def _has_path(self) -> bool:
         try:
@@ -138,34 +133,34 @@ class EngineServer:
         except OSError:
             return False
 
-    def _resume(self, listener: socket.socket) -> None:
-        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+    async def _stop_listening(self) -> None:
+        listener, self._listener = self._listener, None
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
+        if listener is not None:
+            listener.close()
 
-    def _stop_listening(self, listener: socket.socket) -> None:
-        if self._resuming is not None:
-            self._resuming.cancel()
-        asyncio.get_running_loop().remove_reader(listener)
-        listener.close()
-
-    def _accept(self, listener: socket.socket) -> None:
+    async def _accept(self, listener: socket.socket) -> None:
         """Accept who waits; asyncio's own server logs a traceback for each that finds no room."""
-        for _ in range(_ACCEPTS_MAX):
+        while True:
             try:
-                peer = listener.accept()[0]
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
+                peer, _ = await asyncio.get_running_loop().sock_accept(listener)
+                self._admit(peer, _pid_of(peer))
             except OSError as error:
-                loop = asyncio.get_running_loop()
-                loop.remove_reader(listener)
-                self._resuming = loop.call_later(_PAUSE_S, self._resume, listener)
                 self._say("no connection can be accepted at the moment (%s)", error.strerror)
-                return
-            pid = _pid_of(peer)
-            if self._has_place(pid):
-                self._begin(peer, pid)
-            else:
-                peer.close()
-                self._say("one more connection of process %d was refused", pid)
+                await asyncio.sleep(_PAUSE_S)
+
+    def _admit(self, peer: socket.socket, pid: int) -> None:
+        if not self._has_place(pid):
+            peer.close()
+            self._say("one more connection of process %d was refused", pid)
+            return
+        client = _Client(pid)
+        self._clients.add(client)
+        client.task = asyncio.get_running_loop().create_task(self._serve(peer, client))
+        # A task that is cancelled before its first step comes to no `finally`.
+        client.task.add_done_callback(lambda _: self._end(peer, client))
 
     def _has_place(self, pid: int) -> bool:
         """Return whether a process may have one more connection; another may be dropped for it.
@@ -194,13 +189,6 @@ class EngineServer:
                 return False
             self._drop(crowd)
         return True
-
-    def _begin(self, peer: socket.socket, pid: int) -> None:
-        client = _Client(pid)
-        self._clients.add(client)
-        client.task = asyncio.get_running_loop().create_task(self._serve(peer, client))
-        # A task that is cancelled before its first step comes to no `finally`.
-        client.task.add_done_callback(lambda _: self._end(peer, client))
 
     def _end(self, peer: socket.socket, client: _Client) -> None:
         self._clients.discard(client)

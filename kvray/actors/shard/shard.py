@@ -159,8 +159,10 @@ class Shard:
     async def _own_and_serve(self, access: Access) -> None:
         """Own the arena and serve until told to stop, or until the arena's files were removed."""
         claim = Claim(self._settings.directory, self.name, access)
-        if not await self._become_owner(claim):
-            return
+        while not claim.attempt():
+            await pause(self._stopping, _RETRY_S)
+            if self._stopping.is_set():
+                return
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(claim.release)
             stack.callback(self._tidy, claim)
@@ -221,14 +223,6 @@ class Shard:
         self._wait_for(self._lost)
         with contextlib.suppress(OSError):  # some of its files are gone
             owner.retire()
-
-    async def _become_owner(self, claim: Claim) -> bool:
-        """Wait until the directory is ours; False if the shard has to stop before."""
-        while not self._stopping.is_set():
-            if claim.attempt():
-                return True
-            await pause(self._stopping, _RETRY_S)
-        return False
 
     async def _adopt(self, owner: ArenaOwner) -> int | None:
         """Adopt the arena, however long its lock is kept; return the epoch, None at a stop."""

@@ -51,7 +51,7 @@ class Reader:
             each = moves(
                 self._files.by_slab, held, self._tables.geometry.slots_per_slab, arena, into
             )
-            size = chunk_bytes(each, self._threads.num_threads, is_summed=True)
+            size = chunk_bytes(each, self._threads.num_threads)
             self._threads.run(
                 [
                     task

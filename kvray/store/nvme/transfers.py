@@ -22,9 +22,8 @@ from kvray.store.nvme.segment import Segment
 _CHUNK_BYTES_MIN = 2**20
 """The least that one transfer moves: from here on a device is at full speed."""
 
-_CHUNK_BYTES_MAX, _SUMMED_BYTES_MAX = 64 * 2**20, 32 * 2**20
-"""The most that one transfer moves. A large one costs less CPU; blocks are summed while other
-transfers run."""
+_CHUNK_BYTES_MAX = 32 * 2**20
+"""The most that one transfer moves: blocks are summed while other transfers run."""
 
 
 class Move(NamedTuple):
@@ -48,11 +47,10 @@ class Chunk(NamedTuple):
     buffers: list[Array]
 
 
-def chunk_bytes(moves: Sequence[Move], num_threads: int, *, is_summed: bool) -> int:
+def chunk_bytes(moves: Sequence[Move], num_threads: int) -> int:
     """Return the bytes of a transfer, so that each of the threads has one."""
     total = sum(len(one.rows) * align(one.segment.shape.block_bytes) for one in moves)
-    most = _SUMMED_BYTES_MAX if is_summed else _CHUNK_BYTES_MAX
-    return min(max(-(-total // num_threads), _CHUNK_BYTES_MIN), most)
+    return min(max(-(-total // num_threads), _CHUNK_BYTES_MIN), _CHUNK_BYTES_MAX)
 
 
 def write_tasks(move: Move, *, chunk_bytes: int) -> list[Task]:

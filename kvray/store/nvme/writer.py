@@ -113,7 +113,7 @@ class Writer:
         # it is. The read that brings the block back compares it before anything is served, and so
         # finds a block that memory or the disk has damaged meanwhile.
         each = moves(self._files.by_slab, targets, self._per_slab, arena, sources)
-        size = chunk_bytes(each, self._threads.num_threads, is_summed=False)
+        size = chunk_bytes(each, self._threads.num_threads)
         self._threads.run([task for one in each for task in write_tasks(one, chunk_bytes=size)])
         self._sync(np.unique(targets // self._per_slab).tolist())
         self.written_bytes += sum(
