@@ -112,12 +112,11 @@ def _replay(path: Path, plan: "Plan", **reading: Any) -> "Comparison":
     """Read a trace and replay it; a bar shows how far it is."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.progress import Progress
 
+    from kvray.console.progress import counting_progress
     from kvray.lab.replay import compare, read_trace, simulator
 
-    console = Console(stderr=True, highlight=False)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+    with counting_progress(Console(stderr=True, highlight=False)) as bar:
         task = bar.add_task("Reading", total=None)
 
         def show(title: str, done: int, total: int) -> None:

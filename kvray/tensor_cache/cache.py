@@ -223,13 +223,8 @@ class TensorCache:
             _, arrivals, reason = self._find(prompt.keys, wait_s=self._wait_s)
             blob = self._load(prompt)
         found = layout.num_tokens(blob, self.metadata)
-        self._counters.add_request(
-            prompt,
-            num_found=found,
-            arrivals=arrivals,
-            reason=reason,
-            tokens_per_block=self.metadata.tokens_per_block,
-        )
+        block = self.metadata.tokens_per_block
+        self._counters.add_request(prompt, found, arrivals, reason, block)
         ret_mask = torch.zeros(prompt.num_tokens, dtype=torch.bool, device="cpu")
         ret_mask[prompt.num_masked : prompt.num_masked + found] = True
         if not found:

@@ -31,29 +31,23 @@ class CacheCounters:
             self._totals.update(tokens)
 
     def add_request(
-        self,
-        prompt: MaskedPrompt,
-        *,
-        num_found: int,
-        arrivals: Arrivals,
-        reason: str,
-        tokens_per_block: int,
+        self, prompt: MaskedPrompt, found: int, arrivals: Arrivals, reason: str, block: int
     ) -> None:
         """Count a `retrieve` of `prompt` as a connector counts a request.
 
-        `num_found` tokens were retrieved, whose blocks came by `arrivals`; `reason` is why not
-        more.
+        So many tokens were found, in blocks of `block` tokens that came by `arrivals`; `reason` is
+        why not more.
         """
         counts = Counter(
             requests=1,
             prompt_tokens=prompt.num_tokens,
             local_tokens=prompt.num_masked,
-            hit_tokens=num_found,
+            hit_tokens=found,
         )
-        end = prompt.first + num_found // tokens_per_block
+        end = prompt.first + found // block
         for start, stop, way, _ in runs_between(arrivals, prompt.first, end):
-            counts[f"hit_tokens_from_{way}"] += (stop - start) * tokens_per_block
-        if missed := prompt.num_blocks * tokens_per_block - num_found:
+            counts[f"hit_tokens_from_{way}"] += (stop - start) * block
+        if missed := prompt.num_blocks * block - found:
             # If all was here, a block was damaged since, or has just been evicted.
             counts[f"miss_tokens_{'not_stored' if reason == 'none' else reason}"] += missed
         self.add(**counts)

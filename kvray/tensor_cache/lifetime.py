@@ -20,9 +20,10 @@ class Lifetime:
         """`leave` is called once, when the cache is closed and no call is under way."""
         self._leave = leave
         self._pid = os.getpid()
-        # Guards `_closed` and `_users`; notified when the last user has left.
+        # Guards the fields below; notified when the last user has left.
         self._state = threading.Condition()
         self._closed = False
+        self._has_left = False
         self._users = 1  # the cache itself, until it is closed
 
     @property
@@ -57,14 +58,14 @@ class Lifetime:
         """Release the cache's own use; return whether all calls end by `deadline` (monotonic)."""
         self._release()
         with self._state:
-            return self._state.wait_for(lambda: self._users <= 0, deadline - time.monotonic())
+            return self._state.wait_for(lambda: self._has_left, deadline - time.monotonic())
 
     def _release(self) -> None:
         with self._state:
             self._users -= 1
-            is_last = self._users == 0
-        if is_last:
-            self._leave()
-            with self._state:
-                self._users = -1
-                self._state.notify_all()
+            if self._users:
+                return
+        self._leave()
+        with self._state:
+            self._has_left = True
+            self._state.notify_all()

@@ -55,8 +55,8 @@ class Prompts:
         # Prompts whose class is to be worked out again.
         self._changed: list[int] = []
         self._cuts = np.zeros(_LENGTHS - 1), np.zeros(_NEWS - 1)
-        self._worth: Array | None = None
-        self._chance: Array | None = None
+        # Worth and chance by class and age; None before the first lesson.
+        self._tables: tuple[Array, Array] | None = None
         self._learn_at = _LEARN_FIRST
 
     def begin(self, *, now: float) -> int:
@@ -135,15 +135,15 @@ class Prompts:
         `numbers` are the prompts that used them last, `depths` their places there, and `hits` how
         often each was found since it was stored.
         """
-        if self._worth is None:
+        if self._tables is None:
             return self._time.take(numbers % _PROMPTS) - now
-        return self._at(self._worth, numbers, depths, hits, now)
+        return self._at(self._tables[0], numbers, depths, hits, now)
 
     def chance(self, numbers: Array, depths: Array, hits: Array, *, now: float) -> Array:
         """Return the probability of another use; 1 before the first lesson. As `worth`."""
-        if self._chance is None:
+        if self._tables is None:
             return np.ones(len(numbers))
-        return self._at(self._chance, numbers, depths, hits, now)
+        return self._at(self._tables[1], numbers, depths, hits, now)
 
     def _at(self, table: Array, numbers: Array, depths: Array, hits: Array, now: float) -> Array:
         """Return a table's values for blocks; 0 for those of forgotten prompts."""
@@ -168,7 +168,7 @@ class Prompts:
             np.isfinite(returned),
             factors=_FACTORS,
         )
-        self._worth, self._chance = hazard.worth_of(rates), hazard.chance_of(rates)
+        self._tables = hazard.worth_of(rates), hazard.chance_of(rates)
 
     def _classify(self, rows: Array) -> None:
         lengths, news = self._cuts
