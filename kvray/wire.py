@@ -46,7 +46,9 @@ def body_length(head: bytes) -> int:
     """Return the length that a frame's first 4 bytes announce; TransferError: it is too long."""
     length: int = LENGTH.unpack(head)[0]
     if length > FRAME_MAX:
-        raise errors.TransferError(f"The peer announced a frame of {length} bytes; it is no kvray.")
+        raise errors.TransferError(
+            f"The peer announced a frame of {length} bytes; it does not speak kvray's protocol."
+        )
     return length
 
 

@@ -46,7 +46,7 @@ def check_variables(environ: Mapping[str, str]) -> None:
         near = difflib.get_close_matches(rest, _PLAIN, n=1, cutoff=0.85)
         if meant := _underscored().get(rest, near[0] if near else ""):
             raise ConfigError(
-                f"The variable {name} is none of kvray's; write KVRAY_{meant}, or unset it."
+                f"The variable {name} names no setting; write KVRAY_{meant}, or unset it."
             )
 
 

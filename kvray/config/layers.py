@@ -58,12 +58,6 @@ class Layers:
         for dotted, value in given.items():
             self.put(dotted, value, Origin("environment", variable_of(dotted)))
 
-    def put_overrides(self, given: Mapping[str, Any]) -> None:
-        """Set what a caller says; None is no value."""
-        for dotted, value in given.items():
-            if value is not None:
-                self.put(dotted, value, Origin("command line"))
-
     def origin_of(self, path: SettingPath, *, at_least: int = 1) -> Origin:
         """Return the origin of a value, or of the mapping or section that it was given with.
 

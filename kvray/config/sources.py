@@ -95,7 +95,9 @@ def read_effective(
         layers = Layers(copy.deepcopy(values), dict(origins))
         _put_labelled(layers, nodes, labels or {})
         layers.put_environment(environment_overrides(environ))
-        layers.put_overrides(overrides or {})
+        for dotted, value in (overrides or {}).items():
+            if value is not None:
+                layers.put(dotted, value, Origin("command line"))
         return layers
 
     layers = layers_with(())

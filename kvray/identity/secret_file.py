@@ -28,8 +28,8 @@ def read_secret(path: Path, *, setting: str) -> bytes:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"The file {path} of {setting} cannot be read ({reason}); without it nothing starts:"
-            " put it there, readable for this user."
+            f"The file {path} of {setting} cannot be read ({reason}); put it there, readable for"
+            " this user: without it nothing starts."
         ) from None
     if not stat.S_ISREG(found.st_mode):
         raise ConfigError(

@@ -94,7 +94,7 @@ def test_a_number_of_parts_that_no_block_has_is_refused(running: KVRayConfig) ->
 
 
 def test_a_defect_in_an_actor_is_one_of_kvrays_errors(running: KVRayConfig) -> None:
-    with pytest.raises(ShardUnavailable, match="has a defect"):
+    with pytest.raises(ShardUnavailable, match="failed by a defect"):
         call(get_actor(LOOKUP_NAME).match, 7, 1, timeout_s=TIMEOUT_S)
 
 

@@ -54,7 +54,7 @@ def test_the_longest_frame_is_accepted() -> None:
 
 
 def test_a_longer_frame_is_refused_before_it_is_read() -> None:
-    with pytest.raises(errors.TransferError, match="it is no kvray"):
+    with pytest.raises(errors.TransferError, match="it does not speak kvray's protocol"):
         wire.body_length(struct.pack("<I", wire.FRAME_MAX + 1))
 
 

@@ -38,7 +38,7 @@ def mapped_errors() -> Iterator[None]:
         if isinstance(cause, KVRayError):
             raise cause from None
         raise ShardUnavailable(
-            f"An actor of the tier has a defect ({in_short(error)}); see its log."
+            f"An actor of the tier failed by a defect ({in_short(error)}); see its log."
         ) from error
     except GetTimeoutError:
         raise ShardUnavailable(

@@ -15,14 +15,7 @@ from kvray.actors.lookup.actor import create_lookup
 from kvray.actors.mover.actor import create_mover
 from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, mover_name, shard_name
 from kvray.actors.owner.admin import check_proof
-from kvray.actors.ray_glue.calls import (
-    call,
-    create_actor,
-    get_actor,
-    in_short,
-    list_actors,
-    log_to_stderr,
-)
+from kvray.actors.ray_glue import calls
 from kvray.actors.shard.actor import create_shard
 from kvray.actors.supervisor.watch import Pings, Silences, reachable
 from kvray.actors.telemetry.metrics_export import MetricsExport
@@ -65,7 +58,7 @@ class SupervisorActor:
 
     def __init__(self, config: KVRayConfig) -> None:
         """Reconcile in the background until stopped. Runs again when Ray restarts it."""
-        log_to_stderr()
+        calls.log_to_stderr()
         # The supervisor gives its settings to all that it starts, and Ray restarts it with them.
         # So other settings need another supervisor, and no second place can contradict it.
         self._config = config
@@ -119,7 +112,7 @@ class SupervisorActor:
                     self._reconcile()
                     self._looked.set()
                 except (KVRayError, ray.exceptions.RayError) as error:
-                    _log.warning("the nodes cannot be checked now: %s", in_short(error))
+                    _log.warning("the nodes cannot be checked now: %s", calls.in_short(error))
                 self._stopping.wait(_POLL_S)
         except Exception:  # noqa: BLE001 - the end of the thread, and of the process
             # Ray restarts the supervisor, which finds its shards by their names.
@@ -128,7 +121,7 @@ class SupervisorActor:
 
     def _reconcile(self) -> None:
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
-        named = set(list_actors())
+        named = set(calls.list_actors())
         if LOOKUP_NAME not in named:
             _log.warning("the lookup was gone and restarts")
             create_lookup(self._config.cluster_name, self._config.shard.silent_s)
@@ -155,17 +148,17 @@ class SupervisorActor:
 
     def _clean_lookup(self) -> None:
         """Have the lookup forget shards of lost nodes, also those from before a restart."""
-        lookup = get_actor(LOOKUP_NAME)
-        known = call(lookup.shards, timeout_s=_PING_TIMEOUT_S)
+        lookup = calls.get_actor(LOOKUP_NAME)
+        known = calls.call(lookup.shards, timeout_s=_PING_TIMEOUT_S)
         for name in set(known) - {shard_name(node_id) for node_id in self._shards}:
-            call(lookup.drop, name, timeout_s=_PING_TIMEOUT_S)
+            calls.call(lookup.drop, name, timeout_s=_PING_TIMEOUT_S)
 
     def _end_frozen(self, nodes: dict[str, dict[str, Any]]) -> None:
         """End parts that have answered nobody for long, on nodes that can be reached."""
         homes = {shard_name(node_id): node_id for node_id in self._shards}
         homes |= {mover_name(node_id): node_id for node_id in self._movers}
         parts = dict(zip(homes, (*self._shards.values(), *self._movers.values()), strict=True))
-        parts[LOOKUP_NAME] = get_actor(LOOKUP_NAME)
+        parts[LOOKUP_NAME] = calls.get_actor(LOOKUP_NAME)
         found = self._pings.round(parts, timeout_s=_PING_TIMEOUT_S)
         now = time.monotonic()
         excused = self._excused(parts.keys() - found.alive - found.dead, homes, nodes)
@@ -191,7 +184,7 @@ class SupervisorActor:
         excused: Set[str] = {one for one in silent if homes.get(one) in theirs.keys() - reached}
         if silent - excused - {LOOKUP_NAME}:
             with contextlib.suppress(KVRayError):
-                status = call(get_actor(LOOKUP_NAME).status, timeout_s=_PING_TIMEOUT_S)
+                status = calls.call(calls.get_actor(LOOKUP_NAME).status, timeout_s=_PING_TIMEOUT_S)
                 excused |= silent & (status["shards"].keys() - set(status["silent"]))
         return excused
 
@@ -201,4 +194,4 @@ class SupervisorActor:
 
 def create_supervisor(config: KVRayConfig) -> Any:
     """Return the tier's supervisor; start it if there is none."""
-    return create_actor(SupervisorActor, SUPERVISOR_NAME, config)
+    return calls.create_actor(SupervisorActor, SUPERVISOR_NAME, config)

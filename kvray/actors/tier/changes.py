@@ -146,9 +146,9 @@ def check_costs(planned: Plan, *, recreate: bool) -> None:
     """Raise ConfigError, with each reason, if a plan costs blocks and `recreate` is not set."""
     if planned.costs and not recreate:
         raise ConfigError(
-            f"This drops the blocks of each node that it concerns: {'; '.join(planned.costs)}."
-            " Undo it, or use --recreate. An NVMe tier first writes to disk the blocks that are"
-            " only in memory."
+            f"This drops the blocks of the nodes that it concerns: {'; '.join(planned.costs)}."
+            " Undo it, or allow it with --recreate. An NVMe tier first writes to disk the blocks"
+            " that are only in memory."
         )
 
 

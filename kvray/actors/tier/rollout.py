@@ -30,16 +30,7 @@ from kvray.actors.names import (
     mover_name,
     shard_name,
 )
-from kvray.actors.ray_glue.calls import (
-    ask,
-    ask_all,
-    await_forgotten,
-    call,
-    get_actor,
-    kill_actor,
-    list_actors,
-    on_node,
-)
+from kvray.actors.ray_glue import calls
 from kvray.actors.supervisor.supervisor import START_S, chosen_nodes, create_supervisor
 from kvray.actors.tier.changes import Plan, Step, plan
 from kvray.config import KVRayConfig, values_on_nodes
@@ -84,14 +75,14 @@ SILENT = Observer()
 
 def look(config: KVRayConfig, rollout: Rollout, *, timeout_s: float, observer: Observer) -> Plan:
     """Ask every part for its build info, and plan; ShardUnavailable: a part did not answer."""
-    names = list_actors()
+    names = calls.list_actors()
     hearing = partial(observer.report, [])
-    running = _checked(ask(names, "build_info", timeout_s, meanwhile=hearing))
+    running = _checked(calls.ask(names, "build_info", timeout_s, meanwhile=hearing))
     installed = None
     if rollout.upgrade:
         homes = {build["node_id"] for build in running.values()}
-        asked = {node_id: on_node(node_id, _read_installed) for node_id in homes}
-        installed = _checked(ask_all(asked, timeout_s + _INTERPRETER_S, meanwhile=hearing))
+        asked = {node_id: calls.on_node(node_id, _read_installed) for node_id in homes}
+        installed = _checked(calls.ask_all(asked, timeout_s + _INTERPRETER_S, meanwhile=hearing))
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     planned = plan(
         running,
@@ -141,7 +132,7 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
             kept = _restart_shard(step, flush_s, timeout_s + START_S, observer)
         else:
             _end(name, observer)
-            shards = call(get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
+            shards = calls.call(calls.get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
             if len(shards) > 1:  # a single node has no mover
                 _await(name, timeout_s + START_S, observer)
         count = f" ({homes.index(_home(name)) + 1} of {len(homes)})" if len(homes) > 1 else ""
@@ -164,11 +155,11 @@ def _home(name: str) -> str:
 def _end(name: str, observer: Observer, *stop: bool, timeout_s: float = _STOP_S) -> None:
     """End a part for good; in order, if it can."""
     # The lookup has no such method: it owns nothing that it would have to bring in order.
-    ask([name], "stop", timeout_s, *stop, meanwhile=partial(observer.report, []))
-    kill_actor(name)
-    if not await_forgotten([name], _FORGET_S):
+    calls.ask([name], "stop", timeout_s, *stop, meanwhile=partial(observer.report, []))
+    calls.kill_actor(name)
+    if not calls.await_forgotten([name], _FORGET_S):
         raise ShardUnavailable(
-            f"Ray still knows {name}, which ended {_FORGET_S:.0f} s ago; run this again."
+            f"Ray still lists {name} {_FORGET_S:.0f} s after its end; run the command again."
         )
 
 
@@ -179,7 +170,7 @@ def _await(name: str, timeout_s: float, observer: Observer) -> dict[str, Any]:
     while status["state"] != "serving":
         observer.report([status] if name.startswith(SHARD_PREFIX) else [])
         with contextlib.suppress(ShardUnavailable):
-            status = call(get_actor(name).status, timeout_s=_ASK_S)
+            status = calls.call(calls.get_actor(name).status, timeout_s=_ASK_S)
         if status["state"] == "failed":
             wire.raise_for({"ok": False, **status})
         if time.monotonic() > deadline:

@@ -19,19 +19,7 @@ from kvray.actors.names import (
 )
 from kvray.actors.owner.admin import ask_to_be_admitted, proof_of
 from kvray.actors.owner.ownership import sweep
-from kvray.actors.ray_glue.calls import (
-    ask,
-    ask_all,
-    ask_shards,
-    await_forgotten,
-    call,
-    current_namespace,
-    get_actor,
-    kill_actor,
-    list_actors,
-    node_labels,
-    on_node,
-)
+from kvray.actors.ray_glue import calls
 from kvray.actors.supervisor.supervisor import chosen_nodes, create_supervisor
 from kvray.actors.tier.changes import check_costs
 from kvray.actors.tier.rollout import SILENT, Observer, Rollout, carry_out, look
@@ -68,7 +56,7 @@ def up(
     proof_of(config)  # raises: nobody could end a tier whose token nobody can read
     rollout = rollout or Rollout()
     _check_namespace(config)
-    is_running = bool(list_actors())
+    is_running = bool(calls.list_actors())
     create_lookup(config.cluster_name, config.shard.silent_s)
     if is_running:
         planned = look(config, rollout, timeout_s=timeout_s, observer=observer)
@@ -80,7 +68,7 @@ def up(
     create_supervisor(config)
     while True:
         left_s = max(1.0, deadline - time.monotonic())
-        shards = _statuses("shard", ask_shards("status", left_s))
+        shards = _statuses("shard", calls.ask_shards("status", left_s))
         observer.report(shards)
         for shard in shards:
             if shard["state"] == "failed":
@@ -94,14 +82,14 @@ def up(
 
 def status(*, timeout_s: float) -> dict[str, Any]:
     """Return the statuses of all parts; ShardUnavailable: no tier runs in this Ray cluster."""
-    supervisor = get_actor(SUPERVISOR_NAME)
-    config: KVRayConfig = call(supervisor.config, timeout_s=timeout_s)
-    movers = map(mover_name, call(supervisor.movers, timeout_s=timeout_s))
+    supervisor = calls.get_actor(SUPERVISOR_NAME)
+    config: KVRayConfig = calls.call(supervisor.config, timeout_s=timeout_s)
+    movers = map(mover_name, calls.call(supervisor.movers, timeout_s=timeout_s))
     return {
         "cluster_name": config.cluster_name,
-        "lookup": call(get_actor(LOOKUP_NAME).status, timeout_s=timeout_s),
-        "shards": _statuses("shard", ask_shards("status", timeout_s)),
-        "movers": _statuses("mover", ask(movers, "status", timeout_s)),
+        "lookup": calls.call(calls.get_actor(LOOKUP_NAME).status, timeout_s=timeout_s),
+        "shards": _statuses("shard", calls.ask_shards("status", timeout_s)),
+        "movers": _statuses("mover", calls.ask(movers, "status", timeout_s)),
     }
 
 
@@ -110,7 +98,7 @@ def contents(namespace: str | None, hottest: int, *, timeout_s: float) -> dict[s
 
     ConfigError: `namespace` names none.
     """
-    answers = ask_shards("contents", timeout_s, namespace, hottest)
+    answers = calls.ask_shards("contents", timeout_s, namespace, hottest)
     for answer in answers.values():
         if isinstance(answer, ConfigError):
             raise answer
@@ -122,7 +110,7 @@ def clear(*, timeout_s: float, config: KVRayConfig | None = None) -> int:
 
     ShardUnavailable: a shard did not answer; the others have cleared.
     """
-    answers = ask_shards("clear", timeout_s, proof_of(config))
+    answers = calls.ask_shards("clear", timeout_s, proof_of(config))
     for answer in answers.values():
         if isinstance(answer, KVRayError):
             raise answer
@@ -143,41 +131,41 @@ def down(
     ConfigError: the tier asks for another one. `flush`: shards write blocks that are only in memory
     to an NVMe tier, within `nvme.flush_s`. Each step may take `timeout_s`.
     """
-    found = bool(list_actors())
+    found = bool(calls.list_actors())
     if found:
         ask_to_be_admitted(config, timeout_s=timeout_s)
     configs = [] if config is None else [config]
     ask_s = min(timeout_s, _SUPERVISOR_TIMEOUT_S)
-    running = ask([SUPERVISOR_NAME], "config", ask_s)[SUPERVISOR_NAME]
+    running = calls.ask([SUPERVISOR_NAME], "config", ask_s)[SUPERVISOR_NAME]
     if not isinstance(running, KVRayError):
         configs.append(running)
-    ask([SUPERVISOR_NAME], "stop", ask_s)
-    kill_actor(SUPERVISOR_NAME)
+    calls.ask([SUPERVISOR_NAME], "stop", ask_s)
+    calls.kill_actor(SUPERVISOR_NAME)
     # Named by Ray, not by the supervisor, which may be gone or just restarted.
-    for name in list_actors(MOVER_PREFIX):
-        kill_actor(name)  # before the shards: it would look for their arenas again
-    names = list_actors(SHARD_PREFIX)
+    for name in calls.list_actors(MOVER_PREFIX):
+        calls.kill_actor(name)  # before the shards: it would look for their arenas again
+    names = calls.list_actors(SHARD_PREFIX)
     longest = [s for one in configs if flush for s in values_on_nodes(one, "nvme", "flush_s")]
 
     def tell() -> None:
-        observer.report(_statuses("shard", ask(names, "status", _REPORT_TIMEOUT_S)))
+        observer.report(_statuses("shard", calls.ask(names, "status", _REPORT_TIMEOUT_S)))
 
     meanwhile = tell if flush else None
     stop_s = timeout_s + max(longest, default=0.0)
-    answers = ask(names, "stop", stop_s, True, flush, meanwhile=meanwhile)
+    answers = calls.ask(names, "stop", stop_s, True, flush, meanwhile=meanwhile)
     stopped = {name for name in names if not isinstance(answers[name], KVRayError)}
     for name in (*names, LOOKUP_NAME):
-        kill_actor(name)
+        calls.kill_actor(name)
     for one in {one.node_dir: one for one in configs}.values():
         _sweep_nodes(one, stopped, timeout_s)
     # So that `up` gets new ones and not dying ones.
-    await_forgotten(list_actors(), timeout_s)
+    calls.await_forgotten(calls.list_actors(), timeout_s)
     return found
 
 
 def _check_namespace(config: KVRayConfig) -> None:
     """Refuse a connection in another namespace: the actors would inherit it."""
-    if (joined := current_namespace()) != namespace_of(config.cluster_name):
+    if (joined := calls.current_namespace()) != namespace_of(config.cluster_name):
         raise ConfigError(
             f"This process joined Ray in the namespace {joined!r}; have `connect_configured` join"
             f" it for the tier {config.cluster_name!r}."
@@ -214,11 +202,13 @@ def _sweep_nodes(config: KVRayConfig, stopped: set[str], timeout_s: float) -> No
     """Remove the files of shards that did not say that they had."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     chosen = chosen_nodes(nodes, config.shard)
-    sweeps = {one: on_node(one, _sweep_node) for one in chosen if shard_name(one) not in stopped}
-    ask_all(sweeps, timeout_s, config)
+    sweeps = {
+        one: calls.on_node(one, _sweep_node) for one in chosen if shard_name(one) not in stopped
+    }
+    calls.ask_all(sweeps, timeout_s, config)
     sweep(config.node_dir)  # of a node that Ray has lost, if this is it
 
 
 def _sweep_node(config: KVRayConfig) -> None:
     """Remove the files of a shard on the node where this runs."""
-    sweep(config_on_node(config, labels=node_labels()).node_dir, _SWEEP_WAIT_S)
+    sweep(config_on_node(config, labels=calls.node_labels()).node_dir, _SWEEP_WAIT_S)

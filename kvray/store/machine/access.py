@@ -74,9 +74,9 @@ class Access:
         if is_own(found) or (stat.S_ISDIR(found.st_mode) and is_of_group):
             return
         raise ShardUnavailable(
-            f"{directory} is of user {found.st_uid}, group {found.st_gid}, mode {mode:04o}, and"
-            f" this process, of user {os.geteuid()}, does not trust it; run both as one user, or"
-            " set arena.group to a group of both, the same for tier and engines."
+            f"{directory} belongs to user {found.st_uid} and group {found.st_gid} with mode"
+            f" {mode:04o}; this process, of user {os.geteuid()}, does not trust it: run tier and"
+            " engines as one user, or set arena.group for both to a group that both are in."
         )
 
     def _give(self, file: int | Path, mode: int) -> None:

@@ -73,7 +73,7 @@ def test_a_directory_of_another_user_is_trusted_only_if_it_is_of_the_group(tmp_p
     tmp_path.chmod(0o750)
     Access(gid=GROUP).check_trust(tmp_path)
     for access in (OWN_USER, Access(gid=GROUP + 1)):
-        with pytest.raises(ShardUnavailable, match=r"of user 12345.* arena\.group"):
+        with pytest.raises(ShardUnavailable, match=r"belongs to user 12345.* arena\.group"):
             access.check_trust(tmp_path)
     tmp_path.chmod(0o770)  # any member may have put the arena there
     with pytest.raises(ShardUnavailable, match="mode 0770"):
