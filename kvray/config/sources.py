@@ -3,10 +3,12 @@
 import copy
 import os
 from collections.abc import Iterator, Mapping
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from kvray.config.complaint import explain, located
 from kvray.config.contradictions import (
@@ -18,6 +20,7 @@ from kvray.config.contradictions import (
 from kvray.config.document import SettingPath, read_document
 from kvray.config.environment import CONFIG_ENV, check_variables, environment_overrides
 from kvray.config.layers import DEFAULT, Layers, Origin
+from kvray.config.schema import setting_rows
 from kvray.config.sections import KVRayConfig, NodeConfig
 from kvray.errors import ConfigError
 
@@ -136,11 +139,14 @@ def config_on_node(
 
 def effective_settings(effective: Effective) -> list[Setting]:
     """Return every setting, in the order of the schema; entries of mappings and nodes apart."""
-    settings = []
-    for path, value, depth in _walk(effective.config.model_dump(mode="json"), (), effective.config):
-        written = tuple(part.lower() for part in path)
-        origin = effective.layers.origin_of(written, at_least=depth)
-        settings.append(Setting(".".join(path), value, origin))
+    values, settings = effective.config.model_dump(mode="json"), []
+    for row in setting_rows():
+        path = tuple(row.name.split("."))
+        for rest, value in _leaves(reduce(getitem, path, values)):
+            # A leaf may have been given with the whole of its setting, but never with the section.
+            written = tuple(part.lower() for part in (*path, *rest))
+            origin = effective.layers.origin_of(written, at_least=len(path))
+            settings.append(Setting(".".join((*path, *rest)), value, origin))
     return settings
 
 
@@ -183,22 +189,6 @@ def _refuse(found: Contradiction | None, layers: Layers) -> None:
     if found is not None:
         path, sentence = found
         raise ConfigError(located(layers.origin_of(path), sentence))
-
-
-def _walk(
-    values: dict[str, Any], at: SettingPath, section: BaseModel
-) -> Iterator[tuple[SettingPath, Any, int]]:
-    """Yield path and value of each setting, and how many names of the path are the setting's.
-
-    What is below may have been given with the whole of it, but never with its section.
-    """
-    for name, value in values.items():
-        path = (*at, name)
-        if isinstance(below := getattr(section, name), BaseModel):
-            yield from _walk(value, path, below)
-        else:
-            for rest, one in _leaves(value):
-                yield (*path, *rest), one, len(path)
 
 
 def _leaves(value: Any) -> Iterator[tuple[SettingPath, Any]]:

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from kvray.errors import CapacityError
 from kvray.store.machine.cgroup import Cgroup, limiting_cgroups
 from kvray.store.machine.mounts import mount_of
 
 _SHM = Path("/dev/shm")
-_MEMINFO = Path("/proc/meminfo")
 _HUGE_POOLS = Path("/sys/kernel/mm/hugepages")
 _SPARE = 64 * 2**20
 """Left out of the capacity that a refusal names, because the figures change before somebody reads
@@ -101,12 +102,12 @@ def check_room(
 
 def read_memory(directory: Path) -> NodeMemory:
     """Return this machine's memory for a file in `directory`."""
-    total, available = _machine()
+    machine = psutil.virtual_memory()
     mount = mount_of(directory)
     is_huge = mount is not None and mount.kind == "hugetlbfs"
     return NodeMemory(
-        total=total,
-        available=available,
+        total=machine.total,
+        available=machine.available,
         cgroups=tuple(limiting_cgroups()),
         mount=read_mount(directory),
         pool=_huge_pool(os.statvfs(directory).f_frsize) if is_huge else None,
@@ -217,14 +218,6 @@ def _under_threshold(memory: NodeMemory, claims: MemoryClaims) -> Room:
         f" which {_gib(used)} are in use{_less(claims.object_store_bytes)}",
         remedy=", give Ray a smaller object store or raise RAY_memory_usage_threshold",
     )
-
-
-def _machine() -> tuple[int, int]:
-    figures = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-    total, available = (
-        int(figures[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable")
-    )
-    return total, available
 
 
 def _less(filling: int) -> str:

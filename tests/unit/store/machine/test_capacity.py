@@ -2,7 +2,9 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from kvray.errors import CapacityError
@@ -16,10 +18,14 @@ GIB = 2**30
 RAY = MemoryClaims(object_store_bytes=2 * GIB, threshold=0.9)
 
 
+def has(monkeypatch: pytest.MonkeyPatch, **figures: int) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(**figures))
+
+
 @pytest.fixture(autouse=True)
 def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of 100 GiB, 80 of them available, without cgroups, and a mount without a size."""
-    monkeypatch.setattr(capacity, "_machine", lambda: (100 * GIB, 80 * GIB))
+    has(monkeypatch, total=100 * GIB, available=80 * GIB)
     monkeypatch.setattr(capacity, "limiting_cgroups", list)
     monkeypatch.setattr(capacity, "read_mount", lambda directory: None)
 
@@ -96,7 +102,7 @@ def test_where_nothing_fits_no_capacity_is_named(tmp_path: Path) -> None:
 def test_a_small_arena_is_named_in_mebibytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capacity, "_machine", lambda: (GIB, GIB))
+    has(monkeypatch, total=GIB, available=GIB)
     assert "lower arena.capacity to 448MiB." in refusal(tmp_path, 2 * GIB)
 
 
