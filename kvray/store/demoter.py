@@ -242,14 +242,14 @@ class Demoter:
                         demotions.append(self._reserve(path[:num_kept]))
             except BaseException:
                 for one in demotions:
-                    self._store.abort(one.pending)
+                    self._store.abort(one)
                 raise
             masks = self._store.write(demotions, tables)
         finally:
             self._unreleased.append(held)
             self._release()
         pairs = list(zip(demotions, masks, strict=True))
-        targets = [one.pending.reservation.slots[mask] for one, mask in pairs]
+        targets = [one.reservation.slots[mask] for one, mask in pairs]
         written = np.concatenate([NO_SLOTS, *(one.arena_slots[mask] for one, mask in pairs)])
         self._retention.demoted(np.concatenate([NO_SLOTS, *targets]), written)
         return self._count(written)
@@ -258,8 +258,9 @@ class Demoter:
         tables = self._arena.tables
         before = int(tables.parents(path[:1])[0])
         self._make_room(path if before < 0 else np.append(path, before))
-        pending = self._store.reserve(
+        return self._store.reserve(
             tables.slot_key[path],
+            path,
             parent=None if before < 0 else tables.slot_key[before : before + 1],
             depth=int(tables.slot_depth[path[0]]),
             part=int(tables.slot_part[path[0]]),
@@ -267,7 +268,6 @@ class Demoter:
             namespace=int(tables.slot_namespace[path[0]]),
             priority=tables.slot_priority[path],
         )
-        return Demotion(pending=pending, arena_slots=path[pending.reservation.rows])
 
     def _make_room(self, wanted: Array) -> None:
         """Evict the store's blocks of lowest rank, so that these blocks fit."""

@@ -17,7 +17,7 @@ from kvray.store.arena import key_index
 from kvray.store.arena.layout import align
 from kvray.store.arena.tables import Array
 from kvray.store.machine.pages import mapped_file
-from kvray.store.nvme import Demotion, NvmeSpec, NvmeStore
+from kvray.store.nvme import NvmeSpec, NvmeStore
 from kvray.store.nvme.record import RECORD
 
 _PATTERN_BYTES = 2**20
@@ -90,11 +90,9 @@ class NvmeBench:
 
         def work() -> None:
             nonlocal stored
-            pending = self._tier.reserve(
-                packed, parent=None, depth=0, part=0, block_bytes=self._block_bytes
+            demotion = self._tier.reserve(
+                packed, slots, parent=None, depth=0, part=0, block_bytes=self._block_bytes
             )
-            rows = pending.reservation.rows
-            demotion = Demotion(pending=pending, arena_slots=slots[rows])
             (stored,) = self._tier.write([demotion], self._arena.tables)
             self._tier.flush()
 

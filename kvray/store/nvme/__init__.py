@@ -2,14 +2,13 @@
 
 from kvray.store.nvme.recovery import RecoveryReport
 from kvray.store.nvme.store import NvmeStore
-from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats, Pending, Promoted
+from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats, Promoted
 
 __all__ = [
     "Demotion",
     "NvmeSpec",
     "NvmeStats",
     "NvmeStore",
-    "Pending",
     "Promoted",
     "RecoveryReport",
 ]

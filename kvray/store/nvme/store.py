@@ -34,7 +34,7 @@ from kvray.store.nvme.io_threads import IoThreads
 from kvray.store.nvme.memory import private_tables
 from kvray.store.nvme.reader import Reader
 from kvray.store.nvme.segment_files import SegmentFiles
-from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats, Pending, Promoted
+from kvray.store.nvme.terms import Demotion, NvmeSpec, NvmeStats, Promoted
 from kvray.store.nvme.writer import Writer
 
 OWNER_FILE = "owner"
@@ -132,6 +132,7 @@ class NvmeStore:
     def reserve(
         self,
         keys: Array,
+        arena_slots: Array,
         *,
         parent: Array | None,
         depth: int,
@@ -139,12 +140,13 @@ class NvmeStore:
         block_bytes: int,
         namespace: int = 0,
         priority: int | Array = DEFAULT_PRIORITY,
-    ) -> Pending:
+    ) -> Demotion:
         """Reserve a slot for each key of a chain that is not here, evicting others if need be.
 
         Arguments as for `Arena.reserve`, but `keys` are u64 of shape [num_keys, 4] and `parent` is
-        [1, 4]. The parent must be here or under way. Returns the slots of leading missing keys, for
-        `write` or `abort`. CapacityError: a segment holds no block of that size.
+        [1, 4]; `arena_slots` have the blocks. The parent must be here or under way. Returns leading
+        missing blocks, for `write` or `abort`. CapacityError: a segment holds no block of that
+        size.
         """
         if self.geometry.stride(block_bytes) > self.geometry.slab_bytes:
             raise CapacityError(
@@ -172,12 +174,13 @@ class NvmeStore:
             gone = np.concatenate((candidates.own, candidates.others))
             self._book.bury(gone[self.tables.slot_state[gone] != READY])
         above = np.vstack((_ROOT if parent is None else parent, keys[:-1]))
-        return Pending(reservation=made, parents=above[made.rows])
+        rows = made.rows
+        return Demotion(reservation=made, parents=above[rows], arena_slots=arena_slots[rows])
 
-    def abort(self, pending: Pending) -> None:
+    def abort(self, demotion: Demotion) -> None:
         """Give back reserved slots that will not be written."""
         with self._section():
-            slots.abort(self.tables, pending.reservation)
+            slots.abort(self.tables, demotion.reservation)
 
     def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:
         """Return `Tables.changes_since`."""

@@ -48,21 +48,14 @@ class NvmeSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pending:
-    """Slots of the store that one chain of blocks may be written to."""
+class Demotion:
+    """Blocks of one chain in an arena, and the slots of the store that they go to; one row each."""
 
     reservation: Reservation
     parents: Array
     """Key before each block, u64 [num_slots, 4]; zero at a root."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Demotion:
-    """Blocks of an arena, and the slots of the store that they go to."""
-
-    pending: Pending
     arena_slots: Array
-    """One a slot of `pending.reservation`; READY and leased by the caller until the call ends."""
+    """READY and leased by the caller until `write` ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ class Writer:
 
     def write(self, demotions: Sequence[Demotion], arena: Tables) -> list[Array]:
         """Write and record blocks; see `NvmeStore.write`."""
-        targets = _joined([one.pending.reservation.slots for one in demotions])
+        targets = _joined([one.reservation.slots for one in demotions])
         sources = _joined([one.arena_slots for one in demotions])
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self._abandon, demotions, targets)
@@ -127,7 +127,7 @@ class Writer:
         tables = self._tables
         records["key"] = tables.slot_key[targets]
         if demotions:
-            records["parent"] = np.vstack([one.pending.parents for one in demotions])
+            records["parent"] = np.vstack([one.parents for one in demotions])
         records["part"] = tables.slot_part[targets]
         records["depth"] = tables.slot_depth[targets]
         records["length"] = tables.block_bytes(targets)
@@ -144,7 +144,7 @@ class Writer:
     ) -> None:
         with self._section():
             for demotion, mask, sums in zip(demotions, masks, checksums, strict=True):
-                whole = demotion.pending.reservation
+                whole = demotion.reservation
                 slots.commit(self._tables, whole.only(mask), sums[mask])
                 slots.abort(self._tables, whole.only(~mask))
 
@@ -153,7 +153,7 @@ class Writer:
         with self._section():
             self._book.bury(targets)
             for one in demotions:
-                slots.abort(self._tables, one.pending.reservation)
+                slots.abort(self._tables, one.reservation)
 
     # -- records ------------------------------------------------------------------------------
 

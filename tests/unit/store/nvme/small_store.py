@@ -86,14 +86,14 @@ def chain_for(
 ) -> Demotion:
     """Put `keys` into an arena, and reserve slots of the store for those that it lacks."""
     here = put_in_arena(arena, keys, parent=None, depth=depth, part=part, block_bytes=block_bytes)
-    pending = store.reserve(
+    return store.reserve(
         key_index.pack_keys(keys),
+        here,
         parent=None if parent is None else key_index.pack_keys([parent]),
         depth=depth,
         part=part,
         block_bytes=block_bytes,
     )
-    return Demotion(pending=pending, arena_slots=here[pending.reservation.rows])
 
 
 def demote(

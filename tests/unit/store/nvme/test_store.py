@@ -2,6 +2,7 @@
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from kvray.errors import CapacityError, ConfigError, LayoutMismatch, ShardUnavailable
 from kvray.store.arena import key_index, payload
 from kvray.store.arena.eviction import choose_victims
-from kvray.store.nvme import Demotion, NvmeStore
+from kvray.store.nvme import NvmeStore
 from tests.unit.store.invariants import check_invariants
 from tests.unit.store.nvme.small_store import (
     arena_tables,
@@ -86,7 +87,7 @@ def test_chain_whose_parent_is_not_here_gets_no_slot(store: NvmeStore) -> None:
 
 def test_aborted_slots_are_free_again(store: NvmeStore) -> None:
     one = chain_for(store, arena_tables(), chain(5))
-    store.abort(one.pending)
+    store.abort(one)
     assert not store.tables.slot_state.any()
     check_invariants(store.tables)
 
@@ -168,7 +169,7 @@ def test_slots_of_other_blocks_are_refused(store: NvmeStore) -> None:
     here = put_in_arena(arena, others)
     one = chain_for(store, arena, keys)
     with pytest.raises(ConfigError, match="same blocks"):
-        store.write([Demotion(pending=one.pending, arena_slots=here)], arena)
+        store.write([replace(one, arena_slots=here)], arena)
     assert not store.tables.slot_state.any(), "its reservation is settled all the same"
     demote(store, keys)
     with pytest.raises(ConfigError, match="same blocks"):

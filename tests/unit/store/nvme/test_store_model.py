@@ -52,7 +52,7 @@ class NvmeMachine(RuleBasedStateMachine):
         assert before <= self.model
         (mask,) = self.store.write([one], arena)
         assert mask.all()
-        new = {(keys[row], number) for row in one.pending.reservation.rows.tolist()}
+        new = {(keys[row], number) for row in one.reservation.rows.tolist()}
         assert self.ready() == before | new
         self.model = before | new
 
@@ -62,7 +62,7 @@ class NvmeMachine(RuleBasedStateMachine):
             self.store, arena_tables(), CHAINS[number], part=number, block_bytes=size_of(number)
         )
         self.model &= self.ready()
-        self.store.abort(one.pending)
+        self.store.abort(one)
         assert self.ready() == self.model
 
     @rule(number=chains, row=st.integers(0, 19))
@@ -72,7 +72,7 @@ class NvmeMachine(RuleBasedStateMachine):
         wrong: set[Block] = set()
         if row < len(one.arena_slots):
             payload.slot_bytes(arena, int(one.arena_slots[row]))[0] ^= 1
-            wrong = {(CHAINS[number][one.pending.reservation.rows[row]], number)}
+            wrong = {(CHAINS[number][one.reservation.rows[row]], number)}
         assert self.store.write([one], arena)[0].all()
         written = self.ready()
         assert wrong <= written
