@@ -141,7 +141,6 @@ class Demoter:
     # -- choosing -----------------------------------------------------------------------------
 
     def _num_above(self, block_bytes: int) -> int:
-        """Return how many blocks of a size are above the watermark of all possible ones."""
         tables = self._arena.tables
         most = slabs.num_possible(tables, block_bytes)
         used = most - slabs.num_available(tables, block_bytes)
@@ -270,7 +269,6 @@ class Demoter:
         )
 
     def _make_room(self, wanted: Array) -> None:
-        """Evict the store's blocks of lowest rank, so that these blocks fit."""
         size = int(self._arena.tables.block_bytes(wanted[:1])[0])
         below = self._store.tables
         short = len(wanted) - slabs.num_available(below, size)

@@ -1,6 +1,6 @@
 """Counts uses of blocks, and finds the prefixes that are used most; pure, needs no lock."""
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -32,26 +32,14 @@ class UseCounts:
         return np.where(same, self._count[slots], 0), np.where(same, self._at[slots], 0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HotPrefix:
-    """A prefix of prompts that is used more than any that continues it."""
-
-    key: str
-    """The first 8 hex digits of its last block's key."""
-    num_blocks: int
-    uses: int
-    """How often it was found since it came; several uses within some 100 ms count once."""
-    used_s_ago: float | None
-    """Seconds since the last use; None: there was none."""
-
-
 def hot_prefixes(
     tables: Tables, uses: UseCounts, *, namespace: int, most: int, now: float
-) -> list[HotPrefix]:
+) -> list[dict[str, Any]]:
     """Return up to `most` prefixes, the most and latest used first.
 
     A prompt whose blocks are all used alike is one prefix. Where prompts part, their common
-    beginning is one more if it is used more often than each of them.
+    beginning is one more if it is used more often than each of them. `key` are the first 8 hex
+    digits of a prefix's last key; of `uses`, several within some 100 ms count once.
     """
     slots = np.flatnonzero((tables.slot_state == READY) & (tables.slot_namespace == namespace))
     if not len(slots):
@@ -69,11 +57,11 @@ def hot_prefixes(
     keys = tables.slot_key[slots[order]]
     rows = zip(keys, depths[order], counts[order], used_at[order], strict=True)
     return [
-        HotPrefix(
-            key=key.tobytes().hex()[:8],
-            num_blocks=int(depth) + 1,
-            uses=int(count),
-            used_s_ago=float(now - at) if count else None,
-        )
+        {
+            "key": key.tobytes().hex()[:8],
+            "num_blocks": int(depth) + 1,
+            "uses": int(count),
+            "used_s_ago": float(now - at) if count else None,
+        }
         for key, depth, count, at in rows
     ]

@@ -74,7 +74,7 @@ class Announcer:
         """Live shards of the tier, as the lookup said last; 0 while it does not answer."""
         self._lookup_epoch: str | None = None
         self._is_heard = True
-        # An announcement whose answer is still to come, and since when.
+        # An announcement whose answer is still to come, since when, and whether it is outdated.
         self._under_way: Announcement | None = None
         self._sent_at = 0.0
         self._is_outdated = False
@@ -135,23 +135,19 @@ class Announcer:
         """Look at this arena and this store from now on, should they be others than before."""
         if owner.arena.arena_id != self._arena_id:
             self._arena_id, self._store = owner.arena.arena_id, None
-            self._start_over()
+            self._lookup_epoch, self._is_outdated = None, True
             self._deltas = [TierDelta(lambda: owner.arena.tables, owner.changes_since)]
         if store is self._store:
             return
         if self._store is not None:
             # Blocks on a failed disk cannot be read: announce everything again, without them.
-            self._start_over()
+            self._lookup_epoch, self._is_outdated = None, True
         del self._deltas[1:]
         if store is not None:
             self._deltas.append(
                 TierDelta(lambda: store.tables, store.changes_since, every_s=_DISK_S)
             )
         self._store = store
-
-    def _start_over(self) -> None:
-        """Announce everything again; an announcement on its way is outdated."""
-        self._lookup_epoch, self._is_outdated = None, True
 
     def send(self, shard_epoch: int) -> None:
         """Announce what was noted, or just a heartbeat; what fails is sent again later."""
@@ -179,7 +175,6 @@ class Announcer:
         self._take(announcement, answer)
 
     def _take(self, announcement: Announcement, answer: Answer) -> None:
-        """Go on from what the lookup answered, however late."""
         if not self._is_heard:
             _log.info("%s: the lookup answers again", self._shard)
         now = time.monotonic()
@@ -261,7 +256,6 @@ class Announcer:
         self._pending.append((entries.keys, entries.parts, added))
 
     def _next(self, shard_epoch: int, *, full: bool) -> Announcement:
-        """Return the next changes, as many as fit into one announcement."""
         if full:
             # The first piece shows how long a key takes.
             self._owes_digests, self._keys_max = True, _FIRST_MAX

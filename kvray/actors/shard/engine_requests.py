@@ -1,8 +1,10 @@
 """The requests of engines to their node's shard."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
+from kvray import __version__
 from kvray.actors.shard.engine_server import Handler
 from kvray.actors.shard.serving import ShardParts
 from kvray.actors.staging.replicas import read_reader
@@ -26,7 +28,14 @@ class EngineRequests:
         }
 
     def _hello(self, connection: int) -> dict[str, Any]:
-        return self._parts.serving().identity()
+        serving = self._parts.serving()
+        return {
+            "shard": self._parts.name,
+            "arena_id": serving.owner.arena.arena_id,
+            "shard_epoch": serving.epoch,
+            "version": __version__,
+            "monotonic_s": time.monotonic(),
+        }
 
     def _register(
         self,

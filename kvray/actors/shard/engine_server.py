@@ -245,7 +245,6 @@ class EngineServer:
             self._large.pop(client, None)
 
     def _say(self, message: str, detail: object) -> None:
-        """Log a warning, each once a minute."""
         now = time.monotonic()
         if now >= self._said.get(message, 0.0):
             self._said[message] = now + _SAY_S

@@ -122,7 +122,6 @@ class NvmeTier:
         }
 
     def _message(self, now: float) -> str:
-        """Return why blocks are not read or written, if they are not."""
         if reason := self.reads.failure or self.reads.error:
             return reason
         writing, for_s = self._writing, now - self._writing_since

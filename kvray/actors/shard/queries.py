@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -136,7 +136,7 @@ class Queries:
             for number, (blocks, size) in quotas.used(held).items() if held is not None else ():
                 one = found.setdefault(number, {})
                 one[f"{tier}_blocks"], one[f"{tier}_bytes"] = blocks, size
-        prefixes = []
+        prefixes: list[dict[str, Any]] = []
         if namespace is not None:
             prefixes = hot_prefixes(
                 tables,
@@ -147,7 +147,7 @@ class Queries:
             )
         return {
             "namespaces": {quotas.name_of(number): one for number, one in found.items()},
-            "prefixes": [asdict(prefix) for prefix in prefixes],
+            "prefixes": prefixes,
         }
 
 

@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvray import __version__
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
@@ -69,7 +68,7 @@ class Serving:
         """Serve the arena of `owner`, adopted as `epoch`, until `close`."""
         settings, announcer = parts.settings, parts.announcer
         self.owner = owner
-        self._epoch = epoch
+        self.epoch = epoch
         self._parts = parts
         self._name = parts.name
         self._peers = Peers(parts.name, parts.ask, call_timeout_s=settings.staging.call_timeout_s)
@@ -120,16 +119,6 @@ class Serving:
         """Return whether there may be blocks that are not in the arena but can be staged."""
         has_blocks = self.nvme is not None and self.nvme.may_have_blocks
         return self._parts.announcer.num_shards > 1 or has_blocks
-
-    def identity(self) -> dict[str, Any]:
-        """Return what engines are told of the shard, see `hello` in `EngineRequests`."""
-        return {
-            "shard": self._name,
-            "arena_id": self.owner.arena.arena_id,
-            "shard_epoch": self._epoch,
-            "version": __version__,
-            "monotonic_s": time.monotonic(),
-        }
 
     def status(self) -> dict[str, Any]:
         """Return the figures of every part; from any thread."""
@@ -239,7 +228,7 @@ class Serving:
         if not self._parts.announcer.collect(self.owner, store) and not is_due:
             return False
         loop = asyncio.get_running_loop()
-        self._sending = loop.run_in_executor(None, self._parts.announcer.send, self._epoch)
+        self._sending = loop.run_in_executor(None, self._parts.announcer.send, self.epoch)
         return True
 
     def _bury_and_warn(self) -> None:

@@ -217,7 +217,6 @@ def device_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def _after(views: list[memoryview], done: int) -> list[memoryview]:
-    """Return `views` without their first `done` bytes."""
     for index, view in enumerate(views):
         if done < view.nbytes:
             return [view[done:], *views[index + 1 :]]

@@ -108,7 +108,6 @@ class Writer:
     # -- blocks -------------------------------------------------------------------------------
 
     def _write_payloads(self, targets: Array, arena: Tables, sources: Array) -> None:
-        """Write blocks durably."""
         # The arena's checksum was made while the bytes were in a cache. It goes into the record as
         # it is. The read that brings the block back compares it before anything is served, and so
         # finds a block that memory or the disk has damaged meanwhile.
@@ -149,7 +148,6 @@ class Writer:
                 slots.abort(self._tables, whole.only(~mask))
 
     def _abandon(self, demotions: Sequence[Demotion], targets: Array) -> None:
-        """Store nothing of a call that failed."""
         with self._section():
             self._book.bury(targets)
             for one in demotions:
@@ -174,7 +172,6 @@ class Writer:
             self._book.give_back(taken)
 
     def _sync(self, slabs: Iterable[int]) -> None:
-        """Return when the files of `slabs` survive a power loss."""
         try:
             self._threads.run([self._files.by_slab[slab].file.sync for slab in slabs])
         except (CapacityError, TierError) as error:

@@ -4,7 +4,7 @@ import numpy as np
 
 from kvray.store.arena import key_index
 from kvray.store.arena.arena import Arena
-from kvray.store.hot_prefixes import HotPrefix, UseCounts, hot_prefixes
+from kvray.store.hot_prefixes import UseCounts, hot_prefixes
 from tests.unit.store.small_arena import chain, store
 
 
@@ -22,9 +22,9 @@ def test_a_common_beginning_and_what_goes_on_more_often_than_others_are_told(
         uses.note(tables, slots_of(arena, keys[:used]), now=now)
     found = hot_prefixes(tables, uses, namespace=0, most=10, now=10.0)
     assert found == [
-        HotPrefix(key=keys[1].hex()[:8], num_blocks=2, uses=3, used_s_ago=7.0),
-        HotPrefix(key=keys[4].hex()[:8], num_blocks=5, uses=1, used_s_ago=7.0),
-        HotPrefix(key=keys[5].hex()[:8], num_blocks=6, uses=0, used_s_ago=None),
+        {"key": keys[1].hex()[:8], "num_blocks": 2, "uses": 3, "used_s_ago": 7.0},
+        {"key": keys[4].hex()[:8], "num_blocks": 5, "uses": 1, "used_s_ago": 7.0},
+        {"key": keys[5].hex()[:8], "num_blocks": 6, "uses": 0, "used_s_ago": None},
     ]
     assert hot_prefixes(tables, uses, namespace=0, most=1, now=10.0) == found[:1]
     assert hot_prefixes(tables, uses, namespace=7, most=10, now=10.0) == []
