@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -22,8 +21,6 @@ _log = logging.getLogger("kvray.tensor_cache")
 
 _BUSY_S = 0.25
 """How long to try for an arena that others keep locked: computing the KV again takes longer."""
-
-T = TypeVar("T")
 
 Source = Callable[[Array], tuple[Array, Array]]
 """Given ascending indexes of blocks, returns a pool of bytes and the row of each block in it."""
@@ -85,11 +82,12 @@ class ArenaBlocks:
 
     def count(self, keys: Sequence[BlockKey]) -> int:
         """Return how many leading `keys` are here now."""
-        arena, found = self._link.arena, None
-        if arena is not None and keys:
+        arena = self._link.arena
+        if arena is not None and keys and not arena.retired:
             with self._tolerant(arena):
-                found = _patiently(arena, lambda: arena.match(keys))
-        return found or 0
+                is_here = arena.present(keys, [0])[0]
+                return len(keys) if is_here.all() else int(is_here.argmin())
+        return 0
 
     @contextlib.contextmanager
     def leased(self, keys: Sequence[BlockKey]) -> Iterator[LeasedRun | None]:
@@ -99,8 +97,10 @@ class ArenaBlocks:
         """
         arena, leases = self._link.arena, None
         if arena is not None and keys:
+            deadline = time.monotonic() + _BUSY_S
             with self._tolerant(arena):
-                leases = _patiently(arena, lambda: arena.lease(keys))
+                while leases is None and not arena.retired and time.monotonic() < deadline:
+                    leases = arena.lease(keys)
         if arena is None or not leases:
             yield None
             return
@@ -200,11 +200,3 @@ class ArenaBlocks:
                 self.say_once(topic, "kvray: KV was not stored or not found: %s", error)
             else:
                 _log.debug("kvray: the arena was given up in the middle of a call: %s", error)
-
-
-def _patiently(arena: Arena, ask: Callable[[], T | None]) -> T | None:
-    """Return the answer of `ask`, which is None while the arena is busy; None at last."""
-    deadline = time.monotonic() + _BUSY_S
-    while (answer := ask()) is None and not arena.retired and time.monotonic() < deadline:
-        pass
-    return answer
