@@ -4,8 +4,7 @@ from random import Random
 
 _FIRST_S = 0.25
 _LONGEST_S = 8.0
-_PROBE_S = 12.0
-"""A probe unanswered for this long has failed."""
+_PROBE_S = 12.0  # a probe unanswered for this long has failed
 
 
 class Breaker:
@@ -21,8 +20,7 @@ class Breaker:
         self._failures = 0
         self._open_until = 0.0
         self._probe_until = 0.0
-        self.error: str = ""
-        """The last failure; empty once the peer has answered."""
+        self.error: str = ""  # the last failure; empty once the peer has answered
 
     def state(self, now: float) -> str:
         """Return `closed`, `half-open` (one call may try) or `open` (no call)."""

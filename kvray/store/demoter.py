@@ -34,11 +34,9 @@ _ROOM_SHARE = 0.01
 """Share of the store's blocks of a size that goes at once when it is full."""
 _LOCK_WAIT_S = 0.5
 _BUSY_S = 0.001
-_SAVE_S = 60.0
-"""How often the write budget's ledger is saved."""
+_SAVE_S = 60.0  # how often the write budget's ledger is saved
 
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+Progress = Callable[[int, int], None]  # called with bytes done and bytes in all
 
 
 @dataclass(slots=True)
@@ -47,10 +45,8 @@ class DemotionCounts:
 
     demoted_blocks: int = 0
     demoted_bytes: int = 0
-    refused_blocks: int = 0
-    """Blocks that are not likely to be used again."""
-    postponed_rounds: int = 0
-    """Rounds in which the write budget was used up."""
+    refused_blocks: int = 0  # blocks that are not likely to be used again
+    postponed_rounds: int = 0  # rounds in which the write budget was used up
 
 
 class Demoter:

@@ -15,10 +15,8 @@ from kvray.store.nvme.store import NvmeStore
 from kvray.store.policy import ADMISSIONS, POLICIES, Policy
 from kvray.store.policy.observer import Observer
 
-_UNKNOWN = -1e30
-"""Rank of blocks with nothing known but the last use: below all others."""
-_NEW = 1e30
-"""Rank of blocks that have come since the last look: above all others."""
+_UNKNOWN = -1e30  # rank of blocks with nothing known but the last use: below all others
+_NEW = 1e30  # rank of blocks that have come since the last look: above all others
 
 
 class Retention:
@@ -114,8 +112,7 @@ class _Below:
 
     store: NvmeStore
     policy: Policy
-    is_known: Array
-    """Whether the policy knows the block in each slot."""
+    is_known: Array  # whether the policy knows the block in each slot
 
     def take_over(self, slots: Array, source: Policy, theirs: Array) -> None:
         self.policy.copied(slots, source, theirs)

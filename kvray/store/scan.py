@@ -20,8 +20,7 @@ from kvray.store.arena.lease import Lease
 from kvray.store.arena.tables import Array, Tables
 
 BATCH_BYTES = 64 * 2**20
-_PATIENT_S = 5.0
-"""How long it tries for a batch's lease and its release."""
+_PATIENT_S = 5.0  # how long it tries for a batch's lease and its release
 
 _RETRY_S = 0.01
 

@@ -33,8 +33,7 @@ class Owner:
 
     shard: str | None
     pid: int
-    since: float | None
-    """Seconds since 1970."""
+    since: float | None  # seconds since 1970
 
     def __str__(self) -> str:
         if self.shard is None or self.since is None:

@@ -37,12 +37,9 @@ class Finding:
 
     path: Path
     cluster_name: str
-    num_bytes: int
-    """Memory that its files take."""
-    created: float | None
-    """Seconds since 1970; None where there is no whole arena."""
-    defect: str | None
-    """Why there is no whole arena."""
+    num_bytes: int  # memory that its files take
+    created: float | None  # seconds since 1970; None where there is no whole arena
+    defect: str | None  # why there is no whole arena
     owner: Owner | None
     holders: tuple[Holder, ...]
 

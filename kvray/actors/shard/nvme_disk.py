@@ -46,8 +46,7 @@ class NvmeDisk:
         *,
         shard: str,
     ) -> None:
-        self.tier: NvmeTier | None = None
-        """None: the disk is out, or not open yet."""
+        self.tier: NvmeTier | None = None  # None: the disk is out, or not open yet
         self._arguments = arena, retention, settings, gone
         self._retention = retention
         self._settings = settings

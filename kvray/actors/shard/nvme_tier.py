@@ -68,8 +68,7 @@ class NvmeTier:
         self._settings = settings
         self._retention = retention
         self._history = gone
-        self.store = NvmeStore(settings.directory, settings.spec)
-        """Open until `close`."""
+        self.store = NvmeStore(settings.directory, settings.spec)  # open until `close`
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.store.close)
             with device_errors(settings.directory, "looked at"):

@@ -34,8 +34,7 @@ class Asked:
     replica: str
     rank: int
     note: RequestNote
-    namespace: Namespace | None
-    """Of the replica; None if the shard has forgotten it."""
+    namespace: Namespace | None  # of the replica; None if the shard has forgotten it
     finding: Finding | None = None
     """Where such a prompt was stored, if in another namespace only."""
 
@@ -44,26 +43,20 @@ class Asked:
 class Whereabouts:
     """The places and the history of some blocks; one row a block."""
 
-    host: Array
-    """How many of its parts are in memory, i8."""
-    either: Array
-    """How many are in memory or on disk, i8."""
+    host: Array  # how many of its parts are in memory, i8
+    either: Array  # how many are in memory or on disk, i8
     left_at: Array
     """When it last left a tier, in seconds since the epoch, f8; 0: not remembered."""
-    left_tier: Array
-    """An index into `block_history.TIERS`."""
-    left_by: Array
-    """An index into `block_history.CAUSES`."""
-    since: float
-    """The start of the shard's memory of removed blocks."""
+    left_tier: Array  # an index into `block_history.TIERS`
+    left_by: Array  # an index into `block_history.CAUSES`
+    since: float  # the start of the shard's memory of removed blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
     """A prompt as a replica's engine sees it."""
 
-    keys: bytes
-    """Of its full blocks, end to end."""
+    keys: bytes  # of its full blocks, end to end
     namespace: Namespace
     prefix_digest: bytes
 

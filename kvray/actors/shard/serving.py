@@ -42,8 +42,7 @@ class ShardParts:
     settings: ShardSettings
     loop: LoopThread
     announcer: Announcer
-    ask: Ask
-    """Calls lookup, mover and other shards, from the event loop."""
+    ask: Ask  # calls lookup, mover and other shards, from the event loop
     serving: "Callable[[], Serving]"
     """Returns the other parts; raises while the shard does not serve."""
     replicas: Replicas = field(default_factory=Replicas)
@@ -83,8 +82,7 @@ class Serving:
         self._is_due = False
         self._mended_at: list[float] = []
         self.retention = Retention(owner.arena, settings.arena.policy, settings.admission)
-        self.disk: NvmeDisk | None = None
-        """None: the node is to keep nothing on disk."""
+        self.disk: NvmeDisk | None = None  # None: the node is to keep nothing on disk
         if settings.nvme is not None:
             self.disk = NvmeDisk(
                 owner.arena, self.retention, settings.nvme, owner.history, shard=parts.name

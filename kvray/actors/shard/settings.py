@@ -24,10 +24,8 @@ class ShardSettings:
     staging: StagingConfig = field(default_factory=StagingConfig)
     quotas: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the blocks of namespaces may take of the arena, see `quotas.set_quotas`."""
-    admission: str = "likely"
-    """Decides which evicted blocks are kept on disk."""
-    nvme: NvmeSettings | None = None
-    """None: the node keeps nothing on disk."""
+    admission: str = "likely"  # decides which evicted blocks are kept on disk
+    nvme: NvmeSettings | None = None  # None: the node keeps nothing on disk
     tenant_secret_file: Path | None = None
     """Has what the salts of prompts that are prefetched are derived with; None: no tenants."""
 

@@ -73,10 +73,8 @@ class Shard:
             ask=ask,
             serving=self._require_serving,
         )
-        self.queries = Queries(self._parts)
-        """Answers people."""
-        self.requests = ActorRequests(self._parts)
-        """Answers other actors."""
+        self.queries = Queries(self._parts)  # answers people
+        self.requests = ActorRequests(self._parts)  # answers other actors
         self._state: dict[str, Any] = {"state": "starting", "done": 0, "total": 0}
         self._stopping = asyncio.Event()
         self._retire = self._flushes = False

@@ -22,10 +22,8 @@ class Pages(NamedTuple):
     """Pages of one segment's table that must be written."""
 
     slab: int
-    pages: Array
-    """Their indices, ascending."""
-    records: Array
-    """RECORD, shape [num_pages, RECORDS_PER_PAGE]; a copy, page-aligned."""
+    pages: Array  # their indices, ascending
+    records: Array  # RECORD, shape [num_pages, RECORDS_PER_PAGE]; a copy, page-aligned
 
 
 class RecordBook:

@@ -9,8 +9,7 @@ from pathlib import Path
 LEDGER_FILE = "written"
 
 _DAY_S = 86400.0
-_SAVED = 1 / 24
-"""Share of a day's bytes that a quiet hour saves up for one write."""
+_SAVED = 1 / 24  # share of a day's bytes that a quiet hour saves up for one write
 
 
 class WriteBudget:

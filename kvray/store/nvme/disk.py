@@ -20,8 +20,7 @@ from kvray.store.nvme.record import PAGE_BYTES
 
 _log = logging.getLogger("kvray.nvme")
 
-BUFFERS_MAX = 1024
-"""IOV_MAX of Linux: pieces of memory that one call reads or writes."""
+BUFFERS_MAX = 1024  # IOV_MAX of Linux: pieces of memory that one call reads or writes
 
 _Call = Callable[[int, list[memoryview], int], int]
 
@@ -103,8 +102,7 @@ class Disk:
 
     def __init__(self, access: Access = OWN_USER) -> None:
         self._access = access
-        self.is_direct = True
-        """Whether transfers go past the page cache."""
+        self.is_direct = True  # whether transfers go past the page cache
 
     def open(self, path: Path) -> DiskFile:
         """Open an existing file for reading and writing."""

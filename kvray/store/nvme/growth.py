@@ -9,8 +9,7 @@ import numpy as np
 from kvray.store.arena.layout import FREE, LIMBO, Array
 from kvray.store.arena.tables import Tables
 
-CLOSED = 2**62
-"""Stands for the block size of a closed slab."""
+CLOSED = 2**62  # stands for the block size of a closed slab
 
 
 def close_spare(tables: Tables, has_file: Array) -> Array:

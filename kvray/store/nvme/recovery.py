@@ -26,19 +26,13 @@ _NUMBER_MAX = 2**62
 class RecoveryReport:
     """Results of a start: the blocks that can be served, and why others cannot."""
 
-    blocks: int
-    """Blocks in the index."""
-    parentless: int
-    """Blocks whose parent is lost: no match before it is stored again."""
+    blocks: int  # blocks in the index
+    parentless: int  # blocks whose parent is lost: no match before it is stored again
     segments: int
-    damaged: int
-    """Records that were torn, flipped or copied from elsewhere."""
-    truncated: int
-    """Records of blocks beyond the end of a shortened file."""
-    duplicates: int
-    """Records of blocks that were stored again later, elsewhere."""
-    crowded: int
-    """Blocks that found no place in the index."""
+    damaged: int  # records that were torn, flipped or copied from elsewhere
+    truncated: int  # records of blocks beyond the end of a shortened file
+    duplicates: int  # records of blocks that were stored again later, elsewhere
+    crowded: int  # blocks that found no place in the index
     surplus: tuple[str, ...]
     """Segment files, unused longest, that a lowered capacity removed."""
     aside: tuple[str, ...]

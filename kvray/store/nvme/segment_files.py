@@ -38,8 +38,7 @@ class SegmentFiles:
         self._directory = directory
         self._spec = spec
         self._geometry = spec.geometry()
-        self._next_number = 0
-        """Above that of every file."""
+        self._next_number = 0  # above that of every file
         try:
             self._open_existing()
         except BaseException:

@@ -13,18 +13,13 @@ class NvmeSpec:
     """An owner's figures for its NVMe tier; sizes in bytes."""
 
     cluster_name: str
-    capacity: int
-    """Of all segment files together, at most."""
+    capacity: int  # of all segment files together, at most
     segment: int = 2**30
     """Payload of one segment file. Another value puts existing files aside."""
-    slot_min: int = 64 * 2**10
-    """Smallest slot; likewise."""
-    free_reserve: int = 0
-    """Of the file system, for others."""
-    io_threads: int = 4
-    """Transfers that one call runs at once."""
-    group: str | None = None
-    """Its members may open the files too; see `Access`."""
+    slot_min: int = 64 * 2**10  # smallest slot; likewise
+    free_reserve: int = 0  # of the file system, for others
+    io_threads: int = 4  # transfers that one call runs at once
+    group: str | None = None  # its members may open the files too; see `Access`
 
     def geometry(self) -> Geometry:
         """Return the figures of the tables; ConfigError: no segment fits, or sizes do not."""
@@ -52,20 +47,16 @@ class Demotion:
     """Blocks of one chain in an arena, and the slots of the store that they go to; one row each."""
 
     reservation: Reservation
-    parents: Array
-    """Key before each block, u64 [num_slots, 4]; zero at a root."""
-    arena_slots: Array
-    """READY and leased by the caller until `write` ends."""
+    parents: Array  # key before each block, u64 [num_slots, 4]; zero at a root
+    arena_slots: Array  # READY and leased by the caller until `write` ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promoted:
     """Blocks that `read` has brought into an arena's slots, one row a key."""
 
-    sound: Array
-    """A mask of those that are there and have their checksum."""
-    checksums: Array
-    """u64, to commit the sound ones."""
+    sound: Array  # a mask of those that are there and have their checksum
+    checksums: Array  # u64, to commit the sound ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +64,7 @@ class NvmeStats:
     """Counts of a store since it was opened; sizes in bytes."""
 
     blocks: int
-    block_bytes: int
-    """Of the blocks that are here, with the rest of their last page."""
+    block_bytes: int  # of the blocks that are here, with the rest of their last page
     segments: int
     file_bytes: int
     segments_without_room: int
@@ -83,9 +73,7 @@ class NvmeStats:
     evicted: int
     dropped: int
     corrupt: int
-    unreadable: int
-    """Blocks that the device refused to read: a miss each time."""
+    unreadable: int  # blocks that the device refused to read: a miss each time
     written_bytes: int
     read_bytes: int
-    is_direct: bool
-    """Whether transfers go past the page cache."""
+    is_direct: bool  # whether transfers go past the page cache

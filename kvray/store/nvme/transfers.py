@@ -30,19 +30,16 @@ class Move(NamedTuple):
     """Blocks of one segment, and the slots of an arena that they go to or come from."""
 
     segment: Segment
-    disk_rows: Array
-    """Slots of the segment, counted from its first."""
+    disk_rows: Array  # slots of the segment, counted from its first
     arena: Tables
     arena_slots: Array
-    rows: Array
-    """Places of the blocks among all requested ones."""
+    rows: Array  # places of the blocks among all requested ones
 
 
 class Chunk(NamedTuple):
     """One transfer: blocks that lie side by side in the file, wherever they lie in memory."""
 
-    rows: Array
-    """Places of its blocks among the requested ones."""
+    rows: Array  # places of its blocks among the requested ones
     offset: int
     buffers: list[Array]
 

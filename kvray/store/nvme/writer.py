@@ -23,8 +23,7 @@ from kvray.store.nvme.transfers import check_same, chunk_bytes, moves, write_tas
 
 _log = logging.getLogger("kvray.nvme")
 
-_RETRY_S = 10.0
-"""How often a full disk is checked for room."""
+_RETRY_S = 10.0  # how often a full disk is checked for room
 
 
 class Writer:
