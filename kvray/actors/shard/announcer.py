@@ -135,19 +135,22 @@ class Announcer:
         """Look at this arena and this store from now on, should they be others than before."""
         if owner.arena.arena_id != self._arena_id:
             self._arena_id, self._store = owner.arena.arena_id, None
-            self._lookup_epoch, self._is_outdated = None, True
+            self._start_over()
             self._deltas = [TierDelta(lambda: owner.arena.tables, owner.changes_since)]
         if store is self._store:
             return
         if self._store is not None:
             # Blocks on a failed disk cannot be read: announce everything again, without them.
-            self._lookup_epoch, self._is_outdated = None, True
+            self._start_over()
         del self._deltas[1:]
         if store is not None:
             self._deltas.append(
                 TierDelta(lambda: store.tables, store.changes_since, every_s=_DISK_S)
             )
         self._store = store
+
+    def _start_over(self) -> None:
+        self._lookup_epoch, self._is_outdated = None, True
 
     def send(self, shard_epoch: int) -> None:
         """Announce what was noted, or just a heartbeat; what fails is sent again later."""

@@ -67,6 +67,10 @@ class TierDelta:
         parts = self._tables().slot_part[slots]
         # One engine's absurd part must not have everything refused that the shard announces.
         ready &= parts < PARTS_MAX
+        # A block that `stands_in` counted as told before this look, or that came back to its slot.
+        same = ready & self._held[slots] & (self._parts[slots] == parts)
+        same &= (self._keys[slots] == keys).all(axis=1)
+        slots, ready, keys, parts = slots[~same], ready[~same], keys[~same], parts[~same]
         was_held = slots[self._held[slots]]
         is_corrupt = self._tables().slot_state[was_held] == QUARANTINED
         gone = Entries(

@@ -120,6 +120,24 @@ def test_what_leaves_memory_and_then_a_disk_that_was_not_looked_at_is_announced_
     below.close()
 
 
+def test_what_leaves_memory_and_stays_on_a_disk_that_was_not_looked_at_has_not_left_it(
+    announcer: Announcer, arena: Arena, line: Line, tmp_path: Path
+) -> None:
+    below = open_store(tmp_path / "nvme")
+    owner, keys = ArenaOwner(arena), chain(5)
+    store(arena, keys)
+    announcer.collect(owner, below)
+    demote(below, keys)
+    owner.clear()
+    announcer.collect(owner, below)
+    announcer._deltas[1]._look_at = 0.0
+    announcer.collect(owner, below)
+    announcer.send(1)
+    assert line.matched(keys) == 5
+    assert owner.history.counts() == {"cleared": 5}
+    below.close()
+
+
 def test_an_adopted_arena_is_announced_in_full(arena: Arena, line: Line) -> None:
     keys = chain(4)
     store(arena, keys)
