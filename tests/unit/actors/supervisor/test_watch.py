@@ -177,8 +177,8 @@ def excused(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Asks a supervisor whom it excuses; "cut" is a node that cannot be reached."""
     status: dict[str, Any] = {"shards": {"kvray-shard-a": {}, "kvray-shard-b": {}}, "silent": []}
     lookup = SimpleNamespace(status=status)
-    monkeypatch.setattr(supervisor_module, "get_actor", lambda name: lookup)
-    monkeypatch.setattr(supervisor_module, "call", lambda method, timeout_s: method)
+    monkeypatch.setattr(supervisor_module.calls, "get_actor", lambda name: lookup)
+    monkeypatch.setattr(supervisor_module.calls, "call", lambda method, timeout_s: method)
     monkeypatch.setattr(
         supervisor_module, "reachable", lambda nodes, timeout_s: frozenset(nodes) - {"cut"}
     )
