@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import pairwise
 from operator import or_
 
 import numpy as np
@@ -180,32 +179,34 @@ class Index:
         """
         if not 1 <= num_parts <= PARTS_MAX:
             raise ConfigError(f"num_parts must be 1 to {PARTS_MAX}, not {num_parts}.")
-        packed = _pack(keys)
         whole = (1 << num_parts) - 1
-        holders: dict[str, int] = {}
-        for start, stop, number in self._runs(packed):
-            live = self._holdings.live(number)
-            if whole & ~_union(live.values()):
-                return Match(num_blocks=start, holders=holders)
-            for shard, parts in live.items():
-                if parts & whole == whole and holders.get(shard, 0) == start:
-                    holders[shard] = stop
-        return Match(num_blocks=len(packed), holders=holders)
+        num_blocks, holders = 0, dict[str, int]()
+        for run in self.locate(keys):
+            if whole & ~_union(run.holders.values()):
+                break
+            for shard, parts in run.holders.items():
+                if parts & whole == whole and holders.get(shard, 0) == num_blocks:
+                    holders[shard] = run.stop
+            num_blocks = run.stop
+        return Match(num_blocks=num_blocks, holders=holders)
 
     def locate(self, keys: bytes) -> list[Run]:
         """Return runs from the first key to the last one with a holder.
 
         Keys in between may have none. Raises ConfigError if the last key is not whole.
         """
-        found: list[tuple[int, dict[str, int]]] = []
-        for _, stop, number in self._runs(_pack(keys)):
-            holders = self._holdings.live(number)
-            if found and found[-1][1] == holders:
+        packed = _pack(keys)
+        numbers = self._table.values(packed, self._table.find(packed))
+        stops = [*(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(packed)]
+        found: list[Run] = []
+        for stop in stops if len(packed) else ():
+            holders = self._holdings.live(int(numbers[stop - 1]))
+            if found and found[-1].holders == holders:
                 found.pop()
-            found.append((stop, holders))
-        if found and not found[-1][1]:
+            found.append(Run(stop=stop, holders=holders))
+        if found and not found[-1].holders:
             found.pop()
-        return [Run(stop=stop, holders=holders) for stop, holders in found]
+        return found
 
     def still_lost(self, keys: bytes, parts: int) -> bytes:
         """Return those of `keys` that lack a holder of `parts`; silent shards count."""
@@ -218,14 +219,6 @@ class Index:
         ]
         still: bytes = packed[np.array(lost, dtype=bool)[which]].tobytes()
         return still
-
-    def _runs(self, packed: Array) -> Iterator[tuple[int, int, int]]:
-        """Yield start, stop and holding of each run of keys with the same holders."""
-        numbers = self._table.values(packed, self._table.find(packed))
-        changes = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
-        for start, stop in pairwise([0, *changes.tolist(), len(packed)]):
-            if start < stop:
-                yield start, stop, int(numbers[start])
 
     def _change(
         self, keys: Array, parts: Array, change: Callable[[Masks, int], Masks]

@@ -35,12 +35,7 @@ class S3FIFO(Policy):
         self._uses[use.slots] = np.minimum(self._uses[use.slots] + 1, _USES_MAX)
 
     def stored(self, use: Use) -> None:
-        slots = use.slots
-        self._uses[slots] = 0
-        self._name[slots] = use.names
-        self._is_main[slots] = self._come_back(use.names)
-        # Of one prompt the last block is the first to go.
-        self._enqueue(slots[::-1])
+        self._enter(use.slots, use.names)
 
     def freed(self, slots: Array) -> None:
         main, small = slots[self._is_main[slots]], slots[~self._is_main[slots]]
@@ -57,13 +52,9 @@ class S3FIFO(Policy):
     def copied(self, slots: Array, source: "S3FIFO", theirs: Array) -> None:
         """A block that was here before counts as used."""
         is_new = self._place[slots] == 0
-        self._uses[slots[~is_new]] = np.maximum(
-            self._uses[slots[~is_new]], source._uses[theirs[~is_new]]
-        )
-        new = slots[is_new]
-        self._uses[new], self._name[new] = 0, source._name[theirs[is_new]]
-        self._is_main[new] = self._come_back(self._name[new])
-        self._enqueue(new[::-1])
+        old = slots[~is_new]
+        self._uses[old] = np.maximum(self._uses[old], source._uses[theirs[~is_new]])
+        self._enter(slots[is_new], source._name[theirs[is_new]])
 
     def beside(self, num_slots: int) -> "S3FIFO":
         return S3FIFO(num_slots)
@@ -83,12 +74,14 @@ class S3FIFO(Policy):
         ranks[small[self._uses[slots[small]] > 1]] += 2 * self._next
         return ranks
 
-    def _come_back(self, names: Array) -> list[bool]:
-        """Return which of `names` were ghosts; they are ghosts no longer."""
+    def _enter(self, slots: Array, names: Array) -> None:
+        """Put new blocks on probation, and those that were ghosts into the main queue."""
         known = [name in self._ghosts for name in names.tolist()]
         for name in names[known].tolist():
             self._ghosts.pop(name, None)
-        return known
+        self._uses[slots], self._name[slots], self._is_main[slots] = 0, names, known
+        # Of one prompt the last block is the first to go.
+        self._enqueue(slots[::-1])
 
     def _turn(self, small: int, main: int) -> None:
         """Move the blocks before these places that stay to the end of the main queue."""
