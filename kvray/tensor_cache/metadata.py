@@ -16,6 +16,7 @@ ENGINE = "kvray.tensor_cache 1"
 """Name and version of the format in which blocks are stored (see `layout`)."""
 
 _COUNTS = ("num_layers", "num_kv_heads", "head_size", "tokens_per_block", "world_size")
+_LEAST = dict.fromkeys(_COUNTS, 1) | {"rank": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +68,12 @@ class TensorMetadata:
 
     def __post_init__(self) -> None:
         values: dict[str, object] = {f.name: getattr(self, f.name) for f in fields(self)}
-        for name in _COUNTS:
-            _check_count(name, values[name], at_least=1)
-        _check_count("rank", values["rank"], at_least=0)
+        for name, least in _LEAST.items():
+            count = values[name]
+            if not isinstance(count, int) or isinstance(count, bool) or count < least:
+                raise ConfigError(
+                    f"{name} must be a whole number of at least {least}, not {count!r}."
+                )
         if self.rank >= self.world_size:
             raise ConfigError(
                 f"rank {self.rank} is not below world_size {self.world_size}; ranks count from 0."
@@ -125,11 +129,6 @@ class TensorMetadata:
     def difference(self, other: "TensorMetadata") -> list[str]:
         """Return the names of the fields that differ."""
         return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
-
-
-def _check_count(name: str, value: object, *, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ConfigError(f"{name} must be a whole number of at least {at_least}, not {value!r}.")
 
 
 def _quoted(text: str) -> str:

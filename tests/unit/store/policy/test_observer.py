@@ -30,9 +30,6 @@ class Notes:
         if len(slots):
             self.heard.append(("freed", sorted(slots.tolist())))
 
-    def answered(self, request: int, num_tokens: int) -> None:
-        raise AssertionError("nobody says so")
-
     def copied(self, slots: Array, source: Any, theirs: Array) -> None:
         self.heard.append(("copied", slots.tolist(), theirs.tolist()))
 
