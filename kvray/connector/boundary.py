@@ -6,7 +6,6 @@ harm runs inside `Boundary.around`: all but what follows a promise.
 
 import logging
 from collections import Counter
-from types import TracebackType
 
 from kvray.errors import KVRayError
 
@@ -51,12 +50,7 @@ class _Guard:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
         if not isinstance(error, Exception):
             return False
         self._boundary.stop(self._what, error)

@@ -35,7 +35,10 @@ class EngineFigures:
     def __init__(self) -> None:
         self.totals: Counter[str] = Counter()
         self.dropped = DroppedBlocks(self.totals)
-        self.call_times = CallTimes()
+        self.lease_times = TimeHistogram()  # of a prefix, in the node's arena
+        self.stage_times = TimeHistogram()  # waits for the shard
+        self.match_times = TimeHistogram()  # the scheduler's half, for each query
+        self.plan_times = TimeHistogram()  # the scheduler's half, for each pass
         self.prefix_digests = PrefixDigests()
         self.request_notes = RequestNotes()
         self._began_at = time.monotonic()
@@ -44,7 +47,10 @@ class EngineFigures:
         """Return what the shard is told: totals, how long calls took, and since when."""
         return {
             **self.prefix_digests.counted(dict(self.totals), "miss_tokens_not_stored"),
-            **self.call_times.counters(),
+            **self.lease_times.counters("lease"),
+            **self.stage_times.counters("stage"),
+            **self.match_times.counters("match"),
+            **self.plan_times.counters("plan"),
             "uptime_s": int(time.monotonic() - self._began_at),
         }
 
@@ -63,7 +69,7 @@ class TimeHistogram:
         self._sum_ns = 0
 
     def observe(self, nanoseconds: int) -> None:
-        """Count one call, which took so long and less than 2**63."""
+        """Count one call, which took less than 2**63."""
         self._buckets[nanoseconds.bit_length()] += 1
         self._sum_ns += nanoseconds
 
@@ -80,27 +86,6 @@ class TimeHistogram:
         counts["inf"] = sum(high)
         told = {f"{name}_ns_below_{bound}": count for bound, count in counts.items() if count}
         return told | {f"{name}_us_sum": round(self._sum_ns / 1000)} if told else {}
-
-
-class CallTimes:
-    """Those of one engine, whose executor thread observes."""
-
-    __slots__ = ("lease", "match", "plan", "stage")
-
-    def __init__(self) -> None:
-        self.lease = TimeHistogram()  # of a prefix, in the node's arena
-        self.stage = TimeHistogram()  # waits for the shard
-        self.match = TimeHistogram()
-        """The scheduler's half, for each request that is asked about."""
-        self.plan = TimeHistogram()  # the scheduler's half, for each pass
-
-    def counters(self) -> dict[str, int]:
-        """Return the counters of all of them."""
-        return {
-            counter: count
-            for name in self.__slots__
-            for counter, count in getattr(self, name).counters(name).items()
-        }
 
 
 class DroppedBlocks:

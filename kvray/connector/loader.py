@@ -7,9 +7,8 @@ copies, before anything of their pass is returned or saved.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +24,7 @@ from kvray.store.arena.lease import places
 from kvray.store.arena.tables import Array
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Begun:
+class _Begun(NamedTuple):
     plan: LoadPlan
     arena: Arena
     lease: Lease
@@ -111,16 +109,8 @@ class Loader:
         loads = [list(self._loads_of(arena, plan)) for plan in plans]
         ticket = self._pool.load(arena, [load for each in loads for load in each], stream)
         for plan, holder, each in zip(plans, holders, loads, strict=True):
-            self._begun.append(
-                _Begun(
-                    plan=plan,
-                    arena=arena,
-                    lease=self._place(plan)[1],
-                    holder=holder,
-                    slots=_slots_of(each),
-                    ticket=ticket,
-                )
-            )
+            lease = self._place(plan)[1]
+            self._begun.append(_Begun(plan, arena, lease, holder, _slots_of(each), ticket))
             self._shared.figures.totals["loaded_blocks"] += plan.pages[0].num_blocks
 
     def _check(self, one: _Begun) -> None:

@@ -47,7 +47,7 @@ def match(
     readers = [parts for rank, parts in enumerate(shared.pool.part_requests) if rank not in away]
     began_ns = perf_counter_ns()
     held = arena.lease_for(keys, readers)
-    shared.figures.call_times.lease.observe(perf_counter_ns() - began_ns)
+    shared.figures.lease_times.observe(perf_counter_ns() - began_ns)
     if held is None:
         return None, "arena_busy"
     if not held.num_blocks:

@@ -13,9 +13,8 @@ has every other node lease the same blocks in its ranks' names: the leader canno
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from kvray.connector.matching import Matched, lease_exactly, match
 from kvray.connector.promise import LeasedPrefix
@@ -33,9 +32,6 @@ _WORTH_S = 0.005
 """With less than this left of its time a request is not asked about again."""
 _MISSING = ("not_stored", "corrupt")
 """Reasons of a local match for which another node may have more."""
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 Answer = tuple[Matched | None, MissReason]
 """What was leased, which the caller must release; and why what follows it is missing."""
@@ -89,7 +85,7 @@ class PrefixFinder:
         return None if matched is None else matched.prefix
 
     def waited_s(self, request_id: int) -> float:
-        """Return how long a request has waited for the shard so far."""
+        """Return how long a request has waited for the shard."""
         return self._asked.get(request_id, (0.0, ()))[0]
 
     def forget(self, request_id: int) -> None:
@@ -139,7 +135,7 @@ class PrefixFinder:
     def _note_spread(
         self, shared: SharedState, matched: Matched | None, reply: StageReply
     ) -> Answer:
-        """Promise nothing of this match: ranks of the engine turn out to be on other nodes."""
+        """Promise nothing this time: ranks of the engine turn out to be on other nodes."""
         shared.has_ranks_away = True
         _log.warning(
             "kvray: ranks of this engine are on several nodes, but it does not say so; set"
@@ -198,7 +194,7 @@ class PrefixFinder:
         took_ns = time.perf_counter_ns() - began_ns
         shared.figures.totals["stage_calls"] += 1
         shared.figures.totals["stage_wait_us"] += took_ns // 1000
-        shared.figures.call_times.stage.observe(took_ns)
+        shared.figures.stage_times.observe(took_ns)
         return reply
 
 
@@ -229,7 +225,7 @@ def _release(shared: SharedState, matched: Matched | None) -> None:
     shared.release_prefix(None if matched is None else matched.prefix)
 
 
-def _remember(known: OrderedDict[K, V], key: K, value: V) -> None:
+def _remember(known: OrderedDict[Any, Any], key: Any, value: Any) -> None:
     known[key] = value
     known.move_to_end(key)
     if len(known) > _REMEMBERED_MAX:

@@ -66,13 +66,9 @@ class Promise:
     def taken(self, position: int, tokens_per_block: int, *, is_exact: bool) -> tuple[int, bool]:
         """Return how many blocks of the offer the engine counts on, and whether that is sure.
 
-        If not, it may be less. LeaseExpired: the engine stands where the offer does not explain it.
-
-        Args:
-            position: where the engine's first report of the request says that it stands: after
-                all it has if it was parked, else without what it took of the offer.
-            tokens_per_block: tokens in a block.
-            is_exact: whether this engine takes all of an offer or nothing.
+        If not, it may be less. `position` is that of the first report: after all the request has if
+        it was parked, else without what it took of the offer. `is_exact`: this engine takes all of
+        an offer or nothing. LeaseExpired: the offer does not explain the position.
         """
         blocks = position // tokens_per_block - self.first
         if self.is_parked:

@@ -70,25 +70,19 @@ class Promises:
         """The request has ended, or starts over: nothing of it is lost any more."""
         self._lost.pop(request_id, None)
 
-    def check(
-        self, shared: SharedState, request_id: int, position: int, tokens_per_block: int
-    ) -> None:
-        """Accept a first report whose position does not count on what was given up.
-
-        LeaseExpired: the engine counts on it.
-        """
+    def check(self, shared: SharedState, request_id: int, position: int) -> None:
+        """Raise LeaseExpired if a first report's position counts on what was given up."""
         state = self._states.get(request_id)
         if state is not None and state.promise is not None and state.promise.is_given_up:
             self._lose(shared, state)
         first = self._lost.pop(request_id, None)
-        if first is not None and position > first * tokens_per_block:
+        if first is not None and position > first * shared.args.tokens_per_block:
             raise _given_up(request_id)
 
     def settle(self, shared: SharedState) -> None:
         """Release promises that the pass did not use, unless the engine may still claim them.
 
-        That is what a parked request waits for, while the engine asks after it and `park_lease_s`
-        longer; and every offer of a runtime that says itself what it will not use.
+        It may if the request is parked, or if the runtime itself says what it will not use.
         """
         for state in list(self._states.values()):
             promise = state.promise

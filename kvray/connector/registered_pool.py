@@ -26,10 +26,20 @@ class RegisteredPool:
     """What both halves must know of one rank's pool; empty until the worker registers it."""
 
     def __init__(
-        self, args: EngineArgs, link: NodeLink, *, model_key: str | None, replica: str | None
+        self,
+        args: EngineArgs,
+        link: NodeLink,
+        figures: EngineFigures,
+        *,
+        model_key: str | None,
+        replica: str | None,
+        tenants_check: str | None,
     ) -> None:
+        """`tenants_check` is that of the tenants' secret, if there is one."""
         self._args = args
         self._link = link
+        self._figures = figures
+        self._tenants_check = tenants_check
         self._registration: Registration | None = None
         self.replica = replica or f"{socket.gethostname()}-{os.getpid()}"
         self.model_name = ModelName(args.model, model_key, cache_dir=fingerprints_dir())
@@ -59,16 +69,13 @@ class RegisteredPool:
         """Whether some layers look back over a window only."""
         return any(self.windowed)
 
-    def register(
-        self, layout: CacheLayout, figures: EngineFigures, *, tenants_check: str | None
-    ) -> None:
+    def register(self, layout: CacheLayout) -> None:
         """Tell the shard of this rank, and complete the namespace if the model has a name.
 
-        `tenants_check` is that of the tenants' secret, if there is one. ConfigError: the model
-        cannot be told from others. LayoutMismatch: another replica claims the same `model_key` with
-        another layout.
+        ConfigError: the model cannot be told from others. LayoutMismatch: another replica claims
+        the same `model_key` with another layout.
         """
-        args, num_ranks = self._args, self._args.num_parts_ranks
+        args, figures, num_ranks = self._args, self._figures, self._args.num_parts_ranks
         name = self.model_name.find(_NAME_WAIT_S)
         namespace = _namespace_of(args, layout, name or UNNAMED)
         part_requests = layout.part_requests(num_ranks, args.tokens_per_block)
@@ -84,7 +91,7 @@ class RegisteredPool:
             part_requests=tuple(part_requests[args.part_rank]),
             num_ranks=num_ranks,
             adapters=args.adapters,
-            tenants=tenants_check,
+            tenants=self._tenants_check,
         )
         self._link.register(registration)
         self._registration = registration

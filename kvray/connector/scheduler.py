@@ -64,11 +64,9 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Promise the longest prefix of the prompt that is leased for every rank.
+        """Return how many tokens after the engine's own are promised, and whether to park for them.
 
-        Returns:
-            (tokens after `num_computed_tokens`, which the engine has itself, that will be loaded,
-            whether the request is to wait for them instead of taking part in the coming pass).
+        That is the longest prefix of the prompt that is leased for every rank.
         """
         began_ns = time.perf_counter_ns()
         request_id = id_of(request)
@@ -79,7 +77,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         with self._shared.boundary.around("a request"):
             self._shared = registered_state(self._shared)
             hit = self._match(request, num_computed_tokens)
-            self._shared.figures.call_times.match.observe(time.perf_counter_ns() - began_ns)
+            self._shared.figures.match_times.observe(time.perf_counter_ns() - began_ns)
             return hit, hit > 0 and self._shared.loads_later
         self._forget(request_id)  # what was not answered is not promised either
         return 0, False
@@ -121,8 +119,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         for report, is_new in reports:
             state = self._states.get(report.request_id)
             if is_new or state is None or not state.is_reported:
-                size = shared.args.tokens_per_block
-                self._promises.check(shared, report.request_id, report.computed_position, size)
+                self._promises.check(shared, report.request_id, report.computed_position)
             if state is None:
                 continue
             self._states.move_to_end(report.request_id)
@@ -135,7 +132,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             self._forget(report.request_id)
         self._promises.settle(shared)
         meta = plan.finish()
-        shared.figures.call_times.plan.observe(time.perf_counter_ns() - began_ns)
+        shared.figures.plan_times.observe(time.perf_counter_ns() - began_ns)
         return meta
 
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:

@@ -18,7 +18,6 @@ from kvray.connector.base import KvCacheConnectorScheduler, asks_every_rank
 from kvray.connector.boundary import Boundary
 from kvray.connector.figures import EngineFigures
 from kvray.connector.meta import Release
-from kvray.connector.model.cache_layout import CacheLayout
 from kvray.connector.model.engine_args import EngineArgs, read_engine_args
 from kvray.connector.promise import LeasedPrefix, Promise
 from kvray.connector.registered_pool import RegisteredPool
@@ -62,8 +61,10 @@ class SharedState:
         self.pool = RegisteredPool(
             args,
             link,
+            self.figures,
             model_key=config.connector.model_key,
             replica=config.connector.replica,
+            tenants_check=None if tenants is None else tenants.check,
         )
         self.parked: dict[int, Promise] = {}
         """Parked requests -> what they wait for; the worker notes there that the engine asks."""
@@ -80,10 +81,7 @@ class SharedState:
 
     @property
     def takes_offers_later(self) -> bool:
-        """Whether the runtime may come back for an offer after passes without it.
-
-        Such a runtime calls `cancel_load` for what it will never come back for.
-        """
+        """Whether the runtime may come back for an offer after passes, until it cancels it."""
         return hasattr(KvCacheConnectorScheduler, "cancel_load")
 
     @property
@@ -106,12 +104,6 @@ class SharedState:
         """Whether loaded blocks are checked: always, never, or because the pool is on the host."""
         mode = self.config.connector.verify_on_load
         return mode == "always" or (mode == "auto" and self.pool.is_host)
-
-    def register(self, layout: CacheLayout) -> None:
-        """Register this rank's pool; errors as `RegisteredPool.register`."""
-        tenants = self.identifier.tenants
-        check = None if tenants is None else tenants.check
-        self.pool.register(layout, self.figures, tenants_check=check)
 
     def release_leases(self, arena: Arena, *leases: Lease) -> None:
         """End `leases` now, or from the link's thread if the arena is busy."""
@@ -143,10 +135,7 @@ class SharedState:
         return not self.pool.is_host and request_id in self.pending_reads
 
     def close(self) -> None:
-        """Give the link back: one half has ended, the other may go on.
-
-        Without its scheduler nothing has keys, and without its worker no use.
-        """
+        """Give the link back: one half has ended, which leaves the other nothing to do."""
         self.pool.model_name.close()
         self.link.detach()
 
@@ -188,9 +177,7 @@ def registered_state(shared: SharedState) -> SharedState:
     is the latest state of this process with equal arguments whose worker has not been shut down.
     Two engines with equal arguments have pools of one layout. If they do not, the workers end the
     engine rather than load a wrong block: they check the metadata's namespace against their own.
-
-    Raises:
-        ConfigError: there is none.
+    ConfigError: there is none.
     """
     if shared.pool.is_registered:
         return shared

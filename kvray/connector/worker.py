@@ -82,13 +82,8 @@ class KvRayWorker(KvCacheConnectorWorker):
     def start_load_kv(self, stream: Any) -> None:
         """Begin to copy what the bound metadata promises; what is saved of the pass is noted.
 
-        Called twice for one metadata it does nothing the second time. It raises what stops the
-        engine, because wrong tokens would follow:
-
-        Raises:
-            LayoutMismatch: the promise is of another layout than this rank's pool.
-            LeaseExpired: what was promised is gone.
-            CorruptBlock: the bytes changed under a lease.
+        Twice for one metadata is fine. LayoutMismatch (the promise is of another layout than this
+        rank's pool), LeaseExpired and CorruptBlock stop the engine: wrong tokens would follow.
         """
         meta = self._metadata
         if not isinstance(meta, ConnectorMeta) or meta is self._started:
@@ -204,7 +199,7 @@ class KvRayWorker(KvCacheConnectorWorker):
     def _register(self, layout: CacheLayout) -> None:
         shared = self._shared
         self._close_pool()
-        shared.register(layout)
+        shared.pool.register(layout)
         self._parts = layout.parts(
             shared.args.part_rank,
             shared.args.num_parts_ranks,

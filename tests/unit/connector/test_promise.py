@@ -10,6 +10,8 @@ from kvray.connector.promises import Promises
 from kvray.errors import LeaseExpired
 
 BLOCK = 4
+ARGS = SimpleNamespace(tokens_per_block=BLOCK)
+SHARED = SimpleNamespace(args=ARGS)
 
 
 def promise_of(*, first: int = 2, blocks: int = 5, **fields: Any) -> Promise:
@@ -57,24 +59,24 @@ def test_an_engine_that_counts_on_more_is_stopped(position: int, is_parked: bool
 def test_a_lost_promise_stops_only_the_engine_that_counts_on_it() -> None:
     promises = Promises()
     promises._lost[7] = 2
-    promises.check(None, 8, 40, BLOCK)
-    promises.check(None, 7, 2 * BLOCK, BLOCK)
+    promises.check(SHARED, 8, 40)
+    promises.check(SHARED, 7, 2 * BLOCK)
     promises._lost[7] = 2
     with pytest.raises(LeaseExpired, match="park_lease_s"):
-        promises.check(None, 7, 3 * BLOCK, BLOCK)
+        promises.check(SHARED, 7, 3 * BLOCK)
     promises._lost[7] = 2
     promises.forget(7)
-    promises.check(None, 7, 3 * BLOCK, BLOCK)
+    promises.check(SHARED, 7, 3 * BLOCK)
 
 
 def test_lost_promises_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvray.connector.promises._LOST_MAX", 3)
-    shared = SimpleNamespace(parked={}, takes_offers_later=False)
+    shared = SimpleNamespace(args=ARGS, parked={}, takes_offers_later=False)
     promises = Promises()
     for request_id in range(5):
         state = SimpleNamespace(request_id=request_id, promise=None)
         promises.keep(shared, state, promise_of(first=0, is_given_up=True))
     promises.settle(shared)
-    promises.check(None, 1, 40, BLOCK)
+    promises.check(shared, 1, 40)
     with pytest.raises(LeaseExpired):
-        promises.check(None, 2, 40, BLOCK)
+        promises.check(shared, 2, 40)
