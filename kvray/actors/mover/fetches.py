@@ -23,8 +23,8 @@ from kvray.actors.mover.source import FIRST_BYTES, LeasedBlocks, Pace, Piece, So
 from kvray.config import StagingConfig
 from kvray.errors import KVRayError, ShardUnavailable, TransferTimeout
 from kvray.identity.block import KEY_BYTES, BlockKey, split_keys
-from kvray.store import Arena, PartRequest
-from kvray.store.arena import lease, payload
+from kvray.store import Arena
+from kvray.store.arena import payload
 from kvray.store.arena.tables import Array
 from kvray.transport import Transport
 
@@ -255,13 +255,8 @@ class Fetches:
 
     def _here(self, span: Span) -> int:
         """Return how many leading blocks of a span are READY here."""
-        if not span.keys:
-            return 0
-        keys = np.frombuffer(span.keys, dtype="<u8").reshape(-1, KEY_BYTES // 8)
-        with self._arena.section(_LOCK_WAIT_S) as entered:
-            if not entered or self._arena.retired:
-                return 0
-            return lease.match(self._arena.tables, keys, [PartRequest(span.part)])[0]
+        (here,) = self._arena.present(split_keys(span.keys), [span.part])
+        return int(np.append(here, False).argmin())
 
 
 class _BytesInFlight:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvray.identity.block import BlockKey
 from kvray.index import Run
 from kvray.store import PartRequest
 from kvray.trace.reasons import StageReason
@@ -42,16 +43,26 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixRequest:
-    """A prefix to stage, as the planner sees it."""
+class Prefix:
+    """The blocks to stage, and the ranks that read them here."""
 
-    num_blocks: int
-    parts: tuple[PartRequest, ...]
-    """The parts that make a block whole for all readers together."""
+    keys: tuple[BlockKey, ...]
+    readers: tuple[tuple[PartRequest, ...], ...]
+    """For each rank that reads here, the parts that its lease must have."""
     block_bytes: Mapping[int, int]
     """Part -> bytes of one block of it."""
     seconds_per_block: float = 0.0
     """The cost of computing a block; 0: unknown, and a fetch is always worth it."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of its blocks."""
+        return len(self.keys)
+
+    @property
+    def parts(self) -> tuple[PartRequest, ...]:
+        """The parts that make a block whole for all readers together."""
+        return tuple(dict.fromkeys(one for reader in self.readers for one in reader))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +89,7 @@ class StagingPlan:
 
 
 def plan_staging(
-    request: PrefixRequest, here: Mapping[int, Mask], runs: Sequence[Run], peers: Mapping[str, Peer]
+    prefix: Prefix, here: Mapping[int, Mask], runs: Sequence[Run], peers: Mapping[str, Peer]
 ) -> StagingPlan:
     """Return which missing blocks to fetch from where.
 
@@ -87,26 +98,26 @@ def plan_staging(
     often the plan ends after some runs: once those are here, the next plan has the rest.
 
     Args:
-        request: the prefix.
+        prefix: the blocks to stage.
         here: part -> mask of its blocks that are here.
         runs: the holders, from the first block on; blocks after the last run have none.
         peers: the shards that may be asked; of equal ones the first is preferred. Other shards in
             `runs` are ignored.
     """
-    begin = longest_prefix(request, here)
-    runs_max = max(_RUNS_MIN, _RUNS_MAX // max(1, len(request.block_bytes)))
+    begin = longest_prefix(prefix, here)
+    runs_max = max(_RUNS_MIN, _RUNS_MAX // max(1, len(prefix.block_bytes)))
     first = bisect.bisect_right(runs, begin, key=lambda run: run.stop)
-    plan = _plan(request, begin, here, _slice(runs, first, first + runs_max), peers)
-    is_windowed = any(one.window is not None for one in request.parts)
+    plan = _plan(prefix, begin, here, _slice(runs, first, first + runs_max), peers)
+    is_windowed = any(one.window is not None for one in prefix.parts)
     if is_windowed and not plan.steps and first + runs_max < len(runs):
         # A prefix may be of use at its end only.
-        plan = _plan(request, begin, here, _slice(runs, len(runs) - runs_max, len(runs)), peers)
+        plan = _plan(prefix, begin, here, _slice(runs, len(runs) - runs_max, len(runs)), peers)
     return plan
 
 
-def longest_prefix(request: PrefixRequest, here: Mapping[int, Mask]) -> int:
+def longest_prefix(prefix: Prefix, here: Mapping[int, Mask]) -> int:
     """Return how many leading blocks are usable with the blocks `here` of each part."""
-    return int(_ends(request, here)[-1])
+    return int(_ends(prefix, here)[-1])
 
 
 def _slice(runs: Sequence[Run], first: int, last: int) -> Sequence[Run]:
@@ -116,58 +127,58 @@ def _slice(runs: Sequence[Run], first: int, last: int) -> Sequence[Run]:
 
 
 def _plan(
-    request: PrefixRequest,
+    prefix: Prefix,
     begin: int,
     here: Mapping[int, Mask],
     runs: Sequence[Run],
     peers: Mapping[str, Peer],
 ) -> StagingPlan:
     """Return the plan for all of `runs`; the first `begin` blocks are here."""
-    held = _held(request, runs, _chosen(request, runs, peers))
-    everywhere = {one.part: here[one.part].copy() for one in request.parts}
+    held = _held(prefix, runs, _chosen(prefix, runs, peers))
+    everywhere = {one.part: here[one.part].copy() for one in prefix.parts}
     for parts in held.values():
         for part, mask in parts.items():
             everywhere[part] |= mask
-    ends = _ends(request, everywhere)
+    ends = _ends(prefix, everywhere)
     reach = int(ends[-1])
     stops: _Stops = {}
     for shard, parts in held.items():
         for part, mask in parts.items():
             stops.setdefault(part, {})[shard] = _stops(mask)
     plans = (
-        _plan_until(request, end, here, stops, peers)
-        for end in _candidates(ends[ends > begin], runs, request.seconds_per_block > 0)
+        _plan_until(prefix, end, here, stops, peers)
+        for end in _candidates(ends[ends > begin], runs, prefix.seconds_per_block > 0)
     )
     best = max(
         plans,
-        key=lambda plan: (_saved(request, begin, plan), plan.num_blocks),
+        key=lambda plan: (_saved(prefix, begin, plan), plan.num_blocks),
         default=StagingPlan(num_blocks=begin),
     )
-    if _saved(request, begin, best) < 0:
+    if _saved(prefix, begin, best) < 0:
         best = StagingPlan(num_blocks=begin)
     reason: StageReason = "cheaper_to_recompute" if best.num_blocks < reach else "not_stored"
-    if best.num_blocks == request.num_blocks:
+    if best.num_blocks == prefix.num_blocks:
         reason = "none"
     return replace(best, reason=reason)
 
 
-def _ends(request: PrefixRequest, here: Mapping[int, Mask]) -> npt.NDArray[np.int64]:
+def _ends(prefix: Prefix, here: Mapping[int, Mask]) -> npt.NDArray[np.int64]:
     """Return the lengths, ascending from 0, of all usable prefixes."""
-    lengths = np.arange(1, request.num_blocks + 1)
-    fits = np.ones(request.num_blocks, dtype=bool)
-    for part, window in request.parts:
+    lengths = np.arange(1, prefix.num_blocks + 1)
+    fits = np.ones(prefix.num_blocks, dtype=bool)
+    for part, window in prefix.parts:
         # The number of blocks in a row that are here up to each.
         in_a_row = lengths - np.maximum.accumulate(np.where(here[part], 0, lengths))
         fits &= in_a_row >= (lengths if window is None else np.minimum(lengths, window))
     return np.append(0, lengths[fits])
 
 
-def _chosen(request: PrefixRequest, runs: Sequence[Run], peers: Mapping[str, Peer]) -> list[str]:
+def _chosen(prefix: Prefix, runs: Sequence[Run], peers: Mapping[str, Peer]) -> list[str]:
     """Return the shards to choose from: enough for all parts of the first blocks, then others."""
     order = sorted(peers, key=lambda shard: peers[shard].has_failed)
     places = {shard: place for place, shard in enumerate(order)}
-    shards_max = max(_SHARDS_MAX, len(request.block_bytes))
-    all_parts = sum(1 << part for part in request.block_bytes)
+    shards_max = max(_SHARDS_MAX, len(prefix.block_bytes))
+    all_parts = sum(1 << part for part in prefix.block_bytes)
     ranked = [sorted(run.holders.keys() & places.keys(), key=places.__getitem__) for run in runs]
     chosen: dict[str, None] = {}
     for run, shards in zip(runs, ranked, strict=True):
@@ -185,11 +196,9 @@ def _chosen(request: PrefixRequest, runs: Sequence[Run], peers: Mapping[str, Pee
     return list(chosen)
 
 
-def _held(
-    request: PrefixRequest, runs: Sequence[Run], shards: Sequence[str]
-) -> dict[str, dict[int, Mask]]:
+def _held(prefix: Prefix, runs: Sequence[Run], shards: Sequence[str]) -> dict[str, dict[int, Mask]]:
     """Return shard -> part -> mask of the blocks it has, of the requested parts."""
-    stops = [min(run.stop, request.num_blocks) for run in runs]
+    stops = [min(run.stop, prefix.num_blocks) for run in runs]
     lengths = np.diff([0, *stops])
     held: dict[str, dict[int, Mask]] = {}
     for shard in shards:
@@ -198,10 +207,10 @@ def _held(
         different = sorted(set(by_run))
         numbers = {bits: number for number, bits in enumerate(different)}
         of_block = np.repeat([numbers[bits] for bits in by_run], lengths)
-        for part in {one.part for one in request.parts}:
+        for part in {one.part for one in prefix.parts}:
             has = np.array([bits >> part & 1 == 1 for bits in different])
             if has.any():
-                mask = np.zeros(request.num_blocks, dtype=bool)
+                mask = np.zeros(prefix.num_blocks, dtype=bool)
                 mask[: len(of_block)] = has[of_block]
                 held.setdefault(shard, {})[part] = mask
     return held
@@ -219,25 +228,25 @@ def _candidates(ends: Any, runs: Sequence[Run], has_price: bool) -> list[int]:
     return [last, *(stop for stop in stops if stop in reachable)][:_ENDS_MAX]
 
 
-def _saved(request: PrefixRequest, begin: int, plan: StagingPlan) -> float:
+def _saved(prefix: Prefix, begin: int, plan: StagingPlan) -> float:
     """Return the seconds that fetching saves over computing; 0 if the costs are not known."""
-    if not request.seconds_per_block:
+    if not prefix.seconds_per_block:
         return 0.0
-    return (plan.num_blocks - begin) * request.seconds_per_block - plan.seconds
+    return (plan.num_blocks - begin) * prefix.seconds_per_block - plan.seconds
 
 
 def _plan_until(
-    request: PrefixRequest,
+    prefix: Prefix,
     end: int,
     here: Mapping[int, Mask],
     stops: _Stops,
     peers: Mapping[str, Peer],
 ) -> StagingPlan:
     """Return the plan that makes the first `end` blocks whole; each has a holder."""
-    deal = _Deal(request, stops, peers)
+    deal = _Deal(prefix, stops, peers)
     missing = sorted(
         (start, part, stop)
-        for part, first in _first_needed(request, end).items()
+        for part, first in _first_needed(prefix, end).items()
         for start, stop in _gaps(here[part], first, end)
     )
     steps = [step for start, part, stop in missing for step in deal.steps(part, start, stop)]
@@ -245,10 +254,10 @@ def _plan_until(
     return StagingPlan(num_blocks=end, steps=tuple(steps), seconds=deal.seconds())
 
 
-def _first_needed(request: PrefixRequest, end: int) -> dict[int, int]:
+def _first_needed(prefix: Prefix, end: int) -> dict[int, int]:
     """Return for each part the first block that a prefix of `end` blocks needs of it."""
     first: dict[int, int] = {}
-    for part, window in request.parts:
+    for part, window in prefix.parts:
         start = 0 if window is None else max(0, end - window)
         first[part] = min(start, first.get(part, start))
     return first
@@ -264,19 +273,19 @@ def _gaps(here: Mask, start: int, stop: int) -> Iterator[tuple[int, int]]:
 class _Deal:
     """Deals blocks out to their holders; the bytes that a shard was dealt count against it."""
 
-    def __init__(self, request: PrefixRequest, stops: _Stops, peers: Mapping[str, Peer]) -> None:
-        self._request = request
+    def __init__(self, prefix: Prefix, stops: _Stops, peers: Mapping[str, Peer]) -> None:
+        self._prefix = prefix
         self._stops = stops
         self._peers = peers
         self._dealt: dict[str, int] = {}
-        self._chunk = max(CHUNK_BLOCKS, request.num_blocks // _CHUNKS_MAX)
+        self._chunk = max(CHUNK_BLOCKS, prefix.num_blocks // _CHUNKS_MAX)
 
     def steps(self, part: int, start: int, stop: int) -> list[FetchStep]:
         """Return the steps that fetch blocks `start` to `stop` of `part`."""
         dealt: list[FetchStep] = []
         while start < stop:
             shard, end = self._choose(part, start, stop)
-            num_bytes = (end - start) * self._request.block_bytes[part]
+            num_bytes = (end - start) * self._prefix.block_bytes[part]
             self._dealt[shard] = self._dealt.get(shard, 0) + num_bytes
             if dealt and dealt[-1].shard == shard:
                 start = dealt.pop().start
@@ -315,7 +324,7 @@ class _Deal:
     def _finish(self, shard: str, part: int) -> float:
         """Return when a shard would be done with one more chunk."""
         peer = self._peers[shard]
-        num_bytes = self._dealt.get(shard, 0) + self._chunk * self._request.block_bytes[part]
+        num_bytes = self._dealt.get(shard, 0) + self._chunk * self._prefix.block_bytes[part]
         return peer.latency_s + num_bytes / (peer.bytes_per_s or _UNMEASURED_BYTES_PER_S)
 
 

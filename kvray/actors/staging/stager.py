@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,16 +20,15 @@ from kvray.actors.staging.fetcher import Fetch, Fetcher, LocalDisk, arrivals_by
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.plan import (
     Mask,
-    PrefixRequest,
+    Prefix,
     longest_prefix,
     merged,
     plan_staging,
 )
 from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
-from kvray.identity.block import BlockKey
 from kvray.index import Run
-from kvray.store import Arena, Held, Lease, PartRequest
+from kvray.store import Arena, Held, Lease
 from kvray.trace.arrival import NVME, Arrivals
 from kvray.trace.reasons import StageReason
 
@@ -44,29 +43,6 @@ _BUSY_S = 0.001
 _CANCEL_S = 0.1
 _JOINED_S = (0.01, 0.02, 0.05, 0.1, 0.25, 0.5)
 """How long a stage waits for another one's fetch before it checks whether its blocks are here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefix:
-    """The blocks to stage, and the ranks that read them here."""
-
-    keys: tuple[BlockKey, ...]
-    readers: tuple[tuple[PartRequest, ...], ...]
-    """For each rank that reads here, the parts that its lease must have."""
-    block_bytes: Mapping[int, int]
-    """Part -> bytes of one block of it."""
-    seconds_per_block: float = 0.0
-    """The cost of computing a block; 0: not known."""
-
-    @property
-    def request(self) -> PrefixRequest:
-        """The same for the planner."""
-        return PrefixRequest(
-            num_blocks=len(self.keys),
-            parts=tuple(dict.fromkeys(one for reader in self.readers for one in reader)),
-            block_bytes=self.block_bytes,
-            seconds_per_block=self.seconds_per_block,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +162,7 @@ class Stager:
 
     def num_here(self, prefix: Prefix) -> int:
         """Return how many leading blocks are here now."""
-        return longest_prefix(prefix.request, self._present(prefix))
+        return longest_prefix(prefix, self._present(prefix))
 
     async def lease(self, prefix: Prefix, *, until: float) -> Held | None:
         """Keep the blocks of `prefix` for `handover_s`; None if the arena is busy until then."""
@@ -232,8 +208,7 @@ class Stager:
             return "store_down"
 
     async def _fetch_in_turns(self, prefix: Prefix, fetches: list[Fetch]) -> StageReason:
-        request = prefix.request
-        windowed = frozenset(part for part, window in request.parts if window is not None)
+        windowed = frozenset(part for part, window in prefix.parts if window is not None)
         runs: list[Run] | None = None
         obstacle: StageReason = "not_stored"
         others: set[str] = set()
@@ -245,7 +220,7 @@ class Stager:
         while fruitless < _FRUITLESS_MAX and time.monotonic() < until and not self._is_closing:
             # No `await` from here to the start of the fetch: what is read stays true.
             here = self._present(prefix)
-            if longest_prefix(request, here) == request.num_blocks:
+            if longest_prefix(prefix, here) == prefix.num_blocks:
                 return "none"
             if runs is None:
                 runs, obstacle = await self._locate(prefix)
@@ -254,7 +229,7 @@ class Stager:
                 continue
             peers = self._fetcher.may_ask(others, failed)
             is_late = len(peers) < len(others) + has_own
-            plan = plan_staging(request, here, runs, peers)
+            plan = plan_staging(prefix, here, runs, peers)
             if not plan.steps:
                 if plan.reason != "not_stored":
                     return plan.reason

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import time
 
-from kvray.actors.staging.stager import Handovers, Prefix, Staged
+from kvray.actors.staging.plan import Prefix
+from kvray.actors.staging.stager import Handovers, Staged
 from kvray.errors import KVRayError
 from kvray.store import Arena, Held
 from kvray.store.arena import lease

@@ -10,9 +10,10 @@ import numpy as np
 from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport, Span
 from kvray.actors.ray_glue.arguments import unpacked
 from kvray.actors.staging.peers import Peers
+from kvray.actors.staging.plan import Prefix
 from kvray.actors.staging.replica_stager import ReplicaStager
 from kvray.actors.staging.replicas import Reader, Replicas
-from kvray.actors.staging.stager import Prefix, Stager
+from kvray.actors.staging.stager import Stager
 from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
 from kvray.identity.block import BlockKey

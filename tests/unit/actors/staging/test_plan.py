@@ -11,24 +11,23 @@ from kvray.actors.staging.plan import (
     CHUNK_BLOCKS,
     Mask,
     Peer,
-    PrefixRequest,
+    Prefix,
     StagingPlan,
     longest_prefix,
     plan_staging,
 )
 from kvray.index import Run
 from kvray.store import PartRequest
+from tests.unit.store.small_arena import chain
 
 MB = 10**6
 
 
-def request(
-    num_blocks: int, *requests: PartRequest, seconds_per_block: float = 0.0
-) -> PrefixRequest:
+def request(num_blocks: int, *requests: PartRequest, seconds_per_block: float = 0.0) -> Prefix:
     parts = requests or (PartRequest(0),)
-    return PrefixRequest(
-        num_blocks=num_blocks,
-        parts=parts,
+    return Prefix(
+        keys=tuple(chain(num_blocks)),
+        readers=(parts,),
         block_bytes={one.part: MB for one in parts},
         seconds_per_block=seconds_per_block,
     )
@@ -40,7 +39,7 @@ def mask(num_blocks: int, *blocks: int) -> Mask:
     return made
 
 
-def nothing(of: PrefixRequest) -> dict[int, Mask]:
+def nothing(of: Prefix) -> dict[int, Mask]:
     return {one.part: mask(of.num_blocks) for one in of.parts}
 
 
@@ -188,7 +187,7 @@ def test_the_time_before_the_first_byte_counts() -> None:
     peers = {"b": Peer(bytes_per_s=1e12, latency_s=0.02)}
     plan = plan_staging(asked, nothing(asked), [Run(stop=10, holders={"b": 1})], peers)
     assert plan.reason == "cheaper_to_recompute"
-    longer = replace(asked, num_blocks=30)
+    longer = replace(asked, keys=tuple(chain(30)))
     assert (
         plan_staging(longer, nothing(longer), [Run(stop=30, holders={"b": 1})], peers).num_blocks
         == 30
@@ -210,9 +209,7 @@ def test_a_prefix_is_cut_where_only_a_slow_shard_goes_on() -> None:
     assert plan.reason == "cheaper_to_recompute"
 
 
-def fetch_in_turns(
-    asked: PrefixRequest, runs: list[Run], peers: Mapping[str, Peer]
-) -> tuple[int, int]:
+def fetch_in_turns(asked: Prefix, runs: list[Run], peers: Mapping[str, Peer]) -> tuple[int, int]:
     """Return what is here once there is nothing left to plan, and the most steps of one plan."""
     here, most = nothing(asked), 0
     while (plan := plan_staging(asked, here, runs, peers)).steps:
