@@ -109,11 +109,7 @@ class NodeLink:
             return [made for _, _, made in reversed(self._members)]
 
     def register(self, registration: Registration) -> None:
-        """Tell the shard of a rank, now if it answers, else as soon as it does.
-
-        Raises:
-            LayoutMismatch: another replica claims the same `model_key` with another layout.
-        """
+        """Tell the shard of a rank, now or later; raises as `Registrations.add`."""
         if not self._forked:
             self._registrations.add(registration, tell=self.arena is not None)
 
@@ -246,7 +242,6 @@ class NodeLink:
                 arena.close()
 
     def _is_superseded(self, arena: Arena) -> bool:
-        """Return whether `arena` is retired, or somebody replaced its file."""
         path = self.directory / ARENA_FILE
         return arena.retired or (path.exists() and not holds_arena(path, arena.arena_id))
 
@@ -280,15 +275,9 @@ def attach(
 ) -> NodeLink:
     """Return this process's link to the tier in `directory`; `NodeLink.detach` gives it back.
 
-    The first caller's values hold. It locks the registry while it attaches, which takes seconds at
-    worst: another caller for the directory needs that very link.
-
-    Args:
-        directory: `KVRayConfig.node_dir`.
-        label: this process's name for people.
-        lock_wait_s: longest try for the arena's lock.
-        attach_retry_s: how often to look for an arena while there is none.
-        access: whose arena is trusted, beside one of this process's own user.
+    The first caller's values hold; `access` says whose arena is trusted. It locks the registry
+    while it attaches, which takes seconds at worst: another caller for the directory needs that
+    very link.
     """
     directory = directory.absolute()
     with _links_lock:

@@ -130,7 +130,7 @@ class Registrations:
     def report_one(
         self, registration: Registration, *, timeout_s: float, leaving: bool = False
     ) -> None:
-        """Tell the shard of a rank; `leaving`: with its last figures. KVRayError: it refused."""
+        """Tell the shard of a rank, `leaving` with its last figures; KVRayError: it refused."""
         if registration.former is not None:
             self._leave(registration, registration.former)
         if not registration.accepted:

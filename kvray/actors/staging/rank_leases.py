@@ -40,9 +40,8 @@ class RankLeases:
     ) -> dict[int, list[Any]]:
         """Lease exactly `keys` for each of `ranks`, in the name of its process.
 
-        Returns:
-            rank -> [arena_id, lease_id, page, num_slots, check]; {} if a block is missing for a
-            rank, the arena is busy, or the token came before.
+        Returns rank -> [arena_id, lease_id, page, num_slots, check]; {} if a block is missing for a
+        rank, the arena is busy, or the token came before.
         """
         blocks = keys_of(b"".join(keys))
         if not self._use(token):

@@ -119,11 +119,8 @@ class ReplicaStager:
     async def prefetch(self, replica: str, rank: int, keys: bytes) -> dict[str, Any]:
         """Stage `keys` for all ranks of a replica, one of which, `rank`, is registered here.
 
-        Returns:
-            num_blocks here within `deadline_s`, num_staged that were not here before, and reason.
-
-        Raises:
-            ConfigError: no such rank is registered.
+        Returns num_blocks here within `deadline_s`, num_staged that were not here before, and
+        reason.
         """
         blocks, ranks = keys_of(keys), self._ranks_of(replica, rank)
         prefix = prefix_for(blocks, self._replicas.readers(replica, ranks).values(), 0.0)
@@ -147,15 +144,9 @@ class ReplicaStager:
         verify_from: int | None,
         *keys: bytes,
     ) -> dict[str, Any]:
-        """Stage for `ranks` of a leader elsewhere; all of them are registered here.
+        """Stage for `ranks` of a leader elsewhere; all of them are registered here, or ConfigError.
 
-        The arguments are those of `stage`; `keys` come in as many pieces as it takes.
-
-        Returns:
-            num_blocks and reason, as in `Staged`.
-
-        Raises:
-            ConfigError: a rank is not registered, or a field is invalid.
+        Arguments as for `stage`, `keys` in pieces. Returns num_blocks and reason, as in `Staged`.
         """
         here = self._replicas.readers(replica, ranks)
         if len(here) < len(set(ranks)):
@@ -188,7 +179,6 @@ class ReplicaStager:
         await self._stager.close()
 
     def _ranks_of(self, replica: str, rank: int) -> list[int]:
-        """Return the ranks that a rank of this node asks for."""
         reader = self._replicas.reader(replica, rank)
         if reader is None:
             raise ConfigError(f"Rank {rank} of {replica!r:.80} has not registered here.")
@@ -206,8 +196,7 @@ class ReplicaStager:
     ) -> tuple[Staged, dict[str, list[int]]]:
         """Stage for all of `ranks`, on whichever nodes.
 
-        Returns:
-            The blocks staged for every one of them, and shard -> its ranks for other shards.
+        Returns the blocks staged for every one of them, and shard -> its ranks for other shards.
         """
         here = self._replicas.readers(replica, ranks)
         away = [rank for rank in ranks if rank not in here]

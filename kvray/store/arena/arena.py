@@ -60,12 +60,7 @@ class Arena(MappedArena):
     def lease(self, keys: Sequence[BlockKey]) -> list[Lease] | None:
         """Lease the longest run of leading `keys` whose part 0 is here.
 
-        Returns one lease; [] without the first block; None if the arena was busy or has too many
-        leases.
-
-        Raises:
-            ConfigError: `keys` are no keys.
-            LeaseExpired: this process is no holder.
+        Returns one lease; [] without the first block; None as `lease_for`.
         """
         held = self.lease_for(keys, [[PartRequest(0)]])
         return held if held is None else list(held.leases)
@@ -81,21 +76,14 @@ class Arena(MappedArena):
     ) -> Held | None:
         """Lease the longest prefix of `keys` that has, for every reader, the parts it requests.
 
-        Args:
-            keys: keys in prefix order.
-            readers: for each reader, such as a rank, the parts that its lease names.
-            member: the process that gets the leases; None: this one.
-            lease_id: one id for all of them, see `lease.id_of`; None: a number for each.
-            is_counted_on: the blocks are leased and promised already; a retired arena leases these
-                too.
+        The leases go to `member`, by default this process, with one `lease_id` (see `lease.id_of`)
+        or a number each. A retired arena leases only blocks that are leased and promised already,
+        which `is_counted_on` says.
 
-        Returns:
-            One lease a reader, its parts one after the other; none without the first block, or if
-                `member` has left; None if the arena was busy or has too many leases.
-
-        Raises:
-            ConfigError: `keys` are no keys.
-            LeaseExpired: this process is no holder, and no other was given.
+        Returns one lease a reader, its parts one after the other; none without the first block, or
+        if `member` has left; None if the arena was busy or has too many leases. Raises ConfigError
+        for `keys` that are none, and LeaseExpired if this process is no holder and no other was
+        given.
         """
         packed = key_index.pack_keys(keys)
         own = self.holder if member is None else None
@@ -122,13 +110,7 @@ class Arena(MappedArena):
             return None if taken is None else Held(num_blocks=run, leases=tuple(taken))
 
     def lease_slots(self, chosen: Array) -> Lease | None:
-        """Lease the READY ones of the slots `chosen`; None if the arena was busy.
-
-        It does not count as use of the blocks.
-
-        Raises:
-            LeaseExpired: this process is no holder.
-        """
+        """Lease the READY ones of `chosen`, without counting it as their use; None if busy."""
         holder = self.holder
         with self.section(self.lock_wait_s) as entered:
             if not entered or not self._is_open(holder):
@@ -183,14 +165,9 @@ class Arena(MappedArena):
     def read(
         self, held: Lease, pool: Array, block_ids: Array, *, first: int = 0, verify: bool
     ) -> None:
-        """Copy leased blocks into `pool`.
+        """Copy the blocks of a lease from its `first` on into the rows `block_ids` of `pool`.
 
-        Args:
-            held: the lease.
-            pool: bytes of shape [num_blocks, block_bytes].
-            block_ids: rows of `pool` for the blocks from `first` on.
-            first: first block of the lease to copy.
-            verify: check every block after its copy.
+        `pool` has bytes of shape [num_blocks, block_bytes]. With `verify` every block is checked.
 
         Raises:
             ConfigError: the lease has fewer blocks.
@@ -206,32 +183,19 @@ class Arena(MappedArena):
         self._refuse_unsound(held, chosen, sound)
 
     def read_slots(self, reads: Sequence[PartRead]) -> None:
-        """Copy slots into pages; the caller holds a lease on them, and calls `check` afterwards.
-
-        Raises:
-            LayoutMismatch: the pages are of another size.
-        """
+        """Copy slots into pages; the caller has a lease on them, and calls `check` afterwards."""
         with self.making_sense():
             for one in reads:
                 payload.read_regions(self.tables, one.slots, one.regions, one.pages)
 
     def check(self, held: Lease, chosen: Array, *, verify: bool) -> None:
-        """Accept or refuse the copy of the leased slots `chosen`; `verify`: by their checksums.
-
-        Raises:
-            CorruptBlock: a block is wrong, or was found to be wrong meanwhile.
-            LeaseExpired: the lease was released, perhaps during the copy.
-        """
+        """Accept the copy of the leased slots `chosen`, or raise as `read` does."""
         with self.making_sense():
             sound = payload.verify(self.tables, chosen) if verify else None
         self._refuse_unsound(held, chosen, sound)
 
     def sound(self, held: Lease, places: Array | slice) -> Array:
-        """Return a mask of the blocks at `places` of a lease that are sound; quarantine the others.
-
-        Raises:
-            LeaseExpired: the lease was released.
-        """
+        """Return which blocks at `places` of a lease are sound; quarantine the others."""
         chosen = self.leased_slots(held)[places]
         with self.making_sense():
             summed = payload.verify(self.tables, chosen)
@@ -292,7 +256,6 @@ class Arena(MappedArena):
         Raises:
             CapacityError: a block of this size fits into no slab.
             ConfigError: `keys` are no keys or not all different, or a number is out of range.
-            LeaseExpired: this process is no holder.
         """
         packed, holder = key_index.pack_keys(keys), self.holder
         priority = slots.checked(
@@ -357,9 +320,6 @@ class Arena(MappedArena):
         """Make written slots READY; False if busy: retry.
 
         Slots that this process has given back since, by `abort` or `leave`, are passed over.
-
-        Raises:
-            ConfigError: there is not one checksum for each reserved slot.
         """
         sums = np.asarray(checksums, dtype="<u8")
         if sums.shape != reservation.slots.shape:

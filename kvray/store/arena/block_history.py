@@ -45,13 +45,10 @@ class BlockHistory:
         self._counts = np.zeros(len(CAUSES), dtype=np.int64)
 
     def note(self, words: Array, tier: int, causes: Array | int, *, now: float) -> None:
-        """Note blocks that the caller has just let go.
+        """Note blocks that the caller has just let go from `tier`.
 
-        Args:
-            words: the first 8 bytes of their keys, u8.
-            tier: which they left.
-            causes: one for all, or one each.
-            now: seconds since the epoch.
+        `words` are the first 8 bytes of their keys, u8; `causes` are one for all or one each; `now`
+        is in seconds since the epoch.
         """
         with self._lock:
             before, since = self._own[tier]

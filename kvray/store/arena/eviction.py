@@ -29,19 +29,13 @@ def choose_victims(
     protect: Array = NO_SLOTS,
     rank: Rank | None = None,
 ) -> Array:
-    """Return up to `count` slots to evict, children before their parents.
+    """Return up to `count` of the slots `within` to evict, children before their parents.
 
     Changes nothing and needs no lock: `keep_evictable` checks the result again, under the lock. A
-    slot qualifies if it is READY, nobody leases it, and every child that it has in the arena goes
-    before it. The lowest in the module's order go, where a parent comes no sooner than its
-    children. Fewer than `count` are returned only when nothing else qualifies.
-
-    Args:
-        tables: the arena's tables.
-        count: how many slots.
-        within: the slots to choose from.
-        protect: slots that must stay (the chain that the caller is about to extend).
-        rank: of slots; None: the order in which they were used last.
+    slot qualifies if it is READY, nobody leases it, it is not in `protect`, and every child that it
+    has in the arena goes before it. The lowest in the module's order go, where a parent comes no
+    sooner than its children; without a `rank` those used longest ago. Fewer than `count` are
+    returned only when nothing else qualifies.
     """
     fit = within[is_fit(tables, within)]
     ranks = _ranks(tables, fit, rank)
@@ -124,12 +118,8 @@ def _beyond(
 ) -> Array:
     """Return the blocks that go so that namespaces lose so many bytes, in order for each namespace.
 
-    Args:
-        tables: the arena's tables.
-        over: by namespace the bytes that it is to lose.
-        blocks: (slots, ranks, classes) of those that may go.
-        protect: as for `choose_victims`.
-        most: blocks of one namespace that are looked for; None: any number.
+    `over` has the bytes by namespace, and `blocks` are (slots, ranks, classes) of those that may
+    go. At most `most` blocks of one namespace are looked for.
     """
     fit, ranks, classes = blocks
     found = [NO_SLOTS]

@@ -128,16 +128,9 @@ def take(
     """Lease slots to `holder` for each of `readers`; None if the records' pages are used up.
 
     The whole prefix is leased, from its root, so that no ancestor of a leased block can go.
-
-    Args:
-        tables: the arena's tables.
-        readers: the slots of each lease, in prefix order.
-        holder: row in the holder table.
-        now: monotonic seconds.
-        asked: for each reader the `words` of the blocks that it asked for; None: those in the
-            slots.
-        lease_id: of all of them; None: each gets a number of its own.
-        is_use: whether the blocks become the last to be evicted.
+    `readers` have the slots of each lease in prefix order, and `asked` the `words` of the blocks
+    that it asked for; None: those in the slots. Without a `lease_id` each gets a number of its own.
+    `is_use` makes the blocks the last to be evicted.
     """
     counts = [max(1, -(-len(slots) // PAGE_SLOTS)) for slots in readers]
     pages = _free_pages(tables, sum(counts))

@@ -84,11 +84,7 @@ class MappedArena:
         """Make, prefault and map a new arena; only the node's owner may.
 
         The file gets its name when it is complete, so nobody ever maps half an arena. Retire an
-        earlier arena of that name first.
-
-        Raises:
-            CapacityError: it does not fit into the mount, the cgroup or the memory.
-            ConfigError: the directory cannot be used.
+        earlier arena of that name first. Raises as `file.create_file`.
         """
         arena_file.create_file(directory, spec, progress)
         return cls(directory, lock_wait_s=lock_wait_s)
@@ -101,11 +97,7 @@ class MappedArena:
 
     @property
     def tables(self) -> Tables:
-        """The arena's tables; only the holder of the lock changes them.
-
-        Raises:
-            ShardUnavailable: the arena was closed.
-        """
+        """The tables, changed under the lock only; ShardUnavailable: the arena was closed."""
         tables = self._tables
         if tables is None:
             raise ShardUnavailable(f"This process has closed the arena in {self.directory}.")
@@ -124,11 +116,7 @@ class MappedArena:
 
     @property
     def holder(self) -> int:
-        """This process's row in the holder table.
-
-        Raises:
-            LeaseExpired: it has not joined, or has left.
-        """
+        """This process's row in the holder table; LeaseExpired: it has not joined, or has left."""
         holder = self._holder
         if holder is None:
             raise LeaseExpired("This process is no holder of the arena; call join first.")
@@ -136,11 +124,7 @@ class MappedArena:
 
     @property
     def membership(self) -> Membership:
-        """This process's row, and its generation, which no later process in that row has.
-
-        Raises:
-            LeaseExpired: it has not joined, or has left.
-        """
+        """This process's row, and its generation, which no later process in that row has."""
         return Membership(self.holder, int(self.tables.holder_generation[self.holder]))
 
     def join(self, label: str) -> int:

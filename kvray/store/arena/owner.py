@@ -36,10 +36,7 @@ class ArenaOwner:
     """
 
     def __init__(self, arena: Arena, quotas: Mapping[str, int] | None = None) -> None:
-        """Own `arena`; `adopt` it first if it may have had another owner.
-
-        `quotas` are as for `quotas.set_quotas`.
-        """
+        """Own `arena` with `quotas`; `adopt` it first if it may have had another owner."""
         self.arena = arena
         self.history = BlockHistory()
         """Of blocks that have left the arena, or the disk below it."""
@@ -51,9 +48,7 @@ class ArenaOwner:
     def adopt(self) -> int:
         """Fence off the last owner, rebuild the tables, set the quotas; return the new shard_epoch.
 
-        Raises:
-            ConfigError: the quotas cannot be kept.
-            ShardUnavailable: the lock could not be had.
+        Raises ConfigError for quotas that cannot be kept, ShardUnavailable without the lock.
         """
         with self._section(self.arena.lock_wait_s) as entered:
             if entered:
@@ -145,11 +140,7 @@ class ArenaOwner:
             return int(np.count_nonzero(same))
 
     def clear(self) -> int:
-        """Evict every block that nobody leases; return how many.
-
-        Raises:
-            ShardUnavailable: the lock could not be had; some blocks may have gone.
-        """
+        """Evict every block that nobody leases; return how many. ShardUnavailable: no lock."""
         everything = np.arange(self._tables.geometry.num_slots)
         cleared = 0
         while True:

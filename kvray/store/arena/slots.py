@@ -70,12 +70,9 @@ class Candidates:
 def checked(
     keys: Array, *, depth: int, part: int, block_bytes: int, priority: int | Array
 ) -> int | Array:
-    """Refuse arguments of `reserve` that would otherwise fail in a half-done step.
+    """Refuse arguments of `reserve` that would otherwise fail in a half-done step: ConfigError.
 
     Returns `priority` as `reserve` takes it: one, or one a key as u8.
-
-    Raises:
-        ConfigError: two keys are equal, or a number is out of range.
     """
     words = np.sort(keys[:, 0])
     if (words[1:] == words[:-1]).any() and len(np.unique(keys, axis=0)) < len(keys):
