@@ -48,10 +48,7 @@ class Loader:
         self._fault: Exception | None = None
 
     def load(self, plans: Sequence[LoadPlan], stream: Any) -> None:
-        """Begin to copy all that was promised; `settle` ends it, on the host before this returns.
-
-        CorruptBlock, LayoutMismatch, LeaseExpired: it cannot be kept.
-        """
+        """Begin to copy what was promised; `settle` ends it, on the host before this returns."""
         left: dict[str, list[LoadPlan]] = {}
         for plan in plans:
             left.setdefault(self._place(plan)[0], []).append(plan)

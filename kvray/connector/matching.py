@@ -36,9 +36,8 @@ def match(
 ) -> tuple[Matched | None, MissReason]:
     """Lease the prefix of `keys` that is here; return it, and why what follows is missing.
 
-    Blocks before `first` are the engine's own; those before `sound` are in another lease that is
-    still held. Neither are checked. `away` has the leases of ranks on other nodes. The caller
-    releases what is leased.
+    Blocks before `first` are the engine's own, those before `sound` in another lease that is still
+    held; neither are checked. `away` has the leases of ranks on other nodes.
     """
     arena = shared.link.arena
     if arena is None:

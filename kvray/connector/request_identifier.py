@@ -7,12 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvray.connector.model.adapters import Adapters, fingerprints_dir
-from kvray.connector.request.identity import (
-    Identity,
-    Regularity,
-    identify,
-    prompt_len_of,
-)
+from kvray.connector.request.identity import Identity, Regularity, identify, prompt_len_of
 from kvray.connector.request.media_tokens import MediaTokens
 from kvray.errors import ConfigError
 from kvray.identity.tenant import TenantSalts
@@ -58,8 +53,7 @@ class RequestIdentifier:
     def read(self, request: Any, num_computed: Any) -> AskedRequest | None:
         """Return what the engine asks about; None: it cannot be told, or is not what it should be.
 
-        `request` may lack what Python knows of it; `num_computed` are leading tokens that the
-        engine has itself. ConfigError: as `identify`.
+        `request` may lack what Python knows of it. ConfigError: as `identity.identify`.
         """
         try:
             tokens, prompt_len = request.get_tokens(0), prompt_len_of(request)
@@ -83,10 +77,7 @@ class RequestIdentifier:
         )
 
     def identify(self, request: Any) -> Identity | None:
-        """Return what the request shows of what enters its keys; None: it has no keys.
-
-        Raises what `identity.identify` raises.
-        """
+        """Return what the request shows of what enters its keys; raises as `identity.identify`."""
         identity = identify(request, self.adapters.fingerprint)
         if identity is None or self.tenants is None:
             return identity

@@ -72,8 +72,7 @@ class RequestState:
         is of no use: such a request has the tokens that it was asked about with, and the pages
         that it was given at its allocation.
 
-        `pages` has a list for each layer group, `priorities` are of the first group's new blocks,
-        and `new` says that the engine reports the id for the first time.
+        `priorities` are of the first group's new blocks; `new`: the id's first report.
         """
         self.is_later_life = not new and (self.is_later_life or not self.is_reported)
         if self.is_later_life and not self.is_reported:
@@ -109,9 +108,8 @@ class RequestState:
         for pages, may_miss in zip(found, self.windowed, strict=True):
             if len(pages) < end - first or (not may_miss and min(pages, default=0) < 0):
                 raise LayoutMismatch(
-                    f"The engine took {end - first} blocks for request {self.request_id} but names"
-                    f" pages for {sum(page >= 0 for page in pages)} of them; it would read pages"
-                    " that nobody has written."
+                    f"The engine took {end - first} blocks for request {self.request_id}, with"
+                    f" pages for {sum(page >= 0 for page in pages)} of them; nobody wrote the rest."
                 )
         return found
 

@@ -63,22 +63,19 @@ class Job:
 
 
 class PendingReads:
-    """Counts the saves that still read each request's blocks.
-
-    The engine's thread begins reads, the saver's ends them; `in` takes no lock.
-    """
+    """Counts the saves that still read each request's blocks; `in` takes no lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._counts: Counter[int] = Counter()
 
     def begin(self, request_id: int) -> None:
-        """Note that a save of the request begins to read."""
+        """Note that a save begins to read."""
         with self._lock:
             self._counts[request_id] += 1
 
     def end(self, request_id: int) -> None:
-        """Note that a save that began has read all it will."""
+        """Note that a save has read all it will."""
         with self._lock:
             self._counts[request_id] -= 1
             if self._counts[request_id] <= 0:
@@ -124,11 +121,8 @@ class Saver:
         if self._forked:
             return
         with self._guard:
-            is_full = len(self._jobs) >= self._saves_max
-            why = (
-                DropReason.SHUT_DOWN if self._closing else DropReason.TOO_MANY if is_full else None
-            )
-            if why is not None:
+            if self._closing or len(self._jobs) >= self._saves_max:
+                why = DropReason.SHUT_DOWN if self._closing else DropReason.TOO_MANY
                 self._drops.count(len(job.keys), why)
                 return
             self._reads.begin(job.request_id)

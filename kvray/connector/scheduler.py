@@ -21,11 +21,7 @@ from kvray.connector.request.fields import NO_REQUEST, id_of, only_generates
 from kvray.connector.request_identifier import AskedRequest
 from kvray.connector.request_outcome import record_answer, record_bypassed
 from kvray.connector.request_state import RequestState
-from kvray.connector.shared_state import (
-    registered_state,
-    shared_state_for,
-    shut_down_at_exit,
-)
+from kvray.connector.shared_state import registered_state, shared_state_for, shut_down_at_exit
 from kvray.errors import ConfigError
 from kvray.identity.block import BlockKey
 from kvray.identity.keys import request_seed
@@ -85,8 +81,8 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
         """Note the pages of a request, and check its promise against the engine's own request.
 
-        The first cache manager asks with a copy of it, which lacks what Python knows of it. A
-        ConfigError says that it has media that the copy did not show, and was promised tokens.
+        The first cache manager asks with a copy of it, which lacks what Python knows of it.
+        ConfigError: it was promised tokens, and has media that the copy did not show.
         """
         self.update_state_after_alloc_by_layer_group(request, [block_ids])
         state = self._states.get(id_of(request))
@@ -149,7 +145,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
     def request_finished_by_layer_group(
         self, request: Any, cache_block_ids_by_layer_group: list[list[int]]
     ) -> bool:
-        """As `request_finished`: no call needs the blocks, whatever their groups."""
+        """As `request_finished`, which does not need the blocks."""
         return self.request_finished(request, [])
 
     def request_reset(self, request: Any) -> None:
@@ -270,10 +266,9 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         state.is_unsaved = True
         if state.promise is not None and state.promise.end * state.tokens_per_block > unlike_at:
             raise ConfigError(
-                f"Request {state.request_id} was asked about as one of text, was promised tokens,"
-                " and has more than text; the engine must not go on with them. Set"
-                " kv_cache_config.use_kv_cache_manager_v2: true where there is one, or serve this"
-                " model without kv_connector_config."
+                f"Request {state.request_id} was promised tokens as one of text and has more than"
+                " text; the engine must not go on. Set kv_cache_config.use_kv_cache_manager_v2:"
+                " true where there is one, or serve this model without kv_connector_config."
             )
 
     def _measure(self, reports: list[tuple[Any, bool]]) -> None:

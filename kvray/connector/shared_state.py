@@ -86,7 +86,7 @@ class SharedState:
 
     @property
     def may_stage(self) -> bool:
-        """Whether the shard may be asked to stage blocks; not before it says that it could."""
+        """Whether the shard may be asked to stage blocks."""
         return self.pool.has_peers and self.config.connector.stage_wait_s > 0
 
     @property
@@ -149,8 +149,8 @@ def shared_state_for(llm_args: Any, config_path: str | None) -> SharedState:
     config = load_config(config_path)
     if args.is_spread and config.connector.stage_wait_s == 0:
         raise ConfigError(
-            f"The engine has {args.num_ranks} ranks, {args.ranks_per_node} on a node; only the"
-            " shards can say what all of them have, and connector.stage_wait_s is 0: raise it."
+            f"The engine has {args.num_ranks} ranks, {args.ranks_per_node} on a node; raise"
+            " connector.stage_wait_s above 0, only the shards can say what all of them have."
         )
     secret_file = config.security.tenant_secret_file
     # Read before anything is keyed: an engine of tenants must not start without its secret.
@@ -193,9 +193,9 @@ def registered_state(shared: SharedState) -> SharedState:
 
 
 def shut_down_at_exit(half: Any) -> None:
-    """Shut down a half of the connector when the interpreter ends, if it lives until then.
+    """Shut down a half of the connector when the interpreter ends: TensorRT-LLM has no such call.
 
-    TensorRT-LLM has no shutdown call. The half is not kept alive, and with it the engine's pool.
+    The half, and with it the engine's pool, is not kept alive for that.
     """
     reference, pid = weakref.ref(half), os.getpid()
 

@@ -59,17 +59,13 @@ class KvRayWorker(KvCacheConnectorWorker):
     def register_kv_caches(self, kv_cache_tensor: "torch.Tensor") -> None:
         """Take the pool, shaped [num_blocks, num_layers, kv_factor, block_elems].
 
-        ConfigError: the pool's layout, or a model that cannot be told from others. LayoutMismatch:
-        another replica claims the same `model_key` with another layout.
+        ConfigError: kvray cannot serve it. LayoutMismatch: as `RegisteredPool.register`.
         """
         refuse_flat_pool(self._shared.args, tuple(kv_cache_tensor.shape))
         self._register(layout_of_tensor(kv_cache_tensor, may_be_latent=self._may_be_latent))
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """Take a cache with layer groups, as TensorRT-LLM's `KvCacheLayout`.
-
-        ConfigError, LayoutMismatch: as `register_kv_caches`.
-        """
+        """Take a cache with layer groups, a `KvCacheLayout`; errors as `register_kv_caches`."""
         read = read_layout(layout, may_be_latent=self._may_be_latent)
         if read.tokens_per_block != self._shared.args.tokens_per_block:
             raise ConfigError(
@@ -219,7 +215,6 @@ class KvRayWorker(KvCacheConnectorWorker):
         self._attend()
 
     def _attend(self) -> None:
-        """Have copies from and to the arena that is there now be as fast as they can be."""
         arena, pool = self._shared.link.arena, self._pool
         if arena is not None and arena is not self._attended and pool is not None:
             with self._shared.boundary.around("the arena's registration"):
@@ -230,7 +225,7 @@ class KvRayWorker(KvCacheConnectorWorker):
         self._shared.figures.dropped.count(num_blocks, reason)
 
     def _refuse(self, meta: ConnectorMeta) -> None:
-        """Release what was promised for a pool that this rank does not have, and stop if any."""
+        """Release what was promised for a pool that is not this rank's; stop if it is anything."""
         release_plans(self._shared, meta.loads)
         self._drop(_num_saved(meta), DropReason.NO_POOL)
         if meta.loads:

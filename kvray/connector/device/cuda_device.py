@@ -35,7 +35,7 @@ class CudaDevice:
         """Addresses of memory that somebody else has registered."""
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which it is the calling thread's device."""
+        """Make it the calling thread's device."""
         return torch.cuda.device(self._device)
 
     def make_stream(self) -> torch.cuda.Stream:
@@ -143,7 +143,6 @@ class Event:
 
 @contextlib.contextmanager
 def _mapped() -> Iterator[None]:
-    """Make ours of torch's error, which is one of CUDA."""
     try:
         yield
     except RuntimeError as error:

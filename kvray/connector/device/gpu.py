@@ -70,13 +70,10 @@ class DevicePool:
         self._unwaited: set[int] = set()
         """Layers of this pass with loaded bytes that nobody has waited for yet."""
 
-    # -- the arena's memory -------------------------------------------------------------------
-
     def attend(self, arena: Arena) -> None:
         """Register the memory of `arena` in the background, and let go of arenas that are over.
 
-        Until a slot's memory is registered, its copies are slow and hold their thread up. Twice is
-        fine.
+        Until a slot's memory is registered, its copies are slow and hold their thread up.
         """
         with self._lock:
             for address, pinned in list(self._pins.items()):
@@ -89,7 +86,7 @@ class DevicePool:
                 self._pins[address] = PinnedArena(arena, self._device, self._settle)
 
     def registered_bytes(self, arena: Arena) -> int:
-        """Return how many bytes of the arena's data are registered by now."""
+        """Return how many bytes of the arena's data are registered."""
         pinned = self._pins.get(arena.tables.data.ctypes.data)
         return pinned.registered_bytes if pinned else 0
 
@@ -106,8 +103,6 @@ class DevicePool:
         for pinned in leaving:
             pinned.join(_CLOSE_S)
 
-    # -- a pass -------------------------------------------------------------------------------
-
     def fence(self, stream: Any) -> None:
         """Begin a pass that may have pages of earlier ones, or that follows one that was dropped.
 
@@ -121,12 +116,8 @@ class DevicePool:
         """Copy leased slots to pages, layer by layer, beside what `stream` is running.
 
         What the engine's `stream` was given before is over before a page is written. The ticket
-        tells when the leases may end.
-
-        Raises:
-            LayoutMismatch: slots or pages are not of this pool's layout; nothing was copied.
-            ShardUnavailable: this process has closed the arena.
-            TierError: the device refuses; some pages may have been written.
+        tells when the leases may end. LayoutMismatch: slots or pages are not of this pool; nothing
+        was copied. TierError: the device refuses; some pages may have been written.
         """
         tables, device = arena.tables, self._device
         places = [(one.part.index, places_of(tables, *one)) for one in loads if len(one.slots)]
@@ -162,8 +153,7 @@ class DevicePool:
     def mark(self, stream: Any) -> Event:
         """Return the end of the pass, behind which `save` may read its pages.
 
-        LayoutMismatch: the pass did not wait for every layer that was loaded, and may have computed
-        on bytes that had not landed.
+        LayoutMismatch: a layer did not wait for its load, and may have computed on other bytes.
         """
         missed = sorted(self._unwaited)
         self._landing, self._unwaited = {}, set()
@@ -177,13 +167,11 @@ class DevicePool:
         with self._device.current():
             return self._device.record(stream)
 
-    # -- behind a pass ------------------------------------------------------------------------
-
     def save(self, arena: Arena, part: Part, pages: Array, slots: Array, mark: Event) -> Ticket:
         """Copy pages to reserved slots, behind `mark` and beside whatever runs then.
 
-        `pages` are rows of the part's regions, complete at `mark`. The ticket tells when they have
-        been read and the slots written. Raises as `load`.
+        `pages` are complete at `mark`. The ticket tells when they have been read and the slots
+        written. Raises as `load`.
         """
         tables, device = arena.tables, self._device
         in_regions = places_of(tables, part, slots, pages)
@@ -194,8 +182,6 @@ class DevicePool:
             self._copy(tables, concatenate(batches), side, is_load=False)
             self._saved = device.record(side)
             return Ticket(self._saved)
-
-    # -- inside -------------------------------------------------------------------------------
 
     def _await_copies(self, stream: Any) -> None:
         """Have `stream` wait for all copies asked for so far."""

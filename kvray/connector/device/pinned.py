@@ -47,7 +47,7 @@ class PinnedArena:
 
     @property
     def has_left(self) -> bool:
-        """Whether its memory is unregistered, and let go of."""
+        """Whether its memory is unregistered."""
         return self._data is None
 
     @property

@@ -33,16 +33,13 @@ class _Adapter:
 class Adapters:
     """Fingerprints of adapters, for the leader alone; its executor thread is the only caller.
 
-    TensorRT-LLM reads an adapter at the first request of its task and keeps it under the task's
-    number: it notices neither another path nor other bytes at the path, until it drops the adapter
-    and reads it again. Once a task's files are not what they were, nobody can tell from here which
-    ones the engine computes with, so its requests bypass the cache from then on. Whether they are
-    is asked at every request, which costs a look at the directory and at each file of weights or
-    configuration in it, some 30 us in all. Their content is read once, by a thread of its own, and
-    not even then if it is known on this machine.
-
-    What cannot be noticed: files that are replaced after the engine has read them and before the
-    task's first request gets here. A new version of an adapter needs a number of its own anyway.
+    TensorRT-LLM reads an adapter at the first request of its task and notices neither another path
+    nor other bytes there, until it drops the adapter and reads it again. Once a task's files have
+    changed, nobody can tell from here which ones the engine computes with, so its requests bypass
+    the cache from then on. Each request looks at the files' stamps, some 30 us; a thread reads
+    their content once, unless it is known on this machine. Files that are replaced between the
+    engine's reading and the task's first request here go unnoticed: give a new version of an
+    adapter a new number.
     """
 
     def __init__(self, *, settings: str, cache_dir: Path | None) -> None:

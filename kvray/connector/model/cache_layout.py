@@ -15,7 +15,7 @@ from kvray.store import PartRequest
 
 
 class LayerRange(NamedTuple):
-    """Bytes of a page that some layers read: they are there before the first of these runs."""
+    """Bytes of a page that some layers read, in place before the first of these runs."""
 
     layers: tuple[int, ...]
     start: int
@@ -89,8 +89,7 @@ class CacheLayout:
     ) -> tuple[Part, ...]:
         """Return what `rank` reads of a block, in the order in which its lease has them.
 
-        What is the same on all ranks is stored by the first on each node, of `ranks_per_node`; 0:
-        all are on one.
+        The first rank on each node stores what is the same on all; `ranks_per_node` 0: one node.
         """
         return tuple(
             Part(

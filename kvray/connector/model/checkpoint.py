@@ -50,10 +50,9 @@ class CheckpointConfig:
 def find_checkpoint(model: str, revision: str | None) -> str:
     """Return where a checkpoint lies that is named as on Hugging Face's hub; else `model` itself.
 
-    TensorRT-LLM fetches such a checkpoint into the hub's cache on every node before it makes a
-    connector, and leaves the name in its arguments. Nothing is fetched here. The revision behind a
-    name may have become another one since the engine read its weights: what is found tells the
-    kind of a model, not which weights it has.
+    TensorRT-LLM fetches such a checkpoint into the hub's cache before it makes a connector, and
+    leaves the name in its arguments. A name may mean another revision by now: what is found tells
+    the kind of a model, not which weights it has.
     """
     if not _HUB_NAME.fullmatch(model) or Path(model).exists():
         return model
@@ -101,7 +100,6 @@ def _read(path: Path) -> Config | None:
 
 
 def _replaced(config: Config, changes: Config) -> Config:
-    """Return `config` with `changes`, those of a part within it likewise."""
     replaced = dict(config)
     for name, value in changes.items():
         part = replaced.get(name)
@@ -121,10 +119,7 @@ def _language_model(config: Config) -> Config:
 
 
 def _attention_layers(config: Config) -> int | None:
-    """Return how many layers have attention: all, but for models with layers taken out.
-
-    Source: `block_configs` of the models that Nemotron's architecture search made.
-    """
+    """Return how many layers have attention; `block_configs` is of Nemotron's search."""
     blocks = config.get("block_configs")
     if not isinstance(blocks, list):
         return _whole(config, "num_hidden_layers")
@@ -138,7 +133,6 @@ def _latent_elems(config: Config) -> int | None:
 
 
 def _recurrent(config: Config) -> Iterator[str]:
-    """Yield the fields that tell of layers whose state is no KV cache."""
     if config.get("model_type") in _RECURRENT_TYPES:
         yield "model_type"
     for name, value in config.items():
@@ -157,7 +151,6 @@ def _is_attention(layer_type: Any) -> bool:
 
 
 def _has_fp4_cache(config: Config, quantization: Config) -> bool:
-    """Return whether the checkpoint asks for a KV cache of 4 bits."""
     parts = [quantization.get("quantization"), config.get("quantization_config")]
     for part in parts:
         if isinstance(part, Mapping):

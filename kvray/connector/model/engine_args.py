@@ -119,9 +119,7 @@ def read_engine_args(llm_args: Any, *, asks_every_rank: bool) -> EngineArgs:
 def _tokens_per_block(llm_args: Any, cache: Any) -> int:
     found = number_of(cache, "tokens_per_block", 0) or number_of(llm_args, "tokens_per_block", 0)
     if found < 1:
-        raise ConfigError(
-            "The engine does not say its tokens_per_block; set it in kv_cache_config."
-        )
+        raise ConfigError("The engine names no tokens_per_block; set it in kv_cache_config.")
     return found
 
 
@@ -149,7 +147,6 @@ def _rank(llm_args: Any, num_ranks: int) -> int:
 
 
 def _overrides(llm_args: Any, cache: Any) -> str:
-    """Return what changes the checkpoint's own configuration or weights, as one text."""
     found = {name: field_of(llm_args, name) for name in _OVERRIDES}
     found |= {name: field_of(cache, name) for name in _CACHE_OVERRIDES}
     # A text in some versions, an enumeration in others; `dummy` are weights made up.

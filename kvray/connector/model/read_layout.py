@@ -34,12 +34,8 @@ def layout_of_tensor(tensor: torch.Tensor, *, may_be_latent: bool = True) -> Cac
     layers = tuple(range(num_layers))
     regions = (Region(pages=pages, steps=_even_steps(layers, pages.shape[1])),)
     is_latent = kv_factor == 1 and may_be_latent
-    group = Group(
-        layers=layers,
-        window=None,
-        own=() if is_latent else regions,
-        shared=regions if is_latent else (),
-    )
+    own, shared = ((), regions) if is_latent else (regions, ())
+    group = Group(layers=layers, window=None, own=own, shared=shared)
     return CacheLayout(
         groups=(group,),
         dtype=_name(tensor.dtype),

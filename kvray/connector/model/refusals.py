@@ -24,10 +24,9 @@ _SPECULATIVE = ("medusa_choices", "lookahead_decoding_config", "eagle_config")
 def refuse_unsupported(
     llm_args: Any, checkpoint: CheckpointConfig, *, asks_every_rank: bool
 ) -> None:
-    """Refuse settings that no connector, or not kvray, can serve.
+    """Raise ConfigError for settings that no connector, or not kvray, can serve.
 
-    `asks_every_rank` says whether this TensorRT-LLM asks every rank's connector under attention DP.
-    A ConfigError says what to change.
+    `asks_every_rank`: this TensorRT-LLM asks every rank's connector under attention DP.
     """
     cache = getattr(llm_args, "kv_cache_config", None)
     for reasons in (
@@ -42,15 +41,12 @@ def refuse_unsupported(
 
 
 def refuse_flat_pool(args: "EngineArgs", shape: Sequence[int]) -> None:
-    """Refuse a pool [num_blocks, num_layers, kv_factor, block_elems] that is not the whole cache.
+    """Raise ConfigError for a pool that is not the whole cache, or has other blocks than `args`.
 
-    The first cache manager hands over the pool of one window and one number of heads, without a
-    word if there are others; what is not in it would be neither saved nor loaded. FlashMLA makes
-    blocks of 64 tokens whatever kv_cache_config says (1.2).
-
-    Raises:
-        ConfigError: the pool is not all of the KV cache, or its blocks are not of
-            `args.tokens_per_block`.
+    `shape` is [num_blocks, num_layers, kv_factor, block_elems]. The first cache manager hands over
+    the pool of one window and one number of heads, without a word if there are others; what is not
+    in it would be neither saved nor loaded. FlashMLA makes blocks of 64 tokens whatever
+    kv_cache_config says (1.2).
     """
     if len(shape) != 4 or shape[2] not in (1, 2):
         raise ConfigError(

@@ -63,10 +63,8 @@ _PLAIN = Identity(salt=None, lora=None, media=())
 def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity | None:
     """Return the identity of an engine's request; whatever reading a field raises, this raises.
 
-    None: something enters its KV that cannot be told from here (an adapter without a path, or one
-    whose files have changed; media without digests; prompt embeddings; an encoder's output): such
-    a request bypasses the cache. ConfigError: a media digest of unknown form, or an adapter that
-    cannot be read.
+    None: something enters its KV that cannot be told from here, so it bypasses the cache.
+    ConfigError: a media digest of unknown form, or an adapter that cannot be read.
     """
     if _has_encoder(request):
         return None

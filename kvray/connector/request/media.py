@@ -73,14 +73,11 @@ def _is_text_only(fields: Mapping[str, Any]) -> bool:
 
 
 def _extents(fields: Mapping[str, Any], num_items: int) -> list[tuple[Any, ...]] | None:
-    """Return where each item begins and what else is said of its tokens: length, runs of them.
+    """Return (position, length, runs of tokens) of each item, as far as told; None: no position.
 
     All of it is part of the item's digest. The tokens after a block tell how far an item reaches,
     but the keys and values in the block may depend on that already: an image's tokens may attend
     to all of the image. And items that are woven into one another differ in their runs only.
-
-    Returns:
-        (position, more...) of each item, position first; None if that cannot be told.
     """
     runs = _runs(fields)
     positions = fields.get("multimodal_positions")
