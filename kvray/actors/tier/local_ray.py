@@ -305,12 +305,11 @@ def _end_all(directory: Path) -> bool:
 
 def _family(directory: Path) -> list[psutil.Process]:
     """Return the living processes that carry the cluster's mark, and their children."""
-    mark = f"{_MARK}={directory}\0".encode()
     me = psutil.Process()
     kept = {me, *me.parents()}  # if this runs inside of that cluster
     found: set[psutil.Process] = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(OSError, psutil.Error):
-            if mark in Path(f"/proc/{process.pid}/environ").read_bytes():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(_MARK) == str(directory):
                 found.update([process, *process.children(recursive=True)])
     return sorted(found - kept, key=lambda process: process.pid)

@@ -104,17 +104,16 @@ def plan(memory: NodeMemory, shm: MountRoom | None, request: MemoryRequest) -> F
     where Ray puts its object store; None: it has no limit.
     """
     arena = _arena_memory(memory, request.arena_bytes)
-    store_min = request.object_store_bytes or min(_OBJECT_STORE_ENOUGH, _rays_own(memory, shm))
     most = max(request.threshold, _THRESHOLD_MAX)
-    if request.object_store_bytes is None:
-        # What an object store may have at most, whatever else is changed.
-        spare = left(memory, most) - arena - request.heap_bytes
-        store_min = store_min if spare >= store_min else OBJECT_STORE_MIN
+    store_min = request.object_store_bytes or min(_OBJECT_STORE_ENOUGH, _rays_own(memory, shm))
+    spare = left(memory, most) - arena - request.heap_bytes
+    if request.object_store_bytes is None and store_min > spare:
+        store_min = OBJECT_STORE_MIN
     least = arena + store_min + request.heap_bytes
     # The least change first.
-    shares = [request.threshold, *(percent / 100 for percent in range(1, 99))]
-    shares = [share for share in shares if share >= request.threshold]
-    threshold = next((share for share in shares if left(memory, share) >= least), most)
+    higher = (percent / 100 for percent in range(1, 99) if percent / 100 > request.threshold)
+    thresholds = (request.threshold, *higher)
+    threshold = next((one for one in thresholds if left(memory, one) >= least), most)
     free = left(memory, threshold)
     store = request.object_store_bytes or _object_store(
         memory, shm, request, free - arena, store_min
@@ -240,9 +239,8 @@ def _shares(memory: NodeMemory, shm: MountRoom | None, fit: Fit) -> Iterator[Sha
         own = fit.arena_bytes if with_shm else 0
         yield Share(name=str(shm.point), limit=shm.size, used=used, arena=own, object_store=store)
     if not with_shm:
-        yield from (
-            Share.of(room, arena=fit.arena_bytes) for room in mount_rooms(memory, fit.arena_bytes)
-        )
+        for room in mount_rooms(memory, fit.arena_bytes):
+            yield Share.of(room, arena=fit.arena_bytes)
 
 
 def _down(size: int) -> int:
