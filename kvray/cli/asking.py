@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 def open_client(
     config: Path | None, address: str | None, interrupts: Interrupts
 ) -> Iterator["Client"]:
-    """Give a client of the tier; what is printed meanwhile, as by Ray, goes to stderr.
-
-    Raises:
-        ConfigError, ShardUnavailable: as `load_config` and `Client`.
-    """
+    """Give a client of the tier; what is printed meanwhile, as by Ray, goes to stderr."""
     settings = load_config(config, overrides={"ray.address": address})
     with interrupts.masked():
         from kvray.client import Client

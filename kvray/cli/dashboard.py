@@ -93,11 +93,7 @@ def show(verbose: VerboseOption = False) -> None:
 
 
 def find_session(temp_dir: Path) -> Path:
-    """Return the directory of the latest Ray session of `temp_dir`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the directory of the latest Ray session of `temp_dir`."""
     session = temp_dir / _SESSION
     if not session.is_dir():
         raise ConfigError(
@@ -108,11 +104,7 @@ def find_session(temp_dir: Path) -> Path:
 
 
 def dashboards_dir(session: Path) -> Path:
-    """Return the directory that Ray's Grafana loads dashboards from.
-
-    Raises:
-        ConfigError: this Ray session runs without Ray's dashboard, which writes it.
-    """
+    """Return the directory that Ray's Grafana loads dashboards from; Ray's dashboard names it."""
     providers = session / _PROVIDERS
     try:
         found = yaml.safe_load(providers.read_text())
@@ -126,11 +118,7 @@ def dashboards_dir(session: Path) -> Path:
 
 
 def put_dashboard(directory: Path) -> Path:
-    """Write the dashboard into `directory`, all of it or nothing. Twice is fine.
-
-    Raises:
-        ConfigError: it cannot be written there.
-    """
+    """Write the dashboard into `directory`, all of it or nothing. Twice is fine."""
     path = directory / f"kvray_{DASHBOARD}"
     text = package_file(DASHBOARD).read_text()
     try:

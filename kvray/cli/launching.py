@@ -46,11 +46,7 @@ def carry_out(
     dashboard: bool = False,
     wait: bool = True,
 ) -> None:
-    """Bring the tier up as `settings` say, and report each step.
-
-    Raises:
-        KVRayError: as `bring_up`.
-    """
+    """Bring the tier up as `settings` say, and report each step."""
     with interrupts.masked():
         from kvray.actors.tier.launch import bring_up
         from kvray.actors.tier.rollout import Observer

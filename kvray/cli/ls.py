@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.asking import open_client, show_answer
-from kvray.cli.text.explanation import node_of
+from kvray.cli.text.explanation import node_of, shortened
 from kvray.cli.text.hits import tier_share
 from kvray.config import format_size
 from kvray.console.boundary import boundary
@@ -54,9 +54,7 @@ def namespaces(
 ) -> list[dict[str, Any]]:
     """Return one entry for each namespace that has blocks or replicas, the largest first.
 
-    Args:
-        shards: as `Client.status` has them.
-        contents: as `Client.contents` answers, by shard.
+    `shards` are those of `Client.status`, `contents` the answer of `Client.contents`.
     """
     found: dict[str, dict[str, Any]] = {}
     for shard in shards:
@@ -98,7 +96,7 @@ def namespaces_table(found: Sequence[Mapping[str, Any]]) -> Table:
         fields = one["fields"]
         table.add_row(
             one["namespace"] or "not known",
-            escape(_shortened(str(fields.get("model", "no known replica")))),
+            escape(shortened(str(fields.get("model", "no known replica")), _MODEL_MAX)),
             escape(str(fields.get("kv_dtype", ""))),
             escape(", ".join(one["replicas"])),
             format_size(one["host_bytes"]),
@@ -147,7 +145,3 @@ def _entry(found: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
     counters = ("host_blocks", "host_bytes", "nvme_blocks", "nvme_bytes")
     made = {"namespace": name, "fields": {}, "replicas": [], "hit_tokens": 0, "prompt_tokens": 0}
     return found.setdefault(name, {**made, **dict.fromkeys(counters, 0)})
-
-
-def _shortened(model: str) -> str:
-    return model if len(model) <= _MODEL_MAX else model[: _MODEL_MAX - 3] + "..."

@@ -1,15 +1,22 @@
 """`kvray status`: shards, lookup and replicas, as they report themselves."""
 
 import re
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.asking import open_client, show_answer
-from kvray.cli.text.hits import COMPUTED, SOURCES, source_shares, sources_sentence
+from kvray.cli.text.hits import (
+    COMPUTED,
+    SOURCES,
+    ended_of,
+    ranks_of,
+    source_shares,
+    sources_sentence,
+    total_counters,
+)
 from kvray.cli.text.memory import node_name, shares_report
 from kvray.cli.text.namespaces import namespaces_report
 from kvray.cli.text.transports import node_links, node_links_table
@@ -77,10 +84,10 @@ def _print(found: dict[str, Any]) -> None:
             console.print(f"{shard['shard']}: {remark}", markup=False, soft_wrap=True)
     if between := node_links(found):
         console.print(node_links_table(between))
-    replicas = [replica for shard in found["shards"] for replica in shard.get("replicas", [])]
-    ended = [shard["ended"] for shard in found["shards"] if shard.get("ended", {}).get("ranks")]
+    replicas, ended = ranks_of(found["shards"]), ended_of(found["shards"])
     if replicas or ended:
-        if totals := prompt_totals([*replicas, *ended]):
+        totals = total_counters([*replicas, *ended])
+        if totals["prompt_tokens"]:
             console.print(f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}")
         if replicas:
             console.print(replicas_table(replicas))
@@ -132,7 +139,7 @@ def nvme_table(shards: list[dict[str, Any]]) -> Table:
     return table
 
 
-def replicas_table(replicas: list[dict[str, Any]]) -> Table:
+def replicas_table(replicas: Sequence[Mapping[str, Any]]) -> Table:
     """Return one row for each rank; counters that are zero or unknown are left out."""
     numbers = [name.replace(" ", "\n") for name in (*_COUNTED.values(), *SOURCES, COMPUTED)]
     table = empty_table("replica", numbers=("rank", *numbers), title="Replicas")
@@ -161,24 +168,16 @@ def replicas_table(replicas: list[dict[str, Any]]) -> Table:
     return table
 
 
-def ended_line(ended: list[dict[str, Any]]) -> str:
+def ended_line(ended: Sequence[Mapping[str, Any]]) -> str:
     """Return the sums of ranks that ended a while ago."""
     line = f"{sum(one['ranks'] for one in ended)} ranks ended before and are not listed"
-    totals = prompt_totals(ended)
-    if not totals:
+    totals = total_counters(ended)
+    if not totals["prompt_tokens"]:
         return f"{line}."
     return f"{line}: {totals['requests']:,} requests, {totals['hit_tokens']:,} hit tokens."
 
 
-def prompt_totals(replicas: list[dict[str, Any]]) -> Counter[str]:
-    """Return the sums of all counters; empty if no replica had a prompt."""
-    totals: Counter[str] = Counter()
-    for replica in replicas:
-        totals.update(replica["counters"])
-    return totals if totals["prompt_tokens"] else Counter()
-
-
-def _named(counters: dict[str, int], is_wanted: Callable[[str], bool]) -> list[str]:
+def _named(counters: Mapping[str, int], is_wanted: Callable[[str], bool]) -> list[str]:
     """Return "320 not stored" and the like, the largest first."""
     found = sorted((-value, name) for name, value in counters.items() if value and is_wanted(name))
     return [f"{-value} {name.removeprefix(MISS_PREFIX).replace('_', ' ')}" for value, name in found]

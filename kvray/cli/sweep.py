@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from kvray.cli.asking import show_answer
+from kvray.cli.text.explanation import age_text
 from kvray.config import format_size, load_config
 from kvray.console.boundary import boundary
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption
@@ -27,7 +28,6 @@ _OUTCOMES = {
     "removed": "removed",
     "left": "[red]could not be removed[/]",
 }
-_UNITS = {"d": 86400, "h": 3600, "min": 60, "s": 1}
 
 
 def sweep(
@@ -110,7 +110,7 @@ def _cells(arena: dict[str, Any]) -> list[str]:
         escape(Path(arena["path"]).name),
         escape(arena["cluster_name"]),
         format_size(arena["num_bytes"]),
-        "" if arena["age_s"] is None else _format_age(arena["age_s"]),
+        "" if arena["age_s"] is None else age_text(arena["age_s"]),
         escape(owned_by),
         escape("\n".join(attached) or "none"),
         _OUTCOMES[arena["outcome"]],
@@ -123,11 +123,3 @@ def _problems(swept: list[dict[str, Any]]) -> Iterator[str]:
             yield f"{arena['path']}: {arena['defect']}"
         if arena["outcome"] == "left":
             yield f"{arena['path']} could not be removed: {arena['problem']}"
-
-
-def _format_age(age_s: float) -> str:
-    """Return "3 d" and the like: the largest unit that fits."""
-    for unit, seconds in _UNITS.items():
-        if age_s >= seconds:
-            return f"{age_s // seconds:.0f} {unit}"
-    return "0 s"

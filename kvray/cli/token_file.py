@@ -8,11 +8,7 @@ from kvray.errors import ConfigError
 
 
 def read_tokens(path: Path) -> list[int]:
-    """Return the token ids in a file: one JSON list, or numbers between white space; - is stdin.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """Return the token ids in a file: one JSON list, or numbers between white space; - is stdin."""
     try:
         text = sys.stdin.read() if str(path) == "-" else path.read_text()
         found = json.loads(text) if "[" in text else [int(one) for one in text.split()]

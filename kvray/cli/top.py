@@ -25,9 +25,11 @@ _ANSWER_S = 5.0
 
 def top(
     interval: Annotated[
-        float, typer.Option("--interval", "-n", min=0.2, max=3600, help="Seconds between looks.")
+        float, typer.Option("--interval", "-n", min=0.2, max=3600, help="Seconds between updates.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one interval, and end.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print the rates of one interval, and end.")
+    ] = False,
     config: ConfigOption = None,
     address: AddressOption = None,
     verbose: VerboseOption = False,

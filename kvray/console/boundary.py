@@ -23,11 +23,7 @@ def stdout_kept() -> Iterator[None]:
 
 
 def _require_directory() -> None:
-    """Refuse to work without a working directory, where every relative path would fail.
-
-    Raises:
-        ConfigError: the working directory was removed.
-    """
+    """Refuse to work without a working directory, where every relative path would fail."""
     try:
         os.getcwd()
     except OSError:

@@ -49,7 +49,7 @@ NodeLabelOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY=VALUE",
-        help="Values for nodes with this Ray label, as `nodes` has them; repeatable.",
+        help="Use the values that `nodes` has for nodes with this Ray label; repeatable.",
         show_default=False,
     ),
 ]
@@ -61,11 +61,7 @@ VerboseOption = Annotated[
 
 
 def parse_labels(given: list[str] | None) -> dict[str, str]:
-    """Return the labels of `--node-label`, as key -> value.
-
-    Raises:
-        ConfigError: one is not key=value.
-    """
+    """Return the labels of `--node-label`, as key -> value."""
     labels = {}
     for one in given or []:
         key, parted, value = one.partition("=")

@@ -35,11 +35,7 @@ class Output:
             raise self._lost(error) from None
 
     def flush(self) -> None:
-        """Send on everything that was written.
-
-        Raises:
-            OutputLost, SystemExit: as `write`.
-        """
+        """Send on everything that was written; raises as `write` does."""
         try:
             if self._stream is not None:
                 self._stream.flush()

@@ -22,11 +22,7 @@ PlotOption = Annotated[
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a `--plot` now that would fail at the end.
-
-    Raises:
-        ConfigError: matplotlib is missing, or no PNG can have this name.
-    """
+    """Refuse a `--plot` now that would fail at the end."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib; run `pip install 'kvray[bench]'`.")
     if path.suffix.lower() != ".png":
@@ -36,11 +32,7 @@ def check_plot(path: Path) -> None:
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Write a figure as a PNG.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write a figure as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(figure)  # needs no screen

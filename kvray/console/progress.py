@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -102,12 +101,7 @@ class LaunchProgress:
     def __enter__(self) -> "LaunchProgress":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._show(None, "", None)
 
     def waiting(self, elapsed_s: float) -> None:

@@ -66,10 +66,7 @@ def why_not_here(
 ) -> Finding | None:
     """Return why this node has no arena in `directory`; None if it should have one.
 
-    Args:
-        shards: of the tier, as `Client.status` has them.
-        node_id: Ray's, of this node.
-        directory: of the arena, by the configuration of this process.
+    `shards` are those of `Client.status`; `node_id` is Ray's.
     """
     own = [shard for shard in shards if str(shard["shard"]).endswith(node_id[:12])]
     if not own:

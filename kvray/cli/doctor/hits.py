@@ -4,11 +4,11 @@ The questions are those of the decision tree in docs/faq.md, in its order.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvray.cli.doctor.finding import Finding, fault, hint, ok
-from kvray.cli.text.hits import sources_sentence
+from kvray.cli.text.hits import ended_of, ranks_of, sources_sentence, total_counters
 from kvray.cli.text.reasons import REASONS
 from kvray.cli.text.unnamed import unnamed_sentences
 from kvray.trace.reasons import COUNTED, MISS_PREFIX
@@ -20,8 +20,7 @@ _LITTLE = 0.05
 def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield why tokens are missed; `status` is what `Client.status` returned."""
     shards = status["shards"]
-    replicas = [replica for shard in shards for replica in shard.get("replicas", [])]
-    ended = [shard["ended"] for shard in shards if shard.get("ended", {}).get("ranks")]
+    replicas, ended = ranks_of(shards), ended_of(shards)
     num_ranks = len(replicas) + sum(one["ranks"] for one in ended)
     if not num_ranks:
         yield hint(
@@ -39,7 +38,7 @@ def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
         )
     for says, fix in unnamed_sentences(replicas):
         yield hint("checkpoint", says, fix)
-    totals = _totals([*replicas, *ended])
+    totals = total_counters([*replicas, *ended])
     if not totals["prompt_tokens"]:
         yield from _no_requests(totals, num_ranks)
         return
@@ -47,13 +46,6 @@ def hit_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
     yield from _alone(replicas)
     yield from _reasons(totals)
     yield from _not_kept(shards, totals)
-
-
-def _totals(replicas: list[dict[str, Any]]) -> Counter[str]:
-    totals: Counter[str] = Counter()
-    for replica in replicas:
-        totals.update(replica["counters"])
-    return totals
 
 
 def _no_requests(totals: Mapping[str, int], num_ranks: int) -> Iterator[Finding]:
@@ -76,7 +68,7 @@ def _rate(totals: Mapping[str, int]) -> Finding:
     return ok("hit rate", f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}")
 
 
-def _alone(replicas: list[dict[str, Any]]) -> Iterator[Finding]:
+def _alone(replicas: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Yield a hint if no two replicas can share, because each has its own namespace."""
     spaces = {replica["namespace"] for replica in replicas}
     names = {replica["replica"] for replica in replicas}

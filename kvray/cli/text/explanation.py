@@ -107,7 +107,20 @@ def clock(at: float, now: float) -> str:
     if not at:
         return "never"
     form = "%H:%M:%S" if now - at < _DAY_S else "%Y-%m-%d %H:%M:%S"
-    return f"{time.strftime(form, time.localtime(at))} ({_ago(now - at)} ago)"
+    return f"{time.strftime(form, time.localtime(at))} ({age_text(now - at)} ago)"
+
+
+def age_text(seconds: float) -> str:
+    """Return "3 d" and the like, rounded, in the largest unit that fits."""
+    for size, unit in ((_DAY_S, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0, seconds):.0f} s"
+
+
+def shortened(value: str, most: int) -> str:
+    """Return `value`, or what fits of it into `most` characters."""
+    return value if len(value) <= most else value[: most - 3] + "..."
 
 
 def node_of(shard: str) -> str:
@@ -201,7 +214,7 @@ def _difference(incompatible: Mapping[str, Any] | None) -> Iterator[RenderableTy
         "field", "here", f"in replica {escape(incompatible['replica'])}", folds=True
     )
     for name, both in incompatible["difference"].items():
-        table.add_row(name, *(escape(_short(str(value))) for value in both))
+        table.add_row(name, *(escape(shortened(str(value), _VALUE_MAX)) for value in both))
     yield table
 
 
@@ -222,14 +235,3 @@ def _tokens(count: int) -> str:
 
 def _ended(sentence: str, advice: str) -> str:
     return f"{sentence}.{' ' + advice if advice else ''}"
-
-
-def _short(value: str) -> str:
-    return value if len(value) <= _VALUE_MAX else value[: _VALUE_MAX - 3] + "..."
-
-
-def _ago(seconds: float) -> str:
-    for size, unit in ((_DAY_S, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(0, seconds):.0f} s"

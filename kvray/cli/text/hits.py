@@ -1,6 +1,8 @@
 """Where prompt tokens came from, by the counters of replicas; the same in every command."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 SOURCES = {
     "own pool": ("local_tokens",),
@@ -12,6 +14,24 @@ SOURCES = {
 them in the node's memory, on its disk or on other nodes."""
 COMPUTED = "computed"
 """All other prompt tokens."""
+
+
+def ranks_of(shards: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the ranks that shards know, connected or not."""
+    return [rank for shard in shards for rank in shard.get("replicas", ())]
+
+
+def ended_of(shards: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return each shard's sums of ranks that ended a while ago, if it has any."""
+    return [shard["ended"] for shard in shards if shard.get("ended", {}).get("ranks")]
+
+
+def total_counters(ranks: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """Return the sums of all counters."""
+    totals: Counter[str] = Counter()
+    for rank in ranks:
+        totals.update(rank["counters"])
+    return totals
 
 
 def token_sources(counters: Mapping[str, float]) -> dict[str, float]:

@@ -6,6 +6,8 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from kvray.cli.text.hits import ranks_of
+
 _COLUMNS_MAX = 6
 _NAMES_MAX = 4
 _INCOMPATIBLE = "miss_tokens_incompatible"
@@ -38,7 +40,7 @@ def namespaces_report(shards: list[dict[str, Any]]) -> tuple[Table, str] | None:
 
 def _replicas_by_namespace(shards: list[dict[str, Any]]) -> dict[str, list[str]]:
     """Return digest -> names of its replicas; those that are gone only if they may matter."""
-    ranks = [rank for shard in shards for rank in shard.get("replicas", [])]
+    ranks = ranks_of(shards)
     all_matter = any(rank["counters"].get(_INCOMPATIBLE) for rank in ranks)
     found: dict[str, list[str]] = {}
     for rank in ranks:

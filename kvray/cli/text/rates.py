@@ -1,47 +1,49 @@
 """Rates of a tier, from two of its statuses; pure."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+from kvray.cli.text.hits import ranks_of
 from kvray.trace.reasons import MISS_PREFIX
 
 Status = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaRates:
-    """The tokens of one rank in a second."""
+_NODE_COUNTERS = (
+    ("arena", "evicted"),
+    ("staging", "staged_bytes"),
+    ("nvme", "written_bytes"),
+    ("nvme", "read_bytes"),
+)
+"""Where a shard's status has what the fields of `NodeRates` count, in their order."""
 
-    replica: str
-    rank: int
-    is_connected: bool
-    counted: dict[str, float] = field(default_factory=dict)
+
+class NodeRates(NamedTuple):
+    """The work of one node in a second, and its shard's status."""
+
+    shard: Status
+    evicted: float
+    """Blocks."""
+    staged_bytes: float
+    """From other nodes and from disk."""
+    written_bytes: float
+    read_bytes: float
+
+
+class ReplicaRates(NamedTuple):
+    """The tokens of one rank in a second, and what its shard says of it."""
+
+    rank: Status
+    counters: dict[str, float]
     """How much each counter grew in a second."""
-    missed: dict[str, float] = field(default_factory=dict)
+    missed: dict[str, float]
     """By reason, the largest first."""
 
     @property
     def prompt(self) -> float:
         """Prompt tokens."""
-        return self.counted.get("prompt_tokens", 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRates:
-    """The work of one node in a second."""
-
-    shard: Mapping[str, Any]
-    """Its status."""
-    evicted: float = 0.0
-    """Blocks."""
-    staged_bytes: float = 0.0
-    """From other nodes and from disk."""
-    written_bytes: float = 0.0
-    """To disk."""
-    read_bytes: float = 0.0
-    """From disk."""
+        return self.counters.get("prompt_tokens", 0.0)
 
 
 class History:
@@ -80,24 +82,19 @@ class History:
         found = []
         for shard in self._kept[-1][1]["shards"]:
             then = before.get(shard["shard"])
-            found.append(
-                NodeRates(
-                    shard=shard,
-                    evicted=self._rate(shard, then, "arena", "evicted"),
-                    staged_bytes=self._rate(shard, then, "staging", "staged_bytes"),
-                    written_bytes=self._rate(shard, then, "nvme", "written_bytes"),
-                    read_bytes=self._rate(shard, then, "nvme", "read_bytes"),
-                )
-            )
+            rates = [self._rate(shard, then, *counter) for counter in _NODE_COUNTERS]
+            found.append(NodeRates(shard, *rates))
         return found
 
     def replicas(self) -> list[ReplicaRates]:
         """Return the rates of every rank that the shards know."""
         if not self._kept:
             return []
-        before = {(one["replica"], one["rank"]): one for one in _replicas(self._kept[0][1])}
+        before = {
+            (one["replica"], one["rank"]): one for one in ranks_of(self._kept[0][1]["shards"])
+        }
         found = []
-        for one in _replicas(self._kept[-1][1]):
+        for one in ranks_of(self._kept[-1][1]["shards"]):
             then = before.get((one["replica"], one["rank"]), one)
             rates = {
                 name: self._per_s(value - then["counters"].get(name, 0))
@@ -108,15 +105,7 @@ class History:
                 for name, rate in sorted(rates.items(), key=lambda pair: -pair[1])
                 if name.startswith(MISS_PREFIX) and rate
             }
-            found.append(
-                ReplicaRates(
-                    replica=one["replica"],
-                    rank=one["rank"],
-                    is_connected=one["connected"],
-                    counted=rates,
-                    missed=missed,
-                )
-            )
+            found.append(ReplicaRates(one, rates, missed))
         return found
 
     def _rate(self, now: Status, before: Status | None, section: str, name: str) -> float:
@@ -127,8 +116,3 @@ class History:
     def _per_s(self, change: float) -> float:
         """Return a rate; 0 if a part was restarted, whose counters begin at 0."""
         return max(0.0, change) / self.seconds if self.seconds else 0.0
-
-
-def _replicas(status: Status) -> Iterator[Mapping[str, Any]]:
-    for shard in status["shards"]:
-        yield from shard.get("replicas", ())

@@ -110,9 +110,7 @@ WAYS = {
 def reason(name: str, cause: str = "") -> Reason:
     """Return the words for a reason; an unknown one is its own name.
 
-    Args:
-        name: one of `MissReason`.
-        cause: one of `CAUSES`, if blocks were evicted: the advice depends on it.
+    The advice on evicted blocks depends on the `cause`, one of `CAUSES`.
     """
     known = REASONS.get(name) or Reason(name.replace("_", " "), "")
     return known._replace(advice=CAUSES[cause].advice) if cause in CAUSES else known

@@ -20,12 +20,7 @@ _REASONS_MAX = 3
 
 
 def view(history: History, trouble: str = "") -> RenderableType:
-    """Return one frame.
-
-    Args:
-        history: of the tier.
-        trouble: why the tier does not answer; empty: it does.
-    """
+    """Return one frame; `trouble` is why the tier does not answer, or empty."""
     latest = history.latest
     parts: list[RenderableType] = []
     if trouble:
@@ -70,10 +65,10 @@ def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
         reasons = list(one.missed.items())[:_REASONS_MAX]
         because = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in reasons)
         table.add_row(
-            escape(one.replica) + ("" if one.is_connected else " [red]gone[/]"),
-            str(one.rank),
+            escape(one.rank["replica"]) + ("" if one.rank["connected"] else " [red]gone[/]"),
+            str(one.rank["rank"]),
             f"{one.prompt:,.0f}",
-            *source_shares(one.counted).values(),
+            *source_shares(one.counters).values(),
             escape(because),
         )
     return table
@@ -82,7 +77,7 @@ def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
 def _headline(name: str, history: History, replicas: Sequence[ReplicaRates]) -> str:
     totals: Counter[str] = Counter()
     for one in replicas:
-        totals.update(one.counted)
+        totals.update(one.counters)
     prompt = totals["prompt_tokens"]
     rates = "no requests"
     if prompt:

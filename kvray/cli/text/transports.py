@@ -31,7 +31,7 @@ def node_links(found: dict[str, Any]) -> list[NodeLink]:
     """Return the link between each two nodes; `found` is what `Client.status` returned."""
     movers = {_node(mover["mover"]): mover for mover in found.get("movers", [])}
     peers = {
-        (_node(peer["peer"]), _node_of_shard(shard)): peer
+        (_node(peer["peer"]), _node(shard["shard"])): peer
         for shard in found["shards"]
         for peer in shard.get("staging", {}).get("peers", [])
         if peer["peer"].startswith(_MOVER_PREFIX)
@@ -116,9 +116,5 @@ def _best(name: str, mine: dict[str, Any], theirs: dict[str, Any]) -> str:
     return f"both have it; {wires}"
 
 
-def _node(mover: str) -> str:
-    return mover.removeprefix(_MOVER_PREFIX)
-
-
-def _node_of_shard(shard: dict[str, Any]) -> str:
-    return str(shard["shard"]).removeprefix("kvray-shard-")
+def _node(actor: str) -> str:
+    return actor.removeprefix(_MOVER_PREFIX).removeprefix("kvray-shard-")

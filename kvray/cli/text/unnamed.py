@@ -1,12 +1,12 @@
 """Replicas without keys: they use no tier while the engine reads its checkpoint."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvray.config import format_size
 
 
-def unnamed_sentences(replicas: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def unnamed_sentences(replicas: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield (the reason, the remedy) for each rank that has no keys yet."""
     for replica in replicas:
         counters = replica["counters"]

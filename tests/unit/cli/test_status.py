@@ -8,10 +8,10 @@ from kvray.cli.status import (
     _print,
     ended_line,
     memory_table,
-    prompt_totals,
     replicas_table,
     shards_table,
 )
+from kvray.cli.text.hits import total_counters
 
 ARENA = {
     "resident_bytes": 3 * 2**20,
@@ -129,6 +129,6 @@ def test_who_ended_a_while_ago_is_a_sum() -> None:
     )
     assert ended_line(ended[1:]) == "2 ranks ended before and are not listed."
     assert (
-        prompt_totals([make_replica(counters={"prompt_tokens": 1}), *ended])["prompt_tokens"]
+        total_counters([make_replica(counters={"prompt_tokens": 1}), *ended])["prompt_tokens"]
         == 9001
     )

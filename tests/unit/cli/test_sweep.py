@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvray.cli.sweep import _format_age
+from kvray.cli.text.explanation import age_text
 from tests.unit.actors.shard_process import ROOT, shard_process
 from tests.unit.actors.small_shard import open_arena
 from tests.unit.cli.conftest import RunKvray
@@ -233,4 +233,4 @@ def test_no_ray_is_imported(parent: Path) -> None:
     [(-1, "0 s"), (0.5, "0 s"), (59, "59 s"), (60, "1 min"), (7300, "2 h"), (86400 * 3, "3 d")],
 )
 def test_an_age_is_told_in_its_largest_unit(age_s: float, text: str) -> None:
-    assert _format_age(age_s) == text
+    assert age_text(age_s) == text

@@ -57,7 +57,7 @@ def test_rates_are_those_of_the_time_that_is_kept() -> None:
     assert history.seconds == 5.0
     (one,) = history.replicas()
     assert one.prompt == 1000.0
-    assert source_shares(one.counted)["host"] == "25%"
+    assert source_shares(one.counters)["host"] == "25%"
     assert one.missed == {"not_stored": 100.0, "too_slow": 50.0}
     assert [node.staged_bytes for node in history.nodes()] == [1.0, 0.0]
 
