@@ -19,7 +19,6 @@ from kvray.node.deferred import Deferred, DeferredCalls
 from kvray.node.registrations import Registration, Registrations
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena, Membership
-from kvray.store.arena.file import ARENA_FILE, holds_arena
 from kvray.store.arena.prefault import Populator
 from kvray.store.machine.access import OWN_USER, Access
 
@@ -202,7 +201,7 @@ class NodeLink:
 
     def _try_attach(self) -> None:
         """Map the arena that is there now, if it is another one."""
-        if self._arena is not None and not self._is_superseded(self._arena):
+        if self._arena is not None and not self._arena.is_superseded:
             return
         if self._arena is not None:
             _log.info("kvray: arena %s has retired", self._arena.arena_id)
@@ -210,14 +209,10 @@ class NodeLink:
             # In this order: `arena_named` finds it at any time.
             self._previous = (*self._previous, (self._arena, time.monotonic() + _PREVIOUS_S))
             self._arena = None
-        arena = None
         try:
             self._access.check_trust(self.directory)
-            arena = Arena(self.directory, lock_wait_s=self._lock_wait_s)
-            arena.join(self._label)
+            arena = Arena.attach(self.directory, label=self._label, lock_wait_s=self._lock_wait_s)
         except KVRayError as error:
-            if arena is not None:
-                arena.close()
             if not self._warned:
                 _log.warning("kvray: no tier yet, the engine goes on without: %s", error)
                 self._warned = True
@@ -240,10 +235,6 @@ class NodeLink:
             if now >= until and arena.leave(unless_leased=True):
                 self._previous = tuple(one for one in self._previous if one is not entry)
                 arena.close()
-
-    def _is_superseded(self, arena: Arena) -> bool:
-        path = self.directory / ARENA_FILE
-        return arena.retired or (path.exists() and not holds_arena(path, arena.arena_id))
 
     def _membership(self) -> tuple[str, Membership] | None:
         arena = self.arena

@@ -7,12 +7,11 @@ other's is on its way.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 
@@ -25,7 +24,6 @@ from kvray.errors import KVRayError, ShardUnavailable, TransferTimeout
 from kvray.identity.block import KEY_BYTES, BlockKey, split_keys
 from kvray.store import Arena
 from kvray.store.arena import payload
-from kvray.store.arena.tables import Array
 from kvray.transport import Transport
 
 NUM_LANES = 2
@@ -84,7 +82,6 @@ class Fetches:
     def _fetch_from(
         self, sources: Mapping[str, Source], order: FetchOrder, deadline: float
     ) -> None:
-        """Lease at all sources, reserve slots for what they have, and have it sent."""
         _at_once([partial(self._lease, one, order, deadline) for one in sources.values()])
         self._reserve(order, sources)
         _at_once(
@@ -138,7 +135,7 @@ class Fetches:
         keys = split_keys(span.keys[: len(sizes) * KEY_BYTES])
         before = BlockKey(span.parent) if span.parent else None
         pieces: list[Piece] = []
-        for first, stop in _equal_runs(sizes):
+        for first, stop in payload.runs(np.diff(sizes) != 0, len(sizes)):
             size = int(sizes[first])
             made = self._arena.reserve(
                 keys[first:stop],
@@ -279,7 +276,6 @@ class _BytesInFlight:
             self._bytes += num_bytes
 
     def leave(self, num_bytes: int) -> None:
-        """Take bytes out."""
         with self._changed:
             self._bytes -= num_bytes
             self._changed.notify_all()
@@ -303,9 +299,3 @@ def _left(deadline: float, longest_s: float) -> float:
     if left_s <= 0:
         raise TransferTimeout("The blocks did not arrive in time; late ones are left out.")
     return min(left_s, longest_s)
-
-
-def _equal_runs(sizes: Array) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each run of equal sizes."""
-    edges = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)] if len(sizes) else []
-    return pairwise(edges)

@@ -27,7 +27,6 @@ from kvray.actors.mover.read_leases import ReadLeases
 from kvray.config import StagingConfig
 from kvray.errors import KVRayError, ShardUnavailable
 from kvray.store import Arena
-from kvray.store.arena.file import ARENA_FILE, holds_arena
 from kvray.store.arena.prefault import Populator
 from kvray.transport import open_transports
 
@@ -209,7 +208,7 @@ class Mover:
                 attached = self._attached
                 if attached is None:
                     self._try_attach()
-                elif self._is_superseded(attached.arena):
+                elif attached.arena.is_superseded:
                     self._message = f"arena {attached.arena.arena_id} was given up"
                     break
                 else:
@@ -227,8 +226,7 @@ class Mover:
     def _try_attach(self) -> None:
         arena = None
         try:
-            arena = Arena(self._directory, lock_wait_s=self._lock_wait_s)
-            arena.join(LABEL)
+            arena = Arena.attach(self._directory, label=LABEL, lock_wait_s=self._lock_wait_s)
             attached = _Attached(arena, self._settings, self._remote)
         except KVRayError as error:
             self._message = str(error)
@@ -240,8 +238,3 @@ class Mover:
         with self._lock:
             self._attached = attached
         _log.info("%s attached to arena %s", self.name, arena.arena_id)
-
-    def _is_superseded(self, arena: Arena) -> bool:
-        """Whether `arena` was retired, or its file removed by hand and another made."""
-        path = self._directory / ARENA_FILE
-        return arena.retired or (path.exists() and not holds_arena(path, arena.arena_id))

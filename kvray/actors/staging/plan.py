@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvray.identity.block import BlockKey
 from kvray.index import Run
 from kvray.store import PartRequest
+from kvray.store.arena.lease import usable_lengths
 from kvray.trace.reasons import StageReason
 
 Mask = npt.NDArray[np.bool_]
@@ -164,13 +165,8 @@ def _plan(
 
 def _ends(prefix: Prefix, here: Mapping[int, Mask]) -> npt.NDArray[np.int64]:
     """Return the lengths, ascending from 0, of all usable prefixes."""
-    lengths = np.arange(1, prefix.num_blocks + 1)
-    fits = np.ones(prefix.num_blocks, dtype=bool)
-    for part, window in prefix.parts:
-        # The number of blocks in a row that are here up to each.
-        in_a_row = lengths - np.maximum.accumulate(np.where(here[part], 0, lengths))
-        fits &= in_a_row >= (lengths if window is None else np.minimum(lengths, window))
-    return np.append(0, lengths[fits])
+    parts = [(one.window, here[one.part]) for one in prefix.parts]
+    return usable_lengths(prefix.num_blocks, parts)
 
 
 def _chosen(prefix: Prefix, runs: Sequence[Run], peers: Mapping[str, Peer]) -> list[str]:

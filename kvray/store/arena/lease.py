@@ -72,11 +72,26 @@ def match(
         run = len(found[whole[0]])
     if windowed and run:
         everywhere = {one: key_index.find(tables, keys[:run], one.part) for one in windowed}
-        run = _longest([(one.window or 0, _ready(tables, everywhere[one])) for one in windowed])
+        windows = [(one.window, _ready(tables, everywhere[one])) for one in windowed]
+        run = int(usable_lengths(run, windows)[-1])
         found.update(everywhere)
     return run, {
         one: slots[max(0, run - (one.window or run)) : run] for one, slots in found.items()
     }
+
+
+def usable_lengths(num_blocks: int, parts: Iterable[tuple[int | None, Array]]) -> Array:
+    """Return the lengths, ascending from 0, of all prefixes that have every part.
+
+    `parts` has for each part its window, and a mask of the `num_blocks` blocks that it has.
+    """
+    lengths = np.arange(1, num_blocks + 1)
+    fits = np.ones(num_blocks, dtype=bool)
+    for window, here in parts:
+        # The number of blocks in a row that are here up to each.
+        in_a_row = lengths - np.maximum.accumulate(np.where(here, 0, lengths))
+        fits &= in_a_row >= (lengths if window is None else np.minimum(lengths, window))
+    return np.append(0, lengths[fits])
 
 
 def present(tables: Tables, keys: Array, part: int) -> Array:
@@ -236,20 +251,6 @@ def _pages(tables: Tables, lease: Lease) -> list[int] | None:
         pages.append(page)
         page = int(tables.page_next[page])
     return pages or None
-
-
-def _longest(windows: "Sequence[tuple[int, Array]]") -> int:
-    """Return the length of the longest prefix whose trailing blocks are all there.
-
-    `windows` has for each part how many trailing blocks it needs, and a mask of those it has.
-    """
-    places = np.arange(1, len(windows[0][1]) + 1)
-    fits = np.ones(len(places), dtype=bool)
-    for window, here in windows:
-        # How many blocks in a row are here up to each place.
-        in_a_row = places - np.maximum.accumulate(np.where(here, 0, places))
-        fits &= in_a_row >= np.minimum(places, window)
-    return int(places[fits].max(initial=0))
 
 
 def _ready(tables: Tables, slots: Array) -> Array:

@@ -89,6 +89,17 @@ class MappedArena:
         arena_file.create_file(directory, spec, progress)
         return cls(directory, lock_wait_s=lock_wait_s)
 
+    @classmethod
+    def attach(cls: type[_Mapped], directory: Path, *, label: str, lock_wait_s: float) -> _Mapped:
+        """Map the arena in `directory` and join it; it is closed again if that fails."""
+        arena = cls(directory, lock_wait_s=lock_wait_s)
+        try:
+            arena.join(label)
+        except KVRayError:
+            arena.close()
+            raise
+        return arena
+
     def close(self) -> None:
         """Leave and unmap; views that others still have keep the mapping alive. Twice is fine."""
         if self._tables is not None:
@@ -107,6 +118,12 @@ class MappedArena:
     def retired(self) -> bool:
         """Whether the owner has given this arena up; detach and look for its successor."""
         return self.tables.state != LIVE
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether this arena was retired, or its file removed by hand and another made."""
+        path = self.directory / ARENA_FILE
+        return self.retired or (path.exists() and not arena_file.holds_arena(path, self.arena_id))
 
     def stats(self) -> dict[str, Any]:
         """Return figures for people; read without the lock, so they may be a moment apart."""

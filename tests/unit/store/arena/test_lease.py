@@ -251,7 +251,7 @@ def test_window_wants_only_trailing_blocks(tables: Tables) -> None:
     here=st.lists(st.lists(st.booleans(), min_size=8, max_size=8), min_size=1, max_size=3),
     windows=st.lists(st.integers(1, 9), min_size=3, max_size=3),
 )
-def test_longest_windowed_prefix_is_what_a_search_finds(
+def test_usable_windowed_prefixes_are_what_a_search_finds(
     here: list[list[bool]], windows: list[int]
 ) -> None:
     pairs = [(window, np.array(mask)) for window, mask in zip(windows, here, strict=False)]
@@ -261,7 +261,7 @@ def test_longest_windowed_prefix_is_what_a_search_finds(
         if all(mask[max(0, run - window) : run].all() for window, mask in pairs)
     ]
 
-    assert lease._longest(pairs) == max(fits)
+    assert lease.usable_lengths(8, pairs).tolist() == fits
 
 
 @given(
