@@ -109,9 +109,7 @@ class ReadLeases:
     def send(self, order: SendOrder) -> Any:
         """Send a piece of a read lease, which renews it; as `Transport.send`.
 
-        Raises:
-            LeaseExpired: the lease has ended.
-            TransferError: as `Transport.send`.
+        LeaseExpired: the lease has ended.
         """
         grant = self._enter(order.token)
         try:

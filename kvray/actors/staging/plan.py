@@ -98,12 +98,9 @@ def plan_staging(
     it saves. Of a part with a window it needs the last blocks only. Where the holders change very
     often the plan ends after some runs: once those are here, the next plan has the rest.
 
-    Args:
-        prefix: the blocks to stage.
-        here: part -> mask of its blocks that are here.
-        runs: the holders, from the first block on; blocks after the last run have none.
-        peers: the shards that may be asked; of equal ones the first is preferred. Other shards in
-            `runs` are ignored.
+    `here` has for each part a mask of its blocks that are here, and `runs` the holders from the
+    first block on; blocks after the last run have none. Only `peers` may be asked; of equal ones
+    the first is preferred.
     """
     begin = longest_prefix(prefix, here)
     runs_max = max(_RUNS_MIN, _RUNS_MAX // max(1, len(prefix.block_bytes)))
@@ -164,7 +161,6 @@ def _plan(
 
 
 def _ends(prefix: Prefix, here: Mapping[int, Mask]) -> npt.NDArray[np.int64]:
-    """Return the lengths, ascending from 0, of all usable prefixes."""
     parts = [(one.window, here[one.part]) for one in prefix.parts]
     return usable_lengths(prefix.num_blocks, parts)
 

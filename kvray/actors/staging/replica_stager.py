@@ -69,26 +69,16 @@ class ReplicaStager:
         token: str = "",
         unread: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Answer an engine's `stage`: the blocks here for all ranks after `wait_s` at most.
+        """Answer an engine's `stage`, whose arguments are those of `node.StageCalls.stage`.
 
-        Args:
-            replica: name of the asking replica.
-            rank: the asking rank.
-            keys: end to end, of a prompt's blocks from its root.
-            wait_s: longest time that it takes, in seconds.
-            tokens_per_s: the engine's speed at computing the blocks; 0: not known.
-            verify_from: the first block that is checked before it counts for ranks on other nodes,
-                which the engine cannot check itself; None: none is.
-            token: names the leases of ranks on other nodes; empty: one is made up.
-            unread: tokens of calls whose answers did not arrive; their leases are released.
+        `keys` lie end to end, from the prompt's root. `token` names the leases of ranks on other
+        nodes; empty: one is made up. `unread` has the tokens of calls whose answers did not arrive;
+        their leases are released.
 
-        Returns:
-            num_blocks and reason; the leases of ranks on other nodes: rank -> [arena_id, lease_id,
-            page, num_slots, check]; and, unless all blocks were here, their arrivals: [stop, way,
-            source] each, as in `Arrival`.
-
-        Raises:
-            ConfigError: a field is invalid, or no such rank is registered.
+        Returns num_blocks and reason; the leases of ranks on other nodes: rank -> [arena_id,
+        lease_id, page, num_slots, check]; and, unless all blocks were here, their arrivals: [stop,
+        way, source] each, as in `Arrival`. Raises ConfigError for an invalid field, or if no such
+        rank is registered.
         """
         began = time.monotonic()
         blocks = keys_of(keys)

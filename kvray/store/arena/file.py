@@ -69,12 +69,9 @@ class ArenaSpec:
         )
 
     def geometry(self) -> Geometry:
-        """Return the figures of an arena of at most `capacity` bytes of blocks.
+        """Return the figures for at most `capacity` bytes; CapacityError: no slot fits.
 
         Small arenas get smaller slabs, so that at least four block sizes can share one.
-
-        Raises:
-            CapacityError: not even one slot fits.
         """
         slot_min = align(self.slot_min)
         slab = max(slot_min, min(self.slab, self.capacity // 4)) // slot_min * slot_min
@@ -107,12 +104,7 @@ def lock_path(directory: Path, arena_id: str) -> Path:
 
 
 def require_room(directory: Path, spec: ArenaSpec) -> None:
-    """Make sure that an arena of `spec` fits into memory at `directory`.
-
-    Raises:
-        CapacityError: see `check_room`.
-        OSError: there is no such directory.
-    """
+    """Make sure that an arena of `spec` fits at `directory`; raises as `check_room`."""
     page = _page_bytes(directory)
     check_room(
         directory,
@@ -198,7 +190,6 @@ def holds_arena(path: Path, arena_id: str) -> bool:
 
 
 def _check_header(path: Path, head: bytes) -> Geometry:
-    """Return the figures in an arena's header, or raise `ShardUnavailable`."""
     if len(head) < HEADER.itemsize:
         raise ShardUnavailable(f"{path} is too short to be an arena; restart the tier.")
     header = np.frombuffer(head, HEADER)[0]

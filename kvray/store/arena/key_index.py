@@ -26,11 +26,7 @@ _WAY_BITS = BUCKET_WAYS.bit_length() - 1
 
 
 def pack_keys(keys: Sequence[BlockKey]) -> Array:
-    """Return `keys` as u64, shape [num_keys, 4].
-
-    Raises:
-        ConfigError: they are not keys of 32 bytes.
-    """
+    """Return `keys` as u64, shape [num_keys, 4]; ConfigError: they are not 32 bytes each."""
     joined = b"".join(keys)
     if len(joined) != KEY_BYTES * len(keys):
         raise ConfigError(f"Keys must have {KEY_BYTES} bytes each; give what chain_keys returns.")

@@ -23,13 +23,10 @@ def name_of(namespace: int) -> str:
 
 
 def set_quotas(tables: Tables, quotas: Mapping[str, int]) -> None:
-    """Have these quotas, in bytes, and no others.
+    """Have these quotas, in bytes, and no others; ConfigError if they cannot be kept.
 
     Names are the hex digits that a namespace's digest begins with. The longest that fits counts,
     and "" fits all.
-
-    Raises:
-        ConfigError: they are too many, or a name has other characters.
     """
     if len(quotas) > QUOTAS_MAX:
         raise ConfigError(f"There are {len(quotas)} quotas; an arena has at most {QUOTAS_MAX}.")
