@@ -56,11 +56,7 @@ class EngineFigures:
 
 
 class TimeHistogram:
-    """What one kind of call took. One thread observes, any thread asks.
-
-    A bucket ends at a power of two nanoseconds: finding it is one shift, so that `observe` can
-    stand on the engine's own thread.
-    """
+    """What one kind of call took, in buckets that end at powers of two; one thread observes."""
 
     __slots__ = ("_buckets", "_sum_ns")
 
@@ -74,11 +70,7 @@ class TimeHistogram:
         self._sum_ns += nanoseconds
 
     def counters(self, name: str) -> dict[str, int]:
-        """Return `<name>_us_sum`, and `<name>_ns_below_<bound>` for buckets that have any.
-
-        A bucket has what took less than its bound and not less than the bound before; that
-        without a bound is called "inf".
-        """
+        """Return `<name>_us_sum`, and `<name>_ns_below_<bound>` (or `inf`) of buckets with any."""
         buckets = list(self._buckets)
         low, high = buckets[: _FIRST + 1], buckets[_LAST + 1 :]
         counts: dict[int | str, int] = {2**_FIRST: sum(low)}

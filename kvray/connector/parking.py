@@ -58,7 +58,7 @@ class Parking:
         self._failed: set[int] = set()
 
     def begin(self, plan: ParkPlan) -> None:
-        """Begin to make a request's blocks ready; if that fails, they are checked when loaded."""
+        """Begin to check a request's blocks; if that fails, they are checked when loaded."""
         self._forget(plan.request_id)
         if not self._shared.verifies_loads:
             return
@@ -95,8 +95,7 @@ class Parking:
     def take_failed(self) -> set[int]:
         """Return the requests that were reported as ready and must be computed, each once.
 
-        The runtime takes their pages back and asks about them again. Ranks that each have a share
-        of a request could not do that alone, and would have to agree.
+        The runtime asks about them again; ranks that share a request could not do that alone.
         """
         if not self._failed or self._shared.args.num_parts_ranks > 1:
             return set()

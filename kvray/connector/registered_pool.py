@@ -112,8 +112,7 @@ class RegisteredPool:
     def complete_namespace(self) -> bool:
         """Return whether the namespace is complete; it is as soon as its model has a name.
 
-        Only the engine's thread calls this, once for a request or a pass, so the namespace never
-        changes between two reads of it there.
+        Only the engine's thread calls this, once a request or pass, so no two reads there differ.
         """
         registration, name = self._registration, self.model_name.name
         if not self.namespace_digest and registration is not None and name:
@@ -125,9 +124,8 @@ class RegisteredPool:
     def may_load(self, meta: ConnectorMeta) -> bool:
         """Whether the leader's promises belong to this rank's pool.
 
-        The leader may know the model's name before this rank does. For loads this rank takes the
-        name from the leader, because all ranks of an engine have one model. It saves nothing until
-        it knows the name itself: others would load what it saved.
+        The leader may know the model's name before this rank does. This rank takes it from the
+        leader for loads, as all ranks have one model, and saves nothing until it knows it itself.
         """
         registration = self._registration
         if self.complete_namespace() or registration is None or not meta.model:

@@ -58,8 +58,7 @@ class CudaDevice:
     ) -> str:
         """Give `stream` copies between the device and an arena; return how they are made.
 
-        `is_load`: they go to the device, and the arena's bytes do not change. `is_registered`: all
-        of the arena's bytes are. TierError: the device refuses them.
+        `is_load`: to the device, and the arena's bytes do not change. TierError: it refuses them.
         """
         driver, handle = self._driver(), stream.cuda_stream
         if is_registered and self._batches and len(pieces.sizes) > 1:

@@ -1,11 +1,9 @@
 """The few functions of CUDA's driver that torch does not have: copies by address, many in a call.
 
-The driver's library has one name on every system, is there wherever torch has a GPU, and keeps the
-functions that it once had: `cuMemcpyBatchAsync`, looked up by this name, has the signature of
-CUDA 12.8 also in later drivers, whose headers rename their own to `cuMemcpyBatchAsync_v2`. The
-runtime's library is none of this, and an error of it would show up in torch's next kernel. The
-package cuda-bindings makes a Python object of each address; here arrays are handed over as they
-are. ctypes gives up the GIL meanwhile.
+The driver's library is there wherever torch has a GPU, and keeps the functions that it once had:
+`cuMemcpyBatchAsync` has the signature of CUDA 12.8 also in later drivers. An error of the runtime's
+library would show up in torch's next kernel. The package cuda-bindings makes a Python object of
+each address; here arrays are handed over as they are. ctypes gives up the GIL meanwhile.
 
 Source: cuda.h of CUDA 12.8 and 13.5.
 """

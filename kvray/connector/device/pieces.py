@@ -1,7 +1,4 @@
-"""What one batch of copies moves, as addresses and sizes that numpy makes for all blocks at once.
-
-Pure arithmetic; nothing is read or written here.
-"""
+"""What one batch of copies moves: addresses and sizes that numpy makes for all blocks; pure."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -16,17 +16,10 @@ _LOOK_S = 1.0
 
 
 class PinnedArena:
-    """One arena in one process; `leave`, the arena's end or that of the process ends it.
-
-    What crosses to the thread: the mapping, of which it changes nothing, and which it keeps alive
-    until it is unregistered.
-    """
+    """One arena in one process; its thread keeps the mapping alive until it is unregistered."""
 
     def __init__(self, arena: Arena, device: CudaDevice, settle: Callable[[], None]) -> None:
-        """Begin to register an attached arena with `device`.
-
-        `settle` returns when no copy that was asked for before touches the arena any more.
-        """
+        """Begin to register; `settle` returns when copies asked for before have ended."""
         tables = arena.tables
         self._data: Array | None = tables.data
         slab = tables.geometry.slab_bytes

@@ -14,10 +14,7 @@ from kvray.connector.model.cache_layout import LayerRange, Part
 PIECE_BYTES = 512 * 2**10
 """Copies of less do not reach the speed of the bus: layers of less are brought together.
 
-So copies are small only where pages are, and a kernel that gathers bytes has nothing to win: on an
-H100 it is faster than copies below 28 KiB, and takes the model's cores.
-
-Source: `swap_blocks_triton.py` of vLLM for the 28 KiB.
+A kernel that gathers bytes is faster below 28 KiB only, by vLLM's `swap_blocks_triton.py`.
 """
 STAGE_BYTES = 8 * 2**20
 """A stage of less lands in the time that it takes to ask for it."""

@@ -1,8 +1,7 @@
 """What the engine says of itself: read from `llm_args`, refused where no connector could serve it.
 
-`llm_args` is TensorRT-LLM's `TorchLlmArgs`, a pydantic model whose fields differ from version to
-version; some are not there before 1.2 or 1.3. It is given to the connector on every rank, and
-nothing that differs from rank to rank enters the namespace.
+`llm_args` is TensorRT-LLM's `TorchLlmArgs`, whose fields differ from version to version. Nothing
+that differs from rank to rank enters the namespace.
 """
 
 import logging

@@ -22,15 +22,12 @@ _STOP_S = 5.0
 class ModelName:
     """The name of one engine's model.
 
-    What crosses threads: `name`, `failure` and the progress, written by the threads that read the
-    checkpoint and by no other, and `_stopped`, which ends them.
+    Only the threads that read the checkpoint write `name`, `failure` and the progress; `_stopped`
+    ends them.
     """
 
     def __init__(self, model: str, model_key: str | None, *, cache_dir: Path) -> None:
-        """Begin to find out, if `model_key` does not say it.
-
-        Digests of the files of `model` outlive the process in `cache_dir`.
-        """
+        """Begin to find out, if `model_key` does not say it; `cache_dir` keeps files' digests."""
         self.name = "" if model_key is None else f"key:{model_key}"
         """Empty while it is not known."""
         self.is_given = model_key is not None
@@ -51,10 +48,7 @@ class ModelName:
                 _log.debug("kvray: %s", error)  # `find` raises it, where the engine's start fails
 
     def find(self, wait_s: float) -> str:
-        """Return the name, or "" if it is not known within `wait_s` or fails.
-
-        ConfigError: there is no checkpoint.
-        """
+        """Return the name, "" if not known within `wait_s`; ConfigError: there is no checkpoint."""
         if not self.name and not self.failure:
             self._start().join(wait_s)
         if not self.name and not self.failure:

@@ -1,9 +1,7 @@
 """Reads what the engine says of its KV cache: one tensor, or TensorRT-LLM's `KvCacheLayout`.
 
 The first cache manager hands over one tensor, the second describes layer groups whose pages are
-counted apart; its classes are read by duck typing.
-
-Source: `connectors/kv_cache_layout.py` of TensorRT-LLM.
+counted apart (`connectors/kv_cache_layout.py`), read by duck typing.
 """
 
 import ctypes

@@ -1,8 +1,7 @@
 """Reads the fields of an engine's objects, which differ from version to version.
 
-TensorRT-LLM's arguments are pydantic models, its requests are C++ objects with Python attributes
-beside them, its settings are texts in one version and enumerations in the next. Every field is
-read with a default, and none is ever written.
+Arguments are pydantic models, requests are C++ objects with Python attributes beside them. Settings
+are texts or enumerations. Every field is read with a default, and none is ever written.
 """
 
 import dataclasses
@@ -70,7 +69,7 @@ def text_of(source: Any, name: str) -> str:
 
 
 def canonical_text(source: Any, names: Iterable[str]) -> str:
-    """Return the named fields that are set as one text, equal for equal values in every process."""
+    """Return the named fields that are set as one text, see `to_text`."""
     values = {name: field_of(source, name) for name in names}
     return to_text({name: value for name, value in values.items() if value is not None})
 

@@ -1,8 +1,7 @@
 """The tokens that stand for pictures, videos and sounds in a prompt, as a checkpoint names them.
 
-The first cache manager shows a connector only what C++ has of a request. Pictures without digests
-are not among it, and such a request looks like one of text. Its tokens tell: the model puts what
-it sees in the place of certain tokens, or of tokens beyond its vocabulary.
+The first cache manager shows only what C++ has of a request, which lacks pictures without digests.
+Its tokens tell: media take the place of certain tokens, or of tokens beyond the vocabulary.
 """
 
 import re
