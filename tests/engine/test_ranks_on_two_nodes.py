@@ -75,6 +75,7 @@ def test_fresh_ranks_load_on_each_node_what_cold_ranks_stored_there(
     wait_until(lambda: nodes.leased() == [0, 0])
 
 
+@pytest.mark.long
 def test_a_flipped_byte_on_another_node_is_a_shorter_hit_and_no_dead_engine(
     nodes: TwoNodes, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:

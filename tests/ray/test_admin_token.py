@@ -46,6 +46,7 @@ def test_a_tier_with_a_token_refuses_who_has_none(config: KVRayConfig, tmp_path:
         assert tier.down(timeout_s=TIMEOUT_S, config=guarded)
 
 
+@pytest.mark.long
 def test_who_may_not_end_a_tier_does_not_end_its_ray_either(tmp_path: Path) -> None:
     variable = "KVRAY_SECURITY__AUTH_TOKEN_FILE"
     with open_shell("token") as shell:

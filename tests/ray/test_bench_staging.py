@@ -9,6 +9,7 @@ import pytest
 pytestmark = pytest.mark.ray
 
 
+@pytest.mark.long
 def test_quick_run_gives_every_figure() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvray", "bench", "staging", "--quick", "--repeat", "1", "--json"],

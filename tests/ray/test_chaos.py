@@ -15,6 +15,7 @@ from tests.ray.command_line import SHM, Shell, open_shell
 pytestmark = pytest.mark.ray
 
 TIMEOUT_S = 1200.0
+SHORT = ("--duration", "20", "--gap", "1", "--seed", "5")
 KEYS = {
     "faults_injected",
     "faults",
@@ -57,8 +58,16 @@ def check(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-def test_nothing_wrong_is_answered_and_nothing_hangs_under_fire(shell: Shell) -> None:
-    found = play(shell, "--duration", "25", "--gap", "1", "--seed", "5")
+def test_nothing_wrong_is_answered_and_nothing_hangs_on_one_node_under_fire(shell: Shell) -> None:
+    found = play(shell, "--nodes", "1", "--replicas", "1", "--no-network", *SHORT)
+    check(found)
+    assert {"cut_link", "slow_link"} <= set(found["skipped_kinds"])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(TIMEOUT_S)
+def test_nothing_wrong_is_answered_and_nothing_hangs_on_two_nodes_under_fire(shell: Shell) -> None:
+    found = play(shell, *SHORT)
     check(found)
     left_out = set(found["skipped_kinds"])
     assert bool(left_out) == (why_impossible() is not None)
@@ -81,6 +90,7 @@ def test_an_unknown_kind_of_fault_is_refused_with_the_known_ones(shell: Shell) -
     assert "There is no kind of fault 'earthquake'; give one of cut_link, " in done.stderr
 
 
+@pytest.mark.long
 def test_an_interrupted_run_leaves_nothing(shell: Shell) -> None:
     before = set(os.listdir(SHM))
     done = shell.interrupt(

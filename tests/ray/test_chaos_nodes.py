@@ -71,6 +71,7 @@ def test_a_killed_node_comes_back_with_another_id_and_adopts_its_arena() -> None
         assert epochs == {1, 2}
 
 
+@pytest.mark.long
 @pytest.mark.root
 @pytest.mark.skipif(NO_NETWORK is not None, reason=f"{NO_NETWORK}")
 def test_nodes_with_cables_are_reached_until_one_is_cut() -> None:

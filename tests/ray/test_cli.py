@@ -95,8 +95,8 @@ def arena_is_made(shell: Shell) -> bool:
     ("moment", "signum"),
     [
         (ray_begins, signal.SIGTERM),
-        (ray_answers, signal.SIGINT),
         (arena_is_made, signal.SIGTERM),
+        pytest.param(ray_answers, signal.SIGINT, marks=pytest.mark.long),
         pytest.param(ray_begins, signal.SIGINT, marks=pytest.mark.long),
         pytest.param(ray_answers, signal.SIGTERM, marks=pytest.mark.long),
         pytest.param(arena_is_made, signal.SIGINT, marks=pytest.mark.long),
@@ -234,6 +234,7 @@ def test_after_a_crash_of_everything_up_adopts_the_arena_and_engines_go_on(
     assert list(own_dir.iterdir()) == []
 
 
+@pytest.mark.long
 def test_after_a_crash_of_everything_up_replaces_an_arena_of_another_size(
     shell: Shell, own_dir: Path, survivor: Engine
 ) -> None:
@@ -245,6 +246,7 @@ def test_after_a_crash_of_everything_up_replaces_an_arena_of_another_size(
     assert list(own_dir.iterdir()) == []
 
 
+@pytest.mark.long
 def test_after_a_crash_of_everything_sweep_removes_the_arena(
     shell: Shell, own_dir: Path, survivor: Engine
 ) -> None:

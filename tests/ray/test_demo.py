@@ -25,6 +25,7 @@ def left_memory(shell: Shell) -> list[str]:
     return [path.name for path in SHM.glob(f"kvray-demo-{shell.pid}*")]
 
 
+@pytest.mark.long
 def test_demo_shares_prefixes_and_changes_no_token(shell: Shell) -> None:
     done = shell.run("demo", "--model", "tiny", "--json", "--plot", "demo.png")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -29,6 +29,7 @@ def config_file(shell: Shell) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_prefix_persists_on_a_tier_of_the_example_s_own(shell: Shell, config_file: Path) -> None:
     script = EXAMPLES / "persistent_prefix.py"
     done = shell.run(script, "--model", "tiny", "--config", config_file)

@@ -28,6 +28,7 @@ NO_NETWORK = why_impossible()
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.long,
     pytest.mark.root,
     pytest.mark.skipif(NO_NETWORK is not None, reason=f"{NO_NETWORK}"),
 ]

@@ -85,6 +85,7 @@ def test_the_same_prompt_hits_from_disk_after_everything_was_torn_down(shell: Sh
     assert shell.run("down", "--no-flush").returncode == 0
 
 
+@pytest.mark.long
 def test_a_shard_that_is_asked_to_end_flushes_and_comes_back(shell: Shell) -> None:
     pid = up(shell)["pid"]
     first, _ = answer(shell, PROMPT)

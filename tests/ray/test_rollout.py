@@ -247,6 +247,7 @@ def test_upgrade_goes_on_with_the_installed_code_and_the_same_blocks(
         engine.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_an_upgrade_that_costs_blocks_says_so_and_waits_for_a_word(
     installed: Installation,

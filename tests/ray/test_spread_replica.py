@@ -183,6 +183,7 @@ def test_what_one_has_computed_is_staged_part_by_part_for_one_placed_the_other_w
     spread.wait_released()
 
 
+@pytest.mark.long
 def test_a_batch_that_does_not_fit_into_the_pool_leaves_no_lease_on_any_node(
     spread: Spread, forth: Replica, back: Replica
 ) -> None:

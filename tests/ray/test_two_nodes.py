@@ -26,7 +26,7 @@ QUOTA = "32MiB"
 PATIENT = {**SETTINGS, "connector": {**SETTINGS["connector"], "stage_wait_s": 5.0}}
 
 
-@pytest.fixture(scope="module", params=["nixl", "no nixl"])
+@pytest.fixture(scope="module", params=["nixl", pytest.param("no nixl", marks=pytest.mark.long)])
 def sharing(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Sharing]:
     """Two replicas on nodes that have NIXL, or that have not.
 

@@ -74,14 +74,6 @@ def test_metadata_is_at_most_eight_bytes_for_a_block_and_rank(found: dict[str, A
     assert found["metadata_bytes_empty"] < found["metadata_bytes_one_block"] < 400
 
 
-def test_run_without_json_prints_a_table(run_kvray: RunKvray, arena_dir: Path) -> None:
-    done = run_kvray("bench", "connector", "--quick", KVRAY_ARENA__DIR=str(arena_dir))
-    assert done.returncode == 0, done.stderr
-    for words in ("8k tokens, all stored", "99th percentile", "garbage collector"):
-        assert words in done.stdout
-    assert "target" not in done.stdout
-
-
 @pytest.mark.parametrize("block", ["much", "1000"])
 def test_block_that_no_pool_has_is_refused(
     run_kvray: RunKvray, arena_dir: Path, block: str
