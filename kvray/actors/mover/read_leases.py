@@ -197,7 +197,7 @@ class ReadLeases:
         with self._lock:
             grant = self._grants.get(token)
             # The clock runs on while a process is frozen: when it wakes, it must send nothing that
-            # its peer has long grant up.
+            # its peer has long given up.
             if grant is None or grant.released or grant.ends_at < time.monotonic():
                 raise LeaseExpired(f"Read lease {token} has ended; ask again.")
             grant.sending += 1
