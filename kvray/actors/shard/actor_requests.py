@@ -15,25 +15,15 @@ class ActorRequests:
     def __init__(self, parts: ShardParts) -> None:
         self._parts = parts
 
-    def prefetch(
-        self,
-        replica: str,
-        tokens: bytes,
-        *,
-        salt: str | int | None = None,
-        lora: str | None = None,
-        media: Sequence[tuple[int, bytes]] = (),
-    ) -> dict[str, Any]:
+    def prefetch(self, replica: str, tokens: bytes, **marks: Any) -> dict[str, Any]:
         """Bring a prompt's blocks here for a replica before its engine sees the request.
 
-        The arguments are those of `prompt_keys`. Returns num_tokens and num_blocks that lead and
-        are here now for all ranks, staged_tokens that were not here before, and the reason why it
-        is not more. ConfigError: no rank of `replica` has registered here.
+        `marks` are salt, lora and media, as for `prompt_keys`. Returns num_tokens and num_blocks
+        that lead and are here now for all ranks, staged_tokens that were not here before, and the
+        reason why it is not more. ConfigError: no rank of `replica` has registered here.
         """
         rank, reader = self._parts.first_reader(replica)
-        keys = prompt_keys(
-            reader, tokens, salt=salt, lora=lora, media=media, tenants=self._parts.tenants
-        )
+        keys = prompt_keys(reader, tokens, tenants=self._parts.tenants, **marks)
         if not keys:
             return {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0, "reason": "none"}
         found = self._parts.loop.wait(
