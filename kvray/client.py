@@ -1,9 +1,8 @@
 """The Python API over Ray, for command lines, ingresses and users; engines never use it."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any
 
 import ray
 
@@ -31,23 +30,6 @@ class Prefetched:
     """Why no more tokens are ready; `none` if all are."""
 
 
-_Given = ParamSpec("_Given")
-_Result = TypeVar("_Result")
-
-
-def _in_its_tier(
-    method: "Callable[Concatenate[Client, _Given], _Result]",
-) -> "Callable[Concatenate[Client, _Given], _Result]":
-    """Have a method mean the client's tier: the process may have joined Ray in any namespace."""
-
-    @functools.wraps(method)
-    def wrapped(client: "Client", /, *args: _Given.args, **named: _Given.kwargs) -> _Result:
-        with tier_named(client.cluster_name):
-            return method(client, *args, **named)
-
-    return cast("Callable[Concatenate[Client, _Given], _Result]", wrapped)
-
-
 class Client:
     """A connection to the tier of a Ray cluster.
 
@@ -69,7 +51,6 @@ class Client:
         if self._owns_connection:
             connection.connect_configured(config)
 
-    @_in_its_tier
     def status(self, *, timeout_s: float | None = None) -> dict[str, Any]:
         """Return what shards and lookup say of themselves.
 
@@ -79,9 +60,9 @@ class Client:
         Raises:
             ShardUnavailable: no tier runs there.
         """
-        return tier.status(timeout_s=self._timeout_s if timeout_s is None else timeout_s)
+        with tier_named(self.cluster_name):
+            return tier.status(timeout_s=self._timeout_s if timeout_s is None else timeout_s)
 
-    @_in_its_tier
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> Match:
         """Return the longest run of leading `keys` that shards hold, and which shards.
 
@@ -94,12 +75,12 @@ class Client:
                 raise ConfigError(
                     f"A key is {KEY_BYTES} bytes, as chain_keys makes them, not {key!r:.40}."
                 )
-        lookup = get_actor(LOOKUP_NAME)
         pieces = in_pieces(b"".join(keys))
-        match: Match = call(lookup.match, num_parts, *pieces, timeout_s=self._timeout_s)
+        with tier_named(self.cluster_name):
+            lookup = get_actor(LOOKUP_NAME)
+            match: Match = call(lookup.match, num_parts, *pieces, timeout_s=self._timeout_s)
         return match
 
-    @_in_its_tier
     def prefetch(
         self,
         tokens: Tokens,
@@ -127,22 +108,17 @@ class Client:
                 checkpoint.
         """
         packed = pack_tokens(tokens).tobytes()
-        lookup = get_actor(LOOKUP_NAME)
-        shards = set(call(lookup.replica, replica, timeout_s=self._timeout_s).values())
-        if not shards:
-            raise ConfigError(
-                f"No replica {replica!r:.80} has registered; `kvray status` shows those that have."
-            )
         items = [(item.position, item.digest) for item in media]
-        answers = ask_all(
-            {shard: get_actor(shard).prefetch for shard in shards},
-            self._timeout_s,
-            replica,
-            packed,
-            salt,
-            lora,
-            items,
-        )
+        with tier_named(self.cluster_name):
+            lookup = get_actor(LOOKUP_NAME)
+            shards = set(call(lookup.replica, replica, timeout_s=self._timeout_s).values())
+            if not shards:
+                raise ConfigError(
+                    f"No replica {replica!r:.80} has registered; `kvray status` shows those that"
+                    " have."
+                )
+            methods = {shard: get_actor(shard).prefetch for shard in shards}
+            answers = ask_all(methods, self._timeout_s, replica, packed, salt, lora, items)
         for answer in answers.values():
             if isinstance(answer, KVRayError):
                 raise answer
@@ -153,7 +129,6 @@ class Client:
             reason=last["reason"],
         )
 
-    @_in_its_tier
     def explain(
         self, request_id: int | None = None, *, replica: str | None = None, last: int = 1
     ) -> dict[str, Any]:
@@ -168,11 +143,11 @@ class Client:
             ConfigError: no such request is known.
             ShardUnavailable: no tier runs there.
         """
-        return explaining.explain_requests(
-            replica=replica, request_id=request_id, last=last, timeout_s=self._timeout_s
-        )
+        with tier_named(self.cluster_name):
+            return explaining.explain_requests(
+                replica=replica, request_id=request_id, last=last, timeout_s=self._timeout_s
+            )
 
-    @_in_its_tier
     def explain_tokens(
         self,
         tokens: Tokens,
@@ -194,11 +169,11 @@ class Client:
             ShardUnavailable: no tier runs there, or a shard did not answer.
         """
         packed = pack_tokens(tokens).tobytes()
-        return explaining.explain_prompt(
-            packed, replica=replica, salt=salt, lora=lora, timeout_s=self._timeout_s
-        )
+        with tier_named(self.cluster_name):
+            return explaining.explain_prompt(
+                packed, replica=replica, salt=salt, lora=lora, timeout_s=self._timeout_s
+            )
 
-    @_in_its_tier
     def contents(self, namespace: str | None = None, *, hottest: int = 20) -> dict[str, Any]:
         """Return what each shard has of each namespace, and the prefixes of one used most.
 
@@ -210,9 +185,9 @@ class Client:
             ConfigError: `namespace` is no such name.
             ShardUnavailable: no tier runs there.
         """
-        return tier.contents(namespace, hottest, timeout_s=self._timeout_s)
+        with tier_named(self.cluster_name):
+            return tier.contents(namespace, hottest, timeout_s=self._timeout_s)
 
-    @_in_its_tier
     def clear(self) -> int:
         """Evict every block that nobody leases, on every node; return how many.
 
@@ -220,7 +195,8 @@ class Client:
             ConfigError: the tier asks for a token that the configuration does not name.
             ShardUnavailable: no tier runs there, or a shard did not answer.
         """
-        return tier.clear(timeout_s=self._timeout_s, config=self._config)
+        with tier_named(self.cluster_name):
+            return tier.clear(timeout_s=self._timeout_s, config=self._config)
 
     def close(self) -> None:
         """End the Ray connection if this client made it. Twice is fine."""
