@@ -1,7 +1,7 @@
 """Progress on the terminal while a tier starts, or while a command counts."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
-    TaskID,
     TextColumn,
     TimeElapsedColumn,
 )
@@ -67,6 +66,11 @@ class ProgressLine:
             self._console.print(f"{title}: done in {time.monotonic() - began:.0f} s")
 
 
+_DESCRIPTION = TextColumn("{task.description}")
+_WAITING = (SpinnerColumn(), _DESCRIPTION, TimeElapsedColumn())
+_COUNTING = (_DESCRIPTION, BarColumn(), DownloadColumn(binary_units=True), TimeElapsedColumn())
+
+
 class LaunchProgress:
     """A spinner while Ray starts, then a bar with the bytes of the arenas that are being made.
 
@@ -76,71 +80,52 @@ class LaunchProgress:
 
     def __init__(self, console: Console, interrupts: Interrupts) -> None:
         self._interrupts = interrupts
-        options: Any = {
-            "console": console,
-            "transient": True,
-            "disable": not console.is_terminal,
-            "auto_refresh": False,  # its thread would take signals that are held back
-        }
-        self._ray = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            TimeElapsedColumn(),
-            **options,
+        self._progress = Progress(
+            *_WAITING,
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            auto_refresh=False,  # its thread would take signals that are held back
         )
-        self._bytes = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            TimeElapsedColumn(),
-            **options,
-        )
-        self._shown: Progress | None = None
-        self._task: TaskID | None = None
+        self._task = self._progress.add_task("", total=None, visible=False)
 
     def __enter__(self) -> "LaunchProgress":
+        self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._show(None, "", None)
+        self._progress.stop()
 
     def waiting(self, elapsed_s: float) -> None:
         """Show that Ray is starting."""
-        self._interrupts.check()
-        self._show(self._ray, "Starting Ray", None)
+        self._show("Starting Ray")
 
     def report(self, shards: list[dict[str, Any]]) -> None:
         """Show how far the shards are with their arenas."""
-        if not self._counts("Preparing the arena", shards):
-            self._show(self._ray, "Starting the tier", None)
+        self._show("Starting the tier", "Preparing the arena", shards)
 
     def flushing(self, shards: list[dict[str, Any]]) -> None:
         """Show how far the shards are with writing blocks to disk before they end."""
         ending = [shard for shard in shards if shard["state"] == "flushing"]
-        if not self._counts("Flushing to disk", ending):
-            self._show(self._ray, "Ending the tier", None)
+        self._show("Ending the tier", "Flushing to disk", ending)
 
-    def _counts(self, description: str, shards: list[dict[str, Any]]) -> bool:
-        """Show how many bytes are done; return False if there are none to do."""
+    def _show(
+        self, waiting: str, counting: str = "", shards: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        """Show how many bytes of the shards are done, or only `waiting` if there are none to do."""
         self._interrupts.check()
         total = sum(shard.get("total", 0) for shard in shards)
         done = sum(shard.get("done", 0) for shard in shards)
-        if total:
-            self._show(self._bytes, description, total)
-            assert self._task is not None
-            self._bytes.update(self._task, completed=done, total=total)
-        return bool(total)
-
-    def _show(self, progress: Progress | None, description: str, total: float | None) -> None:
-        if self._shown is not progress:
-            if self._shown is not None:
-                self._shown.stop()
-            self._shown, self._task = progress, None
-            if progress is not None:
-                progress.start()
-        if progress is None:
-            return
-        if self._task is None:
-            self._task = progress.add_task(description, total=total)
-        progress.update(self._task, description=description)
-        progress.refresh()
+        columns = _COUNTING if total else _WAITING
+        fields: Any = {
+            "description": counting if total else waiting,
+            "completed": done,
+            "total": total or None,
+            "visible": True,
+        }
+        if self._progress.columns is columns:
+            self._progress.update(self._task, **fields)
+        else:
+            self._progress.columns = columns
+            self._progress.reset(self._task, **fields)  # the time is that of each display
+        self._progress.refresh()
