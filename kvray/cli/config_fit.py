@@ -72,7 +72,7 @@ def fit(
     """Share out a node's memory, and print the `ray start` line that makes it fit.
 
     The node is this machine, unless --total describes another one. An arena that is there already
-    counts as free. It needs no Ray, and is best run before `ray start`.
+    counts as free. Needs no Ray: run it before `ray start`.
     """
     with boundary(verbose=verbose):
         labels = parse_labels(node_label)

@@ -39,7 +39,7 @@ def connector_config(
             "--output",
             "-o",
             metavar="FILE",
-            help="The file to write; else stdout.",
+            help="The file to write; by default stdout.",
             show_default=False,
         ),
     ] = None,

@@ -29,7 +29,8 @@ TempDirOption = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="The --temp-dir of Ray's head; else that of this tier's local Ray, else /tmp/ray.",
+        help="The --temp-dir of Ray's head. By default that of this tier's local Ray, then"
+        " /tmp/ray.",
         show_default=False,
     ),
 ]

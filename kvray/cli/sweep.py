@@ -37,7 +37,7 @@ def sweep(
         typer.Option(
             "--dir",
             metavar="DIR",
-            help="The directory to look in; else arena.dir.",
+            help="The directory to look in; by default arena.dir.",
             show_default=False,
         ),
     ] = None,

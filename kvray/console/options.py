@@ -13,7 +13,8 @@ ConfigOption = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help="The configuration file; else the one in KVRAY_CONFIG, else the defaults.",
+        help="The configuration file. By default the one that KVRAY_CONFIG names, then"
+        " /etc/kvray/kvray.yaml, then none.",
         show_default=False,
     ),
 ]
@@ -22,7 +23,8 @@ AddressOption = Annotated[
     str | None,
     typer.Option(
         metavar="HOST:PORT",
-        help="A running Ray cluster; else ray.address of the configuration, else a local Ray.",
+        help="A running Ray cluster. By default ray.address of the configuration, then the Ray of"
+        " this machine.",
         show_default=False,
     ),
 ]
