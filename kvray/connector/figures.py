@@ -14,6 +14,21 @@ _FIRST, _LAST = 15, 32
 """The least bucket that is told of ends at 2**15 ns (33 us), the last but one at 2**32 (4.3 s)."""
 
 
+SENTENCES = {
+    DropReason.STORE_DOWN: "the tier is not there",
+    DropReason.ARENA_BUSY: "the arena stayed locked",
+    DropReason.NO_ROOM: "everything else in the arena is leased, or their parent block is missing",
+    DropReason.TOO_MANY: "too many saves wait",
+    DropReason.TOO_SLOW: "the copy took too long",
+    DropReason.SHUT_DOWN: "the connector was shut down",
+    DropReason.KEYS_LOST: "their keys did not reach this rank",
+    DropReason.NO_PAGE: "the engine names no page for a block before them",
+    DropReason.NO_POOL: "this rank does not have the pool that they were planned for",
+    DropReason.VOID: "their pass did not get the blocks it was promised, so they may be wrong",
+    DropReason.ERROR: "an error, which the log shows",
+}
+
+
 class EngineFigures:
     """Of one engine, both halves together."""
 
@@ -89,7 +104,7 @@ class DroppedBlocks:
         if is_new:
             _log.warning(
                 "kvray: %d blocks were not saved, nor will be what follows them in their prompts:"
-                " %s, which docs/metrics.md explains (said once)",
+                " %s (said once)",
                 num_blocks,
-                reason.value,
+                SENTENCES[reason],
             )

@@ -226,7 +226,7 @@ def test_too_many_waiting_saves_are_dropped(
     saver.close(10)
     assert totals(saver)["stored_blocks"] + totals(saver)["dropped_blocks"] == 6
     assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_too_many"] >= 3
-    assert len([one for one in caplog.messages if "too_many" in one]) == 1
+    assert len([one for one in caplog.messages if "too many saves" in one]) == 1
 
 
 def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(
@@ -242,7 +242,7 @@ def test_a_locked_arena_costs_the_engine_one_wait_and_the_blocks(
     arena._lock.release()
     assert time.monotonic() - started < 1
     assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_arena_busy"] == 8
-    assert [one for one in caplog.messages if "arena_busy" in one]
+    assert [one for one in caplog.messages if "stayed locked" in one]
 
 
 def test_a_save_whose_parent_is_not_there_is_dropped_and_said(
@@ -254,7 +254,7 @@ def test_a_save_whose_parent_is_not_there_is_dropped_and_said(
     saver.fence()
     saver.close(10)
     assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_no_room"] == 4
-    assert len([one for one in caplog.messages if "no_room" in one]) == 1
+    assert len([one for one in caplog.messages if "parent block is missing" in one]) == 1
 
 
 def test_a_defect_does_not_end_the_thread_nor_hold_the_engine_up(
@@ -284,7 +284,7 @@ def test_without_a_tier_blocks_are_dropped_and_said_once(
     saver.close(10)
     link.detach()
     assert totals(saver)["dropped_blocks"] == totals(saver)["dropped_blocks_store_down"] == 4
-    assert len([one for one in caplog.messages if "store_down" in one]) == 1
+    assert len([one for one in caplog.messages if "the tier is not there" in one]) == 1
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
