@@ -1,6 +1,7 @@
-"""The way from a command to the tier: its configuration, a client, and the answer on stdout."""
+"""The way from a command to the tier: a client, the token ids in a file, the answer on stdout."""
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvray.config import load_config
 from kvray.console.boundary import stdout_kept
 from kvray.console.interrupts import Interrupts
+from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvray.client import Client
@@ -25,6 +27,21 @@ def open_client(
 
     with stdout_kept(), Client(settings) as client:
         yield client
+
+
+def read_tokens(path: Path) -> list[int]:
+    """Return the token ids in a file: one JSON list, or numbers between white space; - is stdin."""
+    try:
+        text = sys.stdin.read() if str(path) == "-" else path.read_text()
+        found = json.loads(text) if "[" in text else [int(one) for one in text.split()]
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as token ids ({error}).") from None
+    if not isinstance(found, list) or not found or any(type(token) is not int for token in found):
+        raise ConfigError(
+            f"{path} must have token ids: one JSON list such as [1, 15043], or numbers between"
+            " white space."
+        )
+    return found
 
 
 def show_answer(found: Any, printed: Callable[[Any], None], *, as_json: bool) -> None:

@@ -6,14 +6,13 @@ from typing import Annotated, Any
 
 import typer
 
-from kvray.cli.asking import open_client, show_answer
+from kvray.cli.asking import open_client, read_tokens, show_answer
 from kvray.cli.text.explanation import (
     prompt_report,
     request_report,
     requests_sentence,
     requests_table,
 )
-from kvray.cli.token_file import read_tokens
 from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
 from kvray.console.tables import printer

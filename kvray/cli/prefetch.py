@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvray.cli.asking import open_client
-from kvray.cli.token_file import read_tokens
+from kvray.cli.asking import open_client, read_tokens
 from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, JsonOption, VerboseOption
 

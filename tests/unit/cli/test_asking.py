@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from kvray.cli.token_file import read_tokens
+from kvray.cli.asking import read_tokens
 from kvray.errors import ConfigError
 
 
