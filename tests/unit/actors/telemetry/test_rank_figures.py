@@ -5,7 +5,7 @@ from typing import Any
 
 from kvray.actors.telemetry.figures import Figures, Increments, Series
 from kvray.actors.telemetry.rank_figures import RankFigures, totals_of
-from kvray.connector.figures import CallTimes, DropReason
+from kvray.connector.figures import DropReason, TimeHistogram
 
 REASONS = [reason.value for reason in DropReason]
 REQUESTS = "requests_total"
@@ -86,11 +86,11 @@ def test_unsaved_blocks_have_the_reasons_that_engines_name() -> None:
 
 
 def test_buckets_of_the_connector_become_cumulative_and_keep_their_sum() -> None:
-    timings = CallTimes()
+    timings = TimeHistogram()
     for nanoseconds in (1_000, 40_000, 40_000, 1_000_000, 10**11):
-        timings.lease.observe(nanoseconds)
+        timings.observe(nanoseconds)
 
-    totals = totals_of(timings.counters())
+    totals = totals_of(timings.counters("lease"))
 
     buckets = {
         float(labels[0]): value
