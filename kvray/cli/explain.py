@@ -25,6 +25,8 @@ def explain(
     request_id: Annotated[
         int | None,
         typer.Argument(
+            min=0,
+            max=2**64 - 1,
             metavar="REQUEST_ID|N",
             help="The engine's number of the request; with --last, how many requests.",
             show_default=False,
@@ -83,8 +85,6 @@ def _check(
         raise ConfigError("Give either --tokens or a request, not both.")
     if not has_tokens and (salt is not None or lora is not None):
         raise ConfigError("--salt and --lora need --tokens; a request has its own.")
-    if request_id is not None and not 0 <= request_id < 2**64:
-        raise ConfigError(f"No engine calls a request {request_id}; its numbers have 64 bits.")
     if last and request_id is not None and not 1 <= request_id <= _LAST_MAX:
         raise ConfigError(f"--last takes a number from 1 to {_LAST_MAX}, not {request_id}.")
 

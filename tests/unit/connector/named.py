@@ -83,7 +83,7 @@ def keys_of(named: Named, root: Path) -> list[bytes] | None:
     """Return the keys of all full blocks, made by a new engine; None if they have none."""
     with engine_version(named.engine):
         engine = make_engine(named, root)
-        engine.register(make_layout(named))
+        engine.pool.register(make_layout(named))
     with patch.object(adapters, "_WAIT_S", READ_S):
         identity = identify(make_request(named, root), engine.identifier.adapters.fingerprint)
     if identity is None:
