@@ -59,6 +59,7 @@ def test_fresh_ranks_load_what_cold_ranks_stored(tier: Tier, expected: Expected)
         assert output.token_ids == expected(prompt, 8)
 
 
+@pytest.mark.long
 def test_four_ranks_load_asynchronously_what_their_pools_forgot(
     tier: Tier, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ market stands the house of the harbour master, who writes down the name of every
 of its arrival and the goods that it carries. """
 
 
+@pytest.mark.long
 @pytest.mark.smollm2
 def test_real_model_gives_the_same_text_from_loaded_blocks(fake: State) -> None:
     def engine(connector: object = None) -> ReferenceEngine:

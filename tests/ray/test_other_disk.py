@@ -51,6 +51,7 @@ def num_on_disk(nodes: TwoNodes) -> list[int]:
     return sorted(shard["nvme"]["blocks"] for shard in shards(nodes))
 
 
+@pytest.mark.long
 def test_a_prompt_that_one_node_has_flushed_is_a_hit_on_the_other(machine: Machine) -> None:
     with open_tier(machine, "disks", WITH_DISK) as nodes:
         first = start(nodes, 0)
