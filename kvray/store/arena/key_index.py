@@ -22,6 +22,8 @@ _PART_STEP_U8 = np.uint64(_PART_STEP)
 _FIRST_KEYS = 512
 """All of these leading keys must be here before the rest of a long prompt is looked up."""
 
+_READY = bytes([READY])
+
 _WAY_BITS = BUCKET_WAYS.bit_length() - 1
 
 
@@ -39,7 +41,7 @@ def words(first: Array, part: "int | Array") -> Array:
     They choose its bucket, seed its checksum, and tell what a lease was asked for.
     """
     if isinstance(part, int):
-        return first ^ np.uint64(part * _PART_STEP & 2**64 - 1)
+        return first ^ np.uint64(part * _PART_STEP & 2**64 - 1) if part else first
     found: Array = first ^ part.astype("<u8") * _PART_STEP_U8
     return found
 
@@ -109,30 +111,39 @@ def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":
 
     Returns no slots if the first key is not here, and None if the keys lie in no row.
     """
-    bucket = int(_bucket(tables, keys[:1], part)[0])
+    word, tag, *_ = keys[0].tolist()
+    bucket = (word ^ part * _PART_STEP) & tables.geometry.num_buckets - 1
     tags = tables.index_tag[bucket].tolist()
-    tag = int(_tag(keys[:1])[0])
+    tag &= 2**32 - 1
     if tag not in tags:
         return np.empty((1, 0), dtype=np.int64)
-    first = int(tables.index_slot[bucket, tags.index(tag)]) - 1
-    slots = _row_from(tables, first, len(keys)) if first >= 0 else None
-    if slots is None or tables.slot_key.take(slots, axis=0).tobytes() != keys.tobytes():
+    first, count = int(tables.index_slot[bucket, tags.index(tag)]) - 1, len(keys)
+    at = _row_from(tables, first, count) if first >= 0 else None
+    # Bytes are compared by far fewer calls than arrays, each of which is dear to a cold cache.
+    if (
+        at is None
+        or tables.slot_key[at].tobytes() != keys.tobytes()
+        or tables.slot_part[at].tobytes() != part.to_bytes(4, "little") * count
+        or tables.slot_state[at].tobytes() != _READY * count
+    ):
         return None
-    is_other = (tables.slot_part.take(slots) != part) | (tables.slot_state.take(slots) != READY)
-    return None if np.count_nonzero(is_other) else slots[None]
+    return (np.arange(first, first + count) if isinstance(at, slice) else at)[None]
 
 
-def _row_from(tables: Tables, first: int, count: int) -> "Array | None":
+def _row_from(tables: Tables, first: int, count: int) -> "Array | slice | None":
     """Return the slots of a row that begins with `first`; None if the arena ends before it."""
     geometry = tables.geometry
-    if first + count > geometry.num_slots:
+    num_slots, per_slab = geometry.num_slots, geometry.slots_per_slab
+    if first + count > num_slots:
         return None
-    slab, row = divmod(first, geometry.slots_per_slab)
+    slab, row = divmod(first, per_slab)
     block_bytes = int(tables.slab_block_bytes[slab])
     in_slab = max(1, geometry.slab_bytes // geometry.stride(block_bytes))
+    if row + count <= in_slab or in_slab == per_slab:
+        return slice(first, first + count)
     ordinals = np.arange(row, row + count)
-    slots: Array = (slab + ordinals // in_slab) * geometry.slots_per_slab + ordinals % in_slab
-    return slots if slots[-1] < geometry.num_slots else None
+    slots: Array = (slab + ordinals // in_slab) * per_slab + ordinals % in_slab
+    return slots if slots[-1] < num_slots else None
 
 
 def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Array:
@@ -217,8 +228,7 @@ def _is_first(values: Array) -> Array:
 
 
 def _bucket(tables: Tables, keys: Array, part: "int | Array") -> Array:
-    word = words(keys[:, 0], part) if not isinstance(part, int) or part else keys[:, 0]
-    bucket: Array = (word & tables.bucket_mask).view(np.int64)
+    bucket: Array = (words(keys[:, 0], part) & tables.bucket_mask).view(np.int64)
     return bucket
 
 

@@ -70,7 +70,9 @@ def match(
     if whole:
         found = dict(zip(whole, _ready_run(tables, keys, [one.part for one in whole]), strict=True))
         run = len(found[whole[0]])
-    if windowed and run:
+    if not windowed:
+        return run, found
+    if run:
         everywhere = {one: key_index.find(tables, keys[:run], one.part) for one in windowed}
         windows = [(one.window, _ready(tables, everywhere[one])) for one in windowed]
         run = int(usable_lengths(run, windows)[-1])
@@ -260,10 +262,10 @@ def _ready(tables: Tables, slots: Array) -> Array:
 
 def _ready_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
     slots = key_index.find_run(tables, keys, parts)
-    ready = tables.slot_state.take(slots) == READY
-    if np.count_nonzero(ready) == ready.size:
+    states = tables.slot_state.take(slots)
+    if states.tobytes().count(READY) == states.size:
         return slots
-    return slots[:, : ready.all(axis=0).argmin()]
+    return slots[:, : (states == READY).all(axis=0).argmin()]
 
 
 def _record(tables: Tables, slots: Array, pages: list[int], lease_id: int, now: float) -> int:
@@ -281,7 +283,7 @@ def _record(tables: Tables, slots: Array, pages: list[int], lease_id: int, now: 
 def _free_pages(tables: Tables, count: int) -> list[int] | None:
     # Where the last search ended pages are mostly free; all are looked at only if they are not.
     start, end = tables.next_page, tables.next_page + count
-    if end <= len(tables.page_holder) and not tables.page_holder[start:end].any():
+    if end <= len(tables.page_holder) and not any(tables.page_holder[start:end].tolist()):
         pages = list(range(start, end))
     else:
         pages = (tables.page_holder == 0).nonzero()[0][:count].tolist()
@@ -299,7 +301,7 @@ def _named(tables: Tables, pages: "Array | list[int]") -> Array:
 
 
 def _check(words: Array) -> int:
-    return xxhash.xxh3_64_intdigest(words.data)
+    return xxhash.xxh3_64_intdigest(words.tobytes())
 
 
 def _end(tables: Tables, pages: "Array | list[int]") -> int:
