@@ -117,6 +117,8 @@ class RequestState:
         """Return the first token at which another chain leaves this one; None: it is this one."""
         if seed != self.seed:
             return 0
+        if not media and not self.media:
+            return None  # as mostly
         unlike = set(media).symmetric_difference(self.media)
         return min((item.position for item in unlike), default=None)
 

@@ -20,6 +20,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,11 @@ Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
 _PACKED_TOKENS = 10_240
 """Tokens packed by one call: the arguments of many more would not fit into the cache. Not 8192:
 prompts of just above that are common, and a second part for the rest costs a fifth more."""
+
+_FEW_TOKENS = 2048
+"""Up to here numpy's calls cost more than they save, while the caches are cold."""
+
+_NO_EXTRAS = bytes(4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,12 @@ def request_seed(
     """
     salted = b"" if salt is None else tagged(salt, what="The cache salt")
     adapter = b"" if lora is None else b"lora:" + lora
+    return _seed(namespace, salted, adapter)
+
+
+@lru_cache(maxsize=64)
+def _seed(namespace: bytes, salted: bytes, adapter: bytes) -> bytes:
+    """Return the seed, which each request needs three times, and most have the same."""
     return hashlib.sha256(frame(b"kvray.seed", namespace, salted, adapter)).digest()
 
 
@@ -97,10 +109,7 @@ def chain_keys(
         raise ConfigError(
             f"A seed has {KEY_BYTES} bytes, not {len(seed)}; use what request_seed returns."
         )
-    framed = _frame_blocks(pack_tokens(tokens), tokens_per_block)
-    # One after the other: a list of them would be memory to fault in for a long prompt.
-    message_bytes = framed.shape[1] * framed.itemsize
-    messages: Iterable[tuple[bytes]] = struct.iter_unpack(f"{message_bytes}s", framed.data)
+    messages = _messages(tokens, tokens_per_block)
     if media:
         messages = _add_media(messages, _media_extras(media, tokens_per_block))
     sha256 = hashlib.sha256
@@ -117,15 +126,26 @@ def pack_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
         if hasattr(tokens, "__array__"):
             return _pack_array(np.asarray(tokens))
         return _pack_sequence(tokens)
+    except (TypeError, RuntimeError) as error:
+        raise _no_tokens(error) from None
+
+
+def _pack_few(tokens: Sequence[int]) -> bytes:
+    try:
+        return struct.pack(f"<{len(tokens)}i", *tokens)
     except (struct.error, TypeError, RuntimeError) as error:
-        raise ConfigError(
-            f"Tokens must be a list of integers of 32 bits ({error}); give token ids, not text."
-        ) from None
+        raise _no_tokens(error) from None
+
+
+def _no_tokens(error: Exception) -> ConfigError:
+    return ConfigError(
+        f"Tokens must be a list of integers of 32 bits ({error}); give token ids, not text."
+    )
 
 
 def _pack_sequence(tokens: Sequence[int]) -> npt.NDArray[np.int32]:
     if len(tokens) <= _PACKED_TOKENS:
-        return np.frombuffer(struct.pack(f"<{len(tokens)}i", *tokens), dtype="<i4")
+        return np.frombuffer(_pack_few(tokens), dtype="<i4")
     parts = range(0, len(tokens), _PACKED_TOKENS)
     return np.concatenate([_pack_sequence(tokens[at : at + _PACKED_TOKENS]) for at in parts])
 
@@ -139,6 +159,18 @@ def _pack_array(tokens: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     if tokens.size and (tokens.min() < -(2**31) or tokens.max() >= 2**31):
         raise ConfigError("A token id does not fit into 32 bits; give the tokenizer's ids.")
     return tokens.astype("<i4", copy=False)
+
+
+def _messages(tokens: Tokens, tokens_per_block: int) -> Iterable[tuple[bytes]]:
+    """Return the message of each full block, without parent and extras."""
+    if type(tokens) is list and len(tokens) <= _FEW_TOKENS:
+        packed, size = _pack_few(tokens), 4 * tokens_per_block
+        start = struct.pack("<i", tokens_per_block)
+        ends = range(size, len(packed) + 1, size)
+        return [(start + packed[end - size : end] + _NO_EXTRAS,) for end in ends]
+    framed = _frame_blocks(pack_tokens(tokens), tokens_per_block)
+    # One after the other: a list of them would be memory to fault in for a long prompt.
+    return struct.iter_unpack(f"{framed.shape[1] * framed.itemsize}s", framed.data)
 
 
 def _frame_blocks(tokens: npt.NDArray[np.int32], tokens_per_block: int) -> npt.NDArray[np.int32]:

@@ -9,6 +9,7 @@ asks with a copy that has the bindings' alone; `docs/tensorrt_llm.md` has a tabl
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress, repeat
 from typing import Any
 
 from kvray.connector.request.media import MEDIA_FIELDS, media_items
@@ -68,10 +69,13 @@ def identify(request: Any, fingerprint_adapter: FingerprintAdapter) -> Identity 
     """
     if _has_encoder(request):
         return None
+    for name in _FIELDS:
+        if getattr(request, name, None) is not None:
+            break
+    else:
+        return _PLAIN  # most requests; the rest need not be as fast
     values = [(name, getattr(request, name, None)) for name in _FIELDS]
     fields = {name: value for name, value in values if value is not None}
-    if not fields:
-        return _PLAIN  # most requests; the rest need not be as fast
     fields = {name: value for name, value in fields.items() if not _is_empty(name, value)}
     if any(name in fields for name in _UNNAMED):
         return None
@@ -103,14 +107,21 @@ class Regularity:
 
     def __init__(self) -> None:
         self._seen: set[str] = set()
+        self._regular: list[bool] = []
+        """Which of `_REGULAR` and `_SALTS` the last request had that lacked nothing."""
 
     def is_lacking(self, request: Any) -> bool:
         """Whether a request lacks fields that others have, or that never come one by one."""
-        has = {name for name in _REGULAR if hasattr(request, name)}
-        if any(hasattr(request, name) for name in _SALTS):
+        fields = [*map(hasattr, repeat(request), (*_REGULAR, *_SALTS))]
+        if fields == self._regular:
+            return False
+        has = set(compress(_REGULAR, fields))
+        if any(fields[len(_REGULAR) :]):
             has.add("a salt")  # as text or as a number of it
         self._seen |= has
-        return self._seen != has or len(has.intersection(_ITEMS)) not in (0, len(_ITEMS))
+        is_lacking = self._seen != has or len(has.intersection(_ITEMS)) not in (0, len(_ITEMS))
+        self._regular = [] if is_lacking else fields
+        return is_lacking
 
 
 def _lora(fields: dict[str, Any], fingerprint_adapter: FingerprintAdapter) -> bytes | None:
