@@ -20,6 +20,12 @@ RepeatOption = Annotated[
     int | None,
     typer.Option(min=1, max=1_000_000, metavar="N", help="Pairs of each measurement."),
 ]
+BlockOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SIZE", help="Bytes of a block; may be repeated. [4MiB and 128KiB; tier: and 1MiB]"
+    ),
+]
 
 bench = typer.Typer(
     name="bench",
@@ -122,6 +128,36 @@ def staging(
 
 
 @bench.command()
+def tier(
+    capacity: Annotated[
+        str, typer.Option(metavar="SIZE", help="Shared memory of the tier's arena.")
+    ] = "6GiB",
+    block: BlockOption = None,
+    processes: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1, max=8, metavar="N", help="Processes at once; may be repeated. [1, 2 .. as cores]"
+        ),
+    ] = None,
+    seconds: Annotated[
+        float,
+        typer.Option(min=1, max=3600, metavar="S", help="Load for each number of processes."),
+    ] = 60,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure stores and retrieves through a tier that runs and whose arena is full.
+
+    It starts a Ray and a tier of its own on this machine, and removes them again. Prefixes are
+    Zipf-distributed, and twice as many as the arena holds.
+    """
+    options: dict[str, Any] = {"config": config, "capacity": capacity, "blocks": block or ()}
+    options |= {"processes": processes or (), "seconds": seconds}
+    _run("tier", options, as_json=as_json, verbose=verbose)
+
+
+@bench.command()
 def nvme(
     directory: Annotated[
         Path | None,
@@ -135,10 +171,7 @@ def nvme(
             "--arena-dir", metavar="DIR", help="A tmpfs with huge pages; else root mounts one."
         ),
     ] = None,
-    block: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SIZE", help="Bytes of a block; may be repeated. [4MiB and 128KiB]"),
-    ] = None,
+    block: BlockOption = None,
     repeat: RepeatOption = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,

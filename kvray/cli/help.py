@@ -91,6 +91,7 @@ _EXAMPLES: dict[str, _Examples] = {
     "bench connector": (("Measure the calls of an engine", "kvray bench connector"),),
     "bench gpu": (("Measure the first GPU", "kvray bench gpu"),),
     "bench staging": (("Measure the way between two nodes", "kvray bench staging"),),
+    "bench tier": (("Measure a full arena, two processes", "kvray bench tier --processes 2"),),
     "bench nvme": (("Measure a disk", "kvray bench nvme --dir /mnt/nvme"),),
     "chaos": (("Repeat the same minute of faults", "kvray chaos --duration 60 --seed 1"),),
     "replay": (("Compare the policies on a trace", "kvray replay trace.jsonl"),),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import psutil
 
@@ -13,8 +13,8 @@ from kvray.actors.lookup.lookup import Announcement, Lookup
 from kvray.actors.shard.announcer import ANNOUNCED_MAX
 from kvray.errors import KVRayError
 from kvray.identity.block import KEY_BYTES
-from kvray.lab.bench.report import Report, Row, cores, value_row
-from kvray.lab.bench.runner import Duration, Runner, median_s, percentile_s, timed
+from kvray.lab.bench.report import Report, cores, time_rows, value_row
+from kvray.lab.bench.runner import Duration, Runner, timed
 
 MATCHED = 4096
 """Keys of one query: a prompt of 131,072 tokens."""
@@ -67,12 +67,12 @@ class _Bench:
         rows = [
             value_row("memory for each entry", "bytes", one_holder, entry),
             value_row("    with two holders", "bytes", two_holders, f"{entry}_2_holders"),
-            *_rows(f"match of {MATCHED:,} keys", "lookup_match", match),
-            *_rows("    the same keys again", "lookup_match_warm", match_warm),
-            *_rows(f"locate of {MATCHED:,} keys", "lookup_locate", locate),
-            *_rows(f"announcement of {ANNOUNCED_MAX:,} keys", "lookup_announce", announce),
+            *time_rows(f"match of {MATCHED:,} keys", "lookup_match", match),
+            *time_rows("    the same keys again", "lookup_match_warm", match_warm),
+            *time_rows(f"locate of {MATCHED:,} keys", "lookup_locate", locate),
+            *time_rows(f"announcement of {ANNOUNCED_MAX:,} keys", "lookup_announce", announce),
             value_row("drop of a shard that had them all", "ms", drop_ms, "lookup_drop_ms"),
-            *_rows("heartbeat while it is purged", "lookup_purge", purge),
+            *time_rows("heartbeat while it is purged", "lookup_purge", purge),
         ]
         return Report(
             rows=rows,
@@ -137,13 +137,3 @@ def _batch(number: int) -> bytes:
 
 def _resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
-
-
-def _rows(title: str, name: str, durations: Sequence[Duration]) -> list[Row]:
-    indent = "        " if title.startswith(" ") else "    "
-    p99, longest = 1000 * percentile_s(durations, 99), 1000 * percentile_s(durations, 100)
-    return [
-        value_row(title, "ms", 1000 * median_s(durations), f"{name}_ms"),
-        value_row(f"{indent}99th percentile", "ms", p99, f"{name}_ms_p99"),
-        value_row(f"{indent}longest", "ms", longest, f"{name}_ms_max"),
-    ]

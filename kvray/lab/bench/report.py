@@ -17,7 +17,7 @@ from rich.table import Table
 from kvray import __version__
 from kvray.console.picture import write_picture
 from kvray.console.tables import printer
-from kvray.lab.bench.runner import Pair, median_s, percentile_s, speed_ratio, time_ratio
+from kvray.lab.bench.runner import Duration, Pair, median_s, percentile_s, speed_ratio, time_ratio
 from kvray.lab.bench.targets import is_met
 
 if TYPE_CHECKING:
@@ -146,6 +146,17 @@ def cpu_row(title: str, names: tuple[str, str], pairs: Sequence[Pair], *, num_by
 def value_row(title: str, unit: str, value: float, name: str) -> Row:
     """Return a row without bare work."""
     return Row(title=title, unit=unit, ours=value, figures={name: value})
+
+
+def time_rows(title: str, name: str, durations: Sequence[Duration]) -> list[Row]:
+    """Return the rows of the median, the 99th percentile and the longest of times."""
+    indent = "        " if title.startswith(" ") else "    "
+    p99, longest = 1000 * percentile_s(durations, 99), 1000 * percentile_s(durations, 100)
+    return [
+        value_row(title, "ms", 1000 * median_s(durations), f"{name}_ms"),
+        value_row(f"{indent}99th percentile", "ms", p99, f"{name}_ms_p99"),
+        value_row(f"{indent}longest", "ms", longest, f"{name}_ms_max"),
+    ]
 
 
 def hash_rows(

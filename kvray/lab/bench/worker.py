@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ import numpy as np
 from numpy.random import default_rng
 
 from kvray.errors import KVRayError
-from kvray.identity.block import BlockKey
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.lab.bench.runner import LOCK_WAIT_S, TOKENS_PER_BLOCK, Runner, reserve_all
+from kvray.lab.bench.tier_load import Found, Load, block_keys
 from kvray.lab.reference.child_process import JsonPipe, PipeClosed
 from kvray.store import Arena
 from kvray.store.arena.prefault import mapping_of, populate
@@ -105,11 +104,10 @@ class _Work:
         self._arena: Arena | None = None
         self._buffer = np.empty(0, dtype=np.uint8)
 
-    def attach(self, *, directory: str) -> None:
+    def attach(self, *, directory: str, lock_wait_s: float = LOCK_WAIT_S) -> None:
         """Map the arena in `directory` in place of the one before, as an engine's link does."""
         self.detach()
-        self._arena = Arena(Path(directory), lock_wait_s=LOCK_WAIT_S)
-        self._arena.join("bench")
+        self._arena = Arena.attach(Path(directory), label="bench", lock_wait_s=lock_wait_s)
         populate(mapping_of(self._arena.tables))
 
     def detach(self) -> None:
@@ -127,7 +125,7 @@ class _Work:
     # -- copies of a section: that part of buffer and arena which has `shape` (blocks, bytes) ----
 
     def store(self, *, chain: int, shape: tuple[int, int], section: int) -> Times:
-        keys, pool = _block_keys(chain, shape[0]), _cut(self._buffer, shape, section)
+        keys, pool = block_keys(chain, shape[0]), _cut(self._buffer, shape, section)
         rows, arena = np.arange(shape[0]), self.arena
 
         def work() -> bool:
@@ -137,7 +135,7 @@ class _Work:
         return _timed(work)
 
     def retrieve(self, *, chain: int, shape: tuple[int, int], section: int, verify: bool) -> Times:
-        keys, pool = _block_keys(chain, shape[0]), _cut(self._buffer, shape, section)
+        keys, pool = block_keys(chain, shape[0]), _cut(self._buffer, shape, section)
         rows, arena = np.arange(shape[0]), self.arena
 
         def work() -> bool:
@@ -156,6 +154,20 @@ class _Work:
         if not is_store:
             source, target = target, source
         return _timed(lambda: np.copyto(target, source))
+
+    # -- requests to a tier, see `tier_load` ------------------------------------------------------
+
+    def ask(self, *, prefixes: Sequence[int], sizes: Sequence[int]) -> Found:
+        """Ask for each prefix once; the sizes of blocks take turns."""
+        load = Load(self.arena, self._buffer)
+        for prefix in prefixes:
+            load.ask(prefix, sizes[prefix % len(sizes)])
+        return load.take()
+
+    def play(self, *, sizes: Sequence[int], num_prefixes: int, turn: int, seconds: float) -> Found:
+        load = Load(self.arena, self._buffer)
+        load.play(sizes, num_prefixes=num_prefixes, turn=turn, seconds=seconds)
+        return load.take()
 
     # -- lookups ------------------------------------------------------------------------------
 
@@ -197,7 +209,7 @@ class _Work:
         for chain in itertools.count():
             if select.select([sys.stdin], [], [], 0)[0]:
                 return
-            keys = _block_keys(chain, _CHURNED_BLOCKS)
+            keys = block_keys(chain, _CHURNED_BLOCKS)
             made = self.arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
             if made is not None:
                 count = len(made.slots)
@@ -232,12 +244,6 @@ def _prompt(num_tokens: int, present: int | None = None) -> list[int]:
         others = default_rng(num_tokens + 1)
         tokens[present:] = others.integers(0, _VOCABULARY, num_tokens - present).tolist()
     return tokens
-
-
-@lru_cache(maxsize=2)
-def _block_keys(chain: int, num_blocks: int) -> list[BlockKey]:
-    tokens = np.full(num_blocks * TOKENS_PER_BLOCK, chain)
-    return chain_keys(tokens, tokens_per_block=TOKENS_PER_BLOCK, seed=_SEED)
 
 
 def _timed(work: Callable[[], bool | None]) -> Times:

@@ -1,0 +1,247 @@
+"""`kvray bench tier`: engines' load on a tier that runs and whose arena is full."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+import psutil
+
+from kvray.actors.tier.launch import local_tier
+from kvray.actors.tier.rollout import Observer
+from kvray.config import KVRayConfig, format_size, load_config
+from kvray.errors import CapacityError, ConfigError
+from kvray.lab.bench import local
+from kvray.lab.bench.report import Report, Row, copy_row, cores, time_rows, value_row
+from kvray.lab.bench.runner import LARGE_BYTES, SMALL_BYTES, Duration, Pair, Runner, parse_option
+from kvray.lab.bench.tier_load import BUFFER_BYTES, PREFIX_BYTES, Found, merge
+from kvray.lab.bench.worker import Worker, call_all
+from kvray.store import ArenaSpec
+
+SIZES = (LARGE_BYTES, 2**20, SMALL_BYTES)
+
+_CAPACITY_MIN = 512 * 2**20
+_TURN_S = 5.0
+"""How long the processes load the tier until the bar moves."""
+_IDLE_S = 10.0
+_SETTLE_S = 2.0
+_ASKED_AT_ONCE = 16
+_LOCAL_FIGURES = frozenset(
+    f"{what}_ratio_{size}" for what in ("store", "retrieve") for size in ("4mib", "128kib")
+)
+
+
+def run(
+    runner: Runner,
+    *,
+    config: Path | None,
+    capacity: str,
+    blocks: Sequence[str],
+    processes: Sequence[int],
+    seconds: float,
+) -> Report:
+    """Start a tier, fill its arena, and load it.
+
+    Raises:
+        KVRayError: there is no room, Ray or the tier did not start, or a process died.
+    """
+    num_bytes = parse_option("--capacity", capacity)
+    sizes = [parse_option("--block", text) for text in blocks] or list(SIZES)
+    steps = sorted(set(processes)) or [1 << n for n in range(4) if 1 << n <= _num_cores()]
+    settings = _settings_of(config, num_bytes)
+    _check(settings, sizes, num_processes=steps[-1])
+    bench = _Bench(runner, settings, sizes, steps=steps, seconds=seconds)
+    with runner.scope() as scope:
+        quick = num_bytes < 2**30
+        beside = local.run(scope, config=config, capacity="1GiB", repeat=5, quick=quick)
+    rows = [row for row in beside.rows if _LOCAL_FIGURES & row.figures.keys()]
+    rows += bench.take_all()
+    names = ", ".join(map(format_size, sizes))
+    return Report(
+        rows=rows,
+        note=f"Blocks of {names} in an arena of {format_size(num_bytes)} that is full,"
+        f" {seconds:g} s for each number of processes, on {cores()}. The first rows are those of"
+        " `kvray bench local`: an arena with room and no shard. Ratios are kvray's speed over the"
+        " bare copy's.",
+        facts={
+            "capacity_bytes": num_bytes,
+            "block_bytes": sizes,
+            "processes": steps,
+            "seconds": seconds,
+        },
+    )
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _settings_of(config: Path | None, capacity: int) -> KVRayConfig:
+    """Return the settings of a tier of the bench's own, on a Ray of its own, without a disk."""
+    settings = load_config(config)
+    return settings.model_copy(
+        update={
+            "cluster_name": f"bench-{os.getpid()}",
+            "arena": settings.arena.model_copy(update={"capacity": capacity}),
+            "nvme": settings.nvme.model_copy(update={"dir": None}),
+            "ray": settings.ray.model_copy(update={"address": None}),
+        }
+    )
+
+
+def _check(settings: KVRayConfig, sizes: Sequence[int], *, num_processes: int) -> None:
+    """Raise ConfigError for options that cannot be measured, and CapacityError without room."""
+    capacity, least = settings.arena.capacity, format_size(_CAPACITY_MIN)
+    if capacity < _CAPACITY_MIN:
+        raise ConfigError(
+            f"--capacity {format_size(capacity)} is too small; give at least {least}."
+        )
+    for size in sizes:
+        if PREFIX_BYTES % size or size < settings.arena.slot_min:
+            raise ConfigError(
+                f"--block {format_size(size)}: give a power of two from"
+                f" {format_size(settings.arena.slot_min)} to {format_size(PREFIX_BYTES)}."
+            )
+    arena = ArenaSpec.of(settings).geometry().file_bytes
+    for needed, free, place in (
+        (arena, shutil.disk_usage(settings.arena.dir).free, str(settings.arena.dir)),
+        (arena + num_processes * BUFFER_BYTES, psutil.virtual_memory().available, "memory"),
+    ):
+        if needed > free:
+            raise CapacityError(
+                f"The bench takes {format_size(needed)} of {place}, and {format_size(free)} are"
+                " free; give a smaller --capacity, or fewer --processes."
+            )
+
+
+class _Bench:
+    """A tier on a local Ray, and processes that are attached to its arena."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        settings: KVRayConfig,
+        sizes: Sequence[int],
+        *,
+        steps: Sequence[int],
+        seconds: float,
+    ) -> None:
+        self._runner = runner
+        self._settings = settings
+        self._sizes = sizes
+        self._steps = steps
+        self._seconds = seconds
+        self._num_prefixes = 2 * settings.arena.capacity // PREFIX_BYTES
+        self._turns = count(1)
+        self._workers: list[Worker] = []
+
+    def take_all(self) -> list[Row]:
+        runner, num_filled = self._runner, self._settings.arena.capacity * 5 // 6 // PREFIX_BYTES
+        num_stored = self._settings.arena.capacity // 4 // PREFIX_BYTES
+        turns = math.ceil(self._seconds / _TURN_S)
+        asked = sum(
+            math.ceil(one / _ASKED_AT_ONCE) for one in (num_filled, num_stored, self._num_prefixes)
+        )
+        # The short form of `bench local` has counted its own steps.
+        runner.show("Starting a tier", total=5 + 1 + asked + turns * len(self._steps) + 1)
+        shard = psutil.Process(self._start_tier())
+        self._workers = [Worker.start(runner) for _ in range(self._steps[-1])]
+        call_all(self._workers, "allocate", num_bytes=BUFFER_BYTES)
+        call_all(
+            self._workers,
+            "attach",
+            directory=str(self._settings.node_dir),
+            lock_wait_s=self._settings.arena.lock_wait_s,
+        )
+        runner.advance()
+        first = self._num_prefixes
+        self._ask(range(first, first + num_filled), [LARGE_BYTES], "Filling five sixths")
+        first += num_filled
+        small = self._ask(range(first, first + num_stored), [SMALL_BYTES], "Storing 128KiB blocks")
+        rows = [_copy_row("store, 128KiB blocks into large ones", "tier_small_into_large", small)]
+        self._ask(range(self._num_prefixes)[::-1], self._sizes, "Filling the arena")
+        for num_processes in self._steps:
+            rows += self._load(num_processes, turns, shard)
+        runner.show("Doing nothing")
+        time.sleep(_SETTLE_S)
+        began, idle_s = _cpu_s(shard), min(_IDLE_S, self._seconds)
+        time.sleep(idle_s)
+        share = (_cpu_s(shard) - began) / idle_s
+        runner.advance()
+        return [*rows, value_row("shard's CPU, idle", "cores", share, "tier_idle_cpu_share")]
+
+    def _start_tier(self) -> int:
+        """Start Ray and the tier, which end with the run; return the shard's pid."""
+        runner = self._runner
+        check = runner.interrupts.check  # a signal is held back until Ray can be ended
+        observer = Observer(waiting=lambda elapsed_s: check(), report=lambda shards: check())
+        with runner.interrupts.held():
+            launch = runner.stack.enter_context(local_tier(self._settings, observer=observer))
+        return int(launch.shards[0]["pid"])
+
+    def _ask(self, prefixes: range, sizes: Sequence[int], title: str) -> Found:
+        """Have one process ask once for each prefix."""
+        self._runner.show(title)
+        founds = []
+        for at in range(0, len(prefixes), _ASKED_AT_ONCE):
+            some = list(prefixes[at : at + _ASKED_AT_ONCE])
+            founds += call_all(self._workers[:1], "ask", prefixes=some, sizes=sizes)
+            self._runner.advance()
+        return merge(founds)
+
+    def _load(self, num_processes: int, turns: int, shard: psutil.Process) -> Iterator[Row]:
+        """Have so many processes play at once; yield the rows."""
+        title = f"{num_processes} process{'es' if num_processes > 1 else ''}"
+        self._runner.show(f"Loading ({title})")
+        founds, workers = [], self._workers[:num_processes]
+        cpu_s, began = _cpu_s(shard), time.monotonic()
+        for _ in range(turns):
+            for worker in workers:
+                worker.send(
+                    "play",
+                    sizes=self._sizes,
+                    num_prefixes=self._num_prefixes,
+                    turn=next(self._turns),
+                    seconds=self._seconds / turns,
+                )
+            founds += [worker.receive() for worker in workers]
+            self._runner.advance()
+        share = (_cpu_s(shard) - cpu_s) / (time.monotonic() - began)
+        found, end = merge(founds), f"{num_processes}p"
+        for name in sorted(found["copies"], key=_size_last):
+            what, size = name.split()
+            row = f"tier_{what}_{{}}_{size.lower()}_{end}"
+            yield _copy_row(f"{what}, {size} blocks, {title}", row, found, name)
+        for name in sorted(found["calls"], key=_size_last):
+            what, size = name.split()
+            durations = [Duration(seconds) for seconds in found["calls"][name]]
+            row = f"tier_{what}_{size.lower()}_{end}"
+            yield from time_rows(f"{what}, {size} blocks, {title}", row, durations)
+        counts = found["counts"]
+        hit_rate = counts["hit"] / counts["asked"]
+        yield value_row(f"hit rate, {title}", "", hit_rate, f"tier_hit_rate_{end}")
+        for name, what in (("dropped", "blocks dropped"), ("busy", "calls that found it busy")):
+            yield value_row(f"{what}, {title}", "", counts[name], f"tier_{name}_{end}")
+        yield value_row(f"shard's CPU, {title}", "cores", share, f"tier_cpu_share_{end}")
+
+
+def _copy_row(title: str, names: str, found: Found, name: str = "") -> Row:
+    """Return the row of all copies of that name, by default those of the only store."""
+    num_bytes, ours, bare = found["copies"][name or f"store {format_size(SMALL_BYTES)}"]
+    if "{}" not in names:
+        names += "_{}"
+    return copy_row(title, names, [Pair(Duration(ours), Duration(bare))], num_bytes=int(num_bytes))
+
+
+def _size_last(name: str) -> tuple[str, ...]:
+    return tuple(reversed(name.split()))
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
