@@ -13,6 +13,10 @@ from kvray.index import Index, Match, Run
 
 SILENT_S = 1.5
 """Answers leave out a shard after so long a silence: three of its heartbeats."""
+CALLS_PER_S = 400
+"""Announcements and heartbeats of all shards together: a fifth of what one Ray actor takes."""
+_SHARDS_UNPACED = 20
+"""So few shards announce as often as they like."""
 
 _NAMESPACES_MAX = 128
 _DIGESTS_MAX = 8192
@@ -56,6 +60,8 @@ class Answer:
     """The announcement did not follow the last one, and the lookup ignored it."""
     wait_s: float = 0.0
     """With `resync`: when the shard is to ask for its turn to announce everything."""
+    pause_s: float = 0.0
+    """Without `resync`: how long the shard is to say nothing, once it has said what it knows."""
     now_s: float = 0.0
     """The time of the answer, by the lookup's clock."""
     took_s: float = 0.0
@@ -79,6 +85,9 @@ class Lookup:
     After a start of the lookup every shard has to announce everything. Only shards with a turn
     begin, and the answers to the others cost next to nothing. So the time until the index is
     complete depends on the number of blocks, and not on the number of shards.
+
+    The more shards there are, the less often each may announce anything: the calls of all of them
+    are few enough to leave the lookup time for queries.
 
     Answers leave out a shard after a long silence, until its next announcement. It still holds its
     blocks, until it says otherwise or is dropped.
@@ -121,10 +130,16 @@ class Lookup:
             lookup_epoch=self.epoch,
             resync=False,
             now_s=now,
+            pause_s=self.pause_s,
             findings=self._digests.take(announcement.prefix_digests),
             num_shards=len(self._live(now)),
             partial_keys=self._partial_blocks.take(shard, self.index),
         )
+
+    @property
+    def pause_s(self) -> float:
+        """Time between two announcements of a shard; 0: as it likes."""
+        return max(0, len(self._heard) - _SHARDS_UNPACED) / CALLS_PER_S
 
     def _refusal(self, shard: str, now: float, *, wait_s: float) -> Answer:
         return Answer(
@@ -216,9 +231,11 @@ class Lookup:
 
     def _live(self, now: float) -> list[str]:
         """Return the shards heard lately, and silence the others in the index."""
+        # A shard that pauses is not silent yet.
+        silent_s = self._silent_s + 3 * self.pause_s
         live = []
         for shard, at in self._heard.items():
-            if now - at > self._silent_s:
+            if now - at > silent_s:
                 self.index.set_silent(shard, True)
             else:
                 live.append(shard)

@@ -5,9 +5,8 @@ TURNS = 8
 TURN_S = 5.0
 """A turn ends after so long a silence of its shard, which may have died."""
 _ASKS_PER_S = 100
-"""Requests for a turn by all shards together: a small load for the lookup."""
+"""Requests for a turn by all shards together, however many wait: a small load for the lookup."""
 _WAIT_MIN_S = 0.5
-_WAIT_MAX_S = 10.0
 
 
 class Turns:
@@ -16,26 +15,23 @@ class Turns:
     def __init__(self) -> None:
         # Shard -> when its turn runs out.
         self._taken: dict[str, float] = {}
-        self._waiting: dict[str, float] = {}
+        # When the last of those that wait is to ask.
+        self._last_ask = float("-inf")
 
     def take(self, shard: str, now: float) -> float:
         """Give `shard` a turn if one is free; return 0, or the seconds until it is to ask again."""
         wait_s = self.wait_s(shard, now)
         if not wait_s:
-            self._waiting.pop(shard, None)
             self._taken[shard] = now + TURN_S
         return wait_s
 
     def wait_s(self, shard: str, now: float) -> float:
-        """Return the seconds until `shard` is to ask; 0: a turn is free now."""
+        """Return the seconds until `shard` is to ask, one shard after the other; 0: at once."""
         self._taken = {one: until for one, until in self._taken.items() if until > now}
         if shard in self._taken or len(self._taken) < TURNS:
             return 0.0
-        self._waiting = {one: until for one, until in self._waiting.items() if until > now}
-        num_waiting = len(self._waiting.keys() | {shard})
-        wait_s = min(max(num_waiting / _ASKS_PER_S, _WAIT_MIN_S), _WAIT_MAX_S)
-        self._waiting[shard] = now + 2 * wait_s
-        return wait_s
+        self._last_ask = max(self._last_ask + 1 / _ASKS_PER_S, now + _WAIT_MIN_S)
+        return self._last_ask - now
 
     def go_on(self, shard: str, now: float, *, more: bool) -> None:
         """Note an announcement of `shard`, and whether `more` of it follows."""

@@ -33,7 +33,7 @@ Called again with the same announcement, it waits on. Raises KVRayError once the
 _DISK_S = 0.5  # how often a disk is looked at, which may have tens of millions of slots
 ANNOUNCED_MAX = 20_000  # keys in one announcement; the rest follows in the next
 _LEAST_MAX = 128
-_PIECE_S = 0.1
+_PIECE_S = 0.01
 """How long the lookup may work on one announcement: from others it has queries meanwhile."""
 _FIRST_MAX = 500
 """Keys with which a full announcement begins: it may be told to wait, and to send it is cheap."""
@@ -202,6 +202,8 @@ class Announcer:
         self._fit_to(announcement, answer.took_s)
         self._note_told()
         self._answer = answer
+        if not self._pending and not self._owes_end:
+            self._send_at = now + answer.pause_s * random.uniform(0.75, 1.25)
         if announcement.ranks is not None:
             self._ranks_said = announcement.ranks
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvray.actors.lookup.lookup import SILENT_S, Announcement, Answer, Lookup
+from kvray.actors.lookup.lookup import CALLS_PER_S, SILENT_S, Announcement, Answer, Lookup
 from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.lookup.turns import TURNS
 from kvray.errors import ConfigError
@@ -200,6 +200,18 @@ def test_a_silent_shard_is_left_out_until_its_next_announcement(lookup: Lookup) 
     assert not lookup.announce(said(2), now=LATE).resync
     assert lookup.match(BOTH, 1, now=LATE).num_blocks == 2
     assert lookup.locate(BOTH, now=LATE) == [Run(stop=2, holders={"a": 1})]
+
+
+def test_the_more_shards_the_longer_each_pauses_and_may_be_silent() -> None:
+    lookup = Lookup()
+    pauses = [
+        lookup.announce(said(1, full=True, added=[0], shard=f"s{n}"), now=0.0).pause_s
+        for n in range(1020)
+    ]
+    assert pauses[0] == pauses[19] == 0
+    assert pauses[-1] == pytest.approx(1000 / CALLS_PER_S)
+    assert lookup.match(KEYS[0], 1, now=LATE + 2 * pauses[-1]).num_blocks == 1
+    assert lookup.match(KEYS[0], 1, now=LATE + 3 * pauses[-1]).num_blocks == 0
 
 
 def test_a_silent_shard_that_missed_something_stays_out_until_it_has_said_all(

@@ -364,6 +364,25 @@ def test_after_failures_in_a_row_it_is_tried_less_and_less_often(
     assert 2.0 <= min(pauses[5:]) < max(pauses[5:]) <= 4.02, "and not all shards at once"
 
 
+def test_a_shard_says_nothing_for_as_long_as_the_lookup_asks_once_it_has_said_all(
+    announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(announcer_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(announcer_module, "ANNOUNCED_MAX", 4)
+    monkeypatch.setattr(Lookup, "pause_s", 2.0)
+    store(arena, chain(10))
+    tell(announcer, arena)
+    assert [len(each.added_parts) for each in line.heard] == [4, 4, 2], "a list is not torn apart"
+    store(arena, chain(2, seed="more"))
+    now += 1.4
+    tell(announcer, arena)
+    assert len(line.heard) == 3
+    now += 1.2
+    tell(announcer, arena)
+    assert [len(each.added_parts) for each in line.heard[3:]] == [2]
+
+
 class Crowd(Lookup):
     """A lookup whose turns are all taken, until `has_turn`."""
 
