@@ -6,6 +6,7 @@ page, 4 bytes a block and layer group, and if ranks are on several nodes the key
 block. Classes are tuples because tuples have the smallest pickles.
 """
 
+import struct
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ class PageIds(NamedTuple):
     @classmethod
     def of(cls, page_ids: list[int]) -> "PageIds":
         """Pack `page_ids`."""
-        return cls(np.asarray(page_ids, dtype="<i4").tobytes())
+        return cls(struct.pack(f"<{len(page_ids)}i", *page_ids))
 
     @property
     def num_blocks(self) -> int:

@@ -76,13 +76,15 @@ def sum_slots(tables: Tables, slots: Array) -> Array:
     """Return the checksum of each slot's bytes now, u64 [num_slots]; sizes may differ."""
     checksums = np.empty(len(slots), dtype="<u8")
     seeds = _seeds(tables, slots)
-    sizes = tables.block_bytes(slots)
-    for start, stop in runs(np.diff(sizes) != 0, len(slots)):
-        some, size = slots[start:stop], int(sizes[start])
-        for first, last, area in _areas(tables, some, np.arange(len(some)), size):
-            checksums[start + first : start + last] = sum_blocks(
-                area, seeds[start + first : start + last]
-            )
+    per_slab = tables.geometry.slots_per_slab
+    for start, stop in runs(np.diff(slots) != 1, len(slots)):
+        while start < stop:
+            slab, row = divmod(int(slots[start]), per_slab)
+            end = min(stop, start + per_slab - row)
+            block_bytes = int(tables.slab_block_bytes[slab])
+            area = tables.rows(slab)[row : row + end - start, :block_bytes]
+            checksums[start:end] = sum_blocks(area, seeds[start:end])
+            start = end
     return checksums
 
 
