@@ -94,7 +94,7 @@ def _sound_run(
             requests, held.num_blocks, first=first, stop=held.num_blocks
         ):
             sound = arena.sound(one, places)
-            if not sound.all():
+            if not all(sound.tolist()):
                 end = block - first + int(sound.argmin())
                 run = 0 if shared.pool.has_windows else min(run, end)
     return run

@@ -200,7 +200,7 @@ class Arena(MappedArena):
         with self.making_sense():
             summed = payload.verify(self.tables, chosen)
         sound = self._is_sound(held, chosen, summed)
-        if not sound.all():
+        if not all(sound.tolist()):
             self.quarantine(chosen[~sound])
         return sound
 

@@ -112,7 +112,7 @@ def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":
     Returns no slots if the first key is not here, and None if the keys lie in no row.
     """
     word, tag, *_ = keys[0].tolist()
-    bucket = (word ^ part * _PART_STEP) & tables.geometry.num_buckets - 1
+    bucket = (word ^ part * _PART_STEP) & len(tables.index_tag) - 1
     tags = tables.index_tag[bucket].tolist()
     tag &= 2**32 - 1
     if tag not in tags:
@@ -132,8 +132,8 @@ def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":
 
 def _row_from(tables: Tables, first: int, count: int) -> "Array | slice | None":
     """Return the slots of a row that begins with `first`; None if the arena ends before it."""
-    geometry = tables.geometry
-    num_slots, per_slab = geometry.num_slots, geometry.slots_per_slab
+    geometry, num_slots = tables.geometry, len(tables.slot_state)
+    per_slab = num_slots // len(tables.slab_block_bytes)
     if first + count > num_slots:
         return None
     slab, row = divmod(first, per_slab)

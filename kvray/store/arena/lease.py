@@ -192,8 +192,11 @@ def names_what_was_asked(tables: Tables, lease: Lease, slots: Array) -> bool:
     Needs no lock: nothing leased changes. A changed record, key or slot shows here, before anybody
     looks at the bytes.
     """
-    inside = len(slots) == lease.num_slots and slots.max(initial=0) < tables.geometry.num_slots
-    return inside and _check(key_index.words_in(tables, slots)) == lease.check
+    try:
+        words = key_index.words_in(tables, slots)
+    except IndexError:  # there are no such slots
+        return False
+    return len(slots) == lease.num_slots and _check(words) == lease.check
 
 
 def release(tables: Tables, lease: Lease) -> bool:

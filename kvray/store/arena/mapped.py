@@ -9,8 +9,7 @@ that can be undone (`undo`). `slots` and `lease` say what a step may change. Inv
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -271,13 +270,11 @@ class MappedArena:
 
         def closed(error: BaseException | None) -> None:
             undo.end(error is None)
-            if error is not None and _is_senseless(error):
-                raise self._senseless(error) from error
+            self.check_sense(error)
 
         return self._lock.section(wait_s, opened, closed)
 
-    @contextmanager
-    def making_sense(self) -> Iterator[None]:
+    def making_sense(self) -> AbstractContextManager[None]:
         """Treat an error that damaged tables cause as a missing arena.
 
         Bounds are checked where a table's value becomes an index. This covers all other values: a
@@ -286,12 +283,7 @@ class MappedArena:
         Raises:
             ShardUnavailable: the tables make no sense.
         """
-        try:
-            yield
-        except _DAMAGE as error:
-            if _is_senseless(error):
-                raise self._senseless(error) from error
-            raise
+        return _MakingSense(self)
 
     def no_entry(self) -> str:
         """Return a sentence that says why a section was not entered."""
@@ -315,11 +307,13 @@ class MappedArena:
         self.tables.repairs += 1
         return True
 
-    def _senseless(self, error: BaseException) -> ShardUnavailable:
-        return ShardUnavailable(
-            f"The tables of the arena in {self.directory} make no sense ({error!r}); its shard"
-            " repairs them."
-        )
+    def check_sense(self, error: BaseException | None) -> None:
+        """Raise ShardUnavailable if damaged tables have caused `error`."""
+        if error is not None and _is_senseless(error):
+            raise ShardUnavailable(
+                f"The tables of the arena in {self.directory} make no sense ({error!r}); its shard"
+                " repairs them."
+            ) from error
 
     def _text(self, field: str) -> str:
         text: bytes = self.tables.header[field].item()
@@ -328,6 +322,21 @@ class MappedArena:
     def _unmap(self) -> None:
         self._tables = None
         self._lock = ArenaLock(self.side_file)  # the old one has a word of the mapping
+
+
+class _MakingSense:
+    """A third of the price of a context manager that is a generator; each hit enters one."""
+
+    __slots__ = ("_arena",)
+
+    def __init__(self, arena: MappedArena) -> None:
+        self._arena = arena
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        self._arena.check_sense(error)
 
 
 def is_damage(error: BaseException) -> bool:

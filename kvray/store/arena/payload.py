@@ -77,7 +77,8 @@ def sum_slots(tables: Tables, slots: Array) -> Array:
     checksums = np.empty(len(slots), dtype="<u8")
     seeds = _seeds(tables, slots)
     per_slab = tables.geometry.slots_per_slab
-    for start, stop in runs(np.diff(slots) != 1, len(slots)):
+    for first, stop in runs(slots[1:] != slots[:-1] + 1, len(slots)):
+        start = first
         while start < stop:
             slab, row = divmod(int(slots[start]), per_slab)
             end = min(stop, start + per_slab - row)
@@ -165,4 +166,4 @@ def _areas(
 
 def runs(breaks: Array, count: int) -> Iterator[tuple[int, int]]:
     """Yield (start, stop) of each run of `count` items; `breaks[i]`: a run ends behind item i."""
-    return pairwise([0, *(np.flatnonzero(breaks) + 1).tolist(), count] if count else [])
+    return pairwise([0, *(breaks.nonzero()[0] + 1).tolist(), count] if count else [])
