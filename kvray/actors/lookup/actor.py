@@ -1,6 +1,11 @@
-"""The Ray actor around the lookup; synchronous, since its calls carry whole batches."""
+"""The Ray actor around the lookup; synchronous, since its calls carry whole batches.
+
+Queries have a thread of their own: they wait for the announcement that is worked on, and not for
+all that came before them. The `Lookup` is not thread-safe, so calls of it hold a lock.
+"""
 
 import gc
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -27,6 +32,7 @@ class LookupActor:
             {"shard.silent_s": silent_s}, ray.get_runtime_context().get_node_id()
         )
         self._lookup = Lookup(silent_s)
+        self._lock = threading.Lock()
         self._metrics = MetricsExport(cluster_name)
         # The index is arrays, which the collector does not walk. Ray and its imports stay for good:
         # no query should wait for a walk of them.
@@ -42,44 +48,57 @@ class LookupActor:
 
     def announce(self, announcement: Announcement) -> Answer:
         """Take an announcement, which is a heartbeat too."""
-        now = time.monotonic()
-        answer = self._lookup.announce(announcement, now)
-        took_s = time.monotonic() - now
+        with self._lock:
+            now = time.monotonic()
+            answer = self._lookup.announce(announcement, now)
+            took_s = time.monotonic() - now
         self._export(now)
         return replace(answer, took_s=took_s)
 
+    @ray.method(concurrency_group="queries")
     def match(self, num_parts: int, *keys: bytes) -> Match:
         """Return the longest run of `keys` (end to end, `in_pieces`) with holders."""
-        return self._lookup.match(b"".join(keys), num_parts, time.monotonic())
+        with self._lock:
+            return self._lookup.match(b"".join(keys), num_parts, time.monotonic())
 
+    @ray.method(concurrency_group="queries")
     def locate(self, *keys: bytes) -> list[Run]:
         """Return the holders of `keys` (end to end, `in_pieces`)."""
-        return self._lookup.locate(b"".join(keys), time.monotonic())
+        with self._lock:
+            return self._lookup.locate(b"".join(keys), time.monotonic())
 
+    @ray.method(concurrency_group="queries")
     def replica(self, replica: str) -> dict[int, str]:
         """Return rank -> shard for a replica."""
-        return self._lookup.replica(replica, time.monotonic())
+        with self._lock:
+            return self._lookup.replica(replica, time.monotonic())
 
+    @ray.method(concurrency_group="queries")
     def elsewhere(self, namespace: Namespace, digest: bytes) -> tuple[Namespace, str] | None:
         """Return the most similar other namespace that stored `digest`, and its replica."""
-        return self._lookup.elsewhere(namespace, digest)
+        with self._lock:
+            return self._lookup.elsewhere(namespace, digest)
 
     def shards(self) -> list[str]:
         """Return the shards that it knows."""
         self._export(time.monotonic())  # the supervisor asks, also when no shard announces
-        return self._lookup.shards()
+        with self._lock:
+            return self._lookup.shards()
 
     def drop(self, shard: str) -> None:
         """Forget a shard whose node is gone."""
-        self._lookup.drop(shard)
+        with self._lock:
+            self._lookup.drop(shard)
 
     def status(self) -> dict[str, Any]:
         """Return figures for people."""
-        return self._lookup.status(time.monotonic())
+        with self._lock:
+            return self._lookup.status(time.monotonic())
 
     def _export(self, now: float) -> None:
-        """Export figures if it is time; in a call, as the `Lookup` belongs to one thread."""
-        self._metrics.attempt(lambda at: lookup_figures(self._lookup.status(at)), now)
+        """Export figures if it is time."""
+        with self._lock:
+            self._metrics.attempt(lambda at: lookup_figures(self._lookup.status(at)), now)
 
     def __repr__(self) -> str:
         return f"Lookup({self._cluster_name})"
@@ -87,7 +106,8 @@ class LookupActor:
 
 def create_lookup(cluster_name: str, silent_s: float = SILENT_S) -> Any:
     """Return the tier's lookup; start it if there is none."""
-    # One thread answers everything but pings: the `Lookup` is not thread-safe.
+    # One thread takes announcements, in their order.
+    groups = {"health": 1, "queries": 1}
     return create_actor(
-        LookupActor, LOOKUP_NAME, cluster_name, silent_s, groups={"health": 1}, max_concurrency=1
+        LookupActor, LOOKUP_NAME, cluster_name, silent_s, groups=groups, max_concurrency=1
     )
