@@ -9,14 +9,12 @@ import numpy as np
 
 from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES
-from kvray.index.holdings import Holdings, Incarnation, Masks
+from kvray.index.entry_codes import PARTS_MAX, EntryCodes, Incarnation
+from kvray.index.holder_rows import HOLDERS_MAX, HolderRows
 from kvray.index.key_table import Array, KeyTable
 
-PARTS_MAX = 1024
-"""Parts of a block that the index can tell apart: far more than a replica has ranks."""
-
-_PART_BITS = PARTS_MAX.bit_length() - 1
-_WAYS_PURGED = 1000
+_CODES_PURGED = 4
+"""Codes a key up to which a purge visits all the slots that it may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,56 +54,57 @@ class Index:
 
     Keys come as bytes: 32 each, end to end, in prefix order. A shard that is dropped or restarts is
     not found from that moment on. Its entries stay until `purge` removes them, in slices so that no
-    call takes long.
+    call takes long. The work for a key depends on its own holders alone, and there is no Python
+    object for a key or a set of holders.
     """
 
     def __init__(self) -> None:
         self._table = KeyTable()
-        self._holdings = Holdings()
+        self._rows = HolderRows()
+        self._codes = EntryCodes()
         self._shards: dict[str, Incarnation] = {}
         # Ended incarnations that still have entries.
         self._ended: list[Incarnation] = []
         self._purged = 0
 
     def __len__(self) -> int:
-        """Return the number of keys with a holder that was not dropped."""
-        return sum(
-            holding.num_keys
-            for holding in self._holdings
-            if not all(one.is_ended for one in holding.masks)
-        )
+        """Return the number of keys with a holder that was not dropped.
+
+        Rows of holders are visited only while several shards that ended are not purged.
+        """
+        ended = [one for one in self._ended if one.codes]
+        chosen = self._codes.chosen(ended)
+        num_left = len(self._table) - self._codes.num_sole(chosen)
+        return num_left if len(ended) < 2 else num_left - self._rows.num_only(chosen)
 
     @property
     def num_bytes(self) -> int:
         """Memory of all entries, those to be purged included."""
-        return self._table.num_bytes
+        return self._table.num_bytes + self._rows.num_bytes + self._codes.num_bytes
 
     @property
     def is_purged(self) -> bool:
         """Whether no entries are left of shards that were dropped or started over."""
-        return not any(one.numbers for one in self._ended)
+        return not any(one.codes for one in self._ended)
 
     def entries(self) -> dict[str, int]:
         """Return shard -> number of its announced parts."""
-        entries = dict.fromkeys(self._shards, 0)
-        for holding in self._holdings:
-            for one, mask in holding.masks.items():
-                if not one.is_ended:
-                    entries[one.shard] += holding.num_keys * mask.bit_count()
-        return entries
+        return {shard: one.num_parts for shard, one in self._shards.items()}
 
     def add(self, shard: str, keys: bytes, parts: Sequence[int]) -> None:
         """Enter parts of blocks that `shard` now has, one part a key.
 
-        ConfigError: keys and parts differ in number, or a part is out of range.
+        A block with HOLDERS_MAX holders gets no further one. ConfigError: keys and parts differ in
+        number, or a part is out of range.
         """
         packed, numbers = _entries(keys, parts)
         one = self._shards.setdefault(shard, Incarnation(shard))
         for rows in _rounds(packed):
-            self._change(
-                packed[rows],
-                numbers[rows],
-                lambda masks, part: {**masks, one: masks.get(one, 0) | 1 << part},
+            # With what is left of its former announcements: a key has one entry of a shard.
+            earlier = (other for other in self._ended if other.shard == shard)
+            replaced = [one, *earlier]
+            self._announce(
+                packed[rows], numbers[rows], replaced, lambda mask, part: mask | 1 << part
             )
 
     def remove(self, shard: str, keys: bytes, parts: Sequence[int]) -> list[Loss]:
@@ -116,10 +115,8 @@ class Index:
             return []
         losses = []
         for rows in _rounds(packed):
-            losses += self._change(
-                packed[rows],
-                numbers[rows],
-                lambda masks, part: _with(masks, one, masks.get(one, 0) & ~(1 << part)),
+            losses += self._announce(
+                packed[rows], numbers[rows], [one], lambda mask, part: mask & ~(1 << part)
             )
         return losses
 
@@ -137,39 +134,40 @@ class Index:
         one = self._end(shard)
         if one is not None:
             one.is_kept = True
+            self._codes.note_status(one)
 
     def settle(self, shard: str) -> None:
         """Note that `shard` has announced everything: its other former blocks are gone."""
         for one in self._ended:
             if one.shard == shard:
                 one.is_kept = False
+                self._codes.note_status(one)
 
     def set_silent(self, shard: str, is_silent: bool) -> None:
         """Leave a silent `shard` out of answers; it still counts as a holder."""
         one = self._shards.get(shard)
-        if one is not None:
+        if one is not None and one.is_silent != is_silent:
             one.is_silent = is_silent
+            self._codes.note_status(one)
 
     def purge(self, slots_max: int) -> list[Loss]:
         """Remove some entries of shards that were dropped or started over; return the losses.
 
-        Visits up to `slots_max` slots of the table; a key has about 3. It visits fewer while the
-        entries to remove have many different holdings, each of which is work.
+        Visits up to `slots_max` slots of the table; a key has about 3. It visits fewer where blocks
+        have many holders.
         """
-        self._ended = [one for one in self._ended if one.numbers]
-        # A mask of the holdings that name an incarnation to purge.
-        chosen = np.zeros(len(self._holdings), dtype=bool)
-        for one in self._ended:
-            if _is_over(one):
-                chosen[list(one.numbers)] = True
-        if not chosen.any():
+        self._ended = [one for one in self._ended if one.codes]
+        if not any(one.is_over for one in self._ended):
             return []
-        slots_max = slots_max * _WAYS_PURGED // max(_WAYS_PURGED, int(np.count_nonzero(chosen)))
+        codes_a_key = self._rows.num_codes_max // max(1, len(self._table))
+        slots_max = slots_max * _CODES_PURGED // max(_CODES_PURGED, codes_a_key)
         stop = min(self._purged + slots_max, self._table.num_slots)
-        keys = self._table.keys_with(chosen, self._purged, stop)
+        keys = self._table.keys_with(self._has_ended, self._purged, stop)
         self._purged = stop if stop < self._table.num_slots else 0
-        no_parts = np.zeros(len(keys), dtype=np.int64)
-        return self._change(keys, no_parts, lambda masks, _: _without_ended(masks))
+        places, values, before = self._find(keys)
+        gone = np.where(self._codes.is_over.take(before), before, 0)
+        nothing = np.zeros((len(keys), 1), dtype=np.uint32)
+        return self._change(_Change(keys, places, values, before - gone, gone, nothing))
 
     def match(self, keys: bytes, num_parts: int) -> Match:
         """Return the longest run of leading `keys` with holders of all parts.
@@ -196,61 +194,113 @@ class Index:
         Keys in between may have none. Raises ConfigError if the last key is not whole.
         """
         packed = _pack(keys)
-        numbers = self._table.values(packed, self._table.find(packed))
-        stops = [*(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(packed)]
+        if not len(packed):
+            return []
+        codes = self._find(packed)[2]
+        differ: Array = np.flatnonzero(codes[1:] != codes[:-1]) // codes.shape[1] + 1
+        if len(differ):
+            differ = differ[np.append(True, differ[1:] != differ[:-1])]
+        stops = [*differ.tolist(), len(packed)]
+        ends = codes.take([stop - 1 for stop in stops], axis=0)
         found: list[Run] = []
-        for stop in stops if len(packed) else ():
-            holders = self._holdings.live(int(numbers[stop - 1]))
+        for stop, row in zip(stops, self._codes.asked(ends).tolist(), strict=True):
+            holders = self._codes.holders(row)
             if found and found[-1].holders == holders:
                 found.pop()
             found.append(Run(stop=stop, holders=holders))
-        if found and not found[-1].holders:
+        if not found[-1].holders:
             found.pop()
         return found
 
     def still_lost(self, keys: bytes, parts: int) -> bytes:
         """Return those of `keys` that lack a holder of `parts`; silent shards count."""
         packed = _pack(keys)
-        numbers = self._table.values(packed, self._table.find(packed))
-        different, which = np.unique(numbers, return_inverse=True)
-        lost = [
-            bool(parts & ~_union(_without_ended(self._holdings.masks(number)).values()))
-            for number in different.tolist()
-        ]
-        still: bytes = packed[np.array(lost, dtype=bool)[which]].tobytes()
+        codes = self._find(packed)[2]
+        codes = np.where(self._codes.is_over.take(codes), 0, codes)
+        still: bytes = packed[self._codes.lacking(parts, codes)].tobytes()
         return still
 
-    def _change(
-        self, keys: Array, parts: Array, change: Callable[[Masks, int], Masks]
-    ) -> list[Loss]:
-        """Change the holders of `keys`, no two of which are equal; return the losses."""
+    def _find(self, keys: Array) -> tuple[Array, Array, Array]:
+        """Return the place, value and codes of each of `keys`."""
         places = self._table.find(keys)
-        before = self._table.values(keys, places)
-        # Keys are many, different pairs are few.
-        codes = before.astype(np.int64) << _PART_BITS | parts
-        different, which, counts = np.unique(codes, return_inverse=True, return_counts=True)
-        after, losses = np.zeros(len(different), dtype=np.uint32), []
-        for at, code in enumerate(different.tolist()):
-            masks = self._holdings.masks(code >> _PART_BITS)
-            changed = change(masks, code & (PARTS_MAX - 1))
-            after[at] = self._holdings.number_of(changed)
-            self._holdings.count(int(after[at]), int(counts[at]))
-            if lost := _lost(masks, changed):
-                shards = tuple(sorted({one.shard for one in _without_ended(changed)}))
-                gone = keys[which == at].tobytes()
-                losses.append(Loss(keys=gone, parts=lost, shards=shards))
-        # Last, so that no number is reused while keys still have it.
-        for code, count in zip(different.tolist(), counts.tolist(), strict=True):
-            self._holdings.count(code >> _PART_BITS, -count)
-        self._table.put(keys, places, after[which])
+        values = self._table.values(keys, places)
+        return places, values, self._rows.read(values)
+
+    def _has_ended(self, values: Array) -> Array:
+        return np.asarray(self._codes.is_over.take(self._rows.read(values)).any(axis=1))
+
+    def _announce(
+        self,
+        keys: Array,
+        parts: Array,
+        replaced: Sequence[Incarnation],
+        change: Callable[[int, int], int],
+    ) -> list[Loss]:
+        """Change what a shard has of `keys`, no two of which are equal; return the losses.
+
+        The first of its incarnations has the entries from now on, instead of all `replaced`.
+        """
+        one = replaced[0]
+        places, values, before = self._find(keys)
+        mine = np.where(self._codes.chosen(replaced).take(before), before, 0)
+        old = mine.max(axis=1)
+        new = np.zeros(len(keys), dtype=np.uint32)
+        enters = (old != 0) | (np.count_nonzero(before, axis=1) < HOLDERS_MAX)
+        new[enters] = self._codes.changed(one, old[enters], parts[enters], change)
+        return self._change(
+            _Change(keys, places, values, before - mine, old[:, None], new[:, None])
+        )
+
+    def _change(self, change: "_Change") -> list[Loss]:
+        kept, gone, new = change.kept, change.gone, change.new
+        losses = self._losses(change)
+        after = self._rows.write(change.values, np.concatenate((kept, new), axis=1))
+        self._table.put(change.keys, change.places, after)
+        self._codes.count_sole(self._rows.sole(after), self._rows.sole(change.values))
+        # Last, so that no code is reused while keys still have it.
+        self._codes.count(new[new != 0], gone[gone != 0])
         return losses
+
+    def _losses(self, change: "_Change") -> list[Loss]:
+        """Return the parts without holders because a shard dropped the whole block.
+
+        A shard that keeps other parts has not dropped the block: it may have evicted parts outside
+        a window, which no engine needs. A block without any holder is no loss, either.
+        """
+        dropped = change.gone.any(axis=1) & ~change.new.any(axis=1) & change.kept.any(axis=1)
+        rows = np.flatnonzero(dropped)
+        kept = change.kept[rows]
+        lost = self._codes.words(change.gone[rows]) & ~self._codes.words(kept)
+        found: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+        for at in np.flatnonzero(lost.any(axis=1)).tolist():
+            codes = np.where(self._codes.is_over.take(kept[at]), 0, kept[at]).tolist()
+            shards = tuple(sorted(self._codes.holders(codes)))
+            parts = int.from_bytes(lost[at].tobytes(), "little")
+            found.setdefault((parts, shards), []).append(int(rows[at]))
+        return [
+            Loss(keys=change.keys[at].tobytes(), parts=parts, shards=shards)
+            for (parts, shards), at in found.items()
+        ]
 
     def _end(self, shard: str) -> Incarnation | None:
         one = self._shards.pop(shard, None)
         if one is not None:
             one.is_ended = True
             self._ended.append(one)
+            self._codes.note_status(one)
         return one
+
+
+@dataclass(slots=True)
+class _Change:
+    """Entries that keys lose and get; codes are u32 of shape [num_keys, width], 0 for none."""
+
+    keys: Array
+    places: Array
+    values: Array
+    kept: Array
+    gone: Array
+    new: Array
 
 
 def _pack(keys: bytes) -> Array:
@@ -272,40 +322,12 @@ def _rounds(packed: Array) -> Iterator[Array]:
     """Yield rows in rounds; no round has a key twice."""
     order = np.argsort(packed[:, 0])
     words = packed[order, 0]
-    same = np.flatnonzero(words[1:] == words[:-1]) + 1
-    nth = np.zeros(len(words), dtype=np.int64)
-    for at in same.tolist():
-        nth[at] = nth[at - 1] + 1
+    at = np.arange(len(words))
+    is_first = np.append(True, words[1:] != words[:-1])[: len(words)]
+    nth = at - np.maximum.accumulate(np.where(is_first, at, 0))
     for number in range(int(nth.max(initial=-1)) + 1):
         yield np.sort(order[nth == number])
 
 
-def _with(masks: Masks, one: Incarnation, mask: int) -> Masks:
-    """Return `masks` with the mask of `one` replaced; an empty mask is left out."""
-    others = {other: theirs for other, theirs in masks.items() if other is not one}
-    return {**others, one: mask} if mask else others
-
-
-def _is_over(one: Incarnation) -> bool:
-    return one.is_ended and not one.is_kept
-
-
-def _without_ended(masks: Masks) -> Masks:
-    return {one: mask for one, mask in masks.items() if not _is_over(one)}
-
-
 def _union(masks: Iterable[int]) -> int:
     return reduce(or_, masks, 0)
-
-
-def _lost(before: Masks, after: Masks) -> int:
-    """Return the parts without holders because a shard dropped the whole block.
-
-    A shard that keeps other parts has not dropped the block: it may have evicted parts outside a
-    window, which no engine needs.
-    """
-    if not after:
-        return 0
-    stay = {one.shard for one in after}
-    gone = {one: mask for one, mask in before.items() if one.shard not in stay}
-    return _union(gone.values()) & ~_union(after.values())

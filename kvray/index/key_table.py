@@ -6,7 +6,7 @@ few buckets at a time, so that no call has to rehash the whole, and growing copi
 objects for Python's garbage collector to walk.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -108,14 +108,14 @@ class KeyTable:
             self._grow(int(np.count_nonzero(new)))
             self._insert(keys[new], values[new])
 
-    def keys_with(self, chosen: Array, start: int, stop: int) -> Array:
+    def keys_with(self, chosen: Callable[[Array], Array], start: int, stop: int) -> Array:
         """Return the keys whose number is `chosen`, from slot `start` to before `stop`.
 
-        `chosen` is a mask of all numbers. The last slot brings all keys that spilled, whatever
+        `chosen` returns a mask of numbers. The last slot brings all keys that spilled, whatever
         their numbers.
         """
         values = self._values[: self._num_buckets].reshape(-1)[start:stop]
-        places = start + np.flatnonzero(chosen.take(values))
+        places = start + np.flatnonzero(chosen(values))
         keys: Array = self._keys.reshape(-1, 4).take(places, axis=0)
         if stop >= self.num_slots:
             keys = np.concatenate((keys, _joined(self._spilled.values())))

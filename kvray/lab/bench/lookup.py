@@ -7,18 +7,22 @@ import random
 import time
 from collections.abc import Callable
 
+import numpy as np
 import psutil
 
 from kvray.actors.lookup.lookup import Announcement, Lookup
 from kvray.actors.shard.announcer import ANNOUNCED_MAX
 from kvray.errors import KVRayError
 from kvray.identity.block import KEY_BYTES
-from kvray.lab.bench.report import Report, cores, time_rows, value_row
-from kvray.lab.bench.runner import Duration, Runner, timed
+from kvray.lab.bench.report import Report, Row, cores, time_rows, value_row
+from kvray.lab.bench.runner import Duration, Runner, median_s, timed
 
 MATCHED = 4096
 """Keys of one query: a prompt of 131,072 tokens."""
 
+_CROWDED_KEYS = 20_000
+_CHAIN = 200
+"""Blocks of a chain that is cut at random; each of its holders has another number of them."""
 _QUERIES = 300
 _FIRST, _SECOND = "first", "second"
 
@@ -45,7 +49,7 @@ class _Bench:
         self._lookup = Lookup()
         for shard in self._sequences:
             self._announce(shard, _batch(-1))
-            self._lookup.drop(shard)
+        self._sequences = dict.fromkeys(self._sequences, 0)
         self._lookup = Lookup()
         gc.freeze()  # as the actor does
 
@@ -73,6 +77,8 @@ class _Bench:
             *time_rows(f"announcement of {ANNOUNCED_MAX:,} keys", "lookup_announce", announce),
             value_row("drop of a shard that had them all", "ms", drop_ms, "lookup_drop_ms"),
             *time_rows("heartbeat while it is purged", "lookup_purge", purge),
+            *_crowd("80 nodes, 8 holders a block", "80x8", (80, 8, 1)),
+            *_crowd("81 nodes, 50 holders a chain cut at random", "81x50", (81, 50, _CHAIN)),
         ]
         return Report(
             rows=rows,
@@ -92,17 +98,7 @@ class _Bench:
 
     def _announce(self, shard: str, keys: bytes) -> Duration:
         self._sequences[shard] += 1
-        announcement = Announcement(
-            shard=shard,
-            arena_id="bench",
-            shard_epoch=1,
-            sequence=self._sequences[shard],
-            full=self._sequences[shard] == 1 or shard not in self._lookup.shards(),
-            added_keys=keys,
-            added_parts=[0] * (len(keys) // KEY_BYTES),
-            removed_keys=b"",
-            removed_parts=[],
-        )
+        announcement = _announcement(shard, self._sequences[shard], keys)
         return timed(lambda: self._lookup.announce(announcement, now=0.0))
 
     def _ask(
@@ -128,6 +124,49 @@ class _Bench:
 
     def _match(self, keys: bytes) -> int:
         return self._lookup.match(keys, 1, now=0.0).num_blocks
+
+
+def _crowd(title: str, name: str, shape: tuple[int, int, int]) -> list[Row]:
+    """Fill an index whose blocks have holders of their own; time one more holder, and figures."""
+    num_nodes, num_holders, chain = shape
+    random = np.random.default_rng(0)
+    is_held = np.zeros((_CROWDED_KEYS, num_nodes), dtype=bool)
+    for start in range(0, _CROWDED_KEYS, chain):
+        for node in random.permutation(num_nodes)[:num_holders].tolist():
+            is_held[start : start + int(random.integers(1, chain + 1)), node] = True
+    keys = np.frombuffer(_batch(0), dtype=f"V{KEY_BYTES}")[:_CROWDED_KEYS]
+    lookup, num_entries = Lookup(), int(np.count_nonzero(is_held))
+
+    def announce(node: int, sequence: int, added: bytes, removed: bytes = b"") -> float:
+        one = _announcement(f"node {node}", sequence, added, removed)
+        return timed(lambda: lookup.announce(one, now=0.0)).seconds
+
+    fill_s = sum(announce(at, 1, keys[is_held[:, at]].tobytes()) for at in range(num_nodes))
+    add_s = announce(num_nodes, 1, keys.tobytes())
+    remove_s = announce(num_nodes, 2, b"", keys.tobytes())
+    status_s = median_s([timed(lambda: lookup.status(0.0)) for _ in range(9)])
+    num_bytes, name = lookup.index.num_bytes, f"lookup_{name}"
+    return [
+        value_row(title, "us/entry", 1e6 * fill_s / num_entries, f"{name}_us_per_entry"),
+        value_row("    memory for each entry", "bytes", num_bytes / num_entries, f"{name}_bytes"),
+        value_row(f"    {len(keys):,} keys added", "ms", 1e3 * add_s, f"{name}_announce_ms"),
+        value_row("    and removed", "ms", 1e3 * remove_s, f"{name}_remove_ms"),
+        value_row("    status", "ms", 1e3 * status_s, f"{name}_status_ms"),
+    ]
+
+
+def _announcement(shard: str, sequence: int, added: bytes, removed: bytes = b"") -> Announcement:
+    return Announcement(
+        shard=shard,
+        arena_id="bench",
+        shard_epoch=1,
+        sequence=sequence,
+        full=sequence == 1,
+        added_keys=added,
+        added_parts=[0] * (len(added) // KEY_BYTES),
+        removed_keys=removed,
+        removed_parts=[0] * (len(removed) // KEY_BYTES),
+    )
 
 
 def _batch(number: int) -> bytes:

@@ -4,12 +4,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvray.errors import ConfigError
-from kvray.index import PARTS_MAX, Index, Loss, Match, Run
+from kvray.index import PARTS_MAX, Index, Loss, Match, Run, holder_rows
+from kvray.index import index as index_module
+from tests.examples import examples
 
 KEYS = [hashlib.sha256(bytes([n])).digest() for n in range(6)]
 SHARDS = ["a", "b", "c"]
@@ -21,13 +23,21 @@ shards = st.sampled_from(SHARDS)
 
 
 class IndexAgainstSet(RuleBasedStateMachine):
-    """The model is a set of (shard, key, part), and the shards that are silent."""
+    """The model is a set of (shard, key, part), and the shards that are silent.
+
+    Rows have room for 2 or 3 holders, so that a key moves between all of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(holder_rows, "_WIDTHS", (1, 2, 3))
         self.index = Index()
         self.model: set[tuple[str, bytes, int]] = set()
         self.silent: set[str] = set()
+
+    def teardown(self) -> None:
+        self.patch.undo()
 
     @rule(shard=shards, named=entries)
     def add(self, shard: str, named: list[tuple[bytes, int]]) -> None:
@@ -276,6 +286,12 @@ def test_a_shard_that_starts_over_loses_only_what_it_does_not_say_again(halves: 
     assert halves.purge(EVERYTHING) == [Loss(keys=KEYS[1], parts=1, shards=("b",))]
 
 
+def test_what_is_removed_before_it_is_said_again_is_no_loss_yet(halves: Index) -> None:
+    halves.restart("a")
+    halves.add("a", b"", [])
+    assert halves.remove("a", KEYS[0], [0]) == []
+
+
 def test_a_part_that_was_stored_again_is_not_lost_any_more(halves: Index) -> None:
     halves.remove("a", KEYS[0] + KEYS[1], [0, 0])
     halves.add("c", KEYS[0], [0])
@@ -307,7 +323,7 @@ def test_keys_that_are_not_whole_are_refused(whole: int, rest: int) -> None:
             ask(bytes(32 * whole + rest))
 
 
-def test_a_slice_of_a_purge_is_smaller_where_blocks_are_held_in_many_ways() -> None:
+def test_a_slice_of_a_purge_is_smaller_where_blocks_have_many_holders() -> None:
     index = Index()
     random = np.random.default_rng(0)
     keys = random.integers(1, 2**63, (8192, 4), dtype="<u8")
@@ -319,5 +335,87 @@ def test_a_slice_of_a_purge_is_smaller_where_blocks_are_held_in_many_ways() -> N
     while not index.is_purged:
         index.purge(100_000)
         slices += 1
-    assert slices > 1, "4,096 ways of being held are changed bit by bit"
+    assert slices > 1
     assert sum(index.entries().values()) == 12 * 4096
+
+
+# -- many holders ---------------------------------------------------------------------------------
+
+
+def test_blocks_with_holders_of_their_own_need_no_objects_of_their_own() -> None:
+    index = Index()
+    random = np.random.default_rng(0)
+    keys = random.integers(1, 2**63, (2000, 4), dtype="<u8")
+    is_held = random.random((2000, 40)) < 0.5
+    for shard in range(40):
+        held = keys[is_held[:, shard]]
+        index.add(f"s{shard}", held.tobytes(), [0] * len(held))
+    assert len({one.tobytes() for one in is_held}) == 2000
+    assert len(index._codes._masks) == 1 + 40, "one code a shard, whoever holds the blocks"
+    starts = [run.holders for run in index.locate(keys.tobytes())]
+    assert starts == [{f"s{one}": 1 for one in np.flatnonzero(held)} for held in is_held]
+
+
+def test_a_holder_too_many_is_not_entered_until_another_leaves() -> None:
+    index = Index()
+    many = [f"s{number}" for number in range(holder_rows.HOLDERS_MAX)]
+    for shard in [*many, "late"]:
+        index.add(shard, KEYS[0], [0])
+    assert index.locate(KEYS[0]) == [Run(stop=1, holders=dict.fromkeys(many, 1))]
+    assert index.remove("late", KEYS[0], [0]) == []
+    assert index.entries()["late"] == 0
+    assert len(index.locate(KEYS[0])[0].holders) == len(many)
+    index.remove("s0", KEYS[0], [0])
+    index.add("late", KEYS[0], [0])
+    assert set(index.locate(KEYS[0])[0].holders) == {*many[1:], "late"}
+
+
+changes = st.lists(
+    st.tuples(st.sampled_from(["add", "remove", "drop", "restart", "purge"]), shards, entries),
+    max_size=20,
+)
+
+
+@settings(max_examples=examples(90))
+@given(changes)
+def test_with_too_many_holders_every_known_one_is_right_and_counted(
+    changes: list[tuple[str, str, list[tuple[bytes, int]]]],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holder_rows, "_WIDTHS", (1, 2))
+        patch.setattr(index_module, "HOLDERS_MAX", 2)
+        index, model = Index(), set[tuple[str, bytes, int]]()
+        for act, shard, named in changes:
+            keys, parts = b"".join(key for key, _ in named), [part for _, part in named]
+            entered = {(shard, key, part) for key, part in named}
+            if act == "add":
+                index.add(shard, keys, parts)
+                model |= entered
+            elif act == "remove":
+                index.remove(shard, keys, parts)
+                model -= entered
+            elif act == "purge":
+                index.purge(EVERYTHING)
+            else:
+                getattr(index, act)(shard)
+                model = {entry for entry in model if entry[0] != shard}
+            known = known_entries(index)
+            assert known <= model
+            counted = {shard: sum(one[0] == shard for one in known) for shard in index.entries()}
+            assert counted == index.entries()
+            assert len(index) == len({key for _, key, _ in known})
+        for shard in SHARDS:
+            index.drop(shard)
+        index.purge(EVERYTHING)
+        assert index.is_purged
+
+
+def known_entries(index: Index) -> set[tuple[str, bytes, int]]:
+    return {
+        (shard, key, part)
+        for key in KEYS
+        for run in index.locate(key)
+        for shard, mask in run.holders.items()
+        for part in range(NUM_PARTS)
+        if mask >> part & 1
+    }

@@ -39,7 +39,7 @@ def with_value(table: KeyTable, value: int, step: int) -> set[bytes]:
     found: list[bytes] = []
     for start in range(0, table.num_slots, step):
         stop = min(start + step, table.num_slots)
-        found += [key.tobytes() for key in table.keys_with(chosen, start, stop)]
+        found += [key.tobytes() for key in table.keys_with(chosen.take, start, stop)]
     assert len(set(found)) == len(found)
     return {key for key in found if values_of(table, [key]) == [value]}
 
