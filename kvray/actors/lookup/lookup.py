@@ -1,6 +1,7 @@
 """The lookup: knows which shards hold which blocks, from their announcements."""
 
 import secrets
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,7 +104,9 @@ class Lookup:
         self._turns = Turns()
         self._num_resyncs = self._num_queries = self._num_queried = self._num_expired = 0
         self._last: dict[str, tuple[str, int, int]] = {}
-        self._heard: dict[str, float] = {}
+        # When each was heard, the oldest first: a call visits only those that fall silent.
+        self._live: OrderedDict[str, float] = OrderedDict()
+        self._silent: dict[str, float] = {}
 
     def announce(self, announcement: Announcement, now: float) -> Answer:
         """Take an announcement or a heartbeat; ConfigError: its keys and parts do not match."""
@@ -124,7 +127,10 @@ class Lookup:
         self._last.pop(shard, None)
         self._take(announcement)
         self._last[shard] = last
-        self._heard[shard] = now
+        self._silent.pop(shard, None)
+        self._live[shard] = now
+        self._live.move_to_end(shard)
+        self._silence(now)
         self._turns.go_on(shard, now, more=announcement.more)
         return Answer(
             lookup_epoch=self.epoch,
@@ -132,22 +138,23 @@ class Lookup:
             now_s=now,
             pause_s=self.pause_s,
             findings=self._digests.take(announcement.prefix_digests),
-            num_shards=len(self._live(now)),
+            num_shards=len(self._live),
             partial_keys=self._partial_blocks.take(shard, self.index),
         )
 
     @property
     def pause_s(self) -> float:
         """Time between two announcements of a shard; 0: as it likes."""
-        return max(0, len(self._heard) - _SHARDS_UNPACED) / CALLS_PER_S
+        return max(0, len(self._live) + len(self._silent) - _SHARDS_UNPACED) / CALLS_PER_S
 
     def _refusal(self, shard: str, now: float, *, wait_s: float) -> Answer:
+        self._silence(now)
         return Answer(
             lookup_epoch=self.epoch,
             resync=True,
             wait_s=wait_s,
             now_s=now,
-            num_shards=len({*self._live(now), shard}),
+            num_shards=len(self._live) + (shard not in self._live),
         )
 
     def _take(self, announcement: Announcement) -> None:
@@ -173,19 +180,20 @@ class Lookup:
 
     def match(self, keys: bytes, num_parts: int, now: float) -> Match:
         """Match among shards that are not silent, as `Index.match`."""
-        self._live(now)
+        self._silence(now)
         self._count(keys)
         return self.index.match(keys, num_parts)
 
     def locate(self, keys: bytes, now: float) -> list[Run]:
         """Locate among shards that are not silent, as `Index.locate`."""
-        self._live(now)
+        self._silence(now)
         self._count(keys)
         return self.index.locate(keys)
 
     def replica(self, replica: str, now: float) -> dict[int, str]:
         """Return rank -> the shard it is registered with, without silent shards."""
-        return self._ranks.replica(replica, self._live(now))
+        self._silence(now)
+        return self._ranks.replica(replica, self._live)
 
     def elsewhere(self, namespace: Namespace, prefix_digest: bytes) -> tuple[Namespace, str] | None:
         """Return the most similar other namespace that stored `digest`, and its replica."""
@@ -193,7 +201,7 @@ class Lookup:
 
     def shards(self) -> list[str]:
         """Return the shards that it knows."""
-        return list(self._heard)
+        return [*self._silent, *self._live]
 
     def drop(self, shard: str) -> None:
         """Forget a shard whose node is gone."""
@@ -201,11 +209,13 @@ class Lookup:
         self._ranks.drop(shard)
         self._partial_blocks.drop(shard)
         self._last.pop(shard, None)
-        self._heard.pop(shard, None)
+        self._live.pop(shard, None)
+        self._silent.pop(shard, None)
 
     def status(self, now: float) -> dict[str, Any]:
         """Return figures for people."""
-        live, entries, keys = self._live(now), self.index.entries(), len(self.index)
+        self._silence(now)
+        entries, keys = self.index.entries(), len(self.index)
         return {
             "epoch": self.epoch,
             "keys": keys,
@@ -218,10 +228,10 @@ class Lookup:
             "expired": self._num_expired,
             "prefix_digests": len(self._digests),
             "ranks": len(self._ranks),
-            "silent": sorted(self._heard.keys() - live),
+            "silent": sorted(self._silent),
             "shards": {
                 shard: {"entries": entries.get(shard, 0), "heard_s_ago": round(now - at, 3)}
-                for shard, at in self._heard.items()
+                for shard, at in sorted((self._silent | self._live).items())
             },
         }
 
@@ -229,14 +239,11 @@ class Lookup:
         self._num_queries += 1
         self._num_queried += len(keys) // KEY_BYTES
 
-    def _live(self, now: float) -> list[str]:
-        """Return the shards heard lately, and silence the others in the index."""
+    def _silence(self, now: float) -> None:
+        """Leave out the shards that were not heard lately."""
         # A shard that pauses is not silent yet.
         silent_s = self._silent_s + 3 * self.pause_s
-        live = []
-        for shard, at in self._heard.items():
-            if now - at > silent_s:
-                self.index.set_silent(shard, True)
-            else:
-                live.append(shard)
-        return live
+        while self._live and now - next(iter(self._live.values())) > silent_s:
+            shard, at = self._live.popitem(last=False)
+            self._silent[shard] = at
+            self.index.set_silent(shard, True)

@@ -229,6 +229,21 @@ def test_what_another_shard_has_is_found_while_one_is_silent(lookup: Lookup) -> 
     assert lookup.match(BOTH, 1, now=LATE).holders == {"b": 1}
 
 
+def test_a_shard_that_falls_silent_is_visited_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookup = Lookup(silent_s=10.0)
+    for n in range(10):
+        lookup.announce(said(1, full=True, shard=f"s{n}", added=[0]), now=float(n))
+    visited: list[str] = []
+    monkeypatch.setattr(lookup.index, "set_silent", lambda shard, _: visited.append(shard))
+    for _ in range(3):
+        lookup.match(KEYS[0], 1, now=12.5)
+        assert lookup.status(now=12.5)["silent"] == ["s0", "s1", "s2"]
+    assert visited == ["s0", "s1", "s2"]
+    lookup.announce(said(2, shard="s0"), now=12.5)
+    lookup.locate(KEYS[0], now=13.5)
+    assert visited == ["s0", "s1", "s2", "s0", "s3"]
+
+
 def test_how_long_a_shard_may_be_silent_is_the_callers() -> None:
     lookup = Lookup(silent_s=10.0)
     lookup.announce(said(1, full=True, added=[0, 1]), now=0.0)
