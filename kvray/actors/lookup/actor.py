@@ -81,7 +81,6 @@ class LookupActor:
 
     def shards(self) -> list[str]:
         """Return the shards that it knows."""
-        self._export(time.monotonic())  # the supervisor asks, also when no shard announces
         with self._lock:
             return self._lookup.shards()
 
@@ -90,8 +89,10 @@ class LookupActor:
         with self._lock:
             self._lookup.drop(shard)
 
+    @ray.method(concurrency_group="queries")
     def status(self) -> dict[str, Any]:
-        """Return figures for people."""
+        """Return figures for people, and the shards that are heard and silent."""
+        self._export(time.monotonic())  # the supervisor asks, also when no shard announces
         with self._lock:
             return self._lookup.status(time.monotonic())
 

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from typing import Any
 
 import ray
@@ -17,7 +17,7 @@ from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, mover_name, shard_n
 from kvray.actors.owner.admin import check_proof
 from kvray.actors.ray_glue import calls
 from kvray.actors.shard.actor import create_shard
-from kvray.actors.supervisor.watch import Pings, Silences, reachable
+from kvray.actors.supervisor.watch import Pings, Share, Silences, reachable
 from kvray.actors.telemetry.metrics_export import MetricsExport
 from kvray.actors.telemetry.part_counts import PartCounts
 from kvray.config import KVRayConfig, ShardConfig
@@ -35,6 +35,11 @@ _FROZEN_S = 5.0
 """The supervisor ends a part after so long a silence: no part works so long without a pause."""
 _MISSES = 3
 """The part has also missed this many pings in a row, however long the rounds were."""
+_ASKED_MAX = 200
+"""Parts that one round asks: 30 ms of CPU, however many there are."""
+_NODES_PER_S = 500
+"""Nodes that are looked at in a second, on average: of 3,000 a look takes 40 ms of CPU."""
+_LOOK_MAX_S = 10.0
 
 
 def chosen_nodes(nodes: list[dict[str, Any]], shard: ShardConfig) -> set[str]:
@@ -67,6 +72,12 @@ class SupervisorActor:
         )
         self._shards: dict[str, Any] = {}
         self._movers: dict[str, Any] = {}
+        # Part -> its handle, and part -> the node that it is on; the lookup's is not told.
+        self._parts: dict[str, Any] = {}
+        self._homes: dict[str, str] = {}
+        self._nodes: dict[str, dict[str, Any]] = {}
+        self._look_at = 0.0
+        self._share = Share(_ASKED_MAX)
         self._pings = Pings(patience_s=_FROZEN_S)
         self._silences = Silences(frozen_s=_FROZEN_S, start_s=START_S, misses=_MISSES)
         self._counts = PartCounts()
@@ -113,6 +124,7 @@ class SupervisorActor:
                     self._looked.set()
                 except (KVRayError, ray.exceptions.RayError) as error:
                     _log.warning("the nodes cannot be checked now: %s", calls.in_short(error))
+                    self._look_at = 0.0  # a part that is needed may be gone for good
                 self._stopping.wait(_POLL_S)
         except Exception:  # noqa: BLE001 - the end of the thread, and of the process
             # Ray restarts the supervisor, which finds its shards by their names.
@@ -120,6 +132,14 @@ class SupervisorActor:
             os._exit(1)
 
     def _reconcile(self) -> None:
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look()
+            self._look_at = now + min(len(self._nodes) / _NODES_PER_S, _LOOK_MAX_S)
+        self._end_frozen()
+
+    def _look(self) -> None:
+        """Look at all nodes and names, and start what is missing."""
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         named = set(calls.list_actors())
         if LOOKUP_NAME not in named:
@@ -137,8 +157,8 @@ class SupervisorActor:
             self._movers.pop(node_id, None)
         if len(self._shards) > 1:
             self._start_movers(named)
-        self._end_frozen({node["NodeID"]: node for node in nodes})
-        self._clean_lookup()
+        self._nodes = {node["NodeID"]: node for node in nodes}
+        self._take_parts()
 
     def _start_movers(self, named: set[str]) -> None:
         for node_id in sorted(self._shards):
@@ -146,47 +166,63 @@ class SupervisorActor:
                 self._movers[node_id] = create_mover(node_id, self._config)
                 _log.info("node %s has a mover", node_id[:12])
 
-    def _clean_lookup(self) -> None:
-        """Have the lookup forget shards of lost nodes, also those from before a restart."""
-        lookup = calls.get_actor(LOOKUP_NAME)
-        known = calls.call(lookup.shards, timeout_s=_PING_TIMEOUT_S)
-        for name in set(known) - {shard_name(node_id) for node_id in self._shards}:
-            calls.call(lookup.drop, name, timeout_s=_PING_TIMEOUT_S)
+    def _take_parts(self) -> None:
+        """Ask the parts that there are now, and forget the others."""
+        before = self._parts
+        self._homes = {shard_name(node_id): node_id for node_id in self._shards}
+        self._homes |= {mover_name(node_id): node_id for node_id in self._movers}
+        handles = (*self._shards.values(), *self._movers.values())
+        self._parts = dict(zip(self._homes, handles, strict=True))
+        self._parts[LOOKUP_NAME] = calls.get_actor(LOOKUP_NAME)
+        gone = before.keys() - self._parts.keys()
+        self._pings.forget(gone)
+        self._silences.forget(gone)
+        self._share.retain(self._homes)
+        self._counts.expect(self._parts)
 
-    def _end_frozen(self, nodes: dict[str, dict[str, Any]]) -> None:
+    def _end_frozen(self) -> None:
         """End parts that have answered nobody for long, on nodes that can be reached."""
-        homes = {shard_name(node_id): node_id for node_id in self._shards}
-        homes |= {mover_name(node_id): node_id for node_id in self._movers}
-        parts = dict(zip(homes, (*self._shards.values(), *self._movers.values()), strict=True))
-        parts[LOOKUP_NAME] = calls.get_actor(LOOKUP_NAME)
-        found = self._pings.round(parts, timeout_s=_PING_TIMEOUT_S)
-        now = time.monotonic()
-        excused = self._excused(parts.keys() - found.alive - found.dead, homes, nodes)
-        frozen = self._silences.note(
-            parts, found.alive | found.dead | excused, now, starting=found.starting
+        self._parts[LOOKUP_NAME] = calls.get_actor(LOOKUP_NAME)  # it may be a new one
+        known, silent = self._ask_lookup()
+        heard = (known - silent) & self._parts.keys()
+        asked = {LOOKUP_NAME} | self._share.take((self._silences.silent, silent), heard)
+        found = self._pings.round(
+            {name: self._parts[name] for name in asked}, timeout_s=_PING_TIMEOUT_S
         )
-        figures = self._counts.note(parts.keys(), found.alive, frozen)
+        well = found.alive | found.dead | heard
+        now = time.monotonic()
+        frozen = self._silences.note(
+            asked, well | self._cut_off(asked - well), now, starting=found.starting
+        )
+        figures = self._counts.note(asked, found.alive | (heard - asked), frozen)
         self._metrics.attempt(lambda _: figures, now)
         for name in frozen:
             _log.warning("%s is frozen and restarts", name)
-            ray.kill(parts[name], no_restart=False)
+            ray.kill(self._parts[name], no_restart=False)
+        for name in known - self._parts.keys():  # shards of lost nodes, also from before a restart
+            drop = self._parts[LOOKUP_NAME].drop
+            calls.call(drop, name, timeout_s=_PING_TIMEOUT_S)
 
-    def _excused(
-        self, silent: Set[str], homes: Mapping[str, str], nodes: Mapping[str, Any]
-    ) -> Set[str]:
-        """Return the `silent` parts that may live all the same.
+    def _ask_lookup(self) -> tuple[Set[str], Set[str]]:
+        """Return the shards that the lookup knows, and those of them that it does not hear.
 
-        A cut cable silences all parts of a node, for a moment after its repair too. A shard whose
-        heartbeats reach the lookup lives.
+        A shard whose heartbeats reach it lives, and needs no ping. While it does not answer it
+        knows nobody.
         """
-        theirs = {homes[name]: nodes[homes[name]] for name in silent if homes.get(name) in nodes}
-        reached = reachable(theirs, timeout_s=_PING_TIMEOUT_S)
-        excused: Set[str] = {one for one in silent if homes.get(one) in theirs.keys() - reached}
-        if silent - excused - {LOOKUP_NAME}:
-            with contextlib.suppress(KVRayError):
-                status = calls.call(calls.get_actor(LOOKUP_NAME).status, timeout_s=_PING_TIMEOUT_S)
-                excused |= silent & (status["shards"].keys() - set(status["silent"]))
-        return excused
+        with contextlib.suppress(KVRayError):
+            status = calls.call(self._parts[LOOKUP_NAME].status, timeout_s=_PING_TIMEOUT_S)
+            return status["shards"].keys(), set(status["silent"])
+        return frozenset(), frozenset()
+
+    def _cut_off(self, silent: Set[str]) -> Set[str]:
+        """Return the `silent` parts that may live: nothing of their node can be reached.
+
+        A cut cable silences all parts of a node, for a moment after its repair too.
+        """
+        homes = {name: self._homes.get(name) for name in silent}
+        nodes = {home: self._nodes[home] for home in homes.values() if home in self._nodes}
+        unreached = nodes.keys() - reachable(nodes, timeout_s=_PING_TIMEOUT_S)
+        return {name for name, home in homes.items() if home in unreached}
 
     def __repr__(self) -> str:
         return f"Supervisor({self._config.cluster_name})"

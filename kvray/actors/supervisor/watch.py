@@ -3,10 +3,10 @@
 import contextlib
 import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, islice
 from typing import Any
 
 import ray
@@ -20,50 +20,105 @@ _TRIES_MAX = 256
 """Machines that are tried at once, each by a thread."""
 
 
-class Silences:
-    """Since when parts have not answered; pure.
+class Share:
+    """Which parts a round asks: a bounded number, however many there are; pure."""
 
-    A part that has not answered yet, has ended, or says that it starts has `start_s`. One that has
-    answered is frozen after `frozen_s`, and after `misses` rounds in a row: time in which nobody
-    asked does not count.
+    def __init__(self, most: int) -> None:
+        """Ask at most so many parts in a round: all of a small tier, in every round."""
+        self._most = most
+        # Who was asked longest ago comes first.
+        self._line: dict[str, None] = {}
+
+    def retain(self, parts: Collection[str]) -> None:
+        """Have these parts, and no others, take turns; new ones come first."""
+        new = dict.fromkeys(name for name in parts if name not in self._line)
+        self._line = new | {name: None for name in self._line if name in parts}
+
+    def take(self, suspects: Sequence[Set[str]], heard: Set[str]) -> set[str]:
+        """Return whom to ask now; if there are many, no part that was `heard`.
+
+        Each group of `suspects` gets half of what those before it have left, and the others have
+        their turns: many that are cut off do not hide one that is frozen.
+        """
+        if len(self._line) <= self._most:
+            return set(self._line)
+        taken: set[str] = set()
+        for group in suspects:
+            names = (name for name in self._line if name in group and name not in taken)
+            taken |= self._next(names, (self._most - len(taken)) // 2)
+        left_out = set(heard).union(*suspects)
+        others = (name for name in self._line if name not in left_out)
+        return taken | self._next(others, self._most - len(taken))
+
+    def _next(self, names: Iterator[str], most: int) -> set[str]:
+        taken = list(islice(names, most))
+        for name in taken:
+            self._line[name] = self._line.pop(name)
+        return set(taken)
+
+
+class Silences:
+    """How long parts have not answered; pure.
+
+    A part that has not answered yet, was ended, or says that it starts has `start_s`. One that has
+    answered is frozen after `frozen_s`, and after `misses` rounds in a row that asked it.
     """
+
+    # Time in which nobody asked a part does not count: its silence is the sum of the rounds that
+    # asked it, each with the time since the round before. That time says nothing about a part: a
+    # tier of many parts asks each one now and then only, and one that froze just now would have its
+    # last answer long ago. Where every round asks all, the sum is the time since the last answer.
 
     def __init__(self, *, frozen_s: float, start_s: float, misses: int = 1) -> None:
         self._frozen_s = frozen_s
         self._start_s = start_s
         self._misses = misses
-        self._until: dict[str, float] = {}
-        self._missed: dict[str, int] = {}
+        self._noted_at = 0.0
+        # Those that answered last and have started.
+        self._well: set[str] = set()
+        # The others that were asked -> seconds of silence, rounds missed.
+        self._silent: dict[str, tuple[float, int]] = {}
+
+    @property
+    def silent(self) -> Set[str]:
+        """Those that did not answer when they were asked last, or said that they start."""
+        return self._silent.keys()
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget parts that there are no more."""
+        for name in names:
+            self._well.discard(name)
+            self._silent.pop(name, None)
 
     def note(
-        self,
-        asked: Collection[str],
-        answered: Collection[str],
-        now: float,
-        *,
-        starting: Collection[str] = (),
+        self, asked: Set[str], answered: Set[str], now: float, *, starting: Set[str] = frozenset()
     ) -> list[str]:
         """Take note of a round of questions, and return the frozen parts, each once.
 
-        It forgets parts that were not `asked`. `answered` have answered or have an excuse;
+        `answered` have answered, have an excuse, or were heard of otherwise, `asked` or not;
         `starting` are those of them that said that they start.
         """
-        until = {name: self._until.get(name, now + self._start_s) for name in asked}
-        until |= dict.fromkeys(set(answered) & set(asked), now + self._frozen_s)
-        until |= dict.fromkeys(set(starting) & set(asked), now + self._start_s)
-        self._missed = {
-            name: 0 if name in answered else self._missed.get(name, 0) + 1 for name in asked
-        }
-        frozen = sorted(
-            name for name in asked if now >= until[name] and self._missed[name] >= self._misses
-        )
-        self._until = until | dict.fromkeys(frozen, now + self._start_s)
-        return frozen
+        passed_s, self._noted_at = now - self._noted_at, now
+        for name in self._silent.keys() & answered:
+            del self._silent[name]
+        frozen = []
+        for name in asked - answered:
+            seconds, missed = self._silent.get(name, (0.0, 0))
+            if name in self._silent or name in self._well:
+                seconds += passed_s
+            self._silent[name] = seconds, missed + 1
+            limit_s = self._frozen_s if name in self._well else self._start_s
+            if seconds >= limit_s and missed + 1 >= self._misses:
+                frozen.append(name)
+        self._well |= answered
+        self._well -= {*starting, *frozen}
+        self._silent |= dict.fromkeys((*starting, *frozen), (0.0, 0))
+        return sorted(frozen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """The outcome of a ping of every part; a part in neither set is silent."""
+    """The outcome of a round of pings; a part in neither set is silent."""
 
     alive: frozenset[str]
     dead: frozenset[str]
@@ -73,7 +128,7 @@ class Answers:
 
 
 class Pings:
-    """Pings of all parts, round after round. An answer that comes a round later counts as well."""
+    """Pings of parts, round after round. An answer that comes a round later counts as well."""
 
     def __init__(self, *, patience_s: float) -> None:
         """Ping a part again after `patience_s`: the ping may be lost."""
@@ -81,21 +136,28 @@ class Pings:
         # Name -> its ping, and when it was asked.
         self._asked: dict[str, tuple[Any, float]] = {}
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Forget parts that there are no more."""
+        for name in names:
+            self._asked.pop(name, None)
+
     def round(self, parts: Mapping[str, Any], *, timeout_s: float) -> Answers:
-        """Ping all `parts`, by name, and return what they answered in time."""
+        """Ping `parts`, by name, and return what they answered in time."""
         now = time.monotonic()
-        asked: dict[str, tuple[Any, float]] = {}
+        names: dict[Any, str] = {}
         for name, actor in parts.items():
             with contextlib.suppress(KVRayError), mapped_errors():
-                ping, at = self._asked.get(name, (None, now))
-                is_new = ping is None or now > at + self._patience_s
-                asked[name] = (actor.ping.remote(), now) if is_new else (ping, at)
-        names = {ping: name for name, (ping, _) in asked.items()}
+                ping, at = self._asked.pop(name, (None, now))
+                if ping is None or now > at + self._patience_s:
+                    ping, at = actor.ping.remote(), now
+                self._asked[name] = ping, at
+                names[ping] = name
         ready: list[Any] = []
         if names:
             ready, _ = ray.wait(list(names), num_returns=len(names), timeout=timeout_s)
         answers = {names[ping]: _answer(ping) for ping in ready}
-        self._asked = {name: one for name, one in asked.items() if name not in answers}
+        for name in answers:
+            del self._asked[name]
         alive = frozenset(name for name, answer in answers.items() if answer is not None)
         return Answers(
             alive=alive,

@@ -1,7 +1,7 @@
 """How many parts of the tier there should be, how many answer, and how often one stopped; pure."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Set
 
 from kvray.actors.telemetry.figures import Figures, Series, Totals
 
@@ -12,27 +12,36 @@ class PartCounts:
     """The supervisor's figures; a part's kind is told by its name, `kvray-<kind>...`."""
 
     def __init__(self) -> None:
-        self._alive: frozenset[str] = frozenset()
+        self._expected: Counter[str] = Counter()
+        self._alive: set[str] = set()
+        self._answering: Counter[str] = Counter()
         self._outages: Counter[str] = Counter()
         self._ended: Counter[str] = Counter()
 
-    def note(
-        self, parts: Collection[str], alive: Collection[str], ended: Collection[str]
-    ) -> Figures:
-        """Take note of a round of pings, and return the figures of now.
+    def expect(self, parts: Collection[str]) -> None:
+        """Take note of the parts that there should be."""
+        self._expected = _kinds(parts)
+        self._alive.intersection_update(parts)
+        self._answering = _kinds(self._alive)
 
-        An outage is a part that answered in one round and not in the next. `ended` are the parts
-        that the supervisor ended because they were frozen.
+    def note(self, asked: Set[str], alive: Set[str], ended: Collection[str]) -> Figures:
+        """Take note of a round, and return the figures of now.
+
+        An outage is a part that answered in one round and not in the next that asked it. `alive`
+        have answered, or were heard of otherwise. `ended` are the parts that the supervisor ended
+        because they were frozen. It looks only at parts that changed: it may be called often.
         """
-        self._outages.update(_kinds((self._alive & frozenset(parts)) - frozenset(alive)))
+        stopped, came = (asked - alive) & self._alive, alive - self._alive
+        self._outages.update(_kinds(stopped))
         self._ended.update(_kinds(ended))
-        self._alive = frozenset(alive)
-        expected, answering = _kinds(parts), _kinds(alive)
+        self._answering.update(_kinds(came))
+        self._answering.subtract(_kinds(stopped))
+        self._alive = (self._alive - stopped) | came
         gauges: dict[Series, float] = {}
         totals: dict[Series, float] = {}
         for kind in _KINDS:
-            gauges["parts", (kind,)] = expected[kind]
-            gauges["answering_parts", (kind,)] = answering[kind]
+            gauges["parts", (kind,)] = self._expected[kind]
+            gauges["answering_parts", (kind,)] = self._answering[kind]
             totals["outages_total", (kind,)] = self._outages[kind]
             totals["ended_parts_total", (kind,)] = self._ended[kind]
         return Figures(gauges=gauges, totals=[Totals(source="parts", totals=totals)])

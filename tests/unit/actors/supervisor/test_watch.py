@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 
+from kvray.actors.names import LOOKUP_NAME, mover_name, shard_name
 from kvray.actors.supervisor import supervisor as supervisor_module
 from kvray.actors.supervisor import watch
 from kvray.actors.supervisor.supervisor import SupervisorActor
-from kvray.actors.supervisor.watch import Pings, Silences, reachable
+from kvray.actors.supervisor.watch import Answers, Pings, Silences, reachable
+from kvray.config import KVRayConfig
 from kvray.errors import ShardUnavailable
 
 
 def heard(*names: str) -> Silences:
     """Silences of parts that all answered at 0."""
     silences = Silences(frozen_s=5, start_s=60)
-    assert silences.note(names, names, 0) == []
+    assert silences.note(set(names), set(names), 0) == []
     return silences
 
 
@@ -64,6 +66,7 @@ def test_a_part_that_answers_after_its_start_has_no_more_time_than_others() -> N
 def test_a_part_that_is_no_more_is_forgotten() -> None:
     silences = heard("a")
     silences.note(set(), set(), 4)
+    silences.forget({"a"})
 
     assert silences.note({"a"}, set(), 6) == []
 
@@ -114,6 +117,26 @@ def test_a_part_that_has_started_has_no_more_time_than_others() -> None:
     silences.note({"a"}, {"a"}, 2)
 
     assert silences.note({"a"}, set(), 7) == ["a"]
+
+
+def test_time_in_which_nobody_asked_a_part_is_no_silence() -> None:
+    silences = heard("a", "b")
+    for now in range(1, 30):
+        silences.note({"b"}, {"b"}, now)
+
+    assert silences.note({"a", "b"}, {"b"}, 30) == []
+    assert silences.note({"a"}, set(), 33.9) == []
+    assert silences.note({"a"}, set(), 34) == ["a"]
+
+
+def test_a_part_that_was_heard_of_without_being_asked_is_not_silent() -> None:
+    silences = heard("a")
+    silences.note({"a"}, set(), 4)
+    silences.note(set(), {"a"}, 5)
+
+    assert not silences.silent
+    assert silences.note({"a"}, set(), 9) == []
+    assert silences.note({"a"}, set(), 10) == ["a"]
 
 
 class Parts:
@@ -172,32 +195,152 @@ def test_a_ping_that_may_be_lost_is_sent_again(monkeypatch: pytest.MonkeyPatch) 
 # -- the supervisor ------------------------------------------------------------------------------
 
 
+NUM_NODES = 1500
+
+
+def node_id(number: int) -> str:
+    return f"{number:012d}"
+
+
+class Tier:
+    """Nodes that are recorded, and a supervisor whose rounds see who was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_nodes: int) -> None:
+        self.asked: list[set[str]] = []
+        self.looks = 0
+        self.ended: list[str] = []
+        self.mute: set[str] = set()  # answers no ping
+        self.cut: set[str] = set()  # nodes
+        self.now = 0.0
+        self.status: dict[str, Any] = {"shards": {}, "silent": []}
+        self.nodes_now = [{"NodeID": node_id(n), "Alive": True} for n in range(num_nodes)]
+        self.names = {shard_name(node["NodeID"]) for node in self.nodes_now}
+        self.movers = {mover_name(node["NodeID"]) for node in self.nodes_now}
+        module = supervisor_module
+        monkeypatch.setattr(module, "ray", SimpleNamespace(nodes=self.nodes, kill=self.kill))
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(module, "create_shard", lambda node, _: shard_name(node))
+        monkeypatch.setattr(module, "create_mover", lambda node, _: mover_name(node))
+        monkeypatch.setattr(module.calls, "list_actors", lambda: [*self.names, LOOKUP_NAME])
+        lookup = SimpleNamespace(status=lambda: self.status, drop=self.dropped)
+        monkeypatch.setattr(module.calls, "get_actor", lambda _: lookup)
+        monkeypatch.setattr(module.calls, "call", lambda method, *args, timeout_s: method(*args))
+        monkeypatch.setattr(
+            module, "reachable", lambda nodes, timeout_s: frozenset(nodes) - self.cut
+        )
+        monkeypatch.setattr(SupervisorActor, "_run", lambda self: None)
+        monkeypatch.setattr(module.calls, "log_to_stderr", lambda: None)
+        monkeypatch.setattr(module, "build_info_of", lambda *args: {})
+        runtime = SimpleNamespace(get_node_id=lambda: "")
+        monkeypatch.setattr(module.ray, "get_runtime_context", lambda: runtime, raising=False)
+        self.supervisor = SupervisorActor(KVRayConfig(cluster_name="x"))
+        monkeypatch.setattr(self.supervisor._pings, "round", self.ping)
+        monkeypatch.setattr(self.supervisor._metrics, "attempt", lambda look, now: None)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        self.looks += 1
+        return self.nodes_now
+
+    def kill(self, part: Any, *, no_restart: bool) -> None:
+        assert not no_restart
+        self.ended.append(part)
+
+    def dropped(self, shard: str) -> None:
+        del self.status["shards"][shard]
+
+    def ping(self, parts: dict[str, Any], *, timeout_s: float) -> Answers:
+        self.asked.append(set(parts))
+        return Answers(alive=frozenset(parts) - self.mute, dead=frozenset())
+
+    def hear(self, shards: set[str]) -> None:
+        self.status["shards"] = {shard: {} for shard in shards}
+
+    def rounds(self, count: int) -> None:
+        for _ in range(count):
+            self.supervisor._reconcile()
+            self.now += 1.0
+
+
+def test_every_round_asks_all_of_a_small_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = Tier(monkeypatch, 100)
+    tier.hear(tier.names)
+    tier.rounds(5)
+    assert tier.asked == [{*tier.names, *tier.movers, LOOKUP_NAME}] * 5
+    assert tier.looks == 5
+
+
+def test_a_round_asks_no_more_parts_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = Tier(monkeypatch, NUM_NODES)
+    tier.hear(tier.names)
+    tier.rounds(8)
+    assert [len(one) for one in tier.asked] == [201] * 8
+    assert all(LOOKUP_NAME in one for one in tier.asked)
+    assert set().union(*tier.asked) == tier.movers | {LOOKUP_NAME}, "shards are heard"
+    assert tier.looks == 3, "at 500 nodes a second"
+
+
+def test_parts_that_nobody_hears_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = Tier(monkeypatch, NUM_NODES)
+    tier.rounds(15)
+    assert set().union(*tier.asked) == tier.names | tier.movers | {LOOKUP_NAME}
+
+
+def test_a_frozen_part_of_many_is_found_within_a_turn_and_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = Tier(monkeypatch, NUM_NODES)
+    tier.hear(tier.names)
+    tier.rounds(20)
+    silent = mover_name(node_id(7))
+    tier.mute = {silent}
+    tier.rounds(8 + 5)
+    assert tier.ended == [silent]
+
+
+def test_a_frozen_part_is_found_among_many_that_are_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = Tier(monkeypatch, NUM_NODES)
+    tier.hear(tier.names)
+    tier.rounds(20)
+    tier.cut = {node_id(n) for n in range(NUM_NODES - 1)}
+    gone = {shard_name(node) for node in tier.cut}
+    frozen = mover_name(node_id(NUM_NODES - 1))
+    tier.mute = {frozen, *gone, *map(mover_name, tier.cut)}
+    tier.status["silent"] = sorted(gone)
+    tier.rounds(15 + 5)
+    assert tier.ended == [frozen]
+    assert max(map(len, tier.asked)) == 201
+
+
+def test_the_lookup_forgets_the_shards_of_lost_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = Tier(monkeypatch, 3)
+    tier.hear({*tier.names, "kvray-shard-of-before"})
+    tier.nodes_now[0]["Alive"] = False
+    tier.rounds(1)
+    assert set(tier.status["shards"]) == tier.names - {shard_name(node_id(0))}
+
+
 @pytest.fixture
-def excused(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Asks a supervisor whom it excuses; "cut" is a node that cannot be reached."""
-    status: dict[str, Any] = {"shards": {"kvray-shard-a": {}, "kvray-shard-b": {}}, "silent": []}
-    lookup = SimpleNamespace(status=status)
-    monkeypatch.setattr(supervisor_module.calls, "get_actor", lambda name: lookup)
-    monkeypatch.setattr(supervisor_module.calls, "call", lambda method, timeout_s: method)
-    monkeypatch.setattr(
-        supervisor_module, "reachable", lambda nodes, timeout_s: frozenset(nodes) - {"cut"}
-    )
-
-    def ask(silent: set[str], *, quiet: tuple[str, ...] = ()) -> Any:
-        status["silent"] = list(quiet)
-        homes = {"kvray-shard-a": "a", "kvray-shard-b": "b", "kvray-shard-c": "cut"}
-        nodes: dict[str, Any] = {name: {} for name in ("a", "b", "cut")}
-        supervisor = object.__new__(SupervisorActor)
-        return supervisor._excused(silent, homes, nodes)
-
-    return ask
+def small(monkeypatch: pytest.MonkeyPatch) -> Tier:
+    """Two nodes whose parts have all answered."""
+    tier = Tier(monkeypatch, 2)
+    tier.hear(tier.names)
+    tier.rounds(1)
+    return tier
 
 
-def test_who_sends_heartbeats_to_the_lookup_is_not_frozen(excused: Any) -> None:
-    assert excused({"kvray-shard-a", "kvray-shard-b"}, quiet=("kvray-shard-b",)) == {
-        "kvray-shard-a"
-    }
+def test_who_sends_heartbeats_to_the_lookup_is_not_frozen(small: Tier) -> None:
+    small.mute = small.names
+    small.status["silent"] = [shard_name(node_id(1))]
+    small.rounds(6)
+    assert small.ended == [shard_name(node_id(1))]
 
 
-def test_who_is_cut_off_is_not_frozen(excused: Any) -> None:
-    assert excused({"kvray-shard-c", "kvray-lookup"}) == {"kvray-shard-c"}
+def test_who_is_cut_off_is_not_frozen(small: Tier) -> None:
+    small.mute = small.movers
+    small.cut = {node_id(0)}
+    small.rounds(6)
+    assert small.ended == [mover_name(node_id(1))]

@@ -142,4 +142,4 @@ def test_figures_of_lookup_mover_and_supervisor_are_declared() -> None:
     check_declared(mover)
     assert totals(mover) == {("moved_bytes_total", (NODE, "nixl", "out")): 7}
     check_declared(mover_figures("kvray-mover-b", {"state": "waiting"}))
-    check_declared(PartCounts().note(["kvray-shard-a"], [], []))
+    check_declared(PartCounts().note({"kvray-shard-a"}, set(), []))
