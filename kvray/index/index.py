@@ -15,6 +15,7 @@ from kvray.index.key_table import Array, KeyTable
 
 _CODES_PURGED = 4
 """Codes a key up to which a purge visits all the slots that it may."""
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,15 +272,23 @@ class Index:
         rows = np.flatnonzero(dropped)
         kept = change.kept[rows]
         lost = self._codes.words(change.gone[rows]) & ~self._codes.words(kept)
-        found: dict[tuple[int, tuple[str, ...]], list[int]] = {}
-        for at in np.flatnonzero(lost.any(axis=1)).tolist():
-            codes = np.where(self._codes.is_over.take(kept[at]), 0, kept[at]).tolist()
-            shards = tuple(sorted(self._codes.holders(codes)))
-            parts = int.from_bytes(lost[at].tobytes(), "little")
-            found.setdefault((parts, shards), []).append(int(rows[at]))
+        is_lost = lost.any(axis=1)
+        rows, kept, lost = rows[is_lost], kept[is_lost], lost[is_lost]
+        kept = np.where(self._codes.is_over.take(kept), 0, kept)
+        # Blocks that are lost alike, sorted together by a hash, make one loss.
+        words: Array = np.concatenate((kept.astype(np.uint64), lost), axis=1)
+        factors: Array = np.cumprod(np.full(words.shape[1], _GOLDEN, dtype=np.uint64))
+        order = np.argsort(words @ factors)
+        words = words[order]
+        stops = np.flatnonzero((words[1:] != words[:-1]).any(axis=1)) + 1
         return [
-            Loss(keys=change.keys[at].tobytes(), parts=parts, shards=shards)
-            for (parts, shards), at in found.items()
+            Loss(
+                keys=change.keys[rows[alike]].tobytes(),
+                parts=int.from_bytes(lost[alike[0]].tobytes(), "little"),
+                shards=tuple(sorted(self._codes.holders(kept[alike[0]].tolist()))),
+            )
+            for alike in np.split(order, stops)
+            if len(alike)
         ]
 
     def _end(self, shard: str) -> Incarnation | None:
