@@ -23,6 +23,7 @@ _BREAKERS_MAX = 1024
 _FAULTS = frozenset({"ShardUnavailable", "TransferError", "TransferTimeout"})
 """Errors of a fetch that its source is to blame for, as far as can be told."""
 _CONNECT_S = 5.0  # how often the mover's list of other movers is renewed
+_CONNECTS_PER_S = 50  # by all nodes together: each asks the lookup for the names of all shards
 
 
 def mover_of(shard: str) -> str:
@@ -60,7 +61,7 @@ class Peers:
         self._homes: dict[str, tuple[float, dict[int, str]]] = {}
         self._connecting: asyncio.Task[None] | None = None
         self._num_shards = 0
-        self._connect_at = 0.0
+        self._connect_at = self._connected_at = float("-inf")
 
     def tick(self, now: float, *, num_shards: int) -> None:
         """Ping and connect where that is due; called often, waits for nothing.
@@ -69,11 +70,13 @@ class Peers:
         """
         for name in list(self._breakers):
             self._state(name)  # which pings those whose pause is over
+        pause_s = num_shards / _CONNECTS_PER_S
         if num_shards != self._num_shards:
-            self._num_shards, self._connect_at = num_shards, now
+            self._num_shards = num_shards
+            self._connect_at = min(self._connect_at, self._connected_at + pause_s)
         is_busy = self._connecting is not None and not self._connecting.done()
         if num_shards > 1 and now >= self._connect_at and not is_busy:
-            self._connect_at = now + _CONNECT_S
+            self._connected_at, self._connect_at = now, now + max(_CONNECT_S, pause_s)
             self._connecting = asyncio.get_running_loop().create_task(self._connect())
 
     async def fetch(self, order: FetchOrder) -> FetchReport:

@@ -232,3 +232,17 @@ def test_every_shard_begins_with_another_one() -> None:
     assert order == ["b", "c", "d"]
     other = Peers("kvray-shard-c", Line().ask, call_timeout_s=1.0)
     assert [name[-1] for name in other.may_ask(names, without=frozenset())] == ["d", "a", "b"]
+
+
+def test_nodes_that_come_and_go_all_the_time_have_a_large_tier_ask_for_names_rarely() -> None:
+    async def asked(num_shards: int) -> int:
+        line = Line(*[[]] * 1000)
+        peers = line.peers()
+        for tenth in range(300):
+            peers.tick(tenth / 10, num_shards=num_shards + tenth % 2)
+            for _ in range(5):
+                await asyncio.sleep(0)
+        return [call[1] for call in line.calls].count("shards")
+
+    assert asyncio.run(asked(2)) == 300, "a small one at every change"
+    assert asyncio.run(asked(1000)) == 2
