@@ -1,14 +1,19 @@
 """Many shards that announce to one lookup, in a time that is counted.
 
 Real announcers and a real lookup. Calls wait in one line, as they do before Ray's actor, and each
-takes what it took when it was measured.
+takes what it took when it was measured. `python -m kvray.lab.bench.lookup_scale FILE.png` draws how
+long a restarted lookup is told by tiers of up to 10,000 nodes; it takes some minutes.
 """
 
 import heapq
+import logging
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,10 +24,13 @@ from kvray.actors.lookup.lookup import Announcement, Answer, Lookup
 from kvray.actors.shard import announcer as announcer_module
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.tier_delta import Entries
+from kvray.console.picture import write_picture
 from kvray.index import PARTS_MAX
 
 CALL_S = 0.0005
 """A call of the lookup, whatever it is for: its serialization, Ray's part included."""
+KEY_S = 27e-3 / 16_000
+"""What one of 150 shards took for each of its 16,000 keys, Ray's part included."""
 WAIT_S = 2.0
 """How long a shard's thread waits for an answer before it has something else to do."""
 ANNOUNCE_S, HEARTBEAT_S = 0.05, 0.5
@@ -44,9 +52,9 @@ class Clock:
 
 @contextmanager
 def counted_time() -> Iterator[Clock]:
-    """Have announcers go by the clock that it yields."""
-    clock = Clock()
-    with patch.object(announcer_module, "time", clock):
+    """Have announcers go by the clock that it yields; the same happens each time."""
+    clock, chance = Clock(), Random(0)
+    with patch.multiple(announcer_module, time=clock, random=chance):
         yield clock
 
 
@@ -204,3 +212,52 @@ class Tier:
             return None
         self._clock.now = max(began, done_at)
         return answer
+
+
+NODES = 100, 300, 1_000, 3_000, 10_000
+LOOKUPS = 1, 2, 4, 8
+BLOCKS = 16_000
+_LIMIT_S = 3600.0
+
+
+def told_s(num_shards: int, num_keys: int) -> tuple[float, float]:
+    """Return the seconds until a restarted lookup knows all, and its load once it does."""
+    with counted_time() as clock:
+        tier = Tier(clock, num_shards=num_shards, num_keys=num_keys, key_s=KEY_S)
+        took_s = tier.run_until_told(_LIMIT_S)
+        tier.run(10)
+        before = tier.busy_s
+        tier.run(10)
+    return took_s, (tier.busy_s - before) / 10
+
+
+def draw(path: Path) -> None:
+    """Print and draw the times of one lookup, and of several that share the blocks evenly."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    for num_lookups in LOOKUPS:
+        times = []
+        for num_shards in NODES:
+            took_s, load = told_s(num_shards, BLOCKS // num_lookups)
+            times.append(took_s)
+            print(f"{num_lookups} lookups, {num_shards} nodes: {took_s:.1f} s, then {load:.0%}")
+        one = "one lookup" if num_lookups == 1 else f"a share of 1/{num_lookups}"
+        axes.plot(NODES, times, marker="o", markersize=4, label=one)
+    axes.set_title(f"A lookup that restarts, nodes with {BLOCKS:,} blocks each", loc="left")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks(NODES, [f"{nodes:,}" for nodes in NODES])
+    axes.minorticks_off()
+    axes.set_xlabel("nodes")
+    axes.set_ylabel("seconds until it knows all")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    write_picture(figure, path)
+
+
+if __name__ == "__main__":
+    logging.disable()  # thousands of shards would say that they wait
+    draw(Path(sys.argv[1]))

@@ -16,6 +16,7 @@ from kvray.actors.lookup.lookup import CALLS_PER_S, Announcement, Answer, Lookup
 from kvray.actors.shard import announcer as announcer_module
 from kvray.actors.shard.announcer import Announcer
 from kvray.lab.bench.lookup_scale import (
+    KEY_S,
     FullTier,
     Idle,
     Tier,
@@ -24,8 +25,6 @@ from kvray.lab.bench.lookup_scale import (
     is_in_step,
 )
 
-KEY_S = 27e-3 / 16_000
-"""What one of 150 shards took for each of its 16,000 keys, Ray's part included."""
 SHARED_KEY_S = 225e-6
 """What a key takes that 8 to 50 shards hold."""
 
