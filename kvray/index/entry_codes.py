@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvray.index.holder_rows import union
+
 Array = npt.NDArray[Any]
 
 PARTS_MAX = 1024
@@ -122,7 +124,7 @@ class EntryCodes:
     def words(self, codes: Array) -> Array:
         """Return the parts of each row of `codes` together, u64 of shape [num_rows, num_words]."""
         columns = (self._words[:, word].take(codes) for word in range(self._num_words))
-        return np.stack([np.bitwise_or.reduce(column, axis=1) for column in columns], axis=1)
+        return np.stack([union(column) for column in columns], axis=1)
 
     def lacking(self, mask: int, codes: Array) -> Array:
         """Return which rows of `codes` lack some parts of `mask`."""

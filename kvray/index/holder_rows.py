@@ -1,5 +1,6 @@
 """Rows of entry codes: the holders of a key, in arrays of four sizes."""
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ _WIDTHS = (1, 4, 16, HOLDERS_MAX)
 _KIND_BITS = 30
 _NUMBER = (1 << _KIND_BITS) - 1
 _ROWS_MIN = 64
+_NARROW = 17
 
 
 class HolderRows:
@@ -94,6 +96,13 @@ class HolderRows:
             pool.rows[numbers, -width:] = codes[here, -width:]
             after[here] = numbers | np.uint32(kind << _KIND_BITS)
         return after
+
+
+def union(rows: Array) -> Array:
+    """Return the bitwise or of each row: column by column, as numpy is slow at many short rows."""
+    if rows.shape[1] <= _NARROW:
+        return reduce(np.bitwise_or, rows.T)
+    return np.asarray(np.bitwise_or.reduce(rows, axis=1))
 
 
 class _Pool:

@@ -10,7 +10,7 @@ import numpy as np
 from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES
 from kvray.index.entry_codes import PARTS_MAX, EntryCodes, Incarnation
-from kvray.index.holder_rows import HOLDERS_MAX, HolderRows
+from kvray.index.holder_rows import HOLDERS_MAX, HolderRows, union
 from kvray.index.key_table import Array, KeyTable
 
 _CODES_PURGED = 4
@@ -228,7 +228,7 @@ class Index:
         return places, values, self._rows.read(values)
 
     def _has_ended(self, values: Array) -> Array:
-        return np.asarray(self._codes.is_over.take(self._rows.read(values)).any(axis=1))
+        return union(self._codes.is_over.take(self._rows.read(values)))
 
     def _announce(
         self,
@@ -268,11 +268,11 @@ class Index:
         A shard that keeps other parts has not dropped the block: it may have evicted parts outside
         a window, which no engine needs. A block without any holder is no loss, either.
         """
-        dropped = change.gone.any(axis=1) & ~change.new.any(axis=1) & change.kept.any(axis=1)
+        dropped = (union(change.gone) != 0) & (union(change.new) == 0) & (union(change.kept) != 0)
         rows = np.flatnonzero(dropped)
         kept = change.kept[rows]
         lost = self._codes.words(change.gone[rows]) & ~self._codes.words(kept)
-        is_lost = lost.any(axis=1)
+        is_lost = union(lost) != 0
         rows, kept, lost = rows[is_lost], kept[is_lost], lost[is_lost]
         kept = np.where(self._codes.is_over.take(kept), 0, kept)
         # Blocks that are lost alike, sorted together by a hash, make one loss.
