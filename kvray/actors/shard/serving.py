@@ -160,6 +160,8 @@ class Serving:
             self._heartbeat_at, self._is_due = now + self._parts.settings.shard.heartbeat_s, True
             self._bury_and_warn()
             self._audit(now)
+        elif not self.owner.is_audited:
+            self._audit(now)  # nobody has looked at these tables yet
         if self._evicting is None or self._evicting.done():
             ended, self._evicting = self._evicting, None
             if ended is not None:

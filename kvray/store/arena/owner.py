@@ -46,17 +46,24 @@ class ArenaOwner:
         """Count of changes when no namespace was over its quota."""
 
     def adopt(self) -> int:
-        """Fence off the last owner, rebuild the tables, set the quotas; return the new shard_epoch.
+        """Fence off the last owner, set the quotas; return the new shard_epoch.
+
+        To take the lock ends a step that somebody died in. What a flipped bit did is left to
+        `audit`: engines go on meanwhile, as they did without an owner.
 
         Raises ConfigError for quotas that cannot be kept, ShardUnavailable without the lock.
         """
         with self._section(self.arena.lock_wait_s) as entered:
             if entered:
-                repair.rebuild(self._tables, now=time.monotonic())
                 set_quotas(self._tables, self._quotas)
                 self._tables.shard_epoch += 1
                 return int(self._tables.shard_epoch)
         raise ShardUnavailable(self.arena.no_entry())
+
+    @property
+    def is_audited(self) -> bool:
+        """Whether `audit` has been through all tables once."""
+        return self._audited >= len(audit.shares(self._tables))
 
     def audit(self) -> dict[str, int]:
         """Check the next share of the tables; rebuild all of them if some are wrong.

@@ -11,8 +11,8 @@ from kvray.store.arena.tables import Array, Tables
 def rebuild(tables: Tables, *, now: float) -> int:
     """Derive everything that follows from the slots and the lease records; `now` is monotonic.
 
-    Takes time over all slots, so only the owner does it: when it takes an arena over, and after a
-    death in a step that was too large for the undo record. The truth is each slot's state and each
+    Takes time over all slots, so only the owner does it: when it finds damage, and after a death in
+    a step that was too large for the undo record. The truth is each slot's state and each
     lease page's holder. Key index, lease counts, families and empty slabs follow from it. A process
     that dies in here leaves the same truth to the next. Returns how many slots were given up.
     """

@@ -118,6 +118,7 @@ OPERATIONS: dict[str, tuple[Step, Step]] = {
     "evict": (Life.join, lambda life: ArenaOwner(life.arena).evict_ahead(0.5)),
     "clear": (Life.join, lambda life: ArenaOwner(life.arena).clear()),
     "adopt": (Life.take_and_write, lambda life: ArenaOwner(life.arena).adopt()),
+    "mend": (Life.take_and_write, lambda life: ArenaOwner(life.arena).mend()),
 }
 """Name -> what is prepared, and what is done."""
 

@@ -99,7 +99,7 @@ def live(survivor: Survivor, directory: Path, name: str, sent: str, step: int) -
                 assert answer[0] == "finished"
             else:
                 assert answer[0] in ("killed", "finished")
-                if name == "adopt":  # only an owner mends what an owner left
+                if name in ("adopt", "mend"):  # only an owner mends what an owner left
                     ArenaOwner(survivor.arena).adopt()
                 assert survivor.call(), "the lock is held by nobody who lives"
             survivor.check()
