@@ -40,6 +40,10 @@ def find(tables: Tables, share: range) -> Damage:
     found = {
         "slabs": np.flatnonzero((sizes > 0) & is_empty | (sizes > geometry.slab_bytes))
         + share.start,
+        "counts": share.start
+        + np.flatnonzero(
+            tables.slab_free[share.start : share.stop] != slabs.count_free(tables, share)
+        ),
         "states": slots[has_wrong_state(tables, slots)],
         "parents": slots[is_used][has_wrong_parent(tables, slots[is_used])],
         "children": slots[tables.slot_children[slots] != count_children(tables, slots)],
@@ -76,8 +80,7 @@ def has_wrong_state(tables: Tables, slots: Array) -> Array:
     """Return a mask of the `slots` whose state is no state, or cannot be there."""
     geometry, states = tables.geometry, tables.slot_state[slots]
     slab, row = np.divmod(slots, geometry.slots_per_slab)
-    sizes = tables.slab_block_bytes.tolist()
-    usable = np.array([slabs.usable(tables, size) if size else 0 for size in sizes])
+    usable = slabs.usable_in(tables, np.arange(geometry.num_slabs))
     writer = tables.slot_holder[slots]
     wrong: Array = (states > QUARANTINED) | (row >= usable[slab]) & (states != FREE)
     wrong |= (writer < 0) | (writer > geometry.holders_max)

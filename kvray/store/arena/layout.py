@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 NO_SLOTS: Array = np.empty(0, dtype=np.int64)
 
 MAGIC = b"KVRAYARN"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 ALIGNMENT = 4096
 """Slots start and end on this boundary, so that files can be read into them directly."""
 
@@ -96,6 +96,7 @@ class Columns:
     """The tables of an arena in file order: element type, and shape in figures of `Geometry`."""
 
     slab_block_bytes: Annotated[Array, "<u8", "num_slabs"]
+    slab_free: Annotated[Array, "<i4", "num_slabs"]
     slot_state: Annotated[Array, "u1", "num_slots"]
     slot_key: Annotated[Array, "<u8", "num_slots", KEY_BYTES // 8]
     slot_part: Annotated[Array, "<u4", "num_slots"]

@@ -18,6 +18,7 @@ def rebuild(tables: Tables, *, now: float) -> int:
     """
     tables.undo.tear()
     _free_unsound(tables)
+    slabs.recount(tables)
     drop_unsound_leases(tables)
     tables.slot_leases[:] = lease.count_leases(tables)
     used = _used_oldest_first(tables)
@@ -28,7 +29,7 @@ def rebuild(tables: Tables, *, now: float) -> int:
     kept = used[~lost]
     lost[~lost] = key_index.insert(tables, kept, tables.slot_key[kept], tables.slot_part[kept])
     _give_up(tables, used[lost], now)
-    slabs.give_back(tables, _all_slots(tables))
+    slabs.recount(tables)
     # Nobody knows which changes the dead process had not noted: announce all of them.
     tables.slot_version += 1
     tables.changes += 1

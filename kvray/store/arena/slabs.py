@@ -1,6 +1,7 @@
 """Slabs of an arena: each serves one block size for as long as it holds a block of it.
 
-Pure, like `slots`: the caller holds the arena's lock.
+Each has a count of its FREE slots, so that a writer looks into a few slabs only, however large the
+arena is. Pure, like `slots`: the caller holds the arena's lock.
 """
 
 import numpy as np
@@ -8,6 +9,9 @@ import numpy as np
 from kvray.store.arena.eviction import classify, is_fit
 from kvray.store.arena.layout import FREE, READY
 from kvray.store.arena.tables import Array, Tables
+
+_LOOKED_INTO = 4
+"""Slabs, the emptiest, in which a writer looks for a run of FREE slots; more if it needs more."""
 
 _FIRST = np.zeros(1, dtype=np.int64)
 _BUSY = np.uint64(2**64 - 1)
@@ -42,9 +46,16 @@ def slots_of(tables: Tables, block_bytes: int) -> Array:
     return slots
 
 
-def free_slots(tables: Tables, block_bytes: int) -> Array:
-    """Return the FREE slots in slabs that serve `block_bytes`, ascending."""
+def free_slots(tables: Tables, block_bytes: int, count: int) -> Array:
+    """Return at least `count` FREE slots for `block_bytes`, ascending; fewer: there are no more.
+
+    They are those of the emptiest slabs, where the runs are longest.
+    """
     slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
+    num_free = tables.slab_free[slabs]
+    order = np.argsort(-num_free, kind="stable")
+    enough = int(np.searchsorted(np.cumsum(num_free[order]), count)) + 1
+    slabs = np.sort(slabs[order[: max(enough, _LOOKED_INTO)]])
     free: Array = np.flatnonzero(_states(tables, slabs, block_bytes).ravel() == FREE)
     if len(slabs) > 1 or (len(slabs) and slabs[0]):
         at, column = np.divmod(free, usable(tables, block_bytes))
@@ -54,8 +65,7 @@ def free_slots(tables: Tables, block_bytes: int) -> Array:
 
 def num_available(tables: Tables, block_bytes: int) -> int:
     """Return how many blocks of a size fit into its slabs and the spare ones without eviction."""
-    slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
-    free = np.count_nonzero(_states(tables, slabs, block_bytes) == FREE)
+    free = tables.slab_free[tables.slab_block_bytes == block_bytes].sum()
     return int(free) + num_spare(tables) * usable(tables, block_bytes)
 
 
@@ -81,15 +91,52 @@ def take_spare(tables: Tables, count: int, block_bytes: int) -> None:
         num_available(tables, block_bytes) - len(spare) * usable(tables, block_bytes)
     )
     if missing > 0:
-        needed = -(-missing // usable(tables, block_bytes))
-        tables.put(spare[:needed], slab_block_bytes=block_bytes)
+        each = usable(tables, block_bytes)
+        taken = spare[: -(-missing // each)]
+        tables.put(taken, slab_block_bytes=block_bytes, slab_free=each)
+
+
+def note_taken(tables: Tables, slots: Array) -> None:
+    """Count `slots` as FREE no longer."""
+    tables.add(slots // tables.geometry.slots_per_slab, slab_free=-1)
 
 
 def give_back(tables: Tables, slots: Array) -> None:
-    """Make those slabs of `slots` spare that have become empty."""
-    slabs = np.unique(slots // tables.geometry.slots_per_slab)
+    """Count `slots`, which have become FREE, and make those slabs spare that are empty now."""
+    slabs = slots // tables.geometry.slots_per_slab
+    tables.add(slabs, slab_free=1)
+    slabs = np.unique(slabs)
+    # A count may be damaged: a slab that has a block must never serve another size.
+    _make_spare(tables, slabs[tables.slab_free[slabs] >= usable_in(tables, slabs)])
+
+
+def recount(tables: Tables) -> None:
+    """Count the FREE slots of every slab, and make the empty ones spare."""
+    tables.slab_free[:] = count_free(tables, range(tables.geometry.num_slabs))
+    _make_spare(tables, np.arange(tables.geometry.num_slabs))
+
+
+def count_free(tables: Tables, slabs: range) -> Array:
+    """Return the number of FREE slots of each of `slabs`; a spare one has none."""
+    chosen = slice(slabs.start, slabs.stop)
+    sizes = usable_in(tables, np.arange(slabs.start, slabs.stop))
+    is_inside = np.arange(tables.geometry.slots_per_slab) < sizes[:, None]
+    counts: Array = np.count_nonzero((_by_slab(tables)[chosen] == FREE) & is_inside, axis=1)
+    return counts
+
+
+def _make_spare(tables: Tables, slabs: Array) -> None:
+    """Make those of `slabs` spare that serve a size and are empty."""
+    slabs = slabs[tables.slab_block_bytes[slabs] > 0]
     empty = slabs[(_by_slab(tables)[slabs] == FREE).all(axis=1)]
-    tables.put(empty[tables.slab_block_bytes[empty] > 0], slab_block_bytes=0)
+    tables.put(empty, slab_block_bytes=0, slab_free=0)
+
+
+def usable_in(tables: Tables, slabs: Array) -> Array:
+    """Return how many slots each of `slabs` has."""
+    sizes = tables.slab_block_bytes[slabs].tolist()
+    each = {size: usable(tables, size) if size else 0 for size in set(sizes)}
+    return np.array([each[size] for size in sizes], dtype=np.int64)
 
 
 def choose_to_clear(tables: Tables, count: int, block_bytes: int, *, protect: Array) -> Array:

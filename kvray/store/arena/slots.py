@@ -162,6 +162,7 @@ def reserve(
     tables.slot_namespace[taken] = namespace
     tables.slot_priority[taken] = priority if isinstance(priority, int) else priority[rows]
     tables.put(taken, slot_state=RESERVED)
+    slabs.note_taken(tables, taken)
     _link(tables, chain, before)
     full = key_index.insert(tables, taken, keys, part)
     if full.any():  # cut the chain before the first block without a place in the index
@@ -332,11 +333,11 @@ def _allocate(
     tables: Tables, count: int, block_bytes: int, *, protect: Array, candidates: Candidates
 ) -> Array:
     """Return up to `count` FREE slots for `block_bytes`, evicting candidates if there are fewer."""
-    found = slabs.free_slots(tables, block_bytes)
+    found = slabs.free_slots(tables, block_bytes, count)
     if len(found) < count:
         _make_room(tables, count, block_bytes, protect=protect, candidates=candidates)
         slabs.take_spare(tables, count, block_bytes)
-        found = slabs.free_slots(tables, block_bytes)
+        found = slabs.free_slots(tables, block_bytes, count)
     return slabs.longest_runs_first(found, count)
 
 

@@ -13,6 +13,7 @@ __all__ = ["Array", "Tables"]
 
 _UNDONE = (
     "slab_block_bytes",
+    "slab_free",
     "slot_state",
     "slot_parent",
     "slot_children",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvray.store.arena import key_index
+from kvray.store.arena import key_index, slabs
 from kvray.store.arena.layout import PRIORITY_MAX, READY, Array
 from kvray.store.arena.tables import Tables
 from kvray.store.nvme.book import RecordBook
@@ -76,9 +76,7 @@ def read_tables(files: SegmentFiles, book: RecordBook, tables: Tables) -> Recove
     full = _fill(tables, kept, records)
     book.bury(kept[full])
     parentless = _link(tables, kept[~full], records[~full])
-    # Slabs that lost all their blocks become spare.
-    is_used = tables.slot_state.reshape(tables.geometry.num_slabs, -1).any(axis=1)
-    tables.slab_block_bytes[~is_used] = 0
+    slabs.recount(tables)
     tables.undo.settle()
     return RecoveryReport(
         blocks=int(np.count_nonzero(~full)),

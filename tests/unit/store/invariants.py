@@ -81,6 +81,8 @@ def _check_slabs(tables: Tables) -> None:
         usable = geometry.slab_bytes // geometry.stride(size) if size else 0
         assert (states[slab, usable:] == FREE).all(), f"slab {slab} has slots outside of it"
         assert not size or states[slab].any(), f"slab {slab} is empty but was not given back"
+        free = np.count_nonzero(states[slab, :usable] == FREE)
+        assert tables.slab_free[slab] == free, f"slab {slab} has {free} free slots"
 
 
 def _used(tables: Tables) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
