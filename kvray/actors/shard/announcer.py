@@ -6,10 +6,10 @@ announced even if the other has it too. So if two changes cross, the later look 
 """
 
 import logging
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,7 @@ class Announcer:
         self.desk = DigestDesk()
         self._answer: Answer | None = None
         self._shard = shard
+        self._random = Random(shard)  # its own: shards that start together must not send together
         self._announce = announce
         self._arena_id = ""
         self._store: NvmeStore | None = None
@@ -187,7 +188,7 @@ class Announcer:
         if answer.resync:
             self._lookup_epoch = None
             self._has_to_ask = answer.wait_s > 0
-            self._send_at = now + answer.wait_s * random.uniform(0.75, 1.25)
+            self._send_at = now + answer.wait_s * self._random.uniform(0.75, 1.25)
             return
         full = announcement.full
         same = not self._is_outdated and (full or answer.lookup_epoch == self._lookup_epoch)
@@ -203,7 +204,7 @@ class Announcer:
         self._note_told()
         self._answer = answer
         if not self._pending and not self._owes_end:
-            self._send_at = now + answer.pause_s * random.uniform(0.75, 1.25)
+            self._send_at = now + answer.pause_s * self._random.uniform(0.75, 1.25)
         if announcement.ranks is not None:
             self._ranks_said = announcement.ranks
 
@@ -215,7 +216,7 @@ class Announcer:
         self._num_failures += 1
         if self._num_failures > 1:
             backoff_s = min(_BACKOFF_S * 2 ** min(self._num_failures - 2, 8), _BACKOFF_MAX_S)
-            self._send_at = time.monotonic() + backoff_s * random.uniform(0.5, 1)
+            self._send_at = time.monotonic() + backoff_s * self._random.uniform(0.5, 1)
 
     def _note_unheard(self, why: str) -> None:
         if self._is_heard:
