@@ -50,15 +50,24 @@ class Tier:
         return self.socket.call(op, timeout_s=10, replica="r", rank=0, **fields)
 
     def store(self) -> list[BlockKey]:
-        """Return the keys of a new prompt at the source."""
+        """Return the keys of a new prompt at the source.
+
+        What a frozen part has leased there may leave room for it only when the leases end.
+        """
         keys = [BlockKey(secrets.token_bytes(32)) for _ in range(NUM_BLOCKS)]
+        wait_for(lambda: self._store(keys), "room for a prompt", timeout_s=60)
+        return keys
+
+    def _store(self, keys: list[BlockKey]) -> bool:
+        """Return whether the source has all these blocks now."""
         made = self.arena.reserve(
             keys, parent=None, depth=0, part=0, block_bytes=BLOCK_BYTES, wait_s=5
         )
         assert made is not None
         pool = np.zeros((1, BLOCK_BYTES), dtype=np.uint8)
-        self.arena.commit(made, self.arena.write(made, pool, np.zeros(NUM_BLOCKS, dtype=int)))
-        return keys
+        pages = np.zeros(len(made.slots), dtype=int)
+        self.arena.commit(made, self.arena.write(made, pool, pages))
+        return made.dropped == 0
 
     def stage(self, keys: list[BlockKey], wait_s: float = WAIT_S) -> int:
         """Return how many blocks are at the target then."""
