@@ -39,7 +39,7 @@ def choose_victims(
     """
     fit = within[is_fit(tables, within)]
     ranks = _ranks(tables, fit, rank)
-    classes = classify(tables, fit, ranks, protect, by_use=rank is None)
+    classes = _classify(tables, fit, ranks, protect, by_use=rank is None)
     return _first(tables, fit, (ranks, classes), count, protect)
 
 
@@ -49,7 +49,7 @@ def choose_beyond_quotas(tables: Tables, most: int, rank: Rank | None = None) ->
     if not over:
         return NO_SLOTS
     fit = np.flatnonzero(is_fit(tables, np.arange(tables.geometry.num_slots)))
-    order = _ranks(tables, fit, rank), _all_by_priority(tables, fit)
+    order = _ranks(tables, fit, rank), by_priority(tables, fit)
     return _beyond(tables, over, (fit, *order), NO_SLOTS, most)[:most]
 
 
@@ -63,7 +63,7 @@ def keep_evictable(
     """
     ranks = _ranks(tables, chosen, rank)
     if rank is None:
-        ranks = _joined(ranks, _by_priority(tables, chosen, by_use=True))
+        ranks = _joined(ranks, _classes(tables, chosen, by_use=True))
     return _keep_evictable(tables, chosen, ranks, protect)
 
 
@@ -73,8 +73,15 @@ def is_fit(tables: Tables, slots: Array) -> Array:
     return fit
 
 
-def classify(
-    tables: Tables, fit: Array, ranks: Array, protect: Array, *, by_use: bool = True
+def by_priority(tables: Tables, slots: Array) -> Array:
+    """Return the class of each of `slots`, i8, without quotas: the lower goes first."""
+    classes: Array = tables.slot_priority.take(slots).astype(np.int64) + _WITHIN_QUOTA
+    classes[tables.slot_tick.take(slots) == 0] = _GIVEN_UP
+    return classes
+
+
+def _classify(
+    tables: Tables, fit: Array, ranks: Array, protect: Array, *, by_use: bool
 ) -> Array | None:
     """Return the class of each of the slots `fit`, i8: the lower goes first. None: all are in one.
 
@@ -82,31 +89,22 @@ def classify(
     """
     over = quotas.excess(tables)
     if not over:
-        # A look at all rows costs a thirtieth of a look at some, and mostly they are the same.
-        if by_use and tables.slot_priority.min() == tables.slot_priority.max():
-            return None
-        return _by_priority(tables, fit, by_use=by_use)
-    classes = _all_by_priority(tables, fit)
+        return _classes(tables, fit, by_use=by_use)
+    classes = by_priority(tables, fit)
     beyond = np.zeros(tables.geometry.num_slots, dtype=bool)
     beyond[_beyond(tables, over, (fit, ranks, classes), protect)] = True
     classes[beyond[fit] & (classes >= _WITHIN_QUOTA)] -= _WITHIN_QUOTA - _BEYOND_QUOTA
     return classes
 
 
-def _by_priority(tables: Tables, slots: Array, *, by_use: bool) -> Array | None:
+def _classes(tables: Tables, slots: Array, *, by_use: bool) -> Array | None:
     """Return the class of each of `slots` without quotas; None if rank alone decides."""
     priority = tables.slot_priority.take(slots)
     is_one = not len(slots) or priority.min() == priority.max()
     # A block that was given up counts as never used.
     if is_one and (by_use or tables.slot_tick.take(slots).all()):
         return None
-    return _all_by_priority(tables, slots)
-
-
-def _all_by_priority(tables: Tables, slots: Array) -> Array:
-    classes: Array = tables.slot_priority.take(slots).astype(np.int64) + _WITHIN_QUOTA
-    classes[tables.slot_tick.take(slots) == 0] = _GIVEN_UP
-    return classes
+    return by_priority(tables, slots)
 
 
 def _beyond(

@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 NO_SLOTS: Array = np.empty(0, dtype=np.int64)
 
 MAGIC = b"KVRAYARN"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 ALIGNMENT = 4096
 """Slots start and end on this boundary, so that files can be read into them directly."""
 
@@ -34,6 +34,8 @@ BUCKET_WAYS = 16
 PAGE_SLOTS = 256
 LABEL_BYTES = 64
 QUOTAS_MAX = 64
+QUEUES = 8
+"""Block sizes that have a queue of victims; more sizes share them."""
 UNDO_ENTRIES = 1024
 UNDO_WORDS_PER_SLOT = 16
 
@@ -128,6 +130,14 @@ class Columns:
     quota_namespace: Annotated[Array, "<u4", QUOTAS_MAX]
     quota_mask: Annotated[Array, "<u4", QUOTAS_MAX]
     quota_bytes: Annotated[Array, "<u8", QUOTAS_MAX]
+    queue_bytes: Annotated[Array, "<u8", QUEUES]
+    queue_tick: Annotated[Array, "<u8", QUEUES]
+    queue_next: Annotated[Array, "<u4", QUEUES]
+    queue_end: Annotated[Array, "<u4", QUEUES]
+    queue_slot: Annotated[Array, "<u4", "queue_rows"]
+    queue_slab_next: Annotated[Array, "<u4", 1]
+    queue_slab_end: Annotated[Array, "<u4", 1]
+    queue_slab: Annotated[Array, "<u4", "num_slabs"]
     undo_entry: Annotated[Array, "<u4", UNDO_ENTRIES, 4]
     undo_log: Annotated[Array, "<u4", "undo_words"]
 
@@ -179,6 +189,11 @@ class Geometry:
     def num_pages(self) -> int:
         """Pages for lease records: as many requests as there are can be promised at once."""
         return max(64, self.num_slots // 16)
+
+    @property
+    def queue_rows(self) -> int:
+        """Rows of all queues of victims: each has room for a sixteenth of the slots."""
+        return max(16 * QUEUES, self.num_slots // 2)
 
     def stride(self, block_bytes: int) -> int:
         """Return the bytes from one slot of `block_bytes` to the next."""

@@ -6,7 +6,7 @@ arena is. Pure, like `slots`: the caller holds the arena's lock.
 
 import numpy as np
 
-from kvray.store.arena.eviction import classify, is_fit
+from kvray.store.arena.eviction import by_priority, keep_evictable
 from kvray.store.arena.layout import FREE, READY
 from kvray.store.arena.tables import Array, Tables
 
@@ -14,10 +14,14 @@ _LOOKED_INTO = 4
 """Slabs, the emptiest, in which a writer looks for a run of FREE slots; more if it needs more."""
 
 _FIRST = np.zeros(1, dtype=np.int64)
-_BUSY = np.uint64(2**64 - 1)
-"""Stands for the time of use of blocks that cannot go."""
-_CLASS_SHIFT = np.uint64(48)
+_CLASS_SHIFT = 48
 """Times of use are below that: one a microsecond, for nine years."""
+
+_PIECE = 2**13
+"""Rows of the slot table that one who needs room looks at, where nobody has chosen ahead."""
+
+_TURN = 7919
+"""Slabs from one turn's first to the next one's: a prime, so that all get their turn."""
 
 
 def usable(tables: Tables, block_bytes: int) -> int:
@@ -40,10 +44,7 @@ def num_possible(tables: Tables, block_bytes: int) -> int:
 
 def slots_of(tables: Tables, block_bytes: int) -> Array:
     """Return the slots in slabs that serve `block_bytes`, ascending."""
-    slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
-    starts = slabs[:, None] * tables.geometry.slots_per_slab
-    slots: Array = (starts + np.arange(usable(tables, block_bytes))).ravel()
-    return slots
+    return _inside(tables, np.flatnonzero(tables.slab_block_bytes == block_bytes), block_bytes)
 
 
 def free_slots(tables: Tables, block_bytes: int, count: int) -> Array:
@@ -139,27 +140,65 @@ def usable_in(tables: Tables, slabs: Array) -> Array:
     return np.array([each[size] for size in sizes], dtype=np.int64)
 
 
-def choose_to_clear(tables: Tables, count: int, block_bytes: int, *, protect: Array) -> Array:
-    """Return the blocks that go so that up to `count` slabs of other block sizes become spare.
+def choose_to_clear(tables: Tables, count: int, *, among: Array, protect: Array) -> Array:
+    """Return the blocks that go so that up to `count` of the slabs `among` become spare.
 
-    A slab can be cleared if nothing in it, and no block that hangs from one in it, is leased, being
-    written or in `protect`. Of these slabs it chooses those whose blocks can go first. Needs no
-    lock: `eviction.keep_evictable` has the last word.
+    A slab can be cleared if every block in it can go, alone or with those of slabs that are cleared
+    too. The first of `among` are preferred, and only a few are looked at. Needs no lock:
+    `eviction.keep_evictable` has the last word.
     """
-    busy = (tables.slot_state != FREE) & (tables.slot_state != READY) | (tables.slot_leases > 0)
-    busy[protect] = True
-    above = _parents(tables)
-    used = np.append(np.where(busy, _BUSY, _order(tables, protect)), np.uint64(0))
-    used[:-1][tables.slot_state == FREE] = 0
-    for _ in range(_rounds(tables)):
-        np.maximum.at(used, above, used)
-        used[-1] = 0
-        above = above[above]
-    last_used = _by_slab(tables, used[:-1]).max(axis=1)
-    other = (tables.slab_block_bytes != block_bytes) & (tables.slab_block_bytes != 0)
-    slabs = np.flatnonzero(other & (last_used < _BUSY))
-    chosen = slabs[np.argsort(last_used[slabs], kind="stable")[:count]]
-    return np.flatnonzero(_with_descendants(tables, chosen) & (tables.slot_state == READY))
+    num_looked_at = count
+    while True:
+        chosen = among[:num_looked_at]
+        while True:
+            used = _used_in(tables, chosen)
+            kept = keep_evictable(tables, used, protect=protect)
+            is_whole = _num_in(tables, kept, chosen) == _num_in(tables, used, chosen)
+            if is_whole.all() and len(chosen) <= count:
+                break
+            chosen = chosen[is_whole][:count]
+        if len(chosen) == count or num_looked_at >= len(among):
+            return used
+        num_looked_at *= 4
+
+
+def coldest_first(tables: Tables, slabs: Array) -> Array:
+    """Return those of `slabs` that have blocks, all free to go: first those used longest ago.
+
+    Retention priority comes before use. Needs no lock.
+    """
+    per_slab, found = tables.geometry.slots_per_slab, [np.empty((0, 3), dtype=np.int64)]
+    step = max(1, _PIECE // per_slab)
+    for start in range(0, len(slabs), step):
+        piece = slabs[start : start + step]
+        slots = _rows_of(tables, piece)
+        states, shape = tables.slot_state.take(slots), (len(piece), per_slab)
+        ready = (states == READY).reshape(shape)
+        is_busy = ((states != FREE) & (states != READY)) | (tables.slot_leases.take(slots) > 0)
+        ticks = tables.slot_tick.take(slots).astype(np.int64)
+        order = np.where(
+            ready, (ticks + (by_priority(tables, slots) << _CLASS_SHIFT)).reshape(shape), -1
+        )
+        last = order.max(axis=1)
+        # A request uses its whole prefix at once: of slabs used together the deeper goes first.
+        depths = tables.slot_depth.take(slots).reshape(shape)
+        depths = np.where(order == last[:, None], depths, 2**31).min(axis=1)
+        can_go = ready.any(axis=1) & ~is_busy.reshape(shape).any(axis=1)
+        found.append(np.stack((piece, last, -depths.astype(np.int64)), axis=1)[can_go])
+    chosen = np.concatenate(found)
+    ordered: Array = chosen[np.lexsort((chosen[:, 2], chosen[:, 1])), 0]
+    return ordered
+
+
+def some_of(tables: Tables, block_bytes: int, *, turn: int) -> Array:
+    """Return slots in some of a size's slabs, in others at each turn."""
+    return _inside(tables, _some(tables, tables.slab_block_bytes == block_bytes, turn), block_bytes)
+
+
+def some_others(tables: Tables, block_bytes: int, *, turn: int) -> Array:
+    """Return some slabs of other sizes, others at each turn."""
+    sizes = tables.slab_block_bytes
+    return _some(tables, (sizes != block_bytes) & (sizes != 0), turn)
 
 
 def longest_runs_first(slots: Array, count: int) -> Array:
@@ -180,41 +219,40 @@ def longest_runs_first(slots: Array, count: int) -> Array:
     return chosen
 
 
-def _order(tables: Tables, protect: Array) -> Array:
-    """Return a number for each slot, u8: of READY blocks the lowest goes first."""
-    order: Array = tables.slot_tick.copy()
-    fit = np.flatnonzero(is_fit(tables, np.arange(tables.geometry.num_slots)))
-    classes = classify(tables, fit, order[fit].astype(np.float64), protect)
-    if classes is not None:
-        order[fit] += classes.astype("<u8") << _CLASS_SHIFT
-    return order
+def _some(tables: Tables, is_meant: Array, turn: int) -> Array:
+    """Return some of the slabs that the mask means, spread over all of them."""
+    slabs, most = np.flatnonzero(is_meant), max(4, _PIECE // tables.geometry.slots_per_slab)
+    if len(slabs) <= most:
+        return slabs
+    first, step = turn * _TURN % len(slabs), len(slabs) // most
+    some: Array = slabs[np.sort((first + step * np.arange(most)) % len(slabs))]
+    return some
 
 
-def _with_descendants(tables: Tables, slabs: Array) -> Array:
-    """Return a mask of the slots of `slabs` and of every block that hangs from one of them."""
-    marked = np.zeros(tables.geometry.num_slots + 1, dtype=bool)
-    _by_slab(tables, marked[:-1])[slabs] = True
-    above = _parents(tables)
-    for _ in range(_rounds(tables)):
-        marked |= marked[above]
-        above = above[above]
-    return marked[:-1]
+def _rows_of(tables: Tables, slabs: Array) -> Array:
+    """Return all rows of the slot table that `slabs` own."""
+    return _inside(tables, slabs, tables.geometry.slot_min)
 
 
-def _parents(tables: Tables) -> Array:
-    """Return every slot's parent, and one more row that stands for none and is its own parent."""
-    nowhere = tables.geometry.num_slots
-    parents = tables.parents()
-    has_one = (tables.slot_state != FREE) & (parents >= 0)
-    return np.append(np.where(has_one, parents, nowhere), nowhere)
+def _inside(tables: Tables, slabs: Array, block_bytes: int) -> Array:
+    """Return the slots of `slabs`, all of which serve `block_bytes`."""
+    starts = slabs[:, None] * tables.geometry.slots_per_slab
+    slots: Array = (starts + np.arange(usable(tables, block_bytes))).ravel()
+    return slots
 
 
-def _rounds(tables: Tables) -> int:
-    """Return after how many doublings every block has seen its root.
+def _used_in(tables: Tables, slabs: Array) -> Array:
+    slots = _rows_of(tables, slabs)
+    return slots[tables.slot_state.take(slots) != FREE]
 
-    Counted, because without the lock parents may seem to form a circle.
-    """
-    return int(tables.slot_depth.max()).bit_length()
+
+def _num_in(tables: Tables, slots: Array, slabs: Array) -> Array:
+    """Return how many of `slots` are in each of `slabs`."""
+    counts = np.bincount(
+        slots // tables.geometry.slots_per_slab, minlength=tables.geometry.num_slabs
+    )
+    found: Array = counts[slabs]
+    return found
 
 
 def _states(tables: Tables, slabs: Array, block_bytes: int) -> Array:
@@ -222,7 +260,7 @@ def _states(tables: Tables, slabs: Array, block_bytes: int) -> Array:
     return states
 
 
-def _by_slab(tables: Tables, column: "Array | None" = None) -> Array:
-    """Return a column of the slot table (the states) as [num_slabs, slots_per_slab]."""
-    column = tables.slot_state if column is None else column
-    return column.reshape(tables.geometry.num_slabs, -1)
+def _by_slab(tables: Tables) -> Array:
+    """Return the states as [num_slabs, slots_per_slab]."""
+    states: Array = tables.slot_state.reshape(tables.geometry.num_slabs, -1)
+    return states

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvray.errors import ConfigError
-from kvray.store.arena import key_index, slabs
+from kvray.store.arena import key_index, slabs, victims
 from kvray.store.arena.eviction import choose_victims, keep_evictable
 from kvray.store.arena.layout import (
     DEFAULT_PRIORITY,
@@ -95,7 +95,11 @@ def checked(
 def find_candidates(
     tables: Tables, keys: Array, *, parent: Array | None, part: int, block_bytes: int
 ) -> Candidates:
-    """Return blocks that may go for `keys`; arguments as for `reserve`; needs no lock."""
+    """Return blocks that may go for `keys`; arguments as for `reserve`; needs no lock.
+
+    For when the blocks that were chosen ahead are too few. It looks at a part of a large arena, at
+    another one each time.
+    """
     short = len(keys) - slabs.num_available(tables, block_bytes)
     if short <= 0:
         return Candidates()
@@ -104,12 +108,17 @@ def find_candidates(
     protect = chain[chain >= 0]
     if before >= 0:
         protect = np.append(protect, before)
-    within = slabs.slots_of(tables, block_bytes)
+    within = slabs.some_of(tables, block_bytes, turn=tick)
     own = choose_victims(tables, _HINT * short, within=within, protect=protect)
     others, missing = NO_SLOTS, short - len(own)
     if missing > 0:
-        num_slabs = -(-missing // slabs.usable(tables, block_bytes))
-        others = slabs.choose_to_clear(tables, num_slabs, block_bytes, protect=protect)
+        count = -(-missing // slabs.usable(tables, block_bytes))
+        among = victims.next_slabs(tables, block_bytes)
+        others = slabs.choose_to_clear(tables, count, among=among, protect=protect)
+        if not len(others):
+            among = slabs.some_others(tables, block_bytes, turn=tick)
+            among = slabs.coldest_first(tables, among)
+            others = slabs.choose_to_clear(tables, count, among=among, protect=protect)
     return Candidates(own=own, others=others, tick=tick)
 
 
@@ -258,10 +267,10 @@ def abort_holder(tables: Tables, holder: int) -> None:
     free(tables, _reserved_by(tables, holder))
 
 
-def evict(tables: Tables, victims: Array) -> None:
-    """Evict `victims`, which `eviction` chose, as a step of its own."""
-    free(tables, victims)
-    tables.evicted += len(victims)
+def evict(tables: Tables, chosen: Array) -> None:
+    """Evict `chosen`, which `eviction` found fit to go, as a step of its own."""
+    free(tables, chosen)
+    tables.evicted += len(chosen)
     tables.undo.settle()
 
 
@@ -344,9 +353,13 @@ def _allocate(
 def _make_room(
     tables: Tables, count: int, block_bytes: int, *, protect: Array, candidates: Candidates
 ) -> None:
-    """Evict candidates until `count` slots can be had, in steps of their own."""
+    """Evict what goes next, then candidates, until `count` slots can be had, in own steps."""
     short = count - slabs.num_available(tables, block_bytes)
     if short > 0:
+        going = victims.take(tables, block_bytes, short, protect=protect)
+        evict(tables, going)
+        short -= len(going)
+    if short > 0 and candidates:
 
         def rank(own: Array) -> Array:
             """Keep the order; but what was used since goes last."""
@@ -356,3 +369,4 @@ def _make_room(
         evict(tables, own[:short])
         if slabs.num_available(tables, block_bytes) < count:
             evict(tables, keep_evictable(tables, candidates.others, protect=protect))
+            victims.pass_slabs(tables)

@@ -1,0 +1,152 @@
+"""Blocks and slabs that go next are chosen ahead, and checked again when they are taken."""
+
+import secrets
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvray.store import Arena
+from kvray.store.arena import eviction, lease, slabs, slots, victims
+from kvray.store.arena.owner import ArenaOwner
+from kvray.store.arena.tables import Tables
+from tests.unit.store.invariants import check_invariants
+from tests.unit.store.small_arena import SLOT, chain, make_tables, matched, put, store, take
+
+
+def queue(tables: Tables, chosen: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
+    victims.put(tables, SLOT, chosen, tick=tables.tick)
+
+
+def test_victims_are_taken_in_their_order(tables: Tables) -> None:
+    first, last = put(tables, chain(3, seed="first")), put(tables, chain(3, seed="last"))
+    queue(tables, np.concatenate((last.slots[::-1], first.slots[::-1])))
+    assert victims.take(tables, SLOT, 2).tolist() == last.slots[:0:-1].tolist()
+    assert victims.num_left(tables, SLOT) == 4
+    slots.evict(tables, last.slots[1:])
+    assert victims.take(tables, SLOT, 9).tolist() == [last.slots[0], *first.slots[::-1]]
+    assert victims.take(tables, SLOT, 9).tolist() == []
+
+
+def test_what_was_used_or_leased_since_stays(tables: Tables) -> None:
+    used, leased, idle = (chain(2, seed=seed) for seed in ("used", "leased", "idle"))
+    made = [put(tables, keys) for keys in (used, leased, idle)]
+    queue(tables, np.concatenate([one.slots[::-1] for one in made]))
+    lease.release(tables, take(tables, used))
+    take(tables, leased)
+    assert victims.take(tables, SLOT, 6).tolist() == made[2].slots[::-1].tolist()
+    check_invariants(tables)
+
+
+def test_what_is_protected_stays(tables: Tables) -> None:
+    made = put(tables, chain(4))
+    queue(tables, made.slots[::-1])
+    assert victims.take(tables, SLOT, 4, protect=made.slots[3:]).tolist() == []
+
+
+def test_a_block_of_another_size_in_the_same_slot_stays(tables: Tables) -> None:
+    made = put(tables, chain(4))
+    queue(tables, made.slots[::-1])
+    slots.evict(tables, made.slots)
+    put(tables, chain(2, seed="large"), block_bytes=2 * SLOT)
+    assert victims.take(tables, SLOT, 4).tolist() == []
+
+
+def test_more_sizes_than_queues_share_them() -> None:
+    tables = make_tables(num_slabs=12)
+    for size in range(1, 12):
+        put(tables, chain(1, seed=str(size)), block_bytes=size * 8)
+        victims.put(tables, size * 8, np.arange(1), tick=0)
+    assert victims.num_left(tables, 88) == 1
+    assert sum(victims.num_left(tables, size * 8) for size in range(1, 12)) == 8
+
+
+@given(st.randoms(use_true_random=False))
+def test_queues_of_nonsense_take_nothing_that_may_not_go(chance: "np.random.Generator") -> None:
+    tables = make_tables(num_slabs=2)
+    leased, idle = chain(5, seed="leased"), chain(5, seed="idle")
+    put(tables, leased)
+    put(tables, idle)
+    take(tables, leased)
+    for name in ("next", "end", "slot", "tick", "slab", "slab_next", "slab_end"):
+        column = getattr(tables, f"queue_{name}").view("u1")
+        column[:] = np.frombuffer(chance.randbytes(column.nbytes), "u1")
+    tables.queue_bytes[:] = SLOT
+    slots.evict(tables, victims.take(tables, SLOT, 3))
+    put(tables, chain(9, seed="new"))
+    put(tables, chain(2, seed="large"), block_bytes=2 * SLOT)
+    victims.pass_slabs(tables)
+    assert matched(tables, leased) == 5
+    check_invariants(tables)
+
+
+def fill(arena: Arena) -> None:
+    """Store chains of four blocks until every slot has one."""
+    while slabs.num_available(arena.tables, SLOT):
+        store(arena, chain(4, seed=secrets.token_hex(4)))
+
+
+def test_a_writer_takes_what_the_owner_chose_and_searches_nothing(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(arena)
+    tables = arena.tables
+    assert ArenaOwner(arena).evict_ahead(0.0, lambda chosen: -tables.slot_tick[chosen]) == 0
+    last = victims.num_left(tables, SLOT)
+    assert last > 4
+    going = tables.queue_slot[:2].astype(int)
+    names = tables.slot_number[going].copy()
+    monkeypatch.setattr(eviction, "choose_victims", None)
+    monkeypatch.setattr(slots, "choose_victims", None)
+    store(arena, chain(2, seed="new"))
+    assert victims.num_left(tables, SLOT) == last - 2
+    assert (tables.slot_number[going] != names).all()
+    check_invariants(tables)
+
+
+def test_a_writer_clears_the_slab_that_the_owner_chose(arena: Arena) -> None:
+    fill(arena)
+    ArenaOwner(arena).evict_ahead(0.0)
+    tables = arena.tables
+    chosen = int(tables.queue_slab[0])
+    made = store(arena, chain(1, seed="large"), block_bytes=2 * SLOT)
+    assert made is not None
+    assert tables.slab_block_bytes[chosen] == 2 * SLOT
+    assert victims.num_slabs_left(tables) == tables.geometry.num_slabs - 1
+    check_invariants(tables)
+
+
+def test_the_owner_chooses_again_only_when_half_has_gone(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(arena)
+    owner, looks = ArenaOwner(arena), []
+    choose = eviction.choose_victims
+
+    def counted(*given: object, **named: object) -> object:
+        looks.append(given)
+        return choose(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(eviction, "choose_victims", counted)
+    owner.evict_ahead(0.0)
+    store(arena, chain(1, seed="one"))
+    owner.evict_ahead(0.0)
+    assert len(looks) == 1
+    store(arena, chain(victims.num_left(arena.tables, SLOT), seed="many"))
+    owner.evict_ahead(0.0)
+    owner.evict_ahead(0.0)
+    assert len(looks) == 2
+
+
+def test_of_slabs_used_together_the_end_of_the_prompt_is_cleared_first() -> None:
+    tables = make_tables(num_slabs=2)
+    made = put(tables, chain(16))
+    everything = np.arange(2)
+    tail = int(made.slots[-1]) // tables.geometry.slots_per_slab
+    assert slabs.coldest_first(tables, everything).tolist() == [tail, 1 - tail]
+    protect = made.slots[:1]
+    among = slabs.coldest_first(tables, everything)
+    cleared = slabs.choose_to_clear(tables, 2, among=among, protect=protect)
+    assert (cleared // tables.geometry.slots_per_slab == tail).all()
+    assert len(cleared) == 8
