@@ -52,7 +52,7 @@ def free_slots(tables: Tables, block_bytes: int, count: int) -> Array:
 
     They are those of the emptiest slabs, where the runs are longest.
     """
-    slabs = np.flatnonzero(tables.slab_block_bytes == block_bytes)
+    slabs = np.flatnonzero((tables.slab_block_bytes == block_bytes) & (tables.slab_free > 0))
     num_free = tables.slab_free[slabs]
     order = np.argsort(-num_free, kind="stable")
     enough = int(np.searchsorted(np.cumsum(num_free[order]), count)) + 1
@@ -243,7 +243,8 @@ def _inside(tables: Tables, slabs: Array, block_bytes: int) -> Array:
 
 def _used_in(tables: Tables, slabs: Array) -> Array:
     slots = _rows_of(tables, slabs)
-    return slots[tables.slot_state.take(slots) != FREE]
+    used: Array = slots[tables.slot_state.take(slots) != FREE]
+    return used
 
 
 def _num_in(tables: Tables, slots: Array, slabs: Array) -> Array:
