@@ -26,6 +26,11 @@ def split_keys(keys: bytes) -> list[BlockKey]:
     return [BlockKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
 
 
+def head_number(key: BlockKey) -> int:
+    """Return the number that all blocks of a chain have, from its first key: 24 bits, never 0."""
+    return int.from_bytes(key[-3:], "little") or 1
+
+
 def namespace_id(digest: bytes) -> int:
     """Return an arena's number of a namespace: 4 bytes of its digest, little-endian; 0: unknown."""
     return int.from_bytes(digest[:4], "little")

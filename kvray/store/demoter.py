@@ -262,6 +262,7 @@ class Demoter:
             block_bytes=int(tables.block_bytes(path[:1])[0]),
             namespace=int(tables.slot_namespace[path[0]]),
             priority=tables.slot_priority[path],
+            head=int(tables.slot_head[path[0]]),
         )
 
     def _make_room(self, wanted: Array) -> None:

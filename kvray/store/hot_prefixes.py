@@ -7,29 +7,32 @@ import numpy as np
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
 
+COUNTED_MAX = 65_535
+
 
 class UseCounts:
     """Counts for people; the policy decides about blocks.
 
-    Several uses between two looks count once. A slot's count ends with the block in it.
+    Several uses between two looks count once, and it counts up to COUNTED_MAX. Six bytes a slot.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._number = np.zeros(num_slots, dtype="<u8")
-        self._count = np.zeros(num_slots, dtype=np.uint32)
-        self._at = np.zeros(num_slots)
+        self._count = np.zeros(num_slots, dtype=np.uint16)
+        self._at = np.zeros(num_slots, dtype=np.float32)  # to a tenth of a second in two weeks
 
-    def note(self, tables: Tables, slots: Array, *, now: float) -> None:
+    def forget(self, slots: Array) -> None:
+        """Note that other blocks are in `slots` now."""
+        self._count[slots] = 0
+
+    def note(self, slots: Array, *, now: float) -> None:
         """Note that the blocks in `slots` were used; `now` is in monotonic seconds."""
-        numbers = tables.slot_number[slots]
-        same = self._number[slots] == numbers
-        self._count[slots] = np.where(same, self._count[slots], 0) + 1
-        self._number[slots], self._at[slots] = numbers, now
+        self._count[slots] = np.minimum(self._count[slots], COUNTED_MAX - 1) + 1
+        self._at[slots] = now
 
-    def of(self, tables: Tables, slots: Array) -> tuple[Array, Array]:
+    def of(self, slots: Array) -> tuple[Array, Array]:
         """Return the uses of the blocks in `slots`, and the time of the last; 0: none was seen."""
-        same = self._number[slots] == tables.slot_number[slots]
-        return np.where(same, self._count[slots], 0), np.where(same, self._at[slots], 0.0)
+        counts = self._count[slots]
+        return counts, np.where(counts, self._at[slots], 0.0)
 
 
 def hot_prefixes(
@@ -45,7 +48,7 @@ def hot_prefixes(
     if not len(slots):
         return []
     slots = slots[tables.slot_part[slots] == tables.slot_part[slots].min()]
-    counts, used_at = uses.of(tables, slots)
+    counts, used_at = uses.of(slots)
     below = np.full(tables.geometry.num_slots, -1, dtype=np.int64)
     parents = tables.parents(slots).astype(np.int64)
     has_parent = parents >= 0
@@ -61,7 +64,7 @@ def hot_prefixes(
             "key": key.tobytes().hex()[:8],
             "num_blocks": int(depth) + 1,
             "uses": int(count),
-            "used_s_ago": float(now - at) if count else None,
+            "used_s_ago": max(0.0, float(now - at)) if count else None,
         }
         for key, depth, count, at in rows
     ]

@@ -81,6 +81,7 @@ class Promoter:
                 wait_s=_LOCK_WAIT_S,
                 namespace=int(tables.slot_namespace[found[start]]),
                 priority=tables.slot_priority[found[start:stop]],
+                head=int(tables.slot_head[found[start]]),
             )
             if made is None:
                 raise ShardUnavailable("The arena of this node is busy or retired.")

@@ -49,17 +49,25 @@ class Retention:
             self._below = None
 
     def observe(self) -> None:
-        """Learn from the events in the arena since the last call."""
+        """Learn from the events in the arena since the last call, or of some if it is busy."""
+        while self._look() and self._observer.is_behind:
+            pass
+
+    def _look(self) -> bool:
         with self._lock:
             now = time.monotonic()
-            used = self._observer.observe(self._policy, self._admission, now=now)
-            self.uses.note(self._arena.tables, used, now=now)
-            if self._below is not None and len(used):
+            seen = self._observer.observe(self._policy, self._admission, now=now)
+            if seen is None:
+                return False
+            self.uses.forget(seen.new)
+            self.uses.note(seen.used, now=now)
+            if self._below is not None and len(seen.used):
                 # A use above counts below as well.
-                slots = find_alike(self._arena.tables, used, self._below.store.tables)
+                slots = find_alike(self._arena.tables, seen.used, self._below.store.tables)
                 both = slots >= 0
-                self._below.take_over(slots[both], self._policy, used[both])
+                self._below.take_over(slots[both], self._policy, seen.used[both])
                 self._below.store.touch(slots[both])
+            return True
 
     def rank(self, slots: Array) -> Array:
         """Return a number for each of `slots` of the arena, f8: the lowest goes first."""

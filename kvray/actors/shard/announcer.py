@@ -30,7 +30,6 @@ Announce = Callable[[Announcement], Answer | None]
 Called again with the same announcement, it waits on. Raises KVRayError once there will be none.
 """
 
-_DISK_S = 0.5  # how often a disk is looked at, which may have tens of millions of slots
 ANNOUNCED_MAX = 20_000  # keys in one announcement; the rest follows in the next
 _LEAST_MAX = 128
 _PIECE_S = 0.01
@@ -137,7 +136,7 @@ class Announcer:
         if owner.arena.arena_id != self._arena_id:
             self._arena_id, self._store = owner.arena.arena_id, None
             self._start_over()
-            self._deltas = [TierDelta(lambda: owner.arena.tables, owner.changes_since)]
+            self._deltas = [TierDelta(lambda: owner.arena.tables, owner.section)]
         if store is self._store:
             return
         if self._store is not None:
@@ -145,9 +144,7 @@ class Announcer:
             self._start_over()
         del self._deltas[1:]
         if store is not None:
-            self._deltas.append(
-                TierDelta(lambda: store.tables, store.changes_since, every_s=_DISK_S)
-            )
+            self._deltas.append(TierDelta(lambda: store.tables, store.section))
         self._store = store
 
     def _start_over(self) -> None:

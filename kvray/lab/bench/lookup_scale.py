@@ -94,7 +94,8 @@ class FullTier:
     num_held = np.zeros(PARTS_MAX, dtype=np.int64)
 
     def __init__(self, keys: np.ndarray[Any, Any]) -> None:
-        self._entries = Entries(keys=keys, parts=np.zeros(len(keys), dtype=np.uint32))
+        nothing = np.zeros(len(keys), dtype=np.uint32)
+        self._entries = Entries(keys=keys, parts=nothing, heads=nothing)
 
     def collect(self) -> None:
         """Return that nothing has changed."""

@@ -236,6 +236,7 @@ class Arena(MappedArena):
         block_bytes: int,
         namespace: int = 0,
         priority: int | Array = DEFAULT_PRIORITY,
+        head: int = 0,
         needs_parent: bool = True,
         wait_s: float | None = None,
     ) -> Reservation | None:
@@ -250,6 +251,8 @@ class Arena(MappedArena):
             namespace: owner of the blocks, see `block.namespace_id`; 0: not known.
             priority: retention priority, 0 to 100, one or one a key: lower goes first. A block that
                 is here keeps the higher one.
+            head: `block.head_number` of the chain; 0: not known, unless a parent that is here has
+                it.
             needs_parent: whether nothing is reserved if `parent` is not here.
             wait_s: longest try for the lock; None: `lock_wait_s`.
 
@@ -285,6 +288,7 @@ class Arena(MappedArena):
                     candidates=candidates,
                     namespace=namespace,
                     priority=priority,
+                    head=head,
                     needs_parent=needs_parent,
                     is_last=is_last,
                 )

@@ -15,7 +15,7 @@ Array = npt.NDArray[Any]
 NO_SLOTS: Array = np.empty(0, dtype=np.int64)
 
 MAGIC = b"KVRAYARN"
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 ALIGNMENT = 4096
 """Slots start and end on this boundary, so that files can be read into them directly."""
 
@@ -67,6 +67,7 @@ HEADER = np.dtype(
         ("corrupt", "<u8"),
         ("repairs", "<u8"),
         ("over_quota", "<u8"),
+        ("events", "<u8"),
         # Written by those who wait for the lock, see `lock.ArenaLock`.
         ("waiting", "<u8"),
     ]
@@ -108,12 +109,12 @@ class Columns:
     slot_leases: Annotated[Array, "<i4", "num_slots"]
     slot_holder: Annotated[Array, "<i4", "num_slots"]
     slot_number: Annotated[Array, "<u8", "num_slots"]
-    slot_version: Annotated[Array, "<u4", "num_slots"]
     slot_tick: Annotated[Array, "<u8", "num_slots"]
     slot_checksum: Annotated[Array, "<u8", "num_slots"]
     slot_since: Annotated[Array, "<f8", "num_slots"]
     slot_namespace: Annotated[Array, "<u4", "num_slots"]
     slot_priority: Annotated[Array, "u1", "num_slots"]
+    slot_head: Annotated[Array, "<u4", "num_slots"]
     index_slot: Annotated[Array, "<u4", "num_buckets", BUCKET_WAYS]
     index_tag: Annotated[Array, "<u4", "num_buckets", BUCKET_WAYS]
     holder_live: Annotated[Array, "<u4", "holders_max"]
@@ -138,6 +139,7 @@ class Columns:
     queue_slab_next: Annotated[Array, "<u4", 1]
     queue_slab_end: Annotated[Array, "<u4", 1]
     queue_slab: Annotated[Array, "<u4", "num_slabs"]
+    event_slot: Annotated[Array, "<u4", "event_rows"]
     undo_entry: Annotated[Array, "<u4", UNDO_ENTRIES, 4]
     undo_log: Annotated[Array, "<u4", "undo_words"]
 
@@ -194,6 +196,11 @@ class Geometry:
     def queue_rows(self) -> int:
         """Rows of all queues of victims: each has room for a sixteenth of the slots."""
         return max(16 * QUEUES, self.num_slots // 2)
+
+    @property
+    def event_rows(self) -> int:
+        """Rows of the ring of slots whose blocks came, went or were used: see `events`."""
+        return max(4096, self.num_slots // 4)
 
     def stride(self, block_bytes: int) -> int:
         """Return the bytes from one slot of `block_bytes` to the next."""

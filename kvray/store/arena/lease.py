@@ -168,6 +168,7 @@ def take(
     everything = readers[0] if len(readers) == 1 else np.concatenate(readers)
     if is_use:
         tables.slot_tick[everything] = tables.next_tick()
+        tables.note_event(everything)
     tables.put(np.array(pages), page_holder=holder + 1)
     tables.add(everything, slot_leases=1)
     return leases

@@ -70,7 +70,7 @@ class ArenaOwner:
 
         Raises ConfigError for quotas that cannot be kept, ShardUnavailable without the lock.
         """
-        with self._section(self.arena.lock_wait_s) as entered:
+        with self.section() as entered:
             if entered:
                 set_quotas(self._tables, self._quotas)
                 self._tables.shard_epoch += 1
@@ -95,7 +95,7 @@ class ArenaOwner:
         # A step that seems begun may have died, or never was one: to take the lock ends it.
         if not found and not tables.undo.is_open:
             return {}
-        with self._section(self.arena.lock_wait_s) as entered:
+        with self.section() as entered:
             found = audit.both(found, audit.find(tables, share)) if entered else {}
             if found:
                 self._rebuild()
@@ -103,7 +103,7 @@ class ArenaOwner:
 
     def mend(self) -> bool:
         """Rebuild tables that made no sense; False if the arena is busy."""
-        with self._section(_PATIENT_S) as entered:
+        with self.section(_PATIENT_S) as entered:
             if entered:
                 self._rebuild()
             return entered
@@ -113,7 +113,7 @@ class ArenaOwner:
         tables, side_file = self._tables, self.arena.side_file
         if not holders.dead_rows(tables, side_file) and not (tables.slot_state >= LIMBO).any():
             return []
-        with self._section(self.arena.lock_wait_s) as entered:
+        with self.section() as entered:
             if not entered:
                 return []
             now = time.monotonic()
@@ -136,10 +136,6 @@ class ArenaOwner:
             evicted += self._evict_ahead(size, free_target, rank)
         return evicted
 
-    def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:
-        """Return `Tables.changes_since`; if the arena is busy, a later call returns the changes."""
-        return self._tables.changes_since(seen, lambda: self._section(self.arena.lock_wait_s))
-
     def give_up(self, keys: bytes, parts: Iterable[int]) -> int:
         """Have useless blocks evicted before all others.
 
@@ -155,7 +151,7 @@ class ArenaOwner:
             return 0
         found, packed = np.concatenate(places), np.tile(packed, (len(places), 1))
         found, packed = found[found >= 0], packed[found >= 0]
-        with self._section(self.arena.lock_wait_s) as entered:
+        with self.section() as entered:
             if not entered:
                 return 0
             same = (tables.slot_key.take(found, axis=0) == packed).all(axis=1)
@@ -181,6 +177,11 @@ class ArenaOwner:
             if cleared == before:
                 return cleared
 
+    def section(self, wait_s: float | None = None) -> AbstractContextManager[bool]:
+        """Hold the arena's lock; False: not now. It derives tables that a death left half done."""
+        wait_s = self.arena.lock_wait_s if wait_s is None else wait_s
+        return self.arena.section(wait_s, may_rebuild=True)
+
     def retire(self) -> None:
         """End the arena: its holders detach; the file and its side file are unlinked."""
         self._tables.state = RETIRED
@@ -198,9 +199,6 @@ class ArenaOwner:
         repair.rebuild(self._tables, now=time.monotonic())
         set_quotas(self._tables, self._quotas)
         self._tables.repairs += 1
-
-    def _section(self, wait_s: float) -> AbstractContextManager[bool]:
-        return self.arena.section(wait_s, may_rebuild=True)
 
     def _evict_beyond_quotas(self, rank: Rank | None) -> int:
         tables = self._tables
@@ -225,7 +223,7 @@ class ArenaOwner:
         evicted = 0
         while evicted < count:
             num = min(_EVICT_BATCH, count - evicted)
-            with self._section(self.arena.lock_wait_s) as entered:
+            with self.section() as entered:
                 going = victims.take(self._tables, block_bytes, num if entered else 0)
                 self._let_go(going, self._ahead(going))
             evicted += len(going)
@@ -252,7 +250,7 @@ class ArenaOwner:
         found = eviction.choose_victims(tables, count, within=within, rank=rank)
         evicted = self._evict_in_batches(found[:short], self._ahead)
         to_clear = slabs.coldest_first(tables, np.flatnonzero(tables.slab_block_bytes))
-        with self._section(self.arena.lock_wait_s) as entered:
+        with self.section() as entered:
             if entered:
                 victims.put(tables, block_bytes, found[short:], tick=tick)
                 victims.put_slabs(tables, to_clear)
@@ -281,7 +279,7 @@ class ArenaOwner:
     def _evict_found(self, found: Array, causes: Array, *, wait_s: float) -> int | None:
         """Evict what of `found` still can go, each for its cause; None if the arena was busy."""
         tables = self._tables
-        with self._section(wait_s) as entered:
+        with self.section(wait_s) as entered:
             if not entered:
                 return None
             going = eviction.keep_evictable(tables, found)

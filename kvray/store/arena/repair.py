@@ -30,8 +30,8 @@ def rebuild(tables: Tables, *, now: float) -> int:
     lost[~lost] = key_index.insert(tables, kept, tables.slot_key[kept], tables.slot_part[kept])
     _give_up(tables, used[lost], now)
     slabs.recount(tables)
-    # Nobody knows which changes the dead process had not noted: announce all of them.
-    tables.slot_version += 1
+    # Nobody knows which changes the dead process had not noted: all slots are looked at.
+    tables.events += len(tables.event_slot) + 1
     tables.changes += 1
     tables.undo.settle()
     return int(np.count_nonzero(lost))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvray.errors import ConfigError
+from kvray.identity.block import BlockKey, head_number
 from kvray.store.arena import key_index, slabs, victims
 from kvray.store.arena.eviction import choose_victims, keep_evictable
 from kvray.store.arena.layout import (
@@ -134,13 +135,14 @@ def reserve(
     candidates: Candidates,
     namespace: int = 0,
     priority: int | Array = DEFAULT_PRIORITY,
+    head: int = 0,
     needs_parent: bool = True,
     is_last: bool = True,
 ) -> Reservation | None:
     """Reserve a slot for each key of a chain that the arena does not have.
 
     Arguments as for `Arena.reserve`, but `keys` are u64 of shape [num_keys, 4] and `parent` is [1,
-    4]; a parent that is here knows its depth better than `depth`. `holder` is the writer's row, and
+    4]; a parent that is here knows depth and head better. `holder` is the writer's row, and
     `candidates` come from `find_candidates`. With `is_last` it makes do with fewer slots.
 
     Returns the slots; None if there are too few and it is not the last try. Reserved keys are a
@@ -152,6 +154,9 @@ def reserve(
         return _nothing(dropped=len(keys))
     if before >= 0:
         depth = int(tables.slot_depth[before]) + 1
+        head = int(tables.slot_head[before]) or head
+    elif parent is None:
+        head = head_number(BlockKey(keys[:1].tobytes()))
     number = tables.next_tick()
     here = chain >= 0
     found = chain[here]
@@ -168,7 +173,7 @@ def reserve(
     chain[rows] = taken
     keys = keys[rows]
     _fill(tables, taken, keys, depth=depth + rows, part=part, holder=holder)
-    tables.slot_namespace[taken] = namespace
+    tables.slot_namespace[taken], tables.slot_head[taken] = namespace, head
     tables.slot_priority[taken] = priority if isinstance(priority, int) else priority[rows]
     tables.put(taken, slot_state=RESERVED)
     slabs.note_taken(tables, taken)

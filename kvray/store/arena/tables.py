@@ -1,12 +1,10 @@
 """The tables of an arena as numpy views on its mapping."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
-from kvray.store.arena.layout import HEADER, READY, Array, Columns, Geometry, header_offset
+from kvray.store.arena.layout import HEADER, Array, Columns, Geometry, header_offset
 from kvray.store.arena.undo import UndoRecord
 
 __all__ = ["Array", "Tables"]
@@ -61,6 +59,7 @@ class Tables(Columns):
     corrupt = _word("corrupt")
     repairs = _word("repairs")
     over_quota = _word("over_quota")
+    events = _word("events")
 
     def __init__(
         self,
@@ -121,28 +120,19 @@ class Tables(Columns):
 
     def changed(self, slots: Array) -> None:
         """Note that `slots` became or ceased to be READY, for those who announce it."""
-        self.slot_version[slots] += 1
+        self.note_event(slots)
         self.changes += 1
 
-    def changes_since(
-        self, seen: Array, section: Callable[[], AbstractContextManager[bool]]
-    ) -> tuple[Array, Array, Array]:
-        """Return what became or ceased to be READY since `seen`, and bring `seen` up to date.
-
-        A slot may have changed more than once: the caller remembers what it held before. `seen` has
-        the slot versions of the last call, u32 [num_slots]. `section` holds the lock; where it
-        gives False, nothing counts as changed.
-
-        Returns (changed slots, mask of those READY now, their keys, which count only where READY).
-        """
-        # Without the lock: the next call sees what this one misses by a moment.
-        changed = np.flatnonzero(self.slot_version != seen)
-        if not len(changed):
-            return changed, changed.astype(bool), self.slot_key[changed]
-        with section() as entered:
-            changed = changed if entered else changed[:0]
-            seen[changed] = self.slot_version[changed]
-            return changed, self.slot_state[changed] == READY, self.slot_key[changed]
+    def note_event(self, slots: Array) -> None:
+        """Note that the blocks in `slots` came, went or were used: see `events`."""
+        count, rows = len(slots), len(self.event_slot)
+        start = self.events % rows
+        if start + count <= rows:
+            self.event_slot[start : start + count] = slots
+        else:  # of more than the ring has, readers know by the count that some are lost
+            last = slots[-rows:]
+            self.event_slot[(start + count - len(last) + np.arange(len(last))) % rows] = last
+        self.events += count
 
     def parents(self, slots: "Array | slice" = slice(None)) -> Array:
         """Return the slot of the block before each of `slots`, i4; -1 where there is none."""

@@ -52,7 +52,7 @@ RECORD = np.dtype(
         ("namespace", "<u8"),
         ("hits", "<u4"),
         ("priority", "u1"),
-        ("reserved", "V3"),
+        ("head", "u1", (3,)),
         ("checksum", "<u8"),
     ]
 )
@@ -159,6 +159,13 @@ def is_sound(records: Array, *, segment_id: int, first_row: int) -> Array:
     sums: Array = _checksums(records, rows, segment_id, first_row)
     sound[rows] = sums == records["checksum"][rows]
     return sound
+
+
+def heads_of(records: Array) -> Array:
+    """Return the head number of each record's chain, u4; 0: not known, as in older records."""
+    heads = np.zeros((len(records), 4), dtype="u1")
+    heads[:, :3] = records["head"]
+    return heads.view("<u4").ravel()
 
 
 def is_empty(records: Array) -> Array:

@@ -16,7 +16,7 @@ from kvray.store.arena import key_index, slabs
 from kvray.store.arena.layout import PRIORITY_MAX, READY, Array
 from kvray.store.arena.tables import Tables
 from kvray.store.nvme.book import RecordBook
-from kvray.store.nvme.record import RECORD, is_empty, is_sound
+from kvray.store.nvme.record import RECORD, heads_of, is_empty, is_sound
 from kvray.store.nvme.segment_files import SegmentFiles
 
 _NUMBER_MAX = 2**62
@@ -109,6 +109,7 @@ def _fill(tables: Tables, slots: Array, records: Array) -> Array:
     tables.slot_number[slots] = records["sequence"]
     tables.slot_tick[slots] = records["used"]
     tables.slot_namespace[slots] = records["namespace"]
+    tables.slot_head[slots] = heads_of(records)
     tables.slot_priority[slots] = np.minimum(records["priority"], PRIORITY_MAX)
     tables.slot_parent[slots] = -1
     full = key_index.insert(tables, slots, records["key"], records["part"])

@@ -89,7 +89,7 @@ class NvmeStore:
             self.report = recovery.read_tables(self._files, self._book, self.tables)
             on_failure.pop_all()
         self._threads = IoThreads(spec.io_threads)
-        parts = StoreParts(self.tables, self._book, self._files, self._threads, self._section)
+        parts = StoreParts(self.tables, self._book, self._files, self._threads, self.section)
         self._writer = Writer(parts)
         self._reader = Reader(parts)
 
@@ -140,6 +140,7 @@ class NvmeStore:
         block_bytes: int,
         namespace: int = 0,
         priority: int | Array = DEFAULT_PRIORITY,
+        head: int = 0,
     ) -> Demotion:
         """Reserve a slot for each key of a chain that is not here, evicting others if need be.
 
@@ -156,7 +157,7 @@ class NvmeStore:
         candidates = slots.find_candidates(
             self.tables, keys, parent=parent, part=part, block_bytes=block_bytes
         )
-        with self._section():
+        with self.section():
             made = slots.reserve(
                 self.tables,
                 keys,
@@ -168,6 +169,7 @@ class NvmeStore:
                 candidates=candidates,
                 namespace=namespace,
                 priority=priority,
+                head=head,
             )
             assert made is not None, "the last try always has an answer"
             # The records of the candidates that it has evicted are written as empty.
@@ -179,21 +181,17 @@ class NvmeStore:
 
     def abort(self, demotion: Demotion) -> None:
         """Give back reserved slots that will not be written."""
-        with self._section():
+        with self.section():
             slots.abort(self.tables, demotion.reservation)
-
-    def changes_since(self, seen: Array) -> tuple[Array, Array, Array]:
-        """Return `Tables.changes_since`."""
-        return self.tables.changes_since(seen, self._section)
 
     def touch(self, used: Array) -> None:
         """Note a use of blocks, in this tier or above: they do not go soon."""
-        with self._section():
+        with self.section():
             self.tables.slot_tick[used] = self.tables.next_tick()
 
     def evict(self, victims: Array) -> Array:
         """Evict those of `victims` that can go without any other; return them."""
-        with self._section():
+        with self.section():
             victims = keep_evictable(self.tables, victims)
             slots.evict(self.tables, victims)
             self._book.bury(victims)
@@ -201,7 +199,7 @@ class NvmeStore:
 
     def stats(self) -> NvmeStats:
         """Return the counts."""
-        with self._section():
+        with self.section():
             tables, files = self.tables, list(self._files.by_slab.values())
             ready = tables.slot_state.reshape(self.geometry.num_slabs, -1) == READY
             strides = [
@@ -223,6 +221,18 @@ class NvmeStore:
                 read_bytes=self._reader.read_bytes,
                 is_direct=self._disk.is_direct,
             )
+
+    @contextlib.contextmanager
+    def section(self) -> Iterator[bool]:
+        """Hold the tables for a moment; a failure in here changes nothing."""
+        with self._lock:
+            self._check_open()
+            try:
+                yield True
+            except BaseException:
+                self.tables.undo.roll_back()
+                raise
+            self.tables.undo.settle()
 
     # -- with the device ----------------------------------------------------------------------
 
@@ -263,18 +273,6 @@ class NvmeStore:
         return self._reader.read(keys, part, arena, arena_slots)
 
     # -- private ------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _section(self) -> Iterator[bool]:
-        """Hold the tables for a moment; a failure in here changes nothing."""
-        with self._lock:
-            self._check_open()
-            try:
-                yield True
-            except BaseException:
-                self.tables.undo.roll_back()
-                raise
-            self.tables.undo.settle()
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -134,6 +134,7 @@ class Writer:
         records["used"] = tables.slot_tick[targets]
         records["namespace"] = tables.slot_namespace[targets]
         records["priority"] = tables.slot_priority[targets]
+        records["head"] = tables.slot_head[targets].view("u1").reshape(-1, 4)[:, :3]
         with self._section():
             self._book.put(targets[stored], records[stored])
 

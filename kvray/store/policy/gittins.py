@@ -8,11 +8,13 @@ it by age and class of cached objects.
 import numpy as np
 
 from kvray.store.policy.policy import Array, Policy, Use
-from kvray.store.policy.prompts import Prompts
+from kvray.store.policy.prompts import Prompts, low
 
 _ROOT, _FOUND, _STORED, _LAST = range(4)
 """Places of the watched blocks: the prompt's first block if it was found, another found one, a
 stored one, and its last."""
+
+_HITS_MAX = 65_535
 
 _END = 4
 """A prompt continues another if it uses all blocks of it but the last three."""
@@ -23,15 +25,16 @@ class Gittins(Policy):
 
     def __init__(self, num_slots: int, prompts: Prompts | None = None) -> None:
         self._prompts = Prompts() if prompts is None else prompts
-        self._facts = np.zeros((3, num_slots), dtype=np.int64)
-        self._prompt, self._hits, self._depth = self._facts
+        # Ten bytes a slot: of a prompt's number only the low half.
+        self._prompt, self._depth = np.zeros((2, num_slots), dtype=np.uint32)
+        self._hits = np.zeros(num_slots, dtype=np.uint16)
 
     def used(self, use: Use) -> None:
         prompts, slots, names = self._prompts, use.slots, use.names.tolist()
         number = prompts.begin(now=use.now)
         prompts.use(number, names, now=use.now)
-        self._hits[slots] += 1
-        self._prompt[slots] = number
+        self._hits[slots] = np.minimum(self._hits[slots], _HITS_MAX - 1) + 1
+        self._prompt[slots] = low(number)
         self._depth[slots] = np.arange(use.depth, use.depth + len(slots))
         num_stored = use.depth + len(slots)
         num_new = use.length - num_stored
@@ -49,14 +52,15 @@ class Gittins(Policy):
         length = use.depth + len(slots)
         prompts.measure(number, length=length, num_stored=length, num_new=len(slots) - num_known)
         self._hits[slots] = 0
-        self._prompt[slots] = number
+        self._prompt[slots] = low(number)
         self._depth[slots] = np.arange(use.depth, length)
         if len(slots) > 1:
             self._watch(number, _STORED, use, names, _any(number, len(slots) - 1))
         self._end(number, use, names)
 
     def copied(self, slots: Array, source: "Gittins", theirs: Array) -> None:
-        self._facts[:, slots] = source._facts[:, theirs]
+        self._prompt[slots], self._depth[slots] = source._prompt[theirs], source._depth[theirs]
+        self._hits[slots] = source._hits[theirs]
 
     def beside(self, num_slots: int) -> "Gittins":
         return Gittins(num_slots, self._prompts)
@@ -74,7 +78,7 @@ class Gittins(Policy):
     def _number_of(self, use: Use) -> int:
         """Return the prompt whose leading blocks came before these, or begin it."""
         if use.parent >= 0:
-            number = int(self._prompt[use.parent])
+            number = self._prompts.number_of(int(self._prompt[use.parent]))
             # Another prompt may have used the parent since: then that one does not end there.
             if self._prompts.num_stored(number) == use.depth:
                 return number

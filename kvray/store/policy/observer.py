@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvray.store.arena import key_index
+from kvray.store.arena.events import EventReader
 from kvray.store.arena.layout import NO_SLOTS, READY
 from kvray.store.arena.tables import Tables
 from kvray.store.policy.admission import Admission
@@ -30,13 +31,22 @@ class _Rows(NamedTuple):
     slots: Array
     tick: Array
     number: Array
-    version: Array
     is_ready: Array
     name: Array
     part: Array
     depth: Array
     parent: Array
     namespace: Array
+
+
+_NO_ROWS = _Rows(*[NO_SLOTS] * len(_Rows._fields))
+
+
+class Seen(NamedTuple):
+    """Slots whose blocks are new since the last look, and those whose blocks were used."""
+
+    new: Array
+    used: Array
 
 
 class Observer:
@@ -54,30 +64,34 @@ class Observer:
         self._tables = tables
         self._section = section
         num_slots = tables().geometry.num_slots
-        self._tick, self._number = np.zeros((2, num_slots), dtype="<u8")
-        self._version = np.zeros(num_slots, dtype="<u4")
-        self._is_held = np.zeros(num_slots, dtype=bool)
+        self._events = EventReader()
+        # Of the blocks that were seen: the low halves of their last use and their number. 0: none.
+        self._tick, self._number = np.zeros((2, num_slots), dtype=np.uint32)
         # Namespace -> its parts, ascending.
         self._parts: dict[int, list[int]] = {}
 
-    def observe(self, policy: Policy, *others: Policy | Admission, now: float) -> Array:
-        """Tell the events since the last look; nothing if the tables are busy.
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are slots that were not looked at yet: a look goes through a piece."""
+        return self._events.is_behind(self._tables())
+
+    def observe(self, policy: Policy, *others: Policy | Admission, now: float) -> Seen | None:
+        """Tell the events since the last look; None: the tables are busy.
 
         `others` hear of uses as well, but not of blocks that leave. `now` is on the policy's clock.
-        Returns the slots whose blocks were used.
         """
         rows = self._changed()
-        if rows is None:
-            return NO_SLOTS
-        slots = rows.slots
-        same = self._is_held[slots] & (rows.number == self._number[slots])
-        freed = slots[self._is_held[slots] & ~(rows.is_ready & same)]
+        if rows is None or not len(rows.slots):
+            return None if rows is None else Seen(NO_SLOTS, NO_SLOTS)
+        slots, held = rows.slots, self._number[rows.slots]
+        number, tick = _low(rows.number), rows.tick.astype(np.uint32)
+        same = held == number
+        freed = slots[(held > 0) & ~(rows.is_ready & same)]
         is_new = rows.is_ready & ~same
-        is_used = rows.is_ready & (rows.tick != self._tick[slots]) & (rows.tick != rows.number)
+        is_used = rows.is_ready & (tick != self._tick[slots]) & (rows.tick != rows.number)
         # A store gives its tick to the blocks before it: that is no use. 0: it was given up.
         is_used &= (rows.tick != 0) & ~np.isin(rows.tick, rows.number)
-        self._tick[slots], self._number[slots] = rows.tick, rows.number
-        self._version[slots], self._is_held[slots] = rows.version, rows.is_ready
+        self._tick[slots], self._number[slots] = tick, np.where(rows.is_ready, number, 0)
         is_first = self._are_first(rows)
         policy.freed(freed)
         events = [(when, True, run) for when, run in _runs(rows, rows.number, is_new & is_first)]
@@ -88,38 +102,37 @@ class Observer:
             for one in (policy, *others):
                 (one.stored if is_stored else one.used)(use)
         self._copy_to_other_parts(policy, slots[is_new | is_used])
-        used_slots: Array = slots[is_used]
-        return used_slots
+        return Seen(slots[is_new], slots[is_used])
 
     def has_seen(self, slots: Array) -> Array:
         """Return a mask of the `slots` whose blocks the policy was told of."""
-        seen: Array = self._is_held[slots]
-        seen &= self._number[slots] == self._tables().slot_number[slots]
+        seen: Array = self._number.take(slots) == _low(self._tables().slot_number.take(slots))
         return seen
 
     def known(self, slots: Array) -> None:
         """Count these slots as seen: the policy learned of their blocks in another way."""
         tables = self._tables()
-        self._tick[slots], self._number[slots] = tables.slot_tick[slots], tables.slot_number[slots]
-        self._version[slots], self._is_held[slots] = tables.slot_version[slots], True
+        self._tick[slots] = tables.slot_tick[slots].astype(np.uint32)
+        self._number[slots] = _low(tables.slot_number[slots])
 
     def _changed(self) -> _Rows | None:
         tables = self._tables()
-        # Without the lock: the next look sees what this one misses by a moment.
-        is_changed = tables.slot_tick != self._tick
-        is_changed |= tables.slot_version != self._version
-        slots = np.flatnonzero(is_changed)
-        if not len(slots):
-            return None
+        if not self._events.has_more(tables):
+            return _NO_ROWS
         with self._section() as entered:
             if not entered:
                 return None
+            slots = self._events.take(tables)
+            is_ready, tick = tables.slot_state.take(slots) == READY, tables.slot_tick.take(slots)
+            is_changed = is_ready & (tick.astype(np.uint32) != self._tick[slots])
+            is_changed |= is_ready != (self._number[slots] > 0)
+            is_changed |= is_ready & ~self.has_seen(slots)
+            slots = slots[is_changed]
             return _Rows(
                 slots=slots,
-                tick=tables.slot_tick[slots],
+                tick=tick[is_changed],
                 number=tables.slot_number[slots],
-                version=tables.slot_version[slots],
-                is_ready=tables.slot_state[slots] == READY,
+                is_ready=is_ready[is_changed],
                 name=tables.slot_key[slots, 0].view(np.int64),
                 part=tables.slot_part[slots],
                 depth=tables.slot_depth[slots].astype(np.int64),
@@ -155,6 +168,13 @@ class Observer:
                 copies = key_index.find(tables, keys, part)
                 both = (theirs >= 0) & (copies >= 0)
                 policy.copied(copies[both], policy, theirs[both])
+
+
+def _low(numbers: Array) -> Array:
+    """Return the low halves of reservations' numbers, u4, never 0: enough to tell two apart."""
+    low = numbers.astype(np.uint32)
+    low[low == 0] = 1
+    return low
 
 
 def _runs(rows: _Rows, by: Array, mask: Array) -> list[tuple[int, Array]]:

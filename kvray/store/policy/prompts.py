@@ -73,6 +73,10 @@ class Prompts:
         self._time[row] = now
         return number
 
+    def number_of(self, low_half: int) -> int:
+        """Return the youngest prompt's number of that low half."""
+        return self._count - low(self._count - low_half)
+
     def num_stored(self, number: int) -> int:
         """Return how many leading blocks of a prompt have been found or stored; -1: forgotten."""
         if number < self._count - _PROMPTS:
@@ -132,8 +136,8 @@ class Prompts:
     def worth(self, numbers: Array, depths: Array, hits: Array, *, now: float) -> Array:
         """Return the worth of blocks, hits a second, f8; before the first lesson, their youth.
 
-        `numbers` are the prompts that used them last, `depths` their places there, and `hits` how
-        often each was found since it was stored.
+        `numbers` are the `low` halves of those of the prompts that used them last, `depths` their
+        places there, and `hits` how often each was found since it was stored.
         """
         if self._tables is None:
             return self._time.take(numbers % _PROMPTS) - now
@@ -147,10 +151,10 @@ class Prompts:
 
     def _at(self, table: Array, numbers: Array, depths: Array, hits: Array, now: float) -> Array:
         """Return a table's values for blocks; 0 for those of forgotten prompts."""
-        rows = numbers % _PROMPTS
+        rows = (numbers % _PROMPTS).astype(np.int64)
         seconds = now - self._time.take(rows)
         found = hazard.at(table, self._classes(rows, depths, hits), seconds)
-        found[numbers <= self._count - _PROMPTS] = 0.0
+        found[np.uint32(low(self._count)) - numbers >= _PROMPTS] = 0.0
         return found
 
     def _learn(self, now: float) -> None:
@@ -193,6 +197,11 @@ class Prompts:
                 del self._watchers[name]
             if self._ends.get(name) == number:
                 del self._ends[name]
+
+
+def low(number: int) -> int:
+    """Return the low half of a number, which a block has: no prompt is remembered that long."""
+    return number % 2**32
 
 
 def _cuts(values: Array, classes: int) -> Array:

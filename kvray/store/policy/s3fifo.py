@@ -27,7 +27,7 @@ class S3FIFO(Policy):
         self._next = 1
         # Place in its queue; 0: in none.
         self._place = np.zeros(num_slots, dtype=np.int64)
-        self._uses = np.zeros(num_slots, dtype=np.int64)
+        self._uses = np.zeros(num_slots, dtype=np.uint8)
         self._is_main = np.zeros(num_slots, dtype=bool)
         self._name = np.zeros(num_slots, dtype=np.int64)
 
@@ -62,7 +62,7 @@ class S3FIFO(Policy):
     def rank(self, slots: Array, *, now: float) -> Array:
         is_main = self._is_main[slots]
         place: Array = self._place[slots].astype(np.float64)
-        ranks: Array = place + self._next * np.where(is_main, 1 + self._uses[slots], 0)
+        ranks: Array = place + self._next * np.where(is_main, 1.0 + self._uses[slots], 0)
         small = np.flatnonzero(~is_main)
         num_due = len(small) - int(_SMALL_SHARE * len(slots))
         if num_due <= 0:

@@ -52,6 +52,7 @@ def test_shapes_follow_from_the_header_as_the_page_says() -> None:
         "H": geometry.holders_max,
         "P": max(64, geometry.capacity // geometry.slot_min // 16),
         "Q": max(128, geometry.num_slots // 2),
+        "E": max(4096, geometry.num_slots // 4),
         "capacity / slab_bytes": geometry.capacity // geometry.slab_bytes,
         "16 S + 4096": 16 * geometry.num_slots + 4096,
     }

@@ -19,7 +19,7 @@ def test_a_common_beginning_and_what_goes_on_more_often_than_others_are_told(
     keys = chain(6)
     store(arena, keys)
     for now, used in ((1.0, 2), (2.0, 2), (3.0, 5)):
-        uses.note(tables, slots_of(arena, keys[:used]), now=now)
+        uses.note(slots_of(arena, keys[:used]), now=now)
     found = hot_prefixes(tables, uses, namespace=0, most=10, now=10.0)
     assert found == [
         {"key": keys[1].hex()[:8], "num_blocks": 2, "uses": 3, "used_s_ago": 7.0},
@@ -31,10 +31,10 @@ def test_a_common_beginning_and_what_goes_on_more_often_than_others_are_told(
 
 
 def test_what_is_known_of_a_slot_ends_with_the_block_in_it(arena: Arena) -> None:
-    tables, uses = arena.tables, UseCounts(arena.tables.geometry.num_slots)
+    uses = UseCounts(arena.tables.geometry.num_slots)
     store(arena, chain(2))
     slots = slots_of(arena, chain(2))
-    uses.note(tables, slots, now=1.0)
-    tables.slot_number[slots[0]] += 1
-    counts, used_at = uses.of(tables, slots)
+    uses.note(slots, now=1.0)
+    uses.forget(slots[:1])
+    counts, used_at = uses.of(slots)
     assert (counts.tolist(), used_at.tolist()) == ([0, 1], [0.0, 1.0])

@@ -130,8 +130,6 @@ def test_what_leaves_memory_and_stays_on_a_disk_that_was_not_looked_at_has_not_l
     demote(below, keys)
     owner.clear()
     announcer.collect(owner, below)
-    announcer._deltas[1]._look_at = 0.0
-    announcer.collect(owner, below)
     announcer.send(1)
     assert line.matched(keys) == 5
     assert owner.history.counts() == {"cleared": 5}

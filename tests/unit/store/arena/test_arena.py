@@ -395,33 +395,6 @@ def test_clear_spares_what_is_leased(arena: Arena) -> None:
     check_invariants(arena.tables)
 
 
-def test_changes_are_told_once(arena: Arena) -> None:
-    seen = np.zeros(arena.tables.geometry.num_slots, dtype=np.uint32)
-    assert len(ArenaOwner(arena).changes_since(seen)[0]) == 0
-    made = store(arena, KEYS)
-    changed, ready, keys = ArenaOwner(arena).changes_since(seen)
-    assert changed.tolist() == made.slots.tolist()
-    assert ready.all()
-    assert [key.tobytes() for key in keys] == KEYS
-    assert len(ArenaOwner(arena).changes_since(seen)[0]) == 0
-    ArenaOwner(arena).clear()
-    changed, ready, _ = ArenaOwner(arena).changes_since(seen)
-    assert len(changed) == 10
-    assert not ready.any()
-
-
-def test_changes_wait_while_the_arena_is_locked(
-    arena: Arena, second: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = np.zeros(arena.tables.geometry.num_slots, dtype=np.uint32)
-    store(arena, KEYS)
-    monkeypatch.setattr("kvray.store.arena.arena._PATIENT_S", BUSY_S)
-    arena._lock.acquire(0)
-    assert len(ArenaOwner(second).changes_since(seen)[0]) == 0
-    arena._lock.release()
-    assert len(ArenaOwner(second).changes_since(seen)[0]) == 10
-
-
 def test_figures_are_those_of_the_tables(arena: Arena) -> None:
     store(arena, KEYS)
     store(arena, KEYS[:2], part=1, block_bytes=3 * SLOT)

@@ -1,0 +1,112 @@
+"""The ring of events: nothing that happens is missed, and a look costs what has happened."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvray.store.arena import events, slots
+from kvray.store.arena.arena import Arena
+from kvray.store.arena.events import EventReader
+from kvray.store.arena.layout import READY
+from kvray.store.arena.tables import Tables
+from tests.unit.store.small_arena import chain, evict, make_tables, put, store
+
+KEYS = chain(10)
+
+
+def seen_all(tables: Tables) -> EventReader:
+    """Return a reader that has looked at all slots."""
+    reader = EventReader()
+    while reader.has_more(tables):
+        reader.take(tables)
+    return reader
+
+
+def test_the_first_looks_go_through_all_slots_in_pieces(
+    tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_PIECE", 10)
+    reader, found = EventReader(), []
+    while reader.has_more(tables):
+        assert reader.is_behind(tables)
+        found.append(reader.take(tables))
+    assert max(map(len, found)) == 10
+    assert np.concatenate(found).tolist() == list(range(tables.geometry.num_slots))
+
+
+def test_a_use_is_an_event_and_a_look_is_not(arena: Arena) -> None:
+    made = store(arena, KEYS)
+    reader = seen_all(arena.tables)
+    assert arena.match(KEYS) == len(KEYS)
+    assert not reader.has_more(arena.tables)
+    arena.lease(KEYS[:3])
+    assert reader.take(arena.tables).tolist() == sorted(made.slots[:3].tolist())
+    assert len(reader.take(arena.tables)) == 0
+
+
+def test_what_happens_while_a_reader_is_behind_is_not_missed(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_PIECE", 10)
+    reader = EventReader()
+    reader.take(arena.tables)
+    made = store(arena, KEYS)
+    assert made.slots.max() < 10, "the reader has passed them already"
+    assert set(made.slots.tolist()) <= set(reader.take(arena.tables).tolist())
+
+
+def test_a_reader_that_was_overtaken_looks_at_all_slots(tables: Tables) -> None:
+    tables.event_slot = tables.event_slot[:8]
+    reader = seen_all(tables)
+    made = put(tables, chain(9))
+    assert reader.is_behind(tables) is False
+    assert reader.take(tables).tolist() == list(range(tables.geometry.num_slots))
+    assert len(made.slots) == 9
+
+
+def test_a_step_that_is_undone_costs_a_look_in_vain(tables: Tables) -> None:
+    made = put(tables, chain(4))
+    tables.undo.settle()
+    reader = seen_all(tables)
+    slots.free(tables, made.slots)
+    tables.undo.roll_back()
+    assert reader.take(tables).tolist() == sorted(made.slots.tolist())
+    assert (tables.slot_state[made.slots] == READY).all()
+
+
+def test_a_damaged_ring_names_no_slot_that_is_not_there(tables: Tables) -> None:
+    reader = seen_all(tables)
+    put(tables, chain(2))
+    tables.event_slot[:] = 2**32 - 1
+    assert len(reader.take(tables)) == 0
+    tables.events = 1  # it cannot have gone back
+    assert len(reader.take(tables)) == tables.geometry.num_slots
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(1, 12), st.booleans(), st.booleans()), max_size=30),
+    rows=st.integers(1, 40),
+    piece=st.integers(1, 100),
+)
+@settings(deadline=None)
+def test_a_reader_always_ends_with_what_is_there(
+    steps: list[tuple[int, bool, bool]], rows: int, piece: int
+) -> None:
+    tables = make_tables()
+    tables.event_slot = tables.event_slot[:rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(events, "_PIECE", piece)
+        reader, known = EventReader(), np.zeros(tables.geometry.num_slots, dtype=bool)
+        for number, (count, is_store, looks) in enumerate(steps):
+            if is_store:
+                put(tables, chain(count, seed=str(number)))
+            else:
+                evict(tables, count)
+            if looks:
+                found = reader.take(tables)
+                known[found] = tables.slot_state[found] == READY
+        while reader.has_more(tables):
+            found = reader.take(tables)
+            known[found] = tables.slot_state[found] == READY
+        assert (known == (tables.slot_state == READY)).all()
