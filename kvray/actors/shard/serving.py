@@ -29,7 +29,9 @@ from kvray.store.retention import Retention
 _log = logging.getLogger("kvray.shard")
 
 _LAST_SEND_S = 3.0
-_AUDIT_SHARE = 0.02  # of a core, for looks at the tables: those at large ones take long
+_AUDIT_SHARE, _FIRST_AUDIT_SHARE = 0.001, 0.02
+"""Of a core, for looks at the tables, and for those at tables that nobody has looked at yet."""
+_QUIET_AFTER_S, _QUIET_PAUSES = 1.0, 4
 _MENDED_S, _MENDS_MAX = 10.0, 5
 """An error that comes back so often, however the tables are mended, is a defect."""
 
@@ -75,9 +77,13 @@ class Serving:
         self._long_leases: set[int] = set()
         """Holders with long leases that were named already."""
         self._sending: asyncio.Future[None] | None = None
-        self._evicting: asyncio.Future[None] | None = None
+        self._round: asyncio.Future[None] | None = None
+        self._round_at = (-1, -1)
+        """The arena's tick and count of changes when the last round began."""
         self._auditing: asyncio.Future[dict[str, int]] | None = None
         self._audit_at = 0.0
+        self._quiet_at = 0.0
+        """From then on nothing has happened in the arena for a while."""
         self._heartbeat_at = 0.0
         self._is_due = False
         self._mended_at: list[float] = []
@@ -103,8 +109,8 @@ class Serving:
         try:
             await self.stager.close()
         finally:
-            if self._evicting is not None:
-                await asyncio.wait([self._evicting])
+            if self._round is not None:
+                await asyncio.wait([self._round])
             if self.disk is not None:
                 await self.disk.close()
 
@@ -148,7 +154,7 @@ class Serving:
                 if not is_damage(error) or not self._may_mend(now):
                     raise
                 self._mend(error)
-            await pause(stopping, self._parts.settings.shard.announce_s)
+            await pause(stopping, self._pause_s(now))
         self._peers.close()
         if self._auditing is not None:
             await asyncio.wait([self._auditing])  # the arena is closed next
@@ -156,18 +162,13 @@ class Serving:
             await asyncio.wait([self._sending], timeout=_LAST_SEND_S)
 
     def _tick(self, now: float) -> None:
-        if now >= self._heartbeat_at:
+        is_heartbeat = now >= self._heartbeat_at
+        if is_heartbeat:
             self._heartbeat_at, self._is_due = now + self._parts.settings.shard.heartbeat_s, True
-            self._bury_and_warn()
-            self._audit(now)
-        elif not self.owner.is_audited:
-            self._audit(now)  # nobody has looked at these tables yet
-        if self._evicting is None or self._evicting.done():
-            ended, self._evicting = self._evicting, None
-            if ended is not None:
-                ended.result()  # raises what the round raised
-            # In a thread, because it ranks all blocks.
-            self._evicting = asyncio.get_running_loop().run_in_executor(None, self._evict_ahead)
+            self._stopped.look(self.owner.arena.side_file, now=now)
+            self._parts.replicas.add_up()
+        self._audit(now)
+        self._begin_round(is_heartbeat=is_heartbeat)
         if self.disk is not None:
             self.disk.tick(now)
         self.stager.expire()
@@ -175,7 +176,39 @@ class Serving:
         if self._announce(is_due=self._is_due):
             self._is_due = False
 
-    def _evict_ahead(self) -> None:
+    def _pause_s(self, now: float) -> float:
+        """Return how long to do nothing: longer where nothing has happened for a while.
+
+        A wake-up costs more than to see that there is nothing to do.
+        """
+        shard = self._parts.settings.shard
+        is_quiet = now > self._quiet_at and self._sending is None
+        return (
+            min(_QUIET_PAUSES * shard.announce_s, shard.heartbeat_s)
+            if is_quiet
+            else shard.announce_s
+        )
+
+    def _begin_round(self, *, is_heartbeat: bool) -> None:
+        """Look after the arena, unless nothing has happened in it; in a thread."""
+        if self._round is not None:
+            if not self._round.done():
+                return
+            ended, self._round = self._round, None
+            ended.result()  # raises what the round raised
+        tables = self.owner.arena.tables
+        at = tables.tick, tables.changes
+        if at != self._round_at:
+            self._quiet_at = time.monotonic() + _QUIET_AFTER_S
+        if at != self._round_at or is_heartbeat:
+            self._round_at = at
+            # In a thread, because it ranks all blocks.
+            loop = asyncio.get_running_loop()
+            self._round = loop.run_in_executor(None, self._look_after, is_heartbeat)
+
+    def _look_after(self, is_heartbeat: bool) -> None:
+        if is_heartbeat:
+            self._bury_and_warn()
         self.retention.observe()
         self.owner.evict_ahead(self._parts.settings.arena.free_target, self.retention.rank)
 
@@ -201,7 +234,11 @@ class Serving:
             return self.owner.audit()
         finally:
             ended = time.monotonic()
-            self._audit_at = ended + (ended - began) / _AUDIT_SHARE
+            if self.owner.is_audited:
+                pause_s = (ended - began) / _AUDIT_SHARE
+                self._audit_at = ended + max(pause_s, self._parts.settings.shard.heartbeat_s)
+            else:
+                self._audit_at = ended + (ended - began) / _FIRST_AUDIT_SHARE
 
     def _may_mend(self, now: float) -> bool:
         """Note that something made no sense; False if that is a defect, as it comes back."""
@@ -232,8 +269,6 @@ class Serving:
         return True
 
     def _bury_and_warn(self) -> None:
-        self._stopped.look(self.owner.arena.side_file, now=time.monotonic())
-        self._parts.replicas.add_up()
         for label in self.owner.bury_dead(limbo_s=self._parts.settings.arena.limbo_s):
             _log.warning("%s: holder %s died; its leases ended", self._name, label)
         tables = self.owner.arena.tables
