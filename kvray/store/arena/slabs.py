@@ -192,13 +192,16 @@ def coldest_first(tables: Tables, slabs: Array) -> Array:
 
 def some_of(tables: Tables, block_bytes: int, *, turn: int) -> Array:
     """Return slots in some of a size's slabs, in others at each turn."""
-    return _inside(tables, _some(tables, tables.slab_block_bytes == block_bytes, turn), block_bytes)
+    most = _PIECE // usable(tables, block_bytes)
+    some = _some(tables.slab_block_bytes == block_bytes, most, turn)
+    return _inside(tables, some, block_bytes)
 
 
 def some_others(tables: Tables, block_bytes: int, *, turn: int) -> Array:
     """Return some slabs of other sizes, others at each turn."""
     sizes = tables.slab_block_bytes
-    return _some(tables, (sizes != block_bytes) & (sizes != 0), turn)
+    most = _PIECE // tables.geometry.slots_per_slab
+    return _some((sizes != block_bytes) & (sizes != 0), most, turn)
 
 
 def longest_runs_first(slots: Array, count: int) -> Array:
@@ -219,9 +222,9 @@ def longest_runs_first(slots: Array, count: int) -> Array:
     return chosen
 
 
-def _some(tables: Tables, is_meant: Array, turn: int) -> Array:
-    """Return some of the slabs that the mask means, spread over all of them."""
-    slabs, most = np.flatnonzero(is_meant), max(4, _PIECE // tables.geometry.slots_per_slab)
+def _some(is_meant: Array, most: int, turn: int) -> Array:
+    """Return at most so many, but four, of the slabs that the mask means, spread over all."""
+    slabs, most = np.flatnonzero(is_meant), max(4, most)
     if len(slabs) <= most:
         return slabs
     first, step = turn * _TURN % len(slabs), len(slabs) // most
