@@ -3,12 +3,11 @@
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvray.errors import ShardUnavailable
-from kvray.store.arena import audit, eviction, holders, key_index, repair, slabs, slots, victims
+from kvray.store.arena import audit, eviction, holders, key_index, repair, slabs, slots
 from kvray.store.arena import block_history as gone
 from kvray.store.arena import file as arena_file
 from kvray.store.arena.arena import Arena
@@ -17,30 +16,14 @@ from kvray.store.arena.eviction import Rank
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.arena.layout import LIMBO, READY, RETIRED
 from kvray.store.arena.quotas import excess, set_quotas
+from kvray.store.arena.room_ahead import EVICT_BATCH, RoomAhead
 from kvray.store.arena.tables import Array, Tables
 
 _PATIENT_S = 5.0
 """How long a command that a person waits for tries for the lock."""
 
-_EVICT_BATCH = 256
-"""Blocks that one section evicts: the lock is kept for a moment only."""
-
 _QUOTA_STEP = 4096
 """Most blocks that go at a time because of quotas; a new quota may concern many."""
-
-_LONG_LOOK_S = 0.02
-_PAUSE_SHARE = 1.0
-"""A search for the blocks that go next that takes long is followed by a pause, as long again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
-    """A search for the blocks that go next."""
-
-    changes: int = -1
-    """The arena's count of changes when it began."""
-    again_at: float = 0.0
-    """Time of `time.monotonic` before which there is no other."""
 
 
 class ArenaOwner:
@@ -59,8 +42,7 @@ class ArenaOwner:
         self._audited = 0
         self._within_at = -1
         """Count of changes when no namespace was over its quota."""
-        self._looks: dict[int, _Look] = {}
-        """Block size -> the last search for the blocks of that size that go next."""
+        self._room = RoomAhead(arena, self.section, self._evict_in_batches, self._let_go_ahead)
 
     def adopt(self) -> int:
         """Fence off the last owner, set the quotas; return the new shard_epoch.
@@ -128,12 +110,13 @@ class ArenaOwner:
     def evict_ahead(self, free_target: float, rank: Rank | None = None) -> int:
         """Evict what is over quotas, and more until `free_target` of each size's slots is free.
 
-        Chooses those that go after these too, for writers and for the next time. `rank` is as for
+        More than that where writers have taken more since the last time. Chooses those that go
+        after these too, for writers and for the next time. `rank` is as for
         `eviction.choose_victims`. Returns how many blocks went; some may be left for the next time.
         """
         evicted = self._evict_beyond_quotas(rank)
         for size in slabs.block_sizes(self._tables):
-            evicted += self._evict_ahead(size, free_target, rank)
+            evicted += self._room.make(size, free_target, rank)
         return evicted
 
     def give_up(self, keys: bytes, parts: Iterable[int]) -> int:
@@ -167,8 +150,8 @@ class ArenaOwner:
             # The search among all slots is done outside: the lock is kept for a moment only.
             found = eviction.choose_victims(self._tables, len(everything), within=everything)
             before = cleared
-            for start in range(0, len(found), _EVICT_BATCH):
-                batch = found[start : start + _EVICT_BATCH]
+            for start in range(0, len(found), EVICT_BATCH):
+                batch = found[start : start + EVICT_BATCH]
                 causes = np.full(len(batch), gone.CLEARED)
                 went = self._evict_found(batch, causes, wait_s=_PATIENT_S)
                 if went is None:
@@ -211,65 +194,26 @@ class ArenaOwner:
         found = eviction.choose_beyond_quotas(tables, _QUOTA_STEP, rank)
         return self._evict_in_batches(found, lambda batch: np.full(len(batch), gone.QUOTA))
 
-    def _evict_ahead(self, block_bytes: int, free_target: float, rank: Rank | None) -> int:
-        short = slabs.shortfall(self._tables, block_bytes, free_target)
-        evicted = self._evict_queued(block_bytes, short)
-        if self._is_look_due(block_bytes, is_short=evicted < short):
-            evicted += self._look_ahead(block_bytes, max(0, short - evicted), rank)
-        return evicted
-
-    def _evict_queued(self, block_bytes: int, count: int) -> int:
-        """Evict up to `count` blocks of those chosen ahead; return how many went."""
-        evicted = 0
-        while evicted < count:
-            num = min(_EVICT_BATCH, count - evicted)
-            with self.section() as entered:
-                going = victims.take(self._tables, block_bytes, num if entered else 0)
-                self._let_go(going, self._ahead(going))
-            evicted += len(going)
-            if len(going) < num:
-                break
-        return evicted
-
-    def _is_look_due(self, block_bytes: int, *, is_short: bool) -> bool:
-        """Whether to search among all blocks of a size for those that go next."""
-        tables, last = self._tables, self._looks.get(block_bytes, _Look())
-        if time.monotonic() < last.again_at:
-            return False
-        most = victims.most(tables, block_bytes)
-        is_near = slabs.num_available(tables, block_bytes) <= most
-        is_low = 2 * victims.num_left(tables, block_bytes) < most
-        return is_short or (is_near and is_low and tables.changes != last.changes)
-
-    def _look_ahead(self, block_bytes: int, short: int, rank: Rank | None) -> int:
-        """Choose the blocks of a size that go next, and evict the first `short` of them."""
-        tables, began = self._tables, time.monotonic()
-        tick, changes = tables.tick, tables.changes
-        count = short + victims.most(tables, block_bytes)
-        within = slabs.slots_of(tables, block_bytes)
-        found = eviction.choose_victims(tables, count, within=within, rank=rank)
-        evicted = self._evict_in_batches(found[:short], self._ahead)
-        to_clear = slabs.coldest_first(tables, np.flatnonzero(tables.slab_block_bytes))
-        with self.section() as entered:
-            if entered:
-                victims.put(tables, block_bytes, found[short:], tick=tick)
-                victims.put_slabs(tables, to_clear)
-        ended = time.monotonic()
-        pause = _PAUSE_SHARE * (ended - began) if ended - began > _LONG_LOOK_S else 0
-        self._looks[block_bytes] = _Look(changes=changes, again_at=ended + pause)
-        return evicted
+    def _let_go_ahead(self, going: Array) -> None:
+        self._let_go(going, self._ahead(going))
 
     def _ahead(self, going: Array) -> Array:
         """Return why each of `going` goes ahead of need."""
         given_up = self._tables.slot_tick[going] == 0
         return np.where(given_up, gone.GIVEN_UP, gone.AHEAD)
 
-    def _evict_in_batches(self, found: Array, causes_of: Callable[[Array], Array]) -> int:
-        """Evict what of `found` still can go, until the arena is busy; return how many went."""
+    def _evict_in_batches(
+        self, found: Array, causes_of: Callable[[Array], Array] | None = None
+    ) -> int:
+        """Evict what of `found` still can go, until the arena is busy; return how many went.
+
+        Without `causes_of` they go ahead of need.
+        """
+        causes_of = causes_of or self._ahead
         evicted = 0
         # Each can go if all before it have. The lock is kept for a batch at a time.
-        for start in range(0, len(found), _EVICT_BATCH):
-            batch = found[start : start + _EVICT_BATCH]
+        for start in range(0, len(found), EVICT_BATCH):
+            batch = found[start : start + EVICT_BATCH]
             went = self._evict_found(batch, causes_of(batch), wait_s=self.arena.lock_wait_s)
             if went is None:
                 break

@@ -4,6 +4,9 @@ Each has a count of its FREE slots, so that a writer looks into a few slabs only
 arena is. Pure, like `slots`: the caller holds the arena's lock.
 """
 
+import re
+from collections import Counter
+
 import numpy as np
 
 from kvray.store.arena.eviction import by_priority, keep_evictable
@@ -13,6 +16,7 @@ from kvray.store.arena.tables import Array, Tables
 _LOOKED_INTO = 4
 """Slabs, the emptiest, in which a writer looks for a run of FREE slots; more if it needs more."""
 
+_FREE = re.escape(bytes([FREE]))
 _FIRST = np.zeros(1, dtype=np.int64)
 _CLASS_SHIFT = 48
 """Times of use are below that: one a microsecond, for nine years."""
@@ -50,10 +54,21 @@ def slots_of(tables: Tables, block_bytes: int) -> Array:
 def free_slots(tables: Tables, block_bytes: int, count: int) -> Array:
     """Return at least `count` FREE slots for `block_bytes`, ascending; fewer: there are no more.
 
-    They are those of the emptiest slabs, where the runs are longest.
+    They are the smallest run in the emptiest slab that has them all, or else all those of the
+    emptiest slabs.
     """
-    slabs = np.flatnonzero((tables.slab_block_bytes == block_bytes) & (tables.slab_free > 0))
-    num_free = tables.slab_free[slabs]
+    num_free: Array = tables.slab_free * (tables.slab_block_bytes == block_bytes)
+    emptiest = int(num_free.argmax())
+    if num_free[emptiest] >= count > 0:
+        # Bytes are searched by one call, where arrays take a dozen.
+        start = emptiest * tables.geometry.slots_per_slab
+        states = tables.slot_state[start : start + usable(tables, block_bytes)].tobytes()
+        runs = [run.span() for run in re.finditer(b"%b{%d,}" % (_FREE, count), states)]
+        if runs:
+            start += min(runs, key=lambda run: run[1] - run[0])[0]
+            return np.arange(start, start + count)
+    slabs: Array = np.flatnonzero(num_free > 0)
+    num_free = num_free[slabs]
     order = np.argsort(-num_free, kind="stable")
     enough = int(np.searchsorted(np.cumsum(num_free[order]), count)) + 1
     slabs = np.sort(slabs[order[: max(enough, _LOOKED_INTO)]])
@@ -99,16 +114,24 @@ def take_spare(tables: Tables, count: int, block_bytes: int) -> None:
 
 def note_taken(tables: Tables, slots: Array) -> None:
     """Count `slots` as FREE no longer."""
-    tables.add(slots // tables.geometry.slots_per_slab, slab_free=-1)
+    _count(tables, slots, -1)
 
 
 def give_back(tables: Tables, slots: Array) -> None:
     """Count `slots`, which have become FREE, and make those slabs spare that are empty now."""
-    slabs = slots // tables.geometry.slots_per_slab
-    tables.add(slabs, slab_free=1)
-    slabs = np.unique(slabs)
+    slabs = _count(tables, slots, 1)
+    empty = slabs[tables.slab_free[slabs] >= usable_in(tables, slabs)]
     # A count may be damaged: a slab that has a block must never serve another size.
-    _make_spare(tables, slabs[tables.slab_free[slabs] >= usable_in(tables, slabs)])
+    if len(empty):
+        _make_spare(tables, empty)
+
+
+def _count(tables: Tables, slots: Array, step: int) -> Array:
+    """Add `step` to the counts of FREE slots for each of `slots`; return their slabs."""
+    counts = Counter((slots // tables.geometry.slots_per_slab).tolist())
+    slabs = np.array(list(counts), dtype=np.int64)
+    tables.add(slabs, slab_free=step * np.array(list(counts.values()), dtype=np.int32))
+    return slabs
 
 
 def recount(tables: Tables) -> None:
@@ -162,11 +185,28 @@ def choose_to_clear(tables: Tables, count: int, *, among: Array, protect: Array)
         num_looked_at *= 4
 
 
+def use_order(tables: Tables, slots: Array) -> Array:
+    """Return a number for each of `slots`, i8: the lower was used earlier, after priority."""
+    ticks: Array = tables.slot_tick.take(slots).astype(np.int64)
+    ticks += by_priority(tables, slots) << _CLASS_SHIFT
+    return ticks
+
+
+def last_used(tables: Tables, slabs: Array) -> Array:
+    """Return the `use_order` of the last use of each of `slabs` that can be cleared, in order."""
+    return _by_last_use(tables, slabs)[:, 1]
+
+
 def coldest_first(tables: Tables, slabs: Array) -> Array:
     """Return those of `slabs` that have blocks, all free to go: first those used longest ago.
 
     Retention priority comes before use. Needs no lock.
     """
+    return _by_last_use(tables, slabs)[:, 0]
+
+
+def _by_last_use(tables: Tables, slabs: Array) -> Array:
+    """Return (slab, order of its last use, depth) of those that can be cleared, in order."""
     per_slab, found = tables.geometry.slots_per_slab, [np.empty((0, 3), dtype=np.int64)]
     step = max(1, _PIECE // per_slab)
     for start in range(0, len(slabs), step):
@@ -175,10 +215,7 @@ def coldest_first(tables: Tables, slabs: Array) -> Array:
         states, shape = tables.slot_state.take(slots), (len(piece), per_slab)
         ready = (states == READY).reshape(shape)
         is_busy = ((states != FREE) & (states != READY)) | (tables.slot_leases.take(slots) > 0)
-        ticks = tables.slot_tick.take(slots).astype(np.int64)
-        order = np.where(
-            ready, (ticks + (by_priority(tables, slots) << _CLASS_SHIFT)).reshape(shape), -1
-        )
+        order = np.where(ready, use_order(tables, slots).reshape(shape), -1)
         last = order.max(axis=1)
         # A request uses its whole prefix at once: of slabs used together the deeper goes first.
         depths = tables.slot_depth.take(slots).reshape(shape)
@@ -186,7 +223,7 @@ def coldest_first(tables: Tables, slabs: Array) -> Array:
         can_go = ready.any(axis=1) & ~is_busy.reshape(shape).any(axis=1)
         found.append(np.stack((piece, last, -depths.astype(np.int64)), axis=1)[can_go])
     chosen = np.concatenate(found)
-    ordered: Array = chosen[np.lexsort((chosen[:, 2], chosen[:, 1])), 0]
+    ordered: Array = chosen[np.lexsort((chosen[:, 2], chosen[:, 1]))]
     return ordered
 
 

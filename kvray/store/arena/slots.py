@@ -75,8 +75,8 @@ def checked(
 
     Returns `priority` as `reserve` takes it: one, or one a key as u8.
     """
-    words = np.sort(keys[:, 0])
-    if (words[1:] == words[:-1]).any() and len(np.unique(keys, axis=0)) < len(keys):
+    words = keys[:, 0].tolist()
+    if len(set(words)) < len(words) and len(np.unique(keys, axis=0)) < len(keys):
         raise ConfigError("The keys to reserve are not all different; give each block once.")
     if not (0 <= part < 2**31 and 0 <= depth < 2**31):
         raise ConfigError(f"A block cannot be part {part} at depth {depth}; both count from 0.")
@@ -175,9 +175,12 @@ def reserve(
     _fill(tables, taken, keys, depth=depth + rows, part=part, holder=holder)
     tables.slot_namespace[taken], tables.slot_head[taken] = namespace, head
     tables.slot_priority[taken] = priority if isinstance(priority, int) else priority[rows]
+    if len(rows) and not len(found):
+        _chain(tables, taken, before)
     tables.put(taken, slot_state=RESERVED)
     slabs.note_taken(tables, taken)
-    _link(tables, chain, before)
+    if len(found):
+        _link(tables, chain, before)
     full = key_index.insert(tables, taken, keys, part)
     if full.any():  # cut the chain before the first block without a place in the index
         cut = int(full.argmax())
@@ -227,6 +230,15 @@ def _raise_priority(tables: Tables, slots: Array, asked: int | Array) -> None:
     held = tables.slot_priority.take(slots)
     if (held < asked).any():
         tables.slot_priority[slots] = np.maximum(held, asked)
+
+
+def _chain(tables: Tables, slots: Array, before: int) -> None:
+    """Link the slots that will hold a chain below `before`, which is here, or -1."""
+    parents, children = np.empty_like(slots), np.ones(len(slots), dtype=np.int32)
+    parents[0], parents[1:], children[-1] = before, slots[:-1], 0
+    tables.put(slots, slot_parent=parents, slot_children=children)
+    if before >= 0:
+        tables.add(parents[:1], slot_children=1)
 
 
 def _link(tables: Tables, chain: Array, before: int) -> None:

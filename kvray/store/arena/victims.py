@@ -59,7 +59,7 @@ def num_left(tables: Tables, block_bytes: int) -> int:
 
 def num_slabs_left(tables: Tables) -> int:
     """Return how many slabs are in their queue; needs no lock."""
-    return int(tables.queue_slab_end[0]) - int(tables.queue_slab_next[0])
+    return max(0, int(tables.queue_slab_end[0]) - int(tables.queue_slab_next[0]))
 
 
 def take(tables: Tables, block_bytes: int, count: int, *, protect: Array = NO_SLOTS) -> Array:
@@ -89,6 +89,16 @@ def take(tables: Tables, block_bytes: int, count: int, *, protect: Array = NO_SL
     return taken
 
 
+def head(tables: Tables, block_bytes: int) -> Array | None:
+    """Return the slot that goes next of a size, in an array of one; needs no lock. None: none."""
+    row, size = _row_of(tables, block_bytes), tables.geometry.queue_rows // QUEUES
+    if row is None or not num_left(tables, block_bytes):
+        return None
+    at = row * size + int(tables.queue_next[row])
+    found = tables.queue_slot[at : at + 1].astype(np.int64)
+    return found if len(found) and found[0] < tables.geometry.num_slots else None
+
+
 def next_slabs(tables: Tables, block_bytes: int) -> Array:
     """Return slabs of other sizes that are to be cleared next, in order; needs no lock."""
     start = int(tables.queue_slab_next[0])
@@ -100,8 +110,9 @@ def next_slabs(tables: Tables, block_bytes: int) -> Array:
     return others
 
 
-def pass_slabs(tables: Tables) -> None:
-    """Take the slabs at the start of their queue from it that are spare; the lock is held."""
+def pass_slabs(tables: Tables, *, at_least: int = 0) -> None:
+    """Take `at_least` so many slabs from their queue, and those then that are spare; locked."""
+    tables.queue_slab_next[0] += min(at_least, num_slabs_left(tables))
     start, end = int(tables.queue_slab_next[0]), int(tables.queue_slab_end[0])
     ahead = tables.queue_slab[start : min(end, start + _SLABS_LOOKED_AT)]
     ahead = ahead[ahead < tables.geometry.num_slabs]

@@ -87,7 +87,7 @@ def test_leased_blocks_stay_until_nobody_leases_them(arena: Arena) -> None:
 
 def test_much_goes_in_several_steps(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, "_QUOTA_STEP", 10)
-    monkeypatch.setattr(owner, "_EVICT_BATCH", 4)
+    monkeypatch.setattr(owner, "EVICT_BATCH", 4)
     put(arena, "mine", 40, MINE)
     keeper = own(arena, mine=12)
     assert [keeper.evict_ahead(0.0) for _ in range(4)] == [10, 10, 8, 0]

@@ -28,12 +28,20 @@ def test_empty_arena_gives_one_contiguous_run(tables: Tables) -> None:
     assert made.slots.tolist() == list(range(20))
 
 
-def test_smallest_run_that_is_long_enough_is_taken(tables: Tables) -> None:
+def test_smallest_run_in_the_emptiest_slab_that_is_long_enough_is_taken(tables: Tables) -> None:
     made = put(tables, chain(EVERY_SLOT))
-    gaps = np.concatenate((made.slots[10:16], made.slots[30:33], made.slots[50:54]))
+    gaps = np.concatenate((made.slots[10:13], made.slots[16:20], made.slots[21:24]))
     slots.free(tables, gaps)
-    assert reserve(tables, chain(3, seed="a")).slots.tolist() == [30, 31, 32]
-    assert reserve(tables, chain(5, seed="b")).slots.tolist() == [10, 11, 12, 13, 14]
+    assert reserve(tables, chain(3, seed="a")).slots.tolist() == [21, 22, 23]
+    assert reserve(tables, chain(4, seed="b")).slots.tolist() == [16, 17, 18, 19]
+    assert reserve(tables, chain(3, seed="c")).slots.tolist() == [10, 11, 12]
+
+
+def test_blocks_that_no_slab_has_room_for_together_are_spread(tables: Tables) -> None:
+    made = put(tables, chain(EVERY_SLOT))
+    slots.free(tables, made.slots[[1, 2, 9, 17, 18, 33]])
+    assert sorted(reserve(tables, chain(6, seed="a")).slots.tolist()) == [1, 2, 9, 17, 18, 33]
+    check_invariants(tables)
 
 
 def test_longest_runs_are_taken_first_where_none_is_long_enough() -> None:
