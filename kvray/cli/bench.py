@@ -113,6 +113,29 @@ def lookup(
 
 
 @bench.command()
+def tables(
+    slots: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=65_536,
+            max=67_108_864,
+            metavar="N",
+            help="Slots of an arena; may be repeated. [65536, 1048576 and 8388608]",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Measure what the tables of a large arena cost its writers and its shard.
+
+    It needs neither Ray nor a running tier. Eight million slots take some 4 GB of memory.
+    """
+    options = {"config": config, "num_slots": slots or []}
+    _run("arena_tables", options, as_json=as_json, verbose=verbose)
+
+
+@bench.command()
 def staging(
     repeat: RepeatOption = None,
     as_json: JsonOption = False,

@@ -53,6 +53,11 @@ class TierDelta:
         self.num_held = np.zeros(PARTS_MAX, dtype=np.int64)
         """Blocks that are held of each part."""
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are slots that it has never looked at, or not since it was overtaken."""
+        return self._events.is_behind(self._tables())
+
     def collect(self) -> tuple[Entries, Entries] | None:
         """Return (removed, added) since the last look; None if nothing has changed.
 

@@ -53,6 +53,8 @@ class ArenaSpec:
     """Over the NUMA nodes; else all memory comes from the node of the thread that makes it."""
     claims: MemoryClaims | None = None
     """Ray's claims on the same memory; None: there is no Ray."""
+    has_data: bool = True
+    """False, for benches of the tables: their bytes alone get memory, and no block is written."""
 
     @classmethod
     def of(cls, config: KVRayConfig, claims: MemoryClaims | None = None) -> "ArenaSpec":
@@ -105,10 +107,10 @@ def lock_path(directory: Path, arena_id: str) -> Path:
 
 def require_room(directory: Path, spec: ArenaSpec) -> None:
     """Make sure that an arena of `spec` fits at `directory`; raises as `check_room`."""
-    page = _page_bytes(directory)
+    page, geometry = _page_bytes(directory), spec.geometry()
     check_room(
         directory,
-        align(spec.geometry().file_bytes, page),
+        align(geometry.file_bytes if spec.has_data else geometry.table_bytes, page),
         spec.claims,
         largest=lambda room: spec.largest_capacity(room // page * page),
     )
@@ -219,12 +221,13 @@ def _build(path: Path, spec: ArenaSpec, arena_id: str, progress: Progress) -> No
         os.ftruncate(fd, total)
         tables = Tables(mmap.mmap(fd, total), geometry)
         memory = mapping_of(tables)
+        memory = memory if spec.has_data else memory[: geometry.table_bytes]
         ask_for_huge_pages(memory)
         if spec.interleave:
             numa.spread(memory)
         # A full mount must be an error here, not a SIGBUS in some copy.
         if not populate(memory, progress=progress):
-            _allocate(fd, total, progress)
+            _allocate(fd, memory.nbytes, progress)
     except OSError as error:
         raise CapacityError(
             f"The arena's {geometry.file_bytes} bytes could not be had in {path.parent}"

@@ -14,7 +14,7 @@ _ROOT, _FOUND, _STORED, _LAST = range(4)
 """Places of the watched blocks: the prompt's first block if it was found, another found one, a
 stored one, and its last."""
 
-_HITS_MAX = 65_535
+_HITS_MAX = 255
 
 _END = 4
 """A prompt continues another if it uses all blocks of it but the last three."""
@@ -25,9 +25,9 @@ class Gittins(Policy):
 
     def __init__(self, num_slots: int, prompts: Prompts | None = None) -> None:
         self._prompts = Prompts() if prompts is None else prompts
-        # Ten bytes a slot: of a prompt's number only the low half.
+        # Nine bytes a slot: of a prompt's number only the low half.
         self._prompt, self._depth = np.zeros((2, num_slots), dtype=np.uint32)
-        self._hits = np.zeros(num_slots, dtype=np.uint16)
+        self._hits = np.zeros(num_slots, dtype=np.uint8)
 
     def used(self, use: Use) -> None:
         prompts, slots, names = self._prompts, use.slots, use.names.tolist()
