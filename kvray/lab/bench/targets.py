@@ -38,7 +38,7 @@ _AT_MOST = {
     "tables_evict_01_*_ms": 2.0,
     "tables_adopt_*": 20.0,
     "tables_bytes_[0-9][0-9][0-9][0-9]*k": 64.0,
-    "tier_idle_cpu_share": 0.005,
+    "tier_idle_own_cpu_share": 0.005,
     "lookup_80x8_us_per_entry": 2.0,
     "lookup_81x50_us_per_entry": 2.0,
     "lookup_*_announce_ms": 50.0,

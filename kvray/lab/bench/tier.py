@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from kvray.actors.ray_glue.calls import call, create_actor, tier_named
 from kvray.actors.tier.launch import local_tier
 from kvray.actors.tier.rollout import Observer
 from kvray.config import KVRayConfig, format_size, load_config
@@ -30,6 +31,7 @@ _TURN_S = 5.0
 """How long the processes load the tier until the bar moves."""
 _IDLE_S = 10.0
 _SETTLE_S = 2.0
+_ACTOR_S = 30.0
 _ASKED_AT_ONCE = 16
 _LOCAL_FIGURES = frozenset(
     f"{what}_ratio_{size}" for what in ("store", "retrieve") for size in ("4mib", "128kib")
@@ -119,6 +121,14 @@ def _check(settings: KVRayConfig, sizes: Sequence[int], *, num_processes: int) -
             )
 
 
+class _Idle:
+    """An actor that does nothing: what Ray takes for one."""
+
+    def pid(self) -> int:
+        """Return its process."""
+        return os.getpid()
+
+
 class _Bench:
     """A tier on a local Ray, and processes that are attached to its arena."""
 
@@ -168,12 +178,18 @@ class _Bench:
         for num_processes in self._steps:
             rows += self._load(num_processes, turns, shard)
         runner.show("Doing nothing")
+        with tier_named(self._settings.cluster_name):
+            other = create_actor(_Idle, f"bench-idle-{os.getpid()}")
+            actor = psutil.Process(call(other.pid, timeout_s=_ACTOR_S))
         time.sleep(_SETTLE_S)
-        began, idle_s = _cpu_s(shard), min(_IDLE_S, self._seconds)
+        began, idle_s = (_cpu_s(shard), _cpu_s(actor)), min(_IDLE_S, self._seconds)
         time.sleep(idle_s)
-        share = (_cpu_s(shard) - began) / idle_s
+        share, bare = (_cpu_s(shard) - began[0]) / idle_s, (_cpu_s(actor) - began[1]) / idle_s
         runner.advance()
-        return [*rows, value_row("shard's CPU, idle", "cores", share, "tier_idle_cpu_share")]
+        idle = {"tier_idle_cpu_share": share, "tier_idle_actor_cpu_share": bare}
+        idle["tier_idle_own_cpu_share"] = max(0.0, share - bare)
+        title = "shard's CPU, idle, and that of an actor of Ray's that does nothing"
+        return [*rows, Row(title=title, unit="cores", ours=share, floor=bare, figures=idle)]
 
     def _start_tier(self) -> int:
         """Start Ray and the tier, which end with the run; return the shard's pid."""
