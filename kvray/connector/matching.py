@@ -89,11 +89,11 @@ def _sound_run(
     Without its whole window a shorter prefix is of no use, so then it is all or nothing.
     """
     run = held.num_blocks - first
-    for one, requests in zip(held.leases, readers, strict=True):
+    for one, slots, requests in zip(held.leases, held.slots, readers, strict=True):
         for block, places in lease.places(
             requests, held.num_blocks, first=first, stop=held.num_blocks
         ):
-            sound = arena.sound(one, places)
+            sound = arena.sound(one, places, slots_known=slots)
             if not all(sound.tolist()):
                 end = block - first + int(sound.argmin())
                 run = 0 if shared.pool.has_windows else min(run, end)

@@ -99,15 +99,18 @@ class Arena(MappedArena):
             if not run:
                 return Held(num_blocks=0, leases=())
             words = lease.asked_of(packed, run, found)
+            chosen = tuple(lease.joined(found, reader) for reader in readers)
             taken = lease.take(
                 self.tables,
-                [lease.joined(found, reader) for reader in readers],
+                chosen,
                 holder=self.holder if member is None else member.row,
                 now=time.monotonic(),
                 asked=[lease.joined(words, reader) for reader in readers],
                 lease_id=lease_id,
             )
-            return None if taken is None else Held(num_blocks=run, leases=tuple(taken))
+            if taken is None:
+                return None
+            return Held(num_blocks=run, leases=tuple(taken), slots=chosen)
 
     def lease_slots(self, chosen: Array) -> Lease | None:
         """Lease the READY ones of `chosen`, without counting it as their use; None if busy."""
@@ -194,9 +197,15 @@ class Arena(MappedArena):
             sound = payload.verify(self.tables, chosen) if verify else None
         self._refuse_unsound(held, chosen, sound)
 
-    def sound(self, held: Lease, places: Array | slice) -> Array:
-        """Return which blocks at `places` of a lease are sound; quarantine the others."""
-        chosen = self.leased_slots(held)[places]
+    def sound(
+        self, held: Lease, places: Array | slice, *, slots_known: Array | None = None
+    ) -> Array:
+        """Return which blocks at `places` of a lease are sound; quarantine the others.
+
+        `slots_known`: those of the lease, from who has just taken it. What its record names is
+        checked afterwards in any case.
+        """
+        chosen = (self.leased_slots(held) if slots_known is None else slots_known)[places]
         with self.making_sense():
             summed = payload.verify(self.tables, chosen)
         sound = self._is_sound(held, chosen, summed)

@@ -40,10 +40,12 @@ def words(first: Array, part: "int | Array") -> Array:
 
     They choose its bucket, seed its checksum, and tell what a lease was asked for.
     """
-    if isinstance(part, int):
-        return first ^ np.uint64(part * _PART_STEP & 2**64 - 1) if part else first
-    found: Array = first ^ part.astype("<u8") * _PART_STEP_U8
-    return found
+    if not isinstance(part, int):
+        if part.tobytes() != bytes(part.nbytes):
+            found: Array = first ^ part.astype("<u8") * _PART_STEP_U8
+            return found
+        part = 0  # as mostly; bytes are compared at a fraction of numpy's price
+    return first ^ np.uint64(part * _PART_STEP & 2**64 - 1) if part else first
 
 
 def words_in(tables: Tables, slots: Array) -> Array:

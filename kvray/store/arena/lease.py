@@ -4,7 +4,7 @@ The records give a slot's lease count. A record ends by release or with its hold
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +39,8 @@ class Held:
     num_blocks: int
     leases: tuple[Lease, ...]
     """One a reader."""
+    slots: tuple[Array, ...] = field(default=(), compare=False)
+    """Those of each lease, in prefix order, for who took it: others read the record."""
 
 
 class PartRequest(NamedTuple):
@@ -183,7 +185,8 @@ def leased_slots(tables: Tables, lease: Lease) -> Array | None:
     pages = _pages(tables, lease)
     if pages is None:
         return None
-    slots = tables.page_slots[pages].ravel()[: lease.num_slots].astype(np.int64)
+    rows = tables.page_slots[pages if len(pages) > 1 else pages[0]]
+    slots = rows.ravel()[: lease.num_slots].astype(np.int64)
     return slots if _pages(tables, lease) == pages else None
 
 

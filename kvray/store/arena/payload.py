@@ -77,7 +77,7 @@ def sum_slots(tables: Tables, slots: Array) -> Array:
     checksums = np.empty(len(slots), dtype="<u8")
     seeds = _seeds(tables, slots)
     per_slab = tables.geometry.slots_per_slab
-    for first, stop in runs(slots[1:] != slots[:-1] + 1, len(slots)):
+    for first, stop in _rows(slots):
         start = first
         while start < stop:
             slab, row = divmod(int(slots[start]), per_slab)
@@ -121,6 +121,14 @@ def offsets(tables: Tables, slots: Array, block_bytes: int) -> Array:
 def _seeds(tables: Tables, slots: Array) -> list[int]:
     seeds: list[int] = key_index.words_in(tables, slots).tolist()
     return seeds
+
+
+def _rows(slots: Array) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) of each run of slots that follow one another."""
+    count = len(slots)
+    if count and slots.tobytes() == np.arange(slots[0], slots[0] + count).tobytes():
+        return iter([(0, count)])  # as mostly, told without arithmetic on arrays
+    return runs(slots[1:] != slots[:-1] + 1, count)
 
 
 def _runs(
