@@ -3,8 +3,8 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from kvray.connector.model.adapters import Adapters, fingerprints_dir
 from kvray.connector.request.identity import Identity, Regularity, identify, prompt_len_of
@@ -15,8 +15,7 @@ from kvray.identity.tenant import TenantSalts
 _log = logging.getLogger("kvray.connector")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedRequest:
+class AskedRequest(NamedTuple):
     """A prompt that has keys, or would have them if its model had a name."""
 
     request_id: int

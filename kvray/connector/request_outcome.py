@@ -34,7 +34,8 @@ def record_answer(
     first, wanted = asked.num_computed // size, asked.num_askable(size)
     end, hit = min(first, wanted), 0
     arrivals: Arrivals = ()
-    digest, step, missing = b"", 1, tuple[BlockKey, ...]()
+    digest, step = b"", 1
+    missing: tuple[BlockKey, ...] = ()
     if state is not None and state.promise is not None:
         end, hit = state.promise.end, state.promise.num_blocks * size
         for start, stop, way, _ in runs_between(state.arrivals, state.promise.first, end):

@@ -19,6 +19,9 @@ _PART_STEP = 0x9E3779B97F4A7C15
 
 _PART_STEP_U8 = np.uint64(_PART_STEP)
 
+_WORD = np.dtype("<u8")
+"""Made once: numpy reads a type's name at each call."""
+
 _FIRST_KEYS = 512
 """All of these leading keys must be here before the rest of a long prompt is looked up."""
 
@@ -32,7 +35,7 @@ def pack_keys(keys: Sequence[BlockKey]) -> Array:
     joined = b"".join(keys)
     if len(joined) != KEY_BYTES * len(keys):
         raise ConfigError(f"Keys must have {KEY_BYTES} bytes each; give what chain_keys returns.")
-    return np.frombuffer(joined, dtype="<u8").reshape(-1, 4)
+    return np.frombuffer(joined, _WORD).reshape(-1, 4)
 
 
 def words(first: Array, part: "int | Array") -> Array:
@@ -71,7 +74,7 @@ def find(tables: Tables, keys: Array, part: "int | Array") -> Array:
 
 
 def find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
-    """Return the slots [num_parts, run] of the longest run of leading keys that has all `parts`.
+    """Return the slots [num_parts, run] of the longest run of leading keys with all parts READY.
 
     It equals the head of `find` for each part, at half the price or less: a chain is mostly here
     from its root on, and then all its keys are compared at once.
@@ -98,10 +101,15 @@ def _find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
     if num_parts == 1 or len(slot) == len(keys):
         same = tables.slot_key.take(slot, axis=0).tobytes() == keys[: len(slot)].tobytes()
         if same and not np.count_nonzero(tables.slot_part.take(slot) != part):
-            return slot.reshape(num_parts, -1)
-    found = find(tables, keys, part).reshape(num_parts, -1)
-    here = (found >= 0).all(axis=0)
-    return found if here.all() else found[:, : here.argmin()]
+            return _ready_head(tables, slot.reshape(num_parts, -1))
+    return _ready_head(tables, find(tables, keys, part).reshape(num_parts, -1))
+
+
+def _ready_head(tables: Tables, slots: Array) -> Array:
+    """Return the leading columns of `slots` in which all are READY; -1 stands for none."""
+    ready = (slots >= 0) & (tables.slot_state.take(slots, mode="clip") == READY)
+    here = ready.all(axis=0)
+    return slots if here.all() else slots[:, : here.argmin()]
 
 
 def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":

@@ -70,7 +70,8 @@ def match(
         (whole if one.window is None else windowed).append(one)
     run = len(keys)
     if whole:
-        found = dict(zip(whole, _ready_run(tables, keys, [one.part for one in whole]), strict=True))
+        slots = key_index.find_run(tables, keys, [one.part for one in whole])
+        found = dict(zip(whole, slots, strict=True))
         run = len(found[whole[0]])
     if not windowed:
         return run, found
@@ -265,14 +266,6 @@ def _pages(tables: Tables, lease: Lease) -> list[int] | None:
 def _ready(tables: Tables, slots: Array) -> Array:
     ready: Array = (slots >= 0) & (tables.slot_state.take(slots, mode="clip") == READY)
     return ready
-
-
-def _ready_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
-    slots = key_index.find_run(tables, keys, parts)
-    states = tables.slot_state.take(slots)
-    if states.tobytes().count(READY) == states.size:
-        return slots
-    return slots[:, : (states == READY).all(axis=0).argmin()]
 
 
 def _record(tables: Tables, slots: Array, pages: list[int], lease_id: int, now: float) -> int:
