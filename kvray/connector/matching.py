@@ -94,7 +94,7 @@ def _sound_run(
             requests, held.num_blocks, first=first, stop=held.num_blocks
         ):
             sound = arena.sound(one, places, slots_known=slots)
-            if not all(sound.tolist()):
+            if 0 in sound.tobytes():
                 end = block - first + int(sound.argmin())
                 run = 0 if shared.pool.has_windows else min(run, end)
     return run

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import yaml
@@ -56,6 +56,9 @@ BLOCK_STEP = _NUM_LAYERS * 2 * TOKENS_PER_BLOCK * _ELEMENT_BYTES
 
 Prompt = list[int]
 
+Neighbour = Literal["churn", "spin"]
+"""A call of `Worker`: it stores, leases and releases; or it only keeps a core busy."""
+
 
 class ConnectorTier:
     """An arena without a shard, in a directory that ends with the run.
@@ -85,7 +88,7 @@ class ConnectorTier:
 
     def config_path(self, *, verify: bool) -> Path:
         """Return a configuration file that leads to this tier."""
-        mode = "always" if verify else "never"
+        mode = "auto" if verify else "never"  # auto: the bench's pools are in host memory
         values = self._settings.model_dump(mode="json")
         values["cluster_name"] = _CLUSTER
         values["arena"]["dir"] = str(self._directory)
@@ -104,14 +107,14 @@ class ConnectorTier:
         )
 
     @contextmanager
-    def neighbour(self) -> Iterator[None]:
-        """Run another process of the node that stores, leases and releases without a pause."""
+    def beside(self, neighbour: Neighbour) -> Iterator[None]:
+        """Run another process of the node that does what `neighbour` names without a pause."""
         with self._runner.scope() as runner:
             worker = Worker.start(runner)
             call_all([worker], "attach", directory=str(self._node_dir))
-            worker.send("churn", block_bytes=self.block_bytes)
+            worker.send(neighbour, block_bytes=self.block_bytes)
             yield
-            worker.send("detach")  # which ends the churning
+            worker.send("detach")  # which ends the other call
             worker.receive()
             worker.receive()
 

@@ -48,6 +48,12 @@ _AT_MOST = {
     "nvme_cpu_s_per_gb*": 0.1,
     "leader_ms_p50": 0.4,
     "leader_ms_p99": 1.0,
+    "leader_over_hash": 2.5,
+    "leader_1k_ms_p50": 0.12,
+    "leader_verified_ms_p50": 0.4,
+    "leader_verified_ms_p99": 1.0,
+    "leader_verified_over_hash": 2.5,
+    "leader_beside_work_over_hash": 2.5,
     "metadata_bytes_per_block_rank": 8.0,
 }
 

@@ -216,6 +216,11 @@ class _Work:
                 self.arena.commit(made, self.arena.write(made, pool[:count], rows[:count]))
             self.arena.release(*self.arena.lease(keys) or ())
 
+    def spin(self, *, block_bytes: int) -> None:
+        """Keep a core busy with other memory than the arena's, until the parent calls again."""
+        while not select.select([sys.stdin], [], [], 0)[0]:
+            np.zeros((_CHURNED_BLOCKS, block_bytes), np.uint8).sum()
+
     @property
     def arena(self) -> Arena:
         assert self._arena is not None

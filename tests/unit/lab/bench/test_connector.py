@@ -17,7 +17,10 @@ import pytest
 
 from tests.unit.cli.conftest import RunKvray
 
-CASES = ("", "_1k", "_128k", "_tp2", "_tp4", "_tp8", "_verified", "_batch", "_contended", "_miss")
+CASES = (
+    *("", "_1k", "_128k", "_tp2", "_tp4", "_tp8", "_verified", "_batch"),
+    *("_beside_work", "_contended", "_miss"),
+)
 PARTS = ("match", "plan", "finish", "pickle", "load")
 PATIENT_S = "0.5"
 """Longest try for the lock, so that a busy machine makes no miss."""
