@@ -9,7 +9,7 @@ import pytest
 from kvray.errors import ConfigError
 from kvray.identity.block import BlockKey
 from kvray.store.arena import key_index
-from kvray.store.arena.layout import BUCKET_WAYS, FREE, READY
+from kvray.store.arena.layout import BUCKET_WAYS, FREE, READY, RESERVED
 from kvray.store.arena.tables import Array, Tables
 from tests.unit.store.small_arena import SLOT, chain, find, put
 
@@ -142,6 +142,15 @@ def test_run_of_several_parts_ends_with_the_shortest(tables: Tables) -> None:
     ready_chain(tables, [10, 11, 12], part=1)
     assert key_index.find_run(tables, keys, [0, 1]).tolist() == [[0, 1, 2], [10, 11, 12]]
     assert key_index.find_run(tables, keys[:3], [1, 0]).tolist() == [[10, 11, 12], [0, 1, 2]]
+    assert key_index.find_run(tables, keys[:3], [0, 2]).tolist() == [[], []]
+
+
+def test_run_ends_where_a_part_is_not_ready(tables: Tables) -> None:
+    keys = ready_chain(tables, [0, 1, 2, 3])
+    ready_chain(tables, [10, 11, 13, 14], part=1)
+    tables.slot_state[[3, 13]] = RESERVED
+    assert key_index.find_run(tables, keys, [0]).tolist() == [[0, 1, 2]]
+    assert key_index.find_run(tables, keys, [0, 1]).tolist() == [[0, 1], [10, 11]]
 
 
 @pytest.mark.parametrize("keys", [[b"short"], [b"x" * 16] * 2 + [b"y" * 33]])
