@@ -27,6 +27,9 @@ _FIRST_KEYS = 512
 
 _READY = bytes([READY])
 
+_FEW = 4
+"""So few keys are looked up one by one."""
+
 _WAY_BITS = BUCKET_WAYS.bit_length() - 1
 
 
@@ -61,6 +64,8 @@ def find(tables: Tables, keys: Array, part: "int | Array") -> Array:
 
     `keys` are u64 [num_keys, 4]; `part` is one for all, or one a key.
     """
+    if len(keys) <= _FEW and isinstance(part, int):
+        return np.array([_find_one(tables, key, part) for key in keys.tolist()], dtype=np.int64)
     row, slot = _candidates(tables, keys, part)
     found = np.full(len(keys), -1, dtype=np.int64)
     if not len(row):
@@ -71,6 +76,20 @@ def find(tables: Tables, keys: Array, part: "int | Array") -> Array:
     same &= slot >= 0
     found[row[same]] = slot[same]
     return found
+
+
+def _find_one(tables: Tables, key: list[int], part: int) -> int:
+    """Return the slot of a key of four words, -1: none. Lists cost a tenth of a look by arrays."""
+    bucket = (key[0] ^ part * _PART_STEP) & len(tables.index_tag) - 1
+    tag = key[1] & 2**32 - 1
+    if tag in (tags := tables.index_tag[bucket].tolist()):
+        slots = tables.index_slot[bucket].tolist()
+        for slot in [slot - 1 for slot, one in zip(slots, tags, strict=True) if one == tag]:
+            # A damaged entry may name a slot that is not there.
+            inside = 0 <= slot < len(tables.slot_part)
+            if inside and tables.slot_part[slot] == part and tables.slot_key[slot].tolist() == key:
+                return int(slot)
+    return -1
 
 
 def find_run(tables: Tables, keys: Array, parts: Sequence[int]) -> Array:
@@ -177,6 +196,14 @@ def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Ar
     """
     bucket, tag = _bucket(tables, keys, part), _tag(keys)
     full = np.zeros(len(slots), dtype=bool)
+    if len(slots) == 1:
+        ways = tables.index_slot[bucket[0]].tolist()
+        if 0 not in ways:
+            return ~full
+        entry = bucket * BUCKET_WAYS + ways.index(0)
+        tables.columns["index_tag"][entry] = tag
+        tables.put(entry, index_slot=slots + 1)
+        return full
     waiting = np.arange(len(slots))
     # Slots of one batch that share a bucket take its empty ways in turn.
     while len(waiting):

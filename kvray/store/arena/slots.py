@@ -234,6 +234,8 @@ def _raise_priority(tables: Tables, slots: Array, asked: int | Array) -> None:
 
 def _chain(tables: Tables, slots: Array, before: int) -> None:
     """Link the slots that will hold a chain below `before`, which is here, or -1."""
+    if len(slots) == 1 and before < 0:
+        return
     parents, children = np.empty_like(slots), np.ones(len(slots), dtype=np.int32)
     parents[0], parents[1:], children[-1] = before, slots[:-1], 0
     tables.put(slots, slot_parent=parents, slot_children=children)
