@@ -5,7 +5,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvray.actors.shard.queries import Whereabouts
-from kvray.store.arena.block_history import CAUSES, TIERS
+from kvray.store.block_history import CAUSES, TIERS
 
 STORED = "stored"
 PARTIAL = "partial"  # only some of its parts are stored, so it is of no use

@@ -19,7 +19,7 @@ from kvray.actors.shard.digest_desk import DigestDesk
 from kvray.actors.shard.tier_delta import Entries, TierDelta
 from kvray.errors import KVRayError, ShardUnavailable
 from kvray.store import ArenaOwner
-from kvray.store.arena.block_history import CORRUPT, DISK_ROOM, HOST, NVME, WRITER
+from kvray.store.block_history import CORRUPT, DISK_ROOM, HOST, NVME, WRITER
 from kvray.store.nvme import NvmeStore
 
 _log = logging.getLogger("kvray.shard")

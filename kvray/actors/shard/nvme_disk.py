@@ -15,7 +15,7 @@ from typing import Any
 from kvray.actors.shard.nvme_tier import NvmeSettings, NvmeTier
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable, TierError
 from kvray.store import Arena
-from kvray.store.arena.block_history import BlockHistory
+from kvray.store.block_history import BlockHistory
 from kvray.store.demoter import DemotionCounts
 from kvray.store.nvme import NvmeStats
 from kvray.store.nvme.disk import device_errors

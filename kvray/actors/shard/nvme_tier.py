@@ -22,11 +22,10 @@ import numpy as np
 from kvray.actors.shard.nvme_reads import NvmeReads
 from kvray.config import exact_size, format_size
 from kvray.errors import KVRayError, TierError
-from kvray.store import Arena
-from kvray.store.arena import block_history
-from kvray.store.arena.block_history import BlockHistory
+from kvray.store import Arena, block_history
 from kvray.store.arena.figures import by_namespace
 from kvray.store.arena.layout import READY
+from kvray.store.block_history import BlockHistory
 from kvray.store.demoter import Demoter, Progress
 from kvray.store.nvme import NvmeSpec, NvmeStore
 from kvray.store.nvme.budget import WriteBudget

@@ -50,6 +50,19 @@ class Copier:
         if self._pid == os.getpid():
             self._second.shutdown()
 
+    def copy(self, copies: Sequence[Copy]) -> None:
+        """Make `copies`; of much, a second thread makes the half that comes last."""
+        first, last = _halves(copies)
+        second = None
+        if sum(copy.source.nbytes for copy in copies) >= _SHARED_BYTES and self._may_share():
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                second = self._second.submit(_copy_all, last)
+        _copy_all(first)
+        if second is None or second.cancel():  # it is still at somebody else's
+            _copy_all(last)
+        else:
+            second.result()
+
     def copy_and_sum(self, copies: Sequence[Copy], seeds: list[int]) -> Array:
         """Make `copies`; return the checksum of what is in each target now, u64 [num_blocks].
 
@@ -69,6 +82,26 @@ class Copier:
 
     def _may_share(self) -> bool:
         return len(os.sched_getaffinity(0)) > 1 and self._pid == os.getpid()
+
+
+def _halves(copies: Sequence[Copy]) -> tuple[list[Copy], list[Copy]]:
+    """Return `copies` in two parts of about as many bytes; a run may be cut."""
+    first: list[Copy] = []
+    left = sum(copy.source.nbytes for copy in copies) // 2
+    for place, copy in enumerate(copies):
+        num_blocks = left // copy.source.shape[1]
+        if num_blocks < len(copy.source):
+            head = copy._replace(target=copy.target[:num_blocks], source=copy.source[:num_blocks])
+            tail = copy._replace(target=copy.target[num_blocks:], source=copy.source[num_blocks:])
+            return [*first, head], [tail, *copies[place + 1 :]]
+        first.append(copy)
+        left -= copy.source.nbytes
+    return first, []
+
+
+def _copy_all(copies: Sequence[Copy]) -> None:
+    for copy in copies:
+        copy_run(copy.target, copy.source)
 
 
 def copy_run(target: Array, source: Array) -> None:

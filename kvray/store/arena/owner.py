@@ -7,17 +7,17 @@ from contextlib import AbstractContextManager
 import numpy as np
 
 from kvray.errors import ShardUnavailable
+from kvray.store import block_history as gone
 from kvray.store.arena import audit, eviction, holders, key_index, repair, slabs, slots
-from kvray.store.arena import block_history as gone
 from kvray.store.arena import file as arena_file
 from kvray.store.arena.arena import Arena
-from kvray.store.arena.block_history import BlockHistory
 from kvray.store.arena.eviction import Rank
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.arena.layout import LIMBO, READY, RETIRED
 from kvray.store.arena.quotas import excess, set_quotas
 from kvray.store.arena.room_ahead import EVICT_BATCH, RoomAhead
 from kvray.store.arena.tables import Array, Tables
+from kvray.store.block_history import BlockHistory
 
 _PATIENT_S = 5.0
 """How long a command that a person waits for tries for the lock."""

@@ -50,11 +50,10 @@ def read(
     `pool` has bytes of shape [num_blocks, block_bytes]. Raises as `write`.
     """
     runs = _runs(tables, slots, pool, block_ids)
-    if not verify:
-        for _, in_arena, in_pool in runs:
-            copy_run(in_pool, in_arena)
-        return None
     copies = [Copy(first, in_pool, in_arena) for first, in_arena, in_pool in runs]
+    if not verify:
+        copier.copy(copies)
+        return None
     checksums = copier.copy_and_sum(copies, _seeds(tables, slots))
     sound: Array = checksums == tables.slot_checksum[slots]
     return sound

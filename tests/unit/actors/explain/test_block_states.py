@@ -11,7 +11,7 @@ from kvray.actors.explain.block_states import (
     state_runs,
 )
 from kvray.actors.shard.queries import Whereabouts
-from kvray.store.arena.block_history import AHEAD, CLEARED, HOST, NVME
+from kvray.store.block_history import AHEAD, CLEARED, HOST, NVME
 
 
 def known(

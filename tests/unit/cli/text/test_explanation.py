@@ -14,7 +14,7 @@ from kvray.cli.text.explanation import (
     requests_table,
 )
 from kvray.cli.text.reasons import CAUSES, REASONS
-from kvray.store.arena.block_history import CAUSES as CAUSE_NAMES
+from kvray.store.block_history import CAUSES as CAUSE_NAMES
 from kvray.trace.reasons import MISS_REASONS
 
 NOW = 1_700_000_000.0

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvray.store.arena.arena import Arena
-from kvray.store.arena.block_history import (
+from kvray.store.arena.owner import ArenaOwner
+from kvray.store.block_history import (
     AHEAD,
     CAUSES,
     CLEARED,
@@ -17,7 +18,6 @@ from kvray.store.arena.block_history import (
     WRITER,
     BlockHistory,
 )
-from kvray.store.arena.owner import ArenaOwner
 from tests.unit.store.small_arena import chain, store
 
 

@@ -2,10 +2,12 @@
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from kvray.store.arena.tables import Array
+Array = npt.NDArray[Any]
 
 REMOVALS_MAX = 2**18
 """Blocks remembered: 18 bytes each, 4.5 MiB at most."""
