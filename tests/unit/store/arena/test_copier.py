@@ -1,6 +1,7 @@
 """Copies that are summed: the same checksums in one piece or many, by one thread or two."""
 
 import os
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -50,6 +51,43 @@ def test_copies_have_their_bytes_and_their_checksums(
     cut = num_blocks // 3
     copies = [Copy(cut, target[cut:], source[cut:]), Copy(0, target[:cut], source[:cut])]
     assert copier.copy_and_sum(copies, seeds).tolist() == expected(source, seeds)
+    assert (target == source).all()
+
+
+@pytest.mark.parametrize("shared_bytes", [0, 2**40])
+@pytest.mark.parametrize("cuts", [(), (1,), (4, 5), (10, 200, 299)])
+def test_plain_copies_are_whole_wherever_two_threads_part_them(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch, cuts: tuple[int, ...], shared_bytes: int
+) -> None:
+    monkeypatch.setattr(copier_module, "_SHARED_BYTES", shared_bytes)
+    source = noise(300, 5000)
+    target = np.zeros_like(source)
+    edges = [0, *cuts, 300]
+    copier.copy(
+        [
+            Copy(at, target[at:end], source[at:end])
+            for at, end in zip(edges, edges[1:], strict=False)
+        ]
+    )
+    assert (target == source).all()
+    copier.copy([])
+
+
+def test_plain_copies_are_made_when_the_second_thread_is_busy_or_gone(
+    copier: Copier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copier_module, "_SHARED_BYTES", 1)
+    source = noise(3, 4096)
+    busy = threading.Event()
+    waits = copier._second.submit(busy.wait, 30)
+    target = np.zeros_like(source)
+    copier.copy([Copy(0, target, source)])
+    assert (target == source).all()
+    busy.set()
+    assert waits.result(30)
+    copier.close()
+    target[:] = 0
+    copier.copy([Copy(0, target, source)])
     assert (target == source).all()
 
 
