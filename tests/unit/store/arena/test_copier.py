@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -63,12 +64,7 @@ def test_plain_copies_are_whole_wherever_two_threads_part_them(
     source = noise(300, 5000)
     target = np.zeros_like(source)
     edges = [0, *cuts, 300]
-    copier.copy(
-        [
-            Copy(at, target[at:end], source[at:end])
-            for at, end in zip(edges, edges[1:], strict=False)
-        ]
-    )
+    copier.copy([Copy(at, target[at:end], source[at:end]) for at, end in pairwise(edges)])
     assert (target == source).all()
     copier.copy([])
 
