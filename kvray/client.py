@@ -7,7 +7,8 @@ from typing import Any
 import ray
 
 from kvray.actors.explain import explaining
-from kvray.actors.names import LOOKUP_NAME
+from kvray.actors.lookup.partitions import partition_of
+from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.ray_glue.calls import ask_all, call, get_actor, tier_named
 from kvray.actors.tier import connection, tier
@@ -66,6 +67,10 @@ class Client:
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> Match:
         """Return the longest run of leading `keys` that shards hold, and which shards.
 
+        Args:
+            keys: of a prompt's blocks, from its first one on.
+            num_parts: parts of a block.
+
         Raises:
             ConfigError: `keys` are no keys, or no block has that many parts.
             ShardUnavailable: the lookup did not answer.
@@ -77,9 +82,14 @@ class Client:
                 )
         pieces = in_pieces(b"".join(keys))
         with tier_named(self.cluster_name):
-            lookup = get_actor(LOOKUP_NAME)
+            lookup = get_actor(lookup_name(self._partition_of(keys)))
             match: Match = call(lookup.match, num_parts, *pieces, timeout_s=self._timeout_s)
         return match
+
+    def _partition_of(self, keys: Sequence[BlockKey]) -> int:
+        """Return the partition that knows `keys`; the supervisor says how many there are."""
+        config = call(get_actor(SUPERVISOR_NAME).config, timeout_s=self._timeout_s)
+        return partition_of(keys[0], config.lookup.partitions) if keys else 0
 
     def prefetch(
         self,

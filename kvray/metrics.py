@@ -106,13 +106,15 @@ _HELPS: Mapping[tuple[_Kind, tuple[str, ...]], Mapping[str, str]] = {
         "moved_bytes": "bytes of blocks that came here (in) or went (out), by transport",
     },
     # -- what lookup and supervisor say of the cluster
+    ("gauge", ("partition",)): {
+        "lookup_keys": "different blocks that a partition of the lookup knows",
+        "lookup_entries": "blocks that it knows, counted at every holder",
+        "lookup_bytes": "memory of its index",
+    },
     ("gauge", ()): {
-        "lookup_keys": "different blocks that the lookup knows",
-        "lookup_entries": "blocks that the lookup knows, counted at every holder",
-        "lookup_bytes": "memory of the lookup's index",
         "silent_shards": "shards that the lookup has not heard of for too long",
     },
-    ("counter", ()): {
+    ("counter", ("partition",)): {
         "lookup_queries": "questions of shards: who has these blocks",
         "lookup_queried_blocks": "blocks that were asked for",
         "lookup_resyncs": "announcements that did not follow the last one",

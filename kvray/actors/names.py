@@ -12,6 +12,21 @@ def namespace_of(cluster_name: str) -> str:
     return NAMESPACE_PREFIX + cluster_name
 
 
+def lookup_name(partition: int) -> str:
+    """Return the actor name of a partition of the lookup; the first has that of the lookup."""
+    return f"{LOOKUP_NAME}-{partition}" if partition else LOOKUP_NAME
+
+
+def lookup_names(num_partitions: int) -> list[str]:
+    """Return the actor names of all partitions of the lookup."""
+    return [lookup_name(partition) for partition in range(num_partitions)]
+
+
+def is_lookup(name: str) -> bool:
+    """Return whether a part of that name is a partition of the lookup."""
+    return name == LOOKUP_NAME or name.startswith(f"{LOOKUP_NAME}-")
+
+
 def shard_name(node_id: str) -> str:
     """Return the actor name of the shard on a Ray node."""
     return SHARD_PREFIX + node_id[:12]

@@ -62,6 +62,8 @@ def _print(found: dict[str, Any]) -> None:
         f"Tier [bold]{found['cluster_name']}[/]: {_count(found['shards'], 'shard')},"
         f" the lookup knows {lookup['keys']} keys"
     )
+    if "partitions" in lookup:
+        console.print(lookups_table(lookup["partitions"]))
     console.print(shards_table(found["shards"]))
     if any(_slabs_of(shard) for shard in found["shards"]):
         console.print(memory_table(found["shards"]))
@@ -99,6 +101,20 @@ def _print(found: dict[str, Any]) -> None:
             console.print(line, soft_wrap=isinstance(line, str))
     else:
         console.print("No replica has registered yet.")
+
+
+def lookups_table(partitions: Sequence[Mapping[str, Any]]) -> Table:
+    """Return one row for each partition of the lookup."""
+    numbers = ("keys", "entries", "memory", "queries", "resyncs")
+    table = empty_table("lookup", "state", numbers=numbers, title="Partitions of the lookup")
+    for one in partitions:
+        if "state" in one:
+            table.add_row(one["lookup"], one["state"])
+            continue
+        figures = (one["keys"], one["entries"], format_size(one["bytes"]))
+        more = (one["queries"], one["resyncs"])
+        table.add_row(one["lookup"], "answers", *map(str, (*figures, *more)))
+    return table
 
 
 def shards_table(shards: list[dict[str, Any]]) -> Table:

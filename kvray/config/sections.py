@@ -113,6 +113,14 @@ class ShardConfig(_Section):
     """Ray label key=value that a node must have to get a shard; none: every node"""
 
 
+class LookupConfig(_Section):
+    """The actors that know which nodes have which blocks."""
+
+    partitions: int = Field(default=1, ge=1, le=64)
+    """number of lookup actors on Ray's head node, each with a share of the blocks; more than one is
+    for tiers of hundreds of nodes"""
+
+
 class StagingConfig(_Section):
     """How blocks of other nodes come here."""
 
@@ -213,6 +221,7 @@ class KVRayConfig(_Section):
     arena: ArenaConfig = ArenaConfig()
     nvme: NvmeConfig = NvmeConfig()
     shard: ShardConfig = ShardConfig()
+    lookup: LookupConfig = LookupConfig()
     staging: StagingConfig = StagingConfig()
     connector: ConnectorConfig = ConnectorConfig()
     security: SecurityConfig = SecurityConfig()

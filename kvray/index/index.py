@@ -92,7 +92,7 @@ class Index:
         """Return shard -> number of its announced parts."""
         return {shard: one.num_parts for shard, one in self._shards.items()}
 
-    def add(self, shard: str, keys: bytes, parts: Sequence[int]) -> None:
+    def add(self, shard: str, keys: bytes, parts: Sequence[int] | Array) -> None:
         """Enter parts of blocks that `shard` now has, one part a key.
 
         A block with HOLDERS_MAX holders gets no further one. ConfigError: keys and parts differ in
@@ -108,7 +108,7 @@ class Index:
                 packed[rows], numbers[rows], replaced, lambda mask, part: mask | 1 << part
             )
 
-    def remove(self, shard: str, keys: bytes, parts: Sequence[int]) -> list[Loss]:
+    def remove(self, shard: str, keys: bytes, parts: Sequence[int] | Array) -> list[Loss]:
         """Remove parts that `shard` no longer has, if known; return the losses. Raises as `add`."""
         packed, numbers = _entries(keys, parts)
         one = self._shards.get(shard)
@@ -318,13 +318,13 @@ def _pack(keys: bytes) -> Array:
     return np.frombuffer(keys, dtype="<u8").reshape(-1, 4)
 
 
-def _entries(keys: bytes, parts: Sequence[int]) -> tuple[Array, Array]:
-    packed = _pack(keys)
-    if len(packed) != len(parts):
-        raise ConfigError(f"{len(packed)} keys came with {len(parts)} parts; give one each.")
-    if len(parts) and not 0 <= min(parts) <= max(parts) < PARTS_MAX:
+def _entries(keys: bytes, parts: Sequence[int] | Array) -> tuple[Array, Array]:
+    packed, numbers = _pack(keys), np.asarray(parts)
+    if len(packed) != len(numbers):
+        raise ConfigError(f"{len(packed)} keys came with {len(numbers)} parts; give one each.")
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < PARTS_MAX:
         raise ConfigError(f"The parts of a block are 0 to {PARTS_MAX - 1}.")
-    return packed, np.array(parts, dtype=np.int64)
+    return packed, numbers.astype(np.int64)
 
 
 def _rounds(packed: Array) -> Iterator[Array]:

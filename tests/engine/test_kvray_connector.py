@@ -36,7 +36,7 @@ class Tier:
     def start(self) -> None:
         settings = ShardSettings.of(load_config())
         self.directory = settings.directory
-        self.shard = Shard("test", settings, lambda a: self.lookup.announce(a, time.monotonic()))
+        self.shard = Shard("test", settings, [lambda a: self.lookup.announce(a, time.monotonic())])
         self.shard.start()
         self.wait_for(lambda: self.shard.status()["state"] == "serving")
 

@@ -72,9 +72,9 @@ def main(num_nodes: int) -> None:
             sequence=1,
             full=True,
             added_keys=b"",
-            added_parts=[],
+            added_parts=b"",
             removed_keys=b"",
-            removed_parts=[],
+            removed_parts=b"",
         )
         ray.get(lookup.announce.remote(one))
     for name in names:  # they wait for a resource that no node has

@@ -5,6 +5,7 @@ all that came before them. The `Lookup` is not thread-safe, so calls of it hold 
 """
 
 import gc
+import os
 import threading
 import time
 from dataclasses import replace
@@ -13,9 +14,11 @@ from typing import Any
 import ray
 
 from kvray.actors.build_info import BuildInfo, build_info_of
-from kvray.actors.lookup.lookup import SILENT_S, Announcement, Answer, Lookup
-from kvray.actors.names import LOOKUP_NAME
+from kvray.actors.lookup.lookup import SILENT_S, Answer, Lookup
+from kvray.actors.names import lookup_name
+from kvray.actors.ray_glue.arguments import unpacked
 from kvray.actors.ray_glue.calls import create_actor, log_to_stderr
+from kvray.actors.telemetry.figures import Figures
 from kvray.actors.telemetry.metric_figures import lookup_figures
 from kvray.actors.telemetry.metrics_export import MetricsExport
 from kvray.identity.block import Namespace
@@ -23,11 +26,12 @@ from kvray.index import Match, Run
 
 
 class LookupActor:
-    """The tier's lookup as a named actor; each method is one call of the `Lookup`."""
+    """A partition of the tier's lookup as a named actor; a method is one call of the `Lookup`."""
 
-    def __init__(self, cluster_name: str, silent_s: float = SILENT_S) -> None:
+    def __init__(self, cluster_name: str, silent_s: float = SILENT_S, partition: int = 0) -> None:
         log_to_stderr()
         self._cluster_name = cluster_name
+        self._partition = partition
         self._build_info = build_info_of(
             {"shard.silent_s": silent_s}, ray.get_runtime_context().get_node_id()
         )
@@ -46,11 +50,12 @@ class LookupActor:
         """Return the code and settings that it runs with."""
         return self._build_info
 
-    def announce(self, announcement: Announcement) -> Answer:
-        """Take an announcement, which is a heartbeat too."""
+    def announce(self, *announcement: Any) -> Answer:
+        """Take an announcement, `packed` or itself, which is a heartbeat too."""
+        taken = unpacked(*announcement)
         with self._lock:
             now = time.monotonic()
-            answer = self._lookup.announce(announcement, now)
+            answer = self._lookup.announce(taken, now)
             took_s = time.monotonic() - now
         self._export(now)
         return replace(answer, took_s=took_s)
@@ -94,21 +99,31 @@ class LookupActor:
         """Return figures for people, and the shards that are heard and silent."""
         self._export(time.monotonic())  # the supervisor asks, also when no shard announces
         with self._lock:
-            return self._lookup.status(time.monotonic())
+            return {**self._lookup.status(time.monotonic()), "pid": os.getpid()}
 
     def _export(self, now: float) -> None:
         """Export figures if it is time."""
         with self._lock:
-            self._metrics.attempt(lambda at: lookup_figures(self._lookup.status(at)), now)
+            self._metrics.attempt(self._figures, now)
+
+    def _figures(self, now: float) -> Figures:
+        return lookup_figures(self._lookup.status(now), self._partition)
 
     def __repr__(self) -> str:
-        return f"Lookup({self._cluster_name})"
+        partition = f", partition {self._partition}" if self._partition else ""
+        return f"Lookup({self._cluster_name}{partition})"
 
 
-def create_lookup(cluster_name: str, silent_s: float = SILENT_S) -> Any:
-    """Return the tier's lookup; start it if there is none."""
+def create_lookup(cluster_name: str, silent_s: float = SILENT_S, partition: int = 0) -> Any:
+    """Return a partition of the tier's lookup; start it if it is not there."""
     # One thread takes announcements, in their order.
     groups = {"health": 1, "queries": 1}
     return create_actor(
-        LookupActor, LOOKUP_NAME, cluster_name, silent_s, groups=groups, max_concurrency=1
+        LookupActor,
+        lookup_name(partition),
+        cluster_name,
+        silent_s,
+        partition,
+        groups=groups,
+        max_concurrency=1,
     )

@@ -2,15 +2,22 @@
 
 import secrets
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvray.actors.lookup.partial_blocks import PartialBlocks
 from kvray.actors.lookup.rank_directory import RankDirectory
 from kvray.actors.lookup.stored_digests import Finding, Note, StoredDigests
 from kvray.actors.lookup.turns import Turns
+from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES, Namespace
 from kvray.index import Index, Match, Run
+
+Array = npt.NDArray[Any]
 
 SILENT_S = 1.5
 """Answers leave out a shard after so long a silence: three of its heartbeats."""
@@ -19,6 +26,8 @@ CALLS_PER_S = 400
 _SHARDS_UNPACED = 20
 """So few shards announce as often as they like."""
 
+_PART = np.dtype("<u2")
+PART_BYTES = _PART.itemsize
 _NAMESPACES_MAX = 128
 _DIGESTS_MAX = 8192
 _PURGED_SLOTS = 100_000
@@ -38,9 +47,10 @@ class Announcement:
     full: bool
     """It lists all blocks of the shard, or the first of them, instead of changes."""
     added_keys: bytes
-    added_parts: list[int]
+    added_parts: bytes
+    """One for each key, as `packed_parts` makes them: lists would cost as much as the index."""
     removed_keys: bytes
-    removed_parts: list[int]
+    removed_parts: bytes
     prefix_digests: list[Note] = field(default_factory=list)
     """The notes of engines since then, or, if `full`, all that the shard remembers."""
     more: bool = False
@@ -49,6 +59,11 @@ class Announcement:
     """Replica and rank of all ranks registered with the shard; None: no change."""
     until: tuple[str, float] | None = None
     """A lookup's epoch, and the time by its clock (`Answer.now_s`) at which the shard gives up."""
+
+    @property
+    def num_entries(self) -> int:
+        """Blocks that came, and those that left."""
+        return (len(self.added_keys) + len(self.removed_keys)) // KEY_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +88,17 @@ class Answer:
     """Shards that the lookup heard lately, the asking one included."""
     partial_keys: bytes = b""
     """Keys of partial blocks, end to end: their parts at the shard are useless."""
+
+
+def packed_parts(parts: Sequence[int] | Array) -> bytes:
+    """Return parts, all below PARTS_MAX, as little-endian u16, end to end."""
+    return np.asarray(parts, dtype=_PART).tobytes()
+
+
+def _unpacked(parts: bytes) -> Array:
+    if len(parts) % _PART.itemsize:
+        raise ConfigError(f"{len(parts)} bytes are no whole number of parts.")
+    return np.frombuffer(parts, dtype=_PART)
 
 
 class Lookup:
@@ -163,8 +189,10 @@ class Lookup:
             self._ranks.name(shard, announcement.ranks)
         if announcement.full:
             index.restart(shard)
-        removed = index.remove(shard, announcement.removed_keys, announcement.removed_parts)
-        index.add(shard, announcement.added_keys, announcement.added_parts)
+        removed_parts = _unpacked(announcement.removed_parts)
+        added_parts = _unpacked(announcement.added_parts)
+        removed = index.remove(shard, announcement.removed_keys, removed_parts)
+        index.add(shard, announcement.added_keys, added_parts)
         index.set_silent(shard, False)
         if not announcement.more:
             index.settle(shard)

@@ -57,14 +57,14 @@ class ShardActor:
             problem = error  # told by `status`: an actor that cannot be made tells nobody
         self._name = name
         self._config = config
-        self._line = LookupLine()
+        self._lines = [LookupLine(at) for at in range(config.lookup.partitions)]
         self._nudge = Nudge(SUPERVISOR_NAME, every_s=_NUDGE_S)
         self._pages = ArenaPages(config.node_dir / ARENA_FILE)
         # Ray starts a shard again that ends by a defect; it then adopts its arena.
         self._shard = Shard(
             name,
             ShardSettings.of(config, memory_claims()),
-            self._announce,
+            [self._announce, *(line.announce for line in self._lines[1:])],
             crashed=lambda: os._exit(1),
             ask=ActorCalls(),
             is_restart=is_restart,
@@ -182,7 +182,7 @@ class ShardActor:
 
     def _announce(self, announcement: Announcement) -> Answer | None:
         self._nudge.give(time.monotonic())
-        return self._line.announce(announcement)
+        return self._lines[0].announce(announcement)
 
     def __repr__(self) -> str:
         return f"Shard({self._name.removeprefix(SHARD_PREFIX)})"

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvray.actors.shard.announcer import Announcer
@@ -98,6 +99,7 @@ class Serving:
             self._peers,
             settings.staging,
             num_shards=lambda: announcer.num_shards,
+            num_partitions=settings.lookup_partitions,
             nvme=lambda: None if self.nvme is None else self.nvme.reads,
         )
         self.stager = ReplicaStager(
@@ -183,6 +185,7 @@ class Serving:
         """
         shard = self._parts.settings.shard
         is_quiet = now > self._quiet_at and self._sending is None
+        is_quiet = is_quiet and not self._parts.announcer.is_telling
         return (
             min(_QUIET_PAUSES * shard.announce_s, shard.heartbeat_s)
             if is_quiet
@@ -265,7 +268,8 @@ class Serving:
         if not self._parts.announcer.collect(self.owner, store) and not is_due:
             return False
         loop = asyncio.get_running_loop()
-        self._sending = loop.run_in_executor(None, self._parts.announcer.send, self.epoch)
+        send = partial(self._parts.announcer.send, self.epoch, is_due=is_due)
+        self._sending = loop.run_in_executor(None, send)
         return True
 
     def _bury_and_warn(self) -> None:

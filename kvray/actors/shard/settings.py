@@ -22,6 +22,7 @@ class ShardSettings:
     arena: ArenaConfig
     shard: ShardConfig
     staging: StagingConfig = field(default_factory=StagingConfig)
+    lookup_partitions: int = 1
     quotas: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the blocks of namespaces may take of the arena, see `quotas.set_quotas`."""
     admission: str = "likely"  # decides which evicted blocks are kept on disk
@@ -38,6 +39,7 @@ class ShardSettings:
             arena=config.arena,
             shard=config.shard,
             staging=config.staging,
+            lookup_partitions=config.lookup.partitions,
             quotas=_quotas(config),
             admission=config.nvme.admission,
             nvme=_nvme(config),

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from kvray.actors.owner.claim import Claim
 from kvray.actors.owner.ownership import let_in, remove_files, sweep
 from kvray.actors.shard.actor_requests import ActorRequests
 from kvray.actors.shard.adoption import open_arena
-from kvray.actors.shard.announcer import Announce, Announcer
+from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.engine_requests import EngineRequests
 from kvray.actors.shard.engine_server import EngineServer, check_path
+from kvray.actors.shard.lookup_stream import Announce
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.queries import Queries
 from kvray.actors.shard.serving import Serving, ShardParts
@@ -46,17 +47,17 @@ class Shard:
         self,
         name: str,
         settings: ShardSettings,
-        announce: Announce,
+        lookups: Sequence[Announce],
         crashed: Callable[[], None] = lambda: None,
         *,
         ask: Ask = ask_nobody,
         is_restart: bool = False,
     ) -> None:
-        """Own the arena of `settings.directory`.
+        """Own the arena of `settings.directory`, and announce its blocks to the `lookups`.
 
-        `crashed` is called after the shard has ended by a defect and logged it. With `is_restart` a
-        shard with these settings has run here before; then it also serves without the directory
-        of its NVMe tier.
+        They are the partitions of the lookup, in their order. `crashed` is called after the shard
+        has ended by a defect and logged it. With `is_restart` a shard with these settings has run
+        here before; then it also serves without the directory of its NVMe tier.
         """
         self.name = name
         self._is_restart = is_restart
@@ -69,7 +70,7 @@ class Shard:
             name=name,
             settings=settings,
             loop=self._loop,
-            announcer=Announcer(name, announce),
+            announcer=Announcer(name, *lookups),
             ask=ask,
             serving=self._require_serving,
         )

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport
-from kvray.actors.names import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX
+from kvray.actors.names import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX, is_lookup
 from kvray.actors.ray_glue.arguments import packed
 from kvray.actors.staging.ask import Ask
 from kvray.actors.staging.plan import Peer
@@ -98,7 +98,7 @@ class Peers:
         """
         shards = sorted(await self._ask(LOOKUP_NAME, "shards", timeout_s=self._call_timeout_s))
         movers = [mover_of(shard) for shard in shards]
-        self._retain({LOOKUP_NAME, self.shard, self._mover, *shards, *movers})
+        self._retain({self.shard, self._mover, *shards, *movers})
         # A mover connects with some movers of a large tier; each begins elsewhere.
         place = bisect.bisect(shards, self.shard)
         others = [one for one in movers[place:] + movers[:place] if one != self._mover]
@@ -220,7 +220,9 @@ class Peers:
 
     def _retain(self, names: set[str]) -> None:
         """Forget all but these: a node that comes back has another name."""
-        self._breakers = {name: one for name, one in self._breakers.items() if name in names}
+        self._breakers = {
+            name: one for name, one in self._breakers.items() if name in names or is_lookup(name)
+        }
         self._answering &= names
         self._rates.retain(names)
 

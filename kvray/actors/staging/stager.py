@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvray.actors.names import LOOKUP_NAME
+from kvray.actors.lookup.partitions import partition_of
+from kvray.actors.names import lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.staging.fetcher import Fetch, Fetcher, LocalDisk, arrivals_by
 from kvray.actors.staging.peers import Peers
@@ -106,14 +107,19 @@ class Stager:
         settings: StagingConfig,
         *,
         num_shards: Callable[[], int],
+        num_partitions: int = 1,
         nvme: Callable[[], LocalDisk | None] = lambda: None,
     ) -> None:
-        """`num_shards` counts the live shards, this one too; 0: the lookup does not answer."""
+        """Stage from the shards that the lookup names, which has `num_partitions`.
+
+        `num_shards` counts the live shards, this one too; 0: the lookup does not answer.
+        """
         self.handovers = Handovers(arena)
         self._arena = arena
         self._peers = peers
         self._settings = settings
         self._num_shards = num_shards
+        self._num_partitions = num_partitions
         self._nvme = nvme
         self._fetcher = Fetcher(
             peers,
@@ -266,8 +272,9 @@ class Stager:
         if not self._peers.can_fetch:
             return own, "store_down"
         try:
+            lookup = lookup_name(partition_of(prefix.keys[0], self._num_partitions))
             keys = in_pieces(b"".join(prefix.keys))
-            found: list[Run] = await self._peers.call(LOOKUP_NAME, "locate", *keys)
+            found: list[Run] = await self._peers.call(lookup, "locate", *keys)
         except ShardUnavailable:
             return own, "store_down"
         return merged(own, found), "not_stored"

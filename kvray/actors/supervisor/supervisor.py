@@ -13,7 +13,14 @@ import ray
 from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
 from kvray.actors.lookup.actor import create_lookup
 from kvray.actors.mover.actor import create_mover
-from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, mover_name, shard_name
+from kvray.actors.names import (
+    LOOKUP_NAME,
+    SUPERVISOR_NAME,
+    is_lookup,
+    lookup_names,
+    mover_name,
+    shard_name,
+)
 from kvray.actors.owner.admin import check_proof
 from kvray.actors.ray_glue import calls
 from kvray.actors.shard.actor import create_shard
@@ -70,9 +77,10 @@ class SupervisorActor:
         self._build_info = build_info_of(
             settings_of(config), ray.get_runtime_context().get_node_id()
         )
+        self._lookups = lookup_names(config.lookup.partitions)
         self._shards: dict[str, Any] = {}
         self._movers: dict[str, Any] = {}
-        # Part -> its handle, and part -> the node that it is on; the lookup's is not told.
+        # Part -> its handle, and part -> the node that it is on; those of lookups are not told.
         self._parts: dict[str, Any] = {}
         self._homes: dict[str, str] = {}
         self._nodes: dict[str, dict[str, Any]] = {}
@@ -135,6 +143,7 @@ class SupervisorActor:
         now = time.monotonic()
         if now >= self._look_at:
             self._look()
+            self._drop_lost()
             self._look_at = now + min(len(self._nodes) / _NODES_PER_S, _LOOK_MAX_S)
         self._end_frozen()
 
@@ -142,9 +151,7 @@ class SupervisorActor:
         """Look at all nodes and names, and start what is missing."""
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
         named = set(calls.list_actors())
-        if LOOKUP_NAME not in named:
-            _log.warning("the lookup was gone and restarts")
-            create_lookup(self._config.cluster_name, self._config.shard.silent_s)
+        self._see_to_lookups({name for name in named if is_lookup(name)})
         chosen = chosen_nodes(nodes, self._config.shard)
         for node_id in sorted(chosen):
             # An actor that was ended for good has lost its name; one that Ray restarts keeps it.
@@ -160,6 +167,16 @@ class SupervisorActor:
         self._nodes = {node["NodeID"]: node for node in nodes}
         self._take_parts()
 
+    def _see_to_lookups(self, named: Set[str]) -> None:
+        """Start the partitions of the lookup that are not `named`, and end those beyond them."""
+        for partition, name in enumerate(self._lookups):
+            if name not in named:
+                _log.warning("%s was gone and starts", name)
+                create_lookup(self._config.cluster_name, self._config.shard.silent_s, partition)
+        for name in sorted(named - set(self._lookups)):
+            _log.info("%s ends: the lookup has fewer partitions", name)
+            calls.kill_actor(name)
+
     def _start_movers(self, named: set[str]) -> None:
         for node_id in sorted(self._shards):
             if node_id not in self._movers or mover_name(node_id) not in named:
@@ -173,19 +190,23 @@ class SupervisorActor:
         self._homes |= {mover_name(node_id): node_id for node_id in self._movers}
         handles = (*self._shards.values(), *self._movers.values())
         self._parts = dict(zip(self._homes, handles, strict=True))
-        self._parts[LOOKUP_NAME] = calls.get_actor(LOOKUP_NAME)
+        self._find_lookups()
         gone = before.keys() - self._parts.keys()
         self._pings.forget(gone)
         self._silences.forget(gone)
         self._share.retain(self._homes)
         self._counts.expect(self._parts)
 
+    def _find_lookups(self) -> None:
+        for name in self._lookups:
+            self._parts[name] = calls.get_actor(name)
+
     def _end_frozen(self) -> None:
         """End parts that have answered nobody for long, on nodes that can be reached."""
-        self._parts[LOOKUP_NAME] = calls.get_actor(LOOKUP_NAME)  # it may be a new one
+        self._find_lookups()  # they may be new ones
         known, silent = self._ask_lookup()
         heard = (known - silent) & self._parts.keys()
-        asked = {LOOKUP_NAME} | self._share.take((self._silences.silent, silent), heard)
+        asked = {*self._lookups} | self._share.take((self._silences.silent, silent), heard)
         found = self._pings.round(
             {name: self._parts[name] for name in asked}, timeout_s=_PING_TIMEOUT_S
         )
@@ -199,15 +220,26 @@ class SupervisorActor:
         for name in frozen:
             _log.warning("%s is frozen and restarts", name)
             ray.kill(self._parts[name], no_restart=False)
-        for name in known - self._parts.keys():  # shards of lost nodes, also from before a restart
-            drop = self._parts[LOOKUP_NAME].drop
-            calls.call(drop, name, timeout_s=_PING_TIMEOUT_S)
+        self._drop(known - self._parts.keys())
+
+    def _drop_lost(self) -> None:
+        """Have the other partitions forget what the first one, if it is new, does not know of."""
+        others = {name: self._parts[name].shards for name in self._lookups[1:]}
+        for answer in calls.ask_all(others, _PING_TIMEOUT_S).values():
+            if not isinstance(answer, KVRayError):
+                self._drop(set(answer) - self._parts.keys())
+
+    def _drop(self, lost: Set[str]) -> None:
+        """Have all partitions forget shards of lost nodes, also from before a restart."""
+        for name in lost:
+            drops = {lookup: self._parts[lookup].drop for lookup in self._lookups}
+            calls.ask_all(drops, _PING_TIMEOUT_S, name)
 
     def _ask_lookup(self) -> tuple[Set[str], Set[str]]:
         """Return the shards that the lookup knows, and those of them that it does not hear.
 
-        A shard whose heartbeats reach it lives, and needs no ping. While it does not answer it
-        knows nobody.
+        Its first partition hears them all. A shard whose heartbeats reach it lives, and needs no
+        ping. While it does not answer it knows nobody.
         """
         with contextlib.suppress(KVRayError):
             status = calls.call(self._parts[LOOKUP_NAME].status, timeout_s=_PING_TIMEOUT_S)

@@ -124,10 +124,11 @@ def mover_figures(mover: str, status: Mapping[str, Any]) -> Figures:
     return Figures(totals=[Totals(source="sent", life=status.get("arena_id"), totals=totals)])
 
 
-def lookup_figures(status: Mapping[str, Any]) -> Figures:
-    """Return the figures of what `Lookup.status` returned."""
-    made = _read(_LOOKUP, status, ())
-    made.gauges["silent_shards", ()] = len(status["silent"])
+def lookup_figures(status: Mapping[str, Any], partition: int) -> Figures:
+    """Return the figures of what `Lookup.status` returned; all partitions hear the same shards."""
+    made = _read(_LOOKUP, status, (str(partition),))
+    if not partition:
+        made.gauges["silent_shards", ()] = len(status["silent"])
     return made
 
 

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from kvray.actors.build_info import BuildInfo, settings_of
-from kvray.actors.names import LOOKUP_NAME, MOVER_PREFIX, SHARD_PREFIX
+from kvray.actors.names import MOVER_PREFIX, SHARD_PREFIX, is_lookup
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
 
@@ -46,6 +46,7 @@ EFFECTS: Mapping[str, Effect] = {  # `section.*`: the settings of it that are no
     "arena.*": Effect.SHARD,
     "nvme.segment": Effect.ASIDE,
     "nvme.*": Effect.SHARD,  # the files in an old nvme.dir stay there
+    "lookup.*": Effect.SHARD,  # the supervisor starts and ends the partitions
     "shard.silent_s": Effect.LOOKUP,
     "shard.resource": Effect.NODES,
     "shard.label": Effect.NODES,
@@ -157,7 +158,7 @@ def _turn(name: str) -> tuple[int, str, int]:
     for kind, prefix in enumerate((SHARD_PREFIX, MOVER_PREFIX)):
         if name.startswith(prefix):
             return 2, name.removeprefix(prefix), kind
-    return int(name == LOOKUP_NAME), "", 0
+    return int(is_lookup(name)), name, 0
 
 
 def _step(
@@ -198,7 +199,7 @@ def _step(
 def _takes(name: str, setting: str) -> bool:
     """Return whether the part of that name reads the setting when it starts."""
     effect = effect_of(setting)
-    if name == LOOKUP_NAME:
+    if is_lookup(name):
         return effect is Effect.LOOKUP
     if name.startswith(SHARD_PREFIX):
         return effect in _OF_SHARDS

@@ -27,6 +27,8 @@ from kvray.actors.names import (
     MOVER_PREFIX,
     SHARD_PREFIX,
     SUPERVISOR_NAME,
+    is_lookup,
+    lookup_names,
     mover_name,
     shard_name,
 )
@@ -107,16 +109,18 @@ def carry_out(planned: Plan, config: KVRayConfig, *, timeout_s: float, observer:
     does not serve in time, those after it go on as they were.
     """
     restarts = {step.name: step for step in planned.steps}
-    supervisor, lookup = restarts.pop(SUPERVISOR_NAME, None), restarts.pop(LOOKUP_NAME, None)
+    supervisor = restarts.pop(SUPERVISOR_NAME, None)
+    lookups = {name: restarts.pop(name) for name in list(restarts) if is_lookup(name)}
     if supervisor is not None:
         _end(SUPERVISOR_NAME, observer)
     create_supervisor(config)  # also if a run before this one was killed before it did
     if supervisor is not None:
         observer.told(_done("The supervisor", supervisor))
-    if lookup is not None:
-        _end(LOOKUP_NAME, observer)
-        create_lookup(config.cluster_name, config.shard.silent_s)
-        observer.told(_done("The lookup", lookup))
+    for name, step in lookups.items():
+        _end(name, observer)
+        if name in (meant := lookup_names(config.lookup.partitions)):
+            create_lookup(config.cluster_name, config.shard.silent_s, meant.index(name))
+        observer.told(_done("The lookup" if name == LOOKUP_NAME else name, step))
     flush_s = _STOP_S + max(values_on_nodes(config, "nvme", "flush_s"))
     for node_id in planned.ends:
         shard, mover = shard_name(node_id), mover_name(node_id)

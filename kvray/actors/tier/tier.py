@@ -13,6 +13,7 @@ from kvray.actors.names import (
     MOVER_PREFIX,
     SHARD_PREFIX,
     SUPERVISOR_NAME,
+    lookup_names,
     mover_name,
     namespace_of,
     shard_name,
@@ -26,6 +27,7 @@ from kvray.actors.tier.rollout import SILENT, Observer, Rollout, carry_out, look
 from kvray.config import KVRayConfig, config_on_node, values_on_nodes
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
 
+_SUMMED = "keys", "entries", "bytes", "queries", "queried_blocks", "resyncs", "expired"
 _POLL_S = 0.1
 _SUPERVISOR_TIMEOUT_S = 6.0
 _REPORT_TIMEOUT_S = 1.0
@@ -87,9 +89,39 @@ def status(*, timeout_s: float) -> dict[str, Any]:
     movers = map(mover_name, calls.call(supervisor.movers, timeout_s=timeout_s))
     return {
         "cluster_name": config.cluster_name,
-        "lookup": calls.call(calls.get_actor(LOOKUP_NAME).status, timeout_s=timeout_s),
+        "lookup": _lookup_status(config.lookup.partitions, timeout_s),
         "shards": _statuses("shard", calls.ask_shards("status", timeout_s)),
         "movers": _statuses("mover", calls.ask(movers, "status", timeout_s)),
+    }
+
+
+def _lookup_status(num_partitions: int, timeout_s: float) -> dict[str, Any]:
+    """Return the status of the first partition, with sums over all if there are several.
+
+    ShardUnavailable: the first one did not answer. Of the others "partitions" says so.
+    """
+    first: dict[str, Any] = calls.call(calls.get_actor(LOOKUP_NAME).status, timeout_s=timeout_s)
+    if num_partitions == 1:
+        return first
+    others = calls.ask(lookup_names(num_partitions)[1:], "status", timeout_s)
+    partitions = _statuses("lookup", {LOOKUP_NAME: first, **others})
+    return summed(first, partitions)
+
+
+def summed(first: dict[str, Any], partitions: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the status of the lookup from those of its partitions, which are kept beside it."""
+    sums = {name: sum(one.get(name, 0) for one in partitions) for name in _SUMMED}
+    return {
+        **first,
+        **sums,
+        "bytes_per_key": round(sums["bytes"] / max(1, sums["keys"]), 1),
+        "partitions": [
+            {
+                "lookup": name,
+                **{key: value for key, value in one.items() if key not in ("shards", "lookup")},
+            }
+            for name, one in zip(lookup_names(len(partitions)), partitions, strict=True)
+        ],
     }
 
 
@@ -154,7 +186,7 @@ def down(
     stop_s = timeout_s + max(longest, default=0.0)
     answers = calls.ask(names, "stop", stop_s, True, flush, meanwhile=meanwhile)
     stopped = {name for name in names if not isinstance(answers[name], KVRayError)}
-    for name in (*names, LOOKUP_NAME):
+    for name in (*names, LOOKUP_NAME, *calls.list_actors(f"{LOOKUP_NAME}-")):
         calls.kill_actor(name)
     for one in {one.node_dir: one for one in configs}.values():
         _sweep_nodes(one, stopped, timeout_s)

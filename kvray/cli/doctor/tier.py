@@ -15,6 +15,13 @@ def tier_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield the findings about all parts; `status` is what `Client.status` returned."""
     shards = status["shards"]
     yield ok("lookup", f"answers, and knows {status['lookup']['keys']} keys")
+    for one in status["lookup"].get("partitions", ()):
+        if "state" in one:
+            yield fault(
+                one["lookup"],
+                f"does not answer ({one['message'].rstrip('.')})",
+                "wait until the supervisor has restarted it; if it stays so, its log says why",
+            )
     if not shards:
         yield fault(
             "shards",

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import psutil
 
-from kvray.actors.lookup.lookup import Announcement, Lookup
-from kvray.actors.shard.announcer import ANNOUNCED_MAX
+from kvray.actors.lookup.lookup import PART_BYTES, Announcement, Lookup
+from kvray.actors.shard.lookup_stream import ANNOUNCED_MAX
 from kvray.errors import KVRayError
 from kvray.identity.block import KEY_BYTES
 from kvray.lab.bench.report import Report, Row, cores, time_rows, value_row
@@ -163,9 +163,9 @@ def _announcement(shard: str, sequence: int, added: bytes, removed: bytes = b"")
         sequence=sequence,
         full=sequence == 1,
         added_keys=added,
-        added_parts=[0] * (len(added) // KEY_BYTES),
+        added_parts=bytes(PART_BYTES * (len(added) // KEY_BYTES)),
         removed_keys=removed,
-        removed_parts=[0] * (len(removed) // KEY_BYTES),
+        removed_parts=bytes(PART_BYTES * (len(removed) // KEY_BYTES)),
     )
 
 

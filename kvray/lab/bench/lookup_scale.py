@@ -1,18 +1,17 @@
-"""Many shards that announce to one lookup, in a time that is counted.
+"""Many shards that announce to a lookup of some partitions, in a time that is counted.
 
-Real announcers and a real lookup. Calls wait in one line, as they do before Ray's actor, and each
-takes what it took when it was measured. `python -m kvray.lab.bench.lookup_scale FILE.png` draws how
-long a restarted lookup is told by tiers of up to 10,000 nodes; it takes some minutes.
+Real announcers and real lookups. Calls of a partition wait in one line, as they do before Ray's
+actor, and each takes what it took when it was measured, by `lookup_calls`. `lookup_plot` draws how
+long a restarted lookup is told.
 """
 
 import heapq
-import logging
-import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -21,17 +20,15 @@ import numpy as np
 
 from kvray.actors.lookup.lookup import Announcement, Answer, Lookup
 from kvray.actors.shard import announcer as announcer_module
+from kvray.actors.shard import lookup_stream as stream_module
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.tier_delta import Entries
-from kvray.console.picture import write_picture
-from kvray.index import PARTS_MAX
+from kvray.index import PARTS_MAX, Index
 
-CALL_S = 0.0005
+CALL_S = 0.0006
 """A call of the lookup, whatever it is for: its serialization, Ray's part included."""
-KEY_S = 27e-3 / 16_000
-"""What one of 150 shards took for each of its 16,000 keys, Ray's part included."""
-WAIT_S = 2.0
-"""How long a shard's thread waits for an answer before it has something else to do."""
+KEY_S = 1.0e-6
+"""What a key takes in pieces of thousands, Ray's part included."""
 ANNOUNCE_S, HEARTBEAT_S = 0.05, 0.5
 """A shard's pauses; see `shard.announce_s` and `shard.heartbeat_s`."""
 
@@ -53,7 +50,10 @@ class Clock:
 def counted_time() -> Iterator[Clock]:
     """Have announcers go by the clock that it yields; the same happens each time."""
     clock = Clock()
-    with patch.object(announcer_module, "time", clock):
+    with (
+        patch.object(announcer_module, "time", clock),
+        patch.object(stream_module, "time", clock),
+    ):
         yield clock
 
 
@@ -68,12 +68,12 @@ class CountingIndex:
         """Forget what it counted."""
         self.keys[shard] = 0
 
-    def add(self, shard: str, keys: bytes, parts: list[int]) -> None:
+    def add(self, shard: str, keys: bytes, parts: Sequence[int]) -> None:
         """Count keys."""
         self.keys[shard] += len(parts)
         self.num_taken += len(keys) // 32
 
-    def remove(self, shard: str, keys: bytes, parts: list[int]) -> list[Any]:
+    def remove(self, shard: str, keys: bytes, parts: Sequence[int]) -> list[Any]:
         """Nothing leaves a full tier."""
         return []
 
@@ -87,15 +87,33 @@ class CountingIndex:
     def set_silent(self, shard: str, is_silent: bool) -> None:
         """Nobody asks."""
 
+    def entries(self) -> Counter[str]:
+        """Return shard -> what it counted."""
+        return self.keys
+
+
+class CountedIndex(Index):
+    """A real index that also counts the keys that it took."""
+
+    num_taken = 0
+
+    def add(self, shard: str, keys: bytes, parts: Sequence[int] | np.ndarray[Any, Any]) -> None:
+        """See `Index.add`."""
+        super().add(shard, keys, parts)
+        self.num_taken += len(keys) // 32
+
 
 class FullTier:
     """A tier that holds so many blocks, and keeps them."""
 
     num_held = np.zeros(PARTS_MAX, dtype=np.int64)
 
-    def __init__(self, keys: np.ndarray[Any, Any]) -> None:
+    def __init__(
+        self, keys: np.ndarray[Any, Any], heads: np.ndarray[Any, Any] | None = None
+    ) -> None:
         nothing = np.zeros(len(keys), dtype=np.uint32)
-        self._entries = Entries(keys=keys, parts=nothing, heads=nothing)
+        heads = nothing if heads is None else heads
+        self._entries = Entries(keys=keys, parts=nothing, heads=heads)
 
     def collect(self) -> None:
         """Return that nothing has changed."""
@@ -116,54 +134,139 @@ class Idle:
         assert partial_keys == b""
 
 
-def announcer_of(shard: str, tier: FullTier, announce: Any) -> Announcer:
+def announcer_of(shard: str, tier: FullTier, *lookups: Any) -> Announcer:
     """Return the announcer of a shard that holds the blocks of `tier`."""
-    made = Announcer(shard, announce)
+    made = Announcer(shard, *lookups)
     made._arena_id = shard
+    made._start_over()
     made._deltas = [tier]  # type: ignore[list-item]
     return made
 
 
 def is_in_step(announcer: Announcer) -> bool:
-    """Return whether the lookup has answered, and knows all of this shard."""
-    return bool(announcer.num_shards) and not announcer.status()["lag_s"]
+    """Return whether all partitions have answered, and know all of this shard."""
+    return (
+        all(stream.num_shards for stream in announcer._streams)
+        and not (announcer.status()["lag_s"])
+    )
+
+
+@dataclass(slots=True)
+class Waiting:
+    """An announcement whose answer is known before its time."""
+
+    announcement: Announcement
+    done_at: float
+    answer: Answer
+
+
+class Partition:
+    """One partition of the lookup, and the line of calls before it."""
+
+    def __init__(self, clock: Clock, *, key_s: float, is_real: bool) -> None:
+        self.lookup = Lookup()
+        index: Any = CountedIndex() if is_real else CountingIndex()
+        self.index = self.lookup.index = index
+        self.num_calls = 0
+        self.busy_s = 0.0
+        """How long it has worked."""
+        self.cpu_s = 0.0
+        """What this process took for that."""
+        self.longest_wait_s = 0.0
+        """How long a call waited in the line, at most."""
+        self.waiting: dict[str, Waiting] = {}
+        """Shard -> its announcement."""
+        self._clock, self._key_s = clock, key_s
+        self._free_at = clock.now
+
+    def announce(self, announcement: Announcement) -> Answer | None:
+        """Return the answer if it is time for it."""
+        shard, now = announcement.shard, self._clock.now
+        waiting = self.waiting.get(shard)
+        if waiting is None or waiting.announcement is not announcement:
+            # Whoever waits before it in the line goes first: when it is done is known at once.
+            began_at = max(now, self._free_at)
+            before, began = self.index.num_taken, time.process_time()
+            answer = self.lookup.announce(announcement, began_at)
+            self.cpu_s += time.process_time() - began
+            took_s = CALL_S + self._key_s * (self.index.num_taken - before)
+            self._free_at = began_at + took_s
+            self.num_calls += 1
+            self.busy_s += took_s
+            self.longest_wait_s = max(self.longest_wait_s, began_at - now)
+            waiting = Waiting(announcement, self._free_at, replace(answer, took_s=took_s))
+            self.waiting[shard] = waiting
+        if waiting.done_at > now:
+            return None
+        del self.waiting[shard]
+        return waiting.answer
+
+    def restart(self) -> None:
+        """Start again with nothing; calls under way are answered by the one before."""
+        self.lookup = Lookup()
+        self.index = self.lookup.index = type(self.index)()
 
 
 class Tier:
-    """Shards that announce to one lookup, in the clock's time."""
+    """Shards that announce to the partitions of a lookup, in the clock's time."""
 
-    def __init__(self, clock: Clock, *, num_shards: int, num_keys: int, key_s: float) -> None:
-        """Have the lookup just started; a key takes it `key_s`."""
-        self._clock, self._key_s = clock, key_s
+    def __init__(
+        self,
+        clock: Clock,
+        *,
+        num_shards: int,
+        num_keys: int,
+        key_s: float,
+        num_partitions: int = 1,
+        is_real: bool = False,
+    ) -> None:
+        """Have the lookup just started; a key takes it `key_s`.
+
+        With `is_real` keys are different ones, in real indexes.
+        """
+        self._clock = clock
         self._num_shards, self._num_keys = num_shards, num_keys
-        self._free_at = clock.now
-        self._answers: dict[str, tuple[Announcement, float, Answer]] = {}
-        self.lookup = Lookup()
-        self.index = self.lookup.index = CountingIndex()  # type: ignore[assignment]
-        self.num_calls = 0
-        self.busy_s = 0.0
-        """How long the lookup has worked."""
-        self.longest_wait_s = 0.0
-        """How long a call waited in the line, at most."""
+        self.partitions = [
+            Partition(clock, key_s=key_s, is_real=is_real) for _ in range(num_partitions)
+        ]
+        made = np.random.default_rng(0)
         # One key many times costs no memory, and is counted as often.
-        full = FullTier(np.broadcast_to(np.zeros(4, dtype="<u8"), (num_keys, 4)))
-        names = [f"s{n}" for n in range(num_shards)]
-        self._shards = {s: (announcer_of(s, full, self._announce), Idle(s)) for s in names}
+        same = np.broadcast_to(np.zeros(4, dtype="<u8"), (num_keys, 4))
+        heads = np.arange(1, num_keys + 1, dtype=np.uint32)
+        self._shards: dict[str, tuple[Announcer, Idle]] = {}
+        for shard in (f"s{n}" for n in range(num_shards)):
+            keys = made.integers(0, 2**64, (num_keys, 4), dtype=np.uint64) if is_real else same
+            lines = [partial(self._announce, one) for one in self.partitions]
+            made_of = announcer_of(shard, FullTier(keys, heads), *lines)
+            self._shards[shard] = made_of, Idle(shard)
         self._in_step: set[str] = set()
-        due = [(clock.now + HEARTBEAT_S * n / num_shards, s) for n, s in enumerate(names)]
-        self._due = due
+        self._heartbeat_at = {
+            shard: clock.now + HEARTBEAT_S * n / num_shards for n, shard in enumerate(self._shards)
+        }
+        self._due = [(at, shard) for shard, at in self._heartbeat_at.items()]
 
     @property
     def num_in_step(self) -> int:
-        """Shards whose last answer said that the lookup has all of them."""
+        """Shards whose last answers said that the lookup has all of them."""
         return len(self._in_step)
+
+    @property
+    def num_taken(self) -> int:
+        """Keys that all partitions took."""
+        return sum(one.index.num_taken for one in self.partitions)
 
     @property
     def is_told(self) -> bool:
         """Whether the lookup has all, and every shard knows that."""
-        return len(self._in_step) == self._num_shards == len(self.index.keys) and set(
-            self.index.keys.values()
-        ) == {self._num_keys}
+        if len(self._in_step) < self._num_shards:
+            return False
+        told = sum((Counter(one.index.entries()) for one in self.partitions), Counter[str]())
+        return len(told) == self._num_shards and set(told.values()) == {self._num_keys}
+
+    def restart(self, partition: int) -> None:
+        """Have one partition lose all that it knew."""
+        self.partitions[partition].restart()
+        self._in_step.clear()
 
     def run_until_told(self, limit_s: float) -> float:
         """Return the seconds until the lookup knows all; or `limit_s`, when it gives up."""
@@ -180,84 +283,71 @@ class Tier:
 
     def _step(self) -> None:
         """Have the next shard do what a shard does in one round."""
-        at, shard = heapq.heappop(self._due)
-        self._clock.now = at
+        now, shard = heapq.heappop(self._due)
+        self._clock.now = now
         announcer, owner = self._shards[shard]
-        announcer.collect(owner)  # type: ignore[arg-type]
-        announcer.send(1)
-        goes_on = announcer.collect(owner)  # type: ignore[arg-type]
+        is_eager = announcer.collect(owner)  # type: ignore[arg-type]
+        is_due = now >= self._heartbeat_at[shard]
+        if is_due:
+            self._heartbeat_at[shard] = now + HEARTBEAT_S
+        if is_eager or is_due:
+            announcer.send(1, is_due=is_due)
         (self._in_step.add if is_in_step(announcer) else self._in_step.discard)(shard)
-        pause_s = ANNOUNCE_S if goes_on else HEARTBEAT_S
-        heapq.heappush(self._due, (max(self._clock.now, at + pause_s), shard))
+        heapq.heappush(self._due, (self._next_at(shard, now), shard))
 
-    def _announce(self, announcement: Announcement) -> Answer | None:
-        """Wait for the answer as a shard does; the clock goes on meanwhile."""
-        shard, began = announcement.shard, self._clock.now
-        waited_for = self._answers.get(shard)
-        if waited_for is None or waited_for[0] is not announcement:
-            # Whoever waits before it in the line goes first: when it is done is known at once.
-            began_at = max(began, self._free_at)
-            before = self.index.num_taken
-            answer = self.lookup.announce(announcement, began_at)
-            took_s = CALL_S + self._key_s * (self.index.num_taken - before)
-            self._free_at = began_at + took_s
-            self.num_calls += 1
-            self.busy_s += took_s
-            self.longest_wait_s = max(self.longest_wait_s, began_at - began)
-            waited_for = announcement, self._free_at, replace(answer, took_s=took_s)
-            self._answers[shard] = waited_for
-        _, done_at, answer = waited_for
-        if done_at > began + WAIT_S:
-            self._clock.now = began + WAIT_S
-            return None
-        self._clock.now = max(began, done_at)
-        return answer
+    def _next_at(self, shard: str, now: float) -> float:
+        """Return the first of the shard's rounds in which anything can happen."""
+        answers = [one.waiting[shard].done_at for one in self.partitions if shard in one.waiting]
+        announcer, _ = self._shards[shard]
+        turns = [
+            stream._send_at
+            for stream in announcer._streams
+            if stream._under_way is None and (stream._pending or stream._lookup_epoch is None)
+        ]
+        first = min([self._heartbeat_at[shard], *answers, *turns])
+        rounds = max(1, -int(-(first - now) // ANNOUNCE_S))
+        return now + rounds * ANNOUNCE_S
+
+    @staticmethod
+    def _announce(partition: Partition, announcement: Announcement) -> Answer | None:
+        return partition.announce(announcement)
 
 
-NODES = 100, 300, 1_000, 3_000, 10_000
-LOOKUPS = 1, 2, 4, 8
-BLOCKS = 16_000
 _LIMIT_S = 3600.0
 
 
-def told_s(num_shards: int, num_keys: int) -> tuple[float, float]:
-    """Return the seconds until a restarted lookup knows all, and its load once it does."""
+def told_s(num_shards: int, num_keys: int, num_partitions: int) -> tuple[float, float]:
+    """Return the seconds until a restarted lookup knows all, and a partition's load once it does.
+
+    All partitions restart at once, the worst case.
+    """
     with counted_time() as clock:
-        tier = Tier(clock, num_shards=num_shards, num_keys=num_keys, key_s=KEY_S)
+        tier = Tier(
+            clock,
+            num_shards=num_shards,
+            num_keys=num_keys,
+            key_s=KEY_S,
+            num_partitions=num_partitions,
+        )
         took_s = tier.run_until_told(_LIMIT_S)
         tier.run(10)
-        before = tier.busy_s
+        before = [one.busy_s for one in tier.partitions]
         tier.run(10)
-    return took_s, (tier.busy_s - before) / 10
+        loads = [(one.busy_s - was) / 10 for one, was in zip(tier.partitions, before, strict=True)]
+    return took_s, max(loads)
 
 
-def draw(path: Path) -> None:
-    """Print and draw the times of one lookup, and of several that share the blocks evenly."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
-    for num_lookups in LOOKUPS:
-        times = []
-        for num_shards in NODES:
-            took_s, load = told_s(num_shards, BLOCKS // num_lookups)
-            times.append(took_s)
-            print(f"{num_lookups} lookups, {num_shards} nodes: {took_s:.1f} s, then {load:.0%}")
-        one = "one lookup" if num_lookups == 1 else f"a share of 1/{num_lookups}"
-        axes.plot(NODES, times, marker="o", markersize=4, label=one)
-    axes.set_title(f"A lookup that restarts, nodes with {BLOCKS:,} blocks each", loc="left")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xticks(NODES, [f"{nodes:,}" for nodes in NODES])
-    axes.minorticks_off()
-    axes.set_xlabel("nodes")
-    axes.set_ylabel("seconds until it knows all")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    write_picture(figure, path)
-
-
-if __name__ == "__main__":
-    logging.disable()  # thousands of shards would say that they wait
-    draw(Path(sys.argv[1]))
+def measured(num_shards: int, num_keys: int, num_partitions: int) -> tuple[float, float]:
+    """Return bytes of the largest partition, with real indexes, and its CPU seconds for a key."""
+    with counted_time() as clock:
+        tier = Tier(
+            clock,
+            num_shards=num_shards,
+            num_keys=num_keys,
+            key_s=KEY_S,
+            num_partitions=num_partitions,
+            is_real=True,
+        )
+        tier.run_until_told(_LIMIT_S)
+    largest = max(tier.partitions, key=lambda one: one.index.num_bytes)
+    return largest.index.num_bytes, largest.cpu_s / largest.index.num_taken

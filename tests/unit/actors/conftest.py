@@ -41,7 +41,7 @@ def make_shard(directory: Path, line: Line) -> Iterator[StartShard]:
         name: str = "a", *, crashed: Callable[[], None] = lambda: None, **changes: Any
     ) -> Shard:
         where = changes.pop("directory", directory)
-        shards.append(Shard(name, settings_for(where, **changes), line.announce, crashed))
+        shards.append(Shard(name, settings_for(where, **changes), [line.announce], crashed))
         shards[-1].start()
         return shards[-1]
 

@@ -44,7 +44,7 @@ def shard_process(directory: Path, name: str) -> Iterator[ShardProcess]:
 
 def main() -> None:
     directory, name = Path(sys.argv[1]), sys.argv[2]
-    shard = Shard(name, settings_for(directory), Line().announce)
+    shard = Shard(name, settings_for(directory), [Line().announce])
     shard.start()
     wait_until_serving(shard)
     arena = open_arena(directory)

@@ -63,7 +63,7 @@ def start(parent: Path) -> Iterator[Start]:
     shards: list[Shard] = []
 
     def start(group: str | None) -> Shard:
-        shard = Shard("s", settings_for(parent / "node", group=group), Line().announce)
+        shard = Shard("s", settings_for(parent / "node", group=group), [Line().announce])
         shards.append(shard)
         shard.start()
         return shard

@@ -48,7 +48,7 @@ class Node:
             policy="lru",
             admission="all",
         )
-        self.shard = Shard("kvray-shard-n", settings, self.line.announce, is_restart=is_restart)
+        self.shard = Shard("kvray-shard-n", settings, [self.line.announce], is_restart=is_restart)
         self.shard.start()
         return self.shard
 

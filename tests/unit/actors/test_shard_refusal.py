@@ -8,7 +8,7 @@ from tests.unit.actors.small_shard import Line, settings_for
 def test_a_shard_whose_settings_cannot_be_used_says_so_and_makes_nothing(tmp_path: Path) -> None:
     crashes: list[str] = []
     shard = Shard(
-        "refused", settings_for(tmp_path), Line().announce, crashed=lambda: crashes.append("it")
+        "refused", settings_for(tmp_path), [Line().announce], crashed=lambda: crashes.append("it")
     )
     shard.refuse(ConfigError("On this node: no."))
     status = shard.status()

@@ -82,7 +82,7 @@ def tier() -> Iterator[Tier]:
             nvme=nvme_for(disk) if name == "b" else None,
             admission="all",
         )
-        shards[name] = Shard(f"kvray-shard-{name}", settings, line.announce, ask=calls)
+        shards[name] = Shard(f"kvray-shard-{name}", settings, [line.announce], ask=calls)
         shards[name].start()
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, parent)

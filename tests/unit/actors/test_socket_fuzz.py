@@ -102,7 +102,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def shard() -> Iterator[Shard]:
     parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
-    shard = Shard("s", settings_for(parent / "node"), Line().announce)
+    shard = Shard("s", settings_for(parent / "node"), [Line().announce])
     shard.start()
     wait_until_serving(shard)
     yield shard

@@ -172,7 +172,10 @@ def test_a_value_in_the_place_of_a_section_is_refused_with_overrides_too(
         ("arean", "did you mean arena[?]"),
         ("arena.capcity", "did you mean arena.capacity[?]"),
         ("connector.verify", "did you mean connector.verify_on_load[?]"),
-        ("zzz", "remove it, or take one of arena, cluster_name, connector, nodes, nvme, ray, sec"),
+        (
+            "zzz",
+            "remove it, or take one of arena, cluster_name, connector, lookup, nodes, nvme",
+        ),
         ("capacity", "did you mean arena.capacity or nvme.capacity[?]"),
         ("nvme.slab", "did you mean arena.slab[?]"),
         ("arena_capacity", "did you mean arena.capacity[?]"),

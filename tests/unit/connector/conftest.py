@@ -42,7 +42,7 @@ def environment() -> Iterator[dict[str, str]]:
 
 
 def start_shard() -> Shard:
-    shard = Shard("test", ShardSettings.of(load_config()), Line().announce)
+    shard = Shard("test", ShardSettings.of(load_config()), [Line().announce])
     shard.start()
     wait_until_serving(shard)
     return shard

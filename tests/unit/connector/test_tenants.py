@@ -123,7 +123,7 @@ def test_a_shard_without_its_secret_fails_with_the_sentence(
     environment: dict[str, str], secret: Path
 ) -> None:
     secret.unlink()
-    shard = Shard("test", ShardSettings.of(load_config()), Line().announce)
+    shard = Shard("test", ShardSettings.of(load_config()), [Line().announce])
     shard.start()
     wait_for(lambda: shard.status()["state"] == "failed", "failing")
     assert "tenant_secret_file cannot be read" in shard.status()["message"]

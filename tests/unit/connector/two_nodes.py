@@ -40,7 +40,7 @@ class TwoNodes:
             directory.mkdir()
             os.environ["KVRAY_ARENA__DIR"] = str(directory)
             settings = ShardSettings.of(load_config())
-            self.shards[name] = Shard(name, settings, self.line.announce, ask=self._ask)
+            self.shards[name] = Shard(name, settings, [self.line.announce], ask=self._ask)
             self.shards[name].start()
         for shard in self.shards.values():
             wait_until_serving(shard)

@@ -29,7 +29,7 @@ def start_shard(directory: Path) -> Iterator[StartShard]:
     shards: list[Shard] = []
 
     def start(**changes: Any) -> Shard:
-        shards.append(Shard("a", settings_for(directory, **changes), Line().announce))
+        shards.append(Shard("a", settings_for(directory, **changes), [Line().announce]))
         shards[-1].start()
         wait_until_serving(shards[-1])
         return shards[-1]

@@ -64,7 +64,7 @@ class Replica:
         """Have another shard, which finds another lookup."""
         self.shard.stop(retire=False, timeout_s=10)
         line.lookup = lookup
-        self.shard = Shard(self.shard.name, settings_for(self.link.directory), line.announce)
+        self.shard = Shard(self.shard.name, settings_for(self.link.directory), [line.announce])
         self.shard.start()
         wait_until_serving(self.shard)
         wait_for(lambda: self.counters() is not None, "registering again")
@@ -98,7 +98,7 @@ def start(line: Line, monkeypatch: pytest.MonkeyPatch) -> Iterator[StartReplica]
             parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
             stack.callback(shutil.rmtree, parent)
             directory = parent / "kvray-test"
-            shard = Shard(f"shard-{name}", settings_for(directory), line.announce)
+            shard = Shard(f"shard-{name}", settings_for(directory), [line.announce])
             stack.callback(sweep, directory)
             shard.start()
             wait_until_serving(shard)

@@ -108,7 +108,7 @@ def be_shard(directory: Path, row: int) -> None:
     """Be a shard until killed; count while it serves."""
     logging.disable(logging.WARNING)  # it would name every holder that was killed
     steps = board(directory)[row]
-    shard = Shard("fire", shard_settings(directory), Line().announce)
+    shard = Shard("fire", shard_settings(directory), [Line().announce])
     shard.start()
     while (status := shard.status())["state"] != "failed":
         steps[STEPS] += status["state"] == "serving"

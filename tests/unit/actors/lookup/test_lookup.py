@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvray.actors.lookup.lookup import CALLS_PER_S, SILENT_S, Announcement, Answer, Lookup
+from kvray.actors.lookup.lookup import (
+    CALLS_PER_S,
+    SILENT_S,
+    Announcement,
+    Answer,
+    Lookup,
+    packed_parts,
+)
 from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.lookup.turns import TURNS
 from kvray.errors import ConfigError
@@ -27,9 +34,9 @@ def said(sequence: int, *, full: bool = False, **fields: Any) -> Announcement:
         sequence=sequence,
         full=full,
         added_keys=b"".join(KEYS[n] for n in added),
-        added_parts=[part] * len(added),
+        added_parts=packed_parts([part] * len(added)),
         removed_keys=b"".join(KEYS[n] for n in removed),
-        removed_parts=[part] * len(removed),
+        removed_parts=packed_parts([part] * len(removed)),
     )
 
 
@@ -154,9 +161,9 @@ def test_half_an_announcement_is_never_built_upon(lookup: Lookup) -> None:
         sequence=2,
         full=False,
         added_keys=KEYS[2],
-        added_parts=[],
+        added_parts=b"",
         removed_keys=KEYS[0],
-        removed_parts=[0],
+        removed_parts=packed_parts([0]),
     )
     with pytest.raises(ConfigError):
         lookup.announce(broken, now=0.0)

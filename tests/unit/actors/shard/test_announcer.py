@@ -12,9 +12,9 @@ import pytest
 from kvray.actors.lookup.lookup import Announcement, Answer, Lookup
 from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.lookup.turns import TURNS
-from kvray.actors.shard import announcer as announcer_module
+from kvray.actors.shard import lookup_stream as stream_module
 from kvray.actors.shard.announcer import Announcer
-from kvray.identity.block import BlockKey
+from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.store import Arena, ArenaOwner
 from kvray.store.arena.eviction import choose_victims
 from tests.unit.actors.small_shard import NAMESPACE, OTHER_LAYOUT, Line, wait_for
@@ -192,7 +192,7 @@ def test_no_number_is_given_twice(announcer: Announcer, arena: Arena, line: Line
 def test_announcements_are_bounded_and_their_order_kept(
     announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announcer_module, "ANNOUNCED_MAX", 4)
+    monkeypatch.setattr(stream_module, "ANNOUNCED_MAX", 4)
     first, second = chain(20, seed="first"), chain(20, seed="second")
     store(arena, first)
     tell(announcer, arena)
@@ -203,14 +203,14 @@ def test_announcements_are_bounded_and_their_order_kept(
     store(arena, first)
     tell(announcer, arena)
     assert (line.matched(first), line.matched(second)) == (20, 20)
-    sizes = [len(each.added_parts) + len(each.removed_parts) for each in line.heard]
+    sizes = [each.num_entries for each in line.heard]
     assert max(sizes) <= 4
 
 
 def test_a_full_announcement_in_pieces_replaces_what_was_there(
     announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announcer_module, "ANNOUNCED_MAX", 4)
+    monkeypatch.setattr(stream_module, "ANNOUNCED_MAX", 4)
     gone, kept = chain(3, seed="gone"), chain(10, seed="kept")
     store(arena, gone)
     tell(announcer, arena)
@@ -249,7 +249,7 @@ def test_two_parts_of_a_block_are_announced_both(
 def test_only_the_last_piece_says_that_there_is_no_more(
     announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announcer_module, "ANNOUNCED_MAX", 4)
+    monkeypatch.setattr(stream_module, "ANNOUNCED_MAX", 4)
     store(arena, chain(10))
     tell(announcer, arena)
     assert [(each.full, each.more) for each in line.heard] == [
@@ -262,7 +262,10 @@ def test_only_the_last_piece_says_that_there_is_no_more(
 # -- a lookup that is slow, or has much to do -----------------------------------------------------
 
 
-def test_an_answer_that_is_late_counts(announcer: Announcer, arena: Arena, line: Line) -> None:
+def test_an_answer_that_is_late_counts(
+    announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_module, "_UNHEARD_S", -1.0)
     keys = chain(6)
     store(arena, keys[:2])
     line.late = 3
@@ -270,7 +273,7 @@ def test_an_answer_that_is_late_counts(announcer: Announcer, arena: Arena, line:
     announcer.send(1)
     assert announcer.num_shards == 0, "for now nobody can be asked for blocks"
     store(arena, keys[2:], parent=keys[1], depth=2)
-    for _ in range(4):
+    for _ in range(2):
         announcer.collect(ArenaOwner(arena))
         announcer.send(1)
     assert [(each.sequence, each.full) for each in line.heard] == [(1, True), (2, False)]
@@ -297,10 +300,10 @@ def test_an_answer_that_never_comes_is_given_up_and_all_is_said_again(
     keys = chain(2)
     store(arena, keys)
     tell(announcer, arena)
-    announcer._patience_s = -1.0
+    announcer._streams[0]._patience_s = -1.0
     line.late = 1
     tell(announcer, arena)
-    announcer._patience_s = 30.0
+    announcer._streams[0]._patience_s = 30.0
     tell(announcer, arena)
     assert [(each.sequence, each.full) for each in line.heard] == [(1, True), (3, True)]
     assert line.matched(keys) == 2
@@ -310,14 +313,14 @@ def test_the_longer_answers_take_the_longer_they_are_waited_for(
     announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(announcer_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(stream_module.time, "monotonic", lambda: now)
     announcer.collect(ArenaOwner(arena))
     given_up = []
     for _ in range(4000):
         line.late = 1
-        was_under_way = announcer._under_way is not None
+        was_under_way = announcer._streams[0]._under_way is not None
         announcer.send(1)
-        if was_under_way and announcer._under_way is None:
+        if was_under_way and announcer._streams[0]._under_way is None:
             given_up.append(now)
         now += 1.0
     waits = np.diff(given_up)
@@ -340,20 +343,20 @@ def test_what_is_announced_says_when_its_answer_is_given_up_by_the_lookups_clock
     assert second.until is not None
     epoch, until = second.until
     assert epoch == line.lookup.epoch
-    assert until == pytest.approx(time.monotonic() - 5000 + announcer_module._PATIENCE_S, abs=5)
+    assert until == pytest.approx(time.monotonic() - 5000 + stream_module._PATIENCE_S, abs=5)
 
 
 def test_after_failures_in_a_row_it_is_tried_less_and_less_often(
     announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(announcer_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(stream_module.time, "monotonic", lambda: now)
     announcer.collect(ArenaOwner(arena))
     line.cut, tries = True, []
     for _ in range(4000):
-        before = announcer._sequence
+        before = announcer._streams[0]._sequence
         announcer.send(1)
-        if announcer._sequence > before:
+        if announcer._streams[0]._sequence > before:
             tries.append(now)
         now += 0.01
     pauses = np.diff(tries)
@@ -366,19 +369,21 @@ def test_a_shard_says_nothing_for_as_long_as_the_lookup_asks_once_it_has_said_al
     announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(announcer_module.time, "monotonic", lambda: now)
-    monkeypatch.setattr(announcer_module, "ANNOUNCED_MAX", 4)
+    monkeypatch.setattr(stream_module.time, "monotonic", lambda: now)
+    monkeypatch.setattr(stream_module, "ANNOUNCED_MAX", 4)
     monkeypatch.setattr(Lookup, "pause_s", 2.0)
     store(arena, chain(10))
     tell(announcer, arena)
-    assert [len(each.added_parts) for each in line.heard] == [4, 4, 2], "a list is not torn apart"
+    assert [len(each.added_keys) // KEY_BYTES for each in line.heard] == [4, 4, 2], (
+        "a list is not torn apart"
+    )
     store(arena, chain(2, seed="more"))
     now += 1.4
     tell(announcer, arena)
     assert len(line.heard) == 3
     now += 1.2
     tell(announcer, arena)
-    assert [len(each.added_parts) for each in line.heard[3:]] == [2]
+    assert [len(each.added_keys) // KEY_BYTES for each in line.heard[3:]] == [2]
 
 
 class Crowd(Lookup):
@@ -397,7 +402,7 @@ class Crowd(Lookup):
 def test_a_shard_that_has_to_wait_for_its_turn_asks_with_nothing_and_then_says_all(
     announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announcer_module, "_FIRST_MAX", 4)
+    monkeypatch.setattr(stream_module, "_FIRST_MAX", 4)
     line.lookup = Crowd()
     keys = chain(10)
     store(arena, keys)
@@ -407,13 +412,13 @@ def test_a_shard_that_has_to_wait_for_its_turn_asks_with_nothing_and_then_says_a
     asked = len(line.heard)
     tell(announcer, arena)
     assert len(line.heard) == asked, "it is not time yet"
-    announcer._send_at = 0.0
+    announcer._streams[0]._send_at = 0.0
     tell(announcer, arena)
     line.lookup.has_turn = True
-    announcer._send_at = 0.0
+    announcer._streams[0]._send_at = 0.0
     tell(announcer, arena)
     assert line.matched(keys) == 10
-    said = [(each.full, len(each.added_parts), each.more) for each in line.heard]
+    said = [(each.full, len(each.added_keys) // KEY_BYTES, each.more) for each in line.heard]
     asked = [(True, 4, True), (True, 0, True), (True, 0, True)]
     assert said == [*asked, (False, 4, True), (False, 6, False)]
     assert [len(each.prefix_digests) for each in line.heard] == [1, 1, 1, 1, 0]
@@ -423,7 +428,7 @@ def test_a_shard_without_blocks_gives_its_turn_back_at_once(
     announcer: Announcer, arena: Arena, line: Line
 ) -> None:
     line.lookup = Crowd()
-    announcer._has_to_ask = True
+    announcer._streams[0]._has_to_ask = True
     line.lookup.has_turn = True
     tell(announcer, arena)
     assert [each.more for each in line.heard] == [True, False]
@@ -432,24 +437,24 @@ def test_a_shard_without_blocks_gives_its_turn_back_at_once(
 def test_pieces_get_smaller_where_the_lookup_takes_long_and_larger_again(
     announcer: Announcer, arena: Arena, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announcer_module, "_FIRST_MAX", 8)
-    monkeypatch.setattr(announcer_module, "_LEAST_MAX", 2)
+    monkeypatch.setattr(stream_module, "_FIRST_MAX", 8)
+    monkeypatch.setattr(stream_module, "_LEAST_MAX", 2)
     key_s = 0.05
     original = line.announce
 
     def slow(announcement: Announcement) -> Answer | None:
         answer = original(announcement)
         assert answer is not None
-        return replace(answer, took_s=key_s * len(announcement.added_parts))
+        return replace(answer, took_s=key_s * announcement.num_entries)
 
-    announcer._announce = slow
+    announcer._streams[0]._announce = slow
     store(arena, chain(20))
     tell(announcer, arena)
-    assert [len(each.added_parts) for each in line.heard] == [8, 2, 2, 2, 2, 2, 2]
+    assert [len(each.added_keys) // KEY_BYTES for each in line.heard] == [8, 2, 2, 2, 2, 2, 2]
     key_s = 1e-6
     store(arena, chain(20, seed="more"))
     tell(announcer, arena)
-    assert [len(each.added_parts) for each in line.heard[7:]] == [2, 8, 10]
+    assert [len(each.added_keys) // KEY_BYTES for each in line.heard[7:]] == [2, 8, 10]
 
 
 # -- ranks and shards ------------------------------------------------------------------------------

@@ -1,14 +1,17 @@
 """The line to the lookup's actor, with a stand-in for Ray: an answer is taken whenever it comes."""
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvray.actors.lookup.lookup import Announcement, Answer
+from kvray.actors.lookup.lookup import PART_BYTES, Announcement, Answer
+from kvray.actors.ray_glue.arguments import packed, unpacked
 from kvray.actors.shard import lookup_line
 from kvray.actors.shard.lookup_line import LookupLine
 from kvray.errors import ShardUnavailable
+from kvray.identity.block import KEY_BYTES
 
 ANSWER = Answer(lookup_epoch="e", resync=False)
 
@@ -18,53 +21,50 @@ class Ray:
 
     def __init__(self) -> None:
         self.calls: list[Announcement] = []
-        self.answers: dict[int, Answer | Exception] = {}
+        self.answers: list[Future[Answer]] = []
         self.num_searches = 0
 
     def get_actor(self, name: str) -> Any:
         self.num_searches += 1
         return SimpleNamespace(announce=SimpleNamespace(remote=self._call))
 
-    def wait(self, calls: list[int], timeout: float) -> tuple[list[int], list[int]]:
-        return [call for call in calls if call in self.answers], []
-
-    def get(self, call: int, timeout: float) -> Answer:
-        answer = self.answers[call]
+    def answer(self, number: int, answer: Answer | Exception) -> None:
         if isinstance(answer, Exception):
-            raise answer
-        return answer
+            self.answers[number].set_exception(answer)
+        else:
+            self.answers[number].set_result(answer)
 
-    def _call(self, announcement: Announcement) -> int:
-        self.calls.append(announcement)
-        return len(self.calls) - 1
+    def _call(self, *announcement: Any) -> Any:
+        self.calls.append(unpacked(*announcement))
+        self.answers.append(Future())
+        return SimpleNamespace(future=lambda made=self.answers[-1]: made)
 
 
 @pytest.fixture
 def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
     made = Ray()
-    monkeypatch.setattr(lookup_line, "ray", made)
     monkeypatch.setattr(lookup_line, "get_actor", made.get_actor)
     return made
 
 
-def said(sequence: int) -> Announcement:
+def said(sequence: int, *, num_keys: int = 0) -> Announcement:
     return Announcement(
         shard="a",
         arena_id="",
         shard_epoch=1,
         sequence=sequence,
         full=False,
-        added_keys=b"",
-        added_parts=[],
+        added_keys=bytes(num_keys * KEY_BYTES),
+        added_parts=bytes(num_keys * PART_BYTES),
         removed_keys=b"",
-        removed_parts=[],
+        removed_parts=b"",
     )
 
 
 def test_a_late_answer_is_waited_for_and_nothing_else_is_sent_meanwhile(ray: Ray) -> None:
     line, first = LookupLine(), said(1)
     assert [line.announce(first) for _ in range(3)] == [None] * 3
-    ray.answers[0] = ANSWER
+    ray.answer(0, ANSWER)
     assert line.announce(first) is ANSWER
     assert ray.calls == [first]
 
@@ -72,19 +72,32 @@ def test_a_late_answer_is_waited_for_and_nothing_else_is_sent_meanwhile(ray: Ray
 def test_the_next_announcement_is_sent_when_the_one_before_is_answered_or_given_up(
     ray: Ray,
 ) -> None:
-    line = LookupLine()
-    ray.answers = {0: ANSWER, 2: ANSWER}
-    assert line.announce(said(1)) is ANSWER
+    line, first, third = LookupLine(), said(1), said(3)
+    assert line.announce(first) is None
+    ray.answer(0, ANSWER)
+    assert line.announce(first) is ANSWER
     assert line.announce(said(2)) is None
-    assert line.announce(said(3)) is ANSWER
+    assert line.announce(third) is None
+    ray.answer(2, ANSWER)
+    assert line.announce(third) is ANSWER
     assert [each.sequence for each in ray.calls] == [1, 2, 3]
     assert ray.num_searches == 1
 
 
 def test_a_lookup_that_has_ended_is_looked_for_again(ray: Ray) -> None:
     line, first = LookupLine(), said(1)
-    ray.answers = {0: ShardUnavailable("It is gone."), 1: ANSWER}
+    assert line.announce(first) is None
+    ray.answer(0, ShardUnavailable("It is gone."))
     with pytest.raises(ShardUnavailable):
         line.announce(first)
+    assert line.announce(first) is None
+    ray.answer(1, ANSWER)
     assert line.announce(first) is ANSWER
     assert ray.num_searches == 2
+
+
+def test_what_is_long_is_sent_in_pieces_that_travel_with_the_call(ray: Ray) -> None:
+    long = said(1, num_keys=20_000)
+    LookupLine().announce(long)
+    assert ray.calls == [long]
+    assert all(len(piece) <= 2**16 for piece in packed(long))

@@ -195,7 +195,7 @@ def test_calls_to_a_shard_that_has_ended_say_so(shard: Shard) -> None:
 
 
 def test_a_shard_that_was_never_started_can_be_stopped(directory: Path, line: Line) -> None:
-    shard = Shard("a", settings_for(directory), line.announce)
+    shard = Shard("a", settings_for(directory), [line.announce])
     with pytest.raises(ShardUnavailable, match="is starting"):
         shard.clear(timeout_s=1)
     shard.stop(retire=True, timeout_s=1)

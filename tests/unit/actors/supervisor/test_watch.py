@@ -225,6 +225,7 @@ class Tier:
         lookup = SimpleNamespace(status=lambda: self.status, drop=self.dropped)
         monkeypatch.setattr(module.calls, "get_actor", lambda _: lookup)
         monkeypatch.setattr(module.calls, "call", lambda method, *args, timeout_s: method(*args))
+        monkeypatch.setattr(module.calls, "ask_all", self.ask_all)
         monkeypatch.setattr(
             module, "reachable", lambda nodes, timeout_s: frozenset(nodes) - self.cut
         )
@@ -244,6 +245,9 @@ class Tier:
     def kill(self, part: Any, *, no_restart: bool) -> None:
         assert not no_restart
         self.ended.append(part)
+
+    def ask_all(self, methods: dict[str, Any], timeout_s: float, *args: Any) -> dict[str, Any]:
+        return {name: method(*args) for name, method in methods.items()}
 
     def dropped(self, shard: str) -> None:
         del self.status["shards"][shard]

@@ -36,7 +36,7 @@ MINE = replace(NAMESPACE, part_bytes=SLOT)
 def shard() -> Iterator[Shard]:
     parent = Path(tempfile.mkdtemp(prefix="kvray-test-", dir="/dev/shm"))
     settings = settings_for(parent / "shm", nvme=nvme_for(parent), quotas={"": 2**20})
-    made = Shard(f"kvray-shard-{NODE}", settings, Line().announce)
+    made = Shard(f"kvray-shard-{NODE}", settings, [Line().announce])
     made.start()
     try:
         wait_until_serving(made)
@@ -134,10 +134,10 @@ def test_figures_of_lookup_mover_and_supervisor_are_declared() -> None:
     lookup = Lookup()
     lookup.match(b"k" * 64, 1, time.monotonic())
 
-    found = lookup_figures(lookup.status(time.monotonic()))
+    found = lookup_figures(lookup.status(time.monotonic()), 0)
 
     check_declared(found)
-    assert totals(found)["lookup_queried_blocks_total", ()] == 2
+    assert totals(found)["lookup_queried_blocks_total", ("0",)] == 2
     mover = mover_figures(f"kvray-mover-{NODE}", {"arena_id": "a", "sent_bytes": {"nixl": 7}})
     check_declared(mover)
     assert totals(mover) == {("moved_bytes_total", (NODE, "nixl", "out")): 7}
