@@ -141,6 +141,7 @@ class Fetches:
                 keys[first:stop],
                 parent=keys[first - 1] if first else before,
                 depth=span.depth + first,
+                head=span.head,
                 part=span.part,
                 block_bytes=size,
                 namespace=int(leased.namespaces[first]),

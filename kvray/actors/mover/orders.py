@@ -19,6 +19,8 @@ class Span:
     """Key before the first; empty at the root."""
     depth: int
     """Place of the first in its prompt."""
+    head: int = 0
+    """Number of the chain, see `block.head_number`; 0: not known."""
     needs_parent: bool = True
     """Whether the blocks are useless without their parent."""
 

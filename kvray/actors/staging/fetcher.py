@@ -20,7 +20,7 @@ from kvray.actors.ray_glue.arguments import packed
 from kvray.actors.staging.peers import Peers, mover_of
 from kvray.actors.staging.plan import FetchStep, Peer
 from kvray.errors import KVRayError
-from kvray.identity.block import KEY_BYTES, BlockKey
+from kvray.identity.block import KEY_BYTES, BlockKey, head_number
 from kvray.index import Run
 from kvray.trace.arrival import HERE, NVME, Arrivals, arrivals_of
 
@@ -63,6 +63,7 @@ class Fetch:
                 keys=b"".join(keys[step.start : step.stop]),
                 parent=keys[step.start - 1] if step.start else b"",
                 depth=step.start,
+                head=head_number(keys[0]),
                 needs_parent=step.start > 0 and step.part not in windowed,
             )
             for step in steps

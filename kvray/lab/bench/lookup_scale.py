@@ -176,7 +176,7 @@ class Partition:
         """How long a call waited in the line, at most."""
         self.waiting: dict[str, Waiting] = {}
         """Shard -> its announcement."""
-        self._clock, self._key_s = clock, key_s
+        self._clock, self._key_s, self._is_real = clock, key_s, is_real
         self._free_at = clock.now
 
     def announce(self, announcement: Announcement) -> Answer | None:
@@ -186,9 +186,10 @@ class Partition:
         if waiting is None or waiting.announcement is not announcement:
             # Whoever waits before it in the line goes first: when it is done is known at once.
             began_at = max(now, self._free_at)
-            before, began = self.index.num_taken, time.process_time()
+            before = self.index.num_taken
+            began = time.process_time() if self._is_real else 0.0
             answer = self.lookup.announce(announcement, began_at)
-            self.cpu_s += time.process_time() - began
+            self.cpu_s += time.process_time() - began if self._is_real else 0.0
             took_s = CALL_S + self._key_s * (self.index.num_taken - before)
             self._free_at = began_at + took_s
             self.num_calls += 1

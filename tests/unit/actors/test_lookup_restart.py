@@ -49,6 +49,33 @@ def test_a_restarted_lookup_is_told_all_in_a_time_that_the_work_asks_for(
     assert tier.num_taken == num_shards * num_keys, "nothing is said twice"
 
 
+def test_a_partition_that_restarts_is_told_its_share_and_nothing_is_said_to_the_others() -> None:
+    with counted_time() as clock:
+        tier = Tier(clock, num_shards=60, num_keys=4_000, key_s=KEY_S, num_partitions=4)
+        assert tier.run_until_told(30.0) < 30
+        assert tier.num_taken == 60 * 4_000
+        others = [one.index.num_taken for one in tier.partitions[1:]]
+        tier.restart(0)
+        assert tier.run_until_told(30.0) < 30
+    assert tier.partitions[0].index.num_taken == 60 * 1_000
+    assert [one.index.num_taken for one in tier.partitions[1:]] == others
+
+
+def test_partitions_share_the_time_that_a_restart_takes() -> None:
+    took = []
+    for num_partitions in (1, 4):
+        with counted_time() as clock:
+            tier = Tier(
+                clock,
+                num_shards=100,
+                num_keys=32_000,
+                key_s=KEY_S,
+                num_partitions=num_partitions,
+            )
+            took.append(tier.run_until_told(60.0))
+    assert took[1] < took[0] / 2
+
+
 def test_however_many_shards_there_are_their_calls_leave_time_for_queries() -> None:
     with counted_time() as clock:
         tier = Tier(clock, num_shards=1000, num_keys=10, key_s=KEY_S)

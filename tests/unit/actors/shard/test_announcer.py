@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvray.actors.lookup.lookup import Announcement, Answer, Lookup
+from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.lookup.turns import TURNS
 from kvray.actors.shard import lookup_stream as stream_module
@@ -455,6 +456,117 @@ def test_pieces_get_smaller_where_the_lookup_takes_long_and_larger_again(
     store(arena, chain(20, seed="more"))
     tell(announcer, arena)
     assert [len(each.added_keys) // KEY_BYTES for each in line.heard[7:]] == [2, 8, 10]
+
+
+# -- partitions ------------------------------------------------------------------------------------
+
+
+class Partitions:
+    """Two partitions, each with a line of its own, and the announcer of a shard."""
+
+    def __init__(self) -> None:
+        self.lines = [Line(), Line()]
+        self.announcer = Announcer("a", *(line.announce for line in self.lines))
+
+    def line_of(self, keys: list[BlockKey]) -> Line:
+        return self.lines[partition_of(keys[0], 2)]
+
+    def matched(self, keys: list[BlockKey]) -> list[int]:
+        """Return what each partition says of `keys`."""
+        return [line.matched(keys) for line in self.lines]
+
+    def forget_heard(self) -> None:
+        for line in self.lines:
+            line.heard.clear()
+
+
+def chain_of(partition: int, length: int = 3) -> list[BlockKey]:
+    """Return the keys of some chain that `partition` of two has."""
+    chains = (chain(length, seed=f"{partition} {number}") for number in range(100))
+    return next(keys for keys in chains if partition_of(keys[0], 2) == partition)
+
+
+@pytest.fixture
+def two() -> Partitions:
+    return Partitions()
+
+
+def test_a_chain_is_announced_to_one_partition_and_removed_there(
+    two: Partitions, arena: Arena
+) -> None:
+    tell(two.announcer, arena)
+    store(arena, chain_of(0))
+    store(arena, chain_of(1))
+    tell(two.announcer, arena)
+    assert (two.matched(chain_of(0)), two.matched(chain_of(1))) == ([3, 0], [0, 3])
+    ArenaOwner(arena).clear()
+    tell(two.announcer, arena)
+    assert [len(line.lookup.index) for line in two.lines] == [0, 0]
+
+
+def test_a_block_whose_chain_is_not_known_is_found_and_removed_in_every_partition(
+    two: Partitions, arena: Arena
+) -> None:
+    keys = chain_of(1)
+    made = arena.reserve(
+        keys[1:], parent=keys[0], depth=1, part=0, block_bytes=4096, needs_parent=False
+    )
+    assert made is not None
+    assert arena.commit(made, np.zeros(2, dtype="<u8"))
+    tell(two.announcer, arena)
+    assert two.matched(keys[1:]) == [2, 2]
+    ArenaOwner(arena).clear()
+    tell(two.announcer, arena)
+    assert [len(line.lookup.index) for line in two.lines] == [0, 0]
+
+
+def test_a_partition_that_restarts_is_rebuilt_alone(two: Partitions, arena: Arena) -> None:
+    store(arena, chain_of(0))
+    store(arena, chain_of(1))
+    tell(two.announcer, arena)
+    two.forget_heard()
+    two.lines[1].lookup = Lookup()
+    two.announcer.send(1)
+    tell(two.announcer, arena)
+    assert (two.matched(chain_of(0)), two.matched(chain_of(1))) == ([3, 0], [0, 3])
+    assert not any(each.full or each.added_keys for each in two.lines[0].heard)
+    assert [each.num_entries for each in two.lines[1].heard if each.full] == [3]
+
+
+def test_a_partition_that_does_not_answer_holds_up_no_other(two: Partitions, arena: Arena) -> None:
+    tell(two.announcer, arena)
+    two.lines[0].late = 10**6
+    store(arena, chain_of(0))
+    store(arena, chain_of(1))
+    tell(two.announcer, arena)
+    assert two.matched(chain_of(1)) == [0, 3]
+    assert two.announcer.num_shards == 1, "the other one says so"
+    two.lines[0].late = 0
+    tell(two.announcer, arena)
+    assert two.matched(chain_of(0)) == [3, 0]
+
+
+def test_only_the_first_partition_is_told_of_ranks_and_digests(
+    two: Partitions, arena: Arena
+) -> None:
+    two.announcer.name_ranks([("r", 0)])
+    two.announcer.desk.note(THEIRS, [(DIGEST, 0)])
+    tell(two.announcer, arena)
+    said = [[(each.ranks, len(each.prefix_digests)) for each in one.heard] for one in two.lines]
+    assert said == [[([("r", 0)], 1)], [(None, 0)]]
+
+
+def test_without_changes_each_partition_hears_a_heartbeat_only_if_one_is_due(
+    two: Partitions, arena: Arena
+) -> None:
+    tell(two.announcer, arena)
+    two.forget_heard()
+    store(arena, chain_of(1))
+    two.announcer.collect(ArenaOwner(arena))
+    two.announcer.send(1, is_due=False)
+    assert [len(line.heard) for line in two.lines] == [0, 1]
+    two.announcer.send(1)
+    assert [len(line.heard) for line in two.lines] == [1, 2]
 
 
 # -- ranks and shards ------------------------------------------------------------------------------
