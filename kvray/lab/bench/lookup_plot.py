@@ -12,7 +12,7 @@ from kvray.console.picture import write_picture
 from kvray.lab.bench.lookup_scale import measured, told_s
 
 NODES = 100, 300, 1_000, 3_000, 10_000
-PARTITIONS = 1, 2, 4, 8, 16
+PARTITIONS = 1, 2, 4, 8
 BLOCKS, BLOCKS_OF_LARGE_NODES = 16_000, 131_000
 
 
