@@ -11,7 +11,6 @@ from typing import Any
 import ray
 
 from kvray.actors.build_info import BuildInfo, build_info_of, settings_of
-from kvray.actors.lookup.lookup import Announcement, Answer
 from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME, shard_name
 from kvray.actors.owner.admin import check_proof, proof_of
 from kvray.actors.ray_glue.arguments import unpacked
@@ -22,6 +21,7 @@ from kvray.actors.shard.lookup_line import LookupLine
 from kvray.actors.shard.queries import Asked, Prompt, Whereabouts
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
+from kvray.actors.telemetry.figures import Figures
 from kvray.actors.telemetry.metric_figures import ShardFigures
 from kvray.actors.telemetry.metrics_export import MetricsThread
 from kvray.config import KVRayConfig, config_on_node, ray_memory_threshold
@@ -57,14 +57,13 @@ class ShardActor:
             problem = error  # told by `status`: an actor that cannot be made tells nobody
         self._name = name
         self._config = config
-        self._lines = [LookupLine(at) for at in range(config.lookup.partitions)]
         self._nudge = Nudge(SUPERVISOR_NAME, every_s=_NUDGE_S)
         self._pages = ArenaPages(config.node_dir / ARENA_FILE)
         # Ray starts a shard again that ends by a defect; it then adopts its arena.
         self._shard = Shard(
             name,
             ShardSettings.of(config, memory_claims()),
-            [self._announce, *(line.announce for line in self._lines[1:])],
+            [LookupLine(at).announce for at in range(config.lookup.partitions)],
             crashed=lambda: os._exit(1),
             ask=ActorCalls(),
             is_restart=is_restart,
@@ -74,10 +73,8 @@ class ShardActor:
             self._shard.start()
         else:
             self._shard.refuse(problem)
-        figures = ShardFigures(name, time.monotonic())
-        self._metrics = MetricsThread(
-            lambda now: figures.of(self._shard.status(), now), config.cluster_name
-        )
+        self._figures = ShardFigures(name, time.monotonic())
+        self._metrics = MetricsThread(self._look, config.cluster_name)
 
     def status(self) -> dict[str, Any]:
         """See `Shard.status` and, for "memory", `ArenaPages.figures`."""
@@ -180,9 +177,9 @@ class ShardActor:
         # Ray's own thread, in which signals are handled, must not be kept.
         threading.Thread(target=end, name="kvray-end", daemon=True).start()
 
-    def _announce(self, announcement: Announcement) -> Answer | None:
-        self._nudge.give(time.monotonic())
-        return self._lines[0].announce(announcement)
+    def _look(self, now: float) -> Figures:
+        self._nudge.give(now)  # in this thread: while Ray's head is gone, it may take a minute
+        return self._figures.of(self._shard.status(), now)
 
     def __repr__(self) -> str:
         return f"Shard({self._name.removeprefix(SHARD_PREFIX)})"

@@ -220,9 +220,8 @@ class Peers:
 
     def _retain(self, names: set[str]) -> None:
         """Forget all but these: a node that comes back has another name."""
-        self._breakers = {
-            name: one for name, one in self._breakers.items() if name in names or is_lookup(name)
-        }
+        names = names | {name for name in self._breakers if is_lookup(name)}
+        self._breakers = {name: one for name, one in self._breakers.items() if name in names}
         self._answering &= names
         self._rates.retain(names)
 

@@ -106,6 +106,15 @@ class CountedIndex(Index):
         self.num_taken += len(keys) // 32
 
 
+class Alike(Entries):
+    """Blocks with one key: any number of them takes no memory."""
+
+    def chosen(self, mask: np.ndarray[Any, Any]) -> Entries:
+        """See `Entries.chosen`."""
+        count = np.count_nonzero(mask)
+        return Entries(keys=self.keys[:count], parts=self.parts[:count], heads=self.heads[:count])
+
+
 class FullTier:
     """A tier that holds so many blocks, and keeps them."""
 
@@ -116,7 +125,8 @@ class FullTier:
     ) -> None:
         nothing = np.zeros(len(keys), dtype=np.uint32)
         heads = nothing if heads is None else heads
-        self._entries = Entries(keys=keys, parts=nothing, heads=heads)
+        kind = Entries if keys.strides[0] else Alike
+        self._entries = kind(keys=keys, parts=nothing, heads=heads)
 
     def collect(self) -> None:
         """Return that nothing has changed."""

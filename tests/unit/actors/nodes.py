@@ -91,10 +91,17 @@ class Nodes:
         *,
         settings: StagingConfig = SETTINGS,
         num_shards: int = 2,
+        num_partitions: int = 1,
     ) -> Stager:
         node = self.by_name[name]
         peers = Peers(node.shard, self.ask, call_timeout_s=settings.call_timeout_s)
-        return Stager(node.arena, peers, settings, num_shards=lambda: num_shards)
+        return Stager(
+            node.arena,
+            peers,
+            settings,
+            num_shards=lambda: num_shards,
+            num_partitions=num_partitions,
+        )
 
     def replica_stager(self, name: str, ranks: Mapping[int, Reader]) -> ReplicaStager:
         """Return what stages at a node, where those ranks of the replica `r` are registered."""

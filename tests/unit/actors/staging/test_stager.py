@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.mover.orders import FetchOrder, FetchReport, SourceReport
+from kvray.actors.names import lookup_name
 from kvray.actors.ray_glue.arguments import unpacked
 from kvray.actors.staging import stager as stager_module
 from kvray.actors.staging.fetcher import FETCH_BLOCKS_MAX
@@ -515,6 +517,21 @@ def test_an_index_out_of_date_ends_in_a_miss(play: Callable[..., None]) -> None:
         assert len(nodes.orders) <= 4
 
     play(scene)
+
+
+def test_the_partition_that_has_the_prompts_chain_is_asked(play: Callable[..., None]) -> None:
+    def only(keys: bytes) -> list[Run]:
+        raise ShardUnavailable("This one is not to be asked.")
+
+    async def scene(nodes: Nodes, stager: Stager) -> None:
+        store(nodes["b"].arena, KEYS[:4])
+        asked = partition_of(KEYS[0], 3)
+        for partition in range(3):
+            name = f"{lookup_name(partition)}.locate"
+            nodes.others[name] = nodes.locate if partition == asked else only
+        assert (await stager.stage(prefix_of(KEYS), wait_s=5)).num_blocks == 4
+
+    play(scene, num_partitions=3)
 
 
 def test_closing_ends_what_is_under_way(play: Callable[..., None]) -> None:
