@@ -63,7 +63,7 @@ def config() -> Iterator[KVRayConfig]:
 
 
 def start_shard(config: KVRayConfig) -> Shard:
-    shard = Shard("test", ShardSettings.of(config), announce)
+    shard = Shard("test", ShardSettings.of(config), [announce])
     shard.start()
     wait_until(lambda: shard.status()["state"] == "serving")
     return shard
