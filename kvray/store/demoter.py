@@ -106,7 +106,7 @@ class Demoter:
         batch begins after `until`, a time of `time.monotonic`. Raises as `demote_ahead`.
         """
         tables = self._arena.tables
-        ready = np.flatnonzero(tables.slot_state == READY)
+        ready = tables.slots_in(READY)
         ready = ready[~self._is_below(ready)]
         ready = ready[np.argsort(self._retention.rank(ready), kind="stable")[::-1]]
         ends, written = np.cumsum(tables.block_bytes(ready)), 0
@@ -306,7 +306,7 @@ def paths_to(tables: Tables, slots: Array, is_below: Callable[[Array], Array]) -
     below has. A path leads from a block to one of its descendants. The block before a path is
     below, in an earlier path, or there is none.
     """
-    parent = tables.parents()
+    parent = tables.parents(tables.backed)
     wanted = np.zeros(len(parent), dtype=bool)
     level = slots
     while len(level):

@@ -88,15 +88,14 @@ def _audit(arena: Arena) -> dict[str, int]:
 
 def _batches(tables: Tables, batch_bytes: int) -> Iterator[tuple[Array, int]]:
     """Yield (slots that are READY now, their block size), slab by slab."""
-    per_slab = tables.geometry.slots_per_slab
     for slab in range(tables.geometry.num_slabs):
         block_bytes = int(tables.slab_block_bytes[slab])
         if not block_bytes:
             continue
-        usable = slabs.usable(tables, block_bytes)
-        start = slab * per_slab
         # A slot outside of its slab has no bytes to check.
-        ready = start + np.flatnonzero(tables.slot_state[start : start + usable] == READY)
+        inside = np.arange(slabs.usable(tables, block_bytes))
+        own = tables.geometry.slots_at(slab, inside)
+        ready = own[tables.slot_state[own] == READY]
         at_once = max(1, batch_bytes // block_bytes)
         for first in range(0, len(ready), at_once):
             yield ready[first : first + at_once], block_bytes

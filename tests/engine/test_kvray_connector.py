@@ -194,7 +194,7 @@ def test_a_flipped_byte_is_a_shorter_hit_and_not_a_wrong_answer(
     engine = make_engine(connector=CONNECTOR)
     arena = engine.connector.worker._shared.link.arena  # type: ignore[union-attr]
     victim = int((arena.tables.slot_depth * (arena.tables.slot_state == 2)).argmax())
-    slab, row = divmod(victim, arena.tables.geometry.slots_per_slab)
+    slab, row = arena.tables.geometry.place_of(victim)
     arena.tables.rows(slab)[row, 5] ^= 1
     output = engine.generate(prompt, max_tokens=20)
     assert output.hit_tokens == 5 * BLOCK

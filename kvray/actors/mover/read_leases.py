@@ -229,7 +229,7 @@ class ReadLeases:
 
 def _places(tables: Tables, slots: Array) -> tuple[Array, Array]:
     """Return where in `tables.data` the bytes of each slot start, and their number."""
-    sizes = tables.slab_block_bytes[slots // tables.geometry.slots_per_slab].astype(np.int64)
+    sizes = tables.block_bytes(slots)
     starts = np.empty(len(slots), dtype=np.int64)
     for size in np.unique(sizes).tolist():
         same = sizes == size

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvray.actors.shard.nvme_reads import NvmeReads
 from kvray.config import exact_size, format_size
 from kvray.errors import KVRayError, TierError
@@ -181,7 +179,7 @@ class NvmeTier:
 
     def _clear(self) -> int:
         tables = self.store.tables
-        cleared = self.store.evict(np.flatnonzero(tables.slot_state == READY))
+        cleared = self.store.evict(tables.slots_in(READY))
         words = tables.slot_key[cleared, 0]
         self._history.note(words, block_history.NVME, block_history.CLEARED, now=time.time())
         self._retention.evicted_below(cleared)

@@ -146,7 +146,7 @@ class Queries:
 
 def _num_parts(tiers: Sequence[Tables], packed: Array) -> Array:
     counts = np.zeros(len(packed), dtype=np.int64)
-    known = [np.unique(tables.slot_part[tables.slot_state == READY]) for tables in tiers]
+    known = [np.unique(tables.slot_part[tables.slots_in(READY)]) for tables in tiers]
     for part in np.unique(np.concatenate(known)).tolist():
         there = np.zeros(len(packed), dtype=bool)
         for tables in tiers:

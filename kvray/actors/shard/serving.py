@@ -20,7 +20,7 @@ from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.replica_stager import ReplicaStager
 from kvray.actors.staging.replicas import Reader, Replicas
 from kvray.actors.staging.stager import Stager
-from kvray.errors import ConfigError
+from kvray.errors import CapacityError, ConfigError
 from kvray.identity.tenant import TenantSalts
 from kvray.store import ArenaOwner
 from kvray.store.arena import lease
@@ -33,6 +33,7 @@ _LAST_SEND_S = 3.0
 _AUDIT_SHARE, _FIRST_AUDIT_SHARE = 0.001, 0.02
 """Of a core, for looks at the tables, and for those at tables that nobody has looked at yet."""
 _QUIET_AFTER_S, _QUIET_PAUSES = 1.0, 4
+_ROWS_RETRY_S = 60.0
 _MENDED_S, _MENDS_MAX = 10.0, 5
 """An error that comes back so often, however the tables are mended, is a defect."""
 
@@ -88,6 +89,7 @@ class Serving:
         self._heartbeat_at = 0.0
         self._is_due = False
         self._mended_at: list[float] = []
+        self._rows_at = 0.0
         self.retention = Retention(owner.arena, settings.arena.policy, settings.admission)
         self.disk: NvmeDisk | None = None  # None: the node is to keep nothing on disk
         if settings.nvme is not None:
@@ -213,7 +215,19 @@ class Serving:
         if is_heartbeat:
             self._bury_and_warn()
         self.retention.observe()
+        self._add_rows()
         self.owner.evict_ahead(self._parts.settings.arena.free_target, self.retention.rank)
+
+    def _add_rows(self) -> None:
+        """Give the tables the rows that blocks of a smaller size need; a refusal is logged."""
+        if time.monotonic() < self._rows_at:
+            return
+        try:
+            if added := self.owner.add_rows():
+                _log.info("%s: its tables have %d more rows, for smaller blocks", self._name, added)
+        except CapacityError as error:
+            self._rows_at = time.monotonic() + _ROWS_RETRY_S
+            _log.warning("%s: %s", self._name, str(error))  # an error keeps the mapping
 
     def _audit(self, now: float) -> None:
         """Begin a look at a share of the tables, unless one is under way; in a thread."""

@@ -77,6 +77,8 @@ class _Bench:
         )
         self._arena = runner.make_arena(runner.make_directory(parent), spec)
         self._arena.join("bench")
+        if not slabs.has_rows(self._arena.tables, ALIGNMENT):
+            ArenaOwner(self._arena).add_rows()
 
     def take_all(self) -> Iterator[Row]:
         of, end = f"{self._num_slots:,} slots", f"{self._num_slots // 1024}k"

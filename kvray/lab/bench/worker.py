@@ -24,7 +24,7 @@ from kvray.lab.bench.runner import LOCK_WAIT_S, TOKENS_PER_BLOCK, Runner, reserv
 from kvray.lab.bench.tier_load import Found, Load, block_keys
 from kvray.lab.reference.child_process import JsonPipe, PipeClosed
 from kvray.store import Arena
-from kvray.store.arena.prefault import mapping_of, populate
+from kvray.store.arena.prefault import pieces_of, populate
 from kvray.store.arena.tables import Array
 
 _TIMEOUT_S = 300.0
@@ -108,7 +108,7 @@ class _Work:
         """Map the arena in `directory` in place of the one before, as an engine's link does."""
         self.detach()
         self._arena = Arena.attach(Path(directory), label="bench", lock_wait_s=lock_wait_s)
-        populate(mapping_of(self._arena.tables))
+        populate(*pieces_of(self._arena.tables))
 
     def detach(self) -> None:
         if self._arena is not None:

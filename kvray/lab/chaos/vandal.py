@@ -31,7 +31,7 @@ def main() -> None:
 
 def _flip(arena: Arena, random_: random.Random, count: float) -> None:
     """Flip one byte each in complete blocks, without taking a lease."""
-    ready = np.flatnonzero(arena.tables.slot_state == READY).tolist()
+    ready = arena.tables.slots_in(READY).tolist()
     for slot in random_.sample(ready, min(int(count), len(ready))):
         block = arena.slot_bytes(slot)
         block[random_.randrange(len(block))] ^= 0xFF

@@ -22,13 +22,12 @@ def shares(tables: Tables) -> list[range]:
 
 
 def find(tables: Tables, share: range) -> Damage:
-    """Return what is wrong in some slabs, and in the same share of key index and lease pages.
+    """Return what is wrong in some slabs, and in the same share of slots, key index, lease pages.
 
     docs/arena_format.md lists the names; rows of `entries` are places in the key index.
     """
     geometry = tables.geometry
-    slots = np.arange(share.start, share.stop + 1) * geometry.slots_per_slab
-    slots = np.arange(slots[0], slots[-1])
+    slots = _share(share, tables, tables.num_backed)
     states = tables.slot_state[slots]
     is_used = (states == READY) | (states == RESERVED)
     leases = lease.count_leases(tables)[slots]
@@ -36,7 +35,7 @@ def find(tables: Tables, share: range) -> Damage:
     entries = _share(share, tables, geometry.num_buckets * BUCKET_WAYS)
     pages = _share(share, tables, geometry.num_pages)
     sizes = tables.slab_block_bytes[share.start : share.stop]
-    is_empty = (states.reshape(len(sizes), -1) == FREE).all(axis=1)
+    is_empty = slabs.are_empty(tables, np.arange(share.start, share.stop))
     found = {
         "slabs": np.flatnonzero((sizes > 0) & is_empty | (sizes > geometry.slab_bytes))
         + share.start,
@@ -79,10 +78,10 @@ def _share(share: range, tables: Tables, num_rows: int) -> Array:
 def has_wrong_state(tables: Tables, slots: Array) -> Array:
     """Return a mask of the `slots` whose state is no state, or cannot be there."""
     geometry, states = tables.geometry, tables.slot_state[slots]
-    slab, row = np.divmod(slots, geometry.slots_per_slab)
+    slab, position = geometry.place_of(slots)
     usable = slabs.usable_in(tables, np.arange(geometry.num_slabs))
     writer = tables.slot_holder[slots]
-    wrong: Array = (states > QUARANTINED) | (row >= usable[slab]) & (states != FREE)
+    wrong: Array = (states > QUARANTINED) | (position >= usable[slab]) & (states != FREE)
     wrong |= (writer < 0) | (writer > geometry.holders_max)
     wrong |= (states == RESERVED) & (writer == 0)
     return wrong
@@ -101,9 +100,9 @@ def has_wrong_parent(tables: Tables, used: Array) -> Array:
 
 def count_children(tables: Tables, slots: Array) -> Array:
     """Return how many READY and RESERVED slots name each of `slots`, a range, as their parent."""
-    parents = tables.parents().astype(np.int64) - slots[0]
-    counted = (parents >= 0) & (parents < len(slots))
-    counted &= (tables.slot_state == READY) | (tables.slot_state == RESERVED)
+    parents = tables.parents(tables.backed).astype(np.int64) - slots[0]
+    counted, states = (parents >= 0) & (parents < len(slots)), tables.slot_state[tables.backed]
+    counted &= (states == READY) | (states == RESERVED)
     counts: Array = np.bincount(parents[counted], minlength=len(slots))
     return counts
 
@@ -119,7 +118,7 @@ def _is_not_found(tables: Tables, used: Array) -> Array:
 
 def _names_nothing(tables: Tables, entries: Array) -> Array:
     named = tables.columns["index_slot"][entries].astype(np.int64) - 1
-    inside = named < tables.geometry.num_slots
+    inside = named < tables.num_backed
     slots = np.where(inside, named, -1)
     states = tables.slot_state[slots]
     right = inside & ((states == READY) | (states == RESERVED))
@@ -134,7 +133,7 @@ def is_no_record(tables: Tables, pages: Array) -> Array:
     following, slots = tables.page_next[pages], tables.page_slots[pages]
     wrong: Array = (holders < 0) | (holders > tables.geometry.holders_max)
     wrong |= (counts > PAGE_SLOTS) | (following < -1) | (following >= tables.geometry.num_pages)
-    outside = slots >= tables.geometry.num_slots
+    outside = slots >= tables.num_backed
     wrong |= (outside & (np.arange(PAGE_SLOTS) < counts[:, None])).any(axis=1)
     wrong &= holders != 0
     return wrong

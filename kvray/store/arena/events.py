@@ -33,14 +33,11 @@ class EventReader:
 
     def is_behind(self, tables: Tables) -> bool:
         """Return whether there are slots that it has not looked at since it was overtaken."""
-        return self._scan_at < tables.geometry.num_slots
+        return self._scan_at < tables.num_backed
 
     def take(self, tables: Tables) -> Array:
         """Return slots to look at next, ascending, each once; the lock is held."""
-        events, (num_slots, rows) = (
-            tables.events,
-            (tables.geometry.num_slots, len(tables.event_slot)),
-        )
+        events, num_slots, rows = tables.events, tables.num_backed, len(tables.event_slot)
         noted = NO_SLOTS
         if self._read >= 0 and 0 <= events - self._read <= rows:
             at = np.arange(self._read, events) % rows

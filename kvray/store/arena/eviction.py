@@ -48,7 +48,7 @@ def choose_beyond_quotas(tables: Tables, most: int, rank: Rank | None = None) ->
     over = quotas.excess(tables)
     if not over:
         return NO_SLOTS
-    fit = np.flatnonzero(is_fit(tables, np.arange(tables.geometry.num_slots)))
+    fit = np.flatnonzero(is_fit(tables, np.arange(tables.num_backed)))
     order = _ranks(tables, fit, rank), by_priority(tables, fit)
     return _beyond(tables, over, (fit, *order), NO_SLOTS, most)[:most]
 
@@ -91,7 +91,7 @@ def _classify(
     if not over:
         return _classes(tables, fit, by_use=by_use)
     classes = by_priority(tables, fit)
-    beyond = np.zeros(tables.geometry.num_slots, dtype=bool)
+    beyond = np.zeros(tables.num_backed, dtype=bool)
     beyond[_beyond(tables, over, (fit, ranks, classes), protect)] = True
     classes[beyond[fit] & (classes >= _WITHIN_QUOTA)] -= _WITHIN_QUOTA - _BEYOND_QUOTA
     return classes

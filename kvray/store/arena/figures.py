@@ -20,18 +20,19 @@ _COUNTED = ("stored", "evicted", "dropped", "corrupt", "repairs", "over_quota")
 def figures(tables: Tables) -> dict[str, Any]:
     """Return the figures; read without the lock, so they may be a moment apart."""
     geometry, header = tables.geometry, tables.header
-    ready = tables.slot_state == READY
+    states = tables.slot_state[tables.backed]
+    ready = states == READY
     sizes = np.where(tables.slab_block_bytes > geometry.slab_bytes, 0, tables.slab_block_bytes)
     # More than fits is nonsense that the shard has not mended yet; people get numbers that can be.
     most = geometry.slab_bytes // np.maximum(sizes, geometry.slot_min)
-    per_slab = np.minimum(ready.reshape(geometry.num_slabs, -1).sum(axis=1), most)
+    per_slab = np.minimum(geometry.by_slab(ready).sum(axis=(1, 2)), most)
     return {
         "shard_epoch": int(header["shard_epoch"]),
         "capacity_bytes": geometry.capacity,
         "resident_bytes": int((per_slab * sizes).sum()),
         "blocks": int(ready.sum()),
-        "leased_blocks": int((tables.slot_leases > 0).sum()),
-        "quarantined_blocks": int((tables.slot_state == QUARANTINED).sum()),
+        "leased_blocks": int((tables.slot_leases[tables.backed] > 0).sum()),
+        "quarantined_blocks": int((states == QUARANTINED).sum()),
         "holders": int(np.count_nonzero(tables.holder_live)),
         "slabs": slab_use(tables),
         "spare_slabs": slabs.num_spare(tables),
@@ -67,7 +68,7 @@ def _use(tables: Tables, block_bytes: int) -> dict[str, Any]:
     geometry, stride = tables.geometry, tables.geometry.stride(block_bytes)
     own = np.flatnonzero(tables.slab_block_bytes == block_bytes)
     per_slab = geometry.slab_bytes // stride
-    states = tables.slot_state.reshape(geometry.num_slabs, -1)[own, :per_slab]
+    states = slabs.states_in(tables, own, per_slab)
     free = states == FREE
     num_free, longest = int(np.count_nonzero(free)), _longest_runs(free)
     return {

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import numpy as np
 from kvray.config import KVRayConfig
 from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from kvray.store.arena.layout import (
+    ALIGNMENT,
     FORMAT_VERSION,
     HEADER,
     LIVE,
@@ -27,9 +29,11 @@ from kvray.store.arena.prefault import (
     Progress,
     ask_for_huge_pages,
     mapping_of,
+    pieces_of,
     populate,
+    rows_of,
 )
-from kvray.store.arena.tables import Tables
+from kvray.store.arena.tables import Array, Tables
 from kvray.store.machine import numa
 from kvray.store.machine.capacity import MemoryClaims, check_room
 from kvray.store.machine.side_file import SideFile
@@ -179,6 +183,27 @@ def map_file(path: Path) -> Tables:
         os.close(fd)
 
 
+def give_rows_memory(path: Path, tables: Tables, rows: range) -> None:
+    """Give the slot rows `rows` of the arena at `path` their memory.
+
+    Raises:
+        CapacityError: mount or memory have no more.
+    """
+    pieces = rows_of(tables, rows)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            _give_memory(fd, mapping_of(tables), pieces, lambda done, total: None)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise CapacityError(
+            f"The tables of the arena in {path.parent} need {sum(map(len, pieces))} bytes more for"
+            f" blocks of a smaller size, and cannot have them ({error.strerror}); these blocks are"
+            " not stored. Lower arena.capacity, or raise arena.slot_min, and restart the tier."
+        ) from None
+
+
 def holds_arena(path: Path, arena_id: str) -> bool:
     """Return whether the file at `path` is the arena of that id, and not its successor."""
     try:
@@ -221,13 +246,16 @@ def _build(path: Path, spec: ArenaSpec, arena_id: str, progress: Progress) -> No
         os.ftruncate(fd, total)
         tables = Tables(mmap.mmap(fd, total), geometry)
         memory = mapping_of(tables)
-        memory = memory if spec.has_data else memory[: geometry.table_bytes]
         ask_for_huge_pages(memory)
         if spec.interleave:
             numa.spread(memory)
+        if _page_bytes(path) == ALIGNMENT:  # a huge page holds rows of both kinds
+            tables.missing_rows = geometry.num_slots - geometry.first_rows
+        pieces = pieces_of(tables)
+        if not spec.has_data:
+            pieces[-1] = pieces[-1][: -geometry.capacity]
         # A full mount must be an error here, not a SIGBUS in some copy.
-        if not populate(memory, progress=progress):
-            _allocate(fd, memory.nbytes, progress)
+        _give_memory(fd, memory, pieces, progress)
     except OSError as error:
         raise CapacityError(
             f"The arena's {geometry.file_bytes} bytes could not be had in {path.parent}"
@@ -247,12 +275,19 @@ def _build(path: Path, spec: ArenaSpec, arena_id: str, progress: Progress) -> No
     header["checksum"] = header_checksum(header.tobytes())
 
 
-def _allocate(fd: int, total: int, progress: Progress) -> None:
-    """Give the file all of its pages where the kernel cannot populate a mapping."""
-    for start in range(0, total, CHUNK_BYTES):
-        length = min(CHUNK_BYTES, total - start)
-        os.posix_fallocate(fd, start, length)
-        progress(start + length, total)
+def _give_memory(fd: int, memory: Array, pieces: Sequence[Array], progress: Progress) -> None:
+    """Give these pieces of the file, mapped at `memory`, all of their pages; OSError: it cannot."""
+    if populate(*pieces, progress=progress):
+        return
+    # The kernel cannot populate a mapping.
+    done, total = 0, sum(piece.nbytes for piece in pieces)
+    for piece in pieces:
+        at = piece.ctypes.data - memory.ctypes.data
+        for start in range(at, at + piece.nbytes, CHUNK_BYTES):
+            length = min(CHUNK_BYTES, at + piece.nbytes - start)
+            os.posix_fallocate(fd, start, length)
+            done += length
+            progress(done, total)
 
 
 def _page_bytes(path: Path) -> int:

@@ -175,18 +175,16 @@ def _find_row(tables: Tables, keys: Array, part: int) -> "Array | None":
 
 def _row_from(tables: Tables, first: int, count: int) -> "Array | slice | None":
     """Return the slots of a row that begins with `first`; None if the arena ends before it."""
-    geometry, num_slots = tables.geometry, len(tables.slot_state)
-    per_slab = num_slots // len(tables.slab_block_bytes)
-    if first + count > num_slots:
+    geometry = tables.geometry
+    if first >= tables.num_backed:
         return None
-    slab, row = divmod(first, per_slab)
-    block_bytes = int(tables.slab_block_bytes[slab])
-    in_slab = max(1, geometry.slab_bytes // geometry.stride(block_bytes))
-    if row + count <= in_slab or in_slab == per_slab:
+    slab, position = geometry.place_of(first)
+    stop, run = position + count, geometry.run_slots
+    in_slab = max(1, geometry.slab_bytes // geometry.stride(int(tables.slab_block_bytes[slab])))
+    if stop <= in_slab and position // run == (stop - 1) // run:
         return slice(first, first + count)
-    ordinals = np.arange(row, row + count)
-    slots: Array = (slab + ordinals // in_slab) * per_slab + ordinals % in_slab
-    return slots if slots[-1] < num_slots else None
+    slab, position = divmod(np.arange(position, stop), in_slab) + np.array([[slab], [0]])
+    return geometry.slots_at(slab, position) if slab[-1] < geometry.num_slabs else None
 
 
 def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Array:
@@ -263,7 +261,7 @@ def _candidates(tables: Tables, keys: Array, part: "int | Array") -> tuple[Array
     entry = (bucket.take(row) << _WAY_BITS) | (hit & BUCKET_WAYS - 1)
     slot: Array = tables.columns["index_slot"].take(entry).astype(np.int64) - 1
     # An entry is a hint, whatever it says: what counts is the key in the slot.
-    return row, np.minimum(slot, tables.geometry.num_slots - 1, out=slot)
+    return row, np.minimum(slot, tables.num_backed - 1, out=slot)
 
 
 def _is_first(values: Array) -> Array:

@@ -2,7 +2,8 @@
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, get_type_hints
+from functools import cached_property
+from typing import Annotated, Any, TypeVar, cast, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +33,19 @@ DEFAULT_PRIORITY = 35
 
 BUCKET_WAYS = 16
 PAGE_SLOTS = 256
+PAGES_MAX = 65_536
+RUN_SLOTS = 64
+"""Slots of one slab that are neighbours in the tables: see `Geometry.slots_at`."""
+FIRST_ROWS = 2**20
+"""Slot rows that have memory from the start, some 100 MiB; all rows of an arena that has fewer."""
 LABEL_BYTES = 64
 QUOTAS_MAX = 64
 QUEUES = 8
 """Block sizes that have a queue of victims; more sizes share them."""
 UNDO_ENTRIES = 1024
 UNDO_WORDS_PER_SLOT = 16
+UNDO_SLOTS_MAX = 65_536
+"""Slots that one step may change and still be undone; the largest are far smaller."""
 
 HEADER = np.dtype(
     [
@@ -68,6 +76,8 @@ HEADER = np.dtype(
         ("repairs", "<u8"),
         ("over_quota", "<u8"),
         ("events", "<u8"),
+        ("missing_rows", "<u8"),
+        ("wanted_rows", "<u8"),
         # Written by those who wait for the lock, see `lock.ArenaLock`.
         ("waiting", "<u8"),
     ]
@@ -93,6 +103,10 @@ def header_checksum(header: bytes) -> int:
 def align(size: int, to: int = ALIGNMENT) -> int:
     """Return `size` rounded up to a multiple of `to`."""
     return -(-size // to) * to
+
+
+_Index = TypeVar("_Index", int, Array)
+"""A number, or an array of them."""
 
 
 class Columns:
@@ -144,9 +158,12 @@ class Columns:
     undo_log: Annotated[Array, "<u4", "undo_words"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """Figures that never change in an arena's life; every offset follows from them."""
+    """Figures that never change in an arena's life; every offset follows from them.
+
+    What every request asks for is derived once.
+    """
 
     capacity: int
     slab_bytes: int
@@ -163,17 +180,22 @@ class Geometry:
             and self.slot_min % ALIGNMENT == 0
         )
 
-    @property
+    @cached_property
     def num_slabs(self) -> int:
         """Slabs in the arena."""
         return self.capacity // self.slab_bytes
 
-    @property
+    @cached_property
     def slots_per_slab(self) -> int:
-        """Rows of the slot table that a slab owns; a large block size uses fewer."""
+        """Rows of the slot table that a slab owns; a large block size uses the first few."""
         return self.slab_bytes // self.slot_min
 
-    @property
+    @cached_property
+    def run_slots(self) -> int:
+        """Rows of one slab that are neighbours."""
+        return math.gcd(self.slots_per_slab, RUN_SLOTS)
+
+    @cached_property
     def num_slots(self) -> int:
         """Rows of the slot table."""
         return self.num_slabs * self.slots_per_slab
@@ -190,7 +212,7 @@ class Geometry:
     @property
     def num_pages(self) -> int:
         """Pages for lease records: as many requests as there are can be promised at once."""
-        return max(64, self.num_slots // 16)
+        return min(max(64, self.num_slots // 16), PAGES_MAX)
 
     @property
     def queue_rows(self) -> int:
@@ -209,7 +231,40 @@ class Geometry:
     @property
     def undo_words(self) -> int:
         """Words of the undo record's log."""
-        return UNDO_WORDS_PER_SLOT * self.num_slots + 4096
+        return UNDO_WORDS_PER_SLOT * min(self.num_slots, UNDO_SLOTS_MAX) + 4096
+
+    # The first run of every slab comes first, then the second of every slab, and so on. So large
+    # blocks, which use few slots of a slab, fill the first rows, and the others need no memory.
+
+    def slots_at(self, slab: Array | int, position: Array | int) -> Array:
+        """Return the slots at these positions, counted from 0, of these slabs."""
+        run, at = divmod(position, self.run_slots)
+        slots = (run * self.num_slabs + slab) * self.run_slots + at
+        return cast("Array", slots)
+
+    def slab_of(self, slots: _Index) -> _Index:
+        """Return the slab of each of `slots`."""
+        return slots // self.run_slots % self.num_slabs
+
+    def place_of(self, slots: _Index) -> tuple[_Index, _Index]:
+        """Return (slab, position in it) of each of `slots`."""
+        run, at = divmod(slots, self.run_slots)
+        run, slab = divmod(run, self.num_slabs)
+        return slab, run * self.run_slots + at
+
+    def by_slab(self, column: Array) -> Array:
+        """Return a view of whole runs of rows as [num_slabs, runs, run_slots]."""
+        runs: Array = column.reshape(-1, self.num_slabs, self.run_slots).swapaxes(0, 1)
+        return runs
+
+    def rows_for(self, slots_in_slab: int) -> int:
+        """Return how many rows have memory if the first `slots_in_slab` of every slab have."""
+        return align(min(slots_in_slab, self.slots_per_slab), self.run_slots) * self.num_slabs
+
+    @property
+    def first_rows(self) -> int:
+        """Rows that have memory from the start, in whole runs of every slab."""
+        return self.rows_for(max(1, FIRST_ROWS // self.num_slabs))
 
     def tables(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Return (name, dtype, shape) of every table, in file order."""
@@ -228,6 +283,16 @@ class Geometry:
             at = align(at + np.dtype(dtype).itemsize * math.prod(shape))
         offsets["data"] = align(at, 2 * 2**20)
         return offsets
+
+    def spans(self, rows: range) -> list[tuple[int, int]]:
+        """Return where the bytes of these slot rows lie in the file, as (start, stop)."""
+        offsets, found = self.offsets(), []
+        for name, dtype, shape in self.tables():
+            if name.startswith("slot_"):
+                row_bytes = np.dtype(dtype).itemsize * math.prod(shape[1:])
+                at = offsets[name]
+                found.append((at + rows.start * row_bytes, at + rows.stop * row_bytes))
+        return found
 
     @property
     def table_bytes(self) -> int:

@@ -236,7 +236,7 @@ def release_holder(tables: Tables, holder: int) -> int:
 def count_leases(tables: Tables) -> Array:
     """Return the lease count of every slot as the records have it."""
     return np.bincount(
-        _named(tables, np.flatnonzero(tables.page_holder)), minlength=tables.geometry.num_slots
+        _named(tables, np.flatnonzero(tables.page_holder)), minlength=tables.num_backed
     )
 
 
@@ -297,7 +297,7 @@ def _named(tables: Tables, pages: "Array | list[int]") -> Array:
     """Return every slot that `pages` name, with repetitions, without what is no slot."""
     filled = np.arange(PAGE_SLOTS) < tables.page_count[pages][:, None]
     named = tables.page_slots[pages][filled]
-    return named[named < tables.geometry.num_slots].astype(np.int64)
+    return named[named < tables.num_backed].astype(np.int64)
 
 
 def _check(words: Array) -> int:

@@ -93,7 +93,8 @@ class ArenaOwner:
     def bury_dead(self, *, limbo_s: float) -> list[str]:
         """End what dead holders held; return their labels."""
         tables, side_file = self._tables, self.arena.side_file
-        if not holders.dead_rows(tables, side_file) and not (tables.slot_state >= LIMBO).any():
+        is_none_given_up = (tables.slot_state[tables.backed] < LIMBO).all()
+        if is_none_given_up and not holders.dead_rows(tables, side_file):
             return []
         with self.section() as entered:
             if not entered:
@@ -118,6 +119,24 @@ class ArenaOwner:
         for size in slabs.block_sizes(self._tables):
             evicted += self._room.make(size, free_target, rank)
         return evicted
+
+    def add_rows(self) -> int:
+        """Give memory to the slot rows that writers have asked for; return how many they are.
+
+        It takes a second for each 2 GiB of tables. Engines go on meanwhile, but blocks of the size
+        that needs them are not stored. CapacityError: there is no memory for them.
+        """
+        tables, num_rows = self._tables, self._tables.num_backed
+        wanted = min(tables.wanted_rows, tables.geometry.num_slots)
+        wanted -= wanted % tables.geometry.rows_for(1)
+        if wanted <= num_rows:
+            return 0
+        path = self.arena.directory / ARENA_FILE
+        arena_file.give_rows_memory(path, tables, range(num_rows, wanted))
+        with self.section() as entered:
+            if entered:
+                tables.missing_rows = tables.geometry.num_slots - wanted
+        return wanted - num_rows if entered else 0
 
     def give_up(self, keys: bytes, parts: Iterable[int]) -> int:
         """Have useless blocks evicted before all others.
@@ -144,7 +163,7 @@ class ArenaOwner:
 
     def clear(self) -> int:
         """Evict every block that nobody leases; return how many. ShardUnavailable: no lock."""
-        everything = np.arange(self._tables.geometry.num_slots)
+        everything = np.arange(self._tables.num_backed)
         cleared = 0
         while True:
             # The search among all slots is done outside: the lock is kept for a moment only.

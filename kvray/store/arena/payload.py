@@ -75,14 +75,14 @@ def sum_slots(tables: Tables, slots: Array) -> Array:
     """Return the checksum of each slot's bytes now, u64 [num_slots]; sizes may differ."""
     checksums = np.empty(len(slots), dtype="<u8")
     seeds = _seeds(tables, slots)
-    per_slab = tables.geometry.slots_per_slab
-    for first, stop in _rows(slots):
+    geometry, each = tables.geometry, tables.geometry.run_slots
+    for first, stop in runs(slots[1:] != slots[:-1] + 1, len(slots)):
         start = first
         while start < stop:
-            slab, row = divmod(int(slots[start]), per_slab)
-            end = min(stop, start + per_slab - row)
-            block_bytes = int(tables.slab_block_bytes[slab])
-            area = tables.rows(slab)[row : row + end - start, :block_bytes]
+            slot = int(slots[start])
+            slab, row = geometry.place_of(slot)
+            end = min(stop, start + each - slot % each)
+            area = tables.rows(slab)[row : row + end - start, : int(tables.slab_block_bytes[slab])]
             checksums[start:end] = sum_blocks(area, seeds[start:end])
             start = end
     return checksums
@@ -91,7 +91,7 @@ def sum_slots(tables: Tables, slots: Array) -> Array:
 def slot_bytes(tables: Tables, slot: int) -> Array:
     """Return all bytes of one slot, which the caller has reserved or knows not to change."""
     geometry = tables.geometry
-    slab, row = divmod(slot, geometry.slots_per_slab)
+    slab, row = geometry.place_of(slot)
     stride = geometry.stride(int(tables.slab_block_bytes[slab]))
     start = slab * geometry.slab_bytes + row * stride
     return tables.data[start : start + stride]
@@ -106,7 +106,7 @@ def offsets(tables: Tables, slots: Array, block_bytes: int) -> Array:
         LayoutMismatch: the blocks of a slot are of another size.
     """
     geometry = tables.geometry
-    slab, row = np.divmod(slots, geometry.slots_per_slab)
+    slab, row = geometry.place_of(slots)
     others = np.flatnonzero(tables.slab_block_bytes[slab] != block_bytes)
     if len(others):
         raise LayoutMismatch(
@@ -120,14 +120,6 @@ def offsets(tables: Tables, slots: Array, block_bytes: int) -> Array:
 def _seeds(tables: Tables, slots: Array) -> list[int]:
     seeds: list[int] = key_index.words_in(tables, slots).tolist()
     return seeds
-
-
-def _rows(slots: Array) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) of each run of slots that follow one another."""
-    count = len(slots)
-    if count and slots.tobytes() == np.arange(slots[0], slots[0] + count).tobytes():
-        return iter([(0, count)])  # as mostly, told without arithmetic on arrays
-    return runs(slots[1:] != slots[:-1] + 1, count)
 
 
 def _runs(

@@ -11,12 +11,12 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from kvray.store.arena.layout import LIVE
+from kvray.store.arena.layout import ALIGNMENT, LIVE, align
 from kvray.store.arena.tables import Array, Tables
 
 Progress = Callable[[int, int], None]
@@ -39,18 +39,37 @@ def mapping_of(tables: Tables) -> Array:
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
+def pieces_of(tables: Tables) -> list[Array]:
+    """Return the parts of `mapping_of` that have memory: all but the slot rows still missing.
+
+    The last row has memory in any case: -1 stands for no slot, and as an index means that row.
+    """
+    memory, at, found = mapping_of(tables), 0, []
+    missing = range(tables.num_backed, tables.geometry.num_slots - 1)
+    for start, stop in tables.geometry.spans(missing) if missing else ():
+        found.append(memory[at : align(start)])
+        at = max(align(start), stop // ALIGNMENT * ALIGNMENT)
+    return [*found, memory[at:]]
+
+
+def rows_of(tables: Tables, rows: range) -> list[Array]:
+    """Return the pages of `mapping_of` with the columns of these slot rows."""
+    memory = mapping_of(tables)
+    spans = tables.geometry.spans(rows)
+    return [memory[start // ALIGNMENT * ALIGNMENT : align(stop)] for start, stop in spans]
+
+
 def ask_for_huge_pages(memory: Array) -> None:
     """Ask for huge pages under `memory`, which nobody has touched."""
     _libc.madvise(memory.ctypes.data, memory.nbytes, _HUGEPAGE)  # a hint: it may be refused
 
 
 def populate(
-    memory: Array,
-    *,
+    *pieces: Array,
     threads: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> bool:
-    """Map every page of `memory` for writing, and allocate those that do not exist yet.
+    """Map every page of `pieces` for writing, and allocate those that do not exist yet.
 
     Contents stay. `threads` defaults to one a core, with a bound. `progress` is called in this
     thread as chunks are done; what it raises ends the work. Returns False on a kernel before 5.14,
@@ -59,7 +78,8 @@ def populate(
     Raises:
         OSError: some page cannot be had; ENOSPC: its mount is full.
     """
-    chunks, done = _cut(memory, CHUNK_BYTES), 0
+    chunks, done = _cut(pieces, CHUNK_BYTES), 0
+    total = sum(chunk.nbytes for chunk in chunks)
     threads = threads or min(len(os.sched_getaffinity(0)), _THREADS_MAX)
     with ThreadPoolExecutor(threads, "kvray-populate") as pool:
         try:
@@ -67,7 +87,7 @@ def populate(
                 if not populated:
                     return False
                 done += chunk.nbytes
-                progress(done, memory.nbytes)
+                progress(done, total)
         finally:
             pool.shutdown(cancel_futures=True)
     return True
@@ -95,14 +115,18 @@ class Populator:
 
     def _run(self, tables: Tables) -> None:
         with contextlib.suppress(OSError):  # what cannot be mapped now is mapped at first use
-            for chunk in _cut(mapping_of(tables), _QUIET_CHUNK_BYTES):
+            for chunk in _cut(pieces_of(tables), _QUIET_CHUNK_BYTES):
                 is_wanted = not self._stopping.is_set() and tables.state == LIVE
                 if not is_wanted or not _populate(chunk):
                     return
 
 
-def _cut(memory: Array, chunk_bytes: int) -> list[Array]:
-    return [memory[at : at + chunk_bytes] for at in range(0, memory.nbytes, chunk_bytes)]
+def _cut(pieces: Sequence[Array], chunk_bytes: int) -> list[Array]:
+    return [
+        piece[at : at + chunk_bytes]
+        for piece in pieces
+        for at in range(0, piece.nbytes, chunk_bytes)
+    ]
 
 
 def _populate(chunk: Array) -> bool:

@@ -52,17 +52,17 @@ def quota_of(tables: Tables, namespace: int) -> int | None:
 
 def used(tables: Tables) -> dict[int, tuple[int, int]]:
     """Return (blocks, bytes) of every namespace that has READY blocks."""
-    per_slab, sizes = tables.geometry.slots_per_slab, tables.slab_block_bytes
-    left = tables.slot_state == READY
+    sizes, namespaces = tables.slab_block_bytes, tables.slot_namespace[tables.backed]
+    left = tables.slot_state[tables.backed] == READY
     found: dict[int, tuple[int, int]] = {}
     for _ in range(_FEW):
         first = int(left.argmax())
         if not left[first]:
             return found
-        namespace = int(tables.slot_namespace[first])
-        mine = left & (tables.slot_namespace == namespace)
+        namespace = int(namespaces[first])
+        mine = left & (namespaces == namespace)
         left &= ~mine
-        counts = np.count_nonzero(mine.reshape(-1, per_slab), axis=1)
+        counts = np.count_nonzero(tables.geometry.by_slab(mine), axis=(1, 2))
         found[namespace] = int(counts.sum()), int(counts @ sizes)
     slots = np.flatnonzero(left)
     names, which = np.unique(tables.slot_namespace[slots], return_inverse=True)

@@ -20,7 +20,7 @@ def rebuild(tables: Tables, *, now: float) -> int:
     _free_unsound(tables)
     slabs.recount(tables)
     drop_unsound_leases(tables)
-    tables.slot_leases[:] = lease.count_leases(tables)
+    tables.slot_leases[tables.backed] = lease.count_leases(tables)
     used = _used_oldest_first(tables)
     _relink(tables, used)
     tables.index_slot[:] = 0
@@ -39,17 +39,21 @@ def rebuild(tables: Tables, *, now: float) -> int:
 
 def _free_unsound(tables: Tables) -> None:
     """Free the slots whose state cannot be right: nobody can have them."""
-    sizes, writer = tables.slab_block_bytes, tables.slot_holder
+    sizes, writer = tables.slab_block_bytes, tables.slot_holder[tables.backed]
     sizes[sizes > tables.geometry.slab_bytes] = 0
     writer[(writer < 0) | (writer > tables.geometry.holders_max)] = 0
-    tables.slot_state[audit.has_wrong_state(tables, _all_slots(tables))] = FREE
+    for size in slabs.block_sizes(tables):  # only a flipped bit gives slabs a size without rows
+        if not slabs.has_rows(tables, size):
+            sizes[sizes == size] = 0
+    everything = _all_slots(tables)
+    tables.slot_state[everything[audit.has_wrong_state(tables, everything)]] = FREE
 
 
 def drop_unsound_leases(tables: Tables) -> None:
     """Free the pages that cannot be part of a lease."""
     pages = np.flatnonzero(tables.page_holder)
     slots = tables.page_slots[pages]
-    states = tables.slot_state[np.where(slots < tables.geometry.num_slots, slots, 0)]
+    states = tables.slot_state[np.where(slots < tables.num_backed, slots, 0)]
     is_readable = (states == READY) | (states == QUARANTINED)
     bad = audit.is_no_record(tables, pages)
     is_named = np.arange(PAGE_SLOTS) < tables.page_count[pages][:, None]
@@ -62,16 +66,16 @@ def _used_oldest_first(tables: Tables) -> Array:
 
     Of two slots that claim one block, that of the interrupted call comes last.
     """
-    used = np.flatnonzero((tables.slot_state == READY) | (tables.slot_state == RESERVED))
+    used = tables.slots_in(READY, RESERVED)
     return used[np.lexsort((tables.slot_tick[used], tables.slot_state[used] != READY))]
 
 
 def _relink(tables: Tables, used: Array) -> None:
     """Keep a parent link only where the parent is in use and one step nearer to the root."""
-    is_linked = np.zeros(tables.geometry.num_slots, dtype=bool)
+    is_linked = np.zeros(tables.num_backed, dtype=bool)
     is_linked[used[~audit.has_wrong_parent(tables, used)]] = True
-    tables.slot_parent[~is_linked] = -1
-    tables.slot_children[:] = audit.count_children(tables, _all_slots(tables))
+    tables.slot_parent[tables.backed][~is_linked] = -1
+    tables.slot_children[tables.backed] = audit.count_children(tables, _all_slots(tables))
 
 
 def _give_up(tables: Tables, lost: Array, now: float) -> None:
@@ -86,4 +90,4 @@ def _give_up(tables: Tables, lost: Array, now: float) -> None:
 
 
 def _all_slots(tables: Tables) -> Array:
-    return np.arange(tables.geometry.num_slots)
+    return np.arange(tables.num_backed)

@@ -33,6 +33,17 @@ def usable(tables: Tables, block_bytes: int) -> int:
     return tables.geometry.slab_bytes // tables.geometry.stride(block_bytes)
 
 
+def has_rows(tables: Tables, block_bytes: int) -> bool:
+    """Return whether the slots of a slab for `block_bytes` have rows with memory.
+
+    If not, the arena's owner is asked for them; it has them soon, or warns.
+    """
+    rows = tables.geometry.rows_for(usable(tables, block_bytes))
+    if rows > tables.num_backed:
+        tables.wanted_rows = max(rows, tables.wanted_rows)
+    return rows <= tables.num_backed
+
+
 def block_sizes(tables: Tables) -> list[int]:
     """Return the block sizes that slabs serve now, ascending; needs no lock."""
     sizes = np.unique(tables.slab_block_bytes)
@@ -47,36 +58,35 @@ def num_possible(tables: Tables, block_bytes: int) -> int:
 
 
 def slots_of(tables: Tables, block_bytes: int) -> Array:
-    """Return the slots in slabs that serve `block_bytes`, ascending."""
-    return _inside(tables, np.flatnonzero(tables.slab_block_bytes == block_bytes), block_bytes)
+    """Return the slots in slabs that serve `block_bytes`, slab by slab."""
+    own = np.flatnonzero(tables.slab_block_bytes == block_bytes)
+    return _inside(tables, own, usable(tables, block_bytes))
 
 
 def free_slots(tables: Tables, block_bytes: int, count: int) -> Array:
-    """Return at least `count` FREE slots for `block_bytes`, ascending; fewer: there are no more.
+    """Return up to `count` FREE slots for `block_bytes`, in the order of their bytes.
 
-    They are the smallest run in the emptiest slab that has them all, or else all those of the
-    emptiest slabs.
+    They are the smallest run in the emptiest slab that has them all, or else the longest runs of
+    the emptiest slabs.
     """
     num_free: Array = tables.slab_free * (tables.slab_block_bytes == block_bytes)
     emptiest = int(num_free.argmax())
     if num_free[emptiest] >= count > 0:
         # Bytes are searched by one call, where arrays take a dozen.
-        start = emptiest * tables.geometry.slots_per_slab
-        states = tables.slot_state[start : start + usable(tables, block_bytes)].tobytes()
+        states = _by_slab(tables)[emptiest].tobytes()[: usable(tables, block_bytes)]
         runs = [run.span() for run in re.finditer(b"%b{%d,}" % (_FREE, count), states)]
         if runs:
-            start += min(runs, key=lambda run: run[1] - run[0])[0]
-            return np.arange(start, start + count)
+            start = min(runs, key=lambda run: run[1] - run[0])[0]
+            return tables.geometry.slots_at(emptiest, np.arange(start, start + count))
     slabs: Array = np.flatnonzero(num_free > 0)
     num_free = num_free[slabs]
     order = np.argsort(-num_free, kind="stable")
     enough = int(np.searchsorted(np.cumsum(num_free[order]), count)) + 1
     slabs = np.sort(slabs[order[: max(enough, _LOOKED_INTO)]])
-    free: Array = np.flatnonzero(_states(tables, slabs, block_bytes).ravel() == FREE)
-    if len(slabs) > 1 or (len(slabs) and slabs[0]):
-        at, column = np.divmod(free, usable(tables, block_bytes))
-        free = slabs[at] * tables.geometry.slots_per_slab + column
-    return free
+    each = usable(tables, block_bytes)
+    free = np.flatnonzero(states_in(tables, slabs, each).ravel() == FREE)
+    at, position = np.divmod(longest_runs_first(free, count), each)
+    return tables.geometry.slots_at(slabs[at], position)
 
 
 def num_available(tables: Tables, block_bytes: int) -> int:
@@ -128,7 +138,7 @@ def give_back(tables: Tables, slots: Array) -> None:
 
 def _count(tables: Tables, slots: Array, step: int) -> Array:
     """Add `step` to the counts of FREE slots for each of `slots`; return their slabs."""
-    counts = Counter((slots // tables.geometry.slots_per_slab).tolist())
+    counts = Counter(tables.geometry.slab_of(slots).tolist())
     slabs = np.array(list(counts), dtype=np.int64)
     tables.add(slabs, slab_free=step * np.array(list(counts.values()), dtype=np.int32))
     return slabs
@@ -142,18 +152,25 @@ def recount(tables: Tables) -> None:
 
 def count_free(tables: Tables, slabs: range) -> Array:
     """Return the number of FREE slots of each of `slabs`; a spare one has none."""
-    chosen = slice(slabs.start, slabs.stop)
-    sizes = usable_in(tables, np.arange(slabs.start, slabs.stop))
-    is_inside = np.arange(tables.geometry.slots_per_slab) < sizes[:, None]
-    counts: Array = np.count_nonzero((_by_slab(tables)[chosen] == FREE) & is_inside, axis=1)
+    chosen = np.arange(slabs.start, slabs.stop)
+    sizes = usable_in(tables, chosen)
+    states = states_in(tables, chosen)
+    is_inside = np.arange(states.shape[1]) < sizes[:, None]
+    counts: Array = np.count_nonzero((states == FREE) & is_inside, axis=1)
     return counts
 
 
 def _make_spare(tables: Tables, slabs: Array) -> None:
     """Make those of `slabs` spare that serve a size and are empty."""
     slabs = slabs[tables.slab_block_bytes[slabs] > 0]
-    empty = slabs[(_by_slab(tables)[slabs] == FREE).all(axis=1)]
+    empty = slabs[are_empty(tables, slabs)]
     tables.put(empty, slab_block_bytes=0, slab_free=0)
+
+
+def are_empty(tables: Tables, slabs: Array) -> Array:
+    """Return a mask of those of `slabs` whose slots are all FREE."""
+    empty: Array = (states_in(tables, slabs) == FREE).all(axis=1)
+    return empty
 
 
 def usable_in(tables: Tables, slabs: Array) -> Array:
@@ -207,12 +224,12 @@ def coldest_first(tables: Tables, slabs: Array) -> Array:
 
 def _by_last_use(tables: Tables, slabs: Array) -> Array:
     """Return (slab, order of its last use, depth) of those that can be cleared, in order."""
-    per_slab, found = tables.geometry.slots_per_slab, [np.empty((0, 3), dtype=np.int64)]
+    per_slab, found = _backed_in_slab(tables), [np.empty((0, 3), dtype=np.int64)]
     step = max(1, _PIECE // per_slab)
     for start in range(0, len(slabs), step):
         piece = slabs[start : start + step]
-        slots = _rows_of(tables, piece)
-        states, shape = tables.slot_state.take(slots), (len(piece), per_slab)
+        slots, shape = _inside(tables, piece, per_slab), (len(piece), per_slab)
+        states = tables.slot_state.take(slots)
         ready = (states == READY).reshape(shape)
         is_busy = ((states != FREE) & (states != READY)) | (tables.slot_leases.take(slots) > 0)
         order = np.where(ready, use_order(tables, slots).reshape(shape), -1)
@@ -229,33 +246,33 @@ def _by_last_use(tables: Tables, slabs: Array) -> Array:
 
 def some_of(tables: Tables, block_bytes: int, *, turn: int) -> Array:
     """Return slots in some of a size's slabs, in others at each turn."""
-    most = _PIECE // usable(tables, block_bytes)
-    some = _some(tables.slab_block_bytes == block_bytes, most, turn)
-    return _inside(tables, some, block_bytes)
+    each = usable(tables, block_bytes)
+    some = _some(tables.slab_block_bytes == block_bytes, _PIECE // each, turn)
+    return _inside(tables, some, each)
 
 
 def some_others(tables: Tables, block_bytes: int, *, turn: int) -> Array:
     """Return some slabs of other sizes, others at each turn."""
     sizes = tables.slab_block_bytes
-    most = _PIECE // tables.geometry.slots_per_slab
+    most = _PIECE // _backed_in_slab(tables)
     return _some((sizes != block_bytes) & (sizes != 0), most, turn)
 
 
-def longest_runs_first(slots: Array, count: int) -> Array:
-    """Return `count` of the ascending `slots` in as few contiguous runs as possible."""
-    if len(slots) <= count or slots[-1] - slots[0] == len(slots) - 1:
-        return slots[:count]
-    breaks = np.flatnonzero(slots[1:] != slots[:-1] + 1) + 1
+def longest_runs_first(free: Array, count: int) -> Array:
+    """Return `count` of the ascending numbers `free` in as few contiguous runs as possible."""
+    if len(free) <= count or free[-1] - free[0] == len(free) - 1:
+        return free[:count]
+    breaks = np.flatnonzero(free[1:] != free[:-1] + 1) + 1
     starts = np.concatenate((_FIRST, breaks))
-    lengths = np.concatenate((breaks, [len(slots)])) - starts
+    lengths = np.concatenate((breaks, [len(free)])) - starts
     enough = np.flatnonzero(lengths >= count)
     if len(enough):
         start = starts[enough[lengths[enough].argmin()]]
-        return slots[start : start + count]
+        return free[start : start + count]
     order = np.argsort(-lengths, kind="stable")
     order = order[: int(np.searchsorted(np.cumsum(lengths[order]), count)) + 1]
     picked = np.concatenate([np.arange(starts[i], starts[i] + lengths[i]) for i in order])
-    chosen: Array = slots[picked[:count]]
+    chosen: Array = free[picked[:count]]
     return chosen
 
 
@@ -269,39 +286,35 @@ def _some(is_meant: Array, most: int, turn: int) -> Array:
     return some
 
 
-def _rows_of(tables: Tables, slabs: Array) -> Array:
-    """Return all rows of the slot table that `slabs` own."""
-    return _inside(tables, slabs, tables.geometry.slot_min)
-
-
-def _inside(tables: Tables, slabs: Array, block_bytes: int) -> Array:
-    """Return the slots of `slabs`, all of which serve `block_bytes`."""
-    starts = slabs[:, None] * tables.geometry.slots_per_slab
-    slots: Array = (starts + np.arange(usable(tables, block_bytes))).ravel()
-    return slots
+def _inside(tables: Tables, slabs: Array, each: int) -> Array:
+    """Return the first `each` slots of each of `slabs`, slab by slab."""
+    return tables.geometry.slots_at(slabs[:, None], np.arange(each)).ravel()
 
 
 def _used_in(tables: Tables, slabs: Array) -> Array:
-    slots = _rows_of(tables, slabs)
+    slots = _inside(tables, slabs, _backed_in_slab(tables))
     used: Array = slots[tables.slot_state.take(slots) != FREE]
     return used
 
 
 def _num_in(tables: Tables, slots: Array, slabs: Array) -> Array:
     """Return how many of `slots` are in each of `slabs`."""
-    counts = np.bincount(
-        slots // tables.geometry.slots_per_slab, minlength=tables.geometry.num_slabs
-    )
-    found: Array = counts[slabs]
+    num_slabs = tables.geometry.num_slabs
+    found: Array = np.bincount(tables.geometry.slab_of(slots), minlength=num_slabs)[slabs]
     return found
 
 
-def _states(tables: Tables, slabs: Array, block_bytes: int) -> Array:
-    states: Array = _by_slab(tables)[slabs, : usable(tables, block_bytes)]
-    return states
+def states_in(tables: Tables, slabs: Array, each: int | None = None) -> Array:
+    """Return the states of all slots of `slabs` that have memory, or of the first `each`."""
+    states: Array = _by_slab(tables)[slabs].reshape(len(slabs), _backed_in_slab(tables))
+    return states[:, :each]
 
 
 def _by_slab(tables: Tables) -> Array:
-    """Return the states as [num_slabs, slots_per_slab]."""
-    states: Array = tables.slot_state.reshape(tables.geometry.num_slabs, -1)
-    return states
+    """Return the states as [num_slabs, runs, run_slots]."""
+    return tables.geometry.by_slab(tables.slot_state[tables.backed])
+
+
+def _backed_in_slab(tables: Tables) -> int:
+    """Return how many slots of a slab have memory."""
+    return tables.num_backed // tables.geometry.num_slabs

@@ -102,7 +102,7 @@ def find_candidates(
     another one each time.
     """
     short = len(keys) - slabs.num_available(tables, block_bytes)
-    if short <= 0:
+    if short <= 0 or not slabs.has_rows(tables, block_bytes):
         return Candidates()
     tick = tables.tick
     before, chain = _find(tables, keys, parent, part)
@@ -324,9 +324,9 @@ def strand(tables: Tables, holder: int, *, now: float) -> int:
 
 def reclaim(tables: Tables, *, before: float) -> int:
     """Free the slots that went to LIMBO before then, and unleased QUARANTINED ones."""
-    limbo = (tables.slot_state == LIMBO) & (tables.slot_since <= before)
-    bad = (tables.slot_state == QUARANTINED) & (tables.slot_leases == 0)
-    slots = np.flatnonzero(limbo | bad)
+    limbo, bad = tables.slots_in(LIMBO), tables.slots_in(QUARANTINED)
+    limbo, bad = limbo[tables.slot_since[limbo] <= before], bad[tables.slot_leases[bad] == 0]
+    slots = np.concatenate((limbo, bad))
     tables.put(slots, slot_state=FREE)
     slabs.give_back(tables, slots)
     return len(slots)
@@ -340,7 +340,7 @@ def unlink(tables: Tables, slots: Array) -> None:
     bereft = slots[tables.slot_children[slots] > 0]
     if len(bereft):
         # Only the block of a failed writer, or a corrupt block, goes before its children.
-        children = np.flatnonzero(np.isin(tables.slot_parent, bereft))
+        children = np.flatnonzero(np.isin(tables.slot_parent[tables.backed], bereft))
         tables.put(children, slot_parent=-1)
     tables.put(slots, slot_children=0, slot_parent=-1)
 
@@ -353,8 +353,9 @@ def _still_reserved(tables: Tables, reservation: Reservation) -> Array:
 
 
 def _reserved_by(tables: Tables, holder: int) -> Array:
-    mine = (tables.slot_state == RESERVED) & (tables.slot_holder == holder + 1)
-    return np.flatnonzero(mine)
+    reserved = tables.slots_in(RESERVED)
+    mine: Array = reserved[tables.slot_holder[reserved] == holder + 1]
+    return mine
 
 
 def _allocate(
@@ -362,11 +363,11 @@ def _allocate(
 ) -> Array:
     """Return up to `count` FREE slots for `block_bytes`, evicting candidates if there are fewer."""
     found = slabs.free_slots(tables, block_bytes, count)
-    if len(found) < count:
+    if len(found) < count and slabs.has_rows(tables, block_bytes):
         _make_room(tables, count, block_bytes, protect=protect, candidates=candidates)
         slabs.take_spare(tables, count, block_bytes)
         found = slabs.free_slots(tables, block_bytes, count)
-    return slabs.longest_runs_first(found, count)
+    return found
 
 
 def _make_room(

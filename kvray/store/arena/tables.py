@@ -61,6 +61,8 @@ class Tables(Columns):
     repairs = _word("repairs")
     over_quota = _word("over_quota")
     events = _word("events")
+    missing_rows = _word("missing_rows")
+    wanted_rows = _word("wanted_rows")
 
     def __init__(
         self,
@@ -135,16 +137,38 @@ class Tables(Columns):
             self.event_slot[(start + count - len(last) + np.arange(len(last))) % rows] = last
         self.events += count
 
-    def parents(self, slots: "Array | slice" = slice(None)) -> Array:
+    @property
+    def num_backed(self) -> int:
+        """How many slot rows have memory: whole runs of every slab. No block is in any other."""
+        missing: int = self.missing_rows
+        if not missing:
+            return self.geometry.num_slots
+        first = self.geometry.run_slots * self.geometry.num_slabs
+        return max(first, (self.geometry.num_slots - missing) // first * first)
+
+    @property
+    def backed(self) -> slice:
+        """The slot rows that have memory."""
+        return slice(0, self.num_backed)
+
+    def slots_in(self, *states: int) -> Array:
+        """Return the slots that are in one of these states, ascending."""
+        held = self.slot_state[self.backed]
+        mask = held == states[0]
+        for state in states[1:]:
+            mask |= held == state
+        return np.flatnonzero(mask)
+
+    def parents(self, slots: "Array | slice") -> Array:
         """Return the slot of the block before each of `slots`, i4; -1 where there is none."""
         parents = self.slot_parent[slots]
         # A damaged table may name a slot that does not exist.
-        found: Array = np.where(parents.view("<u4") < self.geometry.num_slots, parents, -1)
+        found: Array = np.where(parents.view("<u4") < self.num_backed, parents, -1)
         return found
 
     def block_bytes(self, slots: Array) -> Array:
         """Return the bytes of the block in each of `slots`, i8."""
-        sizes: Array = self.slab_block_bytes[slots // self.geometry.slots_per_slab]
+        sizes: Array = self.slab_block_bytes[self.geometry.slab_of(slots)]
         return sizes.astype(np.int64)
 
     def name(self, slot: int) -> str:

@@ -96,7 +96,7 @@ def head(tables: Tables, block_bytes: int) -> Array | None:
         return None
     at = row * size + int(tables.queue_next[row])
     found = tables.queue_slot[at : at + 1].astype(np.int64)
-    return found if len(found) and found[0] < tables.geometry.num_slots else None
+    return found if len(found) and found[0] < tables.num_backed else None
 
 
 def next_slabs(tables: Tables, block_bytes: int) -> Array:
@@ -126,9 +126,9 @@ def _in_order(slots: Array) -> Array:
 
 def _is_as_chosen(tables: Tables, row: int, offered: Array) -> Array:
     """Return a mask of the slots that have a block of the queue's size, not used since."""
-    is_slot = offered < tables.geometry.num_slots
+    is_slot = offered < tables.num_backed
     slots = np.where(is_slot, offered, 0)
-    sizes = tables.slab_block_bytes.take(slots // tables.geometry.slots_per_slab)
+    sizes = tables.slab_block_bytes.take(tables.geometry.slab_of(slots))
     fits: Array = is_slot & (sizes == tables.queue_bytes[row])
     fits &= tables.slot_tick.take(slots) <= tables.queue_tick[row]
     return fits

@@ -30,7 +30,7 @@ class RecordBook:
     """One record a slot; all zero where there is no block."""
 
     def __init__(self, geometry: Geometry) -> None:
-        self._slots_per_slab = geometry.slots_per_slab
+        self._geometry = geometry
         rows = align(geometry.slots_per_slab, RECORDS_PER_PAGE)
         memory = aligned(geometry.num_slabs * rows * RECORD.itemsize)
         self._tables: Array = memory.view(RECORD).reshape(geometry.num_slabs, rows)
@@ -43,18 +43,21 @@ class RecordBook:
 
     def records(self, slots: Array) -> Array:
         """Return copies of the records of `slots`."""
-        found: Array = self._tables[np.divmod(slots, self._slots_per_slab)]
+        found: Array = self._tables[self._geometry.place_of(slots)]
         return found
 
     def put(self, slots: Array, records: Array) -> None:
         """Have `records` written for `slots`."""
-        slab, row = np.divmod(slots, self._slots_per_slab)
+        slab, row = self._geometry.place_of(slots)
         self._tables[slab, row] = records
         self._dirty[slab, row // RECORDS_PER_PAGE] = True
 
     def bury(self, slots: Array) -> None:
         """Have the records of `slots` written as empty, where they are not."""
-        slab, row = np.divmod(slots, self._slots_per_slab)
+        self.bury_rows(*self._geometry.place_of(slots))
+
+    def bury_rows(self, slab: Array, row: Array) -> None:
+        """Do so for the records in these rows of the slabs' tables."""
         named = self._tables["sequence"][slab, row] > 0
         slab, row = slab[named], row[named]
         self._tables[slab, row] = np.zeros((), dtype=RECORD)

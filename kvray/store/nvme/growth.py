@@ -16,14 +16,14 @@ def close_spare(tables: Tables, has_file: Array) -> Array:
     """Close the spare slabs without a file, and return them; `has_file` masks all slabs."""
     closed = np.flatnonzero((tables.slab_block_bytes == 0) & ~has_file)
     tables.put(closed, slab_block_bytes=CLOSED)
-    tables.put(closed * tables.geometry.slots_per_slab, slot_state=LIMBO)
+    tables.put(tables.geometry.slots_at(closed, 0), slot_state=LIMBO)
     return closed
 
 
 def reopen(tables: Tables) -> None:
     """Make every closed slab spare again."""
     closed = np.flatnonzero(tables.slab_block_bytes == CLOSED)
-    tables.put(closed * tables.geometry.slots_per_slab, slot_state=FREE)
+    tables.put(tables.geometry.slots_at(closed, 0), slot_state=FREE)
     tables.put(closed, slab_block_bytes=0)
 
 

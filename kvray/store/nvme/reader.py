@@ -48,9 +48,7 @@ class Reader:
             check_same(self._tables, held, arena, into)
             sums = np.zeros(len(rows), dtype="<u8")
             unreadable = np.zeros(len(rows), dtype=bool)
-            each = moves(
-                self._files.by_slab, held, self._tables.geometry.slots_per_slab, arena, into
-            )
+            each = moves(self._files.by_slab, held, self._tables.geometry, arena, into)
             size = chunk_bytes(each, self._threads.num_threads)
             self._threads.run(
                 [

@@ -59,11 +59,11 @@ def read_tables(files: SegmentFiles, book: RecordBook, tables: Tables) -> Recove
         counts["truncated"] += int(np.count_nonzero(sound & ~has_payload))
         counts["truncated"] += segment.shape.num_slots - num_rows
         rows = np.flatnonzero(sound & has_payload)
-        _clear_others(book, slab * tables.geometry.slots_per_slab, records, rows)
+        _clear_others(book, slab, records, rows)
         segment.file.allocate(segment.shape.file_bytes)
         if len(rows):
             tables.slab_block_bytes[slab] = segment.shape.block_bytes
-        found.append(slab * tables.geometry.slots_per_slab + rows)
+        found.append(tables.geometry.slots_at(slab, rows))
     slots = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
     records = book.records(slots)
     youngest_first = np.argsort(records["sequence"])[::-1]
@@ -90,14 +90,14 @@ def read_tables(files: SegmentFiles, book: RecordBook, tables: Tables) -> Recove
     )
 
 
-def _clear_others(book: RecordBook, first_slot: int, records: Array, rows: Array) -> None:
+def _clear_others(book: RecordBook, slab: int, records: Array, rows: Array) -> None:
     """Have all records but `rows` written as empty, so that each is reported only once."""
     others = ~is_empty(records)
     others[rows] = False
     lost = np.flatnonzero(others)
     if len(lost):
         records["sequence"][lost] = 1  # a torn record may say that there is none
-        book.bury(first_slot + lost)
+        book.bury_rows(np.full(len(lost), slab), lost)
 
 
 def _fill(tables: Tables, slots: Array, records: Array) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvray.errors import ConfigError, TierError
 from kvray.store.arena import payload
-from kvray.store.arena.layout import Array, align
+from kvray.store.arena.layout import Array, Geometry, align
 from kvray.store.arena.payload import runs
 from kvray.store.arena.tables import Tables
 from kvray.store.nvme.disk import BUFFERS_MAX
@@ -86,10 +86,10 @@ def read_tasks(move: Move, *, chunk_bytes: int, sums: Array, unreadable: Array) 
 
 
 def moves(
-    segments: dict[int, Segment], slots: Array, slots_per_slab: int, arena: Tables, into: Array
+    segments: dict[int, Segment], slots: Array, geometry: Geometry, arena: Tables, into: Array
 ) -> list[Move]:
     """Return one move for each segment that has some of `slots`; `into` has those of `arena`."""
-    slab, row = np.divmod(slots, slots_per_slab)
+    slab, row = geometry.place_of(slots)
     made = []
     for one in np.unique(slab).tolist():
         rows = np.flatnonzero(slab == one)

@@ -32,7 +32,7 @@ class Writer:
     def __init__(self, parts: StoreParts) -> None:
         self.written_bytes = 0
         self._tables, self._book, self._files, self._threads, self._section = parts
-        self._per_slab = parts.tables.geometry.slots_per_slab
+        self._geometry = parts.tables.geometry
         self._unsynced: set[int] = set()
         """Slabs with records that a power loss could take."""
         self._look_at = 0.0
@@ -69,7 +69,7 @@ class Writer:
     def _make_files(self, targets: Array) -> Array:
         """Give the slabs of `targets` their files; return a mask of the slots that have one."""
         self._look_for_room()
-        slabs = targets // self._per_slab
+        slabs = self._geometry.slab_of(targets)
         has_file = np.ones(len(targets), dtype=bool)
         for slab in np.unique(slabs).tolist():
             block_bytes = int(self._tables.slab_block_bytes[slab])
@@ -110,10 +110,10 @@ class Writer:
         # The arena's checksum was made while the bytes were in a cache. It goes into the record as
         # it is. The read that brings the block back compares it before anything is served, and so
         # finds a block that memory or the disk has damaged meanwhile.
-        each = moves(self._files.by_slab, targets, self._per_slab, arena, sources)
+        each = moves(self._files.by_slab, targets, self._geometry, arena, sources)
         size = chunk_bytes(each, self._threads.num_threads)
         self._threads.run([task for one in each for task in write_tasks(one, chunk_bytes=size)])
-        self._sync(np.unique(targets // self._per_slab).tolist())
+        self._sync(np.unique(self._geometry.slab_of(targets)).tolist())
         self.written_bytes += sum(
             len(one.rows) * align(one.segment.shape.block_bytes) for one in each
         )

@@ -50,7 +50,7 @@ def make(parent: Path) -> Iterator[MakeArena]:
 
 def spoil(arena: Arena, slot: int) -> str:
     """Change one byte of a block; return the name of its key."""
-    slab, row = divmod(slot, arena.tables.geometry.slots_per_slab)
+    slab, row = arena.tables.geometry.place_of(slot)
     arena.tables.rows(slab)[row, 17] ^= 1
     return arena.tables.slot_key[slot].tobytes().hex()[:8]
 

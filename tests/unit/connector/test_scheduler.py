@@ -299,5 +299,5 @@ def test_halves_that_got_copies_of_the_arguments_find_each_other(
 def flip_a_byte(arena: Arena, *, depth: int) -> None:
     tables = arena.tables
     (victim,) = ((tables.slot_depth == depth) & (tables.slot_state == 2)).nonzero()[0]
-    slab, row = divmod(int(victim), tables.geometry.slots_per_slab)
+    slab, row = tables.geometry.place_of(int(victim))
     tables.rows(slab)[row, 3] ^= 1

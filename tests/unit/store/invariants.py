@@ -21,8 +21,7 @@ def check_invariants(tables: Tables) -> None:
 def check_bytes(tables: Tables) -> None:
     """Fail if a READY slot does not hold the bytes that its checksum was made of."""
     for slab in np.flatnonzero(tables.slab_block_bytes):
-        per_slab = tables.geometry.slots_per_slab
-        rows = np.arange(slab * per_slab, (slab + 1) * per_slab)
+        rows = tables.geometry.slots_at(slab, np.arange(tables.geometry.slots_per_slab))
         ready = rows[tables.slot_state[rows] == READY]
         assert payload.verify(tables, ready).all(), f"wrong bytes in slab {slab}"
 
@@ -30,7 +29,7 @@ def check_bytes(tables: Tables) -> None:
 def check_contents(tables: Tables) -> None:
     """Fail if a READY slot holds anything but the content of its key, checksum or not."""
     for slot in np.flatnonzero(tables.slot_state == READY).tolist():
-        slab, row = divmod(slot, tables.geometry.slots_per_slab)
+        slab, row = tables.geometry.place_of(slot)
         size = int(tables.slab_block_bytes[slab])
         key = BlockKey(tables.slot_key[slot].tobytes())
         expected = content(key, int(tables.slot_part[slot]), block_bytes=size)
@@ -39,6 +38,7 @@ def check_contents(tables: Tables) -> None:
 
 def _check_states(tables: Tables) -> None:
     state = tables.slot_state
+    assert (state[tables.num_backed :] == FREE).all(), "a slot without memory is in use"
     assert np.isin(state, (FREE, RESERVED, READY, LIMBO, QUARANTINED)).all()
     assert (tables.slot_holder[state == RESERVED] > 0).all(), "a RESERVED slot has no writer"
     assert (tables.slot_holder <= tables.geometry.holders_max).all()
@@ -69,14 +69,16 @@ def _check_leases(tables: Tables) -> None:
     held = tables.page_holder > 0
     assert (tables.page_count[held] <= PAGE_SLOTS).all()
     assert (tables.page_holder <= tables.geometry.holders_max).all()
-    assert (tables.slot_leases == lease.count_leases(tables)).all(), "lease counts differ"
+    assert (tables.slot_leases[tables.backed] == lease.count_leases(tables)).all(), (
+        "lease counts differ"
+    )
     states = tables.slot_state[tables.slot_leases > 0]
     assert np.isin(states, (READY, QUARANTINED)).all(), "a leased slot was given away"
 
 
 def _check_slabs(tables: Tables) -> None:
     geometry = tables.geometry
-    states = tables.slot_state.reshape(geometry.num_slabs, -1)
+    states = geometry.by_slab(tables.slot_state).reshape(geometry.num_slabs, -1)
     for slab, size in enumerate(tables.slab_block_bytes.tolist()):
         usable = geometry.slab_bytes // geometry.stride(size) if size else 0
         assert (states[slab, usable:] == FREE).all(), f"slab {slab} has slots outside of it"

@@ -50,11 +50,11 @@ def test_shapes_follow_from_the_header_as_the_page_says() -> None:
         "S": geometry.capacity // geometry.slot_min,
         "B": max(16, 1 << (geometry.capacity // geometry.slot_min // 4 - 1).bit_length()),
         "H": geometry.holders_max,
-        "P": max(64, geometry.capacity // geometry.slot_min // 16),
+        "P": min(65_536, max(64, geometry.capacity // geometry.slot_min // 16)),
         "Q": max(128, geometry.num_slots // 2),
         "E": max(4096, geometry.num_slots // 4),
         "capacity / slab_bytes": geometry.capacity // geometry.slab_bytes,
-        "16 S + 4096": 16 * geometry.num_slots + 4096,
+        "16 U + 4096": 16 * min(65_536, geometry.num_slots) + 4096,
     }
     in_code = {name: list(shape) for name, _, shape in geometry.tables()}
     for row in rows("Tables"):

@@ -215,7 +215,7 @@ class ArenaLife(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.ready)))
         slot = self.ready.pop(key)
         arena = self.arenas[holder]
-        slab, row = divmod(slot, arena.tables.geometry.slots_per_slab)
+        slab, row = arena.tables.geometry.place_of(slot)
         arena.tables.rows(slab)[row, 5] ^= 1
         arena.quarantine(np.array([slot]))
         self.bad.add(slot)
@@ -272,7 +272,7 @@ class ArenaLife(RuleBasedStateMachine):
         tables = self.arenas[0].tables
         assert self.look() == self.ready
         for key, slot in self.ready.items():
-            slab, row = divmod(slot, tables.geometry.slots_per_slab)
+            slab, row = tables.geometry.place_of(slot)
             size = SIZE_OF[key]
             assert (tables.rows(slab)[row, :size] == content(key, block_bytes=size)).all()
 

@@ -191,6 +191,6 @@ def check_contents(arena: Arena) -> None:
     assert len(rows) == NUM_CHAINS * LENGTH
     for slot in np.flatnonzero(tables.slot_state == READY).tolist():
         number, row = rows[tables.slot_key[slot].tobytes()]
-        slab, at = divmod(slot, tables.geometry.slots_per_slab)
+        slab, at = tables.geometry.place_of(slot)
         right = blocks_of(number)[row]
         assert np.array_equal(tables.rows(slab)[at, : len(right)], right)

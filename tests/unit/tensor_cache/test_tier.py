@@ -357,7 +357,7 @@ def damage(cache: TensorCache, block: int) -> None:
     tables = arena.tables
     ready = tables.slot_state == READY
     (slot,) = np.flatnonzero(ready & (tables.slot_depth == block))
-    slab, row = divmod(int(slot), tables.geometry.slots_per_slab)
+    slab, row = tables.geometry.place_of(int(slot))
     tables.rows(slab)[row, METADATA.block_bytes // 2] ^= 1
 
 

@@ -1,4 +1,6 @@
 import contextlib
+import errno
+import logging
 import os
 import signal
 import socket
@@ -21,6 +23,8 @@ from kvray.actors.staging import replicas as replicas_module
 from kvray.errors import ConfigError, LayoutMismatch, ShardUnavailable
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import ArenaOwner, ArenaSpec
+from kvray.store.arena import file as arena_file
+from kvray.store.arena.layout import RUN_SLOTS
 from tests.unit.actors.conftest import StartShard
 from tests.unit.actors.small_shard import (
     NAMESPACE,
@@ -77,6 +81,33 @@ def test_an_eviction_disappears_from_the_lookup(shard: Shard, directory: Path, l
         wait_for(lambda: line.matched(keys) == 4)
         assert shard.clear(timeout_s=5) == 4
         wait_for(lambda: line.matched(keys) == 0)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_smaller_blocks_are_stored_once_the_shard_has_added_their_rows(
+    make_shard: StartShard,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    is_full: bool,
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("kvray.store.arena.layout.FIRST_ROWS", 1)
+    asked = spec(num_slabs=40, slots_per_slab=4 * RUN_SLOTS)
+    wait_until_serving(make_shard(spec=asked))
+    with contextlib.closing(open_arena(directory)) as arena:
+        if is_full:
+            monkeypatch.setattr(arena_file, "populate", _no_memory)
+        assert store(arena, chain(4)).dropped == 4
+        wait_for(lambda: "smaller" in caplog.text)
+        assert len(store(arena, chain(4)).slots) == (0 if is_full else 4)
+    assert [one.levelname for one in caplog.records if "smaller" in one.message] == [
+        "WARNING" if is_full else "INFO"
+    ]
+
+
+def _no_memory(*_pieces: object, **_options: object) -> bool:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_restarted_lookup_is_rebuilt(shard: Shard, directory: Path, line: Line) -> None:

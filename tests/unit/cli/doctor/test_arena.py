@@ -193,8 +193,10 @@ def test_arena_without_its_lock_file_cannot_be_used(
     arena = Arena(config.node_dir, lock_wait_s=1)
     arena_id = arena.arena_id
     arena.close()
+    shard.send_signal(signal.SIGSTOP)  # else it makes another arena
     lock_path(config.node_dir, arena_id).unlink()
     assert "lock file" in only_fault(config).says
+    shard.send_signal(signal.SIGCONT)
 
 
 def test_shard_that_is_still_preparing_is_waited_for(config: KVRayConfig) -> None:

@@ -9,9 +9,9 @@ import pytest
 from kvray.errors import ConfigError
 from kvray.identity.block import BlockKey
 from kvray.store.arena import key_index
-from kvray.store.arena.layout import BUCKET_WAYS, FREE, READY, RESERVED
+from kvray.store.arena.layout import BUCKET_WAYS, FREE, READY, RESERVED, RUN_SLOTS
 from kvray.store.arena.tables import Array, Tables
-from tests.unit.store.small_arena import SLOT, chain, find, put
+from tests.unit.store.small_arena import SLOT, chain, find, make_tables, put
 
 
 def name_slots(tables: Tables, keys: Array, parts: "int | list[int]" = 0) -> Array:
@@ -165,7 +165,18 @@ def test_row_of_large_blocks_goes_on_in_the_next_slab(tables: Tables) -> None:
     row = key_index._find_row(tables, key_index.pack_keys(blocks), 0)
     assert row is not None
     assert row[0].tolist() == find(tables, blocks)
-    assert len(set(row[0] // tables.geometry.slots_per_slab)) == 3
+    assert len(set(tables.geometry.slab_of(row[0]))) == 3
+
+
+def test_row_of_small_blocks_goes_on_in_the_next_run_of_the_slab() -> None:
+    tables, blocks = make_tables(num_slabs=3, slots_per_slab=3 * RUN_SLOTS), chain(7 * RUN_SLOTS)
+    put(tables, blocks)
+    for start in (0, RUN_SLOTS - 1, RUN_SLOTS):
+        for count in (1, 2, RUN_SLOTS, RUN_SLOTS + 1, 6 * RUN_SLOTS):
+            part = blocks[start : start + count]
+            row = key_index._find_row(tables, key_index.pack_keys(part), 0)
+            assert row is not None
+            assert row[0].tolist() == find(tables, part)
 
 
 def test_of_many_slots_with_equal_keys_and_parts_the_first_ones_stay() -> None:

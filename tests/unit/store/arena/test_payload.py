@@ -94,7 +94,7 @@ def test_pieces_and_threads_change_neither_bytes_nor_checksums(
         arena.read(leases[0], back, np.arange(len(keys)), verify=verify)
         assert np.array_equal(back, pool)
     assert sound_run(arena, leases[0]) == len(keys)
-    slab, row = divmod(int(made.slots[-1]), 1024)
+    slab, row = arena.tables.geometry.place_of(int(made.slots[-1]))
     arena.tables.rows(slab)[row, block_bytes - 1] ^= 1
     with pytest.raises(CorruptBlock, match=keys[-1].hex()[:8]):
         arena.read(leases[0], back, np.arange(len(keys)), verify=True)

@@ -79,7 +79,7 @@ def test_a_slab_with_a_lease_is_not_cleared(arena: Arena) -> None:
     owner.evict_ahead(0.0)
     first = int(victims.next_slabs(tables, SLOT)[0])
     chosen = slabs.slots_of(tables, 2 * SLOT)
-    chosen = chosen[chosen // tables.geometry.slots_per_slab == first]
+    chosen = chosen[tables.geometry.slab_of(chosen) == first]
     held = arena.lease_slots(chosen[:1])
     store(arena, chain(6, seed="younger"))
     owner.evict_ahead(0.5)

@@ -143,10 +143,10 @@ def test_of_slabs_used_together_the_end_of_the_prompt_is_cleared_first() -> None
     tables = make_tables(num_slabs=2)
     made = put(tables, chain(16))
     everything = np.arange(2)
-    tail = int(made.slots[-1]) // tables.geometry.slots_per_slab
+    tail = tables.geometry.slab_of(int(made.slots[-1]))
     assert slabs.coldest_first(tables, everything).tolist() == [tail, 1 - tail]
     protect = made.slots[:1]
     among = slabs.coldest_first(tables, everything)
     cleared = slabs.choose_to_clear(tables, 2, among=among, protect=protect)
-    assert (cleared // tables.geometry.slots_per_slab == tail).all()
+    assert (tables.geometry.slab_of(cleared) == tail).all()
     assert len(cleared) == 8
