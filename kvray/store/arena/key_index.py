@@ -192,16 +192,19 @@ def insert(tables: Tables, slots: Array, keys: Array, part: "int | Array") -> Ar
 
     `keys` are u64 [num_slots, 4]; `part` is one for all, or one a slot.
     """
-    bucket, tag = _bucket(tables, keys, part), _tag(keys)
     full = np.zeros(len(slots), dtype=bool)
     if len(slots) == 1:
-        ways = tables.index_slot[bucket[0]].tolist()
+        word, name, *_ = keys[0].tolist()
+        one_part = part if isinstance(part, int) else int(part[0])
+        only = (word ^ one_part * _PART_STEP) & len(tables.index_tag) - 1
+        ways = tables.index_slot[only].tolist()
         if 0 not in ways:
             return ~full
-        entry = bucket * BUCKET_WAYS + ways.index(0)
-        tables.columns["index_tag"][entry] = tag
-        tables.put(entry, index_slot=slots + 1)
+        way = ways.index(0)
+        tables.index_tag[only, way] = name & 2**32 - 1
+        tables.put(np.array([only * BUCKET_WAYS + way]), index_slot=slots + 1)
         return full
+    bucket, tag = _bucket(tables, keys, part), _tag(keys)
     waiting = np.arange(len(slots))
     # Slots of one batch that share a bucket take its empty ways in turn.
     while len(waiting):

@@ -242,6 +242,14 @@ class Geometry:
         slots = (run * self.num_slabs + slab) * self.run_slots + at
         return cast("Array", slots)
 
+    def slots_from(self, slab: int, position: int, count: int) -> Array:
+        """Return `count` slots of a slab from a position on."""
+        run, at = divmod(position, self.run_slots)
+        if at + count > self.run_slots:
+            return self.slots_at(slab, np.arange(position, position + count))
+        first = (run * self.num_slabs + slab) * self.run_slots + at
+        return np.arange(first, first + count)
+
     def slab_of(self, slots: _Index) -> _Index:
         """Return the slab of each of `slots`."""
         return slots // self.run_slots % self.num_slabs

@@ -16,6 +16,8 @@ from kvray.store.arena.tables import Array, Tables
 _LOOKED_INTO = 4
 """Slabs, the emptiest, in which a writer looks for a run of FREE slots; more if it needs more."""
 
+_FEW = 32
+
 _FREE = re.escape(bytes([FREE]))
 _FIRST = np.zeros(1, dtype=np.int64)
 _CLASS_SHIFT = 48
@@ -77,7 +79,7 @@ def free_slots(tables: Tables, block_bytes: int, count: int) -> Array:
         runs = [run.span() for run in re.finditer(b"%b{%d,}" % (_FREE, count), states)]
         if runs:
             start = min(runs, key=lambda run: run[1] - run[0])[0]
-            return tables.geometry.slots_at(emptiest, np.arange(start, start + count))
+            return tables.geometry.slots_from(emptiest, start, count)
     slabs: Array = np.flatnonzero(num_free > 0)
     num_free = num_free[slabs]
     order = np.argsort(-num_free, kind="stable")
@@ -138,7 +140,10 @@ def give_back(tables: Tables, slots: Array) -> None:
 
 def _count(tables: Tables, slots: Array, step: int) -> Array:
     """Add `step` to the counts of FREE slots for each of `slots`; return their slabs."""
-    counts = Counter(tables.geometry.slab_of(slots).tolist())
+    few = len(slots) <= _FEW  # plain numbers cost a fraction of two calls on cold arrays
+    slab_of = tables.geometry.slab_of
+    found = map(slab_of, slots.tolist()) if few else slab_of(slots).tolist()
+    counts = Counter(found)
     slabs = np.array(list(counts), dtype=np.int64)
     tables.add(slabs, slab_free=step * np.array(list(counts.values()), dtype=np.int32))
     return slabs
