@@ -4,9 +4,11 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from kvray.actors.tier.tier import summed
 from kvray.cli.status import (
     _print,
     ended_line,
+    lookups_table,
     memory_table,
     replicas_table,
     shards_table,
@@ -60,6 +62,20 @@ def test_process_that_is_stopped_with_the_lock_is_named(
     said = capsys.readouterr().out
     assert line in said
     assert "kill -CONT 4242" in said
+
+
+def test_partitions_of_the_lookup_have_a_row_each_and_are_summed() -> None:
+    one = {"keys": 3, "entries": 6, "bytes": 600, "queries": 2, "resyncs": 1, "shards": {"a": 1}}
+    two = {**one, "keys": 5, "entries": 10, "bytes": 2**20}
+    silent = {"state": "unreachable", "message": "no answer"}
+    found = summed(one, [one, two, silent])
+    assert (found["keys"], found["entries"], found["shards"]) == (8, 16, {"a": 1})
+    assert found["bytes_per_key"] == round((600 + 2**20) / 8, 1)
+    shown = text_of(lookups_table(found["partitions"])).splitlines()
+    first, second, third = (line.split() for line in shown if "kvray-lookup" in line)
+    assert first == ["kvray-lookup", "answers", "3", "6", "600B", "2", "1"]
+    assert second[:5] == ["kvray-lookup-1", "answers", "5", "10", "1MiB"]
+    assert third == ["kvray-lookup-2", "unreachable"]
 
 
 SLABS = {

@@ -31,6 +31,15 @@ def test_whole_tier_has_nothing_to_mend() -> None:
     assert set(shown) == {"lookup", "shard aa", "disk aa"}
 
 
+def test_partition_of_the_lookup_that_does_not_answer_is_a_fault() -> None:
+    silent = {"lookup": "kvray-lookup-1", "state": "unreachable", "message": "No answer in 2 s."}
+    lookup = {"keys": 7, "partitions": [{"lookup": "kvray-lookup", "keys": 7}, silent]}
+    shown = [*tier_findings({"lookup": lookup, "shards": [SERVING], "movers": []})]
+    (fault,) = [one for one in shown if one.verdict == "fault"]
+    assert (fault.check, fault.says) == ("kvray-lookup-1", "does not answer (No answer in 2 s)")
+    assert "supervisor" in fault.fix
+
+
 def test_tier_without_shards_is_a_fault() -> None:
     assert "shard.resource" in found()["shards"].fix
 
