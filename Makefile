@@ -45,7 +45,7 @@ screenshots: venv
 	mkdir -p docs/images
 	$(PY) -m pytest tests/ray/test_ray_dashboard.py --screenshots docs/images
 	.venv/bin/kvray demo --plot docs/images/first_tokens.png
-	$(PY) -m kvray.lab.bench.lookup_scale docs/images/lookup_scale.png
+	$(PY) -m kvray.lab.bench.lookup_plot docs/images/lookup_scale.png
 
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
