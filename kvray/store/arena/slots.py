@@ -164,7 +164,7 @@ def reserve(
     tables.slot_tick[protect] = number
     if len(found):
         _raise_priority(tables, found, priority if isinstance(priority, int) else priority[here])
-    wanted = np.flatnonzero(~here)
+    wanted = (~here).nonzero()[0]
     taken = _allocate(tables, len(wanted), block_bytes, protect=protect, candidates=candidates)
     if len(taken) < len(wanted) and not is_last:
         tables.undo.roll_back()
@@ -192,7 +192,7 @@ def reserve(
         rows=rows,
         slots=taken,
         words=key_index.words(keys[: len(rows), 0], part),
-        existing=int(np.count_nonzero(here)),
+        existing=len(found),
         dropped=dropped,
         number=number,
     )
