@@ -75,7 +75,10 @@ def free_slots(tables: Tables, block_bytes: int, count: int) -> Array:
     emptiest = int(num_free.argmax())
     if num_free[emptiest] >= count > 0:
         # Bytes are searched by one call, where arrays take a dozen.
-        states = _by_slab(tables)[emptiest].tobytes()[: usable(tables, block_bytes)]
+        each = usable(tables, block_bytes)
+        if num_free[emptiest] == each:
+            return tables.geometry.slots_from(emptiest, 0, count)
+        states = _by_slab(tables)[emptiest].tobytes()[:each]
         runs = [run.span() for run in re.finditer(b"%b{%d,}" % (_FREE, count), states)]
         if runs:
             start = min(runs, key=lambda run: run[1] - run[0])[0]
@@ -140,9 +143,9 @@ def give_back(tables: Tables, slots: Array) -> None:
 
 def _count(tables: Tables, slots: Array, step: int) -> Array:
     """Add `step` to the counts of FREE slots for each of `slots`; return their slabs."""
-    few = len(slots) <= _FEW  # plain numbers cost a fraction of two calls on cold arrays
     slab_of = tables.geometry.slab_of
-    found = map(slab_of, slots.tolist()) if few else slab_of(slots).tolist()
+    # Plain numbers cost a fraction of two calls on cold arrays.
+    found = map(slab_of, slots.tolist()) if len(slots) <= _FEW else slab_of(slots).tolist()
     counts = Counter(found)
     slabs = np.array(list(counts), dtype=np.int64)
     tables.add(slabs, slab_free=step * np.array(list(counts.values()), dtype=np.int32))
