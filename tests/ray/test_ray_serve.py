@@ -185,7 +185,9 @@ def test_the_second_replica_gives_the_same_answer_with_a_hit(served: Served) -> 
     assert second.choices[0].message.content == first.choices[0].message.content
     assert second.choices[0].finish_reason == "length"
     shareable = (first.usage.prompt_tokens - 1) // BLOCK * BLOCK
-    assert second.usage.prompt_tokens_details.cached_tokens == shareable
+    details = second.usage.prompt_tokens_details
+    assert details.cached_tokens == shareable
+    assert details.cached_tokens_by_source == {"pool": 0, "tier": shareable}
     _wait_for(lambda: served.hit_tokens("engine-1") == shareable, "the count")
     assert served.hit_tokens("engine-0") == 0
     shown = served.shell.run("status", **served.environ)
@@ -200,6 +202,12 @@ def test_requests_go_round_and_answers_name_their_replica(served: Served) -> Non
     ]
     assert sorted(seen) == ["engine-0", "engine-0", "engine-1", "engine-1"]
     assert [model.id for model in served.client.models.list()] == ["tiny"]
+
+
+def test_health_says_that_an_engine_can_answer(served: Served) -> None:
+    root = str(served.client.base_url).removesuffix("v1/")
+    with urllib.request.urlopen(f"{root}health", timeout=TIMEOUT_S) as answer:
+        assert (answer.status, answer.read()) == (200, b'{"status":"ok"}')
 
 
 def test_a_stream_is_the_same_text_in_pieces(served: Served) -> None:

@@ -7,7 +7,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-ENGINE_WING = ("kvray.node", "kvray.connector", "kvray.tensor_cache", "kvray.lab.reference")
+ENGINE_WING = (
+    "kvray.node",
+    "kvray.connector",
+    "kvray.tensor_cache",
+    "kvray.lab.reference",
+    "kvray.serve.trtllm_child",  # runs in the engine's process
+)
 
 CODE = """
 import importlib, pkgutil, sys

@@ -7,26 +7,22 @@ import asyncio
 import contextlib
 import importlib.util
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from ray import serve
-
-from examples.ray_serve.settings import Settings
-from kvray.cli.connector_config import MODULE, SCHEDULER_CLASS, WORKER_CLASS
 from kvray.config import CONFIG_ENV
 from kvray.errors import ConfigError, KVRayError
-from kvray.lab.reference import KvConnectorConfig, Replica
-from kvray.lab.reference.replica import CHILD_MODULE, Call
+from kvray.lab.reference import Call, KvConnectorConfig, Replica
+from kvray.lab.reference.replica import CHILD_MODULE
+from kvray.serve.settings import Settings
 
-ROOT = str(Path(__file__).parents[2])
+TRTLLM_MODULE = "kvray.serve.trtllm_child"
 CONNECTOR = KvConnectorConfig(
-    connector_module=MODULE,
-    connector_scheduler_class=SCHEDULER_CLASS,
-    connector_worker_class=WORKER_CLASS,
+    connector_module="kvray.connector",
+    connector_scheduler_class="KvRayScheduler",
+    connector_worker_class="KvRayWorker",
 )
 
 
@@ -39,15 +35,11 @@ def spawn(name: str, settings: Settings) -> Replica:
     env = {"KVRAY_CONNECTOR__REPLICA": name}  # besides what this node's Ray says of its arena
     if settings.kvray_config is not None:
         env[CONFIG_ENV] = str(settings.kvray_config)
-    module = CHILD_MODULE
-    if uses_tensorrt_llm(settings):
-        module = "examples.ray_serve.trtllm_child"
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, *sys.path]))
     return Replica.spawn(
         name,
         env=env,
         log_path=log_path(name),
-        module=module,
+        module=TRTLLM_MODULE if uses_tensorrt_llm(settings) else CHILD_MODULE,
         connector=CONNECTOR,
         model=settings.model,
         **settings.engine_options,
@@ -70,7 +62,6 @@ def uses_tensorrt_llm(settings: Settings) -> bool:
     return settings.engine == "tensorrt_llm"
 
 
-@serve.deployment(health_check_period_s=2, graceful_shutdown_timeout_s=30)
 class Engine:
     """A Serve replica with one engine."""
 
@@ -81,6 +72,7 @@ class Engine:
             KVRayError: it did not start; Serve tries again.
         """
         self._stall_timeout_s = settings.stall_timeout_s
+        self._has_sources = not uses_tensorrt_llm(settings)  # whose one figure has all of them
         self._calls: set[Call] = set()  # under way; the loop's
         self._heard_at = 0.0  # of any of them, or when the first of them began
         self._replica = spawn(name, settings)
@@ -93,8 +85,9 @@ class Engine:
     async def generate(self, tokens: list[int], max_tokens: int) -> AsyncIterator[dict[str, Any]]:
         """Yield `{}` once the engine has it, the answer's tokens as they come, then how it ended.
 
-        That is `{"tokens": [...]}`, and `{"finish_reason", "prompt_tokens", "cached_tokens"}` or
-        `{"error", "is_config"}`. A caller that stops listening ends the request in the engine.
+        That is `{"tokens": [...]}`, and `{"finish_reason", "prompt_tokens", "cached_tokens"}`, with
+        "cached_tokens_by_source" if the engine tells, or `{"error", "is_config"}`. A caller that
+        stops listening ends the request in the engine.
         """
         heard: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most max_tokens and one more
         call = await self._submit(tokens, max_tokens, _onto_loop(heard.put_nowait))
@@ -104,7 +97,7 @@ class Engine:
             while (new := await heard.get()) is not None:
                 self._heard_at = time.monotonic()
                 yield {"tokens": new}
-            yield _ending(call)
+            yield _ending(call, has_sources=self._has_sources)
         finally:
             self._calls.discard(call)
             self._leave(call)
@@ -122,7 +115,7 @@ class Engine:
         if self._calls and silent_s > self._stall_timeout_s:
             raise KVRayError(
                 f"The engine {name} has said nothing for {silent_s:.0f} s, with {len(self._calls)}"
-                " requests under way; it is started anew."
+                " requests under way; it is replaced."
             )
 
     async def _submit(
@@ -135,10 +128,14 @@ class Engine:
         try:
             call = await asyncio.shield(sending)
         except asyncio.CancelledError:  # the engine gets it all the same, and ends it
-            sending.add_done_callback(lambda sent: sent.exception() or self._leave(sent.result()))
+            sending.add_done_callback(self._leave_when_sent)
             raise
         call.future.add_done_callback(lambda _: tell(None))
         return call
+
+    def _leave_when_sent(self, sending: "asyncio.Future[Call]") -> None:
+        if sending.exception() is None:
+            self._leave(sending.result())
 
     def _begin(self, call: Call) -> None:
         if not self._calls:
@@ -169,13 +166,17 @@ def _onto_loop(
     return tell
 
 
-def _ending(call: Call) -> dict[str, Any]:
+def _ending(call: Call, *, has_sources: bool) -> dict[str, Any]:
     error = call.future.exception()
     if error is not None:
         return {"error": str(error), "is_config": isinstance(error, ConfigError)}
     output = call.future.result()
-    return {
+    ending = {
         "finish_reason": output.finish_reason,
         "prompt_tokens": output.prompt_tokens,
         "cached_tokens": output.reused_tokens + output.hit_tokens,
     }
+    if has_sources:
+        by_source = {"pool": output.reused_tokens, "tier": output.hit_tokens}
+        ending["cached_tokens_by_source"] = by_source
+    return ending

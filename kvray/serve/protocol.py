@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from openai.types import Completion, CompletionChoice, CompletionUsage, Model
@@ -149,7 +149,12 @@ def describe_model(name: str, created: int) -> dict[str, Any]:
     )
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None) -> CompletionUsage:
+def usage(
+    prompt_tokens: int,
+    completion_tokens: int,
+    cached_tokens: int | None,
+    by_source: Mapping[str, int] | None = None,
+) -> CompletionUsage:
     """Return the counts.
 
     Args:
@@ -157,6 +162,7 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None)
         completion_tokens: in the answer.
         cached_tokens: of the prompt's, those that engine or tier had; None: not known, because a
             stop text ended the answer before the engine did.
+        by_source: these by where they were, `pool` and `tier`; None: the engine does not say.
     """
     used = CompletionUsage(
         prompt_tokens=prompt_tokens,
@@ -164,7 +170,11 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None)
         total_tokens=prompt_tokens + completion_tokens,
     )
     if cached_tokens is not None:
-        used.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached_tokens)
+        # Their types keep fields that they do not know.
+        more = {} if by_source is None else {"cached_tokens_by_source": dict(by_source)}
+        used.prompt_tokens_details = PromptTokensDetails.model_validate(
+            {"cached_tokens": cached_tokens, **more}
+        )
     return used
 
 
@@ -205,8 +215,9 @@ class Writer:
             created=self._created,
             model=self._model,
             choices=[choice],
-            **({} if used is None else {"usage": used}),
         )
+        if used is not None:
+            made.usage = used
         return made.model_dump(exclude_unset=True, warnings=False)
 
 

@@ -1,4 +1,4 @@
-"""The Serve replica of examples/ray_serve, without Serve: an engine that hangs, callers that go."""
+"""A Serve replica without Serve: an engine that hangs, callers that go."""
 
 import asyncio
 import os
@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("ray.serve")
 pytest.importorskip("openai")
 
-from examples.ray_serve.engine import Engine
-from examples.ray_serve.settings import Settings
 from kvray.errors import KVRayError
+from kvray.serve.engine import Engine
+from kvray.serve.settings import Settings
 
 STALL_S = 0.5
 DEADLINE_S = 60.0
@@ -32,7 +32,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         engine_options={"num_threads": 1, "num_blocks": 128},
         stall_timeout_s=STALL_S,
     )
-    engine = Engine.func_or_class("engine-0", settings)  # type: ignore[attr-defined]
+    engine = Engine("engine-0", settings)
     yield engine
     engine._replica.kill()
 

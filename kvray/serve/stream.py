@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from openai.types import CompletionUsage
 
-from examples.ray_serve.fleet import Event
-from examples.ray_serve.protocol import RequestError, Writer
-from examples.ray_serve.text import Answer
+from kvray.serve.fleet import Event
+from kvray.serve.protocol import RequestError, Writer
+from kvray.serve.text import Answer
 
 
 class Piece(NamedTuple):

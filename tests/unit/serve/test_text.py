@@ -1,4 +1,4 @@
-"""Prompts and answers of examples/ray_serve as text."""
+"""Prompts and answers as text."""
 
 import pytest
 
@@ -6,9 +6,9 @@ pytest.importorskip("openai")
 
 from pydantic import ValidationError
 
-from examples.ray_serve.protocol import ChatRequest, ChatWriter, CompletionRequest, Writer, usage
-from examples.ray_serve.settings import Settings
-from examples.ray_serve.text import Answer, Prompts, load_prompts
+from kvray.serve.protocol import ChatRequest, ChatWriter, CompletionRequest, Writer, usage
+from kvray.serve.settings import Settings
+from kvray.serve.text import Answer, Prompts, load_prompts
 
 TEXT = "naïve café \N{PARTY POPPER} 日本語, end"
 

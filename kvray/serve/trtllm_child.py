@@ -118,7 +118,7 @@ def _output(result: Any, ttft_s: float) -> dict[str, Any]:
 
 
 def _start(options: dict[str, Any]) -> Any:
-    """Start the engine that `engine_options` of serve.yaml describe."""
+    """Start the engine that `engine_options` of the settings describe."""
     from tensorrt_llm import LLM
     from tensorrt_llm.llmapi.llm_args import KvCacheConfig, KvCacheConnectorConfig
 

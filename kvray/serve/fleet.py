@@ -11,12 +11,16 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from examples.ray_serve.prefetch import Prefetcher
-from examples.ray_serve.protocol import RequestError
+from kvray.serve.prefetch import Prefetcher
+from kvray.serve.protocol import RequestError
 
 _log = logging.getLogger("ray.serve")
 _TAKE_TIMEOUT_S = 5.0
 """An engine that does not take a request for so long is passed over if there is another."""
+
+_HEARD_S = 5.0
+"""An engine that was heard so lately can answer; else one is asked."""
+_HEALTH_TIMEOUT_S = 2.0
 
 Event = dict[str, Any]
 
@@ -26,7 +30,7 @@ class Fleet:
 
     def __init__(
         self,
-        engines: Mapping[str, DeploymentHandle],
+        engines: Mapping[str, DeploymentHandle[Any]],
         prefetcher: Prefetcher,
         *,
         request_timeout_s: float,
@@ -35,6 +39,7 @@ class Fleet:
         self._prefetcher = prefetcher
         self._timeout_s = request_timeout_s
         self._turns = itertools.count()
+        self._heard_at = -_HEARD_S  # of any engine
 
     def choose(self, wanted: str | None) -> list[str]:
         """Return the engines to try, in order: the one that is wanted, or all from the next one on.
@@ -68,7 +73,7 @@ class Fleet:
         for name in names:
             is_last = name == names[-1]
             await self._prefetcher.bring(tokens, name)
-            events = self._engines[name].generate.remote(tokens, max_tokens)
+            events: Any = self._engines[name].generate.remote(tokens, max_tokens)
             patience_s = deadline - time.monotonic()
             if not is_last:
                 patience_s = min(patience_s, _TAKE_TIMEOUT_S)
@@ -89,12 +94,28 @@ class Fleet:
                 yield {"engine": name}
                 while not is_over:
                     event = await _next(events, name, deadline)
+                    self._heard_at = time.monotonic()
                     is_over = "finish_reason" in event
                     yield event
             finally:
                 if not is_over:  # nobody listens any more
                     events.cancel()
             return
+
+    async def can_answer(self) -> bool:
+        """Whether an engine has said something just now, or says that it is well."""
+        if time.monotonic() - self._heard_at < _HEARD_S:
+            return True  # all of them may be full, and those that are full are not asked
+        for engine in self._engines.values():
+            asked: Any = engine.options(stream=False).check_health.remote()
+            try:
+                await asyncio.wait_for(asked, _HEALTH_TIMEOUT_S)
+                return True
+            except asyncio.TimeoutError:
+                asked.cancel()
+            except (RayError, RayServeException) as error:
+                _log.warning("an engine is not well: %r", error)
+        return False
 
 
 async def _next(events: Any, name: str, deadline: float) -> Event:

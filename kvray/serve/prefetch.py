@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from examples.ray_serve.settings import Settings
 from kvray import Client
 from kvray.breaker import Breaker
 from kvray.config import load_config
 from kvray.errors import KVRayError
+from kvray.serve.settings import Settings
 
 _log = logging.getLogger("ray.serve")
 _THREADS = 8

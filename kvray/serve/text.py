@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from examples.ray_serve.settings import Settings
-from kvray.lab.reference.tokenizer import ByteTokenizer, CheckpointTokenizer
+from kvray.lab.reference.tokenizer import ByteTokenizer, CheckpointTokenizer, import_transformers
+from kvray.serve.settings import Settings
 
 _CONTEXT_TOKENS = 6
 """Of the prompt's end: some tokenizers write a word otherwise at the head of a text."""
@@ -50,14 +50,12 @@ def load_prompts(settings: Settings) -> Prompts:
     """Return the tokenizer that belongs to the engine's model."""
     if settings.model.partition(":")[0] == "tiny":
         return Prompts(ByteTokenizer(), None)
-    from transformers import AutoTokenizer
-
     name = settings.model
     if name == "smollm2":
         from kvray.lab.reference.checkpoint import find_smollm2
 
         name = str(find_smollm2())
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = import_transformers().AutoTokenizer.from_pretrained(name)
     has_template = getattr(tokenizer, "chat_template", None) is not None
     return Prompts(CheckpointTokenizer(tokenizer), tokenizer if has_template else None)
 

@@ -1,4 +1,4 @@
-"""The child of examples/ray_serve that drives TensorRT-LLM, with a stand-in for its LLM API."""
+"""The child that drives TensorRT-LLM, with a stand-in for its LLM API."""
 
 import os
 import threading
@@ -86,7 +86,7 @@ def options(tmp_path: Path) -> dict[str, object]:
     (package / "llmapi" / "__init__.py").touch()
     (package / "llmapi" / "llm_args.py").write_text(ARGS)
     return {
-        "module": "examples.ray_serve.trtllm_child",
+        "module": "kvray.serve.trtllm_child",
         "env": {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
         "connector": KvConnectorConfig(
             connector_module="kvray.connector",

@@ -1,13 +1,25 @@
-"""What can be set in `serve.yaml`, under `args`."""
+"""The arguments of the application: `args` in a serve.yaml, `name=value` after `serve run`."""
 
+import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _parsed(value: Any) -> Any:
+    """Read JSON: on the command line every value is text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError("it is no JSON") from None
+
+
+Options = Annotated[dict[str, Any], BeforeValidator(_parsed)]
 
 
 class Settings(BaseModel):
-    """The arguments of the application."""
+    """What is served, and how."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -25,8 +37,8 @@ class Settings(BaseModel):
     kvray_config: Path | None = Field(
         default=None, description="kvray.yaml on every node; else what KVRAY_CONFIG of Ray names"
     )
-    engine_options: dict[str, Any] = Field(
-        default_factory=dict, description="passed on to the engine"
+    engine_options: Options = Field(
+        default_factory=dict, description="passed on to the engine; on a command line as JSON"
     )
     start_timeout_s: float = Field(default=600, gt=0)
     request_timeout_s: float = Field(
@@ -35,8 +47,8 @@ class Settings(BaseModel):
     stall_timeout_s: float = Field(
         default=120,
         gt=0,
-        description="an engine that says nothing for so long, with requests under way, is started"
-        " anew; longer than the longest prefill",
+        description="an engine that says nothing for so long, with requests under way, is"
+        " replaced; longer than the longest prefill",
     )
     prefetch_timeout_s: float = Field(
         default=0.5, ge=0, le=10, description="longest wait for kvray before the engine; 0: none"

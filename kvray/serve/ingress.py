@@ -14,9 +14,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
-from examples.ray_serve.fleet import Fleet
-from examples.ray_serve.prefetch import Prefetcher
-from examples.ray_serve.protocol import (
+from kvray.serve.fleet import Fleet
+from kvray.serve.prefetch import Prefetcher
+from kvray.serve.protocol import (
     ChatRequest,
     ChatWriter,
     CompletionRequest,
@@ -25,9 +25,9 @@ from examples.ray_serve.protocol import (
     describe_model,
     usage,
 )
-from examples.ray_serve.settings import Settings
-from examples.ray_serve.stream import lines_of, pieces_of
-from examples.ray_serve.text import Answer, load_prompts
+from kvray.serve.settings import Settings
+from kvray.serve.stream import lines_of, pieces_of
+from kvray.serve.text import Answer, load_prompts
 
 REPLICA_HEADER = "x-kvray-replica"
 """In a request: the engine that is to answer it. In an answer: the one that did."""
@@ -58,14 +58,11 @@ async def _refuse_path(_: object, error: HTTPException) -> JSONResponse:
     return await _refuse(None, RequestError(str(error.detail), status=error.status_code))
 
 
-@serve.deployment(
-    max_ongoing_requests=512, max_queued_requests=512, ray_actor_options={"num_cpus": 0}
-)
 @serve.ingress(app)
 class Ingress:
     """Tokenizes, chooses an engine, has kvray bring the prompt there, and hands it over."""
 
-    def __init__(self, settings: Settings, *engines: DeploymentHandle) -> None:
+    def __init__(self, settings: Settings, *engines: DeploymentHandle[Any]) -> None:
         self._name = settings.served_name
         self._created = int(time.time())
         self._prompts = load_prompts(settings)
@@ -76,6 +73,13 @@ class Ingress:
             Prefetcher(settings),
             request_timeout_s=settings.request_timeout_s,
         )
+
+    @app.get("/health")
+    async def health(self) -> dict[str, str]:
+        """Say that an engine can answer; status 503 while none can."""
+        if not await self._fleet.can_answer():
+            raise RequestError("No engine can answer; see `serve status`.", status=503)
+        return {"status": "ok"}
 
     @app.get("/v1/models")
     async def models(self) -> dict[str, Any]:
@@ -93,11 +97,10 @@ class Ingress:
         """Go on with a text or with tokens."""
         self._check_model(asked.model)
         prompt = asked.single_prompt()
-        tokens = prompt
         if isinstance(prompt, str):
-            tokens = await self._tokenized(self._prompts.encode, prompt)
+            prompt = await self._tokenized(self._prompts.encode, prompt)
         writer = Writer(self._name)
-        return await self._respond(asked, tokens, asked.max_tokens, writer, wanted)
+        return await self._respond(asked, prompt, asked.max_tokens, writer, wanted)
 
     @app.post("/v1/chat/completions")
     async def chat(self, asked: ChatRequest, wanted: Wanted = None) -> Any:
@@ -138,7 +141,8 @@ class Ingress:
         pieces = pieces_of(first, events, answer)
 
         def count(ending: Mapping[str, Any]) -> CompletionUsage:
-            return usage(len(tokens), answer.num_tokens, ending.get("cached_tokens"))
+            cached, by_source = map(ending.get, ("cached_tokens", "cached_tokens_by_source"))
+            return usage(len(tokens), answer.num_tokens, cached, by_source)
 
         if asked.stream:
             lines = lines_of(pieces, writer, count, wants_usage=asked.wants_usage)

@@ -1,0 +1,68 @@
+"""The application: engines that share their KV blocks through kvray, behind one OpenAI endpoint."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from kvray.errors import ConfigError
+from kvray.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from ray.serve import Application, Deployment
+
+_INGRESS_REQUESTS_MAX = 512
+_HEALTH_PERIOD_S = 2.0
+_SHUTDOWN_TIMEOUT_S = 30.0
+
+
+def app(args: dict[str, Any]) -> "Application":
+    """Return the application for the `args` of a serve.yaml, or of `serve run kvray.serve:app`.
+
+    Each engine is a deployment of its own: kvray brings a prompt to a replica by its name before
+    the engine sees the request, and Serve says which replica of a deployment it takes only after.
+
+    Args:
+        args: the fields of `Settings`.
+
+    Raises:
+        ConfigError: a package that the extra `serve` brings is missing.
+    """
+    settings = Settings.model_validate(args)
+    with _extra():
+        from ray import serve
+
+        from kvray.serve.ingress import Ingress
+    ingress: Deployment = serve.deployment(
+        name="Ingress",
+        max_ongoing_requests=_INGRESS_REQUESTS_MAX,
+        max_queued_requests=_INGRESS_REQUESTS_MAX,
+        ray_actor_options={"num_cpus": 0},
+    )(Ingress)
+    return ingress.bind(settings, *(engine(name, settings) for name in settings.engine_names()))
+
+
+def engine(name: str, settings: Settings) -> "Application":
+    """Return the deployment of one engine, bound: an ingress of yours takes it as an argument."""
+    with _extra():
+        from ray import serve
+
+        from kvray.serve.engine import Engine
+    deployment: Deployment = serve.deployment(
+        name=name,
+        max_ongoing_requests=settings.requests_max,
+        max_queued_requests=settings.queued_max,
+        health_check_period_s=_HEALTH_PERIOD_S,
+        graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        ray_actor_options={"num_cpus": 0, "num_gpus": settings.num_gpus},
+    )(Engine)
+    return deployment.bind(name, settings)
+
+
+@contextmanager
+def _extra() -> Iterator[None]:
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"kvray.serve needs {error.name}: run pip install 'kvray[serve]'."
+        ) from error
