@@ -33,7 +33,15 @@ from kvray.store.machine.pages import ArenaPages
 _STOP_TIMEOUT_S = 20.0
 _NUDGE_S = 5.0  # how often the supervisor is called, which nobody else calls for long
 
-_GROUPS = {"health": 1, "people": 2, "prefetch": 8, "ranks": 8, "leases": 4, "disk": 8}
+_GROUPS = {
+    "health": 1,
+    "people": 2,
+    "prefetch": 8,
+    "routers": 4,
+    "ranks": 8,
+    "leases": 4,
+    "disk": 8,
+}
 """Threads for calls that may take long, apart: what another shard waits for must not queue behind
 what waits for other shards, or two could wait for each other."""
 
@@ -136,6 +144,17 @@ class ShardActor:
     ) -> dict[str, Any]:
         """See `ActorRequests.prefetch`."""
         return self._shard.requests.prefetch(replica, tokens, salt=salt, lora=lora, media=media)
+
+    @ray.method(concurrency_group="routers")
+    def survey(
+        self,
+        replica: str,
+        tokens: bytes,
+        salt: str | int | None = None,
+        lora: str | None = None,
+    ) -> dict[str, Any]:
+        """See `ActorRequests.survey`."""
+        return self._shard.requests.survey(replica, tokens, salt=salt, lora=lora)
 
     @ray.method(concurrency_group="ranks")
     def stage_ranks(

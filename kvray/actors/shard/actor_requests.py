@@ -37,6 +37,26 @@ class ActorRequests:
             "reason": found["reason"],
         }
 
+    def survey(self, replica: str, tokens: bytes, **marks: Any) -> dict[str, Any]:
+        """Return where a prompt's blocks are, for a router that has to choose a replica.
+
+        Arguments as for `prefetch`. Returns shard, this one's name; tokens_per_block; words, the
+        first 8 bytes of each block's key; and the rest as `ReplicaStager.survey`.
+        """
+        rank, reader = self._parts.first_reader(replica)
+        keys = prompt_keys(reader, tokens, tenants=self._parts.tenants, **marks)
+        found = {"block_bytes": 0, "runs": [], "on_disk": [], "links": {}}
+        if keys:
+            stager = self._parts.serving().stager
+            work = stager.survey(replica, rank, b"".join(keys))
+            found = self._parts.loop.wait(work, ANSWER_S)
+        return {
+            "shard": self._parts.name,
+            "tokens_per_block": reader.tokens_per_block,
+            "words": b"".join(key[:8] for key in keys),
+            **found,
+        }
+
     def promote(self, order: FetchOrder) -> int:
         """Bring blocks from disk into its memory for another shard; return how many."""
         nvme = self._parts.serving().nvme

@@ -27,6 +27,7 @@ from kvray.config import StagingConfig
 from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.store import Arena
+from kvray.trace.arrival import NVME
 from kvray.trace.reasons import STAGE_REASONS
 
 _SECONDS = TypeAdapter(Seconds)
@@ -50,6 +51,7 @@ class ReplicaStager:
         settings: StagingConfig,
     ) -> None:
         self._stager = stager
+        self._shard = peers.shard
         self._replicas = replicas
         self._settings = settings
         self._away = RanksAway(peers, call_timeout_s=settings.call_timeout_s)
@@ -118,6 +120,37 @@ class ReplicaStager:
         until = time.monotonic() + self._settings.deadline_s
         staged, _ = await self._stage_all(replica, ranks, blocks, 0.0, until)
         return {**_answer(staged), "num_staged": max(0, staged.num_blocks - before)}
+
+    async def survey(self, replica: str, rank: int, keys: bytes) -> dict[str, Any]:
+        """Return where `keys` are, for a router that has to choose a replica; nothing is moved.
+
+        `rank` of the replica is registered here. Returns block_bytes, the bytes that all ranks of
+        the replica here read of a block; runs, [stop, shards that hold the blocks up to there from
+        the run before on, for all of these ranks], leading blocks without a gap; on_disk, whether
+        this shard's own are on its disk, one a run; and links, shard -> [latency in s, bytes/s or
+        None], of other shards as measured from here.
+        """
+        blocks, ranks = keys_of(keys), self._ranks_of(replica, rank)
+        prefix = prefix_for(blocks, self._replicas.readers(replica, ranks).values(), 0.0)
+        found, peers = await self._stager.survey(prefix)
+        wanted = sum(1 << part for part in prefix.block_bytes)
+        runs, on_disk = [], []
+        for run in found:
+            whole = {name for name, parts in run.holders.items() if parts & wanted == wanted}
+            holders = whole & {*peers, self._shard}
+            is_on_disk = NVME in whole and self._shard not in whole
+            if is_on_disk:
+                holders.add(self._shard)
+            if not holders:
+                break
+            runs.append([run.stop, sorted(holders)])
+            on_disk.append(is_on_disk)
+        return {
+            "block_bytes": sum(prefix.block_bytes.values()),
+            "runs": runs,
+            "on_disk": on_disk,
+            "links": {name: [one.latency_s, one.bytes_per_s] for name, one in peers.items()},
+        }
 
     def has_ranks_elsewhere(self, replica: str, rank: int) -> bool:
         """Return whether a rank speaks for others that are not registered here."""

@@ -21,10 +21,12 @@ from kvray.actors.staging.fetcher import Fetch, Fetcher, LocalDisk, arrivals_by
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.plan import (
     Mask,
+    Peer,
     Prefix,
     longest_prefix,
     merged,
     plan_staging,
+    runs_of,
 )
 from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
@@ -169,6 +171,22 @@ class Stager:
     def num_here(self, prefix: Prefix) -> int:
         """Return how many leading blocks are here now."""
         return longest_prefix(prefix, self._present(prefix))
+
+    async def survey(self, prefix: Prefix) -> tuple[list[Run], dict[str, Peer]]:
+        """Return which shards hold what of `prefix`, and those that may be asked, with their rates.
+
+        What its own arena has is under the shard's own name, what its disk has under `NVME`.
+        """
+        own = self._peers.shard
+        found, _ = await self._locate(prefix)
+        others = _others(found, own)
+        # The lookup does not tell what is in memory from what is on disk.
+        found = [
+            Run(stop=run.stop, holders={k: v for k, v in run.holders.items() if k != own})
+            for run in found
+        ]
+        runs = merged(runs_of(own, self._present(prefix)), found)
+        return runs, self._peers.may_ask(others, without=frozenset())
 
     async def lease(self, prefix: Prefix, *, until: float) -> Held | None:
         """Keep the blocks of `prefix` for `handover_s`; None if the arena is busy until then."""
