@@ -1,0 +1,103 @@
+"""What a router knows of each replica, and which of them a prompt goes to; pure."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvray.routing import Candidate, Choice, Link, Load, PoolGuess, Rates, choose, predict
+from kvray.serve.surveys import Survey
+
+_HOST = Link(bytes_per_s=10e9)
+"""From a node's memory into an engine's pool; far above any rate of computing."""
+_DISK = Link(latency_s=1e-3, bytes_per_s=2e9)
+_REMOTE = Link(latency_s=5e-3, bytes_per_s=2e9)
+"""Guesses, for what nobody has measured yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A replica that can take a request now."""
+
+    replica: str
+    node: str
+    """Its shard; empty while that is not known."""
+    prefill_tokens_per_s: float
+    """As measured; 0: not yet."""
+
+
+class Standings:
+    """The load and the most likely pool of each replica, as this router has routed to it."""
+
+    def __init__(self, *, pool_blocks: int, prefill_tokens_per_s: float) -> None:
+        """Take pools to have so many blocks, and replicas nobody has measured to be so fast."""
+        self._pool_blocks = pool_blocks
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._loads: dict[str, Load] = {}
+        self._pools: dict[str, PoolGuess] = {}
+        # Request -> its replica, and when its first token is due.
+        self._under_way: dict[str, tuple[str, float]] = {}
+        self._random = random.Random()
+
+    def retain(self, replicas: Iterable[str]) -> None:
+        """Know these replicas, and no others."""
+        names = set(replicas)
+        self._loads = {name: self._loads.get(name) or Load() for name in names}
+        self._pools = {
+            name: self._pools.get(name) or PoolGuess(self._pool_blocks) for name in names
+        }
+        self._under_way = {key: one for key, one in self._under_way.items() if one[0] in names}
+
+    def choose(
+        self, places: Sequence[Place], num_tokens: int, survey: Survey, *, now: float
+    ) -> Choice:
+        """Return the choice for a prompt, with what it would cost on each of `places`."""
+        self._end_due(now)
+        measured = [one.prefill_tokens_per_s for one in places if one.prefill_tokens_per_s > 0]
+        usual = sum(measured) / len(measured) if measured else self._prefill_tokens_per_s
+        costs = [
+            predict(
+                Candidate(
+                    replica=one.replica,
+                    node=one.node,
+                    rates=self._rates(one.prefill_tokens_per_s or usual, survey),
+                    queue_s=self._loads[one.replica].queue_s(now),
+                    utilization=self._loads[one.replica].utilization(now),
+                    pool_tokens=survey.tokens_per_block
+                    * self._pools[one.replica].leading(survey.words),
+                ),
+                num_tokens,
+                survey.stretches,
+            )
+            for one in places
+        ]
+        return choose(costs, draws=[self._random.random() for _ in costs])
+
+    def routed(self, request: str, choice: Choice, survey: Survey, *, now: float) -> None:
+        """Note that a request goes where it was chosen to go."""
+        load, cost = self._loads[choice.replica], choice.cost
+        load.routed(request, cost.work_s, now)
+        self._pools[choice.replica].note(survey.words)
+        self._under_way[request] = choice.replica, now + cost.first_token_s
+
+    def done(self, request: str, now: float) -> None:
+        """Note a request's first token, its end, or that it went elsewhere; twice is fine."""
+        replica, _ = self._under_way.pop(request, ("", 0.0))
+        if replica in self._loads:
+            self._loads[replica].done(request, now)
+
+    def _end_due(self, now: float) -> None:
+        """Take prompts to be computed when they were to be: Serve tells of answers' ends only."""
+        due = [key for key, (_, due_at) in self._under_way.items() if due_at <= now]
+        for request in due:
+            self.done(request, now)
+
+    def _rates(self, prefill_tokens_per_s: float, survey: Survey) -> Rates:
+        links: Mapping[str, Link] = survey.links
+        return Rates(
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            token_bytes=survey.token_bytes,
+            host=_HOST,
+            remote=_REMOTE,
+            disk=_DISK,
+            peers=links,
+        )

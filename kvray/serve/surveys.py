@@ -1,0 +1,143 @@
+"""What a router asks of the tier about a prompt: never for longer than a deadline."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvray.actors.names import LOOKUP_NAME
+from kvray.actors.ray_glue.async_calls import ActorCalls
+from kvray.actors.ray_glue.calls import tier_named
+from kvray.breaker import Breaker
+from kvray.errors import KVRayError
+from kvray.identity.keys import Tokens, pack_tokens
+from kvray.routing import Link, Stretch
+from kvray.routing.cost import Medium
+
+_log = logging.getLogger("ray.serve")
+
+_HOME_S = 30.0
+"""How long the node of a replica counts as known; ranks hardly ever move."""
+_HOME_RETRY_S = 1.0
+_HOME_TIMEOUT_S = 2.0
+_BYTES_PER_S = 2e9
+"""Of another node that has given nothing yet; a guess, until it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """Where a prompt's blocks are."""
+
+    tokens_per_block: int
+    token_bytes: float
+    words: tuple[bytes, ...]
+    """The first 8 bytes of the key of each full block."""
+    stretches: tuple[Stretch, ...]
+    links: Mapping[str, Link]
+    """Shard -> how fast it gives, as measured by one of the others."""
+
+
+class Surveys:
+    """Asks shards about prompts; for one event loop.
+
+    While the tier does not answer, a request waits once for the deadline; further ones do not ask
+    for a while that doubles, up to seconds.
+    """
+
+    def __init__(self, cluster_name: str, *, timeout_s: float) -> None:
+        """Ask the tier of that name, each time for at most `timeout_s`."""
+        self._cluster_name = cluster_name
+        self._timeout_s = timeout_s
+        self._ask = ActorCalls()
+        self._breaker = Breaker(random.Random())
+        # Replica -> its shard, empty if it has none, and until when that counts.
+        self._homes: dict[str, tuple[str, float]] = {}
+        self._finding: asyncio.Task[None] | None = None
+
+    def home(self, replica: str) -> str:
+        """Return the shard with which a replica has registered; empty if that is not known."""
+        return self._homes.get(replica, ("", 0.0))[0]
+
+    async def survey(
+        self,
+        tokens: Tokens,
+        replicas: Sequence[str],
+        *,
+        salt: str | int | None = None,
+        lora: str | None = None,
+    ) -> Survey | None:
+        """Return where a prompt's blocks are; None if nobody said so in time."""
+        now = time.monotonic()
+        self._find_homes(replicas, now)
+        asked = next((name for name in replicas if self.home(name)), None)
+        if asked is None or self._breaker.state(now) == "open":
+            return None
+        self._breaker.begin(now)
+        had_failed = self._breaker.error
+        try:
+            with tier_named(self._cluster_name):
+                found = await self._ask(
+                    self.home(asked),
+                    "survey",
+                    asked,
+                    pack_tokens(tokens).tobytes(),
+                    salt,
+                    lora,
+                    timeout_s=self._timeout_s,
+                )
+        except KVRayError as error:
+            self._breaker.fail(time.monotonic(), str(error))
+            self._homes.pop(asked, None)
+            if not had_failed:  # once, however long it lasts
+                _log.warning("kvray does not say where prompts are: %s", error)
+            return None
+        self._breaker.succeed()
+        if had_failed:
+            _log.info("kvray says where prompts are again")
+        return _read(found)
+
+    def _find_homes(self, replicas: Sequence[str], now: float) -> None:
+        """Look for the shards of replicas behind the request, if some are not known."""
+        due = [name for name in replicas if self._homes.get(name, ("", 0.0))[1] <= now]
+        if due and (self._finding is None or self._finding.done()):
+            self._homes = {name: one for name, one in self._homes.items() if name in replicas}
+            self._finding = asyncio.get_running_loop().create_task(self._find(due))
+
+    async def _find(self, replicas: Sequence[str]) -> None:
+        with tier_named(self._cluster_name):
+            asked = (
+                self._ask(LOOKUP_NAME, "replica", name, timeout_s=_HOME_TIMEOUT_S)
+                for name in replicas
+            )
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        now = time.monotonic()
+        for name, answer in zip(replicas, answers, strict=True):
+            shards = [] if isinstance(answer, BaseException) else [*answer.values()]
+            shard = shards[0] if shards else self.home(name)
+            self._homes[name] = shard, now + (_HOME_S if shards else _HOME_RETRY_S)
+
+
+def _read(found: Mapping[str, Any]) -> Survey:
+    """Return what `ActorRequests.survey` said."""
+    own, words = found["shard"], found["words"]
+    stretches, before = [], 0
+    for (stop, holders), is_on_disk in zip(found["runs"], found["on_disk"], strict=True):
+        media: dict[str, Medium] = {
+            name: "disk" if name == own and is_on_disk else "host" for name in holders
+        }
+        num_tokens = (stop - before) * found["tokens_per_block"]
+        stretches.append(Stretch(num_tokens=num_tokens, holders=media))
+        before = stop
+    return Survey(
+        tokens_per_block=found["tokens_per_block"],
+        token_bytes=found["block_bytes"] / found["tokens_per_block"],
+        words=tuple(words[at : at + 8] for at in range(0, len(words), 8)),
+        stretches=tuple(stretches),
+        links={
+            name: Link(latency_s=latency_s, bytes_per_s=bytes_per_s or _BYTES_PER_S)
+            for name, (latency_s, bytes_per_s) in found["links"].items()
+        },
+    )

@@ -1,0 +1,117 @@
+"""The router in a real Ray Serve, with replicas that a real tier knows."""
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from kvray.actors.tier.local_ray import LocalRay
+from kvray.config import KVRayConfig
+from kvray.node import Registration, attach
+from tests.ray.conftest import TIMEOUT_S, actor_process
+from tests.ray.engine import NAMESPACE
+from tests.unit.actors.small_shard import wait_for
+
+serve = pytest.importorskip("ray.serve")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+NUM_REPLICAS = 3
+APP = "routed"
+
+Ask = Callable[[Any], str]
+
+
+class Stub:
+    """In an engine's place: registered with the tier by the name of its Serve replica."""
+
+    def __init__(self, directory: Path) -> None:
+        self.name = str(serve.get_replica_context().replica_id.unique_id)
+        self.link = attach(directory, label="stub", lock_wait_s=0.5, attach_retry_s=0.1)
+        named = Registration(replica=self.name, rank=0, namespace=NAMESPACE, counters=dict)
+        self.link.register(named)
+
+    async def generate(self, asked: Any) -> str:
+        return self.name
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        return {"kvray_prefill_tokens_per_s": 10_000.0}
+
+
+class Ingress:
+    """A process with a handle: the router is in it."""
+
+    def ask(self, asked: Any) -> str:
+        handle = serve.get_app_handle(APP)
+        return str(handle.generate.remote(asked).result(timeout_s=20))
+
+
+@pytest.fixture
+def ask(running: KVRayConfig, tmp_path: Path) -> Iterator[Ask]:
+    """Ask the application; the replica that answered is returned."""
+    from ray.serve.config import RequestRouterConfig
+
+    config = tmp_path / "kvray.yaml"
+    config.write_text(f"cluster_name: {running.cluster_name}\n")
+    router = RequestRouterConfig(
+        request_router_class="kvray.serve.router:KvRayRouter",
+        request_router_kwargs={"kvray_config": str(config), "timeout_s": 1.0},
+    )
+    deployment = serve.deployment(
+        num_replicas=NUM_REPLICAS,
+        max_ongoing_requests=8,
+        request_router_config=router,
+        ray_actor_options={"num_cpus": 0},
+    )(Stub)
+    serve.run(deployment.bind(running.node_dir), name=APP, route_prefix=None)
+    ingress = ray.remote(Ingress).options(num_cpus=0).remote()
+    try:
+        yield lambda asked: str(ray.get(ingress.ask.remote(asked), timeout=TIMEOUT_S))
+    finally:
+        ray.kill(ingress)
+        serve.shutdown()
+
+
+def prompt(seed: int, num_tokens: int = 2048) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 30_000, num_tokens).tolist()
+    return tokens
+
+
+def wait_until_routed(ask: Ask) -> None:
+    """Wait until the router knows with which shard the replicas are registered."""
+    wait_for(lambda: len({ask(prompt(0)) for _ in range(8)}) == 1, "routing by prompts")
+
+
+def test_a_prompt_goes_back_to_the_replica_that_had_it(ask: Ask) -> None:
+    wait_until_routed(ask)
+    first = {seed: ask(prompt(seed)) for seed in range(1, 10)}
+    assert len(set(first.values())) == NUM_REPLICAS, "prompts with nothing in common are spread"
+    again = {seed: ask(prompt(seed)) for seed in range(1, 10)}
+    assert sum(first[seed] == again[seed] for seed in first) >= 8
+
+
+def test_a_frozen_tier_costs_no_request(ask: Ask, local: LocalRay) -> None:
+    wait_until_routed(ask)
+    frozen = [actor_process(local, kind) for kind in ("Shard", "Lookup")]
+    for process in frozen:
+        os.kill(process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        answers = Counter(ask(prompt(seed)) for seed in range(20, 60))
+        took_s = time.monotonic() - began
+    finally:
+        for process in frozen:
+            os.kill(process.pid, signal.SIGCONT)
+    assert sum(answers.values()) == 40
+    assert len(answers) == NUM_REPLICAS
+    assert took_s < 10, "the deadline is waited for now and then only"
+
+
+def test_calls_without_token_ids_are_spread(ask: Ask) -> None:
+    assert len({ask("text") for _ in range(40)}) > 1
