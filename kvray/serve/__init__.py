@@ -4,7 +4,7 @@
 process, which must not, runs a module of this package.
 """
 
-from kvray.serve.application import app
+from kvray.serve.application import app, engines
 from kvray.serve.settings import Settings
 
-__all__ = ["Settings", "app"]
+__all__ = ["Settings", "app", "engines"]

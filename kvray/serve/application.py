@@ -18,9 +18,6 @@ _SHUTDOWN_TIMEOUT_S = 30.0
 def app(args: dict[str, Any]) -> "Application":
     """Return the application for the `args` of a serve.yaml, or of `serve run kvray.serve:app`.
 
-    Each engine is a deployment of its own: kvray brings a prompt to a replica by its name before
-    the engine sees the request, and Serve says which replica of a deployment it takes only after.
-
     Args:
         args: the fields of `Settings`.
 
@@ -38,24 +35,32 @@ def app(args: dict[str, Any]) -> "Application":
         max_queued_requests=_INGRESS_REQUESTS_MAX,
         ray_actor_options={"num_cpus": 0},
     )(Ingress)
-    return ingress.bind(settings, *(engine(name, settings) for name in settings.engine_names()))
+    return ingress.bind(settings, engines(settings))
 
 
-def engine(name: str, settings: Settings) -> "Application":
-    """Return the deployment of one engine, bound: an ingress of yours takes it as an argument."""
+def engines(settings: Settings) -> "Application":
+    """Return the deployment of the engines, bound: an ingress of yours takes it as an argument.
+
+    Raises:
+        ConfigError: a package that the extra `serve` brings is missing.
+    """
     with _extra():
         from ray import serve
 
         from kvray.serve.engine import Engine
+    number: dict[str, Any] = {"num_replicas": settings.num_replicas}
+    if settings.autoscaling_config is not None:
+        number = {"autoscaling_config": settings.autoscaling_config}
     deployment: Deployment = serve.deployment(
-        name=name,
+        name="Engine",
         max_ongoing_requests=settings.requests_max,
         max_queued_requests=settings.queued_max,
         health_check_period_s=_HEALTH_PERIOD_S,
         graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         ray_actor_options={"num_cpus": 0, "num_gpus": settings.num_gpus},
+        **number,
     )(Engine)
-    return deployment.bind(name, settings)
+    return deployment.bind(settings)
 
 
 @contextmanager

@@ -12,7 +12,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from kvray.config import CONFIG_ENV
+from ray import serve
+
+from kvray.config import CONFIG_ENV, load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference import Call, KvConnectorConfig, Replica
 from kvray.lab.reference.replica import CHILD_MODULE
@@ -35,6 +37,8 @@ def spawn(name: str, settings: Settings) -> Replica:
     env = {"KVRAY_CONNECTOR__REPLICA": name}  # besides what this node's Ray says of its arena
     if settings.kvray_config is not None:
         env[CONFIG_ENV] = str(settings.kvray_config)
+    if settings.is_tiny and load_config(settings.kvray_config).connector.model_key is None:
+        env["KVRAY_CONNECTOR__MODEL_KEY"] = settings.model  # it has no files to tell it by
     return Replica.spawn(
         name,
         env=env,
@@ -62,11 +66,20 @@ def uses_tensorrt_llm(settings: Settings) -> bool:
     return settings.engine == "tensorrt_llm"
 
 
+def replica_name(serve_replica_id: str) -> str:
+    """Return what kvray calls the engine of a Serve replica, whose id is unique and never again."""
+    return f"engine-{serve_replica_id}"
+
+
 class Engine:
     """A Serve replica with one engine."""
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, name: str | None = None) -> None:
         """Start the engine and return when it is ready to answer.
+
+        Args:
+            settings: what it loads, and how.
+            name: of the replica in kvray; None: by the id that Serve gave this replica.
 
         Raises:
             KVRayError: it did not start; Serve tries again.
@@ -75,6 +88,8 @@ class Engine:
         self._has_sources = not uses_tensorrt_llm(settings)  # whose one figure has all of them
         self._calls: set[Call] = set()  # under way; the loop's
         self._heard_at = 0.0  # of any of them, or when the first of them began
+        if name is None:
+            name = replica_name(serve.get_replica_context().replica_id.unique_id)
         self._replica = spawn(name, settings)
         try:
             self._replica.wait_ready(settings.start_timeout_s)
@@ -83,17 +98,17 @@ class Engine:
             raise
 
     async def generate(self, tokens: list[int], max_tokens: int) -> AsyncIterator[dict[str, Any]]:
-        """Yield `{}` once the engine has it, the answer's tokens as they come, then how it ended.
+        """Yield `{"engine": name}` once the engine has it, the tokens as they come, then its end.
 
-        That is `{"tokens": [...]}`, and `{"finish_reason", "prompt_tokens", "cached_tokens"}`, with
-        "cached_tokens_by_source" if the engine tells, or `{"error", "is_config"}`. A caller that
-        stops listening ends the request in the engine.
+        Those are `{"tokens": [...]}`. The end is `{"finish_reason", "prompt_tokens",
+        "cached_tokens"}`, with "cached_tokens_by_source" if the engine tells, or `{"error",
+        "is_config"}`. A caller that stops listening ends the request in the engine.
         """
         heard: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most max_tokens and one more
         call = await self._submit(tokens, max_tokens, _onto_loop(heard.put_nowait))
         self._begin(call)
         try:
-            yield {}
+            yield {"engine": self._replica.name}
             while (new := await heard.get()) is not None:
                 self._heard_at = time.monotonic()
                 yield {"tokens": new}

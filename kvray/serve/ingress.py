@@ -4,9 +4,9 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from fastapi import FastAPI, Header
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from openai.types import CompletionUsage
@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
-from kvray.serve.fleet import Fleet
+from kvray.serve.dispatch import Dispatcher
 from kvray.serve.prefetch import Prefetcher
 from kvray.serve.protocol import (
     ChatRequest,
@@ -30,11 +30,9 @@ from kvray.serve.stream import lines_of, pieces_of
 from kvray.serve.text import Answer, load_prompts
 
 REPLICA_HEADER = "x-kvray-replica"
-"""In a request: the engine that is to answer it. In an answer: the one that did."""
+"""In an answer: the engine that gave it, by its name in kvray."""
 
 _Text = TypeVar("_Text")
-
-Wanted = Annotated[str | None, Header(alias=REPLICA_HEADER)]
 
 # Serve copies the application as it is where `serve.ingress` stands: what it uses comes before.
 app = FastAPI(title="kvray behind Ray Serve")
@@ -60,24 +58,22 @@ async def _refuse_path(_: object, error: HTTPException) -> JSONResponse:
 
 @serve.ingress(app)
 class Ingress:
-    """Tokenizes, chooses an engine, has kvray bring the prompt there, and hands it over."""
+    """Tokenizes prompts, hands them to the engines, and writes the answers."""
 
-    def __init__(self, settings: Settings, *engines: DeploymentHandle[Any]) -> None:
+    def __init__(self, settings: Settings, engines: DeploymentHandle[Any]) -> None:
         self._name = settings.served_name
         self._created = int(time.time())
         self._prompts = load_prompts(settings)
         # A long prompt takes a while, and the streams of all others go on meanwhile.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="kvray-tokenize")
-        self._fleet = Fleet(
-            dict(zip(settings.engine_names(), engines, strict=True)),
-            Prefetcher(settings),
-            request_timeout_s=settings.request_timeout_s,
+        self._dispatcher = Dispatcher(
+            engines, Prefetcher(settings), request_timeout_s=settings.request_timeout_s
         )
 
     @app.get("/health")
     async def health(self) -> dict[str, str]:
         """Say that an engine can answer; status 503 while none can."""
-        if not await self._fleet.can_answer():
+        if not await self._dispatcher.can_answer():
             raise RequestError("No engine can answer; see `serve status`.", status=503)
         return {"status": "ok"}
 
@@ -93,23 +89,23 @@ class Ingress:
         return describe_model(self._name, self._created)
 
     @app.post("/v1/completions")
-    async def complete(self, asked: CompletionRequest, wanted: Wanted = None) -> Any:
+    async def complete(self, asked: CompletionRequest) -> Any:
         """Go on with a text or with tokens."""
         self._check_model(asked.model)
         prompt = asked.single_prompt()
         if isinstance(prompt, str):
             prompt = await self._tokenized(self._prompts.encode, prompt)
         writer = Writer(self._name)
-        return await self._respond(asked, prompt, asked.max_tokens, writer, wanted)
+        return await self._respond(asked, prompt, asked.max_tokens, writer)
 
     @app.post("/v1/chat/completions")
-    async def chat(self, asked: ChatRequest, wanted: Wanted = None) -> Any:
+    async def chat(self, asked: ChatRequest) -> Any:
         """Answer a chat."""
         self._check_model(asked.model)
         messages = [message.plain() for message in asked.messages]
         tokens = await self._tokenized(self._prompts.encode_chat, messages)
         writer = ChatWriter(self._name)
-        return await self._respond(asked, tokens, asked.limit, writer, wanted)
+        return await self._respond(asked, tokens, asked.limit, writer)
 
     async def _tokenized(self, encode: Callable[[_Text], list[int]], text: _Text) -> list[int]:
         return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode, text)
@@ -129,13 +125,12 @@ class Ingress:
         tokens: list[int],
         max_tokens: int,
         writer: Writer,
-        wanted: str | None,
     ) -> Any:
         """Return the answer, or the beginning of a stream, once an engine has taken the request."""
         if not tokens:
             raise RequestError("The prompt is empty.", param="prompt")
         answer = Answer(self._prompts.decode, tokens, asked.stop_texts)
-        events = self._fleet.answer(self._fleet.choose(wanted), tokens, max_tokens)
+        events = self._dispatcher.answer(tokens, max_tokens)
         headers = {REPLICA_HEADER: (await anext(events))["engine"]}
         first = await anext(events)  # so that what the engine refuses has a status of its own
         pieces = pieces_of(first, events, answer)

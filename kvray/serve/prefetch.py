@@ -4,7 +4,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import defaultdict
+from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,6 +16,8 @@ from kvray.serve.settings import Settings
 
 _log = logging.getLogger("ray.serve")
 _THREADS = 8
+_BREAKERS_MAX = 1024
+"""Of as many replicas; those that were asked longest ago go, as replicas that ended do."""
 
 
 class Prefetcher:
@@ -34,13 +36,13 @@ class Prefetcher:
         timeout = {"ray.timeout_s": self._timeout_s}
         self._client = Client(load_config(settings.kvray_config, overrides=timeout))
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvray-prefetch")
-        self._breakers: dict[str, Breaker] = defaultdict(lambda: Breaker(random.Random()))
+        self._breakers: OrderedDict[str, Breaker] = OrderedDict()
 
     async def bring(self, tokens: Sequence[int], replica: str) -> None:
         """Return when the prompt's blocks are where the replica is, or it is not worth waiting."""
         if self._timeout_s == 0:
             return
-        breaker = self._breakers[replica]
+        breaker = self._breaker(replica)
         if breaker.state(time.monotonic()) == "open":
             return
         breaker.begin(time.monotonic())
@@ -59,3 +61,10 @@ class Prefetcher:
             breaker.succeed()
             if had_failed:
                 _log.info("kvray prefetches for %s again", replica)
+
+    def _breaker(self, replica: str) -> Breaker:
+        breaker = self._breakers.setdefault(replica, Breaker(random.Random()))
+        self._breakers.move_to_end(replica)
+        if len(self._breakers) > _BREAKERS_MAX:
+            self._breakers.popitem(last=False)
+        return breaker

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 def _parsed(value: Any) -> Any:
@@ -32,7 +32,10 @@ class Settings(BaseModel):
         " for the reference engine smollm2, tiny or a directory",
     )
     model_name: str | None = Field(default=None, description="what clients call it; else `model`")
-    num_replicas: int = Field(default=2, ge=1, le=64)
+    num_replicas: int = Field(default=2, ge=1, le=1000)
+    autoscaling_config: Options | None = Field(
+        default=None, description="in place of num_replicas, as Serve has it; or JSON"
+    )
     num_gpus: float = Field(default=0, ge=0, description="of each engine")
     kvray_config: Path | None = Field(
         default=None, description="kvray.yaml on every node; else what KVRAY_CONFIG of Ray names"
@@ -54,13 +57,25 @@ class Settings(BaseModel):
         default=0.5, ge=0, le=10, description="longest wait for kvray before the engine; 0: none"
     )
     requests_max: int = Field(default=64, ge=1, description="under way at one engine")
-    queued_max: int = Field(default=64, ge=1, description="that wait for one; more get status 429")
+    queued_max: int = Field(
+        default=64, ge=1, description="that wait for an engine; more get status 429"
+    )
+
+    @model_validator(mode="after")
+    def _refuse_two_numbers(self) -> "Settings":
+        if self.autoscaling_config is not None and "num_replicas" in self.model_fields_set:
+            raise ValueError(
+                "num_replicas and autoscaling_config exclude each other; write min_replicas and"
+                " max_replicas in the second."
+            )
+        return self
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether the model is the reference engine's own, with random weights."""
+        return self.model.partition(":")[0] == "tiny"
 
     @property
     def served_name(self) -> str:
         """What clients call the model."""
         return self.model_name or self.model
-
-    def engine_names(self) -> list[str]:
-        """Return the names of the replicas, for Serve and for kvray."""
-        return [f"engine-{index}" for index in range(self.num_replicas)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from openai.types import CompletionUsage
 
-from kvray.serve.fleet import Event
+from kvray.serve.dispatch import Event
 from kvray.serve.protocol import RequestError, Writer
 from kvray.serve.text import Answer
 

@@ -48,7 +48,7 @@ class Prompts:
 
 def load_prompts(settings: Settings) -> Prompts:
     """Return the tokenizer that belongs to the engine's model."""
-    if settings.model.partition(":")[0] == "tiny":
+    if settings.is_tiny:
         return Prompts(ByteTokenizer(), None)
     name = settings.model
     if name == "smollm2":

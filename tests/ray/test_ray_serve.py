@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ EXAMPLE = ROOT / "examples" / "ray_serve"
 CHILD = "kvray.lab.reference.replica_child"
 BLOCK = 32
 LONG_TOKENS = 3000
+PREFETCH_S = 2.0
 DEADLINE_S = 180.0
 TIMEOUT_S = 30.0
 QUESTION = [
@@ -51,11 +53,35 @@ class Served:
     serve: "subprocess.Popen[bytes]"
     client: Any
 
-    def ask(self, replica: str | None = None, **options: Any) -> Any:
-        """Ask for a chat's answer, of one replica if it is named."""
-        asked = {"model": "tiny", "messages": QUESTION, "max_tokens": 24, **options}
-        headers = {} if replica is None else {"x-kvray-replica": replica}
-        return self.client.chat.completions.create(**asked, extra_headers=headers)
+    def ask(self, **options: Any) -> Any:
+        """Ask for a chat's answer."""
+        return self.client.chat.completions.create(**_asked(options))
+
+    def ask_by_name(self, **options: Any) -> tuple[str, Any]:
+        """Return the replica that answered, and a chat's answer."""
+        raw = self.client.chat.completions.with_raw_response.create(**_asked(options))
+        return raw.headers["x-kvray-replica"], raw.parse()
+
+    def ask_another_than(self, replica: str) -> tuple[str, Any]:
+        """Ask until Serve chooses another replica; return its name and its first answer."""
+        deadline = time.monotonic() + DEADLINE_S
+        while (found := self.ask_by_name())[0] == replica:
+            assert time.monotonic() < deadline
+        return found
+
+    def hold_all(self, stack: contextlib.ExitStack) -> list[Any]:
+        """Begin a long answer at each of the two replicas, which take one request at a time."""
+        streams = [
+            stack.enter_context(self.ask(max_tokens=LONG_TOKENS, stream=True)) for _ in range(2)
+        ]
+        for stream in streams:
+            next(iter(stream))
+        return streams
+
+    def connected(self) -> list[str]:
+        """Return the replicas that are registered and alive, as the tier says."""
+        replicas = [one for shard in self._shards() for one in shard["replicas"]]
+        return sorted(one["replica"] for one in replicas if one["connected"])
 
     def hit_tokens(self, replica: str) -> int:
         """Return how many tokens the tier says that a replica has found in it."""
@@ -79,6 +105,10 @@ class Served:
                 if CHILD in process.cmdline():
                     found += [process] if marker in _environ(process) else []
         return found
+
+
+def _asked(options: dict[str, Any]) -> dict[str, Any]:
+    return {"model": "tiny", "messages": QUESTION, "max_tokens": 24, **options}
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +166,7 @@ def _settings(shell: Shell, port: int) -> str:
     args = settings["applications"][0]["args"]
     args.update(engine="reference", model="tiny", kvray_config=str(shell.directory / "kvray.yaml"))
     # One at a time: what a client has left must have ended before the next begins.
-    args.update(requests_max=1, queued_max=1)
+    args.update(requests_max=1, queued_max=1, prefetch_timeout_s=PREFETCH_S)
     args["engine_options"].update(num_blocks=128)
     path = shell.directory / "serve.yaml"
     path.write_text(yaml.safe_dump(settings))
@@ -177,31 +207,30 @@ def _end(serve: "subprocess.Popen[bytes]") -> None:
 
 def test_the_second_replica_gives_the_same_answer_with_a_hit(served: Served) -> None:
     stored = served.stored()
-    first = served.ask("engine-0")
+    one, first = served.ask_by_name()
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     num_blocks = first.usage.prompt_tokens // BLOCK
     _wait_for(lambda: served.stored() >= stored + num_blocks, "the save")
-    second = served.ask("engine-1")
+    other, second = served.ask_another_than(one)
     assert second.choices[0].message.content == first.choices[0].message.content
     assert second.choices[0].finish_reason == "length"
     shareable = (first.usage.prompt_tokens - 1) // BLOCK * BLOCK
     details = second.usage.prompt_tokens_details
     assert details.cached_tokens == shareable
     assert details.cached_tokens_by_source == {"pool": 0, "tier": shareable}
-    _wait_for(lambda: served.hit_tokens("engine-1") == shareable, "the count")
-    assert served.hit_tokens("engine-0") == 0
+    _wait_for(lambda: served.hit_tokens(other) == shareable, "the count")
+    assert served.hit_tokens(one) == 0
+    assert served.connected() == sorted([one, other])
     shown = served.shell.run("status", **served.environ)
-    assert "engine-1" in shown.stdout
-
-
-def test_requests_go_round_and_answers_name_their_replica(served: Served) -> None:
-    asked = served.client.chat.completions.with_raw_response
-    seen = [
-        asked.create(model="tiny", messages=QUESTION, max_tokens=1).headers["x-kvray-replica"]
-        for _ in range(4)
-    ]
-    assert sorted(seen) == ["engine-0", "engine-0", "engine-1", "engine-1"]
+    assert other in shown.stdout
     assert [model.id for model in served.client.models.list()] == ["tiny"]
+
+
+def test_a_full_replica_is_passed_over(served: Served) -> None:
+    with contextlib.ExitStack() as stack:
+        streams = served.hold_all(stack)
+        names = {stream.response.headers["x-kvray-replica"] for stream in streams}
+    assert sorted(names) == served.connected()
 
 
 def test_health_says_that_an_engine_can_answer(served: Served) -> None:
@@ -242,8 +271,6 @@ def test_what_cannot_be_done_is_said_in_openais_shape(served: Served) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         served.ask(model="gpt-5")
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.NotFoundError, match="engine-0, engine-1"):
-        served.ask("engine-7")
     with pytest.raises(openai.NotFoundError, match="Not Found"):
         served.client.embeddings.create(model="tiny", input="text", encoding_format="float")
     with pytest.raises(openai.BadRequestError, match=r"temperature=0\.7 is not supported"):
@@ -259,24 +286,21 @@ def test_what_cannot_be_done_is_said_in_openais_shape(served: Served) -> None:
 
 def test_a_client_that_goes_away_ends_its_request(served: Served) -> None:
     stored = served.stored()
-    with served.ask("engine-0", max_tokens=LONG_TOKENS, stream=True) as stream:
-        next(iter(stream))
-    served.ask("engine-0", max_tokens=1)  # begins when the other has ended
-    assert served.stored() - stored < LONG_TOKENS // BLOCK // 2
+    for _ in range(2):  # the second time begins when the others have ended
+        with contextlib.ExitStack() as stack:
+            served.hold_all(stack)
+    assert served.stored() - stored < 4 * LONG_TOKENS // BLOCK // 2
 
 
 def test_a_request_too_many_is_told_to_come_later(served: Served) -> None:
-    with (
-        ThreadPoolExecutor(2) as threads,
-        served.ask("engine-0", max_tokens=LONG_TOKENS, stream=True) as running,
-    ):
-        next(iter(running))
-        asked = [threads.submit(served.ask, "engine-0", max_tokens=1) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as stack:
+        streams = served.hold_all(stack)
+        asked = [threads.submit(served.ask, max_tokens=1) for _ in range(2)]
         (refused,), (queued,) = wait(asked, DEADLINE_S, FIRST_COMPLETED)
         error = refused.exception()
         assert isinstance(error, openai.RateLimitError)
         assert error.code == "overloaded"
-        running.close()
+        streams[0].close()
         assert queued.result(DEADLINE_S).choices[0].finish_reason == "length"
 
 
@@ -284,11 +308,16 @@ def test_a_tier_that_is_frozen_delays_a_request_by_the_deadline_only(
     served: Served, local: LocalRay
 ) -> None:
     lookup = actor_process(local, "Lookup")
-    before = served.ask("engine-1").choices[0].message.content
+    before = served.ask().choices[0].message.content
     lookup.suspend()
     try:
+        # A client that leaves while kvray is asked gives the chosen replica back.
+        with pytest.raises(openai.APITimeoutError):
+            served.ask(timeout=PREFETCH_S / 2)
         began = time.monotonic()
-        assert served.ask("engine-1").choices[0].message.content == before
+        with contextlib.ExitStack() as stack:
+            served.hold_all(stack)
+        assert served.ask().choices[0].message.content == before
         assert time.monotonic() - began < 10
     finally:
         lookup.resume()
@@ -298,25 +327,72 @@ def test_without_the_tier_the_same_answers_come(served: Served) -> None:
     before = served.ask().choices[0].message.content
     assert served.shell.run("down", **served.environ).returncode == 0
     began = time.monotonic()
-    assert served.ask("engine-0").choices[0].message.content == before
-    assert served.ask("engine-1").choices[0].message.content == before
+    for _ in range(4):
+        assert served.ask().choices[0].message.content == before
     assert time.monotonic() - began < 30
     assert served.shell.run("up", **served.environ).returncode == 0
 
 
-def test_an_engine_ends_with_its_serve_replica_and_requests_go_on(
-    served: Served, local: LocalRay
-) -> None:
-    replica = actor_process(local, "ServeReplica:kvray:engine-0")
-    (child,) = [one for one in served.engines() if one.ppid() == replica.pid]
-    replica.kill()
+def test_an_engine_ends_with_its_serve_replica_and_requests_go_on(served: Served) -> None:
+    _wait_for(lambda: len(served.connected()) == 2, "the registration")
+    before = served.connected()
+    child = served.engines()[0]
+    psutil.Process(child.ppid()).kill()
     assert served.ask().choices[0].finish_reason == "length"
     _wait_for(lambda: not child.is_running(), "the engine's end")
-    assert served.ask("engine-0").choices[0].finish_reason == "length"
+    _wait_for(lambda: len(served.connected()) == 2, "another engine")
+    assert len(set(served.connected()) & set(before)) == 1  # its name is never used again
+
+
+def test_engines_come_and_go_and_no_request_fails(served: Served) -> None:
+    for number in (3, 1):
+        _scale_under_load(served, number)
+
+
+def _scale_under_load(served: Served, number: int) -> None:
+    is_scaled = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(_ask_on, served, until=is_scaled.is_set)
+        try:
+            _scale(served, number)
+            _wait_for(lambda: len(served.connected()) == number, f"{number} engines")
+            _wait_for(lambda: len(served.engines()) == number, "the end of those too many")
+        finally:
+            is_scaled.set()
+        assert asked.result(DEADLINE_S) > 0
+
+
+def _ask_on(served: Served, until: Callable[[], bool]) -> int:
+    """Ask one after the other; return how many answers came, all of them right."""
+    answers = {served.ask().choices[0].message.content}
+    num_answers = 1
+    while not until():
+        answers.add(served.ask().choices[0].message.content)
+        num_answers += 1
+    assert len(answers) == 1
+    return num_answers
+
+
+def _scale(served: Served, number: int) -> None:
+    """Deploy the application again with another number of replicas."""
+    path = served.shell.directory / "serve.yaml"
+    settings = yaml.safe_load(path.read_text())
+    settings["applications"][0]["args"]["num_replicas"] = number
+    path.write_text(yaml.safe_dump(settings))
+    done = subprocess.run(
+        [str(Path(sys.executable).parent / "serve"), "run", "--non-blocking", str(path)],
+        cwd=ROOT,
+        env={**served.shell.environ, **served.environ},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_end_of_serve_leaves_no_engine(served: Served) -> None:
-    assert len(served.engines()) == 2
+    assert served.engines()
     _end(served.serve)
     _wait_for(lambda: not served.engines(), "the engines' end")
 

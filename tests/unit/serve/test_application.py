@@ -24,6 +24,14 @@ def test_options_that_are_no_json_object_are_refused(options: str) -> None:
         Settings.model_validate({"engine_options": options})
 
 
+def test_engines_are_of_a_number_or_scaled_by_serve() -> None:
+    scaled = '{"min_replicas": 1, "max_replicas": 3}'
+    told = Settings.model_validate({"autoscaling_config": scaled})
+    assert told.autoscaling_config == {"min_replicas": 1, "max_replicas": 3}
+    with pytest.raises(ValidationError, match="exclude each other"):
+        Settings.model_validate({"autoscaling_config": scaled, "num_replicas": 2})
+
+
 def test_a_missing_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray.serve")
     monkeypatch.delitem(sys.modules, "kvray.serve.ingress", raising=False)

@@ -24,7 +24,7 @@ LONG_TOKENS = 3000
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     config = tmp_path_factory.mktemp("engine") / "kvray.yaml"
-    config.write_text("cluster_name: nowhere\nconnector: {model_key: tiny}\n")
+    config.write_text("cluster_name: nowhere\n")
     settings = Settings(
         engine="reference",
         model="tiny",
@@ -32,7 +32,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         engine_options={"num_threads": 1, "num_blocks": 128},
         stall_timeout_s=STALL_S,
     )
-    engine = Engine("engine-0", settings)
+    engine = Engine(settings, name="engine-0")
     yield engine
     engine._replica.kill()
 

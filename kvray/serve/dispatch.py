@@ -1,0 +1,149 @@
+"""Which engine answers a request, what kvray brings there first, and the answer as it comes."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from typing import Any
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from kvray.serve.engine import replica_name
+from kvray.serve.prefetch import Prefetcher
+from kvray.serve.protocol import RequestError
+
+_log = logging.getLogger("ray.serve")
+_TRIES_MAX = 3
+"""Engines that are given a request which the ones before did not take."""
+_TAKE_TIMEOUT_S = 5.0
+"""An engine that does not take a request for so long is passed over."""
+_HEARD_S = 5.0
+"""An engine that was heard so lately can answer; else one is asked."""
+_HEALTH_TIMEOUT_S = 2.0
+
+Event = dict[str, Any]
+
+
+class Dispatcher:
+    """Hands requests to the replicas of `Engine`: choose one, prefetch there, dispatch.
+
+    Serve's router chooses, and is given the prompt's tokens. Its `choose_replica` is new in Ray
+    2.60 and not stable: a Serve without it chooses as it hands over, and nothing is prefetched.
+    """
+
+    def __init__(
+        self, engines: DeploymentHandle[Any], prefetcher: Prefetcher, *, request_timeout_s: float
+    ) -> None:
+        # Of the class: a handle has an attribute of any name, for the methods of its deployment.
+        self._can_choose = hasattr(type(engines), "choose_replica")
+        self._engines: Any = engines.options(method_name="generate", stream=True)
+        self._health = engines.options(method_name="check_health")
+        self._prefetcher = prefetcher
+        self._timeout_s = request_timeout_s
+        self._heard_at = -_HEARD_S  # of any engine
+        if not self._can_choose:
+            _log.warning(
+                "This Ray Serve cannot choose a replica before a request is sent, as 2.60 can:"
+                " kvray prefetches nothing."
+            )
+
+    async def answer(self, tokens: list[int], max_tokens: int) -> AsyncGenerator[Event, None]:
+        """Yield what the `generate` of one engine yields.
+
+        An engine that is gone or silent before it has taken the request is passed over.
+
+        Raises:
+            RequestError: no engine takes it, one refused it or broke off, or time is up.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        taken, events = await self._hand_over(tokens, max_tokens, deadline)
+        is_over = False
+        try:
+            yield taken
+            while not is_over:
+                event = await _next(events, taken["engine"], deadline)
+                self._heard_at = time.monotonic()
+                is_over = "finish_reason" in event
+                yield event
+        finally:
+            if not is_over:  # nobody listens any more
+                events.cancel()
+
+    async def can_answer(self) -> bool:
+        """Whether an engine has said something just now, or says that it is well."""
+        if time.monotonic() - self._heard_at < _HEARD_S:
+            return True  # all of them may be full, and those that are full are not asked
+        for _ in range(_TRIES_MAX):
+            asked: Any = self._health.remote()
+            try:
+                await asyncio.wait_for(asked, _HEALTH_TIMEOUT_S)
+                return True
+            except asyncio.TimeoutError:
+                asked.cancel()
+                return False
+            except (RayError, RayServeException) as error:
+                _log.warning("an engine is not well: %r", error)
+        return False
+
+    async def _hand_over(
+        self, tokens: list[int], max_tokens: int, deadline: float
+    ) -> tuple[Event, Any]:
+        """Return the first event of the engine that has taken the request, and those to come."""
+        tries_left = _TRIES_MAX
+        while True:
+            tries_left -= 1
+            try:
+                return await self._try(tokens, max_tokens, deadline, is_last=not tries_left)
+            except (RayError, RayServeException, asyncio.TimeoutError) as error:
+                is_full = isinstance(error, BackPressureError)
+                if is_full or not tries_left or time.monotonic() >= deadline:
+                    raise _failure(error, "The engine") from error
+                _log.warning("An engine did not take a request (%r); another one gets it", error)
+
+    async def _try(
+        self, tokens: list[int], max_tokens: int, deadline: float, *, is_last: bool
+    ) -> tuple[Event, Any]:
+        async with AsyncExitStack() as chosen:  # a choice that is not used is given back
+            if self._can_choose:
+                choosing = self._engines.choose_replica(tokens, max_tokens)
+                choice = await asyncio.wait_for(
+                    chosen.enter_async_context(choosing), deadline - time.monotonic()
+                )
+                await self._prefetcher.bring(tokens, replica_name(choice.replica_id))
+                events = self._engines.dispatch(choice, tokens, max_tokens)
+            else:
+                events = self._engines.remote(tokens, max_tokens)
+            patience_s = deadline - time.monotonic()
+            if self._can_choose and not is_last:  # else the wait for a free engine is part of it
+                patience_s = min(patience_s, _TAKE_TIMEOUT_S)
+            try:
+                return await asyncio.wait_for(anext(events), patience_s), events
+            except (asyncio.CancelledError, asyncio.TimeoutError):
+                events.cancel()  # of what has failed it would raise the failure again
+                raise
+
+
+async def _next(events: Any, name: str, deadline: float) -> Event:
+    """Return what an engine that has taken a request says next.
+
+    Raises:
+        RequestError: the engine refused it, broke off, or time is up.
+    """
+    try:
+        event: Event = await asyncio.wait_for(anext(events), deadline - time.monotonic())
+    except (RayError, RayServeException, asyncio.TimeoutError) as error:
+        raise _failure(error, name) from error
+    if "error" in event:
+        raise RequestError(event["error"], status=400 if event["is_config"] else 500)
+    return event
+
+
+def _failure(error: Exception, name: str) -> RequestError:
+    if isinstance(error, BackPressureError):
+        return RequestError("All engines are full; try later.", status=429, code="overloaded")
+    if isinstance(error, asyncio.TimeoutError):
+        return RequestError(f"{name} did not answer in time.", status=504, code="timeout")
+    return RequestError(f"{name} is gone; try again.", status=503, code="replica_gone")

@@ -1,0 +1,197 @@
+"""Choose, prefetch, dispatch: in this order, in time, and a choice that is not used goes back."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray.serve")
+pytest.importorskip("openai")
+
+from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
+
+from kvray.serve.dispatch import Dispatcher
+from kvray.serve.protocol import RequestError
+
+TOKENS = [5, 6, 7]
+ENDING = {"finish_reason": "length", "prompt_tokens": 3, "cached_tokens": 0}
+
+
+class Answer:
+    """As Serve's response: an asynchronous iterator, here over events and failures."""
+
+    def __init__(self, events: list[Any]) -> None:
+        self.is_cancelled = False
+        self._events = iter(events)
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    async def __anext__(self) -> Any:
+        event = next(self._events)
+        if isinstance(event, Exception):
+            raise event
+        if event == "silence":
+            await asyncio.Event().wait()
+        return event
+
+
+class OldHandle:
+    """As the handle of a Serve that chooses as it hands over."""
+
+    def __init__(self, *answers: list[Any]) -> None:
+        self.log: list[str] = []
+        self.answers = [Answer(events) for events in answers]
+        self._left = iter(self.answers)
+
+    def options(self, **_: Any) -> "OldHandle":
+        return self
+
+    def remote(self, tokens: list[int], max_tokens: int) -> Answer:
+        self.log.append("remote")
+        return next(self._left)
+
+
+class Handle(OldHandle):
+    """As the handle of Ray 2.60's Serve, whose router takes replicas `a`, `b` and so on."""
+
+    def __init__(self, *answers: list[Any], failure: Exception | None = None) -> None:
+        super().__init__(*answers)
+        self._ids = iter("abc")
+        self._failure = failure
+
+    @asynccontextmanager
+    async def choose_replica(self, tokens: list[int], max_tokens: int) -> AsyncIterator[Any]:
+        assert tokens == TOKENS, "a router may go by the prompt"
+        if self._failure is not None:
+            raise self._failure
+        choice = SimpleNamespace(replica_id=next(self._ids))
+        self.log.append(f"choose {choice.replica_id}")
+        try:
+            yield choice
+        finally:
+            self.log.append(f"leave {choice.replica_id}")
+
+    def dispatch(self, choice: Any, tokens: list[int], max_tokens: int) -> Answer:
+        self.log.append(f"dispatch {choice.replica_id}")
+        return next(self._left)
+
+
+class Prefetcher:
+    """Notes what is asked of kvray; may never be done with it."""
+
+    def __init__(self, log: list[str], *, is_late: bool = False) -> None:
+        self._log, self._is_late = log, is_late
+        self.is_asked = asyncio.Event()
+
+    async def bring(self, tokens: list[int], replica: str) -> None:
+        self._log.append(f"bring to {replica}")
+        self.is_asked.set()
+        if self._is_late:
+            await asyncio.Event().wait()
+
+
+def dispatcher(
+    handle: Any, prefetcher: Prefetcher | None = None, *, timeout_s: float = 20.0
+) -> Dispatcher:
+    asked: Any = prefetcher or Prefetcher(handle.log)
+    return Dispatcher(handle, asked, request_timeout_s=timeout_s)
+
+
+async def listen(asked: Dispatcher) -> list[Any]:
+    return [event async for event in asked.answer(TOKENS, 4)]
+
+
+def taken(name: str) -> dict[str, str]:
+    return {"engine": f"engine-{name}"}
+
+
+def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_there() -> None:
+    handle = Handle([taken("a"), {"tokens": [8]}, ENDING])
+    assert asyncio.run(listen(dispatcher(handle))) == [taken("a"), {"tokens": [8]}, ENDING]
+    assert handle.log == ["choose a", "bring to engine-a", "dispatch a", "leave a"]
+
+
+def test_a_replica_that_is_gone_is_passed_over() -> None:
+    handle = Handle([ReplicaUnavailableError("a")], [taken("b"), ENDING])
+    assert asyncio.run(listen(dispatcher(handle))) == [taken("b"), ENDING]
+    assert handle.log[3:] == ["leave a", "choose b", "bring to engine-b", "dispatch b", "leave b"]
+
+
+def test_a_silent_replica_is_passed_over_and_its_request_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvray.serve.dispatch._TAKE_TIMEOUT_S", 0.05)
+    handle = Handle(["silence"], [taken("b"), ENDING])
+    assert asyncio.run(listen(dispatcher(handle))) == [taken("b"), ENDING]
+    assert [answer.is_cancelled for answer in handle.answers] == [True, False]
+
+
+def test_after_three_replicas_a_request_has_failed() -> None:
+    handle = Handle(*[[ReplicaUnavailableError(name)] for name in "abc"])
+    with pytest.raises(RequestError) as failed:
+        asyncio.run(listen(dispatcher(handle)))
+    assert failed.value.status == 503
+    assert handle.log[-1] == "leave c"
+
+
+def test_full_engines_are_not_asked_again() -> None:
+    full = BackPressureError(num_queued_requests=1, max_queued_requests=1)
+    with pytest.raises(RequestError) as failed:
+        asyncio.run(listen(dispatcher(Handle(failure=full))))
+    assert failed.value.status == 429
+
+
+def test_a_choice_whose_client_has_gone_is_given_back() -> None:
+    handle = Handle()
+
+    async def go() -> None:
+        prefetcher = Prefetcher(handle.log, is_late=True)
+        asked = asyncio.create_task(listen(dispatcher(handle, prefetcher)))
+        await prefetcher.is_asked.wait()
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+
+    asyncio.run(go())
+    assert handle.log == ["choose a", "bring to engine-a", "leave a"]
+
+
+def test_an_answer_that_nobody_hears_is_cancelled() -> None:
+    handle = Handle([taken("a"), {"tokens": [8]}, "silence"])
+
+    async def go() -> None:
+        events = dispatcher(handle).answer(TOKENS, 4)
+        await anext(events)
+        await events.aclose()
+
+    asyncio.run(go())
+    assert handle.answers[0].is_cancelled
+
+
+def test_time_that_is_up_is_said() -> None:
+    handle = Handle([taken("a"), "silence"])
+    with pytest.raises(RequestError, match="engine-a did not answer in time") as failed:
+        asyncio.run(listen(dispatcher(handle, timeout_s=0.05)))
+    assert failed.value.status == 504
+
+
+def test_without_choose_replica_serve_chooses_and_the_log_says_it_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("kvray.serve.dispatch._log.warning", said.append)
+    handle = OldHandle([taken("a"), ENDING], [taken("b"), ENDING])
+
+    async def go() -> None:
+        asked = dispatcher(handle)
+        assert await listen(asked) == [taken("a"), ENDING]
+        assert await listen(asked) == [taken("b"), ENDING]
+
+    asyncio.run(go())
+    assert handle.log == ["remote", "remote"]
+    assert len(said) == 1
+    assert said[0].endswith("kvray prefetches nothing.")
