@@ -10,9 +10,9 @@ from kvray.routing.cost import Cost
 from kvray.routing.load import RECENT_S
 
 Reason = Literal["prefix", "queue", "fallback"]
-"""`prefix`: nowhere is the prompt less work. `queue`: somewhere it is, but others wait there, or that
-replica lately had more than its share. `fallback`: the prompt is the same work everywhere, and the
-least loaded replica gets it."""
+"""`prefix`: nowhere is the prompt less work. `queue`: somewhere it is, but others wait there, or
+that replica lately had more than its share. `fallback`: the prompt is the same work everywhere, and
+the least loaded replica gets it."""
 
 SHARE_MAX = 1.2
 """At so many times the mean utilization, what a replica has of a prompt counts for nothing."""

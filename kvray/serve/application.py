@@ -1,5 +1,6 @@
 """The application: engines that share their KV blocks through kvray, behind one OpenAI endpoint."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,8 @@ from kvray.serve.settings import Settings
 
 if TYPE_CHECKING:
     from ray.serve import Application, Deployment
+
+_log = logging.getLogger("ray.serve")
 
 _INGRESS_REQUESTS_MAX = 512
 _HEALTH_PERIOD_S = 2.0
@@ -59,8 +62,32 @@ def engines(settings: Settings) -> "Application":
         graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
         ray_actor_options={"num_cpus": 0, "num_gpus": settings.num_gpus},
         **number,
+        **_router(settings),
     )(Engine)
     return deployment.bind(settings)
+
+
+def _router(settings: Settings) -> dict[str, Any]:
+    """Return the option of the deployment that has kvray's router choose, if this Serve can."""
+    if settings.router == "serve":
+        return {}
+    try:
+        from ray.serve.config import RequestRouterConfig
+        from ray.serve.request_router import RequestRouter  # noqa: F401 - is it there?
+    except ImportError:
+        _log.warning("This Ray Serve takes no router of ours, as 2.60 does; its own chooses.")
+        return {}
+    from kvray.serve.engine import REPLICA_PREFIX
+
+    config = settings.kvray_config
+    arguments = {
+        "kvray_config": None if config is None else str(config),
+        "pool_blocks": settings.pool_blocks,
+        "replica_prefix": REPLICA_PREFIX,
+    }
+    router_class: Any = "kvray.serve.router:KvRayRouter"  # it takes a path as well as a class
+    router = RequestRouterConfig(request_router_class=router_class, request_router_kwargs=arguments)
+    return {"request_router_config": router}
 
 
 @contextmanager

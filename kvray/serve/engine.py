@@ -18,6 +18,7 @@ from kvray.config import CONFIG_ENV, load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference import Call, KvConnectorConfig, Replica
 from kvray.lab.reference.replica import CHILD_MODULE
+from kvray.serve.prefill_speed import PREFILL_STAT, PrefillSpeed
 from kvray.serve.settings import Settings
 
 TRTLLM_MODULE = "kvray.serve.trtllm_child"
@@ -66,9 +67,12 @@ def uses_tensorrt_llm(settings: Settings) -> bool:
     return settings.engine == "tensorrt_llm"
 
 
+REPLICA_PREFIX = "engine-"
+
+
 def replica_name(serve_replica_id: str) -> str:
     """Return what kvray calls the engine of a Serve replica, whose id is unique and never again."""
-    return f"engine-{serve_replica_id}"
+    return REPLICA_PREFIX + serve_replica_id
 
 
 class Engine:
@@ -88,6 +92,7 @@ class Engine:
         self._has_sources = not uses_tensorrt_llm(settings)  # whose one figure has all of them
         self._calls: set[Call] = set()  # under way; the loop's
         self._heard_at = 0.0  # of any of them, or when the first of them began
+        self._speed = PrefillSpeed()
         if name is None:
             name = replica_name(serve.get_replica_context().replica_id.unique_id)
         self._replica = spawn(name, settings)
@@ -106,16 +111,25 @@ class Engine:
         """
         heard: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most max_tokens and one more
         call = await self._submit(tokens, max_tokens, _onto_loop(heard.put_nowait))
+        is_alone = not self._calls
         self._begin(call)
         try:
             yield {"engine": self._replica.name}
             while (new := await heard.get()) is not None:
                 self._heard_at = time.monotonic()
                 yield {"tokens": new}
+            if is_alone and call.future.exception() is None:
+                output = call.future.result()
+                cached = output.reused_tokens + output.hit_tokens
+                self._speed.note(output.prompt_tokens - cached, output.ttft_s)
             yield _ending(call, has_sources=self._has_sources)
         finally:
             self._calls.discard(call)
             self._leave(call)
+
+    def record_routing_stats(self) -> dict[str, float]:
+        """Tell the router how fast this engine computes prompts; Serve asks now and then."""
+        return {PREFILL_STAT: self._speed.tokens_per_s}
 
     def check_health(self) -> None:
         """Have Serve start another replica when the engine's process has died, or hangs.

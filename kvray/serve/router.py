@@ -19,13 +19,12 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from kvray.config import load_config
 from kvray.routing import Choice
+from kvray.serve.prefill_speed import PREFILL_STAT
 from kvray.serve.standings import Place, Standings
 from kvray.serve.surveys import Surveys
 
 _log = logging.getLogger("ray.serve")
 
-PREFILL_STAT = "kvray_prefill_tokens_per_s"
-"""Under this name the `record_routing_stats` of a deployment tells how fast it computes prompts."""
 _ORDERS_MAX = 4096
 """Of a request that was given up while it waited Serve does not tell; the oldest go."""
 _ARGUMENTS = ("kvray_tokens", "kvray_salt", "kvray_lora")
@@ -34,9 +33,9 @@ _ARGUMENTS = ("kvray_tokens", "kvray_salt", "kvray_lora")
 class KvRayRouter(RequestRouter):
     """Ranks replicas by the predicted time to a request's first token.
 
-    A replica's name in kvray is the unique part of its Serve replica id. The prompt is the argument
-    `kvray_tokens` of the call, else its first positional one, if that is a list or an array of
-    token ids; `kvray_salt` and `kvray_lora` are as for `Client.prefetch`.
+    A replica's name in kvray hangs on its Serve replica id, see `replica_prefix`. The prompt is the
+    argument `kvray_tokens` of the call, else its first positional one, if that is a list or an
+    array of token ids; `kvray_salt` and `kvray_lora` are as for `Client.prefetch`.
     """
 
     def initialize_state(
@@ -46,6 +45,7 @@ class KvRayRouter(RequestRouter):
         timeout_s: float = 0.02,
         pool_blocks: int = 4096,
         prefill_tokens_per_s: float = 5_000.0,
+        replica_prefix: str = "",
         **_: Any,
     ) -> None:
         """Take the router's own arguments, `request_router_kwargs`.
@@ -56,7 +56,10 @@ class KvRayRouter(RequestRouter):
                 after it did not answer in time.
             pool_blocks: blocks of an engine's own pool.
             prefill_tokens_per_s: speed of a replica that has not told its own.
+            replica_prefix: what a replica's name in kvray has before the unique part of its Serve
+                replica id.
         """
+        self._prefix = replica_prefix
         self._surveys = Surveys(load_config(kvray_config).cluster_name, timeout_s=timeout_s)
         self._standings = Standings(
             pool_blocks=pool_blocks, prefill_tokens_per_s=prefill_tokens_per_s
@@ -67,7 +70,7 @@ class KvRayRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Know these replicas, and no others."""
         super().update_replicas(replicas)
-        self._standings.retain(_name(one) for one in replicas)
+        self._standings.retain(map(self._name, replicas))
 
     async def choose_replicas(
         self,
@@ -79,7 +82,7 @@ class KvRayRouter(RequestRouter):
             return _two(candidate_replicas)
         pending_request.routing_context.should_backoff = True  # else a full fleet is asked on end
         request = pending_request.metadata.internal_request_id
-        by_name = {_name(one): one for one in candidate_replicas}
+        by_name = {self._name(one): one for one in candidate_replicas}
         if request not in self._orders:
             choice = await self._choose(request, list(by_name.values()), pending_request)
             if choice is None:
@@ -102,12 +105,12 @@ class KvRayRouter(RequestRouter):
         tokens, marks = _prompt_of(pending.args, pending.kwargs)
         if tokens is None:
             return None
-        names = [_name(one) for one in replicas]
+        names = [*map(self._name, replicas)]
         survey = await self._surveys.survey(tokens, names, **marks)
         if survey is None:
             return None
         now = time.monotonic()
-        self._standings.retain(_name(one) for one in self.curr_replicas.values())
+        self._standings.retain(map(self._name, self.curr_replicas.values()))
         here = [one for one in replicas if one.replica_id in self.curr_replicas]
         if not here:
             return None
@@ -118,17 +121,15 @@ class KvRayRouter(RequestRouter):
     def _places(self, replicas: Sequence[RunningReplica]) -> list[Place]:
         return [
             Place(
-                replica=_name(one),
-                node=self._surveys.home(_name(one)),
+                replica=self._name(one),
+                node=self._surveys.home(self._name(one)),
                 prefill_tokens_per_s=float(one.routing_stats.get(PREFILL_STAT, 0.0)),
             )
             for one in replicas
         ]
 
-
-def _name(replica: RunningReplica) -> str:
-    name: str = replica.replica_id.unique_id
-    return name
+    def _name(self, replica: RunningReplica) -> str:
+        return f"{self._prefix}{replica.replica_id.unique_id}"
 
 
 def _two(replicas: Sequence[RunningReplica]) -> list[list[RunningReplica]]:

@@ -56,6 +56,12 @@ class Settings(BaseModel):
     prefetch_timeout_s: float = Field(
         default=0.5, ge=0, le=10, description="longest wait for kvray before the engine; 0: none"
     )
+    router: Literal["kvray", "serve"] = Field(
+        default="kvray", description="what chooses an engine: kvray's router, or Serve's own"
+    )
+    pool_blocks: int = Field(
+        default=4096, ge=1, description="blocks of an engine's own pool, as the router takes it"
+    )
     requests_max: int = Field(default=64, ge=1, description="under way at one engine")
     queued_max: int = Field(
         default=64, ge=1, description="that wait for an engine; more get status 429"
