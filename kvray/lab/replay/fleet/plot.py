@@ -34,7 +34,7 @@ def make_figure(found: FleetComparison) -> Figure:
         axes.grid(axis="y", alpha=0.3)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=5)
     plan = found.plan
     figure.suptitle(f"{found.trace.name}, {plan.num_replicas} replicas, speed {plan.speed:g}")
     return figure
