@@ -94,7 +94,10 @@ _EXAMPLES: dict[str, _Examples] = {
     "bench tier": (("Measure a full arena, two processes", "kvray bench tier --processes 2"),),
     "bench nvme": (("Measure a disk", "kvray bench nvme --dir /mnt/nvme"),),
     "chaos": (("Repeat the same minute of faults", "kvray chaos --duration 60 --seed 1"),),
-    "replay": (("Compare the policies on a trace", "kvray replay trace.jsonl"),),
+    "replay": (
+        ("Compare the policies on a trace", "kvray replay trace.jsonl"),
+        ("Compare routers of 8 replicas", "kvray replay trace.jsonl --replicas 8 --speed 3"),
+    ),
 }
 _DONE = "done, and nothing is wrong"
 _FAILED = "it could not be done, or an option is wrong"

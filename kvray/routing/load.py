@@ -50,9 +50,10 @@ class Load:
 
     def done(self, request: Hashable, now: float) -> None:
         """Note a request's first token, or its failure; an unknown request is nobody's."""
-        work_s = self._waiting.pop(request, None)
-        if work_s is None:
+        if request not in self._waiting:
             return
+        if request == next(iter(self._waiting)):
+            self._began_at = now
+        work_s = self._waiting.pop(request)
         # Sums of floats drift; an empty queue is 0.
         self._waiting_s = self._waiting_s - work_s if self._waiting else 0.0
-        self._began_at = now

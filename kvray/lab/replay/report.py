@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvray import __version__
-from kvray.lab.replay import Comparison, Outcome
+from kvray.lab.replay import Comparison, Outcome, Trace
 from kvray.lab.replay.comparison import BASELINE
 
 _ALWAYS = ("blocks", "policy", "hit ratio", "of tokens", "gain")
@@ -48,14 +48,7 @@ def make_table(found: Comparison) -> Table:
 
 def print_all(console: Console, found: Comparison) -> None:
     """Print the trace's size, the table, and the mean gains."""
-    trace = found.trace
-    once = int((np.bincount(trace.ids) == 1).sum())
-    console.print(
-        f"[bold]{escape(trace.name)}[/]: {trace.num_requests:,} requests in"
-        f" {timedelta(seconds=round(trace.seconds))} with {trace.prompt_tokens:,} tokens ask for"
-        f" {trace.num_refs:,} blocks of {trace.block_tokens} tokens; {trace.num_unique:,} of them"
-        f" differ, and {_percent(once / trace.num_unique)} of these are asked for once."
-    )
+    print_trace(console, found.trace)
     console.print(make_table(found))
     console.print(
         "Hits are blocks of contiguous prefixes. Gain: 0 is LRU, 1 is Belady's optimum, which"
@@ -73,18 +66,22 @@ def print_all(console: Console, found: Comparison) -> None:
             console.print(f"Mean gain of {titles[name]} over all sizes: {gain:+.3f}", markup=False)
 
 
+def print_trace(console: Console, trace: Trace) -> None:
+    """Print what the trace asks for."""
+    once = int((np.bincount(trace.ids) == 1).sum())
+    console.print(
+        f"[bold]{escape(trace.name)}[/]: {trace.num_requests:,} requests in"
+        f" {timedelta(seconds=round(trace.seconds))} with {trace.prompt_tokens:,} tokens ask for"
+        f" {trace.num_refs:,} blocks of {trace.block_tokens} tokens; {trace.num_unique:,} of them"
+        f" differ, and {percent(once / trace.num_unique)} of these are asked for once."
+    )
+
+
 def to_json(found: Comparison, *, concurrent: int, seed: int) -> str:
     """Return everything as one JSON object; `concurrent` and `seed` are the command's options."""
-    trace = found.trace
     return json.dumps(
         {
-            "trace": trace.name,
-            "block_tokens": trace.block_tokens,
-            "requests": trace.num_requests,
-            "refs": trace.num_refs,
-            "unique_blocks": trace.num_unique,
-            "prompt_tokens": trace.prompt_tokens,
-            "trace_seconds": trace.seconds,
+            **trace_figures(found.trace),
             "concurrent": concurrent,
             "seed": seed,
             "nvme_blocks": found.plan.nvme_blocks,
@@ -98,12 +95,37 @@ def to_json(found: Comparison, *, concurrent: int, seed: int) -> str:
                 {"policy": policy, "admission": admission, "mean_gain": gain}
                 for (policy, admission), gain in found.mean_gains().items()
             ],
-            "cpu_cores": psutil.cpu_count(),
-            "machine": platform.machine(),
-            "version": __version__,
+            **machine_figures(),
         },
         indent=2,
     )
+
+
+def trace_figures(trace: Trace) -> dict[str, Any]:
+    """Return what JSON says of a trace."""
+    return {
+        "trace": trace.name,
+        "block_tokens": trace.block_tokens,
+        "requests": trace.num_requests,
+        "refs": trace.num_refs,
+        "unique_blocks": trace.num_unique,
+        "prompt_tokens": trace.prompt_tokens,
+        "trace_seconds": trace.seconds,
+    }
+
+
+def machine_figures() -> dict[str, Any]:
+    """Return what JSON says of the machine and of kvray."""
+    return {
+        "cpu_cores": psutil.cpu_count(),
+        "machine": platform.machine(),
+        "version": __version__,
+    }
+
+
+def percent(ratio: float) -> str:
+    """Return a ratio as people read it."""
+    return f"{100 * ratio:.1f} %"
 
 
 def _cells(outcome: Outcome, *, has_disk: bool) -> list[str]:
@@ -111,22 +133,18 @@ def _cells(outcome: Outcome, *, has_disk: bool) -> list[str]:
     cells = [escape(outcome.title), *_hit_cells(outcome), "" if gain is None else f"{gain:+.2f}"]
     if has_disk:
         cells += [
-            _percent(outcome.host_hit_blocks / max(1, outcome.refs)),
-            _percent(outcome.nvme_hit_blocks / max(1, outcome.refs)),
+            percent(outcome.host_hit_blocks / max(1, outcome.refs)),
+            percent(outcome.nvme_hit_blocks / max(1, outcome.refs)),
             f"{outcome.nvme_written_blocks:,}",
             "" if per_hit is None else f"{per_hit:.2f}",
-            "" if share is None else _percent(share),
+            "" if share is None else percent(share),
         ]
     return [*cells, f"{outcome.refs_per_s:,.0f}"]
 
 
 def _hit_cells(outcome: Outcome) -> list[str]:
-    return [_percent(outcome.hit_ratio), _percent(outcome.token_hit_ratio)]
+    return [percent(outcome.hit_ratio), percent(outcome.token_hit_ratio)]
 
 
 def _figures(outcome: Outcome, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: getattr(outcome, name) for name in names}
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * ratio:.1f} %"

@@ -30,6 +30,14 @@ def test_a_first_token_ends_the_wait_for_its_request() -> None:
     assert load.queue_s(15.0) == 0
 
 
+def test_a_request_that_overtakes_leaves_the_oldest_one_running() -> None:
+    load = Load()
+    load.routed("r1", 5.0, now=0.0)
+    load.routed("r2", 1.0, now=0.0)
+    load.done("r2", now=3.0)
+    assert load.queue_s(3.0) == pytest.approx(2.0)
+
+
 def test_an_unknown_request_changes_nothing() -> None:
     load = Load()
     load.routed("r1", 2.0, now=0.0)

@@ -1,14 +1,15 @@
-"""`kvray replay`: how policies would have served a trace of requests."""
+"""The command: its options, what they exclude, and what is printed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 from re import fullmatch
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from kvray.cli.replay import fleet as fleets
 from kvray.console.boundary import boundary
 from kvray.console.options import JsonOption, VerboseOption
 from kvray.console.picture import PlotOption, check_plot, write_picture
@@ -16,13 +17,16 @@ from kvray.console.tables import printer
 from kvray.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvray.lab.replay import Comparison, Plan
+    from kvray.lab.replay import Plan, Trace
+    from kvray.lab.replay.fleet import FleetPlan
 
 _MULTIPLES = {"": 1, "k": 1_000, "M": 1_000_000}
 _CAPACITIES = "1k,5k,10k,30k,100k"
 _PLAIN_WIDTH = 120
 
 Names = list[str] | None
+Found = TypeVar("Found")
+Progress = Callable[[str, int, int], None]
 
 
 def replay(
@@ -67,6 +71,18 @@ def replay(
             min=0, max=2**32 - 1, metavar="N", help="Decides the order in which sessions begin."
         ),
     ] = 0,
+    replicas: fleets.ReplicasOption = None,
+    router: fleets.RouterOption = None,
+    pool: fleets.PoolOption = None,
+    host: fleets.HostOption = None,
+    speed: fleets.SpeedOption = None,
+    deadline: fleets.DeadlineOption = None,
+    imbalance: fleets.ImbalanceOption = None,
+    prefill_rate: fleets.PrefillRateOption = None,
+    token_bytes: fleets.TokenBytesOption = None,
+    copy_rate: fleets.CopyRateOption = None,
+    link_rate: fleets.LinkRateOption = None,
+    disk_rate: fleets.DiskRateOption = None,
     as_json: JsonOption = False,
     plot: PlotOption = None,
     verbose: VerboseOption = False,
@@ -76,19 +92,44 @@ def replay(
     Every policy stands beside LRU, beside Belady's optimum, which knows the future, and beside an
     infinite cache. No bytes are moved: it needs neither Ray nor a running tier.
 
+    With --replicas it compares routers instead: what each reuses, how long first tokens take, and
+    how evenly the replicas work, on the same pools and the same tier.
+
     A size is a number of blocks, such as 5000, 5k or 1.5M. Names and sizes may be given
     repeatedly, or separated by commas.
     """
+    fleet = {
+        **{"pool": pool, "host": host, "speed": speed, "deadline": deadline},
+        **{"imbalance": imbalance, "prefill_rate": prefill_rate, "token_bytes": token_bytes},
+        **{"copy_rate": copy_rate, "link_rate": link_rate, "disk_rate": disk_rate},
+    }
     with boundary(verbose=verbose) as interrupts:
+        if replicas is None:
+            fleets.refuse({"router": router, **fleet}, "is for routers; give --replicas N, too")
+        else:
+            given = {"capacity": capacity, "policy": policy, "admission": admission}
+            fleets.refuse(given, "is for policies; leave --replicas out")
         host_blocks = parse_sizes(capacity or [_CAPACITIES], "--capacity")
         nvme_blocks = _one_size(nvme, "--nvme") if nvme is not None else 0
         if admission and not nvme_blocks:
             raise ConfigError("--admission decides what goes to disk; give --nvme BLOCKS, too.")
+        if disk_rate is not None and not nvme_blocks:
+            raise ConfigError("--disk-rate is the speed of a disk; give --nvme BLOCKS, too.")
+        for name in ("pool", "host"):
+            if fleet[name] is not None:
+                fleet[name] = _one_size(str(fleet[name]), f"--{name}")
         if plot is not None:
             check_plot(plot)
         with interrupts.masked():
-            from kvray.lab.replay import Plan, report, simulator
+            from kvray.lab.replay import Plan, simulator
+            from kvray.lab.replay.fleet import ROUTERS
 
+        reading = {"block_tokens": block_tokens, "concurrent": concurrent, "seed": seed}
+        if replicas is not None:
+            routers = _names(router, list(ROUTERS), "--router")
+            fleet_plan = fleets.make_plan(replicas, fleet, disk_blocks=nvme_blocks, seed=seed)
+            _show_routers(trace, fleet_plan, routers, reading, as_json=as_json, plot=plot)
+            return
         admissions = _names(admission, simulator.ADMISSIONS, "--admission")
         plan = Plan(
             policies=_names(policy, simulator.POLICIES, "--policy"),
@@ -96,25 +137,62 @@ def replay(
             nvme_blocks=nvme_blocks,
             admissions=admissions if nvme_blocks else (None,),
         )
-        layout = {"concurrent": concurrent, "seed": seed}
-        found = _replay(trace, plan, block_tokens=block_tokens, **layout)
-        if as_json:
-            print(report.to_json(found, **layout))
-        else:
-            report.print_all(printer(_PLAIN_WIDTH), found)
-        if plot is not None:
-            from kvray.lab.replay.plot import make_figure
-
-            write_picture(make_figure(found), plot)
+        _show_policies(trace, plan, reading, as_json=as_json, plot=plot)
 
 
-def _replay(path: Path, plan: "Plan", **reading: Any) -> "Comparison":
+def _show_policies(
+    path: Path, plan: "Plan", reading: dict[str, Any], *, as_json: bool, plot: Path | None
+) -> None:
+    """Compare policies on a trace, and print what came of it."""
+    from kvray.lab.replay import compare, report, simulator
+
+    found = _with_bar(
+        path, reading, lambda trace, show: compare(trace, plan, simulator.simulate, progress=show)
+    )
+    if as_json:
+        print(report.to_json(found, concurrent=reading["concurrent"], seed=reading["seed"]))
+    else:
+        report.print_all(printer(_PLAIN_WIDTH), found)
+    if plot is not None:
+        from kvray.lab.replay.plot import make_figure
+
+        write_picture(make_figure(found), plot)
+
+
+def _show_routers(
+    path: Path,
+    plan: "FleetPlan",
+    routers: Sequence[str],
+    reading: dict[str, Any],
+    *,
+    as_json: bool,
+    plot: Path | None,
+) -> None:
+    """Compare routers on a trace, and print what came of it."""
+    from kvray.lab.replay.fleet import compare_routers, report
+
+    found = _with_bar(
+        path, reading, lambda trace, show: compare_routers(trace, plan, routers, progress=show)
+    )
+    if as_json:
+        print(report.to_json(found, concurrent=reading["concurrent"]))
+    else:
+        report.print_fleet(printer(_PLAIN_WIDTH), found)
+    if plot is not None:
+        from kvray.lab.replay.fleet.plot import make_figure
+
+        write_picture(make_figure(found), plot)
+
+
+def _with_bar(
+    path: Path, reading: dict[str, Any], run: "Callable[[Trace, Progress], Found]"
+) -> Found:
     """Read a trace and replay it; a bar shows how far it is."""
     from rich.console import Console
     from rich.markup import escape
 
     from kvray.console.progress import counting_progress
-    from kvray.lab.replay import compare, read_trace, simulator
+    from kvray.lab.replay import read_trace
 
     with counting_progress(Console(stderr=True, highlight=False)) as bar:
         task = bar.add_task("Reading", total=None)
@@ -122,8 +200,7 @@ def _replay(path: Path, plan: "Plan", **reading: Any) -> "Comparison":
         def show(title: str, done: int, total: int) -> None:
             bar.update(task, description=escape(title), completed=done, total=total)
 
-        trace = read_trace(path, **reading)
-        return compare(trace, plan, simulator.simulate, progress=show)
+        return run(read_trace(path, **reading), show)
 
 
 def parse_sizes(texts: list[str], option: str) -> list[int]:

@@ -1,0 +1,111 @@
+"""Replicas in virtual time: waits, reuse and load, and what routers make of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvray.lab.replay import infinite
+from kvray.lab.replay.fleet import ROUTERS, compare_routers
+from kvray.lab.replay.fleet.simulator import simulate
+from kvray.routing import Link
+from tests.unit.lab.replay.excerpts import CONVERSATION, SYNTHETIC, excerpt
+from tests.unit.lab.replay.fleet.synthetic import RATES, conversations, plan, random_trace, trace_of
+
+
+def test_a_request_waits_for_the_one_before_it() -> None:
+    found = simulate(trace_of((0, "ab"), (0.1, "xy")), plan(1), router="round_robin")
+    assert found.first_token_p50_s == pytest.approx((0.2 + 0.3) / 2)
+    assert found.throughput_per_s == pytest.approx(2 / 0.4)
+    assert found.utilization == pytest.approx(1)
+
+
+def test_speed_divides_the_times_of_the_trace() -> None:
+    found = simulate(trace_of((0, "ab"), (0.4, "xy")), plan(1, speed=4), router="round_robin")
+    assert found.first_token_p90_s == pytest.approx(0.2 + 0.9 * 0.1)
+
+
+def test_reuse_comes_from_the_pool_then_the_node_then_another_node() -> None:
+    trace = trace_of((0, "abc"), (1, "abd"), (2, "ab"))
+    found = simulate(trace, plan(1), router="round_robin")
+    assert found.pool_reuse == pytest.approx((200 + 199) / 800)
+    small = simulate(trace, plan(1, pool_blocks=1), router="round_robin")
+    assert (small.pool_reuse, small.host_reuse) == (pytest.approx(0.25), pytest.approx(199 / 800))
+    apart = simulate(trace, plan(3), router="round_robin")
+    assert (apart.pool_reuse, apart.remote_reuse) == (0, pytest.approx(399 / 800))
+    assert apart.first_token_p50_s == pytest.approx(0.022 + 0.1)
+
+
+def test_a_disk_below_finds_what_memory_lost() -> None:
+    trace = trace_of((0, "ab"), (1, "wxyz"), (2, "abc"))
+    rates = replace(RATES, disk=Link(bytes_per_s=1e5))
+    small = {"pool_blocks": 4, "host_blocks": 4, "rates": rates}
+    assert simulate(trace, plan(1, **small), router="round_robin").reuse == 0
+    found = simulate(trace, plan(1, disk_blocks=10, **small), router="round_robin")
+    assert found.reuse == found.disk_reuse == pytest.approx(200 / 900)
+
+
+def test_what_is_late_is_no_goodput() -> None:
+    trace = trace_of((0, "abcde"), (0, "vwxyz"))
+    found = simulate(trace, plan(1, deadline_s=0.6), router="round_robin")
+    assert (found.in_time, found.goodput_per_s) == (0.5, pytest.approx(1.0))
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_one_replica_with_all_the_memory_reuses_what_an_infinite_cache_finds(router: str) -> None:
+    trace = excerpt(CONVERSATION)
+    plenty = plan(1, pool_blocks=10**6, host_blocks=10**6)
+    found = simulate(trace, plenty, router=router)
+    # The last token of a prompt is computed in any case, and requests come while others run.
+    assert found.reuse == pytest.approx(infinite(trace).token_hit_ratio, abs=0.002)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_the_same_seed_gives_the_same_figures(router: str) -> None:
+    trace = excerpt(SYNTHETIC)
+    one, other = (simulate(trace, plan(4), router=router) for _ in range(2))
+    assert replace(one, seconds=0) == replace(other, seconds=0)
+
+
+def test_every_router_stands_beside_one_replica() -> None:
+    titles: list[str] = []
+    found = compare_routers(
+        excerpt(SYNTHETIC),
+        plan(4),
+        ["pow2", "kvray"],
+        progress=lambda title, done, total: titles.append(f"{done}/{total} {title}"),
+    )
+    assert titles == ["0/3 one replica", "1/3 pow2", "2/3 kvray"]
+    assert [one.router for one in found.outcomes] == ["pow2", "kvray"]
+    for one in found.outcomes:
+        assert one.reuse_of_one == one.reuse / found.one.reuse
+        parts = one.pool_reuse + one.host_reuse + one.disk_reuse + one.remote_reuse
+        assert one.reuse == pytest.approx(parts)
+
+
+@pytest.mark.parametrize("load", [0.1, 0.5, 0.9])
+def test_one_prefix_in_every_request_loads_no_replica_too_much(load: float) -> None:
+    trace = random_trace(800, shared_blocks=20, own_blocks=4, load=load)
+    found = simulate(trace, plan(), router="kvray")
+    assert found.load_spread <= 1.4
+    assert found.reuse > 0.8
+
+
+@pytest.mark.parametrize("load", [0.3, 0.7, 0.95])
+def test_without_a_shared_prefix_kvray_is_no_worse_than_the_power_of_two(load: float) -> None:
+    trace = random_trace(800, shared_blocks=0, own_blocks=10, load=load)
+    pow2, kvray = (simulate(trace, plan(), router=name) for name in ("pow2", "kvray"))
+    assert kvray.reuse == pow2.reuse == 0
+    assert kvray.throughput_per_s >= 0.97 * pow2.throughput_per_s
+    assert kvray.first_token_p90_s <= 1.03 * pow2.first_token_p90_s
+
+
+def test_in_conversations_near_saturation_kvray_reuses_more_and_answers_sooner() -> None:
+    trace = conversations(60, turns=12, load=0.9, replicas=4)
+    found = compare_routers(trace, plan(4, pool_blocks=300, host_blocks=600), list(ROUTERS))
+    by_name = {one.router: one for one in found.outcomes}
+    kvray = by_name.pop("kvray")
+    for other in by_name.values():
+        assert kvray.reuse > other.reuse
+        assert kvray.first_token_p90_s < other.first_token_p90_s
+    assert kvray.reuse_of_one is not None
+    assert kvray.reuse_of_one > 0.9
