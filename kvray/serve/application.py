@@ -15,7 +15,8 @@ _log = logging.getLogger("ray.serve")
 
 _INGRESS_REQUESTS_MAX = 512
 _HEALTH_PERIOD_S = 2.0
-_SHUTDOWN_TIMEOUT_S = 30.0
+_HEALTH_TIMEOUT_S = 5.0
+"""Serve replaces a replica that is silent so long three times in a row."""
 
 
 def app(args: dict[str, Any]) -> "Application":
@@ -59,7 +60,8 @@ def engines(settings: Settings) -> "Application":
         max_ongoing_requests=settings.requests_max,
         max_queued_requests=settings.queued_max,
         health_check_period_s=_HEALTH_PERIOD_S,
-        graceful_shutdown_timeout_s=_SHUTDOWN_TIMEOUT_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=settings.drain_timeout_s,
         ray_actor_options={"num_cpus": 0, "num_gpus": settings.num_gpus},
         **number,
         **_router(settings),

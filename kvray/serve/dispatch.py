@@ -5,12 +5,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from kvray.serve.choice import first_choice
 from kvray.serve.engine import replica_name
 from kvray.serve.prefetch import Prefetcher
 from kvray.serve.protocol import RequestError
@@ -23,6 +25,13 @@ _TAKE_TIMEOUT_S = 5.0
 _HEARD_S = 5.0
 """An engine that was heard so lately can answer; else one is asked."""
 _HEALTH_TIMEOUT_S = 2.0
+
+_RIVAL_S = 10.0
+"""A second choice begins after as long. Serve's router believes for ten seconds what it last heard
+of a replica's queue, and may take one that is frozen; later it asks first."""
+
+_GONE = (RayError, RayServeException, StopAsyncIteration, asyncio.TimeoutError)
+"""Raised by an answer whose replica has died, also as if it had ended."""
 
 Event = dict[str, Any]
 
@@ -83,7 +92,6 @@ class Dispatcher:
                 return True
             except asyncio.TimeoutError:
                 asked.cancel()
-                return False
             except (RayError, RayServeException) as error:
                 _log.warning("an engine is not well: %r", error)
         return False
@@ -97,7 +105,7 @@ class Dispatcher:
             tries_left -= 1
             try:
                 return await self._try(tokens, max_tokens, deadline, is_last=not tries_left)
-            except (RayError, RayServeException, asyncio.TimeoutError) as error:
+            except _GONE as error:
                 is_full = isinstance(error, BackPressureError)
                 if is_full or not tries_left or time.monotonic() >= deadline:
                     raise _failure(error, "The engine") from error
@@ -108,10 +116,10 @@ class Dispatcher:
     ) -> tuple[Event, Any]:
         async with AsyncExitStack() as chosen:  # a choice that is not used is given back
             if self._can_choose:
-                choosing = self._engines.choose_replica(tokens, max_tokens)
-                choice = await asyncio.wait_for(
-                    chosen.enter_async_context(choosing), deadline - time.monotonic()
-                )
+                choose = partial(self._engines.choose_replica, tokens, max_tokens)
+                timeout_s = deadline - time.monotonic()
+                choosing = first_choice(choose, rival_s=_RIVAL_S, timeout_s=timeout_s)
+                choice = await chosen.enter_async_context(choosing)
                 await self._prefetcher.bring(tokens, replica_name(choice.replica_id))
                 events = self._engines.dispatch(choice, tokens, max_tokens)
             else:
@@ -134,7 +142,7 @@ async def _next(events: Any, name: str, deadline: float) -> Event:
     """
     try:
         event: Event = await asyncio.wait_for(anext(events), deadline - time.monotonic())
-    except (RayError, RayServeException, asyncio.TimeoutError) as error:
+    except _GONE as error:
         raise _failure(error, name) from error
     if "error" in event:
         raise RequestError(event["error"], status=400 if event["is_config"] else 500)

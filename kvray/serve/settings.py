@@ -53,6 +53,9 @@ class Settings(BaseModel):
         description="an engine that says nothing for so long, with requests under way, is"
         " replaced; longer than the longest prefill",
     )
+    drain_timeout_s: float = Field(
+        default=30, ge=0, description="for answers under way when Serve ends their engine"
+    )
     prefetch_timeout_s: float = Field(
         default=0.5, ge=0, le=10, description="longest wait for kvray before the engine; 0: none"
     )

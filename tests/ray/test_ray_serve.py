@@ -34,7 +34,7 @@ EXAMPLE = ROOT / "examples" / "ray_serve"
 CHILD = "kvray.lab.reference.replica_child"
 BLOCK = 32
 LONG_TOKENS = 3000
-PREFETCH_S = 2.0
+PREFETCH_S = 1.0
 DEADLINE_S = 180.0
 TIMEOUT_S = 30.0
 QUESTION = [
@@ -166,7 +166,7 @@ def _settings(shell: Shell, port: int) -> str:
     args = settings["applications"][0]["args"]
     args.update(engine="reference", model="tiny", kvray_config=str(shell.directory / "kvray.yaml"))
     # One at a time: what a client has left must have ended before the next begins.
-    args.update(requests_max=1, queued_max=1, prefetch_timeout_s=PREFETCH_S)
+    args.update(requests_max=1, queued_max=2, prefetch_timeout_s=PREFETCH_S)
     args["engine_options"].update(num_blocks=128)
     path = shell.directory / "serve.yaml"
     path.write_text(yaml.safe_dump(settings))
@@ -293,15 +293,16 @@ def test_a_client_that_goes_away_ends_its_request(served: Served) -> None:
 
 
 def test_a_request_too_many_is_told_to_come_later(served: Served) -> None:
-    with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as stack:
+    with ThreadPoolExecutor(3) as threads, contextlib.ExitStack() as stack:
         streams = served.hold_all(stack)
-        asked = [threads.submit(served.ask, max_tokens=1) for _ in range(2)]
-        (refused,), (queued,) = wait(asked, DEADLINE_S, FIRST_COMPLETED)
+        asked = [threads.submit(served.ask, max_tokens=1) for _ in range(3)]
+        (refused,), queued = wait(asked, DEADLINE_S, FIRST_COMPLETED)
         error = refused.exception()
         assert isinstance(error, openai.RateLimitError)
         assert error.code == "overloaded"
         streams[0].close()
-        assert queued.result(DEADLINE_S).choices[0].finish_reason == "length"
+        for one in queued:
+            assert one.result(DEADLINE_S).choices[0].finish_reason == "length"
 
 
 def test_a_tier_that_is_frozen_delays_a_request_by_the_deadline_only(
@@ -344,21 +345,67 @@ def test_an_engine_ends_with_its_serve_replica_and_requests_go_on(served: Served
     assert len(set(served.connected()) & set(before)) == 1  # its name is never used again
 
 
+def test_a_replica_that_dies_in_mid_answer_breaks_off_that_answer_only(served: Served) -> None:
+    replicas = _two_replicas(served)
+    with contextlib.ExitStack() as stack:
+        streams = served.hold_all(stack)
+        victim = streams[0].response.headers["x-kvray-replica"]
+        replicas[victim].kill()
+        with pytest.raises(openai.APIError, match=f"{victim} is gone"):
+            list(streams[0])
+        assert next(iter(streams[1])).choices
+
+
+def test_a_frozen_replica_delays_requests_and_none_fails(served: Served) -> None:
+    frozen = next(iter(_two_replicas(served).values()))
+    for _ in range(4):
+        served.ask()  # Serve believes for a while what it hears of both now
+    frozen.suspend()
+    try:
+        for _ in range(6):
+            began = time.monotonic()
+            assert served.ask().choices[0].finish_reason == "length"
+            assert time.monotonic() - began < 30, "a second choice takes ten seconds"
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            frozen.resume()
+
+
+def _two_replicas(served: Served) -> dict[str, psutil.Process]:
+    """Return the Serve replicas by the names of their engines in kvray, once there are two."""
+    found: dict[str, psutil.Process] = {}
+
+    def are_two() -> bool:
+        found.clear()
+        for child in served.engines():
+            with contextlib.suppress(psutil.Error, OSError):
+                _, _, rest = _environ(child).partition(b"KVRAY_CONNECTOR__REPLICA=")
+                found[rest.partition(b"\0")[0].decode()] = psutil.Process(child.ppid())
+        return len(found) == 2 and sorted(found) == served.connected()
+
+    _wait_for(are_two, "two engines")
+    return found
+
+
 def test_engines_come_and_go_and_no_request_fails(served: Served) -> None:
-    for number in (3, 1):
-        _scale_under_load(served, number)
+    _deploy_under_load(served, 3)
+    before = served.connected()
+    _deploy_under_load(served, 1, num_blocks=96)  # a new version: none of the old ones stays
+    assert not set(served.connected()) & set(before)
 
 
-def _scale_under_load(served: Served, number: int) -> None:
-    is_scaled = threading.Event()
+def _deploy_under_load(served: Served, number: int, **engine_options: Any) -> None:
+    is_over = threading.Event()
     with ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(_ask_on, served, until=is_scaled.is_set)
+        asked = threads.submit(_ask_on, served, until=is_over.is_set)
         try:
-            _scale(served, number)
+            before = [] if engine_options == {} else served.connected()
+            _deploy(served, number, **engine_options)
+            _wait_for(lambda: not set(served.connected()) & set(before), "the new version")
             _wait_for(lambda: len(served.connected()) == number, f"{number} engines")
             _wait_for(lambda: len(served.engines()) == number, "the end of those too many")
         finally:
-            is_scaled.set()
+            is_over.set()
         assert asked.result(DEADLINE_S) > 0
 
 
@@ -373,11 +420,13 @@ def _ask_on(served: Served, until: Callable[[], bool]) -> int:
     return num_answers
 
 
-def _scale(served: Served, number: int) -> None:
-    """Deploy the application again with another number of replicas."""
+def _deploy(served: Served, number: int, **engine_options: Any) -> None:
+    """Deploy the application again, with another number of engines and other options."""
     path = served.shell.directory / "serve.yaml"
     settings = yaml.safe_load(path.read_text())
-    settings["applications"][0]["args"]["num_replicas"] = number
+    args = settings["applications"][0]["args"]
+    args["num_replicas"] = number
+    args["engine_options"].update(engine_options)
     path.write_text(yaml.safe_dump(settings))
     done = subprocess.run(
         [str(Path(sys.executable).parent / "serve"), "run", "--non-blocking", str(path)],

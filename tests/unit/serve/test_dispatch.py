@@ -58,10 +58,13 @@ class OldHandle:
 class Handle(OldHandle):
     """As the handle of Ray 2.60's Serve, whose router takes replicas `a`, `b` and so on."""
 
-    def __init__(self, *answers: list[Any], failure: Exception | None = None) -> None:
+    def __init__(
+        self, *answers: list[Any], failure: Exception | None = None, frozen: str = ""
+    ) -> None:
         super().__init__(*answers)
         self._ids = iter("abc")
         self._failure = failure
+        self._frozen = frozen
 
     @asynccontextmanager
     async def choose_replica(self, tokens: list[int], max_tokens: int) -> AsyncIterator[Any]:
@@ -69,8 +72,10 @@ class Handle(OldHandle):
         if self._failure is not None:
             raise self._failure
         choice = SimpleNamespace(replica_id=next(self._ids))
-        self.log.append(f"choose {choice.replica_id}")
         try:
+            if choice.replica_id == self._frozen:
+                await asyncio.Event().wait()
+            self.log.append(f"choose {choice.replica_id}")
             yield choice
         finally:
             self.log.append(f"leave {choice.replica_id}")
@@ -158,6 +163,30 @@ def test_a_choice_whose_client_has_gone_is_given_back() -> None:
 
     asyncio.run(go())
     assert handle.log == ["choose a", "bring to engine-a", "leave a"]
+
+
+def test_a_choice_that_does_not_come_gets_a_second_one_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvray.serve.dispatch._RIVAL_S", 0.05)
+    handle = Handle([taken("b"), ENDING], frozen="a")
+    assert asyncio.run(listen(dispatcher(handle))) == [taken("b"), ENDING]
+    assert handle.log == ["choose b", "bring to engine-b", "dispatch b", "leave b", "leave a"]
+
+
+def test_a_choice_that_never_comes_ends_in_time() -> None:
+    handle = Handle(frozen="a")
+    with pytest.raises(RequestError) as failed:
+        asyncio.run(listen(dispatcher(handle, timeout_s=0.05)))
+    assert failed.value.status == 504
+    assert handle.log == ["leave a"]
+
+
+def test_an_answer_that_ends_without_an_ending_is_a_failure() -> None:
+    handle = Handle([taken("a"), {"tokens": [8]}, StopAsyncIteration()])
+    with pytest.raises(RequestError, match="engine-a is gone") as failed:
+        asyncio.run(listen(dispatcher(handle)))
+    assert failed.value.status == 503
 
 
 def test_an_answer_that_nobody_hears_is_cancelled() -> None:
