@@ -23,6 +23,7 @@ _HOME_S = 30.0
 """How long the node of a replica counts as known; ranks hardly ever move."""
 _HOME_RETRY_S = 1.0
 _HOME_TIMEOUT_S = 2.0
+_UNKNOWN_S = 30.0
 _BYTES_PER_S = 2e9
 """Of another node that has given nothing yet; a guess, until it has."""
 
@@ -56,6 +57,8 @@ class Surveys:
         # Replica -> its shard, empty if it has none, and until when that counts.
         self._homes: dict[str, tuple[str, float]] = {}
         self._finding: asyncio.Task[None] | None = None
+        self._unknown_since: float | None = None
+        self._has_said = False
 
     def home(self, replica: str) -> str:
         """Return the shard with which a replica has registered; empty if that is not known."""
@@ -73,6 +76,7 @@ class Surveys:
         now = time.monotonic()
         self._find_homes(replicas, now)
         asked = next((name for name in replicas if self.home(name)), None)
+        self._say_if_unknown(replicas, is_unknown=asked is None)
         if asked is None or self._breaker.state(now) == "open":
             return None
         self._breaker.begin(now)
@@ -98,6 +102,22 @@ class Surveys:
         if had_failed:
             _log.info("kvray says where prompts are again")
         return _read(found)
+
+    def _say_if_unknown(self, replicas: Sequence[str], *, is_unknown: bool) -> None:
+        """Say once if no replica is known to the tier for long: then nothing is routed by it."""
+        if not is_unknown:
+            self._unknown_since, self._has_said = None, False
+            return
+        now = time.monotonic()
+        since = self._unknown_since = self._unknown_since or now
+        if now - since > _UNKNOWN_S and not self._has_said:
+            self._has_said = True
+            _log.warning(
+                "The tier %r knows none of the replicas %s: requests go to the shorter queue. Give"
+                " them these names in connector.replica; `kvray status` shows those it knows.",
+                self._cluster_name,
+                ", ".join(replicas[:3]),
+            )
 
     def _find_homes(self, replicas: Sequence[str], now: float) -> None:
         """Look for the shards of replicas behind the request, if some are not known."""

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from kvray.actors.ray_glue.async_calls import ActorCalls
-from kvray.actors.ray_glue.calls import current_namespace, list_actors
+from kvray.actors.ray_glue.calls import current_namespace, list_actors, tier_named
 from kvray.actors.tier.local_ray import LocalRay
 from kvray.errors import ConfigError, ShardUnavailable
 from tests.ray.conftest import TIMEOUT_S
@@ -61,6 +61,16 @@ def test_answers_and_errors_come_back(other: Any) -> None:
             await call(NAME, "refuse", timeout_s=TIMEOUT_S)
         with pytest.raises(ShardUnavailable, match="a defect"):
             await call(NAME, "fail", timeout_s=TIMEOUT_S)
+
+    asyncio.run(scene())
+
+
+def test_the_tier_is_meant_that_the_caller_means(other: Any) -> None:
+    async def scene() -> None:
+        call = ActorCalls()
+        with tier_named("another"), pytest.raises(ShardUnavailable, match="tier 'another' has no"):
+            await call(NAME, "echo", 5, timeout_s=TIMEOUT_S)
+        assert await call(NAME, "echo", 5, timeout_s=TIMEOUT_S) == 5
 
     asyncio.run(scene())
 

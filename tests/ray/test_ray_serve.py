@@ -226,6 +226,20 @@ def test_the_second_replica_gives_the_same_answer_with_a_hit(served: Served) -> 
     assert [model.id for model in served.client.models.list()] == ["tiny"]
 
 
+def test_the_router_asks_the_tier_where_a_prompt_is(served: Served) -> None:
+    """It runs in a process of Serve's, which is in another namespace than the tier."""
+
+    def surveys() -> int:
+        return sum(shard["staging"]["surveys"] for shard in served._shards())
+
+    def is_asked() -> bool:
+        before = surveys()
+        served.ask(max_tokens=1)
+        return surveys() == before + 1
+
+    _wait_for(is_asked, "routing by prompts")
+
+
 def test_a_full_replica_is_passed_over(served: Served) -> None:
     with contextlib.ExitStack() as stack:
         streams = served.hold_all(stack)

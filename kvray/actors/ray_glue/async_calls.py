@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from typing import Any
 
 from kvray.actors.ray_glue.calls import get_actor, mapped_errors
@@ -26,7 +27,10 @@ class ActorCalls:
         deadline = loop.time() + timeout_s
         try:
             if actor not in self._handles:
-                search = asyncio.wrap_future(self._searches.submit(get_actor, actor))
+                # In the thread, too, the tier is meant that is meant here.
+                search = asyncio.wrap_future(
+                    self._searches.submit(copy_context().run, get_actor, actor)
+                )
                 self._handles[actor] = await _in_time(search, timeout_s, actor)
                 if len(self._handles) > _HANDLES_MAX:
                     del self._handles[next(iter(self._handles))]

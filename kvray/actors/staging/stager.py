@@ -35,6 +35,8 @@ from kvray.store import Arena, Held, Lease
 from kvray.trace.arrival import NVME, Arrivals
 from kvray.trace.reasons import StageReason
 
+_COUNTED = ("stages", "joined", "late", "refused", "surveys")
+
 _log = logging.getLogger("kvray.shard")
 
 _STAGES_MAX = 128  # stages at once, with those that nobody waits for now
@@ -177,6 +179,7 @@ class Stager:
 
         What its own arena has is under the shard's own name, what its disk has under `NVME`.
         """
+        self._counts["surveys"] += 1
         own = self._peers.shard
         found, _ = await self._locate(prefix)
         others = _others(found, own)
@@ -215,7 +218,7 @@ class Stager:
     def status(self) -> dict[str, Any]:
         """Return figures for people; from any thread."""
         return {
-            **{name: self._counts[name] for name in ("stages", "joined", "late", "refused")},
+            **{name: self._counts[name] for name in _COUNTED},
             **self._fetcher.status(),
             "handovers": len(self.handovers),
             "peers": self._peers.status(),

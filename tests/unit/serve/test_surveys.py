@@ -111,6 +111,22 @@ def test_a_tier_that_does_not_answer_costs_the_deadline_once(
     assert len([one for one in caplog.records if "where prompts are" in one.message]) == 1
 
 
+def test_replicas_that_the_tier_does_not_know_are_named_once(
+    tier: Tier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvray.serve.surveys._UNKNOWN_S", 0.02)
+
+    async def ask() -> None:
+        surveys = surveys_of(tier)
+        for _ in range(10):
+            assert await surveys.survey(TOKENS, ["unknown"]) is None
+            await asyncio.sleep(0.01)
+
+    asyncio.run(ask())
+    (said,) = [one.message for one in caplog.records]
+    assert "knows none of the replicas unknown" in said
+
+
 def test_a_tier_that_is_back_is_asked_again(tier: Tier) -> None:
     async def ask() -> Survey | None:
         surveys = surveys_of(tier)
