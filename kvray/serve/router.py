@@ -1,10 +1,8 @@
 """A request router for Ray Serve that knows what the tier holds.
 
-    DeploymentConfig: request_router_config:
-      request_router_class: kvray.serve.router:KvRayRouter
-
-A request whose token ids it sees goes to the replica with the earliest predicted first token; any
-other, and every request while the tier does not answer, to the shorter queue of two replicas.
+A deployment names it in its `request_router_config`. A request whose token ids it sees goes to the
+replica with the earliest predicted first token; any other, and every request while the tier does
+not answer, to the shorter queue of two replicas.
 """
 
 import logging
@@ -46,7 +44,7 @@ class KvRayRouter(RequestRouter):
         pool_blocks: int = 4096,
         prefill_tokens_per_s: float = 5_000.0,
         replica_prefix: str = "",
-        **_: Any,
+        **unknown: Any,
     ) -> None:
         """Take the router's own arguments, `request_router_kwargs`.
 
@@ -58,7 +56,13 @@ class KvRayRouter(RequestRouter):
             prefill_tokens_per_s: speed of a replica that has not told its own.
             replica_prefix: what a replica's name in kvray has before the unique part of its Serve
                 replica id.
+            **unknown: other names, which the log tells.
         """
+        if unknown:
+            _log.warning(
+                "KvRayRouter has no argument %s; correct request_router_kwargs.",
+                " and no ".join(sorted(unknown)),
+            )
         self._prefix = replica_prefix
         self._surveys = Surveys(load_config(kvray_config).cluster_name, timeout_s=timeout_s)
         self._standings = Standings(
@@ -110,7 +114,6 @@ class KvRayRouter(RequestRouter):
         if survey is None:
             return None
         now = time.monotonic()
-        self._standings.retain(map(self._name, self.curr_replicas.values()))
         here = [one for one in replicas if one.replica_id in self.curr_replicas]
         if not here:
             return None

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("ray.serve")
-from kvray.serve.router import _prompt_of
+from kvray.serve.router import KvRayRouter, _prompt_of
 
 NOTHING: dict[str, Any] = {}
 MARKS = {"salt": None, "lora": None}
@@ -35,3 +35,11 @@ def test_what_is_no_prompt_is_passed_over(args: list[Any]) -> None:
 def test_salt_and_adapter_are_parts_of_the_keys() -> None:
     kwargs = {"kvray_tokens": [1], "kvray_salt": "a/b", "kvray_lora": "/l"}
     assert _prompt_of([], kwargs)[1] == {"salt": "a/b", "lora": "/l"}
+
+
+def test_an_argument_that_it_does_not_have_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVRAY_CONFIG", raising=False)
+    KvRayRouter.initialize_state(object.__new__(KvRayRouter), pool_block=8)  # type: ignore[call-arg]
+    assert "no argument pool_block; correct request_router_kwargs" in caplog.text
