@@ -5,7 +5,7 @@ from typing import Any
 
 from kvray.actors.mover.orders import FetchOrder
 from kvray.actors.shard.loop_thread import ANSWER_S
-from kvray.actors.shard.prompt_keys import prompt_keys
+from kvray.actors.shard.prompt_keys import prompt_digest, prompt_keys
 from kvray.actors.shard.serving import ShardParts
 
 
@@ -37,14 +37,22 @@ class ActorRequests:
             "reason": found["reason"],
         }
 
-    def survey(self, replica: str, tokens: bytes, **marks: Any) -> dict[str, Any]:
+    def survey(
+        self,
+        replica: str,
+        tokens: bytes,
+        *,
+        salt: str | int | None = None,
+        lora: str | None = None,
+    ) -> dict[str, Any]:
         """Return where a prompt's blocks are, for a router that has to choose a replica.
 
         Arguments as for `prefetch`. Returns shard, this one's name; tokens_per_block; words, the
-        first 8 bytes of each block's key; and the rest as `ReplicaStager.survey`.
+        first 8 bytes of each block's key; prefix_digest, empty if only the engine knows it; and the
+        rest as `ReplicaStager.survey`.
         """
         rank, reader = self._parts.first_reader(replica)
-        keys = prompt_keys(reader, tokens, tenants=self._parts.tenants, **marks)
+        keys = prompt_keys(reader, tokens, tenants=self._parts.tenants, salt=salt, lora=lora)
         found = {"block_bytes": 0, "runs": [], "on_disk": [], "links": {}}
         if keys:
             stager = self._parts.serving().stager
@@ -54,8 +62,13 @@ class ActorRequests:
             "shard": self._parts.name,
             "tokens_per_block": reader.tokens_per_block,
             "words": b"".join(key[:8] for key in keys),
+            "prefix_digest": prompt_digest(reader, tokens, salt=salt, lora=lora),
             **found,
         }
+
+    def routed(self, notes: Sequence[Any]) -> None:
+        """See `RoutingLog.note`."""
+        self._parts.loop.call(lambda: self._parts.routing_log.note(notes), ANSWER_S)
 
     def promote(self, order: FetchOrder) -> int:
         """Bring blocks from disk into its memory for another shard; return how many."""

@@ -15,6 +15,7 @@ from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
 from kvray.serve.dispatch import Dispatcher
 from kvray.serve.protocol import RequestError
+from kvray.serve.routed import Routed
 
 TOKENS = [5, 6, 7]
 ENDING = {"finish_reason": "length", "prompt_tokens": 3, "cached_tokens": 0}
@@ -37,6 +38,27 @@ class Answer:
         if event == "silence":
             await asyncio.Event().wait()
         return event
+
+
+class Decisions:
+    """Notes what an ingress tells the router, one line a request."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self._number = 0
+
+    def count(self) -> int:
+        self._number += 1
+        return self._number
+
+    def sent(self, request: str, replica: str, *, now: float) -> None:
+        self.told.append(f"{request} sent to {replica}")
+
+    def first_token(self, request: str, *, now: float) -> None:
+        self.told.append(f"{request} has a token")
+
+    def over(self, request: str, *, now: float) -> None:
+        self.told.append(f"{request} is over")
 
 
 class OldHandle:
@@ -65,10 +87,15 @@ class Handle(OldHandle):
         self._ids = iter("abc")
         self._failure = failure
         self._frozen = frozen
+        self.decisions = Decisions()
 
     @asynccontextmanager
-    async def choose_replica(self, tokens: list[int], max_tokens: int) -> AsyncIterator[Any]:
+    async def choose_replica(
+        self, tokens: list[int], max_tokens: int, *, kvray_routed: Routed
+    ) -> AsyncIterator[Any]:
         assert tokens == TOKENS, "a router may go by the prompt"
+        told: Any = self.decisions
+        kvray_routed.follow(told, f"request {self.decisions.count()}", "engine-")
         if self._failure is not None:
             raise self._failure
         choice = SimpleNamespace(replica_id=next(self._ids))
@@ -118,6 +145,11 @@ def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_the
     handle = Handle([taken("a"), {"tokens": [8]}, ENDING])
     assert asyncio.run(listen(dispatcher(handle))) == [taken("a"), {"tokens": [8]}, ENDING]
     assert handle.log == ["choose a", "bring to engine-a", "dispatch a", "leave a"]
+    assert handle.decisions.told == [
+        "request 1 sent to engine-a",
+        "request 1 has a token",
+        "request 1 is over",
+    ]
 
 
 def test_a_replica_that_is_gone_is_passed_over() -> None:
