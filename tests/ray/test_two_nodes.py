@@ -104,7 +104,12 @@ def test_a_prefetched_prompt_is_there_when_the_engine_asks(
 
     said = sharing.say("prefetch", str(tokens), "--replica", name, "--json")
 
-    assert json.loads(said) == {"num_tokens": 640, "staged_tokens": 640, "reason": "none"}
+    assert json.loads(said) == {
+        "num_tokens": 640,
+        "staged_tokens": 640,
+        "reason": "none",
+        "sources": [[640, "remote"]],
+    }
     (output,) = sharing.second.generate([prompt], max_tokens=4)
     assert tuple(output.token_ids) == expected
     assert output.hit_tokens == WHOLE_TOKENS

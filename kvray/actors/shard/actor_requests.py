@@ -7,6 +7,7 @@ from kvray.actors.mover.orders import FetchOrder
 from kvray.actors.shard.loop_thread import ANSWER_S
 from kvray.actors.shard.prompt_keys import prompt_digest, prompt_keys
 from kvray.actors.shard.serving import ShardParts
+from kvray.trace.arrival import runs_between, source_of
 
 
 class ActorRequests:
@@ -19,21 +20,26 @@ class ActorRequests:
         """Bring a prompt's blocks here for a replica before its engine sees the request.
 
         `marks` are salt, lora and media, as for `prompt_keys`. Returns num_tokens and num_blocks
-        that lead and are here now for all ranks, staged_tokens that were not here before, and the
-        reason why it is not more. ConfigError: no rank of `replica` has registered here.
+        that lead and are here now for all ranks, staged_tokens that were not here before, sources,
+        [stop, source] each, of the tokens up to there, and the reason why it is not more.
+        ConfigError: no rank of `replica` has registered here.
         """
         rank, reader = self._parts.first_reader(replica)
         keys = prompt_keys(reader, tokens, tenants=self._parts.tenants, **marks)
         if not keys:
-            return {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0, "reason": "none"}
+            nothing = {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0}
+            return {**nothing, "sources": [], "reason": "none"}
         found = self._parts.loop.wait(
             self._parts.serving().stager.prefetch(replica, rank, b"".join(keys)),
             self._parts.settings.staging.deadline_s + ANSWER_S,
         )
+        size = reader.tokens_per_block
+        runs = runs_between(found["arrivals"], 0, found["num_blocks"])
         return {
-            "num_tokens": found["num_blocks"] * reader.tokens_per_block,
-            "staged_tokens": found["num_staged"] * reader.tokens_per_block,
+            "num_tokens": found["num_blocks"] * size,
+            "staged_tokens": found["num_staged"] * size,
             "num_blocks": found["num_blocks"],
+            "sources": [[stop * size, source_of(way, shard)] for _, stop, way, shard in runs],
             "reason": found["reason"],
         }
 

@@ -13,6 +13,7 @@ pytest.importorskip("openai")
 
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
+from kvray.client import Prefetched
 from kvray.serve.dispatch import Dispatcher
 from kvray.serve.protocol import RequestError
 from kvray.serve.routed import Routed
@@ -118,12 +119,14 @@ class Prefetcher:
     def __init__(self, log: list[str], *, is_late: bool = False) -> None:
         self._log, self._is_late = log, is_late
         self.is_asked = asyncio.Event()
+        self.brought: Prefetched | None = None
 
-    async def bring(self, tokens: list[int], replica: str) -> None:
+    async def bring(self, tokens: list[int], replica: str) -> Prefetched | None:
         self._log.append(f"bring to {replica}")
         self.is_asked.set()
         if self._is_late:
             await asyncio.Event().wait()
+        return self.brought
 
 
 def dispatcher(
@@ -256,3 +259,29 @@ def test_without_choose_replica_serve_chooses_and_the_log_says_it_once(
     assert handle.log == ["remote", "remote"]
     assert len(said) == 1
     assert said[0].endswith("kvray prefetches nothing.")
+
+
+@pytest.mark.parametrize(
+    ("sources", "found"),
+    [
+        (None, {"pool": 64, "tier": 128}),
+        ((), {"pool": 64, "host": 128, "disk": 0, "remote": 0}),
+        (((96, "remote"), (160, "disk")), {"pool": 64, "host": 32, "disk": 64, "remote": 32}),
+        (((32, "disk"), (500, "remote")), {"pool": 64, "host": 0, "disk": 0, "remote": 128}),
+    ],
+)
+def test_the_tiers_tokens_are_told_by_where_they_were(sources: Any, found: dict[str, int]) -> None:
+    by_source = {"pool": 64, "tier": 128}
+    handle = Handle([taken("a"), {**ENDING, "cached_tokens_by_source": by_source}])
+    prefetcher = Prefetcher(handle.log)
+    if sources is not None:
+        prefetcher.brought = Prefetched(
+            num_tokens=160, staged_tokens=0, reason="none", sources=sources
+        )
+    ending = asyncio.run(listen(dispatcher(handle, prefetcher)))[-1]
+    assert ending["cached_tokens_by_source"] == found
+
+
+def test_an_engine_that_tells_no_sources_has_none() -> None:
+    handle = Handle([taken("a"), ENDING])
+    assert asyncio.run(listen(dispatcher(handle)))[-1] == ENDING
