@@ -17,6 +17,7 @@ from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.identity.keys import MediaItem, Tokens, pack_tokens
 from kvray.index import Match
+from kvray.trace.arrival import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,9 @@ class Prefetched:
     """Tokens among them that this prefetch brought."""
     reason: str
     """Why no more tokens are ready; `none` if all are."""
+    sources: tuple[tuple[int, Source], ...] = ()
+    """(stop, source): where the tokens up to `stop` were before, `host`, `disk` or `remote`; of a
+    replica on several nodes as one of them saw it."""
 
 
 class Client:
@@ -137,6 +141,7 @@ class Client:
             num_tokens=last["num_tokens"],
             staged_tokens=max(answer["staged_tokens"] for answer in answers.values()),
             reason=last["reason"],
+            sources=tuple((stop, source) for stop, source in last.get("sources", ())),
         )
 
     def explain(

@@ -34,6 +34,12 @@ LATENCIES = {
 }
 """Latency that engines measure -> its meaning; each has what makes a histogram of exact counts."""
 
+FIRST_TOKENS = {
+    "first_token": "from a router's choice of a replica to the request's first token",
+    "first_token_error": "by how much that time differed from its prediction, either way",
+}
+"""What routers measure, each with what makes a histogram."""
+
 _HELPS: Mapping[tuple[_Kind, tuple[str, ...]], Mapping[str, str]] = {
     # -- what the engines say: figures of a rank, through its node's shard
     ("counter", _RANK): {
@@ -122,6 +128,22 @@ _HELPS: Mapping[tuple[_Kind, tuple[str, ...]], Mapping[str, str]] = {
     ("gauge", ("part",)): {
         "parts": "parts of the tier that there should be: shard, mover, lookup",
         "answering_parts": "how many of them answer",
+    },
+    # -- what the routers of Ray Serve say, from the processes of its ingresses
+    ("counter", ("reason",)): {
+        "routed_requests": "requests that a router sent to a replica: prefix, queue or fallback",
+    },
+    ("counter", ("outcome",)): {
+        "router_surveys": "questions of routers where a prompt is: answered, failed or skipped",
+    },
+    ("counter", ()): {
+        **{f"{noun}_seconds_sum": f"{text}: seconds" for noun, text in FIRST_TOKENS.items()},
+        **{f"{noun}_count": f"{text}: how many" for noun, text in FIRST_TOKENS.items()},
+        "predicted_first_token_seconds_sum": "predicted times to those first tokens: seconds",
+    },
+    ("counter", ("le",)): {
+        f"{noun}_seconds_bucket": f"{text}: how many took <= le"
+        for noun, text in FIRST_TOKENS.items()
     },
     ("counter", ("part",)): {
         "outages": "times that a part stopped answering",

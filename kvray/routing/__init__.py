@@ -1,26 +1,39 @@
 """Which replica gets a request: costs and choices over plain data, without Ray, clock or I/O.
 
-A router feeds it with lookups and measured rates, and keeps a `Load` and a `PoolGuess` of each
-replica.
+A router feeds it with what shards say of a prompt. `Standings` has the load and the most likely
+pool of each replica, `Decisions` follows each request to its first token.
 """
 
 from kvray.routing.choice import Choice, Ranked, Reason, choose
 from kvray.routing.cost import Bring, Candidate, Cost, Link, Rates, Stretch, predict
+from kvray.routing.decisions import Decisions
 from kvray.routing.load import Load
+from kvray.routing.outcomes import Outcomes
 from kvray.routing.pool_guess import PoolGuess
+from kvray.routing.prefill_speed import PREFILL_STAT, PrefillSpeed
+from kvray.routing.standings import Place, Standings
+from kvray.routing.survey import Survey, read_survey
 
 __all__ = [
+    "PREFILL_STAT",
     "Bring",
     "Candidate",
     "Choice",
     "Cost",
+    "Decisions",
     "Link",
     "Load",
+    "Outcomes",
+    "Place",
     "PoolGuess",
+    "PrefillSpeed",
     "Ranked",
     "Rates",
     "Reason",
+    "Standings",
     "Stretch",
+    "Survey",
     "choose",
     "predict",
+    "read_survey",
 ]

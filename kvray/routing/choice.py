@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from kvray.routing.cost import Cost
 from kvray.routing.load import RECENT_S
 
 Reason = Literal["prefix", "queue", "fallback"]
 """`prefix`: nowhere is the prompt less work. `queue`: somewhere it is, but others wait there, or
-that replica lately had more than its share. `fallback`: the prompt is the same work everywhere, and
-the least loaded replica gets it."""
+that replica lately had more than its share. `fallback`: the prompt is the same work everywhere, as
+far as anybody knows, and the least loaded replica gets it."""
+REASONS: tuple[Reason, ...] = get_args(Reason)
 
 SHARE_MAX = 1.2
 """At so many times the mean utilization, what a replica has of a prompt counts for nothing."""

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvray.trace.arrival import Source
+
 Medium = Literal["host", "disk"]
-Source = Literal["host", "disk", "remote"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -12,10 +12,12 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from kvray.client import Prefetched
 from kvray.serve.choice import first_choice
 from kvray.serve.engine import replica_name
 from kvray.serve.prefetch import Prefetcher
 from kvray.serve.protocol import RequestError
+from kvray.serve.routed import Routed
 
 _log = logging.getLogger("ray.serve")
 _TRIES_MAX = 3
@@ -68,16 +70,19 @@ class Dispatcher:
             RequestError: no engine takes it, one refused it or broke off, or time is up.
         """
         deadline = time.monotonic() + self._timeout_s
-        taken, events = await self._hand_over(tokens, max_tokens, deadline)
+        taken, events, routed, brought = await self._hand_over(tokens, max_tokens, deadline)
         is_over = False
         try:
             yield taken
             while not is_over:
                 event = await _next(events, taken["engine"], deadline)
                 self._heard_at = time.monotonic()
+                if "tokens" in event:
+                    routed.first_token()
                 is_over = "finish_reason" in event
-                yield event
+                yield _by_source(event, brought) if is_over else event
         finally:
+            routed.over()
             if not is_over:  # nobody listens any more
                 events.cancel()
 
@@ -98,7 +103,7 @@ class Dispatcher:
 
     async def _hand_over(
         self, tokens: list[int], max_tokens: int, deadline: float
-    ) -> tuple[Event, Any]:
+    ) -> tuple[Event, Any, Routed, Prefetched | None]:
         """Return the first event of the engine that has taken the request, and those to come."""
         tries_left = _TRIES_MAX
         while True:
@@ -113,14 +118,16 @@ class Dispatcher:
 
     async def _try(
         self, tokens: list[int], max_tokens: int, deadline: float, *, is_last: bool
-    ) -> tuple[Event, Any]:
+    ) -> tuple[Event, Any, Routed, Prefetched | None]:
         async with AsyncExitStack() as chosen:  # a choice that is not used is given back
+            routed, brought = Routed(), None
             if self._can_choose:
-                choose = partial(self._engines.choose_replica, tokens, max_tokens)
+                choose = partial(self._choose, tokens, max_tokens)
                 timeout_s = deadline - time.monotonic()
                 choosing = first_choice(choose, rival_s=_RIVAL_S, timeout_s=timeout_s)
-                choice = await chosen.enter_async_context(choosing)
-                await self._prefetcher.bring(tokens, replica_name(choice.replica_id))
+                choice, routed = await chosen.enter_async_context(choosing)
+                brought = await self._prefetcher.bring(tokens, replica_name(choice.replica_id))
+                routed.sent(choice.replica_id)
                 events = self._engines.dispatch(choice, tokens, max_tokens)
             else:
                 events = self._engines.remote(tokens, max_tokens)
@@ -128,10 +135,25 @@ class Dispatcher:
             if self._can_choose and not is_last:  # else the wait for a free engine is part of it
                 patience_s = min(patience_s, _TAKE_TIMEOUT_S)
             try:
-                return await asyncio.wait_for(anext(events), patience_s), events
-            except (asyncio.CancelledError, asyncio.TimeoutError):
-                events.cancel()  # of what has failed it would raise the failure again
+                taken = await asyncio.wait_for(anext(events), patience_s)
+                return taken, events, routed, brought
+            except BaseException as error:
+                routed.over()
+                if isinstance(error, asyncio.CancelledError | asyncio.TimeoutError):
+                    events.cancel()  # of what has failed it would raise the failure again
                 raise
+
+    @asynccontextmanager
+    async def _choose(self, tokens: list[int], max_tokens: int) -> AsyncIterator[Any]:
+        """Yield a choice, and whom to tell how it turned out."""
+        routed = Routed()
+        choosing = self._engines.choose_replica(tokens, max_tokens, kvray_routed=routed)
+        try:
+            async with choosing as choice:
+                yield choice, routed
+        finally:
+            if not routed.is_sent:
+                routed.over()
 
 
 async def _next(events: Any, name: str, deadline: float) -> Event:
@@ -147,6 +169,19 @@ async def _next(events: Any, name: str, deadline: float) -> Event:
     if "error" in event:
         raise RequestError(event["error"], status=400 if event["is_config"] else 500)
     return event
+
+
+def _by_source(ending: Event, brought: Prefetched | None) -> Event:
+    """Return an answer's end with its tokens by source, as far as engine and prefetch say."""
+    counts = ending.get("cached_tokens_by_source")
+    if counts is None or brought is None:
+        return ending
+    at, end = counts["pool"], counts["pool"] + counts["tier"]
+    found = {"pool": counts["pool"], "host": 0, "disk": 0, "remote": 0}
+    for stop, source in (*brought.sources, (end, "host")):  # what came later was there at last
+        found[source] += max(0, min(stop, end) - at)
+        at = max(at, stop)
+    return {**ending, "cached_tokens_by_source": found}
 
 
 def _failure(error: Exception, name: str) -> RequestError:

@@ -18,7 +18,7 @@ from kvray.config import CONFIG_ENV, load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference import Call, KvConnectorConfig, Replica
 from kvray.lab.reference.replica import CHILD_MODULE
-from kvray.serve.prefill_speed import PREFILL_STAT, PrefillSpeed
+from kvray.routing.prefill_speed import PREFILL_STAT, PrefillSpeed
 from kvray.serve.settings import Settings
 
 TRTLLM_MODULE = "kvray.serve.trtllm_child"

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvray import Client
 from kvray.breaker import Breaker
+from kvray.client import Prefetched
 from kvray.config import load_config
 from kvray.errors import KVRayError
 from kvray.serve.settings import Settings
@@ -38,29 +39,30 @@ class Prefetcher:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvray-prefetch")
         self._breakers: OrderedDict[str, Breaker] = OrderedDict()
 
-    async def bring(self, tokens: Sequence[int], replica: str) -> None:
-        """Return when the prompt's blocks are where the replica is, or it is not worth waiting."""
+    async def bring(self, tokens: Sequence[int], replica: str) -> Prefetched | None:
+        """Return once the prompt's blocks are where the replica is; None: not waited for."""
         if self._timeout_s == 0:
-            return
+            return None
         breaker = self._breaker(replica)
         if breaker.state(time.monotonic()) == "open":
-            return
+            return None
         breaker.begin(time.monotonic())
         asked = asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: self._client.prefetch(tokens, replica=replica)
         )
         had_failed = breaker.error
         try:
-            await asyncio.wait_for(asked, self._timeout_s)
+            brought = await asyncio.wait_for(asked, self._timeout_s)
         except (KVRayError, asyncio.TimeoutError) as error:
             reason = str(error) or f"no answer within {self._timeout_s} s"
             breaker.fail(time.monotonic(), reason)
             if not had_failed:  # once, however long it lasts
                 _log.warning("kvray cannot prefetch for %s: %s", replica, reason)
-        else:
-            breaker.succeed()
-            if had_failed:
-                _log.info("kvray prefetches for %s again", replica)
+            return None
+        breaker.succeed()
+        if had_failed:
+            _log.info("kvray prefetches for %s again", replica)
+        return brought
 
     def _breaker(self, replica: str) -> Breaker:
         breaker = self._breakers.setdefault(replica, Breaker(random.Random()))

@@ -162,7 +162,7 @@ def usage(
         completion_tokens: in the answer.
         cached_tokens: of the prompt's, those that engine or tier had; None: not known, because a
             stop text ended the answer before the engine did.
-        by_source: these by where they were, `pool` and `tier`; None: the engine does not say.
+        by_source: these by where they were; None: the engine does not say.
     """
     used = CompletionUsage(
         prompt_tokens=prompt_tokens,

@@ -8,24 +8,25 @@ not answer, to the shorter queue of two replicas.
 import logging
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from kvray.actors.ray_glue.async_calls import ActorCalls
+from kvray.actors.telemetry.figures import Figures, Totals
+from kvray.actors.telemetry.metrics_export import MetricsThread
 from kvray.config import load_config
-from kvray.routing import Choice
-from kvray.serve.prefill_speed import PREFILL_STAT
-from kvray.serve.standings import Place, Standings
+from kvray.routing import PREFILL_STAT, Choice, Decisions, Outcomes, Place, Standings, Survey
+from kvray.serve.reports import Reports
+from kvray.serve.routed import Routed
 from kvray.serve.surveys import Surveys
 
 _log = logging.getLogger("ray.serve")
 
-_ORDERS_MAX = 4096
-"""Of a request that was given up while it waited Serve does not tell; the oldest go."""
 _ARGUMENTS = ("kvray_tokens", "kvray_salt", "kvray_lora")
+_ROUTED = "kvray_routed"
 
 
 class KvRayRouter(RequestRouter):
@@ -33,7 +34,8 @@ class KvRayRouter(RequestRouter):
 
     A replica's name in kvray hangs on its Serve replica id, see `replica_prefix`. The prompt is the
     argument `kvray_tokens` of the call, else its first positional one, if that is a list or an
-    array of token ids; `kvray_salt` and `kvray_lora` are as for `Client.prefetch`.
+    array of token ids; `kvray_salt` and `kvray_lora` are as for `Client.prefetch`. An ingress that
+    passes a `Routed` as `kvray_routed` to `choose_replica` tells it how choices turn out.
     """
 
     def initialize_state(
@@ -64,12 +66,16 @@ class KvRayRouter(RequestRouter):
                 " and no ".join(sorted(unknown)),
             )
         self._prefix = replica_prefix
-        self._surveys = Surveys(load_config(kvray_config).cluster_name, timeout_s=timeout_s)
+        cluster_name = load_config(kvray_config).cluster_name
+        outcomes, ask = Outcomes(), ActorCalls()
+        self._surveys = Surveys(ask, cluster_name, timeout_s=timeout_s, outcomes=outcomes)
         self._standings = Standings(
             pool_blocks=pool_blocks, prefill_tokens_per_s=prefill_tokens_per_s
         )
-        # Request -> the replicas for it, the best first: Serve asks again while the first are full.
-        self._orders: OrderedDict[str, list[str]] = OrderedDict()
+        reports = Reports(ask, cluster_name, self._surveys.home)
+        self._decisions = Decisions(self._standings, outcomes, reports.add)
+        # It ends with the process, as Serve does not say when a router ends.
+        MetricsThread(lambda _: _figures(outcomes), cluster_name)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Know these replicas, and no others."""
@@ -82,44 +88,59 @@ class KvRayRouter(RequestRouter):
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """Return all replicas, each in a rank of its own; two random ones without a prompt."""
-        if pending_request is None or len(candidate_replicas) < 2:
+        if pending_request is None or not candidate_replicas:
             return _two(candidate_replicas)
         pending_request.routing_context.should_backoff = True  # else a full fleet is asked on end
         request = pending_request.metadata.internal_request_id
+        order = self._decisions.order(request)
+        if order is None:
+            await self._decide(request, candidate_replicas, pending_request)
+            order = self._decisions.order(request) or []
         by_name = {self._name(one): one for one in candidate_replicas}
-        if request not in self._orders:
-            choice = await self._choose(request, list(by_name.values()), pending_request)
-            if choice is None:
-                return _two(candidate_replicas)
-            self._orders[request] = [one.cost.replica for one in choice.ranked]
-            if len(self._orders) > _ORDERS_MAX:
-                self._orders.popitem(last=False)
-        order = self._orders[request]
         return [[by_name[name]] for name in order if name in by_name] or _two(candidate_replicas)
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        """Note which replica has taken a request that nobody chose one for beforehand."""
+        request = pending_request.metadata.internal_request_id
+        self._decisions.sent(request, self._prefix + replica_id.unique_id, now=time.monotonic())
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Forget a request that has ended."""
-        self._standings.done(internal_request_id, time.monotonic())
-        self._orders.pop(internal_request_id, None)
+        self._decisions.over(internal_request_id, now=time.monotonic())
 
-    async def _choose(
+    async def _decide(
         self, request: str, replicas: Sequence[RunningReplica], pending: PendingRequest
-    ) -> Choice | None:
-        """Return the choice for a request, and note it; None if nothing is known of its prompt."""
+    ) -> None:
+        """Decide on the order of the replicas for a request, or that nothing is known of it."""
         tokens, marks = _prompt_of(pending.args, pending.kwargs)
-        if tokens is None:
-            return None
-        names = [*map(self._name, replicas)]
-        survey = await self._surveys.survey(tokens, names, **marks)
-        if survey is None:
-            return None
+        survey = choice = None
+        if tokens is not None:
+            survey = await self._surveys.survey(tokens, [*map(self._name, replicas)], **marks)
         now = time.monotonic()
+        if survey is not None:
+            choice = self._choice(replicas, len(tokens), survey, now)
+        routed = pending.kwargs.get(_ROUTED)
+        self._decisions.begin(
+            request,
+            choice,
+            survey,
+            num_tokens=0 if tokens is None else len(tokens),
+            now=now,
+            wall=time.time(),
+            is_told=routed is not None,
+        )
+        if isinstance(routed, Routed):
+            routed.follow(self._decisions, request, self._prefix)
+
+    def _choice(
+        self, replicas: Sequence[RunningReplica], num_tokens: int, survey: Survey, now: float
+    ) -> Choice | None:
         here = [one for one in replicas if one.replica_id in self.curr_replicas]
         if not here:
-            return None
-        choice = self._standings.choose(self._places(here), len(tokens), survey, now=now)
-        self._standings.routed(request, choice, survey, now=now)
-        return choice
+            return None  # they ended while the shard was asked
+        return self._standings.choose(self._places(here), num_tokens, survey, now=now)
 
     def _places(self, replicas: Sequence[RunningReplica]) -> list[Place]:
         return [
@@ -149,3 +170,7 @@ def _prompt_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dic
     if not is_tokens or not len(tokens):
         return None, {}
     return tokens, {"salt": kwargs.get(_ARGUMENTS[1]), "lora": kwargs.get(_ARGUMENTS[2])}
+
+
+def _figures(outcomes: Outcomes) -> Figures:
+    return Figures(totals=[Totals(source="router", totals=outcomes.totals())])

@@ -4,18 +4,15 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from kvray.actors.names import LOOKUP_NAME
-from kvray.actors.ray_glue.async_calls import ActorCalls
 from kvray.actors.ray_glue.calls import tier_named
+from kvray.actors.staging.ask import Ask
 from kvray.breaker import Breaker
 from kvray.errors import KVRayError
 from kvray.identity.keys import Tokens, pack_tokens
-from kvray.routing import Link, Stretch
-from kvray.routing.cost import Medium
+from kvray.routing import Outcomes, Survey, read_survey
 
 _log = logging.getLogger("ray.serve")
 
@@ -24,21 +21,6 @@ _HOME_S = 30.0
 _HOME_RETRY_S = 1.0
 _HOME_TIMEOUT_S = 2.0
 _UNKNOWN_S = 30.0
-_BYTES_PER_S = 2e9
-"""Of another node that has given nothing yet; a guess, until it has."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
-    """Where a prompt's blocks are."""
-
-    tokens_per_block: int
-    token_bytes: float
-    words: tuple[bytes, ...]
-    """The first 8 bytes of the key of each full block."""
-    stretches: tuple[Stretch, ...]
-    links: Mapping[str, Link]
-    """Shard -> how fast it gives, as measured by one of the others."""
 
 
 class Surveys:
@@ -48,11 +30,14 @@ class Surveys:
     for a while that doubles, up to seconds.
     """
 
-    def __init__(self, cluster_name: str, *, timeout_s: float) -> None:
-        """Ask the tier of that name, each time for at most `timeout_s`."""
+    def __init__(
+        self, ask: Ask, cluster_name: str, *, timeout_s: float, outcomes: Outcomes
+    ) -> None:
+        """Ask the tier of that name, each time for at most `timeout_s`; count in `outcomes`."""
+        self._ask = ask
         self._cluster_name = cluster_name
         self._timeout_s = timeout_s
-        self._ask = ActorCalls()
+        self._outcomes = outcomes
         self._breaker = Breaker(random.Random())
         # Replica -> its shard, empty if it has none, and until when that counts.
         self._homes: dict[str, tuple[str, float]] = {}
@@ -78,6 +63,7 @@ class Surveys:
         asked = next((name for name in replicas if self.home(name)), None)
         self._say_if_unknown(replicas, is_unknown=asked is None)
         if asked is None or self._breaker.state(now) == "open":
+            self._outcomes.surveyed("skipped")
             return None
         self._breaker.begin(now)
         had_failed = self._breaker.error
@@ -93,15 +79,17 @@ class Surveys:
                     timeout_s=self._timeout_s,
                 )
         except KVRayError as error:
+            self._outcomes.surveyed("failed")
             self._breaker.fail(time.monotonic(), str(error))
             self._homes.pop(asked, None)
             if not had_failed:  # once, however long it lasts
                 _log.warning("kvray does not say where prompts are: %s", error)
             return None
+        self._outcomes.surveyed("answered")
         self._breaker.succeed()
         if had_failed:
             _log.info("kvray says where prompts are again")
-        return _read(found)
+        return read_survey(found)
 
     def _say_if_unknown(self, replicas: Sequence[str], *, is_unknown: bool) -> None:
         """Say once if no replica is known to the tier for long: then nothing is routed by it."""
@@ -138,26 +126,3 @@ class Surveys:
             shards = [] if isinstance(answer, BaseException) else [*answer.values()]
             shard = shards[0] if shards else self.home(name)
             self._homes[name] = shard, now + (_HOME_S if shards else _HOME_RETRY_S)
-
-
-def _read(found: Mapping[str, Any]) -> Survey:
-    """Return what `ActorRequests.survey` said."""
-    own, words = found["shard"], found["words"]
-    stretches, before = [], 0
-    for (stop, holders), is_on_disk in zip(found["runs"], found["on_disk"], strict=True):
-        media: dict[str, Medium] = {
-            name: "disk" if name == own and is_on_disk else "host" for name in holders
-        }
-        num_tokens = (stop - before) * found["tokens_per_block"]
-        stretches.append(Stretch(num_tokens=num_tokens, holders=media))
-        before = stop
-    return Survey(
-        tokens_per_block=found["tokens_per_block"],
-        token_bytes=found["block_bytes"] / found["tokens_per_block"],
-        words=tuple(words[at : at + 8] for at in range(0, len(words), 8)),
-        stretches=tuple(stretches),
-        links={
-            name: Link(latency_s=latency_s, bytes_per_s=bytes_per_s or _BYTES_PER_S)
-            for name, (latency_s, bytes_per_s) in found["links"].items()
-        },
-    )

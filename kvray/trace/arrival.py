@@ -1,11 +1,14 @@
 """How the blocks of a prefix arrived in a node's arena; pure."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 HERE = "host"  # they were there already
 NVME = "nvme"
 """They came from the node's own disk; all others are named by their transport."""
+
+Source = Literal["host", "disk", "remote"]
+"""The node's memory, its disk, or another node."""
 
 ARRIVALS_MAX = 64  # runs that one prefix may have; further blocks count with the last run
 
@@ -45,6 +48,13 @@ def runs_between(arrivals: Arrivals, first: int, end: int) -> Iterator[tuple[int
         if stop > start:
             yield start, stop, way, source
             start = stop
+
+
+def source_of(way: str, source: str) -> Source:
+    """Return what the blocks of a run came from, whatever brought them."""
+    if way == NVME:
+        return "disk"
+    return "host" if (way, source) == (HERE, "") else "remote"
 
 
 def joined(before: Arrivals, after: Arrivals) -> Arrivals:

@@ -1,13 +1,11 @@
-"""What the metrics port of one node of a `Machine` says of kvray, read as Prometheus reads it."""
+"""What the metrics port of one Ray node says of kvray, read as Prometheus reads it."""
 
 import urllib.request
+from pathlib import Path
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
-
-from kvray.lab.chaos.machine import Machine
-from kvray.lab.chaos.node import Node
 
 OFTEN = {"RAY_metrics_report_interval_ms": "1000"}
 """Variables of nodes whose figures are to be there soon; Ray's own interval is ten seconds."""
@@ -15,9 +13,9 @@ OFTEN = {"RAY_metrics_report_interval_ms": "1000"}
 _PREFIX = "ray_kvray_"
 
 
-def scrape(machine: Machine, node: Node) -> list[Sample]:
-    """Return the samples of kvray's metrics that the port of `node` has now."""
-    (port,) = (machine.directory / node.name).glob("session_2*/metrics_export_port_*")
+def scrape(temp_dir: Path) -> list[Sample]:
+    """Return the samples of kvray's metrics that the port of the node with `temp_dir` has now."""
+    (port,) = temp_dir.glob("session_2*/metrics_export_port_*")
     with urllib.request.urlopen(f"http://127.0.0.1:{port.read_text()}", timeout=10) as answer:
         families: list[Metric] = list(text_string_to_metric_families(answer.read().decode()))
     return [one for family in families for one in family.samples if one.name.startswith(_PREFIX)]

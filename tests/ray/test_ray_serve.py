@@ -1,6 +1,7 @@
 """Two replicas behind Ray Serve, as a user of the example has them: over HTTP, with `openai`."""
 
 import contextlib
+import json
 import threading
 import time
 import urllib.request
@@ -71,7 +72,8 @@ def test_the_second_replica_gives_the_same_answer_with_a_hit(served: Served) -> 
     shareable = (first.usage.prompt_tokens - 1) // BLOCK * BLOCK
     details = second.usage.prompt_tokens_details
     assert details.cached_tokens == shareable
-    assert details.cached_tokens_by_source == {"pool": 0, "tier": shareable}
+    by_source = {"pool": 0, "host": shareable, "disk": 0, "remote": 0}
+    assert details.cached_tokens_by_source == by_source
     wait_for(lambda: _hit_tokens(served, other) == shareable, "the count")
     assert _hit_tokens(served, one) == 0
     assert served.connected() == sorted([one, other])
@@ -92,6 +94,40 @@ def test_the_router_asks_the_tier_where_a_prompt_is(served: Served) -> None:
         return surveys() == before + 1
 
     wait_for(is_asked, "routing by prompts")
+
+
+def test_explain_says_why_a_request_went_to_its_replica_and_how_that_turned_out(
+    served: Served,
+) -> None:
+    asked: list[tuple[str, dict[str, Any]]] = []
+
+    def is_explained() -> bool:
+        began = time.time()
+        replica, _ = served.ask_by_name(max_tokens=1)
+        time.sleep(2)  # engine and router report about once a second
+        told = served.shell.run("explain", "--last", "--json", **served.environ)
+        (request,) = json.loads(told.stdout)["requests"]
+        asked.append((replica, request))
+        routing = request["routing"] or {"candidates": []}
+        is_this = routing["candidates"] and routing["at"] >= began
+        return is_this and routing["outcome"] == "answered"
+
+    wait_for(is_explained, "a request whose routing is known")
+    replica, request = asked[-1]
+    routing = request["routing"]
+    assert request["replica"] == routing["replica"] == replica
+    assert routing["reason"] in ("prefix", "queue", "fallback")
+    costs = {one["replica"]: one for one in routing["candidates"]}
+    assert sorted(costs) == served.connected()
+    assert routing["predicted_s"] == costs[replica]["first_token_s"]
+    assert 0 < routing["first_token_s"] < 60
+    for one in costs.values():
+        sources = ("pool", "host", "disk", "remote", "computed")
+        assert sum(one[f"{name}_tokens"] for name in sources) == request["num_tokens"]
+        parts = one["queue_s"] + one["bring_s"] + one["compute_s"]
+        assert one["first_token_s"] == pytest.approx(parts)
+    shown = served.shell.run("explain", "--last", **served.environ)
+    assert f"The router sent it to {replica}" in " ".join(shown.stdout.split())
 
 
 def test_a_full_replica_is_passed_over(served: Served) -> None:

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import ray
 
-from kvray.actors.tier.local_ray import LocalRay
+from kvray.actors.tier.local_ray import LocalRay, local_dir
 from kvray.config import KVRayConfig
 from kvray.node import Registration, attach
 from tests.ray.conftest import TIMEOUT_S, actor_process
 from tests.ray.engine import NAMESPACE
+from tests.ray.scrape import scrape, total
 from tests.unit.actors.small_shard import wait_for
 
 serve = pytest.importorskip("ray.serve")
@@ -115,3 +116,22 @@ def test_a_frozen_tier_costs_no_request(ask: Ask, local: LocalRay) -> None:
 
 def test_calls_without_token_ids_are_spread(ask: Ask) -> None:
     assert len({ask("text") for _ in range(40)}) > 1
+
+
+def test_metrics_say_why_requests_went_where_they_went(ask: Ask, running: KVRayConfig) -> None:
+    wait_until_routed(ask)
+
+    def requests(reason: str) -> int:
+        samples = scrape(local_dir(running.cluster_name) / "ray")
+        labels = {"reason": reason, "cluster_name": running.cluster_name}
+        return total(samples, "routed_requests_total", **labels)
+
+    asked = prompt(100)
+    for _ in range(5):
+        ask(asked)
+        ask("text")
+    wait_for(
+        lambda: requests("prefix") >= 4 and requests("fallback") >= 5,
+        "the counts",
+        within_s=TIMEOUT_S,
+    )

@@ -104,7 +104,12 @@ def test_a_prefetched_prompt_is_there_when_the_engine_asks(
 
     said = sharing.say("prefetch", str(tokens), "--replica", name, "--json")
 
-    assert json.loads(said) == {"num_tokens": 640, "staged_tokens": 640, "reason": "none"}
+    assert json.loads(said) == {
+        "num_tokens": 640,
+        "staged_tokens": 640,
+        "reason": "none",
+        "sources": [[640, "remote"]],
+    }
     (output,) = sharing.second.generate([prompt], max_tokens=4)
     assert tuple(output.token_ids) == expected
     assert output.hit_tokens == WHOLE_TOKENS
@@ -142,7 +147,10 @@ def test_status_explain_and_both_nodes_metrics_say_by_what_a_hit_came_and_from_w
 
     def exported() -> list[int]:
         """Tokens that hit from another node, bytes that came, bytes that went; so, and in all."""
-        received, sent = scrape(machine, there), scrape(machine, here)
+        received, sent = (
+            scrape(machine.directory / there.name),
+            scrape(machine.directory / here.name),
+        )
         return [
             total(received, "hit_tokens_total", transport=way, **rank),
             total(received, "hit_tokens_total", tier="remote"),
@@ -231,7 +239,7 @@ def test_other_settings_come_node_after_node_and_blocks_stay_on_both(sharing: Sh
 def _agree(sharing: Sharing) -> bool:
     """Whether each node's metrics port counts the hits from the other as its replica does."""
     ranks = [rank for shard in sharing.shards() for rank in shard["replicas"]]
-    samples = [scrape(sharing.nodes.machine, node) for node in sharing.nodes.nodes]
+    samples = [scrape(sharing.nodes.machine.directory / node.name) for node in sharing.nodes.nodes]
     return [rank["counters"].get("hit_tokens_from_nixl") for rank in ranks] == [
         total(some, "hit_tokens_total", tier="remote") for some in samples
     ]

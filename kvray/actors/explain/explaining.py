@@ -24,6 +24,7 @@ from kvray.actors.shard.queries import Asked, Prompt, Whereabouts
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import KEY_BYTES, Namespace
 from kvray.trace.arrival import runs_between
+from kvray.trace.routing_note import RoutingNote
 
 _ARRIVES_S = 2.5
 """How long a request may take to be reported: its engine does so once a second."""
@@ -127,6 +128,29 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
         "is_sampled": note.step > 1,
         "log_since": since,
         "incompatible": other,
+        "routing": None if asked.routing is None else _routing(asked.routing),
+    }
+
+
+def _routing(note: RoutingNote) -> dict[str, Any]:
+    """Return why a request came to its replica: what it would have cost on each, by part."""
+    costs = [
+        {
+            **one._asdict(),
+            "first_token_s": one.queue_s + one.bring_s + one.compute_s,
+        }
+        for one in note.candidates
+    ]
+    return {
+        "request": note.request,
+        "at": note.at,
+        "reason": note.reason,
+        "replica": note.replica,
+        "outcome": note.outcome,
+        "first_token_s": note.first_token_s or None,
+        "predicted_s": costs[0]["first_token_s"] if costs else None,
+        "num_candidates": note.num_candidates,
+        "candidates": costs,
     }
 
 

@@ -156,6 +156,11 @@ class ShardActor:
         """See `ActorRequests.survey`."""
         return self._shard.requests.survey(replica, tokens, salt=salt, lora=lora)
 
+    @ray.method(concurrency_group="routers")
+    def routed(self, notes: Sequence[Any]) -> None:
+        """Keep a router's notes on requests that it sent to this node's replicas."""
+        self._shard.requests.routed(notes)
+
     @ray.method(concurrency_group="ranks")
     def stage_ranks(
         self, replica: str, ranks: Sequence[int], wait_s: float, *request: Any

@@ -5,8 +5,9 @@ from typing import Any
 
 from kvray.actors.mover.orders import FetchOrder
 from kvray.actors.shard.loop_thread import ANSWER_S
-from kvray.actors.shard.prompt_keys import prompt_keys
+from kvray.actors.shard.prompt_keys import prompt_digest, prompt_keys
 from kvray.actors.shard.serving import ShardParts
+from kvray.trace.arrival import runs_between, source_of
 
 
 class ActorRequests:
@@ -19,32 +20,45 @@ class ActorRequests:
         """Bring a prompt's blocks here for a replica before its engine sees the request.
 
         `marks` are salt, lora and media, as for `prompt_keys`. Returns num_tokens and num_blocks
-        that lead and are here now for all ranks, staged_tokens that were not here before, and the
-        reason why it is not more. ConfigError: no rank of `replica` has registered here.
+        that lead and are here now for all ranks, staged_tokens that were not here before, sources,
+        [stop, source] each, of the tokens up to there, and the reason why it is not more.
+        ConfigError: no rank of `replica` has registered here.
         """
         rank, reader = self._parts.first_reader(replica)
         keys = prompt_keys(reader, tokens, tenants=self._parts.tenants, **marks)
         if not keys:
-            return {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0, "reason": "none"}
+            nothing = {"num_tokens": 0, "staged_tokens": 0, "num_blocks": 0}
+            return {**nothing, "sources": [], "reason": "none"}
         found = self._parts.loop.wait(
             self._parts.serving().stager.prefetch(replica, rank, b"".join(keys)),
             self._parts.settings.staging.deadline_s + ANSWER_S,
         )
+        size = reader.tokens_per_block
+        runs = runs_between(found["arrivals"], 0, found["num_blocks"])
         return {
-            "num_tokens": found["num_blocks"] * reader.tokens_per_block,
-            "staged_tokens": found["num_staged"] * reader.tokens_per_block,
+            "num_tokens": found["num_blocks"] * size,
+            "staged_tokens": found["num_staged"] * size,
             "num_blocks": found["num_blocks"],
+            "sources": [[stop * size, source_of(way, shard)] for _, stop, way, shard in runs],
             "reason": found["reason"],
         }
 
-    def survey(self, replica: str, tokens: bytes, **marks: Any) -> dict[str, Any]:
+    def survey(
+        self,
+        replica: str,
+        tokens: bytes,
+        *,
+        salt: str | int | None = None,
+        lora: str | None = None,
+    ) -> dict[str, Any]:
         """Return where a prompt's blocks are, for a router that has to choose a replica.
 
         Arguments as for `prefetch`. Returns shard, this one's name; tokens_per_block; words, the
-        first 8 bytes of each block's key; and the rest as `ReplicaStager.survey`.
+        first 8 bytes of each block's key; prefix_digest, empty if only the engine knows it; and the
+        rest as `ReplicaStager.survey`.
         """
         rank, reader = self._parts.first_reader(replica)
-        keys = prompt_keys(reader, tokens, tenants=self._parts.tenants, **marks)
+        keys = prompt_keys(reader, tokens, tenants=self._parts.tenants, salt=salt, lora=lora)
         found = {"block_bytes": 0, "runs": [], "on_disk": [], "links": {}}
         if keys:
             stager = self._parts.serving().stager
@@ -54,8 +68,13 @@ class ActorRequests:
             "shard": self._parts.name,
             "tokens_per_block": reader.tokens_per_block,
             "words": b"".join(key[:8] for key in keys),
+            "prefix_digest": prompt_digest(reader, tokens, salt=salt, lora=lora),
             **found,
         }
+
+    def routed(self, notes: Sequence[Any]) -> None:
+        """See `RoutingLog.note`."""
+        self._parts.loop.call(lambda: self._parts.routing_log.note(notes), ANSWER_S)
 
     def promote(self, order: FetchOrder) -> int:
         """Bring blocks from disk into its memory for another shard; return how many."""

@@ -12,6 +12,7 @@ from kvray.identity.block import UNNAMED, BlockKey, frame
 from kvray.identity.fingerprint import fingerprint_model
 from kvray.identity.keys import MediaItem, chain_keys, request_seed
 from kvray.identity.tenant import TenantSalts
+from kvray.trace.prefix_digest import prefix_digest
 
 
 def prompt_keys(
@@ -51,6 +52,18 @@ def prompt_keys(
         seed=request_seed(reader.namespace.digest(), salt=salt, lora=adapter),
         media=[MediaItem(position=position, digest=digest) for position, digest in media],
     )
+
+
+def prompt_digest(
+    reader: Reader, tokens: bytes, *, salt: str | int | None, lora: str | None
+) -> bytes:
+    """Return a prompt's `prefix_digest` as its engine has it; empty if only the engine knows it.
+
+    An adapter or a tenant enters it by what only keys are made of here.
+    """
+    if not tokens or lora is not None or reader.tenants is not None:
+        return b""
+    return prefix_digest(np.frombuffer(tokens, dtype="<i4"), salt=salt)
 
 
 def _of_tenant(check: str, salt: str | int | None, tenants: TenantSalts | None) -> str:

@@ -3,14 +3,13 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvray.actors.lookup.stored_digests import Finding
 from kvray.actors.shard.loop_thread import ANSWER_S
-from kvray.actors.shard.prompt_keys import prompt_keys
+from kvray.actors.shard.prompt_keys import prompt_digest, prompt_keys
 from kvray.actors.shard.serving import ShardParts
 from kvray.actors.staging.wire_values import keys_of
 from kvray.errors import ConfigError
@@ -19,8 +18,8 @@ from kvray.store.arena import key_index, lease, quotas
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.hot_prefixes import hot_prefixes
-from kvray.trace.prefix_digest import prefix_digest
 from kvray.trace.request_note import RequestNote, unpack
+from kvray.trace.routing_note import RoutingNote
 
 KEYS_MAX = 2**17  # blocks of a prompt that one question may be about
 _HOTTEST_MAX = 1000
@@ -37,6 +36,8 @@ class Asked:
     namespace: Namespace | None  # of the replica; None if the shard has forgotten it
     finding: Finding | None = None
     """Where such a prompt was stored, if in another namespace only."""
+    routing: RoutingNote | None = None
+    """What its router noted; None if none did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +70,15 @@ class Queries:
 
     def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
         """Return the requests that `RequestLog.find` finds for these arguments."""
-        find = partial(self._parts.request_log.find, replica, request_id, last)
+
+        def find() -> list[tuple[str, int, RequestNote, RoutingNote | None]]:
+            found = self._parts.request_log.find(replica, request_id, last)
+            notes = [(name, rank, unpack(packed)) for name, rank, packed in found]
+            routed = self._parts.routing_log.find
+            return [(name, rank, note, routed(name, note)) for name, rank, note in notes]
+
         asked = []
-        for name, rank, packed in self._parts.loop.call(find, ANSWER_S):
-            note = unpack(packed)
+        for name, rank, note, routing in self._parts.loop.call(find, ANSWER_S):
             asked.append(
                 Asked(
                     replica=name,
@@ -80,6 +86,7 @@ class Queries:
                     note=note,
                     namespace=self._parts.replicas.namespace_of(name, rank),
                     finding=self._parts.announcer.desk.incompatible(name, rank, note.prefix_digest),
+                    routing=routing,
                 )
             )
         return asked
@@ -111,10 +118,7 @@ class Queries:
         keys = prompt_keys(reader, tokens, salt=salt, lora=lora, tenants=self._parts.tenants)
         if len(keys) > KEYS_MAX:
             raise ConfigError(f"A prompt of {len(keys)} blocks is too long; at most {KEYS_MAX}.")
-        # An adapter or a tenant enters the digest by what only keys are made of here.
-        digest = b""
-        if len(tokens) and lora is None and reader.tenants is None:
-            digest = prefix_digest(np.frombuffer(tokens, dtype="<i4"), salt=salt)
+        digest = prompt_digest(reader, tokens, salt=salt, lora=lora)
         return Prompt(keys=b"".join(keys), namespace=reader.namespace, prefix_digest=digest)
 
     def contents(self, namespace: str | None, hottest: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
 from kvray.actors.shard.nvme_tier import NvmeTier
 from kvray.actors.shard.request_log import RequestLog
+from kvray.actors.shard.routing_log import RoutingLog
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.stopped import StoppedHolder
 from kvray.actors.staging.ask import Ask
@@ -51,6 +52,7 @@ class ShardParts:
     """Returns the other parts; raises while the shard does not serve."""
     replicas: Replicas = field(default_factory=Replicas)
     request_log: RequestLog = field(default_factory=RequestLog)
+    routing_log: RoutingLog = field(default_factory=RoutingLog)
     tenants: TenantSalts | None = None
 
     def first_reader(self, replica: str) -> tuple[int, Reader]:

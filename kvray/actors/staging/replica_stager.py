@@ -111,15 +111,16 @@ class ReplicaStager:
     async def prefetch(self, replica: str, rank: int, keys: bytes) -> dict[str, Any]:
         """Stage `keys` for all ranks of a replica, one of which, `rank`, is registered here.
 
-        Returns num_blocks here within `deadline_s`, num_staged that were not here before, and
-        reason.
+        Returns num_blocks here within `deadline_s`, num_staged that were not here before, the
+        arrivals of those of this node, and reason.
         """
         blocks, ranks = keys_of(keys), self._ranks_of(replica, rank)
         prefix = prefix_for(blocks, self._replicas.readers(replica, ranks).values(), 0.0)
         before = self._stager.num_here(prefix)
         until = time.monotonic() + self._settings.deadline_s
         staged, _ = await self._stage_all(replica, ranks, blocks, 0.0, until)
-        return {**_answer(staged), "num_staged": max(0, staged.num_blocks - before)}
+        num_staged = max(0, staged.num_blocks - before)
+        return {**_answer(staged), "num_staged": num_staged, "arrivals": staged.arrivals}
 
     async def survey(self, replica: str, rank: int, keys: bytes) -> dict[str, Any]:
         """Return where `keys` are, for a router that has to choose a replica; nothing is moved.

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.text.reasons import CAUSES, WAYS, reason
+from kvray.cli.text.routing import routing_report
 from kvray.console.tables import empty_table
 
 _TIERS = {"host": "the memory", "nvme": "the disk"}
@@ -31,6 +32,7 @@ def request_report(request: Mapping[str, Any], *, now: float) -> Iterator[Render
         f"The request waited {1000 * request['stage_s']:.1f} ms for the shard; the rest took"
         f" {1000 * request['lease_s']:.1f} ms."
     )
+    yield from routing_report(request["routing"])
     yield from _difference(request["incompatible"])
     yield request_sentence(request, now=now)
 

@@ -228,9 +228,16 @@ def test_a_prefetch_brings_a_prompt_before_its_engine_sees_it(tier: Tier) -> Non
     store(tier.nodes["b"].arena, keys)
     wait_for(lambda: known(tier, keys))
     found = tier.a.requests.prefetch("r", tokens.tobytes(), salt="tenant")
-    assert found == {"num_tokens": 160, "staged_tokens": 160, "num_blocks": 5, "reason": "none"}
+    assert found == {
+        "num_tokens": 160,
+        "staged_tokens": 160,
+        "num_blocks": 5,
+        "sources": [[160, "remote"]],
+        "reason": "none",
+    }
     again = tier.a.requests.prefetch("r", tokens.tobytes(), salt="tenant")
     assert (again["num_tokens"], again["staged_tokens"]) == (160, 0)
+    assert again["sources"] == [[160, "host"]]
     assert tier.a.requests.prefetch("r", tokens[:1].tobytes())["num_blocks"] == 0
     with pytest.raises(ConfigError, match="No rank of 'unknown'"):
         tier.a.requests.prefetch("unknown", tokens.tobytes())

@@ -13,8 +13,10 @@ pytest.importorskip("openai")
 
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
+from kvray.client import Prefetched
 from kvray.serve.dispatch import Dispatcher
 from kvray.serve.protocol import RequestError
+from kvray.serve.routed import Routed
 
 TOKENS = [5, 6, 7]
 ENDING = {"finish_reason": "length", "prompt_tokens": 3, "cached_tokens": 0}
@@ -37,6 +39,27 @@ class Answer:
         if event == "silence":
             await asyncio.Event().wait()
         return event
+
+
+class Decisions:
+    """Notes what an ingress tells the router, one line a request."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self._number = 0
+
+    def count(self) -> int:
+        self._number += 1
+        return self._number
+
+    def sent(self, request: str, replica: str, *, now: float) -> None:
+        self.told.append(f"{request} sent to {replica}")
+
+    def first_token(self, request: str, *, now: float) -> None:
+        self.told.append(f"{request} has a token")
+
+    def over(self, request: str, *, now: float) -> None:
+        self.told.append(f"{request} is over")
 
 
 class OldHandle:
@@ -65,10 +88,15 @@ class Handle(OldHandle):
         self._ids = iter("abc")
         self._failure = failure
         self._frozen = frozen
+        self.decisions = Decisions()
 
     @asynccontextmanager
-    async def choose_replica(self, tokens: list[int], max_tokens: int) -> AsyncIterator[Any]:
+    async def choose_replica(
+        self, tokens: list[int], max_tokens: int, *, kvray_routed: Routed
+    ) -> AsyncIterator[Any]:
         assert tokens == TOKENS, "a router may go by the prompt"
+        told: Any = self.decisions
+        kvray_routed.follow(told, f"request {self.decisions.count()}", "engine-")
         if self._failure is not None:
             raise self._failure
         choice = SimpleNamespace(replica_id=next(self._ids))
@@ -91,12 +119,14 @@ class Prefetcher:
     def __init__(self, log: list[str], *, is_late: bool = False) -> None:
         self._log, self._is_late = log, is_late
         self.is_asked = asyncio.Event()
+        self.brought: Prefetched | None = None
 
-    async def bring(self, tokens: list[int], replica: str) -> None:
+    async def bring(self, tokens: list[int], replica: str) -> Prefetched | None:
         self._log.append(f"bring to {replica}")
         self.is_asked.set()
         if self._is_late:
             await asyncio.Event().wait()
+        return self.brought
 
 
 def dispatcher(
@@ -118,6 +148,11 @@ def test_the_prompt_is_brought_to_the_chosen_replica_before_it_is_dispatched_the
     handle = Handle([taken("a"), {"tokens": [8]}, ENDING])
     assert asyncio.run(listen(dispatcher(handle))) == [taken("a"), {"tokens": [8]}, ENDING]
     assert handle.log == ["choose a", "bring to engine-a", "dispatch a", "leave a"]
+    assert handle.decisions.told == [
+        "request 1 sent to engine-a",
+        "request 1 has a token",
+        "request 1 is over",
+    ]
 
 
 def test_a_replica_that_is_gone_is_passed_over() -> None:
@@ -224,3 +259,29 @@ def test_without_choose_replica_serve_chooses_and_the_log_says_it_once(
     assert handle.log == ["remote", "remote"]
     assert len(said) == 1
     assert said[0].endswith("kvray prefetches nothing.")
+
+
+@pytest.mark.parametrize(
+    ("sources", "found"),
+    [
+        (None, {"pool": 64, "tier": 128}),
+        ((), {"pool": 64, "host": 128, "disk": 0, "remote": 0}),
+        (((96, "remote"), (160, "disk")), {"pool": 64, "host": 32, "disk": 64, "remote": 32}),
+        (((32, "disk"), (500, "remote")), {"pool": 64, "host": 0, "disk": 0, "remote": 128}),
+    ],
+)
+def test_the_tiers_tokens_are_told_by_where_they_were(sources: Any, found: dict[str, int]) -> None:
+    by_source = {"pool": 64, "tier": 128}
+    handle = Handle([taken("a"), {**ENDING, "cached_tokens_by_source": by_source}])
+    prefetcher = Prefetcher(handle.log)
+    if sources is not None:
+        prefetcher.brought = Prefetched(
+            num_tokens=160, staged_tokens=0, reason="none", sources=sources
+        )
+    ending = asyncio.run(listen(dispatcher(handle, prefetcher)))[-1]
+    assert ending["cached_tokens_by_source"] == found
+
+
+def test_an_engine_that_tells_no_sources_has_none() -> None:
+    handle = Handle([taken("a"), ENDING])
+    assert asyncio.run(listen(dispatcher(handle)))[-1] == ENDING

@@ -41,5 +41,6 @@ def test_an_argument_that_it_does_not_have_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KVRAY_CONFIG", raising=False)
+    monkeypatch.setattr("kvray.serve.router.MetricsThread", lambda *_: None)
     KvRayRouter.initialize_state(object.__new__(KvRayRouter), pool_block=8)  # type: ignore[call-arg]
     assert "no argument pool_block; correct request_router_kwargs" in caplog.text

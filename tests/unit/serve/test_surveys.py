@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvray.errors import ShardUnavailable
-from kvray.routing import Link, Stretch
-from kvray.serve.surveys import Survey, Surveys
+from kvray.routing import Link, Outcomes, Stretch, Survey
+from kvray.serve.surveys import Surveys
 
 TOKENS = np.arange(100, dtype="<i4")
 ANSWER = {
@@ -47,9 +47,7 @@ def tier() -> Tier:
 
 
 def surveys_of(tier: Tier) -> Surveys:
-    made = Surveys("test", timeout_s=0.05)
-    made._ask = tier  # type: ignore[assignment]
-    return made
+    return Surveys(tier, "test", timeout_s=0.05, outcomes=Outcomes())
 
 
 async def heard(surveys: Surveys, **marks: Any) -> Survey | None:

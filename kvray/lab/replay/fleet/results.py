@@ -9,7 +9,7 @@ import numpy as np
 
 from kvray.lab.replay.trace import Floats, Trace
 from kvray.routing import Cost
-from kvray.routing.cost import Source
+from kvray.trace.arrival import Source
 
 
 class Tally:

@@ -396,6 +396,7 @@ def test_a_prefetch_tells_what_it_has_brought_for_all_ranks(play: Callable[[Scen
         store_both(pair, 12)
         store(pair.nodes["a"].arena, KEYS[:4], part=0)
         found = await pair.leader.prefetch("r", 0, PACKED)
+        assert found.pop("arrivals")
         assert found == {"num_blocks": 12, "num_staged": 8, "reason": "not_stored"}
         present = pair.nodes["b"].arena.present(KEYS, [1])
         assert present[0].sum() == 12

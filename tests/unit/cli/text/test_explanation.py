@@ -45,6 +45,7 @@ def request(**changes: Any) -> dict[str, Any]:
         "is_sampled": False,
         "log_since": NOW - 7200,
         "incompatible": None,
+        "routing": None,
         "ranges": [
             {
                 "start": 0,
@@ -125,6 +126,7 @@ def test_a_prompt_is_told_by_where_its_blocks_are() -> None:
         "reason": "never_stored",
         "log_since": NOW - 100,
         "incompatible": None,
+        "routing": None,
         "ranges": [
             {
                 "start": 0,

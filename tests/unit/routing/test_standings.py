@@ -2,9 +2,7 @@
 
 from collections import Counter
 
-from kvray.routing import Stretch
-from kvray.serve.standings import Place, Standings
-from kvray.serve.surveys import Survey
+from kvray.routing import Place, Standings, Stretch, Survey
 
 BLOCK = 32
 NAMES = ("a", "b", "c", "d")
@@ -44,7 +42,7 @@ def places(**rates: float) -> list[Place]:
 
 def route(made: Standings, found: Survey, number: int, now: float) -> str:
     choice = made.choose(places(), len(found.words) * BLOCK, found, now=now)
-    made.routed(str(number), choice, found, now=now)
+    made.routed(str(number), choice.cost, found, now=now)
     return choice.replica
 
 
@@ -83,7 +81,7 @@ def test_a_replica_that_is_measured_slow_gets_less() -> None:
     for number in range(100):
         found = survey(f"p {number}", 60)
         choice = made.choose(slow, 60 * BLOCK, found, now=0.1 * number)
-        made.routed(str(number), choice, found, now=0.1 * number)
+        made.routed(str(number), choice.cost, found, now=0.1 * number)
         counts[choice.replica] += 1
     assert counts["a"] < min(counts[name] for name in "bcd")
 
@@ -91,7 +89,7 @@ def test_a_replica_that_is_measured_slow_gets_less() -> None:
 def test_what_is_due_waits_no_longer_and_an_end_is_noted_once() -> None:
     made, found = standings(), survey("p", 100)
     choice = made.choose(places(), 3200, found, now=0.0)
-    made.routed("1", choice, found, now=0.0)
+    made.routed("1", choice.cost, found, now=0.0)
     assert max(one.cost.queue_s for one in made.choose(places(), 3200, found, now=0.1).ranked) > 0
     made.done("1", 0.2)
     made.done("1", 0.2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvray.serve.prefill_speed import PrefillSpeed
+from kvray.routing.prefill_speed import PrefillSpeed
 
 
 def test_the_newest_answers_count_most() -> None:

@@ -1,11 +1,15 @@
 """What a router knows of each replica, and which of them a prompt goes to; pure."""
 
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvray.routing import Candidate, Choice, Link, Load, PoolGuess, Rates, choose, predict
-from kvray.serve.surveys import Survey
+from kvray.routing.choice import Choice, choose
+from kvray.routing.cost import Candidate, Cost, Link, Rates, predict
+from kvray.routing.load import Load
+from kvray.routing.pool_guess import PoolGuess
+from kvray.routing.survey import Survey
 
 _HOST = Link(bytes_per_s=10e9)
 """From a node's memory into an engine's pool; far above any rate of computing."""
@@ -34,7 +38,7 @@ class Standings:
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._loads: dict[str, Load] = {}
         self._pools: dict[str, PoolGuess] = {}
-        # Request -> its replica, and when its first token is due.
+        # Request -> its replica, and when its first token is due; never if somebody tells.
         self._under_way: dict[str, tuple[str, float]] = {}
         self._random = random.Random()
 
@@ -72,12 +76,18 @@ class Standings:
         ]
         return choose(costs, draws=[self._random.random() for _ in costs])
 
-    def routed(self, request: str, choice: Choice, survey: Survey, *, now: float) -> None:
-        """Note that a request goes where it was chosen to go."""
-        load, cost = self._loads[choice.replica], choice.cost
-        load.routed(request, cost.work_s, now)
-        self._pools[choice.replica].note(survey.words)
-        self._under_way[request] = choice.replica, now + cost.first_token_s
+    def routed(
+        self, request: str, cost: Cost, survey: Survey, *, now: float, is_told: bool = False
+    ) -> None:
+        """Note that a request goes to the replica where it has this cost.
+
+        `is_told`: somebody will say when its first token is there; else it is taken to come when it
+        is due.
+        """
+        self._loads[cost.replica].routed(request, cost.work_s, now)
+        self._pools[cost.replica].note(survey.words)
+        due_at = math.inf if is_told else now + cost.first_token_s
+        self._under_way[request] = cost.replica, due_at
 
     def done(self, request: str, now: float) -> None:
         """Note a request's first token, its end, or that it went elsewhere; twice is fine."""
@@ -86,7 +96,7 @@ class Standings:
             self._loads[replica].done(request, now)
 
     def _end_due(self, now: float) -> None:
-        """Take prompts to be computed when they were to be: Serve tells of answers' ends only."""
+        """Take prompts of which nobody tells to be computed when they were to be."""
         due = [key for key, (_, due_at) in self._under_way.items() if due_at <= now]
         for request in due:
             self.done(request, now)

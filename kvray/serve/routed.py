@@ -1,0 +1,45 @@
+"""What an ingress tells the router of a request, from the choice of a replica on."""
+
+import asyncio
+import time
+from functools import partial
+
+from kvray.routing import Decisions
+
+
+class Routed:
+    """One request; pass a new one as `kvray_routed` to `choose_replica`, and to nothing else.
+
+    Without it the router takes the first token to come when it predicted it, and `kvray explain`
+    does not know how a choice turned out. With another router than kvray's it does nothing. The
+    router may be on another event loop.
+    """
+
+    def __init__(self) -> None:
+        self.is_sent = False
+        self._decisions: Decisions | None = None
+
+    def follow(self, decisions: Decisions, request: str, prefix: str) -> None:
+        """Let the router hear what is told, on the running loop; names are `prefix` and an id."""
+        self._request, self._prefix = request, prefix
+        self._loop = asyncio.get_running_loop()
+        self._decisions = decisions
+
+    def sent(self, replica_id: str) -> None:
+        """Tell that the request goes to a replica, by the unique part of its Serve replica id."""
+        self.is_sent = True
+        if self._decisions is not None:
+            self._tell(partial(self._decisions.sent, self._request, self._prefix + replica_id))
+
+    def first_token(self) -> None:
+        """Tell that the first token is there. Twice is fine."""
+        if self._decisions is not None:
+            self._tell(partial(self._decisions.first_token, self._request))
+
+    def over(self) -> None:
+        """Tell that it has ended, however. Twice is fine."""
+        if self._decisions is not None:
+            self._tell(partial(self._decisions.over, self._request))
+
+    def _tell(self, what: "partial[None]") -> None:
+        self._loop.call_soon_threadsafe(partial(what, now=time.monotonic()))
