@@ -49,11 +49,11 @@ class Served:
 
     def ask(self, **options: Any) -> Any:
         """Ask for a chat's answer."""
-        return self.client.chat.completions.create(**_asked(options))
+        return ask(self.client, **options)
 
     def ask_by_name(self, **options: Any) -> tuple[str, Any]:
         """Return the replica that answered, and a chat's answer."""
-        raw = self.client.chat.completions.with_raw_response.create(**_asked(options))
+        raw = ask(self.client.with_raw_response, **options)
         return raw.headers["x-kvray-replica"], raw.parse()
 
     def shards(self) -> list[dict[str, Any]]:
@@ -98,11 +98,7 @@ class Served:
         Another `num_blocks` makes it a new version, of which no engine stays.
         """
         settings = yaml.safe_load(self.settings.read_text())
-        (application,) = settings["applications"]
-        new = {**application["args"], **args}
-        application["args"] = {name: one for name, one in new.items() if one is not None}
-        if num_blocks is not None:
-            new["engine_options"].update(num_blocks=num_blocks)
+        _change(*settings["applications"], num_blocks=num_blocks, **args)
         self.settings.write_text(yaml.safe_dump(settings))
         done = subprocess.run(
             [_SERVE, "run", "--non-blocking", str(self.settings)],
@@ -116,8 +112,10 @@ class Served:
         assert done.returncode == 0, done.stderr
 
 
-def _asked(options: dict[str, Any]) -> dict[str, Any]:
-    return {"model": "tiny", "messages": QUESTION, "max_tokens": 24, **options}
+def ask(client: Any, **options: Any) -> Any:
+    """Ask for a chat's answer."""
+    asked = {"model": "tiny", "messages": QUESTION, "max_tokens": 24, **options}
+    return client.chat.completions.create(**asked)
 
 
 @contextlib.contextmanager
@@ -171,12 +169,19 @@ def write_settings(
     settings = yaml.safe_load((EXAMPLE / "serve.yaml").read_text())
     (application,) = settings["applications"]
     settings["http_options"]["port"] = port = _free_port()
-    application["args"].update(engine="reference", model="tiny", **args)
-    application["args"]["engine_options"].update(num_blocks=num_blocks)
+    application["args"].update(engine="reference", model="tiny")
+    _change(application, num_blocks=num_blocks, **args)
     if engine is not None:
         application["deployments"] = [{"name": "Engine", **engine}]
     path.write_text(yaml.safe_dump(settings))
     return port
+
+
+def _change(application: dict[str, Any], *, num_blocks: int | None, **args: Any) -> None:
+    new = {**application["args"], **args}
+    application["args"] = {name: one for name, one in new.items() if one is not None}
+    if num_blocks is not None:
+        new["engine_options"].update(num_blocks=num_blocks)
 
 
 @contextlib.contextmanager
