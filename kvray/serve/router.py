@@ -122,6 +122,7 @@ class KvRayRouter(RequestRouter):
         if survey is not None:
             choice = self._choice(replicas, len(tokens), survey, now)
         routed = pending.kwargs.get(_ROUTED)
+        is_told = isinstance(routed, Routed)
         self._decisions.begin(
             request,
             choice,
@@ -129,9 +130,9 @@ class KvRayRouter(RequestRouter):
             num_tokens=0 if tokens is None else len(tokens),
             now=now,
             wall=time.time(),
-            is_told=routed is not None,
+            is_told=is_told,
         )
-        if isinstance(routed, Routed):
+        if is_told:
             routed.follow(self._decisions, request, self._prefix)
 
     def _choice(
