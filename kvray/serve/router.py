@@ -121,8 +121,8 @@ class KvRayRouter(RequestRouter):
         now = time.monotonic()
         if survey is not None:
             choice = self._choice(replicas, len(tokens), survey, now)
-        routed = pending.kwargs.get(_ROUTED)
-        is_told = isinstance(routed, Routed)
+        told = pending.kwargs.get(_ROUTED)
+        routed = told if isinstance(told, Routed) else None
         self._decisions.begin(
             request,
             choice,
@@ -130,9 +130,9 @@ class KvRayRouter(RequestRouter):
             num_tokens=0 if tokens is None else len(tokens),
             now=now,
             wall=time.time(),
-            is_told=is_told,
+            is_told=routed is not None,
         )
-        if is_told:
+        if routed is not None:
             routed.follow(self._decisions, request, self._prefix)
 
     def _choice(
