@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterable
 from functools import partial
 
 from kvray.routing import Decisions
@@ -17,11 +18,16 @@ class Routed:
 
     def __init__(self) -> None:
         self.is_sent = False
+        self.here: frozenset[str] = frozenset()
+        """Serve replica ids, their unique parts, to whose nodes nothing would have to be brought: a
+        prefetch would gain nothing."""
         self._decisions: Decisions | None = None
 
-    def follow(self, decisions: Decisions, request: str, prefix: str) -> None:
+    def follow(
+        self, decisions: Decisions, request: str, prefix: str, here: Iterable[str] = ()
+    ) -> None:
         """Let the router hear what is told, on the running loop; names are `prefix` and an id."""
-        self._request, self._prefix = request, prefix
+        self._request, self._prefix, self.here = request, prefix, frozenset(here)
         self._loop = asyncio.get_running_loop()
         self._decisions = decisions
 
