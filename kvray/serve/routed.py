@@ -21,6 +21,7 @@ class Routed:
         self.here: frozenset[str] = frozenset()
         """Serve replica ids, their unique parts, to whose nodes nothing would have to be brought: a
         prefetch would gain nothing."""
+        self._has_token = False
         self._decisions: Decisions | None = None
 
     def follow(
@@ -38,8 +39,9 @@ class Routed:
             self._tell(partial(self._decisions.sent, self._request, self._prefix + replica_id))
 
     def first_token(self) -> None:
-        """Tell that the first token is there. Twice is fine."""
-        if self._decisions is not None:
+        """Tell that the first token is there; of later ones nothing is told."""
+        if self._decisions is not None and not self._has_token:
+            self._has_token = True
             self._tell(partial(self._decisions.first_token, self._request))
 
     def over(self) -> None:
