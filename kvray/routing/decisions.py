@@ -60,7 +60,12 @@ class Decisions:
         wall: float,
         is_told: bool,
     ) -> None:
-        """Note what was decided at `now`, which is `wall` in seconds since the epoch."""
+        """Note what was decided at `now`, which is `wall` in seconds since the epoch.
+
+        Serve may ask for one request in two tasks at the same time: the first decision counts.
+        """
+        if request in self._under_way:
+            return
         made = _Decision(
             at=now,
             wall_at=wall,

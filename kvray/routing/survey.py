@@ -25,6 +25,10 @@ class Survey:
     prefix_digest: bytes = b""
     """See `kvray.trace.prefix_digest`; empty: not known."""
 
+    def is_in_memory_of(self, node: str) -> bool:
+        """Return whether a node has in memory all that anybody has of the prompt."""
+        return all(stretch.holders.get(node) == "host" for stretch in self.stretches)
+
 
 def read_survey(found: Mapping[str, Any]) -> Survey:
     """Return what `ActorRequests.survey` said."""

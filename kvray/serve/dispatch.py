@@ -35,6 +35,9 @@ of a replica's queue, and may take one that is frozen; later it asks first."""
 _GONE = (RayError, RayServeException, StopAsyncIteration, asyncio.TimeoutError)
 """Raised by an answer whose replica has died, also as if it had ended."""
 
+_HERE = Prefetched(num_tokens=0, staged_tokens=0, reason="none")
+"""In place of a prefetch that would find everything in the node's memory."""
+
 Event = dict[str, Any]
 
 
@@ -120,13 +123,17 @@ class Dispatcher:
         self, tokens: list[int], max_tokens: int, deadline: float, *, is_last: bool
     ) -> tuple[Event, Any, Routed, Prefetched | None]:
         async with AsyncExitStack() as chosen:  # a choice that is not used is given back
-            routed, brought = Routed(), None
+            routed = Routed()
+            brought: Prefetched | None = None
             if self._can_choose:
                 choose = partial(self._choose, tokens, max_tokens)
                 timeout_s = deadline - time.monotonic()
                 choosing = first_choice(choose, rival_s=_RIVAL_S, timeout_s=timeout_s)
                 choice, routed = await chosen.enter_async_context(choosing)
-                brought = await self._prefetcher.bring(tokens, replica_name(choice.replica_id))
+                brought = _HERE
+                if choice.replica_id not in routed.here:
+                    name = replica_name(choice.replica_id)
+                    brought = await self._prefetcher.bring(tokens, name)
                 routed.sent(choice.replica_id)
                 events = self._engines.dispatch(choice, tokens, max_tokens)
             else:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterable
 from functools import partial
 
 from kvray.routing import Decisions
@@ -17,11 +18,17 @@ class Routed:
 
     def __init__(self) -> None:
         self.is_sent = False
+        self.here: frozenset[str] = frozenset()
+        """Serve replica ids, their unique parts, to whose nodes nothing would have to be brought: a
+        prefetch would gain nothing."""
+        self._has_token = False
         self._decisions: Decisions | None = None
 
-    def follow(self, decisions: Decisions, request: str, prefix: str) -> None:
+    def follow(
+        self, decisions: Decisions, request: str, prefix: str, here: Iterable[str] = ()
+    ) -> None:
         """Let the router hear what is told, on the running loop; names are `prefix` and an id."""
-        self._request, self._prefix = request, prefix
+        self._request, self._prefix, self.here = request, prefix, frozenset(here)
         self._loop = asyncio.get_running_loop()
         self._decisions = decisions
 
@@ -32,8 +39,9 @@ class Routed:
             self._tell(partial(self._decisions.sent, self._request, self._prefix + replica_id))
 
     def first_token(self) -> None:
-        """Tell that the first token is there. Twice is fine."""
-        if self._decisions is not None:
+        """Tell that the first token is there; of later ones nothing is told."""
+        if self._decisions is not None and not self._has_token:
+            self._has_token = True
             self._tell(partial(self._decisions.first_token, self._request))
 
     def over(self) -> None:

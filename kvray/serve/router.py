@@ -121,7 +121,8 @@ class KvRayRouter(RequestRouter):
         now = time.monotonic()
         if survey is not None:
             choice = self._choice(replicas, len(tokens), survey, now)
-        routed = pending.kwargs.get(_ROUTED)
+        told = pending.kwargs.get(_ROUTED)
+        routed = told if isinstance(told, Routed) else None
         self._decisions.begin(
             request,
             choice,
@@ -131,8 +132,9 @@ class KvRayRouter(RequestRouter):
             wall=time.time(),
             is_told=routed is not None,
         )
-        if isinstance(routed, Routed):
-            routed.follow(self._decisions, request, self._prefix)
+        if routed is not None:
+            here = [] if survey is None else self._here(replicas, survey)
+            routed.follow(self._decisions, request, self._prefix, here)
 
     def _choice(
         self, replicas: Sequence[RunningReplica], num_tokens: int, survey: Survey, now: float
@@ -141,6 +143,12 @@ class KvRayRouter(RequestRouter):
         if not here:
             return None  # they ended while the shard was asked
         return self._standings.choose(self._places(here), num_tokens, survey, now=now)
+
+    def _here(self, replicas: Sequence[RunningReplica], survey: Survey) -> list[str]:
+        """Return the ids of replicas whose nodes have in memory what there is of a prompt."""
+        homes = {one.replica_id.unique_id: self._surveys.home(self._name(one)) for one in replicas}
+        near = {node: survey.is_in_memory_of(node) for node in {*homes.values()} if node}
+        return [name for name, node in homes.items() if near.get(node, False)]
 
     def _places(self, replicas: Sequence[RunningReplica]) -> list[Place]:
         return [

@@ -216,9 +216,6 @@ def test_a_tier_that_is_frozen_delays_a_request_by_the_deadline_only(
     before = served.ask().choices[0].message.content
     lookup.suspend()
     try:
-        # A client that leaves while kvray is asked gives the chosen replica back.
-        with pytest.raises(openai.APITimeoutError):
-            served.ask(timeout=PREFETCH_S / 2)
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
             hold_all(served, stack)

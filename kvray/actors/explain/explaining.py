@@ -134,20 +134,17 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
 
 def _routing(note: RoutingNote) -> dict[str, Any]:
     """Return why a request came to its replica: what it would have cost on each, by part."""
-    costs = [
-        {
-            **one._asdict(),
-            "first_token_s": one.queue_s + one.bring_s + one.compute_s,
-        }
-        for one in note.candidates
-    ]
+    costs = []
+    for one in note.candidates:
+        parts = {**one._asdict(), "first_token_s": one.queue_s + one.bring_s + one.compute_s}
+        costs.append({k: round(v, 6) if k.endswith("_s") else v for k, v in parts.items()})
     return {
         "request": note.request,
         "at": note.at,
         "reason": note.reason,
         "replica": note.replica,
         "outcome": note.outcome,
-        "first_token_s": note.first_token_s or None,
+        "first_token_s": round(note.first_token_s, 6) or None,
         "predicted_s": costs[0]["first_token_s"] if costs else None,
         "num_candidates": note.num_candidates,
         "candidates": costs,

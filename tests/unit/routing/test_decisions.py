@@ -137,6 +137,16 @@ def test_a_choice_that_was_given_back_counts_for_nothing(router: Router) -> None
     assert len(router.standings._loads["r0"]) == 0
 
 
+def test_of_two_decisions_for_one_request_the_first_counts(router: Router) -> None:
+    router.begin("one")
+    order = router.decisions.order("one")
+    router.begin("one", now=1.0)
+    assert router.decisions.order("one") == order
+    assert sum(map(len, router.standings._loads.values())) == 1
+    router.decisions.over("one", now=2.0)
+    assert all(load.queue_s(2.0) == 0 for load in router.standings._loads.values())
+
+
 def test_of_requests_that_never_end_the_oldest_are_forgotten(router: Router) -> None:
     for number in range(5000):
         router.decisions.begin(

@@ -89,6 +89,7 @@ class Handle(OldHandle):
         self._failure = failure
         self._frozen = frozen
         self.decisions = Decisions()
+        self.here: list[str] = []
 
     @asynccontextmanager
     async def choose_replica(
@@ -96,7 +97,8 @@ class Handle(OldHandle):
     ) -> AsyncIterator[Any]:
         assert tokens == TOKENS, "a router may go by the prompt"
         told: Any = self.decisions
-        kvray_routed.follow(told, f"request {self.decisions.count()}", "engine-")
+        request = f"request {self.decisions.count()}"
+        kvray_routed.follow(told, request, "engine-", self.here)
         if self._failure is not None:
             raise self._failure
         choice = SimpleNamespace(replica_id=next(self._ids))
@@ -279,6 +281,16 @@ def test_the_tiers_tokens_are_told_by_where_they_were(sources: Any, found: dict[
             num_tokens=160, staged_tokens=0, reason="none", sources=sources
         )
     ending = asyncio.run(listen(dispatcher(handle, prefetcher)))[-1]
+    assert ending["cached_tokens_by_source"] == found
+
+
+def test_nothing_is_brought_to_a_replica_that_has_all_in_its_nodes_memory() -> None:
+    by_source = {"pool": 0, "tier": 32}
+    handle = Handle([taken("a"), {**ENDING, "cached_tokens_by_source": by_source}])
+    handle.here = ["a", "b"]
+    ending = asyncio.run(listen(dispatcher(handle)))[-1]
+    assert handle.log == ["choose a", "dispatch a", "leave a"]
+    found = {"pool": 0, "host": 32, "disk": 0, "remote": 0}
     assert ending["cached_tokens_by_source"] == found
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -139,3 +140,12 @@ def test_a_tier_that_is_back_is_asked_again(tier: Tier) -> None:
         return found
 
     assert asyncio.run(ask())
+
+
+def test_what_a_node_has_in_memory_needs_no_prefetch(tier: Tier) -> None:
+    found = asyncio.run(heard(surveys_of(tier)))
+    assert found is not None
+    assert [found.is_in_memory_of(node) for node in ("s1", "s2")] == [False, False]
+    first = replace(found, stretches=found.stretches[:1])
+    assert [first.is_in_memory_of(node) for node in ("s1", "s2", "s3")] == [True, True, False]
+    assert replace(found, stretches=()).is_in_memory_of("s3"), "nobody has anything"
