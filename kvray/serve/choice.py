@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ray.exceptions import RayError
+from ray.serve.context import _get_serve_request_context, _serve_request_context
 from ray.serve.exceptions import RayServeException
 
 Choosing: TypeAlias = "Callable[[], AbstractAsyncContextManager[Any]]"
@@ -53,7 +56,19 @@ async def _hold(
     choosing: AbstractAsyncContextManager[Any], found: "asyncio.Future[Any]", is_over: asyncio.Event
 ) -> None:
     """Keep a choice until `is_over`; one that is not the first is given back at once."""
+    _take_own_id()
     async with choosing as choice:
         if not found.done():
             found.set_result((choice, asyncio.current_task()))
             await is_over.wait()
+
+
+def _take_own_id() -> None:
+    """Have Serve's router take what this task asks for as a request of its own.
+
+    It finds requests that wait by the id of the caller's request. Of two with one id only the first
+    is found. The other, also one that was given up, is looked for without end by one of the
+    router's tasks, which are two for each replica: soon no request gets a replica (Ray 2.60).
+    """
+    caller = _get_serve_request_context()
+    _serve_request_context.set(replace(caller, _internal_request_id=str(uuid.uuid4())))
