@@ -5,11 +5,10 @@ import contextlib
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ray.exceptions import RayError
-from ray.serve.context import _get_serve_request_context, _serve_request_context
+from ray.serve.context import _set_request_context
 from ray.serve.exceptions import RayServeException
 
 Choosing: TypeAlias = "Callable[[], AbstractAsyncContextManager[Any]]"
@@ -70,5 +69,4 @@ def _take_own_id() -> None:
     is found. The other, also one that was given up, is looked for without end by one of the
     router's tasks, which are two for each replica: soon no request gets a replica (Ray 2.60).
     """
-    caller = _get_serve_request_context()
-    _serve_request_context.set(replace(caller, _internal_request_id=str(uuid.uuid4())))
+    _set_request_context(_internal_request_id=str(uuid.uuid4()))
