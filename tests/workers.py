@@ -9,9 +9,10 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _LANES = {
-    "machines": "bench_staging chaos chaos_nodes frozen_pusher other_disk silence spread_replica"
-    " two_nodes",
-    "own": "admin_token cli local_ray prometheus ray_dashboard ray_serve ray_up restart",
+    "machines": "bench_staging chaos chaos_nodes frozen_pusher other_disk serve_two_nodes"
+    " silence spread_replica two_nodes",
+    "own": "admin_token cli local_ray prometheus ray_dashboard ray_serve ray_up restart"
+    " serve_faults",
 }
 """Name -> files of tests/ray for one worker: with several nodes, and with a Ray of their own.
 

@@ -19,7 +19,7 @@ from tests.ray.served import DEADLINE_S, Served, end, open_served, wait_for
 openai = pytest.importorskip("openai")
 pytest.importorskip("ray.serve")
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 
 BLOCK = 32
 LONG_TOKENS = 3000

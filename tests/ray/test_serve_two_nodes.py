@@ -26,7 +26,7 @@ from tests.ray.teller import Teller
 
 pytest.importorskip("ray.serve")
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 
 BLOCK = 32
 LONG_TOKENS = 3000
