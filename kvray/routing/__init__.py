@@ -8,8 +8,8 @@ from kvray.routing.choice import Choice, Ranked, Reason, choose
 from kvray.routing.cost import Bring, Candidate, Cost, Link, Rates, Stretch, predict
 from kvray.routing.decisions import Decisions
 from kvray.routing.load import Load
+from kvray.routing.lru import Lru
 from kvray.routing.outcomes import Outcomes
-from kvray.routing.pool_guess import PoolGuess
 from kvray.routing.prefill_speed import PREFILL_STAT, PrefillSpeed
 from kvray.routing.standings import Place, Standings
 from kvray.routing.survey import Survey, read_survey
@@ -23,9 +23,9 @@ __all__ = [
     "Decisions",
     "Link",
     "Load",
+    "Lru",
     "Outcomes",
     "Place",
-    "PoolGuess",
     "PrefillSpeed",
     "Ranked",
     "Rates",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvray.routing.choice import Choice, choose
 from kvray.routing.cost import Candidate, Cost, Link, Rates, predict
 from kvray.routing.load import Load
-from kvray.routing.pool_guess import PoolGuess
+from kvray.routing.lru import Lru
 from kvray.routing.survey import Survey
 
 _HOST = Link(bytes_per_s=10e9)
@@ -37,7 +37,7 @@ class Standings:
         self._pool_blocks = pool_blocks
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._loads: dict[str, Load] = {}
-        self._pools: dict[str, PoolGuess] = {}
+        self._pools: dict[str, Lru[bytes]] = {}
         # Request -> its replica, and when its first token is due; never if somebody tells.
         self._under_way: dict[str, tuple[str, float]] = {}
         self._random = random.Random()
@@ -46,9 +46,7 @@ class Standings:
         """Know these replicas, and no others."""
         names = set(replicas)
         self._loads = {name: self._loads.get(name) or Load() for name in names}
-        self._pools = {
-            name: self._pools.get(name) or PoolGuess(self._pool_blocks) for name in names
-        }
+        self._pools = {name: self._pools.get(name) or Lru(self._pool_blocks) for name in names}
         self._under_way = {key: one for key, one in self._under_way.items() if one[0] in names}
 
     def choose(
@@ -85,7 +83,7 @@ class Standings:
         is due.
         """
         self._loads[cost.replica].routed(request, cost.work_s, now)
-        self._pools[cost.replica].note(survey.words)
+        self._pools[cost.replica].use(survey.words)
         due_at = math.inf if is_told else now + cost.first_token_s
         self._under_way[request] = cost.replica, due_at
 
