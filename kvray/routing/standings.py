@@ -45,8 +45,8 @@ class Standings:
     def retain(self, replicas: Iterable[str]) -> None:
         """Know these replicas, and no others."""
         names = set(replicas)
-        self._loads = {name: self._loads.get(name) or Load() for name in names}
-        self._pools = {name: self._pools.get(name) or Lru(self._pool_blocks) for name in names}
+        self._loads = {name: self._loads.get(name, Load()) for name in names}
+        self._pools = {name: self._pools.get(name, Lru(self._pool_blocks)) for name in names}
         self._under_way = {key: one for key, one in self._under_way.items() if one[0] in names}
 
     def choose(

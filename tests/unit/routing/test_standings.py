@@ -105,3 +105,18 @@ def test_a_replica_that_went_takes_its_requests_along() -> None:
     made.done("1", 0.1)
     left = [one for one in places() if one.replica != replica]
     assert made.choose(left, 3200, found, now=0.2).replica != replica
+
+
+def test_an_idle_replica_that_stays_keeps_what_lately_came() -> None:
+    made, found = standings(), survey("p", 100)
+    replica = route(made, found, 1, 0.0)
+    made.done("1", 0.1)
+
+    def crowds() -> dict[str, float]:
+        choice = made.choose(places(), 3200, found, now=0.2)
+        return {one.cost.replica: one.cost.utilization for one in choice.ranked}
+
+    before = crowds()
+    made.retain(NAMES)
+    assert crowds() == before
+    assert before[replica] > 0
