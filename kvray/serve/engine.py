@@ -6,7 +6,9 @@ Token ids go in and come out; text is the ingress's business.
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import os
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -20,6 +22,8 @@ from kvray.lab.reference import Call, KvConnectorConfig, Replica
 from kvray.lab.reference.replica import CHILD_MODULE
 from kvray.routing.prefill_speed import PREFILL_STAT, PrefillSpeed
 from kvray.serve.settings import Settings
+
+_log = logging.getLogger("ray.serve")
 
 TRTLLM_MODULE = "kvray.serve.trtllm_child"
 CONNECTOR = KvConnectorConfig(
@@ -68,6 +72,8 @@ def uses_tensorrt_llm(settings: Settings) -> bool:
 
 
 REPLICA_PREFIX = "engine-"
+_LEAVE_S = 5.0
+"""How long this process may take to end after its engine."""
 
 
 def replica_name(serve_replica_id: str) -> str:
@@ -76,18 +82,30 @@ def replica_name(serve_replica_id: str) -> str:
 
 
 class Engine:
-    """A Serve replica with one engine."""
+    """A Serve replica with one engine; it ends with its engine.
 
-    def __init__(self, settings: Settings, *, name: str | None = None) -> None:
+    Serve's routers notice an ended process at once, and health checks only after three. Meanwhile
+    it would have the shortest queue of all, get everything, and refuse it.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        name: str | None = None,
+        leave: Callable[[], None] = lambda: os._exit(1),
+    ) -> None:
         """Start the engine and return when it is ready to answer.
 
         Args:
             settings: what it loads, and how.
             name: of the replica in kvray; None: by the id that Serve gave this replica.
+            leave: ends this process; called on a thread of its own.
 
         Raises:
             KVRayError: it did not start; Serve tries again.
         """
+        self._is_closing = False
         self._stall_timeout_s = settings.stall_timeout_s
         self._has_sources = not uses_tensorrt_llm(settings)  # whose one figure has all of them
         self._calls: set[Call] = set()  # under way; the loop's
@@ -101,6 +119,8 @@ class Engine:
         except BaseException:
             self._replica.kill()
             raise
+        # The thread reads what does not change, and whether this object closes.
+        threading.Thread(target=self._watch, args=(leave,), name="kvray-watch", daemon=True).start()
 
     async def generate(self, tokens: list[int], max_tokens: int) -> AsyncIterator[dict[str, Any]]:
         """Yield `{"engine": name}` once the engine has it, the tokens as they come, then its end.
@@ -132,19 +152,16 @@ class Engine:
         return {PREFILL_STAT: self._speed.tokens_per_s}
 
     def check_health(self) -> None:
-        """Have Serve start another replica when the engine's process has died, or hangs.
+        """Have Serve start another replica when the engine hangs.
 
         Raises:
-            KVRayError: it has.
+            KVRayError: it does.
         """
-        name = self._replica.name
-        if not self._replica.is_alive:
-            raise KVRayError(f"The engine {name} has died.")
         silent_s = time.monotonic() - self._heard_at
         if self._calls and silent_s > self._stall_timeout_s:
             raise KVRayError(
-                f"The engine {name} has said nothing for {silent_s:.0f} s, with {len(self._calls)}"
-                " requests under way; it is replaced."
+                f"The engine {self._replica.name} has said nothing for {silent_s:.0f} s, with"
+                f" {len(self._calls)} requests under way; it is replaced."
             )
 
     async def _submit(
@@ -158,6 +175,10 @@ class Engine:
             call = await asyncio.shield(sending)
         except asyncio.CancelledError:  # the engine gets it all the same, and ends it
             sending.add_done_callback(self._leave_when_sent)
+            raise
+        except KVRayError:
+            if not self._replica.is_alive:
+                await asyncio.sleep(_LEAVE_S)  # this process ends first, and another one gets it
             raise
         call.future.add_done_callback(lambda _: tell(None))
         return call
@@ -176,8 +197,16 @@ class Engine:
         if not call.future.done():
             asyncio.get_running_loop().run_in_executor(None, self._replica.cancel, call)
 
+    def _watch(self, leave: Callable[[], None]) -> None:
+        """End this process when its engine has ended by itself."""
+        self._replica.wait_end()
+        if not self._is_closing:
+            _log.error("The engine %s has died; its replica ends.", self._replica.name)
+            leave()
+
     def __del__(self) -> None:
         """End the engine with this replica."""
+        self._is_closing = True
         if hasattr(self, "_replica"):
             self._replica.close()
 

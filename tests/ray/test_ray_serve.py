@@ -2,208 +2,62 @@
 
 import contextlib
 import json
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import yaml
 
-from kvray import Client
-from kvray.actors.ray_glue.calls import list_actors, tier_named
 from kvray.actors.tier.local_ray import LocalRay
-from kvray.config import KVRayConfig, load_config
-from tests.ray.command_line import ROOT, Shell, open_shell
 from tests.ray.conftest import actor_process
+from tests.ray.served import DEADLINE_S, Served, end, open_served, wait_for
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("ray.serve")
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
 
-EXAMPLE = ROOT / "examples" / "ray_serve"
-CHILD = "kvray.lab.reference.replica_child"
 BLOCK = 32
 LONG_TOKENS = 3000
 PREFETCH_S = 1.0
-DEADLINE_S = 180.0
 TIMEOUT_S = 30.0
-QUESTION = [
-    {"role": "system", "content": "You keep the ledger of a library with three rooms. " * 4},
-    {"role": "user", "content": "What is the third room for?"},
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """The application, up."""
-
-    shell: Shell
-    config: KVRayConfig
-    environ: dict[str, str]
-    serve: "subprocess.Popen[bytes]"
-    client: Any
-
-    def ask(self, **options: Any) -> Any:
-        """Ask for a chat's answer."""
-        return self.client.chat.completions.create(**_asked(options))
-
-    def ask_by_name(self, **options: Any) -> tuple[str, Any]:
-        """Return the replica that answered, and a chat's answer."""
-        raw = self.client.chat.completions.with_raw_response.create(**_asked(options))
-        return raw.headers["x-kvray-replica"], raw.parse()
-
-    def ask_another_than(self, replica: str) -> tuple[str, Any]:
-        """Ask until Serve chooses another replica; return its name and its first answer."""
-        deadline = time.monotonic() + DEADLINE_S
-        while (found := self.ask_by_name())[0] == replica:
-            assert time.monotonic() < deadline
-        return found
-
-    def hold_all(self, stack: contextlib.ExitStack) -> list[Any]:
-        """Begin a long answer at each of the two replicas, which take one request at a time."""
-        streams = [
-            stack.enter_context(self.ask(max_tokens=LONG_TOKENS, stream=True)) for _ in range(2)
-        ]
-        for stream in streams:
-            next(iter(stream))
-        return streams
-
-    def connected(self) -> list[str]:
-        """Return the replicas that are registered and alive, as the tier says."""
-        replicas = [one for shard in self._shards() for one in shard["replicas"]]
-        return sorted(one["replica"] for one in replicas if one["connected"])
-
-    def hit_tokens(self, replica: str) -> int:
-        """Return how many tokens the tier says that a replica has found in it."""
-        replicas = [one for shard in self._shards() for one in shard["replicas"]]
-        (found,) = [one["counters"] for one in replicas if one["replica"] == replica]
-        return int(found.get("hit_tokens", 0))  # a replica counts when it has been asked
-
-    def stored(self) -> int:
-        """Return how many blocks were stored, ever."""
-        return sum(shard["arena"]["stored"] for shard in self._shards())
-
-    def _shards(self) -> list[dict[str, Any]]:
-        return list(Client(self.config).status()["shards"])
-
-    def engines(self) -> list[psutil.Process]:
-        """Return the engines' processes, also those whose parent is gone."""
-        marker = f"KVRAY_CONFIG={self.environ['KVRAY_CONFIG']}\0".encode()
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if CHILD in process.cmdline():
-                    found += [process] if marker in _environ(process) else []
-        return found
-
-
-def _asked(options: dict[str, Any]) -> dict[str, Any]:
-    return {"model": "tiny", "messages": QUESTION, "max_tokens": 24, **options}
 
 
 @pytest.fixture(scope="module")
 def served(local: LocalRay) -> Iterator[Served]:
-    with open_shell("serve") as shell:
-        config = shell.directory / "kvray.yaml"
-        config.write_text(
-            yaml.safe_dump(
-                {
-                    "cluster_name": shell.cluster_name,
-                    "arena": {"capacity": "64MiB", "slab": "16MiB", "lock_wait_s": 0.05},
-                    "connector": {"model_key": "tiny"},
-                    "shard": {"heartbeat_s": 0.1},
-                    "ray": {"address": local.address},
-                }
-            )
-        )
-        environ = {**local.environ(), "KVRAY_CONFIG": str(config)}
-        up = shell.run("up", **environ)
-        assert up.returncode == 0, up.stderr
-        port = _free_port()
-        log = shell.directory / "serve.log"
-        with log.open("wb") as output:
-            serve = subprocess.Popen(
-                [str(Path(sys.executable).parent / "serve"), "run", _settings(shell, port)],
-                cwd=ROOT,
-                env={**shell.environ, **environ},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            url = f"http://127.0.0.1:{port}/v1"
-            _wait_for(lambda: serve.poll() is not None or _answers(url), log)
-            assert serve.poll() is None, log.read_text()
-            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
-                yield Served(
-                    shell=shell,
-                    config=load_config(config, environ={}),
-                    environ=environ,
-                    serve=serve,
-                    client=client,
-                )
-        finally:
-            _end(serve)
-            down = shell.run("down", **environ)
-        assert down.returncode == 0, down.stderr
-        with tier_named(shell.cluster_name):
-            assert list_actors() == []
-
-
-def _settings(shell: Shell, port: int) -> str:
-    """Write the example's own serve.yaml for the tiny model."""
-    settings = yaml.safe_load((EXAMPLE / "serve.yaml").read_text())
-    settings["http_options"]["port"] = port
-    args = settings["applications"][0]["args"]
-    args.update(engine="reference", model="tiny", kvray_config=str(shell.directory / "kvray.yaml"))
     # One at a time: what a client has left must have ended before the next begins.
-    args.update(requests_max=1, queued_max=2, prefetch_timeout_s=PREFETCH_S)
-    args["engine_options"].update(num_blocks=128)
-    path = shell.directory / "serve.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return str(path)
+    options = {"requests_max": 1, "queued_max": 2, "prefetch_timeout_s": PREFETCH_S}
+    with open_served(local, "serve", **options) as made:
+        yield made
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def hold_all(served: Served, stack: contextlib.ExitStack) -> list[Any]:
+    """Begin a long answer at each of the two replicas, which take one request at a time."""
+    streams = [
+        stack.enter_context(served.ask(max_tokens=LONG_TOKENS, stream=True)) for _ in range(2)
+    ]
+    for stream in streams:
+        next(iter(stream))
+    return streams
 
 
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/models", timeout=5):
-            return True
-    except OSError:
-        return False
-
-
-def _wait_for(condition: Callable[[], object], what: object) -> None:
+def _ask_another_than(served: Served, replica: str) -> tuple[str, Any]:
+    """Ask until Serve chooses another replica; return its name and its first answer."""
     deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: it did not happen in time"
-        time.sleep(0.1)
+    while (found := served.ask_by_name())[0] == replica:
+        assert time.monotonic() < deadline
+    return found
 
 
-def _end(serve: "subprocess.Popen[bytes]") -> None:
-    """End Serve as Ctrl-C does; the second time it is gone."""
-    if serve.poll() is None:
-        serve.send_signal(signal.SIGINT)
-        try:
-            serve.wait(90)
-        finally:
-            serve.kill()
-            serve.wait()
+def _hit_tokens(served: Served, replica: str) -> int:
+    """Return how many tokens the tier says that a replica has found in it."""
+    replicas = [one for shard in served.shards() for one in shard["replicas"]]
+    (found,) = [one["counters"] for one in replicas if one["replica"] == replica]
+    return int(found.get("hit_tokens", 0))  # a replica counts when it has been asked
 
 
 def test_the_second_replica_gives_the_same_answer_with_a_hit(served: Served) -> None:
@@ -211,8 +65,8 @@ def test_the_second_replica_gives_the_same_answer_with_a_hit(served: Served) -> 
     one, first = served.ask_by_name()
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     num_blocks = first.usage.prompt_tokens // BLOCK
-    _wait_for(lambda: served.stored() >= stored + num_blocks, "the save")
-    other, second = served.ask_another_than(one)
+    wait_for(lambda: served.stored() >= stored + num_blocks, "the save")
+    other, second = _ask_another_than(served, one)
     assert second.choices[0].message.content == first.choices[0].message.content
     assert second.choices[0].finish_reason == "length"
     shareable = (first.usage.prompt_tokens - 1) // BLOCK * BLOCK
@@ -220,8 +74,8 @@ def test_the_second_replica_gives_the_same_answer_with_a_hit(served: Served) -> 
     assert details.cached_tokens == shareable
     by_source = {"pool": 0, "host": shareable, "disk": 0, "remote": 0}
     assert details.cached_tokens_by_source == by_source
-    _wait_for(lambda: served.hit_tokens(other) == shareable, "the count")
-    assert served.hit_tokens(one) == 0
+    wait_for(lambda: _hit_tokens(served, other) == shareable, "the count")
+    assert _hit_tokens(served, one) == 0
     assert served.connected() == sorted([one, other])
     shown = served.shell.run("status", **served.environ)
     assert other in shown.stdout
@@ -232,14 +86,14 @@ def test_the_router_asks_the_tier_where_a_prompt_is(served: Served) -> None:
     """It runs in a process of Serve's, which is in another namespace than the tier."""
 
     def surveys() -> int:
-        return sum(shard["staging"]["surveys"] for shard in served._shards())
+        return sum(shard["staging"]["surveys"] for shard in served.shards())
 
     def is_asked() -> bool:
         before = surveys()
         served.ask(max_tokens=1)
         return surveys() == before + 1
 
-    _wait_for(is_asked, "routing by prompts")
+    wait_for(is_asked, "routing by prompts")
 
 
 def test_explain_says_why_a_request_went_to_its_replica_and_how_that_turned_out(
@@ -258,7 +112,7 @@ def test_explain_says_why_a_request_went_to_its_replica_and_how_that_turned_out(
         is_this = routing["candidates"] and routing["at"] >= began
         return is_this and routing["outcome"] == "answered"
 
-    _wait_for(is_explained, "a request whose routing is known")
+    wait_for(is_explained, "a request whose routing is known")
     replica, request = asked[-1]
     routing = request["routing"]
     assert request["replica"] == routing["replica"] == replica
@@ -278,7 +132,7 @@ def test_explain_says_why_a_request_went_to_its_replica_and_how_that_turned_out(
 
 def test_a_full_replica_is_passed_over(served: Served) -> None:
     with contextlib.ExitStack() as stack:
-        streams = served.hold_all(stack)
+        streams = hold_all(served, stack)
         names = {stream.response.headers["x-kvray-replica"] for stream in streams}
     assert sorted(names) == served.connected()
 
@@ -338,13 +192,13 @@ def test_a_client_that_goes_away_ends_its_request(served: Served) -> None:
     stored = served.stored()
     for _ in range(2):  # the second time begins when the others have ended
         with contextlib.ExitStack() as stack:
-            served.hold_all(stack)
+            hold_all(served, stack)
     assert served.stored() - stored < 4 * LONG_TOKENS // BLOCK // 2
 
 
 def test_a_request_too_many_is_told_to_come_later(served: Served) -> None:
     with ThreadPoolExecutor(3) as threads, contextlib.ExitStack() as stack:
-        streams = served.hold_all(stack)
+        streams = hold_all(served, stack)
         asked = [threads.submit(served.ask, max_tokens=1) for _ in range(3)]
         (refused,), queued = wait(asked, DEADLINE_S, FIRST_COMPLETED)
         error = refused.exception()
@@ -364,7 +218,7 @@ def test_a_tier_that_is_frozen_delays_a_request_by_the_deadline_only(
     try:
         began = time.monotonic()
         with contextlib.ExitStack() as stack:
-            served.hold_all(stack)
+            hold_all(served, stack)
         assert served.ask().choices[0].message.content == before
         assert time.monotonic() - began < 10
     finally:
@@ -382,20 +236,20 @@ def test_without_the_tier_the_same_answers_come(served: Served) -> None:
 
 
 def test_an_engine_ends_with_its_serve_replica_and_requests_go_on(served: Served) -> None:
-    _wait_for(lambda: len(served.connected()) == 2, "the registration")
+    wait_for(lambda: len(served.connected()) == 2, "the registration")
     before = served.connected()
     child = served.engines()[0]
     psutil.Process(child.ppid()).kill()
     assert served.ask().choices[0].finish_reason == "length"
-    _wait_for(lambda: not child.is_running(), "the engine's end")
-    _wait_for(lambda: len(served.connected()) == 2, "another engine")
+    wait_for(lambda: not child.is_running(), "the engine's end")
+    wait_for(lambda: len(served.connected()) == 2, "another engine")
     assert len(set(served.connected()) & set(before)) == 1  # its name is never used again
 
 
 def test_a_replica_that_dies_in_mid_answer_breaks_off_that_answer_only(served: Served) -> None:
-    replicas = _two_replicas(served)
+    replicas = served.replicas_by_name(2)
     with contextlib.ExitStack() as stack:
-        streams = served.hold_all(stack)
+        streams = hold_all(served, stack)
         victim = streams[0].response.headers["x-kvray-replica"]
         replicas[victim].kill()
         with pytest.raises(openai.APIError, match=f"{victim} is gone"):
@@ -404,7 +258,7 @@ def test_a_replica_that_dies_in_mid_answer_breaks_off_that_answer_only(served: S
 
 
 def test_a_frozen_replica_delays_requests_and_none_fails(served: Served) -> None:
-    frozen = next(iter(_two_replicas(served).values()))
+    frozen = next(iter(served.replicas_by_name(2).values()))
     for _ in range(4):
         served.ask()  # Serve believes for a while what it hears of both now
     frozen.suspend()
@@ -418,22 +272,6 @@ def test_a_frozen_replica_delays_requests_and_none_fails(served: Served) -> None
             frozen.resume()
 
 
-def _two_replicas(served: Served) -> dict[str, psutil.Process]:
-    """Return the Serve replicas by the names of their engines in kvray, once there are two."""
-    found: dict[str, psutil.Process] = {}
-
-    def are_two() -> bool:
-        found.clear()
-        for child in served.engines():
-            with contextlib.suppress(psutil.Error, OSError):
-                _, _, rest = _environ(child).partition(b"KVRAY_CONNECTOR__REPLICA=")
-                found[rest.partition(b"\0")[0].decode()] = psutil.Process(child.ppid())
-        return len(found) == 2 and sorted(found) == served.connected()
-
-    _wait_for(are_two, "two engines")
-    return found
-
-
 def test_engines_come_and_go_and_no_request_fails(served: Served) -> None:
     _deploy_under_load(served, 3)
     before = served.connected()
@@ -441,16 +279,16 @@ def test_engines_come_and_go_and_no_request_fails(served: Served) -> None:
     assert not set(served.connected()) & set(before)
 
 
-def _deploy_under_load(served: Served, number: int, **engine_options: Any) -> None:
+def _deploy_under_load(served: Served, number: int, num_blocks: int | None = None) -> None:
     is_over = threading.Event()
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(_ask_on, served, until=is_over.is_set)
         try:
-            before = [] if engine_options == {} else served.connected()
-            _deploy(served, number, **engine_options)
-            _wait_for(lambda: not set(served.connected()) & set(before), "the new version")
-            _wait_for(lambda: len(served.connected()) == number, f"{number} engines")
-            _wait_for(lambda: len(served.engines()) == number, "the end of those too many")
+            before = [] if num_blocks is None else served.connected()
+            served.deploy(num_replicas=number, num_blocks=num_blocks)
+            wait_for(lambda: not set(served.connected()) & set(before), "the new version")
+            wait_for(lambda: len(served.connected()) == number, f"{number} engines")
+            wait_for(lambda: len(served.engines()) == number, "the end of those too many")
         finally:
             is_over.set()
         assert asked.result(DEADLINE_S) > 0
@@ -467,31 +305,7 @@ def _ask_on(served: Served, until: Callable[[], bool]) -> int:
     return num_answers
 
 
-def _deploy(served: Served, number: int, **engine_options: Any) -> None:
-    """Deploy the application again, with another number of engines and other options."""
-    path = served.shell.directory / "serve.yaml"
-    settings = yaml.safe_load(path.read_text())
-    args = settings["applications"][0]["args"]
-    args["num_replicas"] = number
-    args["engine_options"].update(engine_options)
-    path.write_text(yaml.safe_dump(settings))
-    done = subprocess.run(
-        [str(Path(sys.executable).parent / "serve"), "run", "--non-blocking", str(path)],
-        cwd=ROOT,
-        env={**served.shell.environ, **served.environ},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_end_of_serve_leaves_no_engine(served: Served) -> None:
     assert served.engines()
-    _end(served.serve)
-    _wait_for(lambda: not served.engines(), "the engines' end")
-
-
-def _environ(process: psutil.Process) -> bytes:
-    return Path(f"/proc/{process.pid}/environ").read_bytes()
+    end(served.serve)
+    wait_for(lambda: not served.engines(), "the engines' end")

@@ -111,6 +111,10 @@ class Replica:
             self._process.kill()
             raise self._death(f"It was not ready within {timeout_s:.0f} s.") from None
 
+    def wait_end(self) -> None:
+        """Return when the child is gone, however it ended, and every call with it."""
+        self._reader.join()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

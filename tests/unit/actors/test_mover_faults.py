@@ -17,6 +17,8 @@ from tests.unit.store.small_arena import chain, store
 BLOCK = 1 << 20
 LARGE = {"num_slabs": 64, "slots_per_slab": 256}
 """An arena of 64 blocks of 1 MiB: fetches that take long enough to be stopped."""
+HURRIED = {"call_timeout_s": 2.0, "lease_s": 2.0}
+"""Of a node that is to find out that another one is silent."""
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def pusher(make_node: MakeNode) -> Node:
 @pytest.fixture
 def target(make_node: MakeNode, monkeypatch: pytest.MonkeyPatch) -> Node:
     monkeypatch.setattr(NixlTransport, "piece_bytes", 2 * BLOCK)  # so that there are many
-    return make_node("b", asked=LARGE)
+    return make_node("b", asked=LARGE, **HURRIED)
 
 
 def fetch_in_background(
@@ -144,7 +146,7 @@ def test_dead_pushers_leases_end_with_it(pusher: Node, target: Node) -> None:
 def test_other_fetches_fail_for_a_fence_and_come_again(make_node: MakeNode) -> None:
     frozen = make_node("a", asked=LARGE, is_far=True)
     sound = make_node("c", asked=LARGE)
-    target = make_node("b", asked=LARGE)
+    target = make_node("b", asked=LARGE, **HURRIED)
     lost, kept = chain(20, seed="lost"), chain(20, seed="kept")
     store(frozen.arena, lost, block_bytes=BLOCK)
     store(sound.arena, kept, block_bytes=BLOCK)

@@ -3,8 +3,9 @@
 import asyncio
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,8 +22,12 @@ DEADLINE_S = 60.0
 LONG_TOKENS = 3000
 
 
+Start = Callable[[Callable[[], None]], Any]
+
+
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Starts an engine, which calls the argument in place of ending this process."""
     config = tmp_path_factory.mktemp("engine") / "kvray.yaml"
     config.write_text("cluster_name: nowhere\n")
     settings = Settings(
@@ -32,9 +37,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         engine_options={"num_threads": 1, "num_blocks": 128},
         stall_timeout_s=STALL_S,
     )
-    engine = Engine(settings, name="engine-0")
+    return lambda leave: Engine(settings, name="engine-0", leave=leave)
+
+
+@pytest.fixture(scope="module")
+def engine(start: Start) -> Iterator[Any]:
+    engine = start(lambda: pytest.fail("the engine was there to the end"))
     yield engine
-    engine._replica.kill()
+    engine.__del__()
 
 
 async def listen(engine: Any, max_tokens: int) -> list[dict[str, Any]]:
@@ -87,3 +97,27 @@ def test_a_caller_that_goes_while_its_request_is_handed_over_leaves_no_request(
 
     call = asyncio.run(go())
     assert call.future.result(DEADLINE_S).finish_reason == "cancelled"
+
+
+def test_a_replica_ends_with_its_engine_and_refuses_no_request_before(start: Start) -> None:
+    has_left = threading.Event()
+    engine = start(has_left.set)
+
+    async def meet_death() -> None:
+        asked = asyncio.create_task(listen(engine, LONG_TOKENS))
+        await asyncio.sleep(0.2)
+        os.kill(engine._replica.pid, signal.SIGKILL)
+        assert "is gone" in (await asyncio.wait_for(asked, DEADLINE_S))[-1]["error"]
+        with pytest.raises(asyncio.TimeoutError):  # Serve tells the caller that the process ended
+            await asyncio.wait_for(listen(engine, 2), 1.0)
+
+    asyncio.run(meet_death())
+    assert has_left.wait(DEADLINE_S)
+    engine.__del__()
+
+
+def test_a_replica_that_serve_ends_leaves_by_itself(start: Start) -> None:
+    has_left = threading.Event()
+    engine = start(has_left.set)
+    engine.__del__()
+    assert not has_left.wait(0.2)

@@ -15,7 +15,6 @@ from kvray.store import ArenaOwner
 from kvray.store.arena import key_index
 from kvray.store.arena.layout import DEFAULT_PRIORITY, READY
 from tests.unit.actors.small_mover import (
-    LEASE_S,
     SETTINGS,
     MakeNode,
     Node,
@@ -275,7 +274,7 @@ def test_mover_that_was_stopped_holds_nothing(source: Node, target: Node) -> Non
 
 
 def _request(target: Node, keys: list[Any], **changes: Any) -> LeaseRequest:
-    asked = {"lease_s": LEASE_S, "addresses": _addresses(target), **changes}
+    asked = {"lease_s": SETTINGS.lease_s, "addresses": _addresses(target), **changes}
     return LeaseRequest(groups=((0, b"".join(keys)),), **asked)
 
 
@@ -316,11 +315,12 @@ def test_sends_renew_a_read_lease(source: Node, target: Node) -> None:
     assert source.num_leases == 1
 
 
-def test_lease_is_not_longer_than_the_source_gives(source: Node, target: Node) -> None:
+def test_lease_is_not_longer_than_the_source_gives(make_node: MakeNode, target: Node) -> None:
+    source = make_node("a", lease_s=0.5)
     keys = chain(10)
     store(source.arena, keys)
     source.mover.lease(_request(target, keys, lease_s=1e6))
-    wait_until(lambda: source.num_leases == 0, timeout_s=LEASE_S + 10)
+    wait_until(lambda: source.num_leases == 0, timeout_s=20)
 
 
 def test_read_leases_are_bounded(source: Node, target: Node) -> None:
