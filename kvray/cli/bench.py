@@ -1,7 +1,10 @@
 """`kvray bench`: one command for each thing that is measured."""
 
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -212,10 +215,51 @@ def nvme(
     _run("nvme", options, as_json=as_json, verbose=verbose)
 
 
-def _run(
-    name: str, options: dict[str, Any], *, as_json: bool, plot: Path | None = None, verbose: bool
+@bench.command()
+def router(
+    replicas: Annotated[
+        int, typer.Option(min=2, max=1000, metavar="N", help="Replicas to choose from.")
+    ] = 50,
+    tokens: Annotated[
+        int, typer.Option(min=32, max=131_072, metavar="N", help="Tokens of a prompt.")
+    ] = 8192,
+    repeat: Annotated[
+        int | None, typer.Option(min=1, max=1_000_000, metavar="N", help="Choices. [500]")
+    ] = None,
+    as_json: JsonOption = False,
+    quick: QuickOption = False,
+    config: ConfigOption = None,
+    verbose: VerboseOption = False,
 ) -> None:
-    """Have the bench of that name run with `options`, and show its report."""
+    """Measure how long kvray's router takes to choose a replica, its question to the tier included.
+
+    It starts a Ray and a tier of its own on this machine, and removes them again. The replicas are
+    names that one process has registered: no engine runs.
+    """
+    options: dict[str, Any] = {"config": config, "num_replicas": replicas, "num_tokens": tokens}
+    options |= {"repeat": repeat, "quick": quick}
+    _run(
+        "serving.router",
+        options,
+        as_json=as_json,
+        verbose=verbose,
+        taken={"surveys": "kvray.serve.surveys:Surveys"},
+    )
+
+
+def _run(
+    name: str,
+    options: dict[str, Any],
+    *,
+    as_json: bool,
+    plot: Path | None = None,
+    verbose: bool,
+    taken: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Have the bench of that name run with `options`, and show its report.
+
+    `taken` names what a bench is given of a layer above its own, as `module:name`.
+    """
     with boundary(verbose=verbose) as interrupts:
         if plot is not None:
             check_plot(plot)
@@ -223,6 +267,7 @@ def _run(
             from kvray.lab.bench.runner import running
 
             module = import_module(f"kvray.lab.bench.{name}")
+            options |= {option: resolve_name(path) for option, path in taken.items()}
         with running(interrupts) as runner:
             report: Report = module.run(runner, **options)
         if as_json:

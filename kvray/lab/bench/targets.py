@@ -55,6 +55,8 @@ _AT_MOST = {
     "leader_verified_over_hash": 2.5,
     "leader_beside_work_over_hash": 2.5,
     "metadata_bytes_per_block_rank": 8.0,
+    "router_ms_p50": 2.0,
+    "router_ms_p99": 10.0,
 }
 
 
