@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -51,6 +52,9 @@ class Fleet:
             KVRayError: something did not start in time.
         """
         runner.show("Starting a tier")
+        # Ray prints words about its workers, which are no part of the report.
+        nowhere = runner.stack.enter_context(Path(os.devnull).open("w"))
+        runner.stack.enter_context(contextlib.redirect_stdout(nowhere))
         settings = self._settings()
         address = _start_tier(runner, settings)
         directory = runner.make_directory(Path(os.environ.get("TMPDIR", "/tmp")))

@@ -98,8 +98,8 @@ async def play(
         timeout_s: an answer that is not whole by then has failed.
         advance: called after each answer.
     """
-    began = time.monotonic()
     async with _client(endpoint.url, timeout_s=timeout_s) as client:
+        began = time.monotonic()
 
         async def one(due: Due) -> Answer:
             due_at = began + due.at_s
