@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import socket
@@ -53,8 +54,7 @@ class Fleet:
         """
         runner.show("Starting a tier")
         # Ray prints words about its workers, which are no part of the report.
-        nowhere = runner.stack.enter_context(Path(os.devnull).open("w"))
-        runner.stack.enter_context(contextlib.redirect_stdout(nowhere))
+        runner.stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         settings = self._settings()
         address = _start_tier(runner, settings)
         directory = runner.make_directory(Path(os.environ.get("TMPDIR", "/tmp")))
@@ -92,7 +92,9 @@ class Fleet:
     def _arguments(self, name: str, config: Path) -> dict[str, Any]:
         """Return the arguments of an application."""
         options = {"num_blocks": self.num_blocks, "num_threads": 1}
+        nothing_to_fetch = {"prefetch_timeout_s": 0} if name == "no-tier" else {}
         return {
+            **nothing_to_fetch,
             "engine": "reference",
             "model": self.model,
             "num_replicas": self.num_replicas,
