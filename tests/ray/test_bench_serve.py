@@ -12,7 +12,7 @@ from kvray.actors.tier.local_ray import local_dir
 pytest.importorskip("ray.serve")
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
-_QUICK = ("--model", "tiny", "--replicas", "2", "--capacity", "256MiB", "--workload", "one-prefix")
+_QUICK = ("--model", "tiny", "--vocabulary", "256", "--replicas", "2", "--workload", "one-prefix")
 _LOAD = ("--rate", "2", "--seconds", "5", "--rounds", "1")
 
 

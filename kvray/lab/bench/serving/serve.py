@@ -36,6 +36,8 @@ class Load:
     """Lengths of a trace are divided by it."""
     tokens_max: int
     """Longer prompts of a trace lose their end."""
+    vocabulary: int
+    """Token ids of prompts are below it."""
     answer_tokens: int
     in_time_s: float
     timeout_s: float
@@ -170,7 +172,7 @@ def _of_trace(trace: Trace, load: Load) -> list[Request]:
 async def _warm_up(runner: Runner, endpoint: Endpoint, load: Load, count: int) -> None:
     """Send some requests, one after the other, which nobody else's prompts begin with."""
     for request in generate("no-prefix", num_requests=count, seconds=0.0, seed=0):
-        due = Due(at_s=0.0, tokens=request.tokens(0))
+        due = Due(at_s=0.0, tokens=request.tokens(0, vocabulary=load.vocabulary))
         await play(
             endpoint,
             [due],
@@ -191,7 +193,10 @@ def _round(
 ) -> Round:
     """Have the endpoints answer the same requests in turn; in each round another one begins."""
     seed = number + 1  # 0 is the warm-up's
-    requests = [Due(at_s=one.at_s, tokens=one.tokens(seed)) for one in source(seed)]
+    requests = [
+        Due(at_s=one.at_s, tokens=one.tokens(seed, vocabulary=load.vocabulary))
+        for one in source(seed)
+    ]
     answers = {}
     first = number % len(endpoints)
     for endpoint in (*endpoints[first:], *endpoints[:first]):

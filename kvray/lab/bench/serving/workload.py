@@ -12,8 +12,10 @@ from numpy.random import default_rng
 from kvray.errors import ConfigError
 from kvray.lab.replay import Trace
 
-_TOKENS = (32, 256)
-"""Token ids from the first to before the second: any vocabulary has them, and no special ones."""
+VOCABULARY = 16_384
+"""Token ids below are words, or parts of words, of any usual model."""
+_SPECIAL = 1000
+"""Token ids below may be special ones."""
 
 _SYSTEM_TOKENS = 64
 _QUESTION_TOKENS = (128, 256)
@@ -44,10 +46,15 @@ class Request:
         """Length of the prompt."""
         return sum(count for _, count in self.stretches)
 
-    def tokens(self, seed: int) -> list[int]:
-        """Return the prompt; another seed has other tokens, equal where these are equal."""
-        low, high = _TOKENS
-        parts = [default_rng((seed, name)).integers(low, high, n) for name, n in self.stretches]
+    def tokens(self, seed: int, *, vocabulary: int = VOCABULARY) -> list[int]:
+        """Return the prompt; another seed has other tokens, equal where these are equal.
+
+        The ids are below `vocabulary`, and not the lowest, which may be special.
+        """
+        low = min(_SPECIAL, vocabulary // 8)
+        parts = [
+            default_rng((seed, name)).integers(low, vocabulary, n) for name, n in self.stretches
+        ]
         found: list[int] = np.concatenate(parts).tolist()
         return found
 

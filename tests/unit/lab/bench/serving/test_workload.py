@@ -126,6 +126,9 @@ def test_blocks_that_come_to_nothing_are_refused() -> None:
         scaled(trace((512, [1])), scale=1024.0)
 
 
-def test_tokens_are_in_every_vocabulary() -> None:
-    tokens = np.array([token for one in generated("no-prefix") for token in one.tokens(9)])
-    assert (tokens.min(), tokens.max()) == (32, 255)
+@pytest.mark.parametrize(("vocabulary", "low"), [(16_384, 1000), (256, 32)])
+def test_tokens_are_words_of_the_vocabulary(vocabulary: int, low: int) -> None:
+    requests = generated("no-prefix")
+    tokens = np.array([one.tokens(9, vocabulary=vocabulary) for one in requests])
+    assert low <= tokens.min() < 2 * low
+    assert vocabulary * 0.9 < tokens.max() < vocabulary
