@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class Fleet:
         runner.stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         settings = self._settings()
         address = _start_tier(runner, settings)
-        directory = runner.make_directory(Path(os.environ.get("TMPDIR", "/tmp")))
+        directory = runner.make_directory(Path(tempfile.gettempdir()))
         from ray import serve
 
         port = _free_port()

@@ -79,12 +79,12 @@ def run(
     made = Load(**load)
     kinds = workloads or (["conversations"] if fleet is None else list(KINDS))
     sources = _sources(trace, kinds, made)
+    if bool(urls) == (fleet is not None):
+        raise ConfigError("Give the endpoints with --url, or --local.")
     if fleet is not None:
         started = Fleet(**fleet)
         endpoints = started.start(runner, app)
         return measure(runner, endpoints, sources, made, num_replicas=started.num_replicas)
-    if not urls:
-        raise ConfigError("Give the endpoints with --url, or --local.")
     named = [parse_endpoint(url) for url in urls]
     if len({name for name, _ in named}) < len(named):
         raise ConfigError("Two endpoints have the same name; give each --url one of its own.")

@@ -101,6 +101,7 @@ def test_command_compares_two_endpoints(run_kvray: RunKvray, tmp_path: Path) -> 
     ("arguments", "words"),
     [
         ((), "Give the endpoints with --url, or --local."),
+        (("--url", "a=http://x", "--local"), "Give the endpoints with --url, or --local."),
         (("--url", "a=http://x", "--url", "a=http://y"), "the same name"),
         (("--url", "a=http://x", "--workload", "none"), "one-prefix"),
     ],
