@@ -142,7 +142,9 @@ async def _ask(
 ) -> Answer:
     raw = await client.completions.with_raw_response.create(
         model=model,
-        prompt=list(tokens),
+        prompt="",
+        # The client would look at each token of `prompt`: 26 ms for 800 of them.
+        extra_body={"prompt": list(tokens)},
         max_tokens=max_tokens,
         temperature=0,
         stream=True,
