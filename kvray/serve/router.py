@@ -15,13 +15,13 @@ import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from kvray.actors.ray_glue.async_calls import ActorCalls
+from kvray.actors.routers.reports import Reports
+from kvray.actors.routers.surveys import Surveys
 from kvray.actors.telemetry.figures import Figures, Totals
 from kvray.actors.telemetry.metrics_export import MetricsThread
 from kvray.config import load_config
 from kvray.routing import PREFILL_STAT, Choice, Decisions, Outcomes, Place, Standings, Survey
-from kvray.serve.reports import Reports
 from kvray.serve.routed import Routed
-from kvray.serve.surveys import Surveys
 
 _log = logging.getLogger("ray.serve")
 

@@ -32,13 +32,7 @@ def router(
     """
     options: dict[str, Any] = {"config": config, "num_replicas": replicas, "num_tokens": tokens}
     options |= {"repeat": repeat, "quick": quick}
-    run_bench(
-        "serving.router",
-        options,
-        as_json=as_json,
-        verbose=verbose,
-        taken={"surveys": "kvray.serve.surveys:Surveys"},
-    )
+    run_bench("serving.router", options, as_json=as_json, verbose=verbose)
 
 
 def serve(

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.random import default_rng
 
 from kvray.actors.ray_glue.async_calls import ActorCalls
 from kvray.actors.ray_glue.calls import create_actor, tier_named
+from kvray.actors.routers.surveys import Surveys
 from kvray.actors.tier.launch import local_tier
 from kvray.actors.tier.rollout import Observer
 from kvray.config import KVRayConfig, load_config
@@ -34,9 +35,6 @@ from kvray.lab.bench.runner import (
 )
 from kvray.node import NodeLink, Registration, attach
 from kvray.routing import Decisions, Outcomes, Place, Standings
-
-if TYPE_CHECKING:
-    from kvray.serve.surveys import Surveys
 
 _CAPACITY = 512 * 2**20
 _BLOCK_BYTES = 4096
@@ -77,7 +75,6 @@ def run(
     num_tokens: int,
     repeat: int | None,
     quick: bool,
-    surveys: type[Surveys],
 ) -> Report:
     """Start a tier that knows so many replicas, and choose among them as kvray's router does.
 
@@ -95,7 +92,7 @@ def run(
     for number, tokens in enumerate(prompts):
         _store(link, tokens, _SHARES[number % len(_SHARES)])
     runner.advance()
-    found = asyncio.run(_Choosing(runner, settings, names, surveys).take_all(prompts, repeat))
+    found = asyncio.run(_Choosing(runner, settings, names).take_all(prompts, repeat))
     return Report(
         rows=_rows(found),
         note=f"Prompts of {num_tokens:,} tokens, of which the tier has 0 to 100 %, for"
@@ -173,15 +170,13 @@ class _Times:
 class _Choosing:
     """One router's state, used as `KvRayRouter` does; for one event loop."""
 
-    def __init__(
-        self, runner: Runner, settings: KVRayConfig, names: list[str], surveys: type[Surveys]
-    ) -> None:
+    def __init__(self, runner: Runner, settings: KVRayConfig, names: list[str]) -> None:
         outcomes = Outcomes()
         self._runner = runner
         self._settings = settings
         self._names = names
         self._ask = ActorCalls()
-        self._surveys = surveys(
+        self._surveys = Surveys(
             self._ask, settings.cluster_name, timeout_s=_TIMEOUT_S, outcomes=outcomes
         )
         self._standings = Standings(pool_blocks=_POOL_BLOCKS, prefill_tokens_per_s=_TOKENS_PER_S)

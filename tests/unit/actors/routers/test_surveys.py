@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvray.actors.routers.surveys import Surveys
 from kvray.errors import ShardUnavailable
 from kvray.routing import Link, Outcomes, Stretch, Survey
-from kvray.serve.surveys import Surveys
 
 TOKENS = np.arange(100, dtype="<i4")
 ANSWER = {
@@ -113,7 +113,7 @@ def test_a_tier_that_does_not_answer_costs_the_deadline_once(
 def test_replicas_that_the_tier_does_not_know_are_named_once(
     tier: Tier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvray.serve.surveys._UNKNOWN_S", 0.02)
+    monkeypatch.setattr("kvray.actors.routers.surveys._UNKNOWN_S", 0.02)
 
     async def ask() -> None:
         surveys = surveys_of(tier)
