@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import Context
 from typing import Any, TypeAlias
 
 from ray.exceptions import RayError
@@ -34,7 +35,7 @@ async def first_choice(choose: Choosing, *, rival_s: float, timeout_s: float) ->
         with contextlib.suppress(RayError, RayServeException):
             await _hold(choose(), found, is_over)
 
-    holders = [asyncio.create_task(_hold(choose(), found, is_over)), asyncio.create_task(rival())]
+    holders = [_start(_hold(choose(), found, is_over)), _start(rival())]
     holders[0].add_done_callback(fail)
     holding = None
     try:
@@ -47,6 +48,16 @@ async def first_choice(choose: Choosing, *, rival_s: float, timeout_s: float) ->
             if task is not holding:
                 task.cancel()
         await asyncio.gather(*holders, return_exceptions=True)
+
+
+def _start(choosing: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    """Start a task in an empty context, so that Serve takes its choice as a request of its own.
+
+    Serve's router finds requests that wait by the id of the caller's request. Of two with one id
+    only the first is found. The other, also one that was given up, is looked for without end by one
+    of the router's tasks, which are two for each replica: soon no request gets one (Ray 2.60).
+    """
+    return Context().run(asyncio.create_task, choosing)
 
 
 async def _hold(

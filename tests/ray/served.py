@@ -27,7 +27,7 @@ openai = pytest.importorskip("openai")
 
 EXAMPLE = ROOT / "examples" / "ray_serve"
 CHILD = "kvray.lab.reference.replica_child"
-DEADLINE_S = 180.0
+DEADLINE_S = 300.0
 QUESTION = [
     {"role": "system", "content": "You keep the ledger of a library with three rooms. " * 4},
     {"role": "user", "content": "What is the third room for?"},
@@ -92,13 +92,13 @@ class Served:
             for name, engine in self.engines_by_name(number).items()
         }
 
-    def deploy(self, *, num_blocks: int | None = None, **args: Any) -> None:
-        """Deploy the application again, with other settings; None takes one away.
+    def deploy(self, **changes: Any) -> None:
+        """Deploy the application again, with changes as for `write_settings`.
 
-        Another `num_blocks` makes it a new version, of which no engine stays.
+        Other arguments make it a new version, of which no engine stays.
         """
         settings = yaml.safe_load(self.settings.read_text())
-        _change(*settings["applications"], num_blocks=num_blocks, **args)
+        _change(*settings["applications"], **changes)
         self.settings.write_text(yaml.safe_dump(settings))
         done = subprocess.run(
             [_SERVE, "run", "--non-blocking", str(self.settings)],
@@ -159,29 +159,34 @@ def open_served(local: LocalRay, name: str, **args: Any) -> Iterator[Served]:
             assert list_actors() == []
 
 
-def write_settings(
-    path: Path, *, engine: Mapping[str, Any] | None = None, num_blocks: int = 128, **args: Any
-) -> int:
+def write_settings(path: Path, **changes: Any) -> int:
     """Write the example's own serve.yaml for the tiny model; return the port that it names.
 
-    `engine` overrides options of Serve's deployment of that name.
+    `changes` are other arguments of the application, None to leave one out; `num_blocks`, of an
+    engine's pool; and `engine`, options of Serve's deployment of the engines.
     """
     settings = yaml.safe_load((EXAMPLE / "serve.yaml").read_text())
     (application,) = settings["applications"]
     settings["http_options"]["port"] = port = _free_port()
     application["args"].update(engine="reference", model="tiny")
-    _change(application, num_blocks=num_blocks, **args)
-    if engine is not None:
-        application["deployments"] = [{"name": "Engine", **engine}]
+    _change(application, **{"num_blocks": 128, **changes})
     path.write_text(yaml.safe_dump(settings))
     return port
 
 
-def _change(application: dict[str, Any], *, num_blocks: int | None, **args: Any) -> None:
+def _change(
+    application: dict[str, Any],
+    *,
+    num_blocks: int | None = None,
+    engine: Mapping[str, Any] | None = None,
+    **args: Any,
+) -> None:
+    if num_blocks is not None:
+        application["args"]["engine_options"].update(num_blocks=num_blocks)
+    if engine is not None:
+        application["deployments"] = [{"name": "Engine", **engine}]
     new = {**application["args"], **args}
     application["args"] = {name: one for name, one in new.items() if one is not None}
-    if num_blocks is not None:
-        new["engine_options"].update(num_blocks=num_blocks)
 
 
 @contextlib.contextmanager

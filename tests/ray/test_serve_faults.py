@@ -19,12 +19,15 @@ from tests.ray.served import Served, end, open_served, wait_for
 
 pytest.importorskip("ray.serve")
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(900)]
 
 NUM_ENGINES = 3
 NUM_CLIENTS = 5
 FROZEN_S = 8.0
 """Longer than the dispatcher waits for an engine, shorter than Serve does."""
+WAITED_S = 13.0
+"""Longer than the dispatcher waits for one choice alone."""
+REQUESTS_MAX = 8
 SOME = 20
 """Answers that come before a fault strikes, and after it has passed."""
 AUTOSCALING = {
@@ -41,7 +44,7 @@ AUTOSCALING = {
 @pytest.fixture(scope="module")
 def served(local: LocalRay) -> Iterator[Served]:
     # Pools that hold less than the prompts have in common: the rest comes from the tier.
-    options = {"num_blocks": 96, "pool_blocks": 96, "requests_max": 8}
+    options = {"num_blocks": 96, "pool_blocks": 96, "requests_max": REQUESTS_MAX}
     with open_served(local, "faults", num_replicas=NUM_ENGINES, **options) as made:
         yield made
 
@@ -58,7 +61,7 @@ def check(crowd: Crowd, alone: Alone, *, victim: str | None = None) -> None:
     failed = [one for one in crowd.asked if one.error is not None]
     assert [one for one in failed if victim is None or victim not in str(one.error)] == []
     assert victim is None or failed, "the fault met no answer"
-    assert len(failed) <= NUM_CLIENTS
+    assert len(failed) <= NUM_CLIENTS, "one for each client at most"
     assert alone.wrong(crowd.asked) == []
     assert {one.prompt for one in crowd.asked if one.error is None}, "no answer at all"
 
@@ -95,17 +98,17 @@ def test_a_part_of_the_tier_that_is_gone_or_silent_fails_no_request(
         if act == "kill":
             part.kill()
         else:
-            freeze(crowd, part)
+            freeze(part)
         crowd.wait_for_answers(SOME)
         wait_until_whole(served)
         check_use(crowd, time.monotonic())
     check(crowd, alone)
 
 
-def freeze(crowd: Crowd, process: psutil.Process) -> None:
+def freeze(process: psutil.Process, seconds: float = FROZEN_S) -> None:
     process.suspend()
     try:
-        time.sleep(FROZEN_S)
+        time.sleep(seconds)
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
@@ -117,7 +120,7 @@ def test_a_replica_that_stands_still_in_mid_answer_breaks_nothing_off(
     replicas = served.replicas_by_name(NUM_ENGINES)
     with crowd_of(served, NUM_CLIENTS, seed=2) as crowd:
         crowd.wait_for_answers(SOME)
-        freeze(crowd, replicas[crowd.find_busy()])
+        freeze(replicas[crowd.find_busy()])
         crowd.wait_for_answers(SOME)
     check(crowd, alone)
     assert sorted(replicas) == served.connected(), "nobody was replaced"
@@ -142,20 +145,49 @@ def test_a_death_breaks_off_the_answers_of_that_engine_and_no_others(
     assert len(set(served.connected()) & set(engines)) == NUM_ENGINES - 1
 
 
-def test_engines_go_and_come_by_another_number(served: Served, alone: Alone) -> None:
+def test_engines_go_and_come_by_new_versions(served: Served, alone: Alone) -> None:
     with crowd_of(served, NUM_CLIENTS, seed=4) as crowd:
-        for number in (1, NUM_ENGINES, 1):
+        for number in (1, NUM_ENGINES):
+            before = served.connected()
             served.deploy(num_replicas=number)
+            wait_for(lambda old=before: not set(served.connected()) & set(old), "other engines")
             wait_until_whole(served, number)
             crowd.wait_for_answers(SOME)
     check(crowd, alone)
 
 
+def test_engines_go_and_come_by_another_number_and_the_others_stay(
+    served: Served, alone: Alone
+) -> None:
+    with crowd_of(served, NUM_CLIENTS, seed=5) as crowd:
+        known = served.connected()
+        for number in (1, NUM_ENGINES, 1):
+            served.deploy(engine={"num_replicas": number})
+            wait_until_whole(served, number)
+            assert set(served.connected()) & set(known)
+            known = served.connected()
+            crowd.wait_for_answers(SOME)
+    check(crowd, alone)
+
+
+def test_requests_that_wait_long_for_an_engine_get_one_and_so_do_later_ones(
+    served: Served, alone: Alone
+) -> None:
+    served.deploy(engine={"num_replicas": 1})
+    wait_until_whole(served, 1)
+    (engine,) = served.engines()
+    with crowd_of(served, REQUESTS_MAX + NUM_CLIENTS, seed=6) as crowd:
+        crowd.wait_for_answers(SOME)
+        freeze(engine, WAITED_S)
+        crowd.wait_for_answers(5 * SOME)
+    check(crowd, alone)
+
+
 def test_engines_come_with_the_load_and_go_with_it(served: Served, alone: Alone) -> None:
-    with crowd_of(served, 1, seed=5) as few:
-        served.deploy(num_replicas=None, autoscaling_config=AUTOSCALING)
+    with crowd_of(served, 1, seed=7) as few:
+        served.deploy(engine={"autoscaling_config": AUTOSCALING})
         wait_until_whole(served, 1)
-        with crowd_of(served, 3 * NUM_CLIENTS, seed=6) as many:
+        with crowd_of(served, 3 * NUM_CLIENTS, seed=8) as many:
             wait_until_whole(served, NUM_ENGINES)
             many.wait_for_answers(SOME)
         wait_until_whole(served, 1)

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("ray.serve")
 
+from ray.serve.context import _get_serve_request_context, _set_request_context
 from ray.serve.exceptions import BackPressureError
 
 from kvray.serve.choice import first_choice
@@ -83,3 +84,21 @@ def test_what_the_block_raises_gives_the_choice_back() -> None:
     with pytest.raises(KeyError):
         asyncio.run(go())
     assert choices.log == ["enter 0", "leave 0"]
+
+
+def test_each_choice_is_a_request_of_its_own_for_serve() -> None:
+    seen = []
+
+    @asynccontextmanager
+    async def choose() -> AsyncIterator[None]:
+        seen.append(_get_serve_request_context())
+        await asyncio.sleep(0.05)
+        yield
+
+    async def go() -> str:
+        _set_request_context(_internal_request_id="caller's", request_id="client's")
+        async with first_choice(choose, rival_s=0.0, timeout_s=20.0):
+            return _get_serve_request_context()._internal_request_id
+
+    assert asyncio.run(go()) == "caller's"
+    assert [one._internal_request_id for one in seen] == ["", ""], "Serve makes one of its own"
