@@ -12,7 +12,7 @@ from kvray.routing.lru import Lru
 from kvray.routing.outcomes import Outcomes
 from kvray.routing.prefill_speed import PREFILL_STAT, PrefillSpeed
 from kvray.routing.standings import Place, Standings
-from kvray.routing.survey import Survey, read_survey
+from kvray.routing.survey import Profile, Survey, read_profile, survey_of
 
 __all__ = [
     "PREFILL_STAT",
@@ -27,6 +27,7 @@ __all__ = [
     "Outcomes",
     "Place",
     "PrefillSpeed",
+    "Profile",
     "Ranked",
     "Rates",
     "Reason",
@@ -35,5 +36,6 @@ __all__ = [
     "Survey",
     "choose",
     "predict",
-    "read_survey",
+    "read_profile",
+    "survey_of",
 ]

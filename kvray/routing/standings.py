@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvray.routing.choice import Choice, choose
 from kvray.routing.cost import Candidate, Cost, Link, Rates, predict
@@ -27,6 +27,10 @@ class Place:
     """Its shard; empty while that is not known."""
     prefill_tokens_per_s: float
     """As measured; 0: not yet."""
+    disk: Link | None = None
+    """Of its node, as measured."""
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """Shard -> how fast it gives blocks to this node, as measured."""
 
 
 class Standings:
@@ -61,7 +65,7 @@ class Standings:
                 Candidate(
                     replica=one.replica,
                     node=one.node,
-                    rates=self._rates(one.prefill_tokens_per_s or usual, survey),
+                    rates=_rates(one, one.prefill_tokens_per_s or usual, survey.token_bytes),
                     queue_s=self._loads[one.replica].queue_s(now),
                     utilization=self._loads[one.replica].utilization(now),
                     pool_tokens=survey.tokens_per_block
@@ -99,13 +103,13 @@ class Standings:
         for request in due:
             self.done(request, now)
 
-    def _rates(self, prefill_tokens_per_s: float, survey: Survey) -> Rates:
-        links: Mapping[str, Link] = survey.links
-        return Rates(
-            prefill_tokens_per_s=prefill_tokens_per_s,
-            token_bytes=survey.token_bytes,
-            host=_HOST,
-            remote=_REMOTE,
-            disk=_DISK,
-            peers=links,
-        )
+
+def _rates(place: Place, prefill_tokens_per_s: float, token_bytes: float) -> Rates:
+    return Rates(
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        token_bytes=token_bytes,
+        host=_HOST,
+        remote=_REMOTE,
+        disk=place.disk or _DISK,
+        peers=place.links,
+    )

@@ -151,14 +151,17 @@ class KvRayRouter(RequestRouter):
         return [name for name, node in homes.items() if near.get(node, False)]
 
     def _places(self, replicas: Sequence[RunningReplica]) -> list[Place]:
-        return [
-            Place(
-                replica=self._name(one),
-                node=self._surveys.home(self._name(one)),
-                prefill_tokens_per_s=float(one.routing_stats.get(PREFILL_STAT, 0.0)),
-            )
-            for one in replicas
-        ]
+        return [self._place(self._name(one), one.routing_stats) for one in replicas]
+
+    def _place(self, name: str, stats: Mapping[str, Any]) -> Place:
+        profile = self._surveys.profile(name)
+        return Place(
+            replica=name,
+            node=self._surveys.home(name),
+            prefill_tokens_per_s=float(stats.get(PREFILL_STAT, 0.0)),
+            disk=None if profile is None else profile.disk,
+            links={} if profile is None else profile.links,
+        )
 
     def _name(self, replica: RunningReplica) -> str:
         return f"{self._prefix}{replica.replica_id.unique_id}"

@@ -23,7 +23,6 @@ def survey(
             f"{prompt if block >= shared else ''} {block}".encode() for block in range(num_blocks)
         ),
         stretches=held_there,
-        links={},
     )
 
 

@@ -206,7 +206,7 @@ class _Choosing:
 
     async def _wait_for_homes(self, tokens: list[int]) -> None:
         deadline = time.monotonic() + _HOMES_S
-        while not all(map(self._surveys.home, self._names)):
+        while not all(map(self._surveys.profile, self._names)):
             if time.monotonic() > deadline:
                 raise KVRayError("The tier does not know the bench's replicas; run it again.")
             await self._surveys.survey(tokens, self._names)
