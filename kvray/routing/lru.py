@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Generic, TypeVar
@@ -24,10 +25,11 @@ class Lru(Generic[_Block]):
         return block in self._blocks
 
     def leading(self, blocks: Sequence[_Block]) -> int:
-        """Return how many of a prompt's leading blocks are here."""
-        return next(
-            (at for at, block in enumerate(blocks) if block not in self._blocks), len(blocks)
-        )
+        """Return how many of a prompt's leading blocks are here.
+
+        No block is here without its parents, which were used whenever it was, and after it.
+        """
+        return bisect_left(range(len(blocks)), True, key=lambda at: blocks[at] not in self._blocks)
 
     def use(self, blocks: Sequence[_Block]) -> list[_Block]:
         """Note that a prompt uses these blocks; return the blocks that went for them.

@@ -12,7 +12,7 @@ def test_leading_blocks_of_what_was_used_are_there() -> None:
     pool = Lru[str](10)
     pool.use("abc")
     assert pool.leading("abcd") == 3
-    assert pool.leading("xbc") == 0
+    assert pool.leading("xyz") == 0
 
 
 def test_the_oldest_prompt_goes_first_and_its_leaves_before_its_root() -> None:
