@@ -10,12 +10,13 @@ from kvray.routing.decisions import Decisions
 from kvray.routing.load import Load
 from kvray.routing.lru import Lru
 from kvray.routing.outcomes import Outcomes
-from kvray.routing.prefill_speed import PREFILL_STAT, PrefillSpeed
+from kvray.routing.prefill_speed import PREFILL_STAT, SLOWDOWN_STAT, PrefillSpeed
 from kvray.routing.standings import Place, Standings
 from kvray.routing.survey import Profile, Survey, read_profile, survey_of
 
 __all__ = [
     "PREFILL_STAT",
+    "SLOWDOWN_STAT",
     "Bring",
     "Candidate",
     "Choice",

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ray.serve")
 
 _INGRESS_REQUESTS_MAX = 512
+_STATS_PERIOD_S = 2.0
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
 """Serve replaces a replica that is silent so long three times in a row."""
@@ -88,7 +89,11 @@ def _router(settings: Settings) -> dict[str, Any]:
         "replica_prefix": REPLICA_PREFIX,
     }
     router_class: Any = "kvray.serve.router:KvRayRouter"  # it takes a path as well as a class
-    router = RequestRouterConfig(request_router_class=router_class, request_router_kwargs=arguments)
+    router = RequestRouterConfig(
+        request_router_class=router_class,
+        request_router_kwargs=arguments,
+        request_routing_stats_period_s=_STATS_PERIOD_S,
+    )
     return {"request_router_config": router}
 
 

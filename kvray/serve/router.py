@@ -20,7 +20,16 @@ from kvray.actors.routers.surveys import Surveys
 from kvray.actors.telemetry.figures import Figures, Totals
 from kvray.actors.telemetry.metrics_export import MetricsThread
 from kvray.config import load_config
-from kvray.routing import PREFILL_STAT, Choice, Decisions, Outcomes, Place, Standings, Survey
+from kvray.routing import (
+    PREFILL_STAT,
+    SLOWDOWN_STAT,
+    Choice,
+    Decisions,
+    Outcomes,
+    Place,
+    Standings,
+    Survey,
+)
 from kvray.serve.routed import Routed
 
 _log = logging.getLogger("ray.serve")
@@ -159,6 +168,7 @@ class KvRayRouter(RequestRouter):
             replica=name,
             node=self._surveys.home(name),
             prefill_tokens_per_s=float(stats.get(PREFILL_STAT, 0.0)),
+            decode_slowdown=float(stats.get(SLOWDOWN_STAT, 0.0)),
             disk=None if profile is None else profile.disk,
             links={} if profile is None else profile.links,
         )
