@@ -16,7 +16,7 @@ HANDBOOK = files("kvray.lab.demo") / "handbook.txt"
 CHARACTERS = 5000
 QUESTION = "What fills the memory of an accelerator long before the weights do?"
 TRIES_MAX = 20
-"""Serve takes an idle replica at random."""
+"""The router may send a question back to the replica that has just had it."""
 START_TIMEOUT_S = 600.0
 TELL_S = 15.0
 """Time between two lines while nothing is served."""

@@ -93,6 +93,11 @@ _EXAMPLES: dict[str, _Examples] = {
     "bench staging": (("Measure the way between two nodes", "kvray bench staging"),),
     "bench tier": (("Measure a full arena, two processes", "kvray bench tier --processes 2"),),
     "bench nvme": (("Measure a disk", "kvray bench nvme --dir /mnt/nvme"),),
+    "bench router": (("Choose among 200 replicas", "kvray bench router --replicas 200"),),
+    "bench serve": (
+        ("Compare two servers", "kvray bench serve --url a=http://a:8000 --url b=http://b:8000"),
+        ("Compare routers on this machine", "kvray bench serve --local"),
+    ),
     "chaos": (("Repeat the same minute of faults", "kvray chaos --duration 60 --seed 1"),),
     "replay": (
         ("Compare the policies on a trace", "kvray replay trace.jsonl"),

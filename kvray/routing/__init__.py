@@ -8,14 +8,15 @@ from kvray.routing.choice import Choice, Ranked, Reason, choose
 from kvray.routing.cost import Bring, Candidate, Cost, Link, Rates, Stretch, predict
 from kvray.routing.decisions import Decisions
 from kvray.routing.load import Load
+from kvray.routing.lru import Lru
 from kvray.routing.outcomes import Outcomes
-from kvray.routing.pool_guess import PoolGuess
-from kvray.routing.prefill_speed import PREFILL_STAT, PrefillSpeed
+from kvray.routing.prefill_speed import PREFILL_STAT, SLOWDOWN_STAT, PrefillSpeed
 from kvray.routing.standings import Place, Standings
-from kvray.routing.survey import Survey, read_survey
+from kvray.routing.survey import Profile, Survey, read_profile, survey_of
 
 __all__ = [
     "PREFILL_STAT",
+    "SLOWDOWN_STAT",
     "Bring",
     "Candidate",
     "Choice",
@@ -23,10 +24,11 @@ __all__ = [
     "Decisions",
     "Link",
     "Load",
+    "Lru",
     "Outcomes",
     "Place",
-    "PoolGuess",
     "PrefillSpeed",
+    "Profile",
     "Ranked",
     "Rates",
     "Reason",
@@ -35,5 +37,6 @@ __all__ = [
     "Survey",
     "choose",
     "predict",
-    "read_survey",
+    "read_profile",
+    "survey_of",
 ]

@@ -67,8 +67,8 @@ def choose(costs: Sequence[Cost], *, draws: Sequence[float]) -> Choice:
         costs: of each candidate; at least one.
         draws: a random number for each candidate; the same numbers make the same choice.
     """
-    least_s = min(cost.work_s for cost in costs)
-    most_s = max(cost.work_s for cost in costs)
+    work = [cost.work_s for cost in costs]
+    least_s, most_s = min(work), max(work)
     mean = sum(cost.utilization for cost in costs) / len(costs)
     later = _later(mean)
     # One more such request for each: the first few after a pause may stay together.
@@ -76,10 +76,10 @@ def choose(costs: Sequence[Cost], *, draws: Sequence[float]) -> Choice:
     ranked = [
         Ranked(
             cost=cost,
-            later_s=later * (cost.work_s - least_s),
-            crowd_s=(1 + later) * (most_s - cost.work_s) * _lost(cost.utilization, share),
+            later_s=later * (work_s - least_s),
+            crowd_s=(1 + later) * (most_s - work_s) * _lost(cost.utilization, share),
         )
-        for cost in costs
+        for cost, work_s in zip(costs, work, strict=True)
     ]
     best_s = min(one.score_s for one in ranked)
     order = sorted(

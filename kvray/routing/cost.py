@@ -60,6 +60,8 @@ class Candidate:
     """Work that it lately got for each second."""
     pool_tokens: int
     """Leading tokens of the prompt that its own pool most likely still has."""
+    slowdown: float = 1.0
+    """So many times longer a token takes there now, for the answers that are under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +118,7 @@ def predict(candidate: Candidate, num_tokens: int, stretches: Sequence[Stretch])
         num_tokens: tokens of the prompt.
         stretches: the prefix that the tier holds, from the first token on, without a gap.
     """
-    per_token_s = 1 / candidate.rates.prefill_tokens_per_s
+    per_token_s = candidate.slowdown / candidate.rates.prefill_tokens_per_s
     most = max(0, num_tokens - 1)
     here = min(candidate.pool_tokens, most)
     brings = _brings(candidate, here, most, stretches)

@@ -114,7 +114,7 @@ class Decisions:
         if decision is None or decision.outcome != "under_way":
             return
         decision.outcome, decision.first_token_s = "answered", now - decision.at
-        self._standings.done(request, now)
+        self._standings.first_token(request, now)
         sent_to = decision.sent_to
         predicted_s = None if sent_to is None else sent_to.cost.first_token_s
         self._outcomes.first_token(decision.first_token_s, predicted_s)

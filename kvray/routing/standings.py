@@ -2,13 +2,14 @@
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvray.routing.choice import Choice, choose
 from kvray.routing.cost import Candidate, Cost, Link, Rates, predict
 from kvray.routing.load import Load
-from kvray.routing.pool_guess import PoolGuess
+from kvray.routing.lru import Lru
 from kvray.routing.survey import Survey
 
 _HOST = Link(bytes_per_s=10e9)
@@ -27,6 +28,12 @@ class Place:
     """Its shard; empty while that is not known."""
     prefill_tokens_per_s: float
     """As measured; 0: not yet."""
+    decode_slowdown: float = 0.0
+    """By what part of itself a prefill takes longer for each answer under way there, measured."""
+    disk: Link | None = None
+    """Of its node, as measured."""
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """Shard -> how fast it gives blocks to this node, as measured."""
 
 
 class Standings:
@@ -37,25 +44,27 @@ class Standings:
         self._pool_blocks = pool_blocks
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._loads: dict[str, Load] = {}
-        self._pools: dict[str, PoolGuess] = {}
+        self._pools: dict[str, Lru[bytes]] = {}
         # Request -> its replica, and when its first token is due; never if somebody tells.
-        self._under_way: dict[str, tuple[str, float]] = {}
+        self._waiting: dict[str, tuple[str, float]] = {}
+        self._answering: dict[str, str] = {}
+        """Request -> its replica, from its first token on."""
         self._random = random.Random()
 
     def retain(self, replicas: Iterable[str]) -> None:
         """Know these replicas, and no others."""
         names = set(replicas)
-        self._loads = {name: self._loads.get(name) or Load() for name in names}
-        self._pools = {
-            name: self._pools.get(name) or PoolGuess(self._pool_blocks) for name in names
-        }
-        self._under_way = {key: one for key, one in self._under_way.items() if one[0] in names}
+        self._loads = {name: self._loads.get(name, Load()) for name in names}
+        self._pools = {name: self._pools.get(name, Lru(self._pool_blocks)) for name in names}
+        self._waiting = {key: one for key, one in self._waiting.items() if one[0] in names}
+        self._answering = {key: one for key, one in self._answering.items() if one in names}
 
     def choose(
         self, places: Sequence[Place], num_tokens: int, survey: Survey, *, now: float
     ) -> Choice:
         """Return the choice for a prompt, with what it would cost on each of `places`."""
-        self._end_due(now)
+        self._begin_due(now)
+        answering = Counter(self._answering.values())
         measured = [one.prefill_tokens_per_s for one in places if one.prefill_tokens_per_s > 0]
         usual = sum(measured) / len(measured) if measured else self._prefill_tokens_per_s
         costs = [
@@ -63,9 +72,10 @@ class Standings:
                 Candidate(
                     replica=one.replica,
                     node=one.node,
-                    rates=self._rates(one.prefill_tokens_per_s or usual, survey),
+                    rates=_rates(one, one.prefill_tokens_per_s or usual, survey.token_bytes),
                     queue_s=self._loads[one.replica].queue_s(now),
                     utilization=self._loads[one.replica].utilization(now),
+                    slowdown=1 + one.decode_slowdown * answering[one.replica],
                     pool_tokens=survey.tokens_per_block
                     * self._pools[one.replica].leading(survey.words),
                 ),
@@ -85,29 +95,35 @@ class Standings:
         is due.
         """
         self._loads[cost.replica].routed(request, cost.work_s, now)
-        self._pools[cost.replica].note(survey.words)
+        self._pools[cost.replica].use(survey.words)
         due_at = math.inf if is_told else now + cost.first_token_s
-        self._under_way[request] = cost.replica, due_at
+        self._waiting[request] = cost.replica, due_at
 
-    def done(self, request: str, now: float) -> None:
-        """Note a request's first token, its end, or that it went elsewhere; twice is fine."""
-        replica, _ = self._under_way.pop(request, ("", 0.0))
+    def first_token(self, request: str, now: float) -> None:
+        """Note that a prompt is computed, and its answer goes on; twice is fine."""
+        replica, _ = self._waiting.pop(request, ("", 0.0))
         if replica in self._loads:
             self._loads[replica].done(request, now)
+            self._answering[request] = replica
 
-    def _end_due(self, now: float) -> None:
+    def done(self, request: str, now: float) -> None:
+        """Note a request's end, or that it went elsewhere; twice is fine."""
+        self.first_token(request, now)
+        self._answering.pop(request, None)
+
+    def _begin_due(self, now: float) -> None:
         """Take prompts of which nobody tells to be computed when they were to be."""
-        due = [key for key, (_, due_at) in self._under_way.items() if due_at <= now]
+        due = [key for key, (_, due_at) in self._waiting.items() if due_at <= now]
         for request in due:
-            self.done(request, now)
+            self.first_token(request, now)
 
-    def _rates(self, prefill_tokens_per_s: float, survey: Survey) -> Rates:
-        links: Mapping[str, Link] = survey.links
-        return Rates(
-            prefill_tokens_per_s=prefill_tokens_per_s,
-            token_bytes=survey.token_bytes,
-            host=_HOST,
-            remote=_REMOTE,
-            disk=_DISK,
-            peers=links,
-        )
+
+def _rates(place: Place, prefill_tokens_per_s: float, token_bytes: float) -> Rates:
+    return Rates(
+        prefill_tokens_per_s=prefill_tokens_per_s,
+        token_bytes=token_bytes,
+        host=_HOST,
+        remote=_REMOTE,
+        disk=place.disk or _DISK,
+        peers=place.links,
+    )

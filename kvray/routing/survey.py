@@ -1,14 +1,43 @@
-"""Where a prompt's blocks are, as a shard says it to a router; pure."""
+"""Where a prompt's blocks are, as lookup and shards say it to a router; pure."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
+from kvray.identity.block import BlockKey
+from kvray.index import Run
 from kvray.routing.cost import Link, Medium, Stretch
 
-_BYTES_PER_S = 2e9
-"""Of another node that has given nothing yet; a guess, until it has."""
 _WORD_BYTES = 8
+_BYTES_PER_S = 2e9
+"""Of a disk or another node that has given nothing yet; a guess, until it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What a shard says of a replica that is registered there, and of its node."""
+
+    tokens_per_block: int
+    block_bytes: int
+    """Of a block that the replica's ranks read there."""
+    parts: int
+    """Mask of the parts that make a block whole for them."""
+    namespace: bytes
+    """Digest of its namespace; empty: only a shard can make the keys of its prompts."""
+    num_partitions: int
+    """Of the lookup."""
+    disk: Link | None = None
+    """None: the node has none."""
+    links: Mapping[str, Link] = field(default_factory=dict)
+    """Shard -> how fast it gives blocks to this node, as measured."""
+
+
+def read_profile(found: Mapping[str, Any]) -> Profile:
+    """Return what `ActorRequests.profile` said."""
+    links = {name: _link(one) for name, one in found["links"].items()}
+    disk = None if found["disk"] is None else _link(found["disk"])
+    return Profile(**{**found, "links": links, "disk": disk})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +49,6 @@ class Survey:
     words: tuple[bytes, ...]
     """The first 8 bytes of the key of each full block."""
     stretches: tuple[Stretch, ...]
-    links: Mapping[str, Link]
-    """Shard -> how fast it gives, as measured by one of the others."""
     prefix_digest: bytes = b""
     """See `kvray.trace.prefix_digest`; empty: not known."""
 
@@ -30,24 +57,55 @@ class Survey:
         return all(stretch.holders.get(node) == "host" for stretch in self.stretches)
 
 
-def read_survey(found: Mapping[str, Any]) -> Survey:
-    """Return what `ActorRequests.survey` said."""
-    own, words, size = found["shard"], found["words"], found["tokens_per_block"]
-    stretches, before = [], 0
-    for (stop, holders), is_on_disk in zip(found["runs"], found["on_disk"], strict=True):
-        media: dict[str, Medium] = {
-            name: "disk" if name == own and is_on_disk else "host" for name in holders
-        }
-        stretches.append(Stretch(num_tokens=(stop - before) * size, holders=media))
-        before = stop
+def survey_of(
+    profile: Profile,
+    keys: Sequence[BlockKey],
+    runs: Sequence[Run],
+    on_disk: Mapping[str, bytes],
+    *,
+    prefix_digest: bytes,
+) -> Survey:
+    """Return what is known of a prompt with `keys`.
+
+    Args:
+        profile: of a replica that it may go to.
+        keys: of its full blocks.
+        runs: as the lookup's `locate` gives them.
+        on_disk: of shards with a disk, one byte a block: 1 if it has it there only.
+        prefix_digest: of the prompt.
+    """
     return Survey(
-        tokens_per_block=size,
-        token_bytes=found["block_bytes"] / size,
-        words=tuple(words[at : at + _WORD_BYTES] for at in range(0, len(words), _WORD_BYTES)),
-        stretches=tuple(stretches),
-        links={
-            name: Link(latency_s=latency_s, bytes_per_s=bytes_per_s or _BYTES_PER_S)
-            for name, (latency_s, bytes_per_s) in found["links"].items()
-        },
-        prefix_digest=found.get("prefix_digest", b""),  # an older shard says none
+        tokens_per_block=profile.tokens_per_block,
+        token_bytes=profile.block_bytes / profile.tokens_per_block,
+        words=tuple(key[:_WORD_BYTES] for key in keys),
+        stretches=tuple(_stretches(profile, runs, on_disk)),
+        prefix_digest=prefix_digest,
     )
+
+
+def _stretches(
+    profile: Profile, runs: Sequence[Run], on_disk: Mapping[str, bytes]
+) -> Iterable[Stretch]:
+    """Yield the leading blocks without a gap, by who holds them and where."""
+    start = 0
+    for run in runs:
+        whole = [name for name, has in run.holders.items() if has & profile.parts == profile.parts]
+        if not whole:
+            return
+        disks = [name for name in whole if name in on_disk]
+        parts: Iterable[tuple[tuple[int, ...], int]] = [((), run.stop - start)]
+        if disks:
+            media = (tuple(on_disk[name][at] for name in disks) for at in range(start, run.stop))
+            parts = ((same, len([*blocks])) for same, blocks in groupby(media))
+        for same, count in parts:
+            away = {name for name, is_away in zip(disks, same, strict=False) if is_away}
+            holders: dict[str, Medium] = {
+                name: "disk" if name in away else "host" for name in whole
+            }
+            yield Stretch(num_tokens=count * profile.tokens_per_block, holders=holders)
+        start = run.stop
+
+
+def _link(found: Sequence[float | None]) -> Link:
+    latency_s, bytes_per_s = found
+    return Link(latency_s=latency_s or 0.0, bytes_per_s=bytes_per_s or _BYTES_PER_S)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ray.serve")
 
 _INGRESS_REQUESTS_MAX = 512
+_STATS_PERIOD_S = 2.0
 _HEALTH_PERIOD_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
 """Serve replaces a replica that is silent so long three times in a row."""
@@ -87,8 +88,12 @@ def _router(settings: Settings) -> dict[str, Any]:
         "pool_blocks": settings.pool_blocks,
         "replica_prefix": REPLICA_PREFIX,
     }
-    router_class: Any = "kvray.serve.router:KvRayRouter"  # it takes a path as well as a class
-    router = RequestRouterConfig(request_router_class=router_class, request_router_kwargs=arguments)
+    options: dict[str, Any] = {  # its types say less than it takes
+        "request_router_class": "kvray.serve.router:KvRayRouter",
+        "request_router_kwargs": arguments,
+        "request_routing_stats_period_s": _STATS_PERIOD_S,
+    }
+    router = RequestRouterConfig(**options)
     return {"request_router_config": router}
 
 

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextvars import Context
 from typing import Any, TypeAlias
 
 from ray.exceptions import RayError
-from ray.serve.context import _set_request_context
 from ray.serve.exceptions import RayServeException
 
 Choosing: TypeAlias = "Callable[[], AbstractAsyncContextManager[Any]]"
@@ -36,7 +35,7 @@ async def first_choice(choose: Choosing, *, rival_s: float, timeout_s: float) ->
         with contextlib.suppress(RayError, RayServeException):
             await _hold(choose(), found, is_over)
 
-    holders = [asyncio.create_task(_hold(choose(), found, is_over)), asyncio.create_task(rival())]
+    holders = [_start(_hold(choose(), found, is_over)), _start(rival())]
     holders[0].add_done_callback(fail)
     holding = None
     try:
@@ -51,22 +50,21 @@ async def first_choice(choose: Choosing, *, rival_s: float, timeout_s: float) ->
         await asyncio.gather(*holders, return_exceptions=True)
 
 
+def _start(choosing: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+    """Start a task in an empty context, so that Serve takes its choice as a request of its own.
+
+    Serve's router finds requests that wait by the id of the caller's request. Of two with one id
+    only the first is found. The other, also one that was given up, is looked for without end by one
+    of the router's tasks, which are two for each replica: soon no request gets one (Ray 2.60).
+    """
+    return Context().run(asyncio.create_task, choosing)
+
+
 async def _hold(
     choosing: AbstractAsyncContextManager[Any], found: "asyncio.Future[Any]", is_over: asyncio.Event
 ) -> None:
     """Keep a choice until `is_over`; one that is not the first is given back at once."""
-    _take_own_id()
     async with choosing as choice:
         if not found.done():
             found.set_result((choice, asyncio.current_task()))
             await is_over.wait()
-
-
-def _take_own_id() -> None:
-    """Have Serve's router take what this task asks for as a request of its own.
-
-    It finds requests that wait by the id of the caller's request. Of two with one id only the first
-    is found. The other, also one that was given up, is looked for without end by one of the
-    router's tasks, which are two for each replica: soon no request gets a replica (Ray 2.60).
-    """
-    _set_request_context(_internal_request_id=str(uuid.uuid4()))

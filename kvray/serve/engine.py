@@ -20,7 +20,7 @@ from kvray.config import CONFIG_ENV, load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference import Call, KvConnectorConfig, Replica
 from kvray.lab.reference.replica import CHILD_MODULE
-from kvray.routing.prefill_speed import PREFILL_STAT, PrefillSpeed
+from kvray.routing import PREFILL_STAT, SLOWDOWN_STAT, PrefillSpeed
 from kvray.serve.settings import Settings
 
 _log = logging.getLogger("ray.serve")
@@ -109,6 +109,7 @@ class Engine:
         self._stall_timeout_s = settings.stall_timeout_s
         self._has_sources = not uses_tensorrt_llm(settings)  # whose one figure has all of them
         self._calls: set[Call] = set()  # under way; the loop's
+        self._waiting: set[Call] = set()  # those without a first token
         self._heard_at = 0.0  # of any of them, or when the first of them began
         self._speed = PrefillSpeed()
         if name is None:
@@ -131,25 +132,30 @@ class Engine:
         """
         heard: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most max_tokens and one more
         call = await self._submit(tokens, max_tokens, _onto_loop(heard.put_nowait))
-        is_alone = not self._calls
+        is_first, num_answering = not self._waiting, len(self._calls)
         self._begin(call)
         try:
             yield {"engine": self._replica.name}
             while (new := await heard.get()) is not None:
                 self._heard_at = time.monotonic()
+                # Whether no other prompt was being computed while this one was.
+                is_first &= call not in self._waiting or len(self._waiting) == 1
+                self._waiting.discard(call)
                 yield {"tokens": new}
-            if is_alone and call.future.exception() is None:
+            if is_first and call.future.exception() is None:
                 output = call.future.result()
                 cached = output.reused_tokens + output.hit_tokens
-                self._speed.note(output.prompt_tokens - cached, output.ttft_s)
+                self._speed.note(output.prompt_tokens - cached, output.ttft_s, num_answering)
             yield _ending(call, has_sources=self._has_sources)
         finally:
             self._calls.discard(call)
+            self._waiting.discard(call)
             self._leave(call)
 
     def record_routing_stats(self) -> dict[str, float]:
         """Tell the router how fast this engine computes prompts; Serve asks now and then."""
-        return {PREFILL_STAT: self._speed.tokens_per_s}
+        speed = self._speed
+        return {PREFILL_STAT: speed.tokens_per_s, SLOWDOWN_STAT: speed.decode_slowdown}
 
     def check_health(self) -> None:
         """Have Serve start another replica when the engine hangs.
@@ -191,6 +197,7 @@ class Engine:
         if not self._calls:
             self._heard_at = time.monotonic()
         self._calls.add(call)
+        self._waiting.add(call)
 
     def _leave(self, call: Call) -> None:
         """Have the engine end a request that nobody listens to, if it has not ended."""

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from openai.types import CompletionUsage
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
@@ -92,7 +91,7 @@ class Ingress:
     async def complete(self, asked: CompletionRequest) -> Any:
         """Go on with a text or with tokens."""
         self._check_model(asked.model)
-        prompt = asked.single_prompt()
+        prompt = asked.prompt
         if isinstance(prompt, str):
             prompt = await self._tokenized(self._prompts.encode, prompt)
         writer = Writer(self._name)
@@ -135,7 +134,7 @@ class Ingress:
         first = await anext(events)  # so that what the engine refuses has a status of its own
         pieces = pieces_of(first, events, answer)
 
-        def count(ending: Mapping[str, Any]) -> CompletionUsage:
+        def count(ending: Mapping[str, Any]) -> dict[str, Any]:
             cached, by_source = map(ending.get, ("cached_tokens", "cached_tokens_by_source"))
             return usage(len(tokens), answer.num_tokens, cached, by_source)
 

@@ -4,9 +4,9 @@ import asyncio
 import logging
 import random
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 
 from kvray import Client
 from kvray.breaker import Breaker
@@ -18,14 +18,14 @@ from kvray.serve.settings import Settings
 _log = logging.getLogger("ray.serve")
 _THREADS = 8
 _BREAKERS_MAX = 1024
-"""Of as many replicas; those that were asked longest ago go, as replicas that ended do."""
 
 
 class Prefetcher:
     """Has prompts brought to the node of a replica, within `prefetch_timeout_s`.
 
-    A tier that is late or gone is left alone for a while that doubles, up to seconds, and asked
-    again then; meanwhile requests do not wait for it.
+    A replica whose tier is late or gone is left alone for a while that doubles, up to seconds;
+    meanwhile its requests do not wait. Each has a breaker of its own: one frozen node costs the
+    others nothing.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -37,13 +37,13 @@ class Prefetcher:
         timeout = {"ray.timeout_s": self._timeout_s}
         self._client = Client(load_config(settings.kvray_config, overrides=timeout))
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvray-prefetch")
-        self._breakers: OrderedDict[str, Breaker] = OrderedDict()
+        self._breaker_of = lru_cache(_BREAKERS_MAX)(lambda replica: Breaker(random.Random()))
 
     async def bring(self, tokens: Sequence[int], replica: str) -> Prefetched | None:
         """Return once the prompt's blocks are where the replica is; None: not waited for."""
         if self._timeout_s == 0:
             return None
-        breaker = self._breaker(replica)
+        breaker = self._breaker_of(replica)
         if breaker.state(time.monotonic()) == "open":
             return None
         breaker.begin(time.monotonic())
@@ -63,10 +63,3 @@ class Prefetcher:
         if had_failed:
             _log.info("kvray prefetches for %s again", replica)
         return brought
-
-    def _breaker(self, replica: str) -> Breaker:
-        breaker = self._breakers.setdefault(replica, Breaker(random.Random()))
-        self._breakers.move_to_end(replica)
-        if len(self._breakers) > _BREAKERS_MAX:
-            self._breakers.popitem(last=False)
-        return breaker

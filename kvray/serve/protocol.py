@@ -1,31 +1,24 @@
-"""OpenAI's protocol: what is asked, checked; what is answered, in the types of their package."""
+"""OpenAI's protocol: what is asked, checked; what is answered, as JSON."""
 
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from openai.types import Completion, CompletionChoice, CompletionUsage, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
-from openai.types.chat.chat_completion import Choice
-from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
-from openai.types.chat.chat_completion_chunk import ChoiceDelta
-from openai.types.completion_usage import PromptTokensDetails
-from openai.types.shared import ErrorObject
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "temperature": (0,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "echo": (False,),
-    "suffix": ("",),
-    "tools": ([],),
-    "response_format": ({"type": "text"},),
+_NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "temperature": 0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "logprobs": False,
+    "echo": False,
+    "suffix": "",
+    "tools": [],
+    "response_format": {"type": "text"},
 }
 """What may be asked for because it changes nothing in a greedy answer. Anything else is refused: an
 answer that is not what was asked for is worse than none."""
@@ -45,8 +38,8 @@ class RequestError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the answer's JSON."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = ErrorObject(code=self._code, message=str(self), param=self._param, type=kind)
-        return {"error": error.model_dump(include={"code", "message", "param", "type"})}
+        told = {"message": str(self), "type": kind, "param": self._param, "code": self._code}
+        return {"error": told}
 
 
 class StreamOptions(BaseModel):
@@ -68,7 +61,7 @@ class _Asked(BaseModel):
     @model_validator(mode="after")
     def _refuse_what_is_not_done(self) -> "_Asked":
         for name, value in (self.model_extra or {}).items():
-            if value is None or name in _WITHOUT_EFFECT or value in _NEUTRAL.get(name, ()):
+            if value is None or name in _WITHOUT_EFFECT or value == _NEUTRAL.get(name):
                 continue
             if name in _NEUTRAL:
                 raise ValueError(
@@ -89,23 +82,20 @@ class _Asked(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+def _single(prompt: Any) -> Any:
+    """Return the one prompt of a list; token ids are one prompt."""
+    if not isinstance(prompt, list) or all(isinstance(item, int) for item in prompt):
+        return prompt
+    if len(prompt) > 1:
+        raise ValueError("This server takes one prompt a request.")
+    return prompt[0]
+
+
 class CompletionRequest(_Asked):
     """The body of /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Annotated[str | list[int], BeforeValidator(_single)]
     max_tokens: int = Field(default=16, ge=1)
-
-    def single_prompt(self) -> str | list[int]:
-        """Return the prompt, text or token ids.
-
-        Raises:
-            RequestError: there are several.
-        """
-        if isinstance(self.prompt, str) or all(isinstance(item, int) for item in self.prompt):
-            return self.prompt  # type: ignore[return-value]
-        if len(self.prompt) > 1:
-            raise RequestError("This server takes one prompt a request.", param="prompt")
-        return self.prompt[0]  # type: ignore[return-value]
 
 
 class TextPart(BaseModel):
@@ -144,9 +134,7 @@ class ChatRequest(_Asked):
 
 def describe_model(name: str, created: int) -> dict[str, Any]:
     """Return an entry of /v1/models."""
-    return Model(id=name, created=created, object="model", owned_by="kvray").model_dump(
-        exclude_none=True
-    )
+    return {"id": name, "object": "model", "created": created, "owned_by": "kvray"}
 
 
 def usage(
@@ -154,7 +142,7 @@ def usage(
     completion_tokens: int,
     cached_tokens: int | None,
     by_source: Mapping[str, int] | None = None,
-) -> CompletionUsage:
+) -> dict[str, Any]:
     """Return the counts.
 
     Args:
@@ -164,33 +152,28 @@ def usage(
             stop text ended the answer before the engine did.
         by_source: these by where they were; None: the engine does not say.
     """
-    used = CompletionUsage(
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-        total_tokens=prompt_tokens + completion_tokens,
-    )
-    if cached_tokens is not None:
-        # Their types keep fields that they do not know.
-        more = {} if by_source is None else {"cached_tokens_by_source": dict(by_source)}
-        used.prompt_tokens_details = PromptTokensDetails.model_validate(
-            {"cached_tokens": cached_tokens, **more}
-        )
-    return used
+    details = {"cached_tokens": cached_tokens, "cached_tokens_by_source": by_source}
+    known = {name: value for name, value in details.items() if value is not None}
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        **({"prompt_tokens_details": known} if known else {}),
+    }
 
 
 class Writer:
     """Writes one answer of /v1/completions: whole, or as the chunks of a stream."""
 
-    prefix = "cmpl"
+    _prefix, _whole, _chunk = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, model: str) -> None:
-        self._model = model
-        self._id = f"{self.prefix}-{uuid.uuid4().hex}"
-        self._created = int(time.time())
+        name = f"{self._prefix}-{uuid.uuid4().hex}"
+        self._head = {"id": name, "created": int(time.time()), "model": model}
 
-    def whole(self, text: str, finish_reason: str, used: CompletionUsage) -> dict[str, Any]:
+    def whole(self, text: str, finish_reason: str, used: dict[str, Any]) -> dict[str, Any]:
         """Return the answer of a request that is no stream."""
-        return self._completion(text, finish_reason, used)
+        return {**self._made(self._whole, self._message(text), finish_reason), "usage": used}
 
     def opening(self) -> Sequence[dict[str, Any]]:
         """Return the chunks before the first text."""
@@ -198,63 +181,34 @@ class Writer:
 
     def chunk(self, text: str, finish_reason: str | None = None) -> dict[str, Any]:
         """Return a piece of a stream."""
-        return self._completion(text, finish_reason, None)
+        return self._made(self._chunk, self._delta(text), finish_reason)
 
-    def usage_chunk(self, used: CompletionUsage) -> dict[str, Any]:
+    def usage_chunk(self, used: dict[str, Any]) -> dict[str, Any]:
         """Return the last chunk of a stream whose client wants to know."""
-        return {**self.chunk(""), "choices": [], "usage": used.model_dump(exclude_unset=True)}
+        return {**self.chunk(""), "choices": [], "usage": used}
 
-    def _completion(
-        self, text: str, finish_reason: str | None, used: CompletionUsage | None
-    ) -> dict[str, Any]:
-        # Their type has no answer that goes on, though their streams consist of such.
-        choice = CompletionChoice.model_construct(index=0, text=text, finish_reason=finish_reason)
-        made = Completion(
-            id=self._id,
-            object="text_completion",
-            created=self._created,
-            model=self._model,
-            choices=[choice],
-        )
-        if used is not None:
-            made.usage = used
-        return made.model_dump(exclude_unset=True, warnings=False)
+    def _message(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _made(self, kind: str, said: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": 0, **said, "finish_reason": finish_reason}
+        return {**self._head, "object": kind, "choices": [choice]}
 
 
 class ChatWriter(Writer):
     """The same for /v1/chat/completions."""
 
-    prefix = "chatcmpl"
-
-    def whole(self, text: str, finish_reason: str, used: CompletionUsage) -> dict[str, Any]:
-        """Return the answer of a request that is no stream."""
-        message = ChatCompletionMessage(role="assistant", content=text)
-        made = ChatCompletion(
-            id=self._id,
-            object="chat.completion",
-            created=self._created,
-            model=self._model,
-            choices=[Choice(index=0, message=message, finish_reason=finish_reason)],  # type: ignore[arg-type]
-            usage=used,
-        )
-        return made.model_dump(exclude_unset=True)
+    _prefix, _whole, _chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> Sequence[dict[str, Any]]:
         """Return the chunk that says who speaks."""
-        return (self._delta(ChoiceDelta(role="assistant", content=""), None),)
+        return (self._made(self._chunk, {"delta": {"role": "assistant", "content": ""}}, None),)
 
-    def chunk(self, text: str, finish_reason: str | None = None) -> dict[str, Any]:
-        """Return a piece of a stream."""
-        delta = ChoiceDelta(content=text) if text or finish_reason is None else ChoiceDelta()
-        return self._delta(delta, finish_reason)
+    def _message(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
 
-    def _delta(self, delta: ChoiceDelta, finish_reason: str | None) -> dict[str, Any]:
-        choice = ChunkChoice(index=0, delta=delta, finish_reason=finish_reason)  # type: ignore[arg-type]
-        made = ChatCompletionChunk(
-            id=self._id,
-            object="chat.completion.chunk",
-            created=self._created,
-            model=self._model,
-            choices=[choice],
-        )
-        return made.model_dump(exclude_unset=True)
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}

@@ -15,13 +15,22 @@ import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from kvray.actors.ray_glue.async_calls import ActorCalls
+from kvray.actors.routers.reports import Reports
+from kvray.actors.routers.surveys import Surveys
 from kvray.actors.telemetry.figures import Figures, Totals
 from kvray.actors.telemetry.metrics_export import MetricsThread
 from kvray.config import load_config
-from kvray.routing import PREFILL_STAT, Choice, Decisions, Outcomes, Place, Standings, Survey
-from kvray.serve.reports import Reports
+from kvray.routing import (
+    PREFILL_STAT,
+    SLOWDOWN_STAT,
+    Choice,
+    Decisions,
+    Outcomes,
+    Place,
+    Standings,
+    Survey,
+)
 from kvray.serve.routed import Routed
-from kvray.serve.surveys import Surveys
 
 _log = logging.getLogger("ray.serve")
 
@@ -151,14 +160,18 @@ class KvRayRouter(RequestRouter):
         return [name for name, node in homes.items() if near.get(node, False)]
 
     def _places(self, replicas: Sequence[RunningReplica]) -> list[Place]:
-        return [
-            Place(
-                replica=self._name(one),
-                node=self._surveys.home(self._name(one)),
-                prefill_tokens_per_s=float(one.routing_stats.get(PREFILL_STAT, 0.0)),
-            )
-            for one in replicas
-        ]
+        return [self._place(self._name(one), one.routing_stats) for one in replicas]
+
+    def _place(self, name: str, stats: Mapping[str, Any]) -> Place:
+        profile = self._surveys.profile(name)
+        return Place(
+            replica=name,
+            node=self._surveys.home(name),
+            prefill_tokens_per_s=float(stats.get(PREFILL_STAT, 0.0)),
+            decode_slowdown=float(stats.get(SLOWDOWN_STAT, 0.0)),
+            disk=None if profile is None else profile.disk,
+            links={} if profile is None else profile.links,
+        )
 
     def _name(self, replica: RunningReplica) -> str:
         return f"{self._prefix}{replica.replica_id.unique_id}"

@@ -1,21 +1,12 @@
 """The arguments of the application: `args` in a serve.yaml, `name=value` after `serve run`."""
 
-import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Json, model_validator
 
-
-def _parsed(value: Any) -> Any:
-    """Read JSON: on the command line every value is text."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        raise ValueError("it is no JSON") from None
-
-
-Options = Annotated[dict[str, Any], BeforeValidator(_parsed)]
+Options: TypeAlias = dict[str, Any] | Json[dict[str, Any]]
+"""On the command line every value is text."""
 
 
 class Settings(BaseModel):

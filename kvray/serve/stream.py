@@ -6,8 +6,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from openai.types import CompletionUsage
-
 from kvray.serve.dispatch import Event
 from kvray.serve.protocol import RequestError, Writer
 from kvray.serve.text import Answer
@@ -40,7 +38,7 @@ async def pieces_of(
 async def lines_of(
     pieces: AsyncGenerator[Piece, None],
     writer: Writer,
-    count: Callable[[Mapping[str, Any]], CompletionUsage],
+    count: Callable[[Mapping[str, Any]], dict[str, Any]],
     *,
     wants_usage: bool,
 ) -> AsyncIterator[str]:

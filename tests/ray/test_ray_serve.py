@@ -82,20 +82,6 @@ def test_the_second_replica_gives_the_same_answer_with_a_hit(served: Served) -> 
     assert [model.id for model in served.client.models.list()] == ["tiny"]
 
 
-def test_the_router_asks_the_tier_where_a_prompt_is(served: Served) -> None:
-    """It runs in a process of Serve's, which is in another namespace than the tier."""
-
-    def surveys() -> int:
-        return sum(shard["staging"]["surveys"] for shard in served.shards())
-
-    def is_asked() -> bool:
-        before = surveys()
-        served.ask(max_tokens=1)
-        return surveys() == before + 1
-
-    wait_for(is_asked, "routing by prompts")
-
-
 def test_explain_says_why_a_request_went_to_its_replica_and_how_that_turned_out(
     served: Served,
 ) -> None:

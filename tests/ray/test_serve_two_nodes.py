@@ -1,4 +1,4 @@
-"""Engines of one deployment on two nodes: blocks are brought before an engine sees the request."""
+"""Engines of one deployment on two nodes: blocks are brought before an engine asks."""
 
 import contextlib
 from collections.abc import Iterator

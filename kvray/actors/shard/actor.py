@@ -121,7 +121,7 @@ class ShardActor:
         """See `Queries.whereabouts`; the keys are end to end, `in_pieces`."""
         return self._shard.queries.whereabouts(b"".join(keys), before)
 
-    @ray.method(concurrency_group="people")
+    @ray.method(concurrency_group="routers")
     def prompt(
         self, replica: str, tokens: bytes, salt: str | int | None, lora: str | None
     ) -> Prompt:
@@ -146,15 +146,14 @@ class ShardActor:
         return self._shard.requests.prefetch(replica, tokens, salt=salt, lora=lora, media=media)
 
     @ray.method(concurrency_group="routers")
-    def survey(
-        self,
-        replica: str,
-        tokens: bytes,
-        salt: str | int | None = None,
-        lora: str | None = None,
-    ) -> dict[str, Any]:
-        """See `ActorRequests.survey`."""
-        return self._shard.requests.survey(replica, tokens, salt=salt, lora=lora)
+    def profile(self, replica: str) -> dict[str, Any]:
+        """See `ActorRequests.profile`."""
+        return self._shard.requests.profile(replica)
+
+    @ray.method(concurrency_group="routers")
+    def on_disk(self, parts: int, *keys: bytes) -> bytes:
+        """See `ActorRequests.on_disk`."""
+        return self._shard.requests.on_disk(parts, *keys)
 
     @ray.method(concurrency_group="routers")
     def routed(self, notes: Sequence[Any]) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvray.actors.mover.orders import FetchOrder
 from kvray.actors.shard.loop_thread import ANSWER_S
-from kvray.actors.shard.prompt_keys import prompt_digest, prompt_keys
+from kvray.actors.shard.prompt_keys import check_named, prompt_keys
 from kvray.actors.shard.serving import ShardParts
 from kvray.trace.arrival import runs_between, source_of
 
@@ -43,34 +43,26 @@ class ActorRequests:
             "reason": found["reason"],
         }
 
-    def survey(
-        self,
-        replica: str,
-        tokens: bytes,
-        *,
-        salt: str | int | None = None,
-        lora: str | None = None,
-    ) -> dict[str, Any]:
-        """Return where a prompt's blocks are, for a router that has to choose a replica.
+    def profile(self, replica: str) -> dict[str, Any]:
+        """Return what a router has to know of a replica that is registered here; see `Profile`.
 
-        Arguments as for `prefetch`. Returns shard, this one's name; tokens_per_block; words, the
-        first 8 bytes of each block's key; prefix_digest, empty if only the engine knows it; and the
-        rest as `ReplicaStager.survey`.
+        ShardUnavailable: nobody can make the keys of its prompts yet. ConfigError: no rank of
+        `replica` has registered here.
         """
         rank, reader = self._parts.first_reader(replica)
-        keys = prompt_keys(reader, tokens, tenants=self._parts.tenants, salt=salt, lora=lora)
-        found = {"block_bytes": 0, "runs": [], "on_disk": [], "links": {}}
-        if keys:
-            stager = self._parts.serving().stager
-            work = stager.survey(replica, rank, b"".join(keys))
-            found = self._parts.loop.wait(work, ANSWER_S)
+        check_named(reader)
+        stager = self._parts.serving().stager
         return {
-            "shard": self._parts.name,
             "tokens_per_block": reader.tokens_per_block,
-            "words": b"".join(key[:8] for key in keys),
-            "prefix_digest": prompt_digest(reader, tokens, salt=salt, lora=lora),
-            **found,
+            "namespace": b"" if reader.tenants is not None else reader.namespace.digest(),
+            "num_partitions": self._parts.settings.lookup_partitions,
+            **self._parts.loop.call(lambda: stager.profile(replica, rank), ANSWER_S),
         }
+
+    def on_disk(self, parts: int, *keys: bytes) -> bytes:
+        """See `ReplicaStager.on_disk`; the keys are end to end, in pieces."""
+        stager = self._parts.serving().stager
+        return self._parts.loop.call(lambda: stager.on_disk(parts, b"".join(keys)), ANSWER_S)
 
     def routed(self, notes: Sequence[Any]) -> None:
         """See `RoutingLog.note`."""

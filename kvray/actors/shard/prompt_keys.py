@@ -37,11 +37,7 @@ def prompt_keys(
         media: position and digest of each `MediaItem`.
         tenants: derives salts with the secret of this node, if it has one.
     """
-    if reader.namespace.model == UNNAMED:
-        raise ShardUnavailable(
-            "The replica uses no tier until its checkpoint is told from others; `kvray status` says"
-            " how far it is. Try again then, or name the model in connector.model_key."
-        )
+    check_named(reader)
     if len(tokens) % 4:
         raise ConfigError(f"{len(tokens)} bytes are no whole number of token ids of 4 bytes.")
     salt = salt if reader.tenants is None else _of_tenant(reader.tenants, salt, tenants)
@@ -52,6 +48,15 @@ def prompt_keys(
         seed=request_seed(reader.namespace.digest(), salt=salt, lora=adapter),
         media=[MediaItem(position=position, digest=digest) for position, digest in media],
     )
+
+
+def check_named(reader: Reader) -> None:
+    """Raise ShardUnavailable while a replica's prompts have no keys."""
+    if reader.namespace.model == UNNAMED:
+        raise ShardUnavailable(
+            "The replica uses no tier until its checkpoint is told from others; `kvray status` says"
+            " how far it is. Try again then, or name the model in connector.model_key."
+        )
 
 
 def prompt_digest(

@@ -31,6 +31,11 @@ def mover_of(shard: str) -> str:
     return MOVER_PREFIX + shard.removeprefix(SHARD_PREFIX)
 
 
+def shard_of(mover: str) -> str:
+    """Return the name of the shard on a mover's node."""
+    return SHARD_PREFIX + mover.removeprefix(MOVER_PREFIX)
+
+
 class Peers:
     """Calls to lookup, movers and other shards, each behind a breaker; state of the event loop.
 
@@ -197,6 +202,12 @@ class Peers:
                 has_failed = state == "half-open"
                 found[shard] = self._rates.peer(mover, self._now(), has_failed=has_failed)
         return found
+
+    def measured(self) -> dict[str, Peer]:
+        """Return the shards that gave blocks lately, and how fast."""
+        now = self._now()
+        found = {shard_of(mover): self._rates.peer(mover, now) for mover in self._rates.latest()}
+        return {shard: peer for shard, peer in found.items() if peer != Peer()}
 
     def last_transport(self, shard: str) -> str:
         """Return the transport by which a shard's mover gave blocks last; empty: it never did."""

@@ -26,8 +26,8 @@ from kvray.actors.staging.wire_values import Count, Name, Seconds, checked, keys
 from kvray.config import StagingConfig
 from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES, BlockKey
+from kvray.index import PARTS_MAX
 from kvray.store import Arena
-from kvray.trace.arrival import NVME
 from kvray.trace.reasons import STAGE_REASONS
 
 _SECONDS = TypeAdapter(Seconds)
@@ -122,36 +122,28 @@ class ReplicaStager:
         num_staged = max(0, staged.num_blocks - before)
         return {**_answer(staged), "num_staged": num_staged, "arrivals": staged.arrivals}
 
-    async def survey(self, replica: str, rank: int, keys: bytes) -> dict[str, Any]:
-        """Return where `keys` are, for a router that has to choose a replica; nothing is moved.
+    def profile(self, replica: str, rank: int) -> dict[str, Any]:
+        """Return what a router has to know of a replica, one rank of which is registered here.
 
-        `rank` of the replica is registered here. Returns block_bytes, the bytes that all ranks of
-        the replica here read of a block; runs, [stop, shards that hold the blocks up to there from
-        the run before on, for all of these ranks], leading blocks without a gap; on_disk, whether
-        this shard's own are on its disk, one a run; and links, shard -> [latency in s, bytes/s or
-        None], of other shards as measured from here.
+        block_bytes of its ranks here, parts as a mask, and what was measured: disk, None if there
+        is none, and links, shard -> [latency in s, bytes/s or None] each.
         """
-        blocks, ranks = keys_of(keys), self._ranks_of(replica, rank)
-        prefix = prefix_for(blocks, self._replicas.readers(replica, ranks).values(), 0.0)
-        found, peers = await self._stager.survey(prefix)
-        wanted = sum(1 << part for part in prefix.block_bytes)
-        runs, on_disk = [], []
-        for run in found:
-            whole = {name for name, parts in run.holders.items() if parts & wanted == wanted}
-            holders = whole & {*peers, self._shard}
-            is_on_disk = NVME in whole and self._shard not in whole
-            if is_on_disk:
-                holders.add(self._shard)
-            if not holders:
-                break
-            runs.append([run.stop, sorted(holders)])
-            on_disk.append(is_on_disk)
+        readers = self._replicas.readers(replica, self._ranks_of(replica, rank)).values()
+        prefix = prefix_for((), readers, 0.0)
+        disk, peers = self._stager.ways()
         return {
             "block_bytes": sum(prefix.block_bytes.values()),
-            "runs": runs,
-            "on_disk": on_disk,
+            "parts": sum(1 << part for part in prefix.block_bytes),
+            "disk": None if disk is None else [disk.latency_s, disk.bytes_per_s],
             "links": {name: [one.latency_s, one.bytes_per_s] for name, one in peers.items()},
         }
+
+    def on_disk(self, parts: int, keys: bytes) -> bytes:
+        """See `Stager.on_disk`; `parts` is a mask."""
+        wanted = [part for part in range(PARTS_MAX) if parts >> part & 1]
+        if not wanted or parts >> PARTS_MAX:
+            raise ConfigError(f"{parts!r:.40} is no mask of parts.")
+        return self._stager.on_disk(keys_of(keys), wanted)
 
     def has_ranks_elsewhere(self, replica: str, rank: int) -> bool:
         """Return whether a rank speaks for others that are not registered here."""

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.names import lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
@@ -26,16 +28,16 @@ from kvray.actors.staging.plan import (
     longest_prefix,
     merged,
     plan_staging,
-    runs_of,
 )
 from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
+from kvray.identity.block import BlockKey
 from kvray.index import Run
 from kvray.store import Arena, Held, Lease
 from kvray.trace.arrival import NVME, Arrivals
 from kvray.trace.reasons import StageReason
 
-_COUNTED = ("stages", "joined", "late", "refused", "surveys")
+_COUNTED = ("stages", "joined", "late", "refused")
 
 _log = logging.getLogger("kvray.shard")
 
@@ -174,22 +176,20 @@ class Stager:
         """Return how many leading blocks are here now."""
         return longest_prefix(prefix, self._present(prefix))
 
-    async def survey(self, prefix: Prefix) -> tuple[list[Run], dict[str, Peer]]:
-        """Return which shards hold what of `prefix`, and those that may be asked, with their rates.
+    def on_disk(self, keys: Sequence[BlockKey], parts: Sequence[int]) -> bytes:
+        """Return one byte for each key: 1 if this node has all `parts` of it on its disk only."""
+        nvme = self._nvme()
+        away, wanted, start = np.zeros(len(keys), dtype=bool), sum(1 << part for part in parts), 0
+        for run in [] if nvme is None else nvme.runs(keys, parts):
+            away[start : run.stop] = run.holders.get(NVME, 0) & wanted == wanted
+            start = run.stop
+        away &= ~np.logical_and.reduce(self._arena.present(keys, parts))
+        return bytes(away)
 
-        What its own arena has is under the shard's own name, what its disk has under `NVME`.
-        """
-        self._counts["surveys"] += 1
-        own = self._peers.shard
-        found, _ = await self._locate(prefix)
-        others = _others(found, own)
-        # The lookup does not tell what is in memory from what is on disk.
-        found = [
-            Run(stop=run.stop, holders={k: v for k, v in run.holders.items() if k != own})
-            for run in found
-        ]
-        runs = merged(runs_of(own, self._present(prefix)), found)
-        return runs, self._peers.may_ask(others, without=frozenset())
+    def ways(self) -> tuple[Peer | None, dict[str, Peer]]:
+        """Return this node's disk, if it has one, and the shards that gave it blocks: how fast."""
+        nvme = self._nvme()
+        return None if nvme is None else nvme.peer(), self._peers.measured()
 
     async def lease(self, prefix: Prefix, *, until: float) -> Held | None:
         """Keep the blocks of `prefix` for `handover_s`; None if the arena is busy until then."""

@@ -23,6 +23,10 @@ _AT_LEAST = {
     "staging_nixl_ratio": 0.9,
     "staging_nixl_transport_ratio": 0.9,
     "staging_object_ref_ratio": 0.9,
+    "serving_conversations_first_token_p90_s_ratio_no-tier": 2.0,
+    "serving_conversations_reuse_kvray": 0.9,
+    "serving_no_prefix_first_token_p90_s_ratio_serve": 0.97,
+    "serving_no_prefix_requests_per_s_ratio_serve": 0.97,
 }
 _AT_MOST = {
     "lookup_8k_over_hash": 1.4,
@@ -55,6 +59,11 @@ _AT_MOST = {
     "leader_verified_over_hash": 2.5,
     "leader_beside_work_over_hash": 2.5,
     "metadata_bytes_per_block_rank": 8.0,
+    "serving_*_other_text_*": 0.0,
+    "serving_*_failed_*": 0.0,
+    "serving_one_prefix_most_requests_kvray": 1.4,
+    "router_ms_p50": 2.0,
+    "router_ms_p99": 10.0,
 }
 
 

@@ -8,15 +8,13 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
 
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference.child_process import JsonPipe, PipeClosed, join_parent
 from kvray.lab.reference.output import Call
-
-if TYPE_CHECKING:
-    from kvray.lab.reference.engine import ReferenceEngine
 
 _SEND_TIMEOUT_S = 30.0
 _GRACE_S = 15.0
@@ -29,26 +27,24 @@ class _Child:
     token of the open calls.
     """
 
-    def __init__(self, pipe: JsonPipe) -> None:
+    def __init__(self, pipe: JsonPipe, start: Callable[..., Any]) -> None:
         self._pipe = pipe
+        self._start = start
         self._options: queue.Queue[dict[str, Any]] = queue.Queue(maxsize=1)
         self._outbox: queue.SimpleQueue[dict[str, Any] | int | None] = queue.SimpleQueue()
         self._calls: dict[int, Call] = {}
-        self._engine: ReferenceEngine | None = None
+        self._engine: Any = None
         self._is_up = threading.Event()
         threading.Thread(target=self._read, name="kvray-parent", daemon=True).start()
 
     def run(self) -> None:
         try:
-            options = self._options.get()
-            from kvray.lab.reference.engine import ReferenceEngine  # late: it imports torch
-
-            self._engine = ReferenceEngine(**options)
+            self._engine = self._start(**self._options.get())
         except (KVRayError, TypeError) as error:
             self._send(_failure(0, error))
             return
         self._is_up.set()
-        with self._engine:
+        with closing(self._engine):
             self._send({"id": 0})
             while (item := self._outbox.get()) is not None:
                 self._send(self._answer(item) if isinstance(item, int) else item)
@@ -75,16 +71,11 @@ class _Child:
             pass
         if self._engine is None:
             os._exit(1)
-        try:
-            self._engine.close()
-        except KVRayError as error:
-            print(error, file=sys.stderr, flush=True)
         self._outbox.put(None)
         time.sleep(_GRACE_S)
         os._exit(1)
 
     def _take(self, message: dict[str, Any]) -> None:
-        assert self._engine is not None
         call_id = message["id"]
         if "call" not in message:
             if (open_call := self._calls.get(call_id)) is not None:
@@ -111,13 +102,22 @@ def _failure(call_id: int, error: Exception) -> dict[str, Any]:
     return {"id": call_id, "error": str(error), "is_config": is_config}
 
 
-def main() -> None:
-    """Serve the parent until it closes its pipe."""
+def serve(start: Callable[..., Any]) -> None:
+    """Serve the parent until it closes its pipe, with the engine that `start` makes of its options.
+
+    The engine has `submit`, `cancel` and `close`, as `ReferenceEngine` has.
+    """
     try:
-        _Child(join_parent()).run()
+        _Child(join_parent(), start).run()
     except PipeClosed:
         sys.exit(1)
 
 
+def _reference_engine(**options: Any) -> Any:
+    from kvray.lab.reference.engine import ReferenceEngine  # late: it imports torch
+
+    return ReferenceEngine(**options)
+
+
 if __name__ == "__main__":
-    main()
+    serve(_reference_engine)

@@ -188,37 +188,40 @@ def test_handovers_end_by_themselves(tier: Tier) -> None:
     wait_for(lambda: tier.a.status()["staging"]["handovers"] == 0, "the end of the handover")
 
 
-def test_a_survey_says_who_holds_how_much_of_a_prompt_and_moves_nothing(tier: Tier) -> None:
-    tokens = np.arange(32 * 5 + 1, dtype="<i4")
-    keys = chain_keys(tokens, tokens_per_block=32, seed=request_seed(MINE.digest(), salt="tenant"))
-    store(tier.nodes["b"].arena, keys[:4])
-    store(tier.nodes["a"].arena, keys[:2])
-    wait_for(lambda: known(tier, keys[:4]))
-    found = tier.a.requests.survey("r", tokens.tobytes(), salt="tenant")
-    a, b = "kvray-shard-a", "kvray-shard-b"
-    assert (found["shard"], found["tokens_per_block"], found["block_bytes"]) == (a, 32, 4096)
-    assert found["runs"] == [[2, [a, b]], [4, [b]]]
-    assert found["on_disk"] == [False, False]
-    assert found["links"] == {b: [0.0, None]}
-    assert found["words"] == b"".join(key[:8] for key in keys)
-    assert tier.nodes["a"].arena.match(keys) == 2, "nothing came"
-    assert tier.a.requests.survey("r", tokens.tobytes())["runs"] == [], "of another tenant"
-    assert tier.a.requests.survey("r", tokens[:1].tobytes())["words"] == b""
+def test_a_profile_says_how_a_replica_reads_and_how_fast_its_node_gets_blocks(tier: Tier) -> None:
+    assert tier.a.requests.profile("r") == {
+        "tokens_per_block": 32,
+        "block_bytes": 4096,
+        "parts": 1,
+        "namespace": MINE.digest(),
+        "num_partitions": 1,
+        "disk": None,
+        "links": {},
+    }
+    store(tier.nodes["b"].arena, KEYS)
+    wait_for(lambda: known(tier, KEYS))
+    assert tier.stage(KEYS, wait_s=5.0)["num_blocks"] == len(KEYS)
+    ((shard, (latency_s, _)),) = tier.a.requests.profile("r")["links"].items()
+    assert shard == "kvray-shard-b"
+    assert latency_s > 0
     with pytest.raises(ConfigError, match="No rank of 'unknown'"):
-        tier.a.requests.survey("unknown", tokens.tobytes())
+        tier.a.requests.profile("unknown")
 
 
-def test_a_survey_says_what_is_on_the_shards_own_disk(tier: Tier) -> None:
+def test_a_shard_says_what_it_has_on_its_disk_only(tier: Tier) -> None:
     tokens = np.arange(32 * 40, dtype="<i4")
     keys = chain_keys(tokens, tokens_per_block=32, seed=request_seed(MINE.digest()))
     store(tier.nodes["b"].arena, keys)
     wait_for(lambda: tier.b.status()["nvme"]["demoted_blocks"] == 40)
+    packed = b"".join(keys)
+    assert tier.b.requests.on_disk(1, packed) == bytes(40), "it is in memory, too"
     assert ArenaOwner(tier.nodes["b"].arena).clear() == 40
-    with contextlib.closing(ShardSocket(tier.nodes["b"].arena.directory)) as engine:
-        rank = {"replica": "there", "rank": 0, "wanted": [[0, None]]}
-        engine.call("register", timeout_s=5, namespace=MINE.to_wire(), **rank)
-        found = tier.b.requests.survey("there", tokens.tobytes())
-    assert (found["runs"], found["on_disk"]) == ([[40, ["kvray-shard-b"]]], [True])
+    store(tier.nodes["b"].arena, keys[:3])
+    assert tier.b.requests.on_disk(1, packed) == bytes(3) + b"\1" * 37
+    assert tier.b.requests.on_disk(2, packed) == bytes(40), "another part"
+    assert tier.a.requests.on_disk(1, packed) == bytes(40)
+    with pytest.raises(ConfigError, match="no mask of parts"):
+        tier.b.requests.on_disk(0, packed)
 
 
 def test_a_prefetch_brings_a_prompt_before_its_engine_sees_it(tier: Tier) -> None:

@@ -23,7 +23,7 @@ COMMANDS = (
     *("up", "down", "status", "verify", "clear", "sweep", "connector-config", "demo", "replay"),
     *("doctor", "probe", "upgrade", "explain", "ls", "top", "prefetch"),
     *("bench local", "bench connector", "bench gpu", "bench staging", "bench nvme"),
-    "bench tier",
+    *("bench tier", "bench router", "bench serve"),
     *("config show", "config fit", "config schema"),
     *("dashboard install", "dashboard scrape", "dashboard rules", "dashboard show"),
 )

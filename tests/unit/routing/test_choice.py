@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.routing import Candidate, Cost, Load, PoolGuess, Stretch, choose, predict
+from kvray.routing import Candidate, Cost, Load, Lru, Stretch, choose, predict
 from tests.unit.routing.fleet_parts import RATES, candidate, cost
 
 COSTS = st.lists(
@@ -104,7 +104,7 @@ def test_a_prefix_in_every_request_spreads_over_all_replicas(
 ) -> None:
     """The first replica has it; the others may copy it, and a copy costs ten times the tail."""
     numbers = random.Random(0)
-    loads, pools = [Load() for _ in range(count)], [PoolGuess(50) for _ in range(count)]
+    loads, pools = [Load() for _ in range(count)], [Lru[object](50) for _ in range(count)]
     now, work = 0.0, [0.0] * count
     tail_s = 0.1
     for request in range(1000):
@@ -125,7 +125,7 @@ def test_a_prefix_in_every_request_spreads_over_all_replicas(
         costs = [predict(one, 2900, stretches) for one in candidates]
         at = int(choose(costs, draws=[numbers.random() for _ in costs]).replica)
         loads[at].routed(request, costs[at].work_s, now)
-        pools[at].note(["prefix", request])
+        pools[at].use(["prefix", request])
         work[at] += costs[at].work_s
     assert RATES.prefill_tokens_per_s == 1000
     assert max(work) <= 1.4 * sum(work) / count

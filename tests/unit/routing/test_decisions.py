@@ -12,7 +12,6 @@ SURVEY = Survey(
     token_bytes=16_384,
     words=tuple(f"{block}".encode() for block in range(32)),
     stretches=(Stretch(num_tokens=512, holders={"node-0": "host"}),),
-    links={},
     prefix_digest=b"12345678",
 )
 

@@ -1,6 +1,9 @@
 """Which replica a prompt goes to, by what the tier holds and what was routed where."""
 
 from collections import Counter
+from dataclasses import replace
+
+import pytest
 
 from kvray.routing import Place, Standings, Stretch, Survey
 
@@ -23,7 +26,6 @@ def survey(
             f"{prompt if block >= shared else ''} {block}".encode() for block in range(num_blocks)
         ),
         stretches=held_there,
-        links={},
     )
 
 
@@ -98,6 +100,23 @@ def test_what_is_due_waits_no_longer_and_an_end_is_noted_once() -> None:
     assert all(one.cost.queue_s == 0.0 for one in after.ranked)
 
 
+def test_answers_under_way_make_a_prompt_longer_there() -> None:
+    made, found = standings(), survey("p", 100)
+    slow = [replace(one, decode_slowdown=0.5) for one in places()]
+    first = made.choose(slow, 3200, found, now=0.0)
+    made.routed("1", first.cost, found, now=0.0, is_told=True)
+    made.first_token("1", 0.4)
+
+    def computed() -> dict[str, float]:
+        choice = made.choose(slow, 3200, survey("q", 100), now=0.5)
+        return {one.cost.replica: one.cost.compute_s for one in choice.ranked}
+
+    assert computed()[first.replica] == pytest.approx(0.48)
+    assert sorted(computed().values())[:3] == pytest.approx([0.32] * 3)
+    made.done("1", 5.0)
+    assert list(computed().values()) == pytest.approx([0.32] * 4)
+
+
 def test_a_replica_that_went_takes_its_requests_along() -> None:
     made, found = standings(), survey("p", 100)
     replica = route(made, found, 1, 0.0)
@@ -105,3 +124,18 @@ def test_a_replica_that_went_takes_its_requests_along() -> None:
     made.done("1", 0.1)
     left = [one for one in places() if one.replica != replica]
     assert made.choose(left, 3200, found, now=0.2).replica != replica
+
+
+def test_an_idle_replica_that_stays_keeps_what_lately_came() -> None:
+    made, found = standings(), survey("p", 100)
+    replica = route(made, found, 1, 0.0)
+    made.done("1", 0.1)
+
+    def crowds() -> dict[str, float]:
+        choice = made.choose(places(), 3200, found, now=0.2)
+        return {one.cost.replica: one.cost.utilization for one in choice.ranked}
+
+    before = crowds()
+    made.retain(NAMES)
+    assert crowds() == before
+    assert before[replica] > 0

@@ -4,9 +4,18 @@ import pytest
 
 pytest.importorskip("openai")
 
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 
-from kvray.serve.protocol import ChatRequest, ChatWriter, CompletionRequest, Writer, usage
+from kvray.serve.protocol import (
+    ChatRequest,
+    ChatWriter,
+    CompletionRequest,
+    Writer,
+    describe_model,
+    usage,
+)
 from kvray.serve.settings import Settings
 from kvray.serve.text import Answer, Prompts, load_prompts
 
@@ -85,8 +94,8 @@ def test_messages_may_have_text_in_parts_and_developers_are_the_system() -> None
 
 @pytest.mark.parametrize("prompt", ["text", [5, 6]])
 def test_a_list_of_one_prompt_is_that_prompt(prompt: str | list[int]) -> None:
-    assert CompletionRequest(model="m", prompt=prompt).single_prompt() == prompt
-    assert CompletionRequest(model="m", prompt=[prompt]).single_prompt() == prompt
+    assert CompletionRequest(model="m", prompt=prompt).prompt == prompt
+    assert CompletionRequest(model="m", prompt=[prompt]).prompt == prompt
 
 
 def test_usage_does_not_say_what_is_not_known() -> None:
@@ -94,3 +103,25 @@ def test_usage_does_not_say_what_is_not_known() -> None:
     assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
     chunk = ChatWriter("m").usage_chunk(usage(3, 4, 2))
     assert (chunk["choices"], chunk["usage"]["prompt_tokens_details"]) == ([], {"cached_tokens": 2})
+
+
+def test_answers_are_of_the_types_of_openais_package() -> None:
+    used = usage(3, 4, 2, {"pool": 2, "tier": 0})
+    writer, chat = Writer("m"), ChatWriter("m")
+    Model.model_validate(describe_model("m", 1), strict=True)
+    Completion.model_validate(writer.whole("text", "stop", used), strict=True)
+    ChatCompletion.model_validate(chat.whole("text", "stop", used), strict=True)
+    chunks = [*chat.opening(), chat.chunk("text"), chat.chunk("", "stop"), chat.usage_chunk(used)]
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+    assert [one["choices"][0]["delta"] for one in chunks[:3]] == [
+        {"role": "assistant", "content": ""},
+        {"content": "text"},
+        {},
+    ]
+    assert writer.chunk("text")["choices"] == [{"index": 0, "text": "text", "finish_reason": None}]
+
+
+def test_several_prompts_are_refused() -> None:
+    with pytest.raises(ValidationError, match="one prompt a request"):
+        CompletionRequest(model="m", prompt=["a", "b"])

@@ -54,10 +54,7 @@ class LLM:
         assert kv_cache_config.given == {"enable_block_reuse": True, "enable_partial_reuse": False}
         assert kv_connector_config.given["connector_module"] == "kvray.connector"
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def shutdown(self):
         pass
 
     def generate_async(self, prompt, params, *, streaming):

@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from kvray.lab.replay.fleet.plan import FleetPlan
 from kvray.lab.replay.trace import Trace
-from kvray.routing import Stretch
+from kvray.routing import Lru, Stretch
 from kvray.routing.cost import Medium
-
-
-class Lru:
-    """A bounded set of blocks; the least recently used one goes first."""
-
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._blocks: OrderedDict[int, None] = OrderedDict()
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._blocks
-
-    def leading(self, ids: Sequence[int]) -> int:
-        """Return how many of the first ones are here."""
-        return next((at for at, block in enumerate(ids) if block not in self._blocks), len(ids))
-
-    def use(self, ids: Iterable[int]) -> list[int]:
-        """Put blocks here, the last one the youngest; return the blocks that went for them."""
-        for block in ids:
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        return [
-            self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) - self._num_blocks)
-        ]
 
 
 class Memory:
@@ -40,9 +15,9 @@ class Memory:
 
     def __init__(self, trace: Trace, plan: FleetPlan) -> None:
         count = plan.num_replicas
-        self.pools = [Lru(plan.pool_blocks) for _ in range(count)]
-        self._hosts = [Lru(plan.host_blocks) for _ in range(count)]
-        self._disks = [Lru(plan.disk_blocks) for _ in range(count)]
+        self.pools = [Lru[int](plan.pool_blocks) for _ in range(count)]
+        self._hosts = [Lru[int](plan.host_blocks) for _ in range(count)]
+        self._disks = [Lru[int](plan.disk_blocks) for _ in range(count)]
         # Masks of the nodes that have each block.
         self._in_host = [0] * trace.num_unique
         self._on_disk = [0] * trace.num_unique
@@ -64,15 +39,15 @@ class Memory:
 
     def use(self, replica: int, ids: Sequence[int]) -> None:
         """Note that a replica has just had a prompt's blocks: they are in its pool and its host."""
-        leaf_first, bit = ids[::-1], 1 << replica
-        self.pools[replica].use(leaf_first)
-        gone = self._hosts[replica].use(leaf_first)
+        bit = 1 << replica
+        self.pools[replica].use(ids)
+        gone = self._hosts[replica].use(ids)
         _set(self._in_host, bit, ids)
         _clear(self._in_host, bit, gone)
         # A block on disk stays there when it is promoted.
         _set(self._on_disk, bit, gone)
         again = [block for block in ids if block in self._disks[replica]]
-        _clear(self._on_disk, bit, self._disks[replica].use([*again[::-1], *gone]))
+        _clear(self._on_disk, bit, self._disks[replica].use([*gone[::-1], *again]))
 
     def _holders(self, masks: tuple[int, int]) -> dict[str, Medium]:
         found = self._known.get(masks)

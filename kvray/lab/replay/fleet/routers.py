@@ -10,7 +10,7 @@ from typing import Protocol
 from kvray.lab.replay.fleet.memory import Memory
 from kvray.lab.replay.fleet.plan import FleetPlan
 from kvray.lab.replay.trace import Trace
-from kvray.routing import Candidate, Choice, Load, PoolGuess, choose, predict
+from kvray.routing import Candidate, Choice, Load, Lru, choose, predict
 
 MATCH_MIN = 0.1
 """Share of a prompt that must match; the default of Ray's `PrefixCacheAffinityRouter`."""
@@ -113,14 +113,14 @@ class Kvray:
         self._memory = memory
         self._random = random.Random(plan.seed)
         self._loads = [Load() for _ in range(plan.num_replicas)]
-        self._pools = [PoolGuess(plan.pool_blocks) for _ in range(plan.num_replicas)]
+        self._pools = [Lru[int](plan.pool_blocks) for _ in range(plan.num_replicas)]
 
     def route(self, request: Request, queues: Sequence[int], now: float) -> int:
         """Return the replica with the earliest first token."""
         choice = self.choose(request, now)
         replica = int(choice.replica)
         self._loads[replica].routed(request.number, choice.cost.work_s, now)
-        self._pools[replica].note(request.ids)
+        self._pools[replica].use(request.ids)
         return replica
 
     def choose(self, request: Request, now: float) -> Choice:

@@ -48,6 +48,9 @@ REPORT = Report(rows=rows(), note="Two of three rows.", facts={"pairs": 1})
         ({"nvme_cpu_s_per_gb_huge": 0.1, "nvme_store_cpu_s_per_gb_huge": 9.0}, True),
         ({"leader_ms_p50": 0.3, "leader_ms_p99": 1.1}, False),
         ({"leader_tp2_ms_p50": 9.0}, None),
+        ({"router_ms_p50": 2.0, "router_ms_p99": 10.1}, False),
+        ({"serving_conversations_first_token_p90_s_ratio_no-tier": 2.0}, True),
+        ({"serving_conversations_other_text_serve": 1.0}, False),
         ({"store_gb_s_4mib": 0.1}, None),
     ],
 )

@@ -8,29 +8,41 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvray.actors.lookup.partitions import partition_of
+from kvray.actors.names import lookup_name
+from kvray.actors.routers.surveys import Surveys
+from kvray.actors.shard.queries import Prompt
 from kvray.errors import ShardUnavailable
+from kvray.identity.keys import chain_keys, request_seed
+from kvray.index import Run
 from kvray.routing import Link, Outcomes, Stretch, Survey
-from kvray.serve.surveys import Surveys
+from kvray.trace.prefix_digest import prefix_digest
+from tests.ray.engine import NAMESPACE
 
 TOKENS = np.arange(100, dtype="<i4")
-ANSWER = {
-    "shard": "s1",
+PROFILE = {
     "tokens_per_block": 32,
     "block_bytes": 4096,
-    "words": b"abcdefgh" + b"ijklmnop" + b"qrstuvwx",
-    "runs": [[2, ["s1", "s2"]], [3, ["s1"]]],
-    "on_disk": [False, True],
+    "parts": 0b11,
+    "namespace": b"n" * 32,
+    "num_partitions": 2,
+    "disk": [0.0005, 3e9],
     "links": {"s2": [0.001, None], "s3": [0.002, 5e9]},
 }
+RUNS = [
+    Run(stop=2, holders={"s1": 0b11, "s2": 0b111, "s3": 0b01}),
+    Run(stop=3, holders={"s1": 0b11}),
+]
 
 
 class Tier:
-    """The `Ask` of a tier of two shards."""
+    """The `Ask` of a tier of two shards, one of which has a disk."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, str, tuple[Any, ...]]] = []
         self.delay_s = 0.0
         self.is_gone = False
+        self.profile: dict[str, Any] = PROFILE
 
     async def __call__(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
         self.calls.append((actor, method, args))
@@ -39,7 +51,12 @@ class Tier:
             raise ShardUnavailable("No answer.")
         if method == "replica":
             return {0: "s1"} if args[0] == "known" else {}
-        return ANSWER
+        if method == "prompt":
+            return Prompt(keys=b"".join(KEYS), namespace=NAMESPACE, prefix_digest=b"")
+        return {"profile": self.profile, "locate": RUNS, "on_disk": b"\0\1\1"}[method]
+
+
+KEYS = chain_keys(TOKENS, tokens_per_block=32, seed=request_seed(b"n" * 32, salt="t"))
 
 
 @pytest.fixture
@@ -54,28 +71,56 @@ def surveys_of(tier: Tier) -> Surveys:
 async def heard(surveys: Surveys, **marks: Any) -> Survey | None:
     """Return the survey once the homes of the replicas are known."""
     await surveys.survey(TOKENS, ["unknown", "known"])
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
     return await surveys.survey(TOKENS, ["unknown", "known"], **marks)
 
 
-def test_a_survey_has_stretches_words_and_links(tier: Tier) -> None:
+def test_a_survey_says_who_holds_what_and_where(tier: Tier) -> None:
     surveys = surveys_of(tier)
-    found = asyncio.run(heard(surveys, salt="t", lora="/l"))
+    found = asyncio.run(heard(surveys, salt="t"))
     assert found == Survey(
         tokens_per_block=32,
         token_bytes=128.0,
-        words=(b"abcdefgh", b"ijklmnop", b"qrstuvwx"),
+        words=tuple(key[:8] for key in KEYS),
         stretches=(
-            Stretch(num_tokens=64, holders={"s1": "host", "s2": "host"}),
+            Stretch(num_tokens=32, holders={"s1": "host", "s2": "host"}),
+            Stretch(num_tokens=32, holders={"s1": "disk", "s2": "host"}),
             Stretch(num_tokens=32, holders={"s1": "disk"}),
         ),
-        links={
-            "s2": Link(latency_s=0.001, bytes_per_s=2e9),
-            "s3": Link(latency_s=0.002, bytes_per_s=5e9),
-        },
+        prefix_digest=prefix_digest(TOKENS, salt="t"),
     )
-    assert tier.calls[-1] == ("s1", "survey", ("known", TOKENS.tobytes(), "t", "/l"))
+    partition = lookup_name(partition_of(KEYS[0], 2))
+    assert tier.calls[-2:] == [
+        (partition, "locate", (b"".join(KEYS),)),
+        ("s1", "on_disk", (0b11, b"".join(KEYS))),
+    ]
     assert (surveys.home("known"), surveys.home("unknown")) == ("s1", "")
+    profile = surveys.profile("known")
+    assert profile is not None
+    assert profile.disk == Link(latency_s=0.0005, bytes_per_s=3e9)
+    assert profile.links == {
+        "s2": Link(latency_s=0.001, bytes_per_s=2e9),
+        "s3": Link(latency_s=0.002, bytes_per_s=5e9),
+    }
+
+
+@pytest.mark.parametrize(("namespace", "lora"), [(b"", None), (b"n" * 32, "/l")])
+def test_keys_that_only_a_shard_can_make_are_asked_for(
+    tier: Tier, namespace: bytes, lora: str | None
+) -> None:
+    tier.profile = {**PROFILE, "namespace": namespace}
+    found = asyncio.run(heard(surveys_of(tier), salt="t", lora=lora))
+    assert found is not None
+    assert found.words == tuple(key[:8] for key in KEYS)
+    assert ("s1", "prompt", ("known", TOKENS.tobytes(), "t", lora)) in tier.calls
+
+
+def test_blocks_after_one_that_nobody_has_whole_are_of_no_use(tier: Tier) -> None:
+    tier.profile = {**PROFILE, "parts": 0b111, "disk": None}
+    found = asyncio.run(heard(surveys_of(tier)))
+    assert found is not None
+    assert found.stretches == (Stretch(num_tokens=64, holders={"s2": "host"}),)
+    assert "on_disk" not in [method for _, method, _ in tier.calls], "there is no disk"
 
 
 def test_no_request_waits_for_the_place_of_a_replica(tier: Tier) -> None:
@@ -113,7 +158,7 @@ def test_a_tier_that_does_not_answer_costs_the_deadline_once(
 def test_replicas_that_the_tier_does_not_know_are_named_once(
     tier: Tier, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvray.serve.surveys._UNKNOWN_S", 0.02)
+    monkeypatch.setattr("kvray.actors.routers.surveys._UNKNOWN_S", 0.02)
 
     async def ask() -> None:
         surveys = surveys_of(tier)

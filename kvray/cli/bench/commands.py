@@ -1,21 +1,15 @@
-"""`kvray bench`: one command for each thing that is measured."""
+"""The commands of `kvray bench`; those of serving are in a module of their own."""
 
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from kvray.console.boundary import boundary
+from kvray.cli.bench.running import QuickOption, run_bench
+from kvray.cli.bench.serving import router, serve
 from kvray.console.options import ConfigOption, JsonOption, VerboseOption
-from kvray.console.picture import PlotOption, check_plot
+from kvray.console.picture import PlotOption
 
-if TYPE_CHECKING:
-    from kvray.lab.bench.report import Report
-
-QuickOption = Annotated[
-    bool, typer.Option("--quick", help="Measure little: it shows that it works, not how fast.")
-]
 RepeatOption = Annotated[
     int | None,
     typer.Option(min=1, max=1_000_000, metavar="N", help="Pairs of each measurement."),
@@ -52,7 +46,7 @@ def local(
     processes that store and retrieve, and removes it again.
     """
     options = {"config": config, "capacity": capacity, "repeat": repeat, "quick": quick}
-    _run("local", options, as_json=as_json, plot=plot, verbose=verbose)
+    run_bench("local", options, as_json=as_json, plot=plot, verbose=verbose)
 
 
 @bench.command()
@@ -69,7 +63,7 @@ def gpu(
     own under arena.dir, of some 4 GiB, and removes it again.
     """
     options = {"config": config, "repeat": repeat, "quick": quick}
-    _run("gpu", options, as_json=as_json, verbose=verbose)
+    run_bench("gpu", options, as_json=as_json, verbose=verbose)
 
 
 @bench.command()
@@ -91,7 +85,7 @@ def connector(
     needs neither Ray nor a running tier, and leaves nothing behind.
     """
     options = {"config": config, "num_requests": 10 if quick else requests, "block": block}
-    _run("connector", options, as_json=as_json, verbose=verbose)
+    run_bench("connector", options, as_json=as_json, verbose=verbose)
 
 
 @bench.command()
@@ -109,7 +103,7 @@ def lookup(
 
     It needs neither Ray nor a running tier. 5 million entries take some 700 MB.
     """
-    _run("lookup", {"num_entries": entries}, as_json=as_json, verbose=verbose)
+    run_bench("lookup", {"num_entries": entries}, as_json=as_json, verbose=verbose)
 
 
 @bench.command()
@@ -132,7 +126,7 @@ def tables(
     It needs neither Ray nor a running tier. Eight million slots take some 4 GB of memory.
     """
     options = {"config": config, "num_slots": slots or []}
-    _run("arena_tables", options, as_json=as_json, verbose=verbose)
+    run_bench("arena_tables", options, as_json=as_json, verbose=verbose)
 
 
 @bench.command()
@@ -147,7 +141,7 @@ def staging(
     It starts two Ray nodes of its own on this machine, with an arena of 1 GiB each, and removes
     them again. It needs NIXL.
     """
-    _run("staging", {"repeat": repeat, "quick": quick}, as_json=as_json, verbose=verbose)
+    run_bench("staging", {"repeat": repeat, "quick": quick}, as_json=as_json, verbose=verbose)
 
 
 @bench.command()
@@ -177,7 +171,7 @@ def tier(
     """
     options: dict[str, Any] = {"config": config, "capacity": capacity, "blocks": block or ()}
     options |= {"processes": processes or (), "seconds": seconds}
-    _run("tier", options, as_json=as_json, verbose=verbose)
+    run_bench("tier", options, as_json=as_json, verbose=verbose)
 
 
 @bench.command()
@@ -209,25 +203,8 @@ def nvme(
     """
     options = {"config": config, "blocks": block or (), "repeat": repeat, "quick": quick}
     options |= {"disk": directory, "huge_dir": arena_directory}
-    _run("nvme", options, as_json=as_json, verbose=verbose)
+    run_bench("nvme", options, as_json=as_json, verbose=verbose)
 
 
-def _run(
-    name: str, options: dict[str, Any], *, as_json: bool, plot: Path | None = None, verbose: bool
-) -> None:
-    """Have the bench of that name run with `options`, and show its report."""
-    with boundary(verbose=verbose) as interrupts:
-        if plot is not None:
-            check_plot(plot)
-        with interrupts.masked():  # importing starts threads
-            from kvray.lab.bench.runner import running
-
-            module = import_module(f"kvray.lab.bench.{name}")
-        with running(interrupts) as runner:
-            report: Report = module.run(runner, **options)
-        if as_json:
-            print(report.to_json())
-        else:
-            report.show()
-        if plot is not None:
-            report.draw(plot)
+bench.command()(router)
+bench.command()(serve)

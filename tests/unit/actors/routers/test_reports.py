@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("ray.serve")
 
+from kvray.actors.routers.reports import Reports
 from kvray.errors import ShardUnavailable
-from kvray.serve.reports import Reports
 from kvray.trace.routing_note import ROUTING_NOTES_MAX, RoutingNote, unpack_routing
 
 
@@ -31,7 +31,7 @@ def note(request: str, replica: str = "here", **more: Any) -> RoutingNote:
 
 @pytest.fixture
 def tier(monkeypatch: pytest.MonkeyPatch) -> Tier:
-    monkeypatch.setattr("kvray.serve.reports._EVERY_S", 0.01)
+    monkeypatch.setattr("kvray.actors.routers.reports._EVERY_S", 0.01)
     return Tier()
 
 

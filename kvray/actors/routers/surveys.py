@@ -1,0 +1,186 @@
+"""What a router asks of the tier about a prompt: never for longer than a deadline."""
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from kvray.actors.lookup.partitions import partition_of
+from kvray.actors.names import LOOKUP_NAME, lookup_name
+from kvray.actors.ray_glue.arguments import in_pieces
+from kvray.actors.ray_glue.calls import tier_named
+from kvray.actors.shard.queries import Prompt
+from kvray.actors.staging.ask import Ask
+from kvray.breaker import Breaker
+from kvray.errors import KVRayError
+from kvray.identity.block import split_keys
+from kvray.identity.keys import Tokens, chain_keys, pack_tokens, request_seed
+from kvray.index import Run
+from kvray.routing import Outcomes, Profile, Survey, read_profile, survey_of
+from kvray.trace.prefix_digest import prefix_digest
+
+_log = logging.getLogger("ray.serve")
+
+_HOME_S = 10.0
+"""How long the node of a replica counts as known, and what was measured there."""
+_HOME_RETRY_S = 1.0
+_HOME_TIMEOUT_S = 2.0
+_UNKNOWN_S = 30.0
+
+
+class Surveys:
+    """Asks lookup and shards about prompts; for one event loop.
+
+    While the tier does not answer, a request waits once for the deadline; further ones do not ask
+    for a while that doubles, up to seconds.
+    """
+
+    def __init__(
+        self, ask: Ask, cluster_name: str, *, timeout_s: float, outcomes: Outcomes
+    ) -> None:
+        """Ask the tier of that name, each time for at most `timeout_s`; count in `outcomes`."""
+        self._ask = ask
+        self._cluster_name = cluster_name
+        self._timeout_s = timeout_s
+        self._outcomes = outcomes
+        self._breaker = Breaker(random.Random())
+        # Replica -> its shard, empty if it has none, and until when that counts.
+        self._homes: dict[str, tuple[str, float]] = {}
+        self._profiles: dict[str, Profile] = {}  # by shard
+        self._finding: asyncio.Task[None] | None = None
+        self._unknown_since: float | None = None
+        self._has_said = False
+
+    def home(self, replica: str) -> str:
+        """Return the shard with which a replica has registered; empty if that is not known."""
+        return self._homes.get(replica, ("", 0.0))[0]
+
+    def profile(self, replica: str) -> Profile | None:
+        """Return what is known of a replica and its node; None if nothing is yet."""
+        return self._profiles.get(self.home(replica))
+
+    async def survey(
+        self,
+        tokens: Tokens,
+        replicas: Sequence[str],
+        *,
+        salt: str | int | None = None,
+        lora: str | None = None,
+    ) -> Survey | None:
+        """Return where a prompt's blocks are; None if nobody said so in time."""
+        now = time.monotonic()
+        self._find_homes(replicas, now)
+        known = next((name for name in replicas if self.profile(name)), None)
+        self._say_if_unknown(replicas, is_unknown=not any(map(self.home, replicas)))
+        if known is None or self._breaker.state(now) == "open":
+            self._outcomes.surveyed("skipped")
+            return None
+        self._breaker.begin(now)
+        had_failed = self._breaker.error
+        try:
+            with tier_named(self._cluster_name):
+                found = await self._look(known, tokens, salt, lora, until=now + self._timeout_s)
+        except KVRayError as error:
+            self._outcomes.surveyed("failed")
+            self._breaker.fail(time.monotonic(), str(error))
+            self._homes.pop(known, None)
+            if not had_failed:  # once, however long it lasts
+                _log.warning("kvray does not say where prompts are: %s", error)
+            return None
+        self._outcomes.surveyed("answered")
+        self._breaker.succeed()
+        if had_failed:
+            _log.info("kvray says where prompts are again")
+        return found
+
+    async def _look(
+        self,
+        replica: str,
+        tokens: Tokens,
+        salt: str | int | None,
+        lora: str | None,
+        *,
+        until: float,
+    ) -> Survey:
+        """Ask the lookup who has a prompt's blocks, and those with a disk what is only there."""
+        profile = self._profiles[self.home(replica)]
+        packed = pack_tokens(tokens)
+        if profile.namespace and lora is None:
+            seed = request_seed(profile.namespace, salt=salt)
+            keys = chain_keys(packed, tokens_per_block=profile.tokens_per_block, seed=seed)
+            digest = prefix_digest(packed, salt=salt)
+        else:
+            asked = replica, packed.tobytes(), salt, lora
+            prompt: Prompt = await self._call(self.home(replica), "prompt", *asked, until=until)
+            keys, digest = split_keys(prompt.keys), prompt.prefix_digest
+        runs: list[Run] = []
+        on_disk: dict[str, bytes] = {}
+        if keys:
+            pieces = in_pieces(b"".join(keys))
+            lookup = lookup_name(partition_of(keys[0], profile.num_partitions))
+            runs = await self._call(lookup, "locate", *pieces, until=until)
+            holders = {name for run in runs for name in run.holders}
+            disks = [name for name in holders if name in self._profiles]
+            disks = [name for name in disks if self._profiles[name].disk is not None]
+            masks = (
+                self._call(one, "on_disk", profile.parts, *pieces, until=until) for one in disks
+            )
+            on_disk = dict(zip(disks, await asyncio.gather(*masks), strict=True))
+        return survey_of(profile, keys, runs, on_disk, prefix_digest=digest)
+
+    async def _call(self, actor: str, method: str, *args: Any, until: float) -> Any:
+        timeout_s = max(0.0, until - time.monotonic())
+        return await self._ask(actor, method, *args, timeout_s=timeout_s)
+
+    def _say_if_unknown(self, replicas: Sequence[str], *, is_unknown: bool) -> None:
+        """Say once if no replica is known to the tier for long: then nothing is routed by it."""
+        if not is_unknown:
+            self._unknown_since, self._has_said = None, False
+            return
+        now = time.monotonic()
+        since = self._unknown_since = self._unknown_since or now
+        if now - since > _UNKNOWN_S and not self._has_said:
+            self._has_said = True
+            _log.warning(
+                "The tier %r knows none of the replicas %s: requests go to the shorter queue. Give"
+                " them these names in connector.replica; `kvray status` shows those it knows.",
+                self._cluster_name,
+                ", ".join(replicas[:3]),
+            )
+
+    def _find_homes(self, replicas: Sequence[str], now: float) -> None:
+        """Look for the shards of replicas behind the request, if some are not known."""
+        due = [name for name in replicas if self._homes.get(name, ("", 0.0))[1] <= now]
+        if due and (self._finding is None or self._finding.done()):
+            self._homes = {name: one for name, one in self._homes.items() if name in replicas}
+            self._finding = asyncio.get_running_loop().create_task(self._find(due))
+
+    async def _find(self, replicas: Sequence[str]) -> None:
+        with tier_named(self._cluster_name):
+            asked = (
+                self._ask(LOOKUP_NAME, "replica", name, timeout_s=_HOME_TIMEOUT_S)
+                for name in replicas
+            )
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            now = time.monotonic()
+            news: dict[str, str] = {}  # shard -> a replica there
+            for name, answer in zip(replicas, answers, strict=True):
+                shards = [] if isinstance(answer, BaseException) else [*answer.values()]
+                shard = shards[0] if shards else self.home(name)
+                self._homes[name] = shard, now + (_HOME_S if shards else _HOME_RETRY_S)
+                if shards:
+                    news[shard] = name
+            asked = (
+                self._ask(shard, "profile", name, timeout_s=_HOME_TIMEOUT_S)
+                for shard, name in news.items()
+            )
+            profiles = await asyncio.gather(*asked, return_exceptions=True)
+        for (shard, name), found in zip(news.items(), profiles, strict=True):
+            if isinstance(found, BaseException):
+                self._homes[name] = shard, now + _HOME_RETRY_S
+            else:
+                self._profiles[shard] = read_profile(found)
+        homes = {shard for shard, _ in self._homes.values()}
+        self._profiles = {name: one for name, one in self._profiles.items() if name in homes}

@@ -1,0 +1,165 @@
+"""The report of `kvray bench serve`: figures of all endpoints, as a table, JSON or a picture."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich import box
+from rich.table import Table
+
+from kvray import __version__
+from kvray.console.picture import write_picture
+from kvray.console.tables import printer
+from kvray.lab.bench.serving.figures import Figures, Round, over_rounds, ratios, round_figures
+from kvray.lab.bench.targets import is_met
+
+_PLAIN_WIDTH = 110
+_ROWS = {
+    "first_token_p50_s": ("first token, median", "{:.3f} s"),
+    "first_token_p90_s": ("    90th percentile", "{:.3f} s"),
+    "first_token_p99_s": ("    99th percentile", "{:.3f} s"),
+    "requests_per_s": ("requests per second", "{:.3f}"),
+    "in_time_per_s": ("    with a first token in time", "{:.3f}"),
+    "cached_share": ("prompt tokens cached", "{:.1%}"),
+    "reusable_share": ("    an infinite cache", "{:.1%}"),
+    "reuse": ("    of what it would have", "{:.1%}"),
+    "most_requests": ("requests of a replica, most over mean", "{:.2f}"),
+    "most_computed": ("    tokens that it computed", "{:.2f}"),
+    "failed": ("failed requests", "{:.0f}"),
+    "other_text": ("texts unlike the first endpoint's", "{:.0f}"),
+}
+"""Figure -> its title, and how it is written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One workload."""
+
+    name: str
+    rounds: Sequence[Mapping[str, Figures]]
+    """Figures of each endpoint, one a round."""
+    first_tokens: Mapping[str, Sequence[float]]
+    """Endpoint -> the seconds of all answers."""
+    errors: Mapping[str, Sequence[str]]
+    """Endpoint -> what went wrong, each sentence once."""
+
+    @classmethod
+    def of(
+        cls, name: str, rounds: Sequence[Round], *, in_time_s: float, num_replicas: int
+    ) -> Section:
+        """Return the section of a workload's rounds; arguments as of `round_figures`."""
+        answers = {
+            endpoint: [answer for one in rounds for answer in one.answers[endpoint]]
+            for endpoint in rounds[0].answers
+        }
+        return cls(
+            name=name,
+            rounds=[
+                round_figures(one, in_time_s=in_time_s, num_replicas=num_replicas) for one in rounds
+            ],
+            first_tokens={
+                endpoint: [one.first_token_s for one in some if not one.error]
+                for endpoint, some in answers.items()
+            },
+            errors={
+                endpoint: sorted({one.error for one in some if one.error})
+                for endpoint, some in answers.items()
+            },
+        )
+
+    def figures(self) -> dict[str, float]:
+        """Return every figure, by its name in the JSON."""
+        workload = self.name.replace("-", "_")
+        found = {}
+        for endpoint, figures in over_rounds(self.rounds).items():
+            for name, value in figures.items():
+                found[f"serving_{workload}_{name}_{endpoint}"] = round(value, 5)
+        for endpoint, figures in ratios(self.rounds).items():
+            for name, value in figures.items():
+                found[f"serving_{workload}_{name}_ratio_{endpoint}"] = round(value, 4)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingReport:
+    """The result of one run."""
+
+    sections: Sequence[Section]
+    facts: Mapping[str, Any]
+
+    def to_json(self) -> str:
+        """Return one JSON object."""
+        figures = {name: value for one in self.sections for name, value in one.figures().items()}
+        missed = [name for name, value in figures.items() if is_met({name: value}) is False]
+        found = {
+            **figures,
+            "missed": missed,
+            "workloads": [asdict(one) for one in self.sections],
+            **self.facts,
+            "cpu_cores": psutil.cpu_count(),
+            "machine": platform.machine(),
+            "version": __version__,
+        }
+        return json.dumps(found, indent=2)
+
+    def show(self) -> None:
+        """Print a table for each workload."""
+        console = printer(_PLAIN_WIDTH)
+        for section in self.sections:
+            console.print(_table(section))
+            for endpoint, errors in section.errors.items():
+                for error in errors[:3]:
+                    console.print(f"{endpoint}: {error}", markup=False)
+
+    def draw(self, path: Path) -> None:
+        """Write a PNG with the share of requests that had their first token by a time.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(8, 3.5 * len(self.sections)), layout="constrained")
+        panels = figure.subplots(len(self.sections), squeeze=False)[:, 0]
+        for axes, section in zip(panels, self.sections, strict=True):
+            for endpoint, seconds in section.first_tokens.items():
+                shares = [100 * (at + 1) / len(seconds) for at in range(len(seconds))]
+                axes.step(sorted(seconds), shares, where="post", label=endpoint)
+            axes.set_title(section.name, loc="left")
+            axes.set_xlabel("time to the first token, s")
+            axes.set_ylabel("requests, %")
+            axes.set_ylim(0, 100)
+            axes.set_xlim(left=0)
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False, loc="lower right")
+        write_picture(figure, path)
+
+
+def _table(section: Section) -> Table:
+    found, better = over_rounds(section.rounds), ratios(section.rounds)
+    table = Table(title=section.name, box=box.SIMPLE, title_justify="left", pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in found:
+        table.add_column(name, justify="right", no_wrap=True)
+    for figure, (title, written) in _ROWS.items():
+        if any(figure in figures for figures in found.values()):
+            values = (figures.get(figure) for figures in found.values())
+            table.add_row(title, *("" if one is None else written.format(one) for one in values))
+    first = next(iter(found))
+    if better:
+        table.add_section()
+    for figure in next(iter(better.values()), {}):
+        cells = ("" if name == first else _times(better[name].get(figure)) for name in found)
+        table.add_row(f"{first} is better: {_ROWS[figure][0].strip()}", *cells)
+    return table
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}x"

@@ -1,0 +1,184 @@
+"""The requests of a round: when they come, and what of their prompts is equal; pure."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.random import default_rng
+
+from kvray.errors import ConfigError
+from kvray.lab.replay import Trace
+
+VOCABULARY = 16_384
+"""Token ids below are words, or parts of words, of any usual model."""
+_SPECIAL = 1000
+"""Token ids below may be special ones."""
+
+_SYSTEM_TOKENS = 64
+_QUESTION_TOKENS = (128, 256)
+"""Of a conversation's first question, after the system prompt that all have."""
+_TURN_TOKENS = (48, 128)
+"""The answer to the turn before, and the next question."""
+_BEGIN_SHARE = 1 / 6
+"""Share of the requests that begin a conversation."""
+_TURNS_MAX = 10
+_PREFIX_TOKENS = 512
+_OWN_TOKENS = 64
+_PROMPT_TOKENS = 320
+
+Stretch = tuple[int, int]
+"""Name and number of consecutive tokens. Equal names have equal tokens, as far as both go."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request, whose tokens hang on the round."""
+
+    at_s: float
+    """Since the start of the round."""
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt."""
+        return sum(count for _, count in self.stretches)
+
+    def tokens(self, seed: int, *, vocabulary: int = VOCABULARY) -> list[int]:
+        """Return the prompt; another seed has other tokens, equal where these are equal.
+
+        The ids are below `vocabulary`, and not the lowest, which may be special.
+        """
+        low = min(_SPECIAL, vocabulary // 8)
+        parts = [
+            default_rng((seed, name)).integers(low, vocabulary, n) for name, n in self.stretches
+        ]
+        found: list[int] = np.concatenate(parts).tolist()
+        return found
+
+
+def generate(kind: str, *, num_requests: int, seconds: float, seed: int) -> list[Request]:
+    """Return the requests of a generated workload, whose arrivals are those of a Poisson process.
+
+    Args:
+        kind: a name of `KINDS`.
+        num_requests: how many.
+        seconds: from the first to the last.
+        seed: the same number makes the same requests.
+    """
+    gaps = default_rng(seed).exponential(size=num_requests)
+    times = _spread(np.cumsum(gaps), seconds)
+    prompts = KINDS[kind](num_requests, random.Random(seed))
+    return [
+        Request(at_s=at_s, stretches=stretches)
+        for at_s, stretches in zip(times, prompts, strict=True)
+    ]
+
+
+def from_trace(
+    trace: Trace, *, num_requests: int, seconds: float, scale: float, tokens_max: int
+) -> list[Request]:
+    """Return the first requests of a trace, in so many seconds.
+
+    Args:
+        trace: its blocks become stretches of tokens.
+        num_requests: how many.
+        seconds: from the first to the last.
+        scale: prompts and blocks become shorter by this factor.
+        tokens_max: longer prompts lose their end.
+
+    Raises:
+        ConfigError: the trace is too short, or its blocks come to nothing.
+    """
+    if trace.num_requests < num_requests:
+        raise ConfigError(
+            f"{trace.name} has {trace.num_requests} requests and {num_requests} are asked for; give"
+            " a smaller --rate or fewer --seconds."
+        )
+    if trace.block_tokens < scale:
+        raise ConfigError(
+            f"--scale {scale:g}: blocks of {trace.block_tokens} tokens would be empty; give at most"
+            f" {trace.block_tokens}."
+        )
+    times = _spread(trace.times[:num_requests], seconds)
+    found = []
+    for number, at_s in enumerate(times):
+        stop = min(tokens_max, max(1, round(int(trace.num_tokens[number]) / scale)))
+        ids = trace.ids[trace.starts[number] : trace.starts[number + 1]].tolist()
+        ends = [round((depth + 1) * trace.block_tokens / scale) for depth in range(len(ids))]
+        stretches, at = [], 0
+        # What comes after the last block is nobody else's.
+        for name, end in (*zip(ids, ends, strict=True), (trace.num_unique + number, stop)):
+            if min(end, stop) > at:
+                stretches.append((name, min(end, stop) - at))
+                at = min(end, stop)
+        found.append(Request(at_s=at_s, stretches=tuple(stretches)))
+    return found
+
+
+def reusable_tokens(prompts: Sequence[Sequence[int]], *, tokens_per_block: int) -> list[int]:
+    """Return of each prompt how many tokens a cache has that keeps all whole blocks before it.
+
+    An engine computes the last token in any case, so no block that ends with it counts.
+    """
+    blocks: dict[tuple[int, tuple[int, ...]], int] = {}
+    found = []
+    for prompt in prompts:
+        before, is_known, count = -1, True, 0
+        for start in range(0, len(prompt) - tokens_per_block + 1, tokens_per_block):
+            end = start + tokens_per_block
+            key = before, tuple(prompt[start:end])
+            is_known = is_known and key in blocks
+            count += is_known and end < len(prompt)
+            before = blocks.setdefault(key, len(blocks))
+        found.append(count * tokens_per_block)
+    return found
+
+
+def _spread(times: Sequence[float] | np.ndarray, seconds: float) -> list[float]:
+    """Return times from 0 to `seconds`, in the same proportions."""
+    since = np.asarray(times, dtype=np.float64) - times[0]
+    span = float(since[-1])
+    found: list[float] = (since * (seconds / span if span else 0.0)).tolist()
+    return found
+
+
+def _conversations(num_requests: int, drawn: random.Random) -> list[tuple[Stretch, ...]]:
+    """Each goes on with one of the open conversations but the one asked last, or begins another."""
+    names = iter(range(1, 2 * num_requests + 2))
+    is_open: list[tuple[Stretch, ...]] = []
+    found = []
+    for _ in range(num_requests):
+        if len(is_open) < 2 or drawn.random() < _BEGIN_SHARE:
+            turns: tuple[Stretch, ...] = (
+                (0, _SYSTEM_TOKENS),
+                (
+                    next(names),
+                    drawn.randint(*_QUESTION_TOKENS),
+                ),
+            )
+        else:
+            before = is_open.pop(drawn.randrange(len(is_open) - 1))
+            turns = *before, (next(names), drawn.randint(*_TURN_TOKENS))
+        if len(turns) <= _TURNS_MAX:
+            is_open.append(turns)
+        found.append(turns)
+    return found
+
+
+def _one_prefix(num_requests: int, drawn: random.Random) -> list[tuple[Stretch, ...]]:
+    return [((0, _PREFIX_TOKENS), (number, _OWN_TOKENS)) for number in range(1, num_requests + 1)]
+
+
+def _no_prefix(num_requests: int, drawn: random.Random) -> list[tuple[Stretch, ...]]:
+    return [((number, _PROMPT_TOKENS),) for number in range(num_requests)]
+
+
+KINDS: dict[str, Callable[[int, random.Random], list[tuple[Stretch, ...]]]] = {
+    "conversations": _conversations,
+    "one-prefix": _one_prefix,
+    "no-prefix": _no_prefix,
+}
+"""Generated workloads: conversations of several turns; one prefix in all prompts; none in any."""
