@@ -15,7 +15,8 @@ _PREFIX = "ray_kvray_"
 
 def scrape(temp_dir: Path) -> list[Sample]:
     """Return the samples of kvray's metrics that the port of the node with `temp_dir` has now."""
-    (port,) = temp_dir.glob("session_2*/metrics_export_port_*")
+    ports = temp_dir.glob("session_2*/metrics_export_port_*")  # some of sessions before this one
+    port = max(ports, key=lambda one: one.stat().st_mtime)
     with urllib.request.urlopen(f"http://127.0.0.1:{port.read_text()}", timeout=10) as answer:
         families: list[Metric] = list(text_string_to_metric_families(answer.read().decode()))
     return [one for family in families for one in family.samples if one.name.startswith(_PREFIX)]

@@ -73,7 +73,8 @@ def serve(
         typer.Option(min=1, max=10_000_000, metavar="N", help="Longer prompts lose their end."),
     ] = 2048,
     vocabulary: Annotated[
-        int, typer.Option(min=64, metavar="N", help="Token ids of prompts are below N.")
+        int,
+        typer.Option(min=64, max=10_000_000, metavar="N", help="Token ids of prompts are below N."),
     ] = 16_384,
     answer_tokens: Annotated[
         int, typer.Option(min=1, max=100_000, metavar="N", help="Tokens of an answer.")
