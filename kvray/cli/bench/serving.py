@@ -81,7 +81,9 @@ def serve(
     ] = 8,
     in_time: Annotated[
         float,
-        typer.Option(min=0.001, metavar="S", help="A first token that comes later is too late."),
+        typer.Option(
+            min=0.001, max=86_400, metavar="S", help="A first token that comes later is too late."
+        ),
     ] = 2,
     timeout: Annotated[
         float,
@@ -101,7 +103,10 @@ def serve(
         typer.Option(metavar="NAME", help="[what the endpoint lists; --local: smollm2]"),
     ] = None,
     pool_blocks: Annotated[
-        int, typer.Option(min=16, metavar="N", help="--local: blocks of an engine's own pool.")
+        int,
+        typer.Option(
+            min=16, max=86_400, metavar="N", help="--local: blocks of an engine's own pool."
+        ),
     ] = 128,
     capacity: Annotated[
         str, typer.Option(metavar="SIZE", help="--local: shared memory of the tier's arena.")
