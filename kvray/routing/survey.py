@@ -35,9 +35,15 @@ class Profile:
 
 def read_profile(found: Mapping[str, Any]) -> Profile:
     """Return what `ActorRequests.profile` said."""
-    links = {name: _link(one) for name, one in found["links"].items()}
-    disk = None if found["disk"] is None else _link(found["disk"])
-    return Profile(**{**found, "links": links, "disk": disk})
+    return Profile(
+        tokens_per_block=found["tokens_per_block"],
+        block_bytes=found["block_bytes"],
+        parts=found["parts"],
+        namespace=found["namespace"],
+        num_partitions=found["num_partitions"],
+        disk=None if found["disk"] is None else _link(found["disk"]),
+        links={name: _link(one) for name, one in found["links"].items()},
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

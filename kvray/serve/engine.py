@@ -132,17 +132,17 @@ class Engine:
         """
         heard: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most max_tokens and one more
         call = await self._submit(tokens, max_tokens, _onto_loop(heard.put_nowait))
-        is_first, num_answering = not self._waiting, len(self._calls)
+        is_apart, num_answering = not self._waiting, len(self._calls)  # from other prompts
         self._begin(call)
         try:
             yield {"engine": self._replica.name}
             while (new := await heard.get()) is not None:
                 self._heard_at = time.monotonic()
-                # Whether no other prompt was being computed while this one was.
-                is_first &= call not in self._waiting or len(self._waiting) == 1
-                self._waiting.discard(call)
+                if call in self._waiting:
+                    is_apart = is_apart and len(self._waiting) == 1
+                    self._waiting.remove(call)
                 yield {"tokens": new}
-            if is_first and call.future.exception() is None:
+            if is_apart and call.future.exception() is None:
                 output = call.future.result()
                 cached = output.reused_tokens + output.hit_tokens
                 self._speed.note(output.prompt_tokens - cached, output.ttft_s, num_answering)

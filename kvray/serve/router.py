@@ -84,7 +84,7 @@ class KvRayRouter(RequestRouter):
         reports = Reports(ask, cluster_name, self._surveys.home)
         self._decisions = Decisions(self._standings, outcomes, reports.add)
         # It ends with the process, as Serve does not say when a router ends.
-        MetricsThread(lambda _: _figures(outcomes), cluster_name)
+        MetricsThread(lambda _: figures_of(outcomes), cluster_name)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Know these replicas, and no others."""
@@ -193,5 +193,6 @@ def _prompt_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dic
     return tokens, {"salt": kwargs.get(_ARGUMENTS[1]), "lora": kwargs.get(_ARGUMENTS[2])}
 
 
-def _figures(outcomes: Outcomes) -> Figures:
+def figures_of(outcomes: Outcomes) -> Figures:
+    """Return a router's counts as the export takes them."""
     return Figures(totals=[Totals(source="router", totals=outcomes.totals())])

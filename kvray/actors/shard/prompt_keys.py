@@ -12,7 +12,6 @@ from kvray.identity.block import UNNAMED, BlockKey, frame
 from kvray.identity.fingerprint import fingerprint_model
 from kvray.identity.keys import MediaItem, chain_keys, request_seed
 from kvray.identity.tenant import TenantSalts
-from kvray.trace.prefix_digest import prefix_digest
 
 
 def prompt_keys(
@@ -57,18 +56,6 @@ def check_named(reader: Reader) -> None:
             "The replica uses no tier until its checkpoint is told from others; `kvray status` says"
             " how far it is. Try again then, or name the model in connector.model_key."
         )
-
-
-def prompt_digest(
-    reader: Reader, tokens: bytes, *, salt: str | int | None, lora: str | None
-) -> bytes:
-    """Return a prompt's `prefix_digest` as its engine has it; empty if only the engine knows it.
-
-    An adapter or a tenant enters it by what only keys are made of here.
-    """
-    if not tokens or lora is not None or reader.tenants is not None:
-        return b""
-    return prefix_digest(np.frombuffer(tokens, dtype="<i4"), salt=salt)
 
 
 def _of_tenant(check: str, salt: str | int | None, tenants: TenantSalts | None) -> str:

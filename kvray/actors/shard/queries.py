@@ -9,7 +9,7 @@ import numpy as np
 
 from kvray.actors.lookup.stored_digests import Finding
 from kvray.actors.shard.loop_thread import ANSWER_S
-from kvray.actors.shard.prompt_keys import prompt_digest, prompt_keys
+from kvray.actors.shard.prompt_keys import prompt_keys
 from kvray.actors.shard.serving import ShardParts
 from kvray.actors.staging.wire_values import keys_of
 from kvray.errors import ConfigError
@@ -18,6 +18,7 @@ from kvray.store.arena import key_index, lease, quotas
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.hot_prefixes import hot_prefixes
+from kvray.trace.prefix_digest import prefix_digest
 from kvray.trace.request_note import RequestNote, unpack
 from kvray.trace.routing_note import RoutingNote
 
@@ -118,7 +119,10 @@ class Queries:
         keys = prompt_keys(reader, tokens, salt=salt, lora=lora, tenants=self._parts.tenants)
         if len(keys) > KEYS_MAX:
             raise ConfigError(f"A prompt of {len(keys)} blocks is too long; at most {KEYS_MAX}.")
-        digest = prompt_digest(reader, tokens, salt=salt, lora=lora)
+        # An adapter or a tenant enters the digest by what only keys are made of here.
+        digest = b""
+        if len(tokens) and lora is None and reader.tenants is None:
+            digest = prefix_digest(np.frombuffer(tokens, dtype="<i4"), salt=salt)
         return Prompt(keys=b"".join(keys), namespace=reader.namespace, prefix_digest=digest)
 
     def contents(self, namespace: str | None, hottest: int) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def serve(
     pool_blocks: Annotated[
         int,
         typer.Option(
-            min=16, max=86_400, metavar="N", help="--local: blocks of an engine's own pool."
+            min=16, max=10_000_000, metavar="N", help="--local: blocks of an engine's own pool."
         ),
     ] = 128,
     capacity: Annotated[

@@ -89,8 +89,13 @@ def median_s(durations: Sequence[Duration]) -> float:
 
 
 def percentile_s(durations: Sequence[Duration], percent: float) -> float:
-    """Return the smallest duration that `percent` of the durations do not exceed."""
-    ordered = sorted(one.seconds for one in durations)
+    """Return the `percentile` of the durations."""
+    return percentile([one.seconds for one in durations], percent)
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return the smallest value that `percent` of the values do not exceed."""
+    ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from kvray.actors.ray_glue.calls import call, create_actor, tier_named
-from kvray.actors.tier.launch import local_tier
+from kvray.actors.tier.launch import Launch, local_tier
 from kvray.actors.tier.rollout import Observer
 from kvray.config import KVRayConfig, format_size, load_config
 from kvray.errors import CapacityError, ConfigError
@@ -55,7 +55,7 @@ def run(
     num_bytes = parse_option("--capacity", capacity)
     sizes = [parse_option("--block", text) for text in blocks] or list(SIZES)
     steps = sorted(set(processes)) or [1 << n for n in range(4) if 1 << n <= _num_cores()]
-    settings = _settings_of(config, num_bytes)
+    settings = own_settings(config, capacity=num_bytes)
     _check(settings, sizes, num_processes=steps[-1])
     bench = _Bench(runner, settings, sizes, steps=steps, seconds=seconds)
     with runner.scope() as scope:
@@ -83,17 +83,28 @@ def _num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _settings_of(config: Path | None, capacity: int) -> KVRayConfig:
-    """Return the settings of a tier of the bench's own, on a Ray of its own, without a disk."""
+def own_settings(config: Path | None, **arena: int) -> KVRayConfig:
+    """Return the settings of a tier of the bench's own, on a Ray of its own, without a disk.
+
+    They are those of `config`, but for the settings `arena` of its arena.
+    """
     settings = load_config(config)
     return settings.model_copy(
         update={
             "cluster_name": f"bench-{os.getpid()}",
-            "arena": settings.arena.model_copy(update={"capacity": capacity}),
+            "arena": settings.arena.model_copy(update=arena),
             "nvme": settings.nvme.model_copy(update={"dir": None}),
             "ray": settings.ray.model_copy(update={"address": None}),
         }
     )
+
+
+def start_tier(runner: Runner, settings: KVRayConfig) -> Launch:
+    """Start Ray and the tier, which end with the run."""
+    check = runner.interrupts.check  # a signal is held back until Ray can be ended
+    observer = Observer(waiting=lambda elapsed_s: check(), report=lambda shards: check())
+    with runner.interrupts.held():
+        return runner.stack.enter_context(local_tier(settings, observer=observer))
 
 
 def _check(settings: KVRayConfig, sizes: Sequence[int], *, num_processes: int) -> None:
@@ -159,7 +170,7 @@ class _Bench:
         )
         # The short form of `bench local` has counted its own steps.
         runner.show("Starting a tier", total=5 + 1 + asked + turns * len(self._steps) + 1)
-        shard = psutil.Process(self._start_tier())
+        shard = psutil.Process(int(start_tier(self._runner, self._settings).shards[0]["pid"]))
         self._workers = [Worker.start(runner) for _ in range(self._steps[-1])]
         call_all(self._workers, "allocate", num_bytes=BUFFER_BYTES)
         call_all(
@@ -190,15 +201,6 @@ class _Bench:
         idle["tier_idle_own_cpu_share"] = max(0.0, share - bare)
         title = "shard's CPU, idle, and that of an actor of Ray's that does nothing"
         return [*rows, Row(title=title, unit="cores", ours=share, floor=bare, figures=idle)]
-
-    def _start_tier(self) -> int:
-        """Start Ray and the tier, which end with the run; return the shard's pid."""
-        runner = self._runner
-        check = runner.interrupts.check  # a signal is held back until Ray can be ended
-        observer = Observer(waiting=lambda elapsed_s: check(), report=lambda shards: check())
-        with runner.interrupts.held():
-            launch = runner.stack.enter_context(local_tier(self._settings, observer=observer))
-        return int(launch.shards[0]["pid"])
 
     def _ask(self, prefixes: range, sizes: Sequence[int], title: str) -> Found:
         """Have one process ask once for each prefix."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvray.lab.bench.runner import percentile
 from kvray.lab.bench.serving.load import Answer, Due
 
 Figures = dict[str, float]
@@ -84,12 +84,6 @@ def ratios(rounds: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
             if of_rounds:
                 found[other][figure] = statistics.median(of_rounds)
     return found
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that `percent` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def _times(requests: Sequence[Due], answers: Sequence[Answer], in_time_s: float) -> Figures:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 import socket
 import tempfile
 import time
@@ -16,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from kvray.actors.tier.launch import local_tier
-from kvray.actors.tier.rollout import Observer
-from kvray.config import KVRayConfig, load_config
+from kvray.config import KVRayConfig
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.bench.runner import Runner, parse_option
 from kvray.lab.bench.serving.load import Endpoint
+from kvray.lab.bench.tier import own_settings, start_tier
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -56,8 +54,10 @@ class Fleet:
         runner.show("Starting a tier")
         # Ray prints words about its workers, which are no part of the report.
         runner.stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        settings = self._settings()
-        address = _start_tier(runner, settings)
+        capacity = parse_option("--capacity", self.capacity)
+        settings = own_settings(self.config, capacity=capacity)
+        launch = start_tier(runner, settings)
+        assert launch.local is not None, "the tier is on a Ray of its own"
         directory = runner.make_directory(Path(tempfile.gettempdir()))
         from ray import serve
 
@@ -68,7 +68,7 @@ class Fleet:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
         for name in _ROUTERS:
             runner.show(f"Starting {name}")
-            path = self._write_config(settings, directory, name, address)
+            path = self._write_config(settings, directory, name, launch.local.address)
             target = serve.RunTarget(app(self._arguments(name, path)), name, f"/{name}")
             serve.run_many([target], wait_for_applications_running=False)
             self._wait(runner, serve.status, name)
@@ -76,19 +76,6 @@ class Fleet:
             Endpoint(name=name, url=f"http://127.0.0.1:{port}/{name}", model=self.model)
             for name in _ROUTERS
         ]
-
-    def _settings(self) -> KVRayConfig:
-        """Return the settings of a tier of the bench's own, on a Ray of its own, without a disk."""
-        settings = load_config(self.config)
-        capacity = parse_option("--capacity", self.capacity)
-        return settings.model_copy(
-            update={
-                "cluster_name": f"bench-{os.getpid()}",
-                "arena": settings.arena.model_copy(update={"capacity": capacity}),
-                "nvme": settings.nvme.model_copy(update={"dir": None}),
-                "ray": settings.ray.model_copy(update={"address": None}),
-            }
-        )
 
     def _arguments(self, name: str, config: Path) -> dict[str, Any]:
         """Return the arguments of an application."""
@@ -134,16 +121,6 @@ class Fleet:
         raise KVRayError(
             f"{name} did not start within {self.start_timeout_s:.0f} s; give fewer --replicas."
         )
-
-
-def _start_tier(runner: Runner, settings: KVRayConfig) -> str:
-    """Start Ray and the tier, which end with the run; return Ray's address."""
-    check = runner.interrupts.check  # a signal is held back until Ray can be ended
-    observer = Observer(waiting=lambda elapsed_s: check(), report=lambda shards: check())
-    with runner.interrupts.held():
-        launch = runner.stack.enter_context(local_tier(settings, observer=observer))
-    assert launch.local is not None, "the tier is on a Ray of its own"
-    return launch.local.address
 
 
 def _free_port() -> int:

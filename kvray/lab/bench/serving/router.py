@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,7 @@ from numpy.random import default_rng
 from kvray.actors.ray_glue.async_calls import ActorCalls
 from kvray.actors.ray_glue.calls import create_actor, tier_named
 from kvray.actors.routers.surveys import Surveys
-from kvray.actors.tier.launch import local_tier
-from kvray.actors.tier.rollout import Observer
-from kvray.config import KVRayConfig, load_config
+from kvray.config import KVRayConfig
 from kvray.errors import KVRayError
 from kvray.identity.block import Namespace
 from kvray.identity.keys import chain_keys, pack_tokens, request_seed
@@ -33,6 +32,7 @@ from kvray.lab.bench.runner import (
     percentile_s,
     reserve_all,
 )
+from kvray.lab.bench.tier import own_settings, start_tier
 from kvray.node import NodeLink, Registration, attach
 from kvray.routing import Decisions, Outcomes, Place, Standings
 
@@ -83,8 +83,10 @@ def run(
     """
     repeat = repeat or (20 if quick else 500)
     runner.show("Starting a tier", total=2 + repeat)
-    settings = _settings_of(config)
-    link = _start(runner, settings)
+    settings = own_settings(config, capacity=_CAPACITY, slot_min=_BLOCK_BYTES)
+    start_tier(runner, settings)
+    link = _attach(runner, settings)
+    runner.advance()
     names = [f"bench-{number}" for number in range(num_replicas)]
     for name in names:
         link.register(Registration(replica=name, rank=0, namespace=_NAMESPACE, counters=dict))
@@ -103,31 +105,10 @@ def run(
     )
 
 
-def _settings_of(config: Path | None) -> KVRayConfig:
-    """Return the settings of a tier of the bench's own, on a Ray of its own, without a disk."""
-    settings = load_config(config)
-    arena = settings.arena.model_copy(update={"capacity": _CAPACITY, "slot_min": _BLOCK_BYTES})
-    return settings.model_copy(
-        update={
-            "cluster_name": f"bench-{os.getpid()}",
-            "arena": arena,
-            "nvme": settings.nvme.model_copy(update={"dir": None}),
-            "ray": settings.ray.model_copy(update={"address": None}),
-        }
-    )
-
-
-def _start(runner: Runner, settings: KVRayConfig) -> NodeLink:
-    """Start Ray and the tier, which end with the run; return this process's link to it."""
-    check = runner.interrupts.check
-    observer = Observer(waiting=lambda elapsed_s: check(), report=lambda shards: check())
-    with runner.interrupts.held():
-        runner.stack.enter_context(local_tier(settings, observer=observer))
-        link = attach(
-            settings.node_dir, label="bench", lock_wait_s=LOCK_WAIT_S, attach_retry_s=_POLL_S
-        )
-        runner.stack.callback(link.detach)
-    runner.advance()
+def _attach(runner: Runner, settings: KVRayConfig) -> NodeLink:
+    """Return this process's link to the tier; it ends with the run."""
+    link = attach(settings.node_dir, label="bench", lock_wait_s=LOCK_WAIT_S, attach_retry_s=_POLL_S)
+    runner.stack.callback(link.detach)
     return link
 
 
@@ -254,12 +235,12 @@ def _rows(found: Sequence[_Times]) -> list[Row]:
     asking = [one.asking for one in found]
     deciding = [Duration(one.whole.seconds - one.asking.seconds) for one in found]
     rows = []
-    for title, name, percent in (
-        ("choice of a replica", "p50", 50),
-        ("    99th percentile", "p99", 99),
-        ("    longest", "max", 100),
+    for title, name, of in (
+        ("choice of a replica", "p50", median_s),
+        ("    99th percentile", "p99", partial(percentile_s, percent=99)),
+        ("    longest", "max", partial(percentile_s, percent=100)),
     ):
-        ours, floor = (1000 * percentile_s(times, percent) for times in (whole, bare))
+        ours, floor = (1000 * of(times) for times in (whole, bare))
         figures = {f"router_ms_{name}": ours, f"router_bare_ms_{name}": floor}
         rows.append(
             Row(title=title, unit="ms", ours=ours, floor=floor, ratio=ours / floor, figures=figures)
