@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, RayServeException
@@ -41,6 +41,14 @@ _HERE = Prefetched(num_tokens=0, staged_tokens=0, reason="none")
 Event = dict[str, Any]
 
 
+class GenerateArgs(NamedTuple):
+    """The arguments of `Engine.generate`."""
+
+    tokens: list[int]
+    max_tokens: int
+    salt: str | None = None
+
+
 class Dispatcher:
     """Hands requests to the replicas of `Engine`: choose one, prefetch there, dispatch.
 
@@ -64,7 +72,7 @@ class Dispatcher:
                 " kvray prefetches nothing."
             )
 
-    async def answer(self, tokens: list[int], max_tokens: int) -> AsyncGenerator[Event, None]:
+    async def answer(self, asked: GenerateArgs) -> AsyncGenerator[Event, None]:
         """Yield what the `generate` of one engine yields.
 
         An engine that is gone or silent before it has taken the request is passed over.
@@ -73,7 +81,7 @@ class Dispatcher:
             RequestError: no engine takes it, one refused it or broke off, or time is up.
         """
         deadline = time.monotonic() + self._timeout_s
-        taken, events, routed, brought = await self._hand_over(tokens, max_tokens, deadline)
+        taken, events, routed, brought = await self._hand_over(asked, deadline)
         is_over = False
         try:
             yield taken
@@ -105,14 +113,14 @@ class Dispatcher:
         return False
 
     async def _hand_over(
-        self, tokens: list[int], max_tokens: int, deadline: float
+        self, asked: GenerateArgs, deadline: float
     ) -> tuple[Event, Any, Routed, Prefetched | None]:
         """Return the first event of the engine that has taken the request, and those to come."""
         tries_left = _TRIES_MAX
         while True:
             tries_left -= 1
             try:
-                return await self._try(tokens, max_tokens, deadline, is_last=not tries_left)
+                return await self._try(asked, deadline, is_last=not tries_left)
             except _GONE as error:
                 is_full = isinstance(error, BackPressureError)
                 if is_full or not tries_left or time.monotonic() >= deadline:
@@ -120,24 +128,24 @@ class Dispatcher:
                 _log.warning("An engine did not take a request (%r); another one gets it", error)
 
     async def _try(
-        self, tokens: list[int], max_tokens: int, deadline: float, *, is_last: bool
+        self, asked: GenerateArgs, deadline: float, *, is_last: bool
     ) -> tuple[Event, Any, Routed, Prefetched | None]:
         async with AsyncExitStack() as chosen:  # a choice that is not used is given back
             routed = Routed()
             brought: Prefetched | None = None
             if self._can_choose:
-                choose = partial(self._choose, tokens, max_tokens)
+                choose = partial(self._choose, asked)
                 timeout_s = deadline - time.monotonic()
                 choosing = first_choice(choose, rival_s=_RIVAL_S, timeout_s=timeout_s)
                 choice, routed = await chosen.enter_async_context(choosing)
                 brought = _HERE
                 if choice.replica_id not in routed.here:
                     name = replica_name(choice.replica_id)
-                    brought = await self._prefetcher.bring(tokens, name)
+                    brought = await self._prefetcher.bring(asked.tokens, name, asked.salt)
                 routed.sent(choice.replica_id)
-                events = self._engines.dispatch(choice, tokens, max_tokens)
+                events = self._engines.dispatch(choice, *asked)
             else:
-                events = self._engines.remote(tokens, max_tokens)
+                events = self._engines.remote(*asked)
             patience_s = deadline - time.monotonic()
             if self._can_choose and not is_last:  # else the wait for a free engine is part of it
                 patience_s = min(patience_s, _TAKE_TIMEOUT_S)
@@ -151,10 +159,10 @@ class Dispatcher:
                 raise
 
     @asynccontextmanager
-    async def _choose(self, tokens: list[int], max_tokens: int) -> AsyncIterator[Any]:
+    async def _choose(self, asked: GenerateArgs) -> AsyncIterator[Any]:
         """Yield a choice, and whom to tell how it turned out."""
         routed = Routed()
-        choosing = self._engines.choose_replica(tokens, max_tokens, kvray_routed=routed)
+        choosing = self._engines.choose_replica(*asked, kvray_salt=asked.salt, kvray_routed=routed)
         try:
             async with choosing as choice:
                 yield choice, routed

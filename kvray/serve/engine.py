@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,9 @@ class Engine:
         # The thread reads what does not change, and whether this object closes.
         threading.Thread(target=self._watch, args=(leave,), name="kvray-watch", daemon=True).start()
 
-    async def generate(self, tokens: list[int], max_tokens: int) -> AsyncIterator[dict[str, Any]]:
+    async def generate(
+        self, tokens: list[int], max_tokens: int, salt: str | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
         """Yield `{"engine": name}` once the engine has it, the tokens as they come, then its end.
 
         Those are `{"tokens": [...]}`. The end is `{"finish_reason", "prompt_tokens",
@@ -131,7 +134,12 @@ class Engine:
         "is_config"}`. A caller that stops listening ends the request in the engine.
         """
         heard: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most max_tokens and one more
-        call = await self._submit(tokens, max_tokens, _onto_loop(heard.put_nowait))
+        tell = _onto_loop(heard.put_nowait)
+        submit = partial(
+            self._replica.submit, tokens, max_tokens=max_tokens, salt=salt, listener=tell
+        )
+        call = await self._submit(submit)
+        call.future.add_done_callback(lambda _: tell(None))
         is_apart, num_answering = not self._waiting, len(self._calls)  # from other prompts
         self._begin(call)
         try:
@@ -170,15 +178,11 @@ class Engine:
                 f" {len(self._calls)} requests under way; it is replaced."
             )
 
-    async def _submit(
-        self, tokens: list[int], max_tokens: int, tell: Callable[[list[int] | None], None]
-    ) -> Call:
-        """Hand a request over, which may take a moment; `tell` hears its tokens, then None."""
-        sending = asyncio.ensure_future(
-            asyncio.to_thread(self._replica.submit, tokens, max_tokens=max_tokens, listener=tell)
-        )
+    async def _submit(self, submit: Callable[[], Call]) -> Call:
+        """Hand a request over, which may take a moment."""
+        sending = asyncio.ensure_future(asyncio.to_thread(submit))
         try:
-            call = await asyncio.shield(sending)
+            return await asyncio.shield(sending)
         except asyncio.CancelledError:  # the engine gets it all the same, and ends it
             sending.add_done_callback(self._leave_when_sent)
             raise
@@ -186,8 +190,6 @@ class Engine:
             if not self._replica.is_alive:
                 await asyncio.sleep(_LEAVE_S)  # this process ends first, and another one gets it
             raise
-        call.future.add_done_callback(lambda _: tell(None))
-        return call
 
     def _leave_when_sent(self, sending: "asyncio.Future[Call]") -> None:
         if sending.exception() is None:

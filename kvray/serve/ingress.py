@@ -13,7 +13,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
-from kvray.serve.dispatch import Dispatcher
+from kvray.serve.dispatch import Dispatcher, GenerateArgs
 from kvray.serve.prefetch import Prefetcher
 from kvray.serve.protocol import (
     ChatRequest,
@@ -129,7 +129,7 @@ class Ingress:
         if not tokens:
             raise RequestError("The prompt is empty.", param="prompt")
         answer = Answer(self._prompts.decode, tokens, asked.stop_texts)
-        events = self._dispatcher.answer(tokens, max_tokens)
+        events = self._dispatcher.answer(GenerateArgs(tokens, max_tokens, asked.cache_salt))
         headers = {REPLICA_HEADER: (await anext(events))["engine"]}
         first = await anext(events)  # so that what the engine refuses has a status of its own
         pieces = pieces_of(first, events, answer)

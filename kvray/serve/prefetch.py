@@ -6,13 +6,13 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from kvray import Client
 from kvray.breaker import Breaker
 from kvray.client import Prefetched
 from kvray.config import load_config
-from kvray.errors import KVRayError
+from kvray.errors import ConfigError, KVRayError
 from kvray.serve.settings import Settings
 
 _log = logging.getLogger("ray.serve")
@@ -38,8 +38,13 @@ class Prefetcher:
         self._client = Client(load_config(settings.kvray_config, overrides=timeout))
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvray-prefetch")
         self._breaker_of = lru_cache(_BREAKERS_MAX)(lambda replica: Breaker(random.Random()))
+        self._warn_once = lru_cache(_BREAKERS_MAX)(
+            partial(_log.warning, "kvray does not prefetch a prompt: %s")
+        )
 
-    async def bring(self, tokens: Sequence[int], replica: str) -> Prefetched | None:
+    async def bring(
+        self, tokens: Sequence[int], replica: str, salt: str | None
+    ) -> Prefetched | None:
         """Return once the prompt's blocks are where the replica is; None: not waited for."""
         if self._timeout_s == 0:
             return None
@@ -48,11 +53,15 @@ class Prefetcher:
             return None
         breaker.begin(time.monotonic())
         asked = asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: self._client.prefetch(tokens, replica=replica)
+            self._threads, lambda: self._client.prefetch(tokens, replica=replica, salt=salt)
         )
         had_failed = breaker.error
         try:
             brought = await asyncio.wait_for(asked, self._timeout_s)
+        except ConfigError as error:  # of this request: what it costs, the others need not pay
+            breaker.succeed()
+            self._warn_once(str(error))
+            return None
         except (KVRayError, asyncio.TimeoutError) as error:
             reason = str(error) or f"no answer within {self._timeout_s} s"
             breaker.fail(time.monotonic(), reason)

@@ -57,6 +57,7 @@ class _Asked(BaseModel):
     stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
 
     @model_validator(mode="after")
     def _refuse_what_is_not_done(self) -> "_Asked":

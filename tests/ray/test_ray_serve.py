@@ -82,6 +82,23 @@ def test_the_second_replica_gives_the_same_answer_with_a_hit(served: Served) -> 
     assert [model.id for model in served.client.models.list()] == ["tiny"]
 
 
+def test_a_salt_shares_blocks_with_its_like_only(served: Served) -> None:
+    whole = served.ask().choices[0].message.content
+
+    def cached(salt: str) -> int:
+        answer = served.ask(extra_body={"cache_salt": salt})
+        assert answer.choices[0].message.content == whole
+        return int(answer.usage.prompt_tokens_details.cached_tokens)
+
+    stored = served.stored()
+    assert cached("acme/1") == 0
+    wait_for(lambda: served.stored() > stored, "the save")
+    assert cached("acme/1") > 0
+    assert cached("other/1") == 0
+    with pytest.raises(openai.BadRequestError):
+        served.ask(extra_body={"cache_salt": ""})
+
+
 def test_explain_says_why_a_request_went_to_its_replica_and_how_that_turned_out(
     served: Served,
 ) -> None:

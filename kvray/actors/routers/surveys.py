@@ -14,7 +14,7 @@ from kvray.actors.ray_glue.calls import tier_named
 from kvray.actors.shard.queries import Prompt
 from kvray.actors.staging.ask import Ask
 from kvray.breaker import Breaker
-from kvray.errors import KVRayError
+from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import split_keys
 from kvray.identity.keys import Tokens, chain_keys, pack_tokens, request_seed
 from kvray.index import Run
@@ -72,16 +72,21 @@ class Surveys:
         """Return where a prompt's blocks are; None if nobody said so in time."""
         now = time.monotonic()
         self._find_homes(replicas, now)
-        known = next((name for name in replicas if self.profile(name)), None)
+        known = next((name for name in replicas if self.profile(name)), "")
+        profile = self.profile(known)
         self._say_if_unknown(replicas, is_unknown=not any(map(self.home, replicas)))
-        if known is None or self._breaker.state(now) == "open":
+        if profile is None or self._breaker.state(now) == "open":
             self._outcomes.surveyed("skipped")
             return None
         self._breaker.begin(now)
         had_failed = self._breaker.error
         try:
             with tier_named(self._cluster_name):
-                found = await self._look(known, tokens, salt, lora, until=now + self._timeout_s)
+                asked = tokens, salt, lora
+                found = await self._look(known, profile, *asked, until=now + self._timeout_s)
+        except ConfigError as error:  # of this prompt, which has no keys; the tier is well
+            _log.debug("a prompt is nowhere: %s", error)
+            found = survey_of(profile, [], [], {}, prefix_digest=b"")
         except KVRayError as error:
             self._outcomes.surveyed("failed")
             self._breaker.fail(time.monotonic(), str(error))
@@ -98,6 +103,7 @@ class Surveys:
     async def _look(
         self,
         replica: str,
+        profile: Profile,
         tokens: Tokens,
         salt: str | int | None,
         lora: str | None,
@@ -105,7 +111,6 @@ class Surveys:
         until: float,
     ) -> Survey:
         """Ask the lookup who has a prompt's blocks, and those with a disk what is only there."""
-        profile = self._profiles[self.home(replica)]
         packed = pack_tokens(tokens)
         if profile.namespace and lora is None:
             seed = request_seed(profile.namespace, salt=salt)

@@ -14,11 +14,11 @@ pytest.importorskip("openai")
 from ray.serve.exceptions import BackPressureError, ReplicaUnavailableError
 
 from kvray.client import Prefetched
-from kvray.serve.dispatch import Dispatcher
+from kvray.serve.dispatch import Dispatcher, GenerateArgs
 from kvray.serve.protocol import RequestError
 from kvray.serve.routed import Routed
 
-TOKENS = [5, 6, 7]
+ASKED = GenerateArgs([5, 6, 7], 4, "acme/1")
 ENDING = {"finish_reason": "length", "prompt_tokens": 3, "cached_tokens": 0}
 
 
@@ -73,7 +73,7 @@ class OldHandle:
     def options(self, **_: Any) -> "OldHandle":
         return self
 
-    def remote(self, tokens: list[int], max_tokens: int) -> Answer:
+    def remote(self, tokens: list[int], max_tokens: int, salt: str | None) -> Answer:
         self.log.append("remote")
         return next(self._left)
 
@@ -93,9 +93,10 @@ class Handle(OldHandle):
 
     @asynccontextmanager
     async def choose_replica(
-        self, tokens: list[int], max_tokens: int, *, kvray_routed: Routed
+        self, *args: Any, kvray_salt: str | None, kvray_routed: Routed
     ) -> AsyncIterator[Any]:
-        assert tokens == TOKENS, "a router may go by the prompt"
+        assert args == ASKED, "a router may go by the prompt"
+        assert kvray_salt == ASKED.salt
         told: Any = self.decisions
         request = f"request {self.decisions.count()}"
         kvray_routed.follow(told, request, "engine-", self.here)
@@ -110,7 +111,8 @@ class Handle(OldHandle):
         finally:
             self.log.append(f"leave {choice.replica_id}")
 
-    def dispatch(self, choice: Any, tokens: list[int], max_tokens: int) -> Answer:
+    def dispatch(self, choice: Any, *args: Any) -> Answer:
+        assert args == ASKED
         self.log.append(f"dispatch {choice.replica_id}")
         return next(self._left)
 
@@ -123,7 +125,8 @@ class Prefetcher:
         self.is_asked = asyncio.Event()
         self.brought: Prefetched | None = None
 
-    async def bring(self, tokens: list[int], replica: str) -> Prefetched | None:
+    async def bring(self, tokens: list[int], replica: str, salt: str | None) -> Prefetched | None:
+        assert (tokens, salt) == (ASKED.tokens, ASKED.salt)
         self._log.append(f"bring to {replica}")
         self.is_asked.set()
         if self._is_late:
@@ -139,7 +142,7 @@ def dispatcher(
 
 
 async def listen(asked: Dispatcher) -> list[Any]:
-    return [event async for event in asked.answer(TOKENS, 4)]
+    return [event async for event in asked.answer(ASKED)]
 
 
 def taken(name: str) -> dict[str, str]:
@@ -230,7 +233,7 @@ def test_an_answer_that_nobody_hears_is_cancelled() -> None:
     handle = Handle([taken("a"), {"tokens": [8]}, "silence"])
 
     async def go() -> None:
-        events = dispatcher(handle).answer(TOKENS, 4)
+        events = dispatcher(handle).answer(ASKED)
         await anext(events)
         await events.aclose()
 

@@ -12,7 +12,7 @@ from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.names import lookup_name
 from kvray.actors.routers.surveys import Surveys
 from kvray.actors.shard.queries import Prompt
-from kvray.errors import ShardUnavailable
+from kvray.errors import ConfigError, ShardUnavailable
 from kvray.identity.keys import chain_keys, request_seed
 from kvray.index import Run
 from kvray.routing import Link, Outcomes, Stretch, Survey
@@ -42,6 +42,7 @@ class Tier:
         self.calls: list[tuple[str, str, tuple[Any, ...]]] = []
         self.delay_s = 0.0
         self.is_gone = False
+        self.refusal = ""
         self.profile: dict[str, Any] = PROFILE
 
     async def __call__(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
@@ -52,6 +53,8 @@ class Tier:
         if method == "replica":
             return {0: "s1"} if args[0] == "known" else {}
         if method == "prompt":
+            if self.refusal:
+                raise ConfigError(self.refusal)
             return Prompt(keys=b"".join(KEYS), namespace=NAMESPACE, prefix_digest=b"")
         return {"profile": self.profile, "locate": RUNS, "on_disk": b"\0\1\1"}[method]
 
@@ -113,6 +116,26 @@ def test_keys_that_only_a_shard_can_make_are_asked_for(
     assert found is not None
     assert found.words == tuple(key[:8] for key in KEYS)
     assert ("s1", "prompt", ("known", TOKENS.tobytes(), "t", lora)) in tier.calls
+
+
+@pytest.mark.parametrize("bad", [[2**40], [1, 2, 3]])
+def test_a_prompt_without_keys_is_nowhere_and_costs_others_nothing(
+    tier: Tier, bad: list[int]
+) -> None:
+    tier.profile = {**PROFILE, "namespace": b""}
+
+    async def ask() -> tuple[Survey | None, Survey | None]:
+        surveys = surveys_of(tier)
+        assert await heard(surveys) is not None
+        tier.refusal = "The prompt names no tenant."
+        nowhere = await surveys.survey(bad, ["unknown", "known"])
+        tier.refusal = ""
+        return nowhere, await surveys.survey(TOKENS, ["unknown", "known"])
+
+    nowhere, found = asyncio.run(ask())
+    assert nowhere == Survey(tokens_per_block=32, token_bytes=128.0, words=(), stretches=())
+    assert found is not None
+    assert found.stretches
 
 
 def test_blocks_after_one_that_nobody_has_whole_are_of_no_use(tier: Tier) -> None:
