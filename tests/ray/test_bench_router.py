@@ -12,8 +12,9 @@ from kvray.actors.tier.local_ray import local_dir
 pytestmark = pytest.mark.ray
 
 
-def test_quick_run_gives_every_figure_and_leaves_nothing() -> None:
+def test_quick_run_with_a_disk_gives_every_figure_and_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "kvray", "bench", "router", "--quick", "--json"]
+    command += ["--disk", str(tmp_path)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as ran:
@@ -25,5 +26,7 @@ def test_quick_run_gives_every_figure_and_leaves_nothing() -> None:
         assert 0 < found[f"{name}_p50"] <= found[f"{name}_p99"] <= found[f"{name}_max"]
     assert found["router_survey_ms"] < found["router_ms_p50"]
     assert found["router_decide_ms"] > 0
+    assert found["has_disk"] is True
+    assert not list(tmp_path.iterdir())
     assert not local_dir(f"bench-{ran.pid}").exists()
     assert not list(Path("/dev/shm").glob(f"*bench-{ran.pid}*"))

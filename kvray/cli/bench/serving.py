@@ -20,6 +20,10 @@ def router(
     repeat: Annotated[
         int | None, typer.Option(min=1, max=1_000_000, metavar="N", help="Choices. [500]")
     ] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Give the tier a disk there, which is asked, too."),
+    ] = None,
     as_json: JsonOption = False,
     quick: QuickOption = False,
     config: ConfigOption = None,
@@ -31,7 +35,7 @@ def router(
     names that one process has registered: no engine runs.
     """
     options: dict[str, Any] = {"config": config, "num_replicas": replicas, "num_tokens": tokens}
-    options |= {"repeat": repeat, "quick": quick}
+    options |= {"repeat": repeat, "disk": disk, "quick": quick}
     run_bench("serving.router", options, as_json=as_json, verbose=verbose)
 
 

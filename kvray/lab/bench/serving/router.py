@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,7 @@ def run(
     num_replicas: int,
     num_tokens: int,
     repeat: int | None,
+    disk: Path | None,
     quick: bool,
 ) -> Report:
     """Start a tier that knows so many replicas, and choose among them as kvray's router does.
@@ -84,6 +86,8 @@ def run(
     repeat = repeat or (20 if quick else 500)
     runner.show("Starting a tier", total=2 + repeat)
     settings = own_settings(config, capacity=_CAPACITY, slot_min=_BLOCK_BYTES)
+    if disk is not None:
+        settings = _with_disk(runner, settings, disk)
     start_tier(runner, settings)
     link = _attach(runner, settings)
     runner.advance()
@@ -101,8 +105,21 @@ def run(
         f" {num_replicas} replicas, on {cores()}. The bare work is a call of a Ray actor that takes"
         " as many bytes and answers with as many. A router waits for the tier for"
         f" {1000 * _DEADLINE_S:.0f} ms at most; here it waited for the answers that were late.",
-        facts={"replicas": num_replicas, "tokens": num_tokens, "choices": repeat},
+        facts={
+            "replicas": num_replicas,
+            "tokens": num_tokens,
+            "choices": repeat,
+            "has_disk": disk is not None,
+        },
     )
+
+
+def _with_disk(runner: Runner, settings: KVRayConfig, disk: Path) -> KVRayConfig:
+    """Return the settings with a disk in a new directory of `disk`, removed with the run."""
+    made = runner.stack.enter_context(TemporaryDirectory(prefix="kvray-bench-", dir=disk))
+    sizes = {"capacity": _CAPACITY, "segment": _CAPACITY // 4, "free_reserve": 0}
+    nvme = settings.nvme.model_copy(update={"dir": Path(made), **sizes})
+    return settings.model_copy(update={"nvme": nvme})
 
 
 def _attach(runner: Runner, settings: KVRayConfig) -> NodeLink:
