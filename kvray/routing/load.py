@@ -7,6 +7,9 @@ from collections.abc import Hashable
 
 RECENT_S = 30.0
 """After this time a piece of work counts for 1/e of itself."""
+_LATE = 0.25
+"""Of the time that a request has run, what it still takes at least: predictions are often wrong,
+and a replica where one hangs must not look idle."""
 
 
 class Load:
@@ -32,8 +35,9 @@ class Load:
         """Return how long a request that comes now waits for the others."""
         if not self._waiting:
             return 0.0
-        oldest_s = next(iter(self._waiting.values()))
-        return max(0.0, self._waiting_s - min(oldest_s, now - self._began_at))
+        oldest_s, ran_s = next(iter(self._waiting.values())), now - self._began_at
+        left_s = min(oldest_s, max(oldest_s - ran_s, _LATE * ran_s))
+        return max(0.0, self._waiting_s - oldest_s + left_s)
 
     def utilization(self, now: float) -> float:
         """Return the work that lately came for each second, older work counting less."""

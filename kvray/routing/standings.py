@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from kvray.routing.choice import Choice, choose
 from kvray.routing.cost import Candidate, Cost, Link, Rates, predict
@@ -17,6 +18,9 @@ _HOST = Link(bytes_per_s=10e9)
 _DISK = Link(latency_s=1e-3, bytes_per_s=2e9)
 _REMOTE = Link(latency_s=5e-3, bytes_per_s=2e9)
 """Guesses, for what nobody has measured yet."""
+_ALIKE = 1.3
+"""Speeds closer to the usual one are taken to be equal: each is measured on a few prompts, and a
+replica that looks a little slower would idle while prompts wait for the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +69,19 @@ class Standings:
         """Return the choice for a prompt, with what it would cost on each of `places`."""
         self._begin_due(now)
         answering = Counter(self._answering.values())
-        measured = [one.prefill_tokens_per_s for one in places if one.prefill_tokens_per_s > 0]
-        usual = sum(measured) / len(measured) if measured else self._prefill_tokens_per_s
+        measured = [one for one in places if one.prefill_tokens_per_s > 0]
+        speeds = [one.prefill_tokens_per_s for one in measured]
+        usual = median(speeds) if speeds else self._prefill_tokens_per_s
+        slowdown = median(one.decode_slowdown for one in measured) if measured else 0.0
         costs = [
             predict(
                 Candidate(
                     replica=one.replica,
                     node=one.node,
-                    rates=_rates(one, one.prefill_tokens_per_s or usual, survey.token_bytes),
+                    rates=_rates(one, usual, survey.token_bytes),
                     queue_s=self._loads[one.replica].queue_s(now),
                     utilization=self._loads[one.replica].utilization(now),
-                    slowdown=1 + one.decode_slowdown * answering[one.replica],
+                    slowdown=1 + slowdown * answering[one.replica],
                     pool_tokens=survey.tokens_per_block
                     * self._pools[one.replica].leading(survey.words),
                 ),
@@ -118,9 +124,11 @@ class Standings:
             self.first_token(request, now)
 
 
-def _rates(place: Place, prefill_tokens_per_s: float, token_bytes: float) -> Rates:
+def _rates(place: Place, usual_tokens_per_s: float, token_bytes: float) -> Rates:
+    own = place.prefill_tokens_per_s or usual_tokens_per_s
+    is_usual = usual_tokens_per_s / _ALIKE <= own <= usual_tokens_per_s * _ALIKE
     return Rates(
-        prefill_tokens_per_s=prefill_tokens_per_s,
+        prefill_tokens_per_s=usual_tokens_per_s if is_usual else own,
         token_bytes=token_bytes,
         host=_HOST,
         remote=_REMOTE,

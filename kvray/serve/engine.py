@@ -112,6 +112,7 @@ class Engine:
         self._calls: set[Call] = set()  # under way; the loop's
         self._waiting: set[Call] = set()  # those without a first token
         self._heard_at = 0.0  # of any of them, or when the first of them began
+        self._first_token_at = 0.0  # the latest
         self._speed = PrefillSpeed()
         if name is None:
             name = replica_name(serve.get_replica_context().replica_id.unique_id)
@@ -140,20 +141,22 @@ class Engine:
         )
         call = await self._submit(submit)
         call.future.add_done_callback(lambda _: tell(None))
-        is_apart, num_answering = not self._waiting, len(self._calls)  # from other prompts
+        came_at, prefill_s, num_answering = time.monotonic(), 0.0, 0
         self._begin(call)
         try:
             yield {"engine": self._replica.name}
             while (new := await heard.get()) is not None:
                 self._heard_at = time.monotonic()
                 if call in self._waiting:
-                    is_apart = is_apart and len(self._waiting) == 1
+                    num_answering = len(self._calls) - len(self._waiting)
                     self._waiting.remove(call)
+                    prefill_s = self._heard_at - max(came_at, self._first_token_at)
+                    self._first_token_at = self._heard_at
                 yield {"tokens": new}
-            if is_apart and call.future.exception() is None:
+            if call.future.exception() is None:
                 output = call.future.result()
                 cached = output.reused_tokens + output.hit_tokens
-                self._speed.note(output.prompt_tokens - cached, output.ttft_s, num_answering)
+                self._speed.note(output.prompt_tokens - cached, prefill_s, num_answering)
             yield _ending(call, has_sources=self._has_sources)
         finally:
             self._calls.discard(call)

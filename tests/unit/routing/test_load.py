@@ -17,7 +17,14 @@ def test_waiting_work_shrinks_while_the_oldest_request_runs() -> None:
     load.routed("r1", 2.0, now=10.0)
     load.routed("r2", 3.0, now=10.5)
     assert load.queue_s(11.0) == pytest.approx(4.0)
-    assert load.queue_s(99.0) == pytest.approx(3.0), "r2 has not begun"
+    assert load.queue_s(12.0) == pytest.approx(3.5), "r1 is due, and r2 has not begun"
+
+
+def test_a_request_that_is_late_makes_the_wait_longer_the_later_it_is() -> None:
+    load = Load()
+    load.routed("r1", 2.0, now=10.0)
+    waits = [load.queue_s(10.0 + ran_s) for ran_s in (2.0, 4.0, 6.0, 8.0, 99.0)]
+    assert waits == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
 
 
 def test_a_first_token_ends_the_wait_for_its_request() -> None:

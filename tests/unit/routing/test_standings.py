@@ -102,7 +102,8 @@ def test_what_is_due_waits_no_longer_and_an_end_is_noted_once() -> None:
 
 def test_answers_under_way_make_a_prompt_longer_there() -> None:
     made, found = standings(), survey("p", 100)
-    slow = [replace(one, decode_slowdown=0.5) for one in places()]
+    speed = {"prefill_tokens_per_s": 10_000.0, "decode_slowdown": 0.5}
+    slow = [replace(one, **speed) for one in places()]
     first = made.choose(slow, 3200, found, now=0.0)
     made.routed("1", first.cost, found, now=0.0, is_told=True)
     made.first_token("1", 0.4)
@@ -115,6 +116,23 @@ def test_answers_under_way_make_a_prompt_longer_there() -> None:
     assert sorted(computed().values())[:3] == pytest.approx([0.32] * 3)
     made.done("1", 5.0)
     assert list(computed().values()) == pytest.approx([0.32] * 4)
+
+
+def test_speeds_that_differ_by_chance_leave_no_replica_idle() -> None:
+    made = standings()
+    speeds = (10_000.0, 9_000.0, 8_500.0, 4_000.0)
+    alike = [
+        replace(one, prefill_tokens_per_s=speed)
+        for one, speed in zip(places(), speeds, strict=True)
+    ]
+    counts: Counter[str] = Counter()
+    for number in range(120):
+        found, now = survey(f"p{number}", 100), 0.2 * number
+        choice = made.choose(alike, 3200, found, now=now)
+        made.routed(str(number), choice.cost, found, now=now)
+        counts[choice.replica] += 1
+    assert min(counts[name] for name in "abc") > 0.9 * max(counts.values())
+    assert counts["d"] < 0.7 * max(counts.values()), "which is a slower machine"
 
 
 def test_a_replica_that_went_takes_its_requests_along() -> None:
