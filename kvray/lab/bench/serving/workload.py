@@ -29,6 +29,10 @@ _PREFIX_TOKENS = 512
 _OWN_TOKENS = 64
 _PROMPT_TOKENS = 320
 
+_COMMON_SHARE = 0.1
+"""A block that more of a trace's requests have is of a system prompt, and names no conversation."""
+_DRAW_SEED = 1
+
 Stretch = tuple[int, int]
 """Name and number of consecutive tokens. Equal names have equal tokens, as far as both go."""
 
@@ -80,7 +84,9 @@ def generate(kind: str, *, num_requests: int, seconds: float, seed: int) -> list
 def from_trace(
     trace: Trace, *, num_requests: int, seconds: float, scale: float, tokens_max: int
 ) -> list[Request]:
-    """Return the first requests of a trace, in so many seconds.
+    """Return conversations of a trace, drawn at random, in so many seconds.
+
+    They are whole, but for the last: the first requests of a trace have hardly begun to reuse.
 
     Args:
         trace: its blocks become stretches of tokens.
@@ -102,9 +108,9 @@ def from_trace(
             f"--scale {scale:g}: blocks of {trace.block_tokens} tokens would be empty; give at most"
             f" {trace.block_tokens}."
         )
-    times = _spread(trace.times[:num_requests], seconds)
+    drawn = _draw(trace, num_requests)
     found = []
-    for number, at_s in enumerate(times):
+    for number, at_s in zip(drawn, _spread(trace.times[drawn], seconds), strict=True):
         stop = min(tokens_max, max(1, round(int(trace.num_tokens[number]) / scale)))
         ids = trace.ids[trace.starts[number] : trace.starts[number + 1]].tolist()
         ends = [round((depth + 1) * trace.block_tokens / scale) for depth in range(len(ids))]
@@ -116,6 +122,24 @@ def from_trace(
                 at = min(end, stop)
         found.append(Request(at_s=at_s, stretches=tuple(stretches)))
     return found
+
+
+def _draw(trace: Trace, num_requests: int) -> list[int]:
+    """Return the numbers of the requests of conversations that are drawn, in their order.
+
+    A conversation is named by the first block of its prompts that is no system prompt.
+    """
+    is_common = np.bincount(trace.ids) > _COMMON_SHARE * trace.num_requests
+    conversations: dict[int, list[int]] = {}
+    for number in range(trace.num_requests):
+        ids = trace.ids[trace.starts[number] : trace.starts[number + 1]]
+        own = ids[~is_common[ids]]
+        name = int(own[0]) if len(own) else trace.num_unique + number
+        conversations.setdefault(name, []).append(number)
+    shuffled = [*conversations.values()]
+    random.Random(_DRAW_SEED).shuffle(shuffled)
+    drawn = [number for conversation in shuffled for number in conversation]
+    return sorted(drawn[:num_requests])
 
 
 def reusable_tokens(prompts: Sequence[Sequence[int]], *, tokens_per_block: int) -> list[int]:

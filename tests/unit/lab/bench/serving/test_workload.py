@@ -1,5 +1,7 @@
 """The requests of `kvray bench serve`: what is equal in them, and when they come."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -114,6 +116,21 @@ def test_prompts_that_are_too_long_lose_their_end() -> None:
     (first, _) = scaled(found)
     (cut, _) = scaled(found, tokens_max=100)
     assert cut.tokens(1) == first.tokens(1)[:100]
+
+
+def test_whole_conversations_of_a_trace_are_drawn_from_all_of_it() -> None:
+    turns = [
+        [0, talk, *range(1000 * talk, 1000 * talk + turn)]
+        for turn in range(4)
+        for talk in range(1, 51)
+    ]
+    found = trace(*((512 * len(ids), ids) for ids in turns))
+    requests = from_trace(found, num_requests=20, seconds=4.0, scale=16.0, tokens_max=1000)
+    talks = Counter(one.stretches[1][0] for one in requests)
+    assert [*talks.values()] == [4] * 5
+    assert max(talks) > 20, "not only the first ones"
+    assert [one.at_s for one in requests] == sorted(one.at_s for one in requests)
+    assert all(one.stretches[0] == requests[0].stretches[0] for one in requests)
 
 
 def test_a_trace_that_is_too_short_is_refused() -> None:
