@@ -15,7 +15,7 @@ from kvray.actors.shard.queries import Prompt
 from kvray.actors.staging.ask import Ask
 from kvray.breaker import Breaker
 from kvray.errors import ConfigError, KVRayError
-from kvray.identity.block import split_keys
+from kvray.identity.block import BlockKey, split_keys
 from kvray.identity.keys import Tokens, chain_keys, pack_tokens, request_seed
 from kvray.index import Run
 from kvray.routing import Outcomes, Profile, Survey, read_profile, survey_of
@@ -28,6 +28,7 @@ _HOME_S = 10.0
 _HOME_RETRY_S = 1.0
 _HOME_TIMEOUT_S = 2.0
 _UNKNOWN_S = 30.0
+_DISKS_AT_ONCE = 4
 
 
 class Surveys:
@@ -110,7 +111,7 @@ class Surveys:
         *,
         until: float,
     ) -> Survey:
-        """Ask the lookup who has a prompt's blocks, and those with a disk what is only there."""
+        """Return where a prompt's blocks are, as lookup and shards say."""
         packed = pack_tokens(tokens)
         if profile.namespace and lora is None:
             seed = request_seed(profile.namespace, salt=salt)
@@ -120,20 +121,37 @@ class Surveys:
             asked = replica, packed.tobytes(), salt, lora
             prompt: Prompt = await self._call(self.home(replica), "prompt", *asked, until=until)
             keys, digest = split_keys(prompt.keys), prompt.prefix_digest
-        runs: list[Run] = []
-        on_disk: dict[str, bytes] = {}
-        if keys:
-            pieces = in_pieces(b"".join(keys))
-            lookup = lookup_name(partition_of(keys[0], profile.num_partitions))
-            runs = await self._call(lookup, "locate", *pieces, until=until)
-            holders = {name for run in runs for name in run.holders}
-            disks = [name for name in holders if name in self._profiles]
-            disks = [name for name in disks if self._profiles[name].disk is not None]
-            masks = (
-                self._call(one, "on_disk", profile.parts, *pieces, until=until) for one in disks
-            )
-            on_disk = dict(zip(disks, await asyncio.gather(*masks), strict=True))
+        runs, on_disk = await self._ask_about(keys, profile, until) if keys else ([], {})
         return survey_of(profile, keys, runs, on_disk, prefix_digest=digest)
+
+    async def _ask_about(
+        self, keys: Sequence[BlockKey], profile: Profile, until: float
+    ) -> tuple[list[Run], dict[str, bytes]]:
+        """Return the holders of keys, and of holders with a disk what is only there.
+
+        A few nodes with disks are asked along with the lookup, also in vain: one answer after the
+        other takes twice as long. Only holders are waited for.
+        """
+        pieces = in_pieces(b"".join(keys))
+        lookup = lookup_name(partition_of(keys[0], profile.num_partitions))
+        disks = [name for name, one in self._profiles.items() if one.disk is not None]
+
+        def ask(shard: str) -> "asyncio.Task[bytes]":
+            asked = self._call(shard, "on_disk", profile.parts, *pieces, until=until)
+            return asyncio.ensure_future(asked)
+
+        masks = {name: ask(name) for name in disks if len(disks) <= _DISKS_AT_ONCE}
+        try:
+            runs: list[Run] = await self._call(lookup, "locate", *pieces, until=until)
+            holders = {name for run in runs for name in run.holders}
+            wanted = [name for name in disks if name in holders]
+            masks.update((name, ask(name)) for name in wanted if name not in masks)
+            found = await asyncio.gather(*(masks[name] for name in wanted))
+        finally:
+            for mask in masks.values():
+                mask.cancel()
+            await asyncio.gather(*masks.values(), return_exceptions=True)
+        return runs, dict(zip(wanted, found, strict=True))
 
     async def _call(self, actor: str, method: str, *args: Any, until: float) -> Any:
         timeout_s = max(0.0, until - time.monotonic())

@@ -117,7 +117,7 @@ def run(
 def _with_disk(runner: Runner, settings: KVRayConfig, disk: Path) -> KVRayConfig:
     """Return the settings with a disk in a new directory of `disk`, removed with the run."""
     made = runner.stack.enter_context(TemporaryDirectory(prefix="kvray-bench-", dir=disk))
-    sizes = {"capacity": _CAPACITY, "segment": _CAPACITY // 4, "free_reserve": 0}
+    sizes = {"capacity": _CAPACITY, "segment": _CAPACITY // 4, "free_reserve": 1}
     nvme = settings.nvme.model_copy(update={"dir": Path(made), **sizes})
     return settings.model_copy(update={"nvme": nvme})
 

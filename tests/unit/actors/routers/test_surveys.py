@@ -43,6 +43,7 @@ class Tier:
         self.delay_s = 0.0
         self.is_gone = False
         self.refusal = ""
+        self.is_frozen: set[str] = set()
         self.profile: dict[str, Any] = PROFILE
 
     async def __call__(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
@@ -50,8 +51,10 @@ class Tier:
         if self.is_gone or self.delay_s > timeout_s:
             await asyncio.sleep(min(self.delay_s, timeout_s))
             raise ShardUnavailable("No answer.")
+        if actor in self.is_frozen and method == "on_disk":
+            await asyncio.Event().wait()
         if method == "replica":
-            return {0: "s1"} if args[0] == "known" else {}
+            return {0: "s1"} if args[0] == "known" else {0: args[0]} if args[0][:2] == "at" else {}
         if method == "prompt":
             if self.refusal:
                 raise ConfigError(self.refusal)
@@ -144,6 +147,25 @@ def test_blocks_after_one_that_nobody_has_whole_are_of_no_use(tier: Tier) -> Non
     assert found is not None
     assert found.stretches == (Stretch(num_tokens=64, holders={"s2": "host"}),)
     assert "on_disk" not in [method for _, method, _ in tier.calls], "there is no disk"
+
+
+@pytest.mark.parametrize("num_others", [1, 9])
+def test_only_holders_are_waited_for(tier: Tier, num_others: int) -> None:
+    others = [f"at{number}" for number in range(num_others)]
+    tier.is_frozen = set(others)
+
+    async def ask() -> Survey | None:
+        surveys = surveys_of(tier)
+        await surveys.survey(TOKENS, ["known", *others])
+        await asyncio.sleep(0.05)
+        assert all(map(surveys.profile, others))
+        return await surveys.survey(TOKENS, ["known", *others])
+
+    found = asyncio.run(ask())
+    assert found is not None
+    assert found.stretches[2].holders == {"s1": "disk"}
+    asked = {actor for actor, method, _ in tier.calls if method == "on_disk"}
+    assert asked == ({"s1", *others} if num_others == 1 else {"s1"}), "few disks are asked at once"
 
 
 def test_no_request_waits_for_the_place_of_a_replica(tier: Tier) -> None:
