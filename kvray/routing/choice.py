@@ -81,11 +81,12 @@ def choose(costs: Sequence[Cost], *, draws: Sequence[float]) -> Choice:
         )
         for cost, work_s in zip(costs, work, strict=True)
     ]
-    best_s = min(one.score_s for one in ranked)
+    scores = [one.score_s for one in ranked]
+    best_s = min(scores)
     order = sorted(
         range(len(ranked)),
         key=lambda at: (
-            max(ranked[at].score_s, best_s + _TIE_S),
+            max(scores[at], best_s + _TIE_S),
             costs[at].utilization,
             draws[at],
         ),
