@@ -38,6 +38,8 @@ def app(args: dict[str, Any]) -> "Application":
         name="Ingress",
         max_ongoing_requests=_INGRESS_REQUESTS_MAX,
         max_queued_requests=_INGRESS_REQUESTS_MAX,
+        # It leaves with its last answer, which has this deadline. Serve's 20 s would break it off.
+        graceful_shutdown_timeout_s=settings.request_timeout_s,
         ray_actor_options={"num_cpus": 0},
     )(Ingress)
     return ingress.bind(settings, engines(settings))

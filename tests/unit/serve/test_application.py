@@ -32,6 +32,12 @@ def test_engines_are_of_a_number_or_scaled_by_serve() -> None:
         Settings.model_validate({"autoscaling_config": scaled, "num_replicas": 2})
 
 
+def test_an_ingress_that_is_replaced_gives_its_answers_to_the_end() -> None:
+    pytest.importorskip("ray.serve")
+    ingress = app({"model": "tiny", "request_timeout_s": 450})._bound_deployment
+    assert ingress._deployment_config.graceful_shutdown_timeout_s == 450
+
+
 def test_a_missing_package_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray.serve")
     monkeypatch.delitem(sys.modules, "kvray.serve.ingress", raising=False)
