@@ -13,6 +13,7 @@ from kvray.breaker import Breaker
 from kvray.client import Prefetched
 from kvray.config import load_config
 from kvray.errors import ConfigError, KVRayError
+from kvray.identity.keys import pack_tokens
 from kvray.serve.settings import Settings
 
 _log = logging.getLogger("ray.serve")
@@ -51,14 +52,18 @@ class Prefetcher:
         breaker = self._breaker_of(replica)
         if breaker.state(time.monotonic()) == "open":
             return None
+        try:
+            packed = pack_tokens(tokens)
+        except ConfigError:  # nobody is asked, and the engine refuses it with a sentence
+            return None
         breaker.begin(time.monotonic())
         asked = asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: self._client.prefetch(tokens, replica=replica, salt=salt)
+            self._threads, lambda: self._client.prefetch(packed, replica=replica, salt=salt)
         )
         had_failed = breaker.error
         try:
             brought = await asyncio.wait_for(asked, self._timeout_s)
-        except ConfigError as error:  # of this request: what it costs, the others need not pay
+        except ConfigError as error:  # the tier says it of this request, and is well
             breaker.succeed()
             self._warn_once(str(error))
             return None

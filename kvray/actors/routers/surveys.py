@@ -7,6 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.names import LOOKUP_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
@@ -79,15 +82,21 @@ class Surveys:
         if profile is None or self._breaker.state(now) == "open":
             self._outcomes.surveyed("skipped")
             return None
+        try:
+            packed = pack_tokens(tokens)
+            seed = request_seed(profile.namespace, salt=salt)
+        except ConfigError as error:  # nobody was asked, so the breaker hears nothing
+            _log.debug("a prompt has no keys: %s", error)
+            return _nowhere(profile)
         self._breaker.begin(now)
         had_failed = self._breaker.error
         try:
             with tier_named(self._cluster_name):
-                asked = tokens, salt, lora
+                asked = packed, seed, salt, lora
                 found = await self._look(known, profile, *asked, until=now + self._timeout_s)
-        except ConfigError as error:  # of this prompt, which has no keys; the tier is well
-            _log.debug("a prompt is nowhere: %s", error)
-            found = survey_of(profile, [], [], {}, prefix_digest=b"")
+        except ConfigError as error:  # the shard says it of this prompt, and is well
+            _log.debug("a prompt has no keys: %s", error)
+            found = _nowhere(profile)
         except KVRayError as error:
             self._outcomes.surveyed("failed")
             self._breaker.fail(time.monotonic(), str(error))
@@ -105,16 +114,15 @@ class Surveys:
         self,
         replica: str,
         profile: Profile,
-        tokens: Tokens,
+        packed: NDArray[np.int32],
+        seed: bytes,
         salt: str | int | None,
         lora: str | None,
         *,
         until: float,
     ) -> Survey:
         """Return where a prompt's blocks are, as lookup and shards say."""
-        packed = pack_tokens(tokens)
         if profile.namespace and lora is None:
-            seed = request_seed(profile.namespace, salt=salt)
             keys = chain_keys(packed, tokens_per_block=profile.tokens_per_block, seed=seed)
             digest = prefix_digest(packed, salt=salt)
         else:
@@ -207,3 +215,8 @@ class Surveys:
                 self._profiles[shard] = read_profile(found)
         homes = {shard for shard, _ in self._homes.values()}
         self._profiles = {name: one for name, one in self._profiles.items() if name in homes}
+
+
+def _nowhere(profile: Profile) -> Survey:
+    """Return that nobody has a prompt: it is the same work on every replica."""
+    return survey_of(profile, [], [], {}, prefix_digest=b"")

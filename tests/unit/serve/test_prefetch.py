@@ -87,5 +87,11 @@ def test_a_request_that_cannot_be_prefetched_costs_the_others_nothing(
     assert caplog.text.count("names no tenant") == 1, "once is enough"
 
 
+def test_token_ids_that_are_none_are_asked_of_nobody(prefetcher: Prefetcher) -> None:
+    client: Any = prefetcher._client
+    assert asyncio.run(prefetcher.bring([2**40], "a", None)) is None
+    assert client.asked == []
+
+
 def test_without_time_nothing_is_asked() -> None:
     assert bring(Prefetcher(Settings(prefetch_timeout_s=0)), "a") == [None]

@@ -141,6 +141,22 @@ def test_a_prompt_without_keys_is_nowhere_and_costs_others_nothing(
     assert found.stretches
 
 
+def test_a_prompt_without_keys_does_not_end_the_pause_of_a_silent_tier(tier: Tier) -> None:
+    async def ask() -> bool:
+        surveys = surveys_of(tier)
+        await heard(surveys)
+        tier.is_gone = True
+        assert await surveys.survey(TOKENS, ["unknown", "known"]) is None
+        tier.is_gone = False
+        await surveys.survey(TOKENS, ["known"])  # finds its home again, and asks nothing else
+        await asyncio.sleep(0.3)
+        tier.is_gone = True
+        await surveys.survey([2**40], ["known"])
+        return surveys._breaker.state(time.monotonic()) == "closed"
+
+    assert not asyncio.run(ask())
+
+
 def test_blocks_after_one_that_nobody_has_whole_are_of_no_use(tier: Tier) -> None:
     tier.profile = {**PROFILE, "parts": 0b111, "disk": None}
     found = asyncio.run(heard(surveys_of(tier)))
