@@ -55,6 +55,13 @@ async def _refuse_path(_: object, error: HTTPException) -> JSONResponse:
     return await _refuse(None, RequestError(str(error.detail), status=error.status_code))
 
 
+@app.exception_handler(Exception)
+async def _fail(_: object, error: Exception) -> JSONResponse:
+    # Starlette raises it again once this is sent, so that Serve logs it.
+    told = f"A defect ended this request ({type(error).__name__}); see the log of the Ingress."
+    return await _refuse(None, RequestError(told, status=500))
+
+
 @serve.ingress(app)
 class Ingress:
     """Tokenizes prompts, hands them to the engines, and writes the answers."""

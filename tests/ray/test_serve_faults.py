@@ -27,6 +27,8 @@ FROZEN_S = 8.0
 """Longer than the dispatcher waits for an engine, shorter than Serve does."""
 WAITED_S = 13.0
 """Longer than the dispatcher waits for one choice alone."""
+SERVE_DRAINS_S = 20.0
+"""So long Serve waits by default for the last answer of a replica that it stops."""
 REQUESTS_MAX = 8
 SOME = 20
 """Answers that come before a fault strikes, and after it has passed."""
@@ -45,6 +47,7 @@ AUTOSCALING = {
 def served(local: LocalRay) -> Iterator[Served]:
     # Pools that hold less than the prompts have in common: the rest comes from the tier.
     options = {"num_blocks": 96, "pool_blocks": 96, "requests_max": REQUESTS_MAX}
+    options["drain_timeout_s"] = 4 * SERVE_DRAINS_S
     with open_served(local, "faults", num_replicas=NUM_ENGINES, **options) as made:
         yield made
 
@@ -180,6 +183,24 @@ def test_requests_that_wait_long_for_an_engine_get_one_and_so_do_later_ones(
         crowd.wait_for_answers(SOME)
         freeze(engine, WAITED_S)
         crowd.wait_for_answers(5 * SOME)
+    check(crowd, alone)
+
+
+def test_an_ingress_that_is_replaced_gives_its_answers_to_the_end(
+    served: Served, alone: Alone
+) -> None:
+    served.deploy(engine={"num_replicas": 1})
+    wait_until_whole(served, 1)
+    (engine,) = served.engines()
+    with crowd_of(served, REQUESTS_MAX, seed=9) as crowd:
+        crowd.wait_for_answers(SOME)
+        engine.suspend()
+        try:
+            served.deploy(queued_max=100)  # another argument: a new version of ingress and engine
+            time.sleep(SERVE_DRAINS_S + 5)
+        finally:
+            engine.resume()
+        crowd.wait_for_answers(SOME)
     check(crowd, alone)
 
 
