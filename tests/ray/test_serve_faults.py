@@ -46,8 +46,12 @@ AUTOSCALING = {
 @pytest.fixture(scope="module")
 def served(local: LocalRay) -> Iterator[Served]:
     # Pools that hold less than the prompts have in common: the rest comes from the tier.
-    options = {"num_blocks": 96, "pool_blocks": 96, "requests_max": REQUESTS_MAX}
-    options["drain_timeout_s"] = 4 * SERVE_DRAINS_S
+    options = {
+        "num_blocks": 96,
+        "pool_blocks": 96,
+        "requests_max": REQUESTS_MAX,
+        "drain_timeout_s": 4 * SERVE_DRAINS_S,
+    }
     with open_served(local, "faults", num_replicas=NUM_ENGINES, **options) as made:
         yield made
 
@@ -80,6 +84,14 @@ def wait_until_whole(served: Served, number: int = NUM_ENGINES) -> None:
     wait_for(is_whole, f"{number} engines that the tier knows")
 
 
+def only_engine(served: Served) -> psutil.Process:
+    """Scale to one engine, and return it."""
+    served.deploy(engine={"num_replicas": 1})
+    wait_until_whole(served, 1)
+    (engine,) = served.engines()
+    return engine
+
+
 def check_use(crowd: Crowd, since: float) -> None:
     """Check that requests which began since then found blocks in the tier."""
     wait_for(
@@ -109,9 +121,16 @@ def test_a_part_of_the_tier_that_is_gone_or_silent_fails_no_request(
 
 
 def freeze(process: psutil.Process, seconds: float = FROZEN_S) -> None:
+    with frozen(process):
+        time.sleep(seconds)
+
+
+@contextlib.contextmanager
+def frozen(process: psutil.Process) -> Iterator[None]:
+    """Have a process stand still for the time of a block."""
     process.suspend()
     try:
-        time.sleep(seconds)
+        yield
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.resume()
@@ -176,9 +195,7 @@ def test_engines_go_and_come_by_another_number_and_the_others_stay(
 def test_requests_that_wait_long_for_an_engine_get_one_and_so_do_later_ones(
     served: Served, alone: Alone
 ) -> None:
-    served.deploy(engine={"num_replicas": 1})
-    wait_until_whole(served, 1)
-    (engine,) = served.engines()
+    engine = only_engine(served)
     with crowd_of(served, REQUESTS_MAX + NUM_CLIENTS, seed=6) as crowd:
         crowd.wait_for_answers(SOME)
         freeze(engine, WAITED_S)
@@ -189,17 +206,12 @@ def test_requests_that_wait_long_for_an_engine_get_one_and_so_do_later_ones(
 def test_an_ingress_that_is_replaced_gives_its_answers_to_the_end(
     served: Served, alone: Alone
 ) -> None:
-    served.deploy(engine={"num_replicas": 1})
-    wait_until_whole(served, 1)
-    (engine,) = served.engines()
+    engine = only_engine(served)
     with crowd_of(served, REQUESTS_MAX, seed=9) as crowd:
         crowd.wait_for_answers(SOME)
-        engine.suspend()
-        try:
+        with frozen(engine):
             served.deploy(queued_max=100)  # another argument: a new version of ingress and engine
             time.sleep(SERVE_DRAINS_S + 5)
-        finally:
-            engine.resume()
         crowd.wait_for_answers(SOME)
     check(crowd, alone)
 
