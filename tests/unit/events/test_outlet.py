@@ -1,0 +1,270 @@
+"""Publishing KV events, heard by a subscriber that knows nothing of kvray."""
+
+import threading
+import time
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvray.errors import ConfigError
+from kvray.events import BlockRemoved, BlockStored
+from kvray.events import outlet as outlet_module
+from kvray.events.outlet import BATCH_BLOCKS, Outlet
+from tests.kv_subscriber import KvSubscriber
+
+FIRST = 10**12
+
+
+def stored(block: int) -> BlockStored:
+    return BlockStored(
+        block_hashes=[block],
+        parent_block_hash=block - 1 if block % 8 else None,
+        token_ids=[block, 2 * block],
+        block_size=2,
+        medium="CPU",
+    )
+
+
+class Held:
+    """The content of a test's publisher."""
+
+    def __init__(self, blocks=()) -> None:
+        self.blocks = dict.fromkeys(blocks)
+
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    def stored(self, step: int):
+        blocks = list(self.blocks)
+        for at in range(0, len(blocks), step):
+            yield [stored(block) for block in blocks[at : at + step] if block in self.blocks]
+
+
+class Publisher:
+    """An outlet in a thread of its own, as it is used."""
+
+    def __init__(self, held: Held, *, first: int = FIRST, port: int | None = None) -> None:
+        self.held = held
+        self.outlet = Outlet(held, first=first)
+        base = "tcp://127.0.0.1"
+        self.live, self.replay = f"{base}:{port or free_port()}", f"{base}:{free_port()}"
+        self.outlet.bind(self.live, self.replay)
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.outlet.close()
+
+    def store(self, *blocks: int) -> None:
+        with self._lock:
+            self.held.blocks |= dict.fromkeys(blocks)
+            self.outlet.publish([stored(block) for block in blocks])
+
+    def remove(self, *blocks: int) -> None:
+        with self._lock:
+            for block in blocks:
+                self.held.blocks.pop(block, None)
+            self.outlet.publish([BlockRemoved(block_hashes=blocks, medium="CPU")])
+
+    def _run(self) -> None:
+        while not self._is_over.wait(0.002):
+            with self._lock:
+                self.outlet.serve(time.monotonic())
+
+
+def free_port() -> int:
+    with zmq.Context() as context, context.socket(zmq.PUB) as socket:
+        return socket.bind_to_random_port("tcp://127.0.0.1")
+
+
+@contextmanager
+def published(*blocks: int, **options):
+    with Publisher(Held(blocks), **options) as publisher:
+        yield publisher
+
+
+def has(*blocks: int):
+    return lambda subscriber: set(subscriber.content["CPU"]) == set(blocks)
+
+
+def test_what_is_stored_and_removed_reaches_a_subscriber():
+    with published() as publisher, KvSubscriber(publisher.live, publisher.replay) as subscriber:
+        subscriber.read_until(lambda one: one.num_batches)  # it is connected
+        publisher.store(1, 2, 3)
+        publisher.remove(2)
+
+        subscriber.read_until(has(1, 3))
+
+        assert subscriber.content["CPU"][3] == (2, (3, 6))
+
+
+def test_a_subscriber_that_comes_late_gets_everything_by_a_replay():
+    blocks = range(5 * BATCH_BLOCKS + 1)
+    with published(*blocks) as publisher, KvSubscriber(publisher.live, publisher.replay) as late:
+        late.take()
+
+        assert set(late.content["CPU"]) == set(blocks)
+        assert late.num_gaps == 1
+
+
+def test_a_subscriber_without_replays_gets_everything_too():
+    blocks = range(300)
+    with published(*blocks) as publisher, KvSubscriber(publisher.live) as plain:
+        plain.read_until(has(*blocks))
+
+
+def test_a_client_that_asks_by_a_plain_request_gets_two_frames_a_batch():
+    with published(1, 2) as publisher, zmq.Context() as context:
+        with context.socket(zmq.REQ) as client:
+            client.connect(publisher.replay)
+            client.send((0).to_bytes(8, "big"))
+            assert client.poll(5000)
+            number, payload = client.recv_multipart()
+            assert int.from_bytes(number, "big") < FIRST
+            assert payload
+
+
+def test_a_replay_of_batches_that_are_kept_is_those_batches():
+    with published() as publisher, KvSubscriber(publisher.live, publisher.replay) as subscriber:
+        subscriber.read_until(lambda one: one.num_batches)
+        for block in range(20):
+            publisher.store(block)
+        last = publisher.outlet.last
+
+        assert subscriber.replay(last - 4) == [*range(last - 4, last + 1)]
+        assert set(subscriber.content["CPU"]) == {15, 16, 17, 18, 19}
+        assert subscriber.replay(last + 100) == []
+
+
+def test_a_replay_of_batches_that_are_gone_is_a_snapshot_whose_numbers_ascend(monkeypatch):
+    monkeypatch.setattr(outlet_module, "_BATCHES_MAX", 5)
+    with published() as publisher, KvSubscriber(publisher.live, publisher.replay) as subscriber:
+        subscriber.read_until(lambda one: one.num_batches)
+        for block in range(600):
+            publisher.store(block)
+        publisher.remove(7)
+        last = publisher.outlet.last
+
+        numbers = subscriber.replay(last - 50)
+
+        assert numbers[0] == last - 50
+        assert numbers == sorted(set(numbers))
+        assert last in numbers
+        assert set(subscriber.content["CPU"]) == set(range(600)) - {7}
+
+
+def test_a_replay_without_room_for_numbers_is_one_batch(monkeypatch):
+    monkeypatch.setattr(outlet_module, "_BATCHES_MAX", 1)
+    with published(*range(500)) as publisher:
+        publisher.store(500)
+        publisher.store(501)
+        with KvSubscriber(publisher.live, publisher.replay) as subscriber:
+            numbers = subscriber.replay(publisher.outlet.last - 1)
+
+            assert len(numbers) <= 3
+            assert set(subscriber.content["CPU"]) == set(range(502))
+
+
+def test_a_subscriber_of_an_earlier_run_loses_what_the_new_one_lacks():
+    port = free_port()
+    with published(1, 2, 3, port=port) as publisher:
+        plain = KvSubscriber(publisher.live)
+        plain.read_until(has(1, 2, 3))
+    with plain, published(3, 4, port=port, first=FIRST + 1000):
+        plain.read_until(has(3, 4))
+
+
+def test_clients_that_do_not_read_their_replays_hold_nobody_up():
+    blocks = range(400 * BATCH_BLOCKS)
+    with published(*blocks) as publisher, zmq.Context() as context, ExitStack() as stack:
+        for _ in range(20):
+            stuck = stack.enter_context(context.socket(zmq.DEALER))
+            stuck.set_hwm(1)
+            stuck.connect(publisher.replay)
+            for _ in range(3):
+                stuck.send_multipart([b"", (0).to_bytes(8, "big")])
+        with KvSubscriber(publisher.live, publisher.replay) as subscriber:
+            subscriber.read_until(lambda one: len(one.content["CPU"]) == len(blocks))
+            publisher.store(10**6)
+            subscriber.read_until(lambda one: 10**6 in one.content["CPU"])
+
+
+@pytest.mark.parametrize(
+    "request_frames", [[b""], [b"", b"123"], [b"", b"", b"", b"x" * 8], [b"x" * 9], [b""] * 5]
+)
+def test_other_requests_are_passed_over(request_frames):
+    with published(1) as publisher, zmq.Context() as context:
+        with context.socket(zmq.DEALER) as client:
+            client.connect(publisher.replay)
+            client.send_multipart(request_frames)
+            assert not client.poll(100)
+        with KvSubscriber(publisher.live, publisher.replay) as subscriber:
+            assert subscriber.replay(0)
+
+
+def test_an_address_that_is_taken_is_named():
+    with published() as publisher:
+        other = Outlet(Held(), first=1)
+        try:
+            with pytest.raises(ConfigError, match=publisher.live):
+                other.bind(publisher.live, f"tcp://127.0.0.1:{free_port()}")
+            with pytest.raises(ConfigError, match=publisher.replay):
+                other.bind(f"tcp://127.0.0.1:{free_port()}", publisher.replay)
+            other.bind(*(f"tcp://127.0.0.1:{free_port()}" for _ in range(2)))
+        finally:
+            other.close()
+
+
+def test_two_pairs_of_addresses_have_the_same_events():
+    with published() as publisher:
+        second = [f"tcp://127.0.0.1:{free_port()}" for _ in range(2)]
+        with publisher._lock:
+            publisher.outlet.bind(*second)
+        with (
+            KvSubscriber(publisher.live, publisher.replay) as one,
+            KvSubscriber(*second) as other,
+        ):
+            publisher.store(1, 2)
+            one.read_until(has(1, 2))
+            other.read_until(has(1, 2))
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("store"), st.integers(0, 30)),
+        st.tuples(st.just("remove"), st.integers(0, 30)),
+        st.tuples(st.just("lose"), st.integers(1, 4)),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(STEPS, st.integers(1, 6))
+def test_however_many_batches_are_lost_a_replay_gives_the_content(monkeypatch, steps, kept):
+    monkeypatch.setattr(outlet_module, "_BATCHES_MAX", kept)
+    with published() as publisher, KvSubscriber(publisher.live, publisher.replay) as subscriber:
+        subscriber.read_until(lambda one: one.num_batches)
+        for step, number in steps:
+            if step == "store":
+                publisher.store(number)
+            elif step == "remove":
+                publisher.remove(number)
+            else:
+                for _ in range(number):
+                    if subscriber._live.poll(20):
+                        subscriber._live.recv_multipart()
+        subscriber.replay(subscriber.last + 1)
+        subscriber.read(0.05)
+
+        assert set(subscriber.content["CPU"]) == set(publisher.held.blocks)
