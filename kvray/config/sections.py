@@ -164,6 +164,15 @@ class ConnectorConfig(_Section):
     """most forward passes whose blocks wait to be stored; blocks of more are dropped"""
 
 
+class EventsConfig(_Section):
+    """KV events for routers; see docs/kv_events.md."""
+
+    port: int | None = Field(default=None, ge=1024, le=65_000)
+    """first port of a node's events: each replica has two; none: no events"""
+    host: str = Field(default="127.0.0.1", min_length=1)
+    """address that events are published on, with the token ids of prompts; 0.0.0.0: all of them"""
+
+
 class SecurityConfig(_Section):
     """Who may do what; see docs/security.md."""
 
@@ -224,6 +233,7 @@ class KVRayConfig(_Section):
     lookup: LookupConfig = LookupConfig()
     staging: StagingConfig = StagingConfig()
     connector: ConnectorConfig = ConnectorConfig()
+    events: EventsConfig = EventsConfig()
     security: SecurityConfig = SecurityConfig()
     ray: RayConfig = RayConfig()
     nodes: tuple[NodeConfig, ...] = Field(default=(), max_length=64)

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 
-from kvray.node import PrefixDigests, RequestNotes
+from kvray.node import BlockTokens, PrefixDigests, RequestNotes
 from kvray.trace.reasons import DROP_PREFIX, DropReason
 
 _log = logging.getLogger("kvray.connector")
@@ -41,6 +41,7 @@ class EngineFigures:
         self.plan_times = TimeHistogram()  # the scheduler's half, for each pass
         self.prefix_digests = PrefixDigests()
         self.request_notes = RequestNotes()
+        self.block_tokens = BlockTokens()
         self._began_at = time.monotonic()
 
     def counters(self) -> dict[str, int]:

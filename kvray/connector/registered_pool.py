@@ -88,6 +88,7 @@ class RegisteredPool:
             counters=lambda: {**figures.counters(), **self.model_name.counters()},
             prefix_digests=figures.prefix_digests,
             requests=figures.request_notes,
+            block_tokens=figures.block_tokens,
             part_requests=tuple(part_requests[args.part_rank]),
             num_ranks=num_ranks,
             adapters=args.adapters,

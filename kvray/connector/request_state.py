@@ -7,7 +7,8 @@ from kvray.connector.promise import Promise
 from kvray.connector.request.retention import Priorities
 from kvray.errors import LayoutMismatch
 from kvray.identity.block import BlockKey
-from kvray.identity.keys import MediaItem, chain_keys
+from kvray.identity.keys import MediaItem, chain_packed, pack
+from kvray.node import BlockTokens
 from kvray.trace.arrival import Arrivals
 
 NO_PAGE = -1
@@ -23,6 +24,8 @@ class RequestState:
     media: tuple[MediaItem, ...] = ()
     tenant_id: int = 0  # the tenant's number in an arena; 0: none
     prefix_digest: bytes = b""  # digest of how the prompt begins
+    block_tokens: BlockTokens | None = None
+    """Is told of the tokens of its blocks; None: more than tokens enters its keys."""
     windowed: tuple[bool, ...] = (False,)
     """For each layer group, whether its blocks may have no page."""
     num_tokens: int = 0
@@ -150,9 +153,10 @@ class RequestState:
         return self.keys[:end]
 
     def _extend_keys(self) -> None:
-        start = len(self.keys) * self.tokens_per_block
-        self.keys += chain_keys(
-            self._tail,
+        first = len(self.keys)
+        start, packed = first * self.tokens_per_block, pack(self._tail)
+        self.keys += chain_packed(
+            packed,
             tokens_per_block=self.tokens_per_block,
             seed=self.keys[-1] if self.keys else self.seed,
             media=[
@@ -161,4 +165,6 @@ class RequestState:
                 if item.position >= start
             ],
         )
+        if self.block_tokens is not None:
+            self.block_tokens.note(self.keys, first, packed)
         self._tail = self._tail[len(self.keys) * self.tokens_per_block - start :]

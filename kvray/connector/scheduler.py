@@ -207,6 +207,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             tokens_per_block=size,
             media=identity.media,
             tenant_id=identity.tenant_id,
+            block_tokens=shared.figures.block_tokens if identity.is_plain else None,
             windowed=shared.pool.windowed,
         )
         if asked.num_askable(size):

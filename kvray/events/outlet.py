@@ -75,6 +75,7 @@ class Outlet:
     def __init__(self, content: Content, *, first: int) -> None:
         """Number batches from `first` on."""
         self._content = content
+        self._first = first
         self._log = EventLog(first, batches_max=_BATCHES_MAX, bytes_max=_BYTES_MAX)
         self._context = zmq.Context()
         self._live = self._context.socket(zmq.XPUB)
@@ -97,6 +98,11 @@ class Outlet:
     def last(self) -> int:
         """The number of the latest batch."""
         return self._log.last
+
+    @property
+    def num_batches(self) -> int:
+        """Batches so far."""
+        return self._log.last + 1 - self._first
 
     def sockets(self) -> list["zmq.Socket[bytes]"]:
         """Return the sockets to poll for input."""

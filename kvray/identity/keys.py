@@ -30,6 +30,8 @@ from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES, BlockKey, frame, tagged
 
 Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
+Packed = bytes | npt.NDArray[np.int32]
+"""Tokens as i32 end to end, little-endian: a text of few tokens is bytes, which are faster."""
 
 _PACKED_TOKENS = 10_240
 """Tokens packed by one call: the arguments of many more would not fit into the cache. Not 8192:
@@ -103,13 +105,20 @@ def chain_keys(
 
     Source: only full blocks are keyed, as in TensorRT-LLM's block reuse.
     """
+    return chain_packed(pack(tokens), tokens_per_block=tokens_per_block, seed=seed, media=media)
+
+
+def chain_packed(
+    packed: Packed, *, tokens_per_block: int, seed: bytes, media: Sequence[MediaItem] = ()
+) -> list[BlockKey]:
+    """Return the keys of tokens that `pack` has packed; otherwise as `chain_keys`."""
     if tokens_per_block < 1:
         raise ConfigError(f"tokens_per_block must be at least 1, not {tokens_per_block}.")
     if len(seed) != KEY_BYTES:
         raise ConfigError(
             f"A seed has {KEY_BYTES} bytes, not {len(seed)}; use what request_seed returns."
         )
-    messages = _messages(tokens, tokens_per_block)
+    messages = _messages(packed, tokens_per_block)
     if media:
         messages = _add_media(messages, _media_extras(media, tokens_per_block))
     sha256 = hashlib.sha256
@@ -118,6 +127,13 @@ def chain_keys(
         parent = sha256(parent + message).digest()
         keys.append(parent)
     return keys  # type: ignore[return-value]
+
+
+def pack(tokens: Tokens) -> Packed:
+    """Return `tokens` packed; ConfigError: one is no integer of 32 bits."""
+    if type(tokens) is list and len(tokens) <= _FEW_TOKENS:
+        return _pack_few(tokens)
+    return pack_tokens(tokens)
 
 
 def pack_tokens(tokens: Tokens) -> npt.NDArray[np.int32]:
@@ -161,14 +177,14 @@ def _pack_array(tokens: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     return tokens.astype("<i4", copy=False)
 
 
-def _messages(tokens: Tokens, tokens_per_block: int) -> Iterable[tuple[bytes]]:
+def _messages(packed: Packed, tokens_per_block: int) -> Iterable[tuple[bytes]]:
     """Return the message of each full block, without parent and extras."""
-    if type(tokens) is list and len(tokens) <= _FEW_TOKENS:
-        packed, size = _pack_few(tokens), 4 * tokens_per_block
+    if isinstance(packed, bytes):
+        size = 4 * tokens_per_block
         start = struct.pack("<i", tokens_per_block)
         ends = range(size, len(packed) + 1, size)
         return [(start + packed[end - size : end] + _NO_EXTRAS,) for end in ends]
-    framed = _frame_blocks(pack_tokens(tokens), tokens_per_block)
+    framed = _frame_blocks(packed, tokens_per_block)
     # One after the other: a list of them would be memory to fault in for a long prompt.
     return struct.iter_unpack(f"{framed.shape[1] * framed.itemsize}s", framed.data)
 

@@ -1,5 +1,6 @@
 """The ways of any process to its node's arena and shard, without Ray."""
 
+from kvray.node.block_tokens import BlockTokens
 from kvray.node.link import NodeLink, attach
 from kvray.node.prefix_digests import PrefixDigests
 from kvray.node.registrations import Registration
@@ -7,6 +8,7 @@ from kvray.node.request_notes import RequestNotes
 from kvray.node.stage_calls import StageCalls, StageReply
 
 __all__ = [
+    "BlockTokens",
     "NodeLink",
     "PrefixDigests",
     "Registration",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
 from kvray.identity.block import Namespace
+from kvray.node.block_tokens import BlockTokens
 from kvray.node.prefix_digests import PrefixDigests
 from kvray.node.request_notes import RequestNotes, packed
 from kvray.node.shard_socket import ShardSocket
@@ -15,6 +16,7 @@ from kvray.store import Membership, PartRequest
 _log = logging.getLogger("kvray.node")
 
 _CALL_TIMEOUT_S = 2.0
+_DESCRIBE_FRAMES = 16
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class Registration:
     """The notes of its prompts; None if it makes none."""
     requests: RequestNotes | None = None
     """The notes of its requests; None if it makes none."""
+    block_tokens: BlockTokens | None = None
+    """The tokens of its blocks; None if it knows none."""
     part_requests: tuple[PartRequest, ...] = (PartRequest(0),)
     """The parts that its leases must have."""
     num_ranks: int = 1
@@ -161,6 +165,29 @@ class Registrations:
         registration.has_peers = reply.get("peers") is True
         if prefix_digests is not None and known:
             prefix_digests.reported(len(notes), reply.get("incompatible", []))
+        if registration.block_tokens is not None and known and not leaving:
+            registration.block_tokens.hear(reply.get("describe"))
+            self._describe(registration, registration.block_tokens)
+
+    def _describe(self, registration: Registration, block_tokens: BlockTokens) -> None:
+        """Tell the shard the tokens of blocks, in so many frames that others have their turn."""
+        tokens_per_block = registration.namespace.tokens_per_block
+        for _ in range(_DESCRIBE_FRAMES):
+            chains = block_tokens.take(tokens_per_block)
+            if not chains:
+                return
+            try:
+                reply = self._socket.call(
+                    "describe",
+                    timeout_s=_CALL_TIMEOUT_S,
+                    replica=registration.replica,
+                    rank=registration.rank,
+                    chains=chains,
+                )
+            except KVRayError:
+                block_tokens.forget()
+                raise
+            block_tokens.hear(reply.get("describe"))
 
     def _leave(self, registration: Registration, former: str) -> None:
         """Have the shard forget a rank's former name; its figures go on under the new one."""

@@ -24,6 +24,7 @@ class EngineRequests:
             "hello": self._hello,
             "register": self._register,
             "report": self._report,
+            "describe": self._describe,
             "stage": self._stage,
         }
 
@@ -68,7 +69,22 @@ class EngineRequests:
             "known": True,
             "incompatible": self._parts.announcer.desk.answers(replica, rank),
             "peers": self._can_stage(replica, rank),
+            "describe": self._generation(),
         }
+
+    def _describe(
+        self, connection: int, replica: str, rank: int, chains: Sequence[Any]
+    ) -> dict[str, Any]:
+        events, reader = self._parts.serving().events, self._parts.replicas.reader(replica, rank)
+        if events is None or reader is None:
+            return {"describe": None}
+        namespace, size = reader.namespace.digest().hex()[:8], reader.tokens_per_block
+        return {"describe": events.describe(namespace, size, chains)}
+
+    def _generation(self) -> int | None:
+        """Return the number of what engines were asked to tell; None: they need not."""
+        events = self._parts.serving().events
+        return None if events is None else events.generation or None
 
     def _can_stage(self, replica: str, rank: int) -> bool:
         """Return whether it is worth a rank's while to ask for more than the arena has."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from kvray.actors.shard.announcer import Announcer
+from kvray.actors.shard.events.publisher import EventPublisher
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
 from kvray.actors.shard.nvme_tier import NvmeTier
@@ -109,12 +110,24 @@ class Serving:
         self.stager = ReplicaStager(
             owner.arena, stager, parts.replicas, self._peers, settings.staging
         )
+        self.events: EventPublisher | None = None  # None: nobody is to hear of its blocks
+        if settings.events is not None:
+            self.events = EventPublisher(
+                settings.directory,
+                settings.events,
+                owner,
+                lambda: None if self.nvme is None else self.nvme.store,
+                parts.replicas,
+            )
+            self.events.start()
 
     async def close(self) -> None:
-        """End staging, then eviction, then the disk. Twice is fine."""
+        """End staging, then eviction and events, then the disk. Twice is fine."""
         try:
             await self.stager.close()
         finally:
+            if self.events is not None:
+                await asyncio.get_running_loop().run_in_executor(None, self.events.close)
             if self._round is not None:
                 await asyncio.wait([self._round])
             if self.disk is not None:
@@ -143,6 +156,8 @@ class Serving:
         }
         if self.disk is not None:
             figures["nvme"] = self.disk.status()
+        if self.events is not None:
+            figures["events"] = self.events.status()
         if (stopped := self._stopped.found) is not None:
             figures["stopped_with_lock"] = stopped
         return figures

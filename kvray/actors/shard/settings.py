@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvray.actors.shard.events.publisher import EventSettings
 from kvray.actors.shard.nvme_tier import NvmeSettings
 from kvray.config import ArenaConfig, KVRayConfig, ShardConfig, StagingConfig
 from kvray.identity.tenant import tenant_id
@@ -27,6 +28,7 @@ class ShardSettings:
     """Bytes that the blocks of namespaces may take of the arena, see `quotas.set_quotas`."""
     admission: str = "likely"  # decides which evicted blocks are kept on disk
     nvme: NvmeSettings | None = None  # None: the node keeps nothing on disk
+    events: EventSettings | None = None  # None: it publishes no KV events
     tenant_secret_file: Path | None = None
     """Has what the salts of prompts that are prefetched are derived with; None: no tenants."""
 
@@ -43,6 +45,7 @@ class ShardSettings:
             quotas=_quotas(config),
             admission=config.nvme.admission,
             nvme=_nvme(config),
+            events=_events(config),
             tenant_secret_file=config.security.tenant_secret_file,
         )
 
@@ -53,6 +56,11 @@ def _quotas(config: KVRayConfig) -> dict[str, int]:
     for_each = security.tenant_quota or arena.namespace_quota
     named = {name_of(tenant_id(name)): size for name, size in security.tenant_quotas.items()}
     return {**({} if for_each is None else {"": for_each}), **arena.quotas, **named}
+
+
+def _events(config: KVRayConfig) -> EventSettings | None:
+    host, port = config.events.host, config.events.port
+    return None if port is None else EventSettings(host=host, port=port)
 
 
 def _nvme(config: KVRayConfig) -> NvmeSettings | None:

@@ -1,0 +1,331 @@
+"""Publishes KV events of a shard's tiers, in a thread of its own.
+
+Each namespace has one `Outlet`, bound on a pair of ports for each replica of the namespace on this
+node: what a node has counts for all of them. Nobody waits for this thread: it reads the tiers'
+tables as the lookup's announcer does, so that what it is late for is one change in the end, and
+beyond a bound the tokens that engines tell are dropped and told again later.
+"""
+
+import contextlib
+import logging
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvray.actors.shard.events.described_blocks import (
+    DISK,
+    HOST,
+    DescribedBlocks,
+    NamespaceTerms,
+)
+from kvray.actors.shard.tier_delta import TierDelta
+from kvray.actors.staging.replicas import Replicas
+from kvray.errors import ConfigError, KVRayError
+from kvray.events.outlet import BATCH_BLOCKS, Outlet
+from kvray.store import ArenaOwner
+from kvray.store.arena.mapped import is_damage
+from kvray.store.arena.tables import Tables
+from kvray.store.nvme import NvmeStore
+
+_log = logging.getLogger("kvray.shard")
+
+EVENTS_FILE = "events.sqlite"
+"""In the directory of the node's arena."""
+_POLL_MS = 50
+_REPLICAS_S = 0.5  # how often it looks which replicas there are
+_PRUNE_S = 30.0
+_AGAIN_S = 10.0  # after an error of the file
+_NEWS_STEPS = 16  # batches before subscribers have their turn
+_WAITING_MAX = 64 * 2**20  # bytes of tokens that engines have told
+_PORTS_MAX = 256
+_JUMP = 10**6
+"""From the last number of the former run that is known to the first of the next one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventSettings:
+    """Where events are published."""
+
+    host: str
+    """Address to listen on."""
+    port: int
+    """The first of the ports; each replica has two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What an engine has told of its blocks."""
+
+    namespace: int
+    tokens_per_block: int
+    chains: Sequence[Any]
+    size: int
+
+
+class EventPublisher:
+    """Of one shard that serves; `start`, then `close`."""
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: EventSettings,
+        owner: ArenaOwner,
+        store: Callable[[], NvmeStore | None],
+        replicas: Replicas,
+    ) -> None:
+        """Publish what the arena of `owner` and the disk's `store` have, for `replicas`."""
+        self._path = directory / EVENTS_FILE
+        self._settings = settings
+        self._owner = owner
+        self._store_now = store
+        self._replicas = replicas
+        self._told: deque[_Told] = deque()
+        self._told_bytes = self._taken_bytes = 0  # each written by one thread
+        self._num_dropped = 0
+        self._generation = 0
+        self._terms: dict[int, NamespaceTerms] = {}
+        self._store: NvmeStore | None = None
+        self._deltas: list[tuple[str, TierDelta]] = []
+        self._outlets: dict[int, Outlet] = {}
+        self._ports: dict[str, tuple[int, int]] = {}
+        """Replica -> its namespace and the first of its ports."""
+        self._problem = ""
+        self._figures = {"batches": 0, "replays": 0}
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvray-events", daemon=True)
+
+    def start(self) -> None:
+        """Begin; once."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Twice is fine."""
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def describe(self, namespace: str, tokens_per_block: int, chains: Sequence[Any]) -> int:
+        """Take the tokens of blocks, from the event loop, and return the generation.
+
+        A `namespace` is its first 8 hex digits; the chains are as in `kvray.node.block_tokens`.
+        Engines tell everything again when the generation changes. ConfigError: no such chains.
+        """
+        try:
+            size = sum(len(tokens) for _, _, tokens in chains)
+        except (TypeError, ValueError):
+            raise ConfigError("The tokens of blocks come as (parent, hashes, tokens).") from None
+        if self._told_bytes - self._taken_bytes + size > _WAITING_MAX:
+            self._num_dropped += 1
+            return self._generation - 1  # so they are told again
+        told = _Told(
+            namespace=int(namespace, 16),
+            tokens_per_block=tokens_per_block,
+            chains=chains,
+            size=size,
+        )
+        self._told_bytes += size
+        self._told.append(told)
+        return self._generation
+
+    @property
+    def generation(self) -> int:
+        """The number of what engines were asked to tell."""
+        return self._generation
+
+    def status(self) -> dict[str, Any]:
+        """Return figures, and the addresses of each replica; from any thread."""
+        return {
+            **self._figures,
+            "dropped": self._num_dropped,
+            "problem": self._problem,
+            "replicas": {
+                replica: list(_addresses(self._settings.host, port))
+                for replica, (_, port) in sorted(self._ports.copy().items())
+            },
+        }
+
+    def _run(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                with contextlib.closing(DescribedBlocks(self._path)) as blocks:
+                    self._path.chmod(0o600)  # it has what people have written
+                    self._generation, self._problem = blocks.generation, ""
+                    self._publish(blocks)
+            except sqlite3.Error as error:
+                self._problem = f"The file {self._path} failed ({error}) and is made again."
+                _log.warning("%s", self._problem)
+                for path in self._path.parent.glob(f"{EVENTS_FILE}*"):
+                    path.unlink(missing_ok=True)
+            except Exception as error:  # noqa: BLE001 - the thread's end, after which it begins again
+                # Events are for others; the shard goes on without them.
+                self._problem = f"A defect ended KV events; they begin again soon ({error!r})."
+                _log.exception("%s", self._problem)
+            finally:
+                for outlet in self._outlets.values():
+                    outlet.close()
+                self._outlets, self._ports, self._deltas = {}, {}, []
+            self._is_over.wait(_AGAIN_S)
+
+    def _publish(self, blocks: DescribedBlocks) -> None:
+        """Publish until the end."""
+        owner = self._owner
+        self._deltas = [(HOST, TierDelta(lambda: owner.arena.tables, owner.section))]
+        self._store = None
+        poller = zmq.Poller()
+        look_at = prune_at = 0.0
+        while not self._is_over.is_set():
+            now = time.monotonic()
+            if now >= look_at:
+                look_at = now + _REPLICAS_S
+                self._follow_replicas(blocks, poller)
+            if now >= prune_at:
+                prune_at = now + _PRUNE_S
+                blocks.prune()
+                self._generation = blocks.generation
+            self._take_told(blocks)
+            is_busy = self._take_changes(blocks) | self._tell(blocks)
+            for outlet in self._outlets.values():
+                outlet.serve(now)
+                is_busy |= outlet.is_busy
+            poller.poll(1 if is_busy else _POLL_MS)
+
+    def _follow_replicas(self, blocks: DescribedBlocks, poller: zmq.Poller) -> None:
+        """Have an outlet for each namespace, and ports for each replica, that is here."""
+        self._terms |= _terms(self._replicas)
+        blocks.set_terms(self._terms)
+        last = max((outlet.last for outlet in self._outlets.values()), default=0)
+        blocks.set_note("last", max(last, blocks.note("last")))
+        for namespace in self._terms.keys() - self._outlets.keys():
+            first = max(int(1000 * time.time()), blocks.note("last") + _JUMP)
+            outlet = Outlet(_Content(blocks, namespace), first=first)
+            self._outlets[namespace] = outlet
+            for socket in outlet.sockets():
+                poller.register(socket, zmq.POLLIN)
+        # Those that ended lately keep their ports, as they may come back.
+        replicas = {one["replica"]: int(one["namespace"], 16) for one in self._replicas.status()}
+        moved = [one for one, (its, _) in self._ports.items() if replicas.get(one) != its]
+        for replica in moved:
+            namespace, port = self._ports.pop(replica)
+            self._outlets[namespace].unbind(*_addresses(self._settings.host, port))
+        # An address is free a moment after it was given up.
+        for replica in sorted(replicas.keys() - self._ports.keys() - set(moved)):
+            if replicas[replica] in self._outlets:
+                self._bind(blocks, replica, replicas[replica])
+        self._figures = {
+            "batches": sum(one.num_batches for one in self._outlets.values()),
+            "replays": sum(one.num_replays for one in self._outlets.values()),
+        }
+
+    def _bind(self, blocks: DescribedBlocks, replica: str, namespace: int) -> None:
+        """Give a replica ports: those that it had, or the next two that are free."""
+        had, first = blocks.ports(), self._settings.port
+        taken = {port for _, port in self._ports.values()}
+        free = [at for at in range(first, first + 2 * _PORTS_MAX, 2) if at not in taken]
+        # A replica that comes back finds its ports, unless there were no others.
+        free.sort(key=lambda port: (port != had.get(replica), port in had.values()))
+        for port in free:
+            with contextlib.suppress(ConfigError):
+                self._outlets[namespace].bind(*_addresses(self._settings.host, port))
+                self._ports[replica] = namespace, port
+                left = {other: its for other, its in had.items() if its != port}
+                blocks.set_ports({**left, replica: port})
+                return
+        self._problem = (
+            f"No two ports from {first} on are free on {self._settings.host} for {replica}; set"
+            " events.host and events.port to others."
+        )
+
+    def _take_told(self, blocks: DescribedBlocks) -> None:
+        for _ in range(min(len(self._told), _NEWS_STEPS)):
+            told = self._told.popleft()
+            self._taken_bytes += told.size
+            for chain in told.chains:
+                # An engine of another version may tell something else.
+                with contextlib.suppress(ValueError, TypeError):
+                    blocks.describe(told.namespace, told.tokens_per_block, chain)
+
+    def _take_changes(self, blocks: DescribedBlocks) -> bool:
+        """Note what has come to the tiers and left them; return whether there is more."""
+        store = self._store_now()
+        if store is not self._store:
+            self._follow_store(blocks, store)
+        for tier, delta in self._deltas:
+            try:
+                changed = delta.collect()
+            except KVRayError:
+                continue  # the disk has just failed, or the arena was closed
+            except Exception as error:
+                if not is_damage(error):
+                    raise
+                continue  # the shard mends its tables
+            if changed is not None:
+                gone, come = changed
+                blocks.change(tier, gone.keys, gone.parts, has=False)
+                blocks.change(tier, come.keys, come.parts, has=True)
+        return any(delta.is_behind for _, delta in self._deltas)
+
+    def _follow_store(self, blocks: DescribedBlocks, store: NvmeStore | None) -> None:
+        """Look at this store from now on; what another one had is gone."""
+        for _, delta in self._deltas[1:]:
+            held = delta.held()
+            blocks.change(DISK, held.keys, held.parts, has=False)
+        del self._deltas[1:]
+        if store is not None:
+            self._deltas.append((DISK, TierDelta(partial(_tables, store), store.section)))
+        self._store = store
+
+    def _tell(self, blocks: DescribedBlocks) -> bool:
+        """Publish what has changed; return whether there is more."""
+        for _ in range(_NEWS_STEPS):
+            news = blocks.take_news(BATCH_BLOCKS)
+            if news is None:
+                return False
+            for namespace, events in news.items():
+                if namespace in self._outlets:
+                    self._outlets[namespace].publish(events)
+        return True
+
+
+class _Content:
+    """What is published of one namespace."""
+
+    def __init__(self, blocks: DescribedBlocks, namespace: int) -> None:
+        self._blocks = blocks
+        self._namespace = namespace
+
+    def num_blocks(self) -> int:
+        return self._blocks.num_told(self._namespace)
+
+    def stored(self, step: int) -> Any:
+        return self._blocks.stored(self._namespace, step)
+
+
+def _terms(replicas: Replicas) -> dict[int, NamespaceTerms]:
+    """Return the terms of the namespaces that replicas have here now."""
+    sizes: dict[int, int] = {}
+    parts: dict[int, set[int]] = {}
+    for replica, rank in replicas.connected():
+        reader = replicas.reader(replica, rank)
+        if reader is not None:
+            number = int(reader.namespace.digest().hex()[:8], 16)
+            sizes[number] = reader.tokens_per_block
+            whole = {one.part for one in reader.part_requests if one.window is None}
+            parts.setdefault(number, set()).update(whole)
+    return {number: NamespaceTerms(sizes[number], frozenset(parts[number])) for number in sizes}
+
+
+def _tables(store: NvmeStore) -> Tables:
+    return store.tables
+
+
+def _addresses(host: str, port: int) -> tuple[str, str]:
+    """Return the addresses of events and of replays."""
+    return f"tcp://{host}:{port}", f"tcp://{host}:{port + 1}"
