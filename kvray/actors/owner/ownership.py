@@ -22,6 +22,8 @@ from kvray.wire import SOCKET_FILE
 
 OWNER_FILE = "owner"
 NOTE_FILE = "owner.json"
+EVENTS_FILE = "events.sqlite"
+"""What `DescribedBlocks` keeps; SQLite has more files of that name and an ending."""
 """Names the owner for people; it counts only if the lock confirms it."""
 _RETRY_S = 0.1
 
@@ -113,8 +115,15 @@ def remove_files(directory: Path) -> None:
     remove_leftovers(directory)
     for name in (SOCKET_FILE, NOTE_FILE, OWNER_FILE):
         (directory / name).unlink(missing_ok=True)
+    remove_events(directory)
     with contextlib.suppress(OSError):
         directory.rmdir()
+
+
+def remove_events(directory: Path) -> None:
+    """Remove what was kept for KV events; nobody may have it open."""
+    for path in directory.glob(f"{EVENTS_FILE}*"):
+        path.unlink(missing_ok=True)
 
 
 def remove_leftovers(directory: Path, keep: str | None = None) -> None:

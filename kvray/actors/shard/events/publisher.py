@@ -20,6 +20,7 @@ from typing import Any
 
 import zmq
 
+from kvray.actors.owner.ownership import EVENTS_FILE, remove_events
 from kvray.actors.shard.events.described_blocks import (
     DISK,
     HOST,
@@ -37,8 +38,6 @@ from kvray.store.nvme import NvmeStore
 
 _log = logging.getLogger("kvray.shard")
 
-EVENTS_FILE = "events.sqlite"
-"""In the directory of the node's arena."""
 _POLL_MS = 50
 _REPLICAS_S = 0.5  # how often it looks which replicas there are
 _PRUNE_S = 30.0
@@ -162,8 +161,7 @@ class EventPublisher:
             except sqlite3.Error as error:
                 self._problem = f"The file {self._path} failed ({error}) and is made again."
                 _log.warning("%s", self._problem)
-                for path in self._path.parent.glob(f"{EVENTS_FILE}*"):
-                    path.unlink(missing_ok=True)
+                remove_events(self._path.parent)
             except Exception as error:  # noqa: BLE001 - the thread's end, after which it begins again
                 # Events are for others; the shard goes on without them.
                 self._problem = f"A defect ended KV events; they begin again soon ({error!r})."

@@ -1,0 +1,302 @@
+"""A shard without Ray that publishes KV events, an engine that tells tokens, and a subscriber."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvray import node
+from kvray.actors.owner.ownership import EVENTS_FILE
+from kvray.actors.shard.events import described_blocks, publisher
+from kvray.actors.shard.events.publisher import EventSettings
+from kvray.actors.shard.shard import Shard
+from kvray.identity.block import BlockKey, Namespace
+from kvray.identity.keys import chain_packed, pack, request_seed
+from kvray.node import BlockTokens, Registration, link
+from kvray.store import PartRequest
+from kvray.store.machine.access import OWN_USER
+from tests.kv_subscriber import KvSubscriber
+from tests.unit.actors.conftest import StartShard
+from tests.unit.actors.small_shard import (
+    NAMESPACE,
+    nvme_for,
+    open_arena,
+    wait_for,
+    wait_until_serving,
+)
+from tests.unit.events.test_outlet import free_port
+from tests.unit.store.small_arena import SLOT, store
+
+SIZE = NAMESPACE.tokens_per_block
+MINE = replace(NAMESPACE, part_bytes=SLOT)
+
+
+class Engine:
+    """The link of an engine, which tells the tokens of its prompts."""
+
+    def __init__(self, directory: Path, replica: str, namespace: Namespace = MINE) -> None:
+        self.tokens = BlockTokens()
+        self.namespace = namespace
+        self._link = node.attach(
+            directory, label=replica, lock_wait_s=5.0, attach_retry_s=0.05, access=OWN_USER
+        )
+        self.registration = Registration(
+            replica=replica,
+            rank=0,
+            namespace=namespace,
+            counters=dict,
+            block_tokens=self.tokens,
+            part_requests=tuple(PartRequest(part) for part in range(namespace.num_parts)),
+        )
+        self._link.register(self.registration)
+        wait_for(lambda: self.tokens.generation)
+
+    def close(self) -> None:
+        self._link.unregister(self.registration)
+        self._link.detach()
+
+    def prompt(self, *blocks: int, tail: int = 0) -> list[BlockKey]:
+        """Tell the tokens of a prompt, block `n` having token `n` only, and return its keys."""
+        tokens = [block for block in blocks for _ in range(SIZE)] + [1] * tail
+        packed = pack(tokens)
+        keys = chain_packed(
+            packed, tokens_per_block=SIZE, seed=request_seed(self.namespace.digest())
+        )
+        self.tokens.note(keys, 0, packed)
+        return keys
+
+
+@pytest.fixture
+def start(make_shard: StartShard) -> Callable[..., Shard]:
+    """Starts a shard that publishes KV events, on free ports."""
+
+    def start(**changes: Any) -> Shard:
+        events = EventSettings(host="127.0.0.1", port=free_port())
+        made = make_shard(**{"events": events, "policy": "lru", "admission": "all", **changes})
+        wait_until_serving(made)
+        return made
+
+    return start
+
+
+@pytest.fixture
+def join(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+    """Lets engines join, which report more often than others."""
+    monkeypatch.setattr(link, "_REPORT_S", 0.1)
+    with contextlib.ExitStack() as stack:
+
+        def join(replica: str = "r", namespace: Namespace = MINE) -> Engine:
+            engine = Engine(directory, replica, namespace)
+            stack.callback(engine.close)
+            return engine
+
+        yield join
+
+
+def addresses(shard: Shard, replica: str = "r") -> list[str]:
+    wait_for(lambda: replica in shard.status()["events"]["replicas"], "the replica's ports")
+    found: list[str] = shard.status()["events"]["replicas"][replica]
+    return found
+
+
+def hashes(keys: list[BlockKey]) -> set[int]:
+    return {int.from_bytes(key[:8], "big") for key in keys}
+
+
+def has(keys: list[BlockKey], medium: str = "CPU") -> Callable[[KvSubscriber], bool]:
+    return lambda subscriber: set(subscriber.content[medium]) == hashes(keys)
+
+
+def test_a_block_is_published_with_its_tokens_and_its_parent(
+    start: Any, join: Any, directory: Path
+) -> None:
+    shard, engine = start(), join()
+    keys = engine.prompt(5, 6, 7, tail=3)
+    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
+        store(arena, keys)
+
+        sub.read_until(has(keys))
+
+        first, second, third = (int.from_bytes(key[:8], "big") for key in keys)
+        assert sub.content["CPU"] == {
+            first: (None, (5,) * SIZE),
+            second: (first, (6,) * SIZE),
+            third: (second, (7,) * SIZE),
+        }
+
+
+def test_evicted_and_cleared_blocks_are_removed(start: Any, join: Any, directory: Path) -> None:
+    shard, engine = start(), join()
+    prompts = [engine.prompt(at, at + 1, at + 2, at + 3) for at in range(0, 120, 4)]
+    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
+        for keys in prompts:  # 120 blocks, of which 64 have room
+            store(arena, keys)
+        sub.read_until(lambda one: one.content["CPU"])
+        wait_for(lambda: shard.status()["removed_blocks"])
+
+        def held() -> set[int]:
+            return hashes([key for keys in prompts for key in keys if arena.match([key])])
+
+        assert 0 < len(held()) < 120
+        sub.read_until(lambda one: set(one.content["CPU"]) == held())
+        shard.clear(timeout_s=10)
+        sub.read_until(lambda one: not one.content["CPU"])
+
+
+def test_demoted_blocks_are_stored_on_disk_and_removed_from_memory(
+    start: Any, join: Any, directory: Path
+) -> None:
+    shard = start(nvme=nvme_for(directory.parent), free_target=0.5)
+    engine = join()
+    prompts = [engine.prompt(at, at + 1, at + 2, at + 3) for at in range(0, 80, 4)]
+    everything = [key for keys in prompts for key in keys]
+    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
+        for keys in prompts:
+            store(arena, keys)
+            sub.read(0.05)  # so slowly that there is always room
+
+        def is_right(one: KvSubscriber) -> bool:
+            found = shard.queries.whereabouts(b"".join(everything), None)
+            host = {key for key, there in zip(everything, found.host, strict=True) if there}
+            either = {key for key, there in zip(everything, found.either, strict=True) if there}
+            in_both = {*one.content["CPU"], *one.content["STORAGE"]}
+            return has(list(host))(one) and in_both == hashes(list(either))
+
+        sub.read_until(is_right)
+        assert set(sub.content["STORAGE"]) - set(sub.content["CPU"])
+        assert any(medium == "CPU" for medium, _ in sub.removed)
+        shard.clear(timeout_s=10)
+        sub.read_until(lambda one: not one.content["CPU"] and not one.content["STORAGE"])
+
+
+def test_blocks_of_which_nobody_told_tokens_are_published_once_somebody_does(
+    start: Any, join: Any, directory: Path
+) -> None:
+    shard, engine = start(), join()
+    engine.tokens.generation, generation = None, engine.tokens.generation
+    keys = engine.prompt(1, 2, 3)
+    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
+        store(arena, keys)
+        sub.read()
+        assert not sub.content["CPU"]
+
+        engine.tokens.generation = generation
+        engine.prompt(1, 2, 3, 4)
+
+        sub.read_until(has(keys))
+
+
+def test_a_block_is_published_when_all_parts_are_there_and_removed_with_the_first(
+    start: Any, join: Any, directory: Path
+) -> None:
+    shard, engine = start(), join(namespace=replace(MINE, num_parts=2))
+    keys = engine.prompt(1, 2)
+    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
+        store(arena, keys, part=0)
+        store(arena, keys[:1], part=1)
+        sub.read_until(has(keys[:1]))
+        store(arena, keys[1:], part=1, parent=keys[0], depth=1)
+        sub.read_until(has(keys))
+        assert sub.num_gaps <= 1
+
+
+def test_replicas_of_one_namespace_have_ports_of_their_own_and_the_same_blocks(
+    start: Any, join: Any, directory: Path
+) -> None:
+    shard, engine = start(), join("r")
+    join("s")
+    other = join("t", namespace=replace(MINE, model="key:other"))
+    keys = engine.prompt(1, 2)
+    theirs = other.prompt(1, 2)
+    places = [addresses(shard, replica) for replica in ("r", "s", "t")]
+    assert len({address for pair in places for address in pair}) == 6
+    with contextlib.ExitStack() as stack:
+        arena = stack.enter_context(contextlib.closing(open_arena(directory)))
+        subs = [stack.enter_context(KvSubscriber(*place)) for place in places]
+        store(arena, keys)
+        store(arena, theirs)
+
+        for sub, wanted in zip(subs, (keys, keys, theirs), strict=True):
+            sub.read_until(has(wanted))
+
+
+def test_a_shard_that_starts_again_publishes_what_its_arena_has_without_new_prompts(
+    start: Any, join: Any, directory: Path
+) -> None:
+    events = EventSettings(host="127.0.0.1", port=free_port())
+    shard, engine = start(events=events), join()
+    keys, gone = engine.prompt(1, 2, 3), engine.prompt(9, 8)
+    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
+        store(arena, keys)
+        store(arena, gone)
+        sub.read_until(has([*keys, *gone]))
+        places = addresses(shard)
+        shard.stop(retire=False, timeout_s=10)
+        lease = arena.lease(keys)
+        assert lease is not None
+
+        again = start(events=events)
+        again.clear(timeout_s=10)  # `gone` goes, the rest is leased
+
+        assert addresses(again) == places
+        sub.read_until(has(keys))
+        arena.release(*lease)
+
+
+def test_a_damaged_file_is_made_again_and_tokens_are_told_again(
+    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_AGAIN_S", 0.1)
+    directory.mkdir()
+    (directory / EVENTS_FILE).write_bytes(b"no database" * 1000)
+    shard, engine = start(), join()
+    keys = engine.prompt(1, 2, 3)
+    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
+        store(arena, keys)
+
+        sub.read_until(has(keys))
+
+    assert (directory / EVENTS_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_tokens_that_are_forgotten_are_told_again_with_their_prompts(
+    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(described_blocks, "_GONE_MAX", 8)
+    monkeypatch.setattr(publisher, "_PRUNE_S", 0.05)
+    shard, engine = start(), join()
+    first = engine.tokens.generation
+    keys = engine.prompt(*range(20))
+    wait_for(lambda: engine.tokens.generation != first)
+    with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
+        store(arena, keys)
+        wait_for(lambda: engine.prompt(*range(20)) and sub.read(0.05).content["CPU"])
+        sub.read_until(has(keys))
+
+
+def test_tokens_beyond_the_bound_are_dropped_and_counted(
+    start: Any, join: Any, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_WAITING_MAX", 100)
+    shard, engine = start(), join()
+    engine.prompt(1, 2, 3)
+    wait_for(lambda: shard.status()["events"]["dropped"])
+
+
+def test_without_free_ports_the_shard_serves_and_says_so(
+    start: Any, join: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "_PORTS_MAX", 0)
+    shard = start()
+    join()
+    wait_for(lambda: "No two ports" in shard.status()["events"]["problem"])
+
+
+def test_nothing_of_the_events_is_left_when_the_arena_retires(start: Any, directory: Path) -> None:
+    shard = start()
+    wait_for((directory / EVENTS_FILE).exists)
+    shard.stop(retire=True, timeout_s=10)
+    assert not directory.exists()
