@@ -9,6 +9,7 @@ from kvray.identity.keys import Packed
 HASH_BYTES = 8
 """Leading bytes of a key that are the block's hash in KV events."""
 _WAITING_MAX = 64 * 2**20  # bytes of tokens
+_UNHEARD_MAX = 8 * 2**20  # the same before the shard has said whether it publishes anything
 _FRAME_MAX = 2**20
 _CHAINS_MAX = 2048  # in a frame, which may not have too many values
 _TOLD_MAX = 500_000
@@ -48,6 +49,7 @@ class BlockTokens:
         """The shard's number of what it was told, to be told again where it changes; None: the
         shard publishes nothing."""
         self._waiting: deque[_Note] = deque()
+        self._waiting_max = _UNHEARD_MAX
         self._noted = self._taken = 0
         self._told: set[BlockKey] = set()
 
@@ -56,7 +58,7 @@ class BlockTokens:
 
         More keys may be appended.
         """
-        if self.generation is not None and self._noted - self._taken < _WAITING_MAX:
+        if self._noted - self._taken < self._waiting_max:
             note = _Note(keys, first, len(keys), packed)
             self._noted += note.size
             self._waiting.append(note)
@@ -64,9 +66,13 @@ class BlockTokens:
     def hear(self, generation: object) -> None:
         """Take the shard's word on what it knows."""
         heard = generation if isinstance(generation, int) else None
+        self._waiting_max = 0 if heard is None else _WAITING_MAX
         if heard != self.generation:
             self._told.clear()
             self.generation = heard
+        if heard is None:
+            while self._waiting:
+                self._taken += self._waiting.popleft().size
 
     def take(self, tokens_per_block: int) -> list[Chain]:
         """Return what to tell next, about a frame's worth; nothing: all was told.

@@ -14,7 +14,7 @@ from kvray.actors.shard.events import described_blocks, publisher
 from kvray.actors.shard.events.publisher import EventSettings
 from kvray.actors.shard.shard import Shard
 from kvray.identity.block import BlockKey, Namespace
-from kvray.identity.keys import chain_packed, pack, request_seed
+from kvray.identity.keys import Packed, chain_packed, pack, request_seed
 from kvray.node import BlockTokens, Registration, link
 from kvray.store import PartRequest
 from kvray.store.machine.access import OWN_USER
@@ -60,13 +60,18 @@ class Engine:
 
     def prompt(self, *blocks: int, tail: int = 0) -> list[BlockKey]:
         """Tell the tokens of a prompt, block `n` having token `n` only, and return its keys."""
-        tokens = [block for block in blocks for _ in range(SIZE)] + [1] * tail
-        packed = pack(tokens)
-        keys = chain_packed(
-            packed, tokens_per_block=SIZE, seed=request_seed(self.namespace.digest())
-        )
-        self.tokens.note(keys, 0, packed)
+        keys = self.keys(*blocks)
+        self.tokens.note(keys, 0, _packed(*blocks, tail=tail))
         return keys
+
+    def keys(self, *blocks: int) -> list[BlockKey]:
+        """Return the keys of a prompt."""
+        seed = request_seed(self.namespace.digest())
+        return chain_packed(_packed(*blocks), tokens_per_block=SIZE, seed=seed)
+
+
+def _packed(*blocks: int, tail: int = 0) -> Packed:
+    return pack([block for block in blocks for _ in range(SIZE)] + [1] * tail)
 
 
 @pytest.fixture
@@ -176,14 +181,12 @@ def test_blocks_of_which_nobody_told_tokens_are_published_once_somebody_does(
     start: Any, join: Any, directory: Path
 ) -> None:
     shard, engine = start(), join()
-    engine.tokens.generation, generation = None, engine.tokens.generation
-    keys = engine.prompt(1, 2, 3)
+    keys = engine.keys(1, 2, 3)
     with contextlib.closing(open_arena(directory)) as arena, KvSubscriber(*addresses(shard)) as sub:
         store(arena, keys)
         sub.read()
         assert not sub.content["CPU"]
 
-        engine.tokens.generation = generation
         engine.prompt(1, 2, 3, 4)
 
         sub.read_until(has(keys))

@@ -26,7 +26,8 @@ def note(tokens: BlockTokens, *blocks: int, tail: int = 0):
 def told(chains) -> dict[bytes, tuple[bytes, tuple[int, ...]]]:
     """Return hash -> parent and tokens."""
     found = {}
-    for parent, hashes, tokens in chains:
+    for before, hashes, tokens in chains:
+        parent = before
         assert len(tokens) == SIZE * 4 * len(hashes) // 8
         for at in range(0, len(hashes), 8):
             ids = np.frombuffer(tokens, "<u4")[at // 8 * SIZE : (at // 8 + 1) * SIZE]
@@ -48,6 +49,13 @@ def test_nothing_is_noted_for_a_shard_that_publishes_nothing():
     note(tokens, 1, 2)
     tokens.hear(7)
     assert tokens.take(SIZE) == []
+
+
+def test_what_was_noted_before_the_shard_has_answered_is_told():
+    tokens = BlockTokens()
+    keys = note(tokens, 1, 2)
+    tokens.hear(7)
+    assert set(told(tokens.take(SIZE))) == {key[:8] for key in keys}
 
 
 def test_a_prompt_is_told_with_parents_and_tokens():

@@ -1,0 +1,172 @@
+"""KV events of two replicas on two nodes, heard by Dynamo's router and by a plain subscriber."""
+
+import contextlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kvray.lab.reference.replica import Replica
+from tests.kv_subscriber import KvSubscriber
+from tests.ray.cluster import CONNECTOR, SETTINGS, open_two_nodes, wait_for
+from tests.ray.selection import Selection
+from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, name_of
+from tests.ray.teller import Teller
+from tests.unit.events.test_outlet import free_port
+
+pytestmark = pytest.mark.ray
+
+PROMPT_TOKENS = 640
+NUM_BLOCKS = PROMPT_TOKENS // TOKENS_PER_BLOCK
+
+
+@dataclass
+class Heard:
+    """Two replicas, and who hears of their blocks."""
+
+    sharing: Sharing
+    selection: Selection
+    subscribers: list[KvSubscriber]
+
+    def places(self) -> list[list[str]]:
+        """Return the addresses of each replica's events."""
+        sharing = self.sharing
+        return [
+            shard["events"]["replicas"][name_of(replica, shard)]
+            for replica, shard in zip(
+                (sharing.first, sharing.second), sharing.shards(), strict=True
+            )
+        ]
+
+    def wait_for_overlaps(self, prompt: list[int], first: int, second: int) -> None:
+        wait_for(
+            lambda: self.selection.overlaps(prompt) == {1: first, 2: second},
+            f"{first} and {second} blocks, at last {self.selection.overlaps(prompt)}",
+            timeout_s=30,
+        )
+
+    def wait_for_what_ls_shows(self) -> None:
+        """Wait until the subscribers together have as many blocks as `kvray ls` lists."""
+
+        def is_right() -> bool:
+            said = json.loads(self.sharing.say("ls", "--json"))["namespaces"]
+            for subscriber in self.subscribers:
+                subscriber.read(0.1)
+            heard = [
+                sum(len(one.content[medium]) for one in self.subscribers)
+                for medium in ("CPU", "STORAGE")
+            ]
+            listed = [sum(one[f"{tier}_blocks"] for one in said) for tier in ("host", "nvme")]
+            return heard == listed
+
+        wait_for(is_right, "the blocks that ls shows", timeout_s=30)
+
+
+@pytest.fixture(scope="module")
+def heard() -> Iterator[Heard]:
+    settings = {
+        **SETTINGS,
+        "arena": {**SETTINGS["arena"], "capacity": "4MiB", "slab": "1MiB"},
+        "connector": {**SETTINGS["connector"], "stage_wait_s": 0},
+        "events": {"port": free_port() + 1000},
+    }
+    with contextlib.ExitStack() as stack:
+        nodes = stack.enter_context(open_two_nodes(settings))
+        teller = Teller(nodes.config_path, nodes.machine.environ())
+        stack.callback(teller.close)
+        replicas = []
+        for number, node in enumerate(nodes.nodes):
+            replicas.append(
+                Replica.spawn(
+                    f"on-node-{number}",
+                    env=nodes.engine_environ(node),
+                    model="tiny:11",
+                    tokens_per_block=TOKENS_PER_BLOCK,
+                    num_blocks=128,
+                    connector=CONNECTOR,
+                    num_threads=1,
+                )
+            )
+            stack.callback(replicas[-1].kill)
+        for replica in replicas:
+            replica.wait_ready()
+        sharing = Sharing(nodes, replicas, teller)
+        selection = Selection()
+        stack.callback(selection.close)
+        made = Heard(sharing, selection, [])
+        wait_for(lambda: _are_published(sharing.shards()), "the replicas' ports", timeout_s=60)
+        for worker, place in enumerate(made.places(), start=1):
+            selection.add(worker, *place, block_size=TOKENS_PER_BLOCK)
+            made.subscribers.append(stack.enter_context(KvSubscriber(*place)))
+        yield made
+
+
+def _are_published(shards: list[dict[str, Any]]) -> bool:
+    return all(len(shard.get("events", {}).get("replicas", [])) == 1 for shard in shards)
+
+
+def make_prompt(name: str) -> list[int]:
+    random_ = random.Random(name)
+    return [random_.randrange(3, 250) for _ in range(PROMPT_TOKENS)]
+
+
+def test_dynamo_chooses_the_replica_whose_node_has_the_prefix(heard: Heard) -> None:
+    ours, theirs = make_prompt("ours"), make_prompt("theirs")
+    heard.sharing.first.generate([ours], max_tokens=2)
+    heard.sharing.second.generate([theirs], max_tokens=2)
+
+    heard.wait_for_overlaps(ours, NUM_BLOCKS, 0)
+    heard.wait_for_overlaps(theirs, 0, NUM_BLOCKS)
+    assert heard.selection.choose(ours) == 1
+    assert heard.selection.choose(theirs) == 2
+    heard.wait_for_what_ls_shows()
+
+
+def test_a_shard_that_is_killed_and_comes_back_is_heard_of_as_before(heard: Heard) -> None:
+    prompt = make_prompt("kept")
+    heard.sharing.first.generate([prompt], max_tokens=2)
+    heard.wait_for_overlaps(prompt, NUM_BLOCKS, 0)
+    before = heard.places()
+    first = heard.sharing.shards()[0]
+    (process,) = [
+        one for one in heard.sharing.nodes.machine.actors("Shard") if one.pid == first["pid"]
+    ]
+    process.kill()
+
+    wait_for(
+        lambda: _are_published(heard.sharing.shards()) and heard.places() == before,
+        "the shard's return",
+        timeout_s=60,
+    )
+    later = make_prompt("later")
+    heard.sharing.first.generate([later], max_tokens=2)
+    heard.wait_for_overlaps(later, NUM_BLOCKS, 0)
+    heard.wait_for_overlaps(prompt, NUM_BLOCKS, 0)
+    heard.wait_for_what_ls_shows()
+
+
+def test_evicted_prefixes_are_no_longer_chosen(heard: Heard) -> None:
+    prompt = make_prompt("evicted")
+    heard.sharing.first.generate([prompt], max_tokens=2)
+    heard.wait_for_overlaps(prompt, NUM_BLOCKS, 0)
+    for number in range(200):
+        heard.sharing.first.generate([make_prompt(f"other {number}")], max_tokens=1)
+        if heard.selection.overlaps(prompt)[1] == 0:
+            break
+
+    heard.wait_for_overlaps(prompt, 0, 0)
+    heard.wait_for_what_ls_shows()
+
+
+def test_clearing_empties_what_others_have_heard(heard: Heard) -> None:
+    prompt = make_prompt("cleared")
+    heard.sharing.second.generate([prompt], max_tokens=2)
+    heard.wait_for_overlaps(prompt, 0, NUM_BLOCKS)
+    heard.sharing.say("clear", "--yes")
+
+    heard.wait_for_overlaps(prompt, 0, 0)
+    heard.wait_for_what_ls_shows()
+    assert not any(one.content["CPU"] for one in heard.subscribers)
