@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvray.cli.asking import open_client, show_answer
+from kvray.cli.text.events import events_report
 from kvray.cli.text.hits import (
     COMPUTED,
     SOURCES,
@@ -98,6 +99,8 @@ def _print(found: dict[str, Any]) -> None:
         for says, fix in unnamed_sentences(replicas):
             console.print(f"{says}; {fix}.", markup=False, soft_wrap=True)
         for line in namespaces_report(found["shards"]) or ():
+            console.print(line, soft_wrap=isinstance(line, str))
+        for line in events_report(found["shards"]):
             console.print(line, soft_wrap=isinstance(line, str))
     else:
         console.print("No replica has registered yet.")

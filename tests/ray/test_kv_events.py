@@ -137,7 +137,7 @@ def test_a_shard_that_is_killed_and_comes_back_is_heard_of_as_before(heard: Hear
     process.kill()
 
     wait_for(
-        lambda: _are_published(heard.sharing.shards()) and heard.places() == before,
+        lambda: _are_published(heard.sharing.status()["shards"]) and heard.places() == before,
         "the shard's return",
         timeout_s=60,
     )
