@@ -1,0 +1,208 @@
+"""What is published of blocks, whatever is told of them and happens to them, in whatever order."""
+
+import contextlib
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvray.actors.shard.events import described_blocks
+from kvray.actors.shard.events.described_blocks import DISK, HOST, DescribedBlocks, NamespaceTerms
+from kvray.events import BlockRemoved, BlockStored
+
+SIZE = 2
+NAMESPACES = (7, 2**32 - 1)
+MEDIUM = {HOST: "CPU", DISK: "STORAGE"}
+
+
+def key_of(namespace: int, block: int) -> bytes:
+    return hashlib.sha256(b"%d %d" % (namespace, block)).digest()
+
+
+def number_of(namespace: int, block: int) -> int:
+    return int.from_bytes(key_of(namespace, block)[:8], "big")
+
+
+def table_keys(*keys: bytes):
+    return np.frombuffer(b"".join(keys), dtype="<u8").reshape(-1, 4)
+
+
+def chain_of(namespace: int, first: int, end: int) -> tuple[bytes, bytes, bytes]:
+    """Return what an engine tells of blocks of the one prompt that a namespace has."""
+    parent = key_of(namespace, first - 1)[:8] if first else b""
+    hashes = b"".join(key_of(namespace, block)[:8] for block in range(first, end))
+    tokens = np.repeat(np.arange(first, end, dtype="<u4"), SIZE).tobytes()
+    return parent, hashes, tokens
+
+
+class Published(RuleBasedStateMachine):
+    """Compares what a subscriber would have with what the tiers have and engines have told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = DescribedBlocks(Path(":memory:"))
+        self.parts = {namespace: {0} for namespace in NAMESPACES}
+        self.held: dict[tuple[str, int, int], set[int]] = {}
+        self.told: set[tuple[int, int]] = set()
+        self.heard: dict[tuple[int, str], dict[int, tuple[int | None, tuple[int, ...]]]] = {}
+        self._set_terms()
+
+    def _set_terms(self) -> None:
+        self.blocks.set_terms(
+            {one: NamespaceTerms(SIZE, frozenset(parts)) for one, parts in self.parts.items()}
+        )
+
+    @rule(namespace=st.sampled_from(NAMESPACES), first=st.integers(0, 6), length=st.integers(1, 4))
+    def an_engine_tells(self, namespace: int, first: int, length: int) -> None:
+        self.blocks.describe(namespace, SIZE, chain_of(namespace, first, first + length))
+        self.told |= {(namespace, block) for block in range(first, first + length)}
+
+    @rule(
+        tier=st.sampled_from([HOST, DISK]),
+        namespace=st.sampled_from(NAMESPACES),
+        part=st.integers(0, 1),
+        blocks=st.sets(st.integers(0, 9), min_size=1),
+        has=st.booleans(),
+    )
+    def a_tier_changes(
+        self, tier: str, namespace: int, part: int, blocks: set[int], has: bool
+    ) -> None:
+        keys = table_keys(*(key_of(namespace, block) for block in blocks))
+        self.blocks.change(tier, keys, np.full(len(keys), part, dtype=np.uint32), has=has)
+        for block in blocks:
+            held = self.held.setdefault((tier, namespace, block), set())
+            held.add(part) if has else held.discard(part)
+
+    @rule(namespace=st.sampled_from(NAMESPACES), parts=st.sets(st.integers(0, 1)))
+    def ranks_come_or_go(self, namespace: int, parts: set[int]) -> None:
+        self.parts[namespace] = parts
+        self._set_terms()
+
+    @rule(step=st.integers(1, 8))
+    def news_are_published(self, step: int) -> None:
+        self._publish(step)
+
+    def _publish(self, step: int) -> bool:
+        news = self.blocks.take_news(step)
+        for namespace, events in (news or {}).items():
+            for event in events:
+                self._hear(self.heard, namespace, event)
+        return news is not None
+
+    def _hear(self, heard, namespace: int, event) -> None:
+        content = heard.setdefault((namespace, event.medium), {})
+        if isinstance(event, BlockRemoved):
+            for block in event.block_hashes:
+                del content[block]  # it was there
+            return
+        assert isinstance(event, BlockStored)
+        parent = event.parent_block_hash
+        for at, block in enumerate(event.block_hashes):
+            assert block not in content
+            content[block] = parent, tuple(event.token_ids[at * SIZE : (at + 1) * SIZE])
+            parent = block
+
+    @invariant()
+    def a_snapshot_is_what_was_published(self) -> None:
+        heard: dict = {}
+        for namespace in NAMESPACES:
+            for events in self.blocks.stored(namespace, 3):
+                for event in events:
+                    self._hear(heard, namespace, event)
+            count = sum(len(its) for (one, _), its in self.heard.items() if one == namespace)
+            assert self.blocks.num_told(namespace) == count
+        assert heard == {place: its for place, its in self.heard.items() if its}
+
+    def teardown(self) -> None:
+        while self._publish(5):
+            pass
+        for tier, medium in MEDIUM.items():
+            for namespace in NAMESPACES:
+                wanted = {
+                    number_of(namespace, block): (
+                        number_of(namespace, block - 1) if block else None,
+                        (block,) * SIZE,
+                    )
+                    for block in range(12)
+                    if self.parts[namespace]
+                    and self.held.get((tier, namespace, block), set()) >= self.parts[namespace]
+                    and (namespace, block) in self.told
+                }
+                assert self.heard.get((namespace, medium), {}) == wanted
+        self.blocks.close()
+
+
+TestPublished = Published.TestCase
+TestPublished.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+@pytest.fixture
+def blocks(tmp_path: Path):
+    with contextlib.closing(DescribedBlocks(tmp_path / "events.sqlite")) as made:
+        made.set_terms({1: NamespaceTerms(SIZE, frozenset({0}))})
+        yield made
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        (b"", b"1" * 7, b""),
+        (b"1", b"1" * 8, bytes(8)),
+        (b"", b"1" * 8, bytes(9)),
+        (b"", b"1" * 16, bytes(8)),
+    ],
+)
+def test_a_chain_whose_lengths_differ_is_refused(blocks, chain):
+    with pytest.raises(ValueError, match="lengths"):
+        blocks.describe(1, SIZE, chain)
+    assert blocks.take_news(9) is None
+
+
+def test_what_nobody_told_of_leaves_nothing_behind(blocks):
+    keys = table_keys(*(key_of(1, block) for block in range(5)))
+    parts = np.zeros(5, dtype=np.uint32)
+    blocks.change(HOST, keys, parts, has=True)
+    blocks.change(HOST, keys, parts, has=False)
+    while blocks.take_news(2) is not None:
+        pass
+    assert blocks._file.execute("SELECT count(*) FROM blocks").fetchone() == (0,)
+
+
+def test_another_run_finds_tokens_ports_and_notes_and_nothing_held(tmp_path):
+    keys = table_keys(key_of(1, 0))
+    with contextlib.closing(DescribedBlocks(tmp_path / "a")) as first:
+        first.set_terms({1: NamespaceTerms(SIZE, frozenset({0}))})
+        first.describe(1, SIZE, chain_of(1, 0, 1))
+        first.change(HOST, keys, np.zeros(1, dtype=np.uint32), has=True)
+        assert first.take_news(9)
+        first.set_ports({"r": 5557})
+        first.set_note("last", 2**60)
+        generation = first.generation
+    with contextlib.closing(DescribedBlocks(tmp_path / "a")) as again:
+        again.set_terms({1: NamespaceTerms(SIZE, frozenset({0}))})
+        assert again.num_told(1) == 0
+        assert again.ports() == {"r": 5557}
+        assert again.note("last") == 2**60
+        assert again.generation == generation
+        while again.take_news(9) is not None:
+            pass
+        again.change(HOST, keys, np.zeros(1, dtype=np.uint32), has=True)
+        ((event,),) = again.take_news(9).values()
+        assert event.block_hashes == [number_of(1, 0)]
+
+
+def test_of_many_blocks_that_are_gone_the_oldest_are_forgotten(blocks, monkeypatch):
+    monkeypatch.setattr(described_blocks, "_GONE_MAX", 4)
+    generation = blocks.generation
+    blocks.describe(1, SIZE, chain_of(1, 0, 4))
+    blocks.prune()
+    assert blocks.generation == generation
+    blocks.describe(1, SIZE, chain_of(1, 4, 5))
+    blocks.prune()
+    assert blocks.generation == generation + 1
+    left = blocks._file.execute("SELECT key FROM blocks ORDER BY id").fetchall()
+    assert [key % 2**64 for (key,) in left] == [number_of(1, block) for block in (2, 3, 4)]
