@@ -37,7 +37,8 @@ REPLICA_HEADER = "x-kvray-replica"
 _Text = TypeVar("_Text")
 
 # Serve copies the application as it is where `serve.ingress` stands: what it uses comes before.
-app = FastAPI(title="kvray behind Ray Serve")
+# FastAPI's own telemetry would quote prompts that it refuses.
+app = FastAPI(title="kvray behind Ray Serve", telemetry={"tracing": False, "logs": False})
 app.add_middleware(TracedRequests)
 
 

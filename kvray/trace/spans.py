@@ -53,8 +53,15 @@ def start_sdk(hook: str | None) -> None:
 
 @contextmanager
 def request(name: str, headers: Mapping[str, str], attributes: Attributes) -> Iterator[Span]:
-    """Make the first span of a request, below that of its caller, if its headers name one."""
-    parent = None if _is_below() else propagate.extract(headers)
+    """Make the first span of a request, below that of its caller, if its headers name one.
+
+    Of the same trace the current span is the nearer parent: Serve or a middleware has made it.
+    """
+    parent = propagate.extract(headers)
+    caller = trace.get_current_span(parent).get_span_context()
+    here = trace.get_current_span().get_span_context()
+    if not caller.is_valid or caller.trace_id == here.trace_id:
+        parent = context.get_current()
     with _current(_TRACER.start_span(name, parent, SpanKind.SERVER, attributes)) as made:
         yield made
 
