@@ -151,9 +151,9 @@ class Dispatcher:
                     found = await self._prefetcher.bring(asked.tokens, name, asked.salt)
                     brought = found or brought
                 routed.sent(choice.replica_id)
-                events = self._engines.dispatch(choice, *asked)
+                events = self._engines.dispatch(choice, *asked, **_trace())
             else:
-                events = self._engines.remote(*asked)
+                events = self._engines.remote(*asked, **_trace())
             patience_s = deadline - time.monotonic()
             if self._can_choose and not is_last:  # else the wait for a free engine is part of it
                 patience_s = min(patience_s, _TAKE_TIMEOUT_S)
@@ -192,6 +192,11 @@ async def _next(events: Any, name: str, deadline: float) -> Event:
     if "error" in event:
         raise RequestError(event["error"], status=400 if event["is_config"] else 500)
     return event
+
+
+def _trace() -> dict[str, str]:
+    """Return the argument with which an engine that makes spans itself knows their parent."""
+    return {"trace": trace} if (trace := traceparent()) else {}
 
 
 def _by_source(ending: Event, brought: Prefetched | None) -> Event:

@@ -95,6 +95,7 @@ def test_a_streams_span_lasts_to_its_end_and_has_the_conventions_names(sdk: Span
     }
     assert [event.name for event in ingress.events] == ["taken", "first token"]
     assert route.attributes["kvray.replica"] == "engine-a"
+    assert handle.traces == [f"00-{TRACE}-{id_of(ingress)}-01"]
     assert ingress.status.status_code is StatusCode.UNSET
 
 
@@ -166,6 +167,7 @@ def test_a_traced_prompt_that_is_there_already_is_prefetched_so_that_its_shard_k
 
     asyncio.run(untraced())
     assert "bring to engine-b" not in handle.log
+    assert handle.traces[1] == ""
     assert all(one.context.trace_id == int(TRACE, 16) for one in sdk.named("route"))
 
 
