@@ -4,7 +4,7 @@ from collections import deque
 
 from kvray.trace.span_note import SPAN_NOTES_MAX, SpanNote
 
-_WAITING_MAX = 1024
+_WAITING_MAX = 4000
 
 
 class SpanNotes:

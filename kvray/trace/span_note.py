@@ -11,7 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES
 
-SPAN_NOTES_MAX = 128  # notes in one report of a rank
+SPAN_NOTES_MAX = 1000  # notes in one report of a rank
 
 _Text = Annotated[str, Field(max_length=64)]
 _Time = Annotated[float, Field(ge=0, lt=2**33, allow_inf_nan=False)]

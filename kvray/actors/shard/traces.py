@@ -63,7 +63,10 @@ class Traces:
         late, self._late = self._late, deque(maxlen=_LATE_MAX)
         for at, where, one in (*((now, origin, one) for one in notes), *late):
             parent = self._trace_of(where.replica, one)
-            if parent:
+            if parent is None:
+                if at > now - _LATE_S:
+                    self._late.append((at, where, one))
+            elif parent:
                 about = {
                     "kvray.replica": where.replica,
                     "kvray.rank": where.rank,
@@ -71,18 +74,17 @@ class Traces:
                     **one.attributes,
                 }
                 spans.past_span(one.name, parent, one.began, one.ended, about, error=one.error)
-            elif not one.key and at > now - _LATE_S:
-                self._late.append((at, where, one))
 
-    def _trace_of(self, replica: str, note: SpanNote) -> str:
+    def _trace_of(self, replica: str, note: SpanNote) -> str | None:
         """Return the trace of a note's request; its first promise finds it by the prompt.
 
-        An engine that was started again may use a number again, hardly for the same prompt.
+        It is empty for a request without one, and None before its first promise. An engine that was
+        started again may use a number again, hardly for the same prompt.
         """
         request = replica, note.request_id
-        key, traceparent = self._requests.get(request, (b"", ""))
+        key, known = self._requests.get(request, (b"", None))
         if note.key in (b"", key):
-            return traceparent
+            return known
         alike = self._alike(replica, note.key)
         is_meant = bool(alike) and alike[0].at <= note.ended
         traceparent = alike.popleft().traceparent if is_meant else ""
