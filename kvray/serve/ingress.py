@@ -146,6 +146,7 @@ class Ingress:
                 "gen_ai.request.model": self._name,
                 "gen_ai.request.max_tokens": max_tokens,
                 "gen_ai.request.stream": bool(asked.stream),
+                "gen_ai.usage.input_tokens": len(tokens),
             }
         )
         answer = Answer(self._prompts.decode, tokens, asked.stop_texts)

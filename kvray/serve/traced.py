@@ -93,7 +93,6 @@ class AnswerSpan:
             self._num_tokens += len(event["tokens"])
         else:
             self._span.set_attribute("gen_ai.response.finish_reasons", (event["finish_reason"],))
-            self._span.set_attribute("gen_ai.usage.input_tokens", event["prompt_tokens"])
             cached, by_source = event["cached_tokens"], event.get("cached_tokens_by_source", {})
             self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
             for source, count in by_source.items():
