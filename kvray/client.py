@@ -18,6 +18,9 @@ from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.identity.keys import MediaItem, Tokens, pack_tokens
 from kvray.index import Match
 from kvray.trace.arrival import Source
+from kvray.trace.spans import span, traceparent
+
+_TRACED = "traced_prefetch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +125,9 @@ class Client:
                 checkpoint.
         """
         packed = pack_tokens(tokens).tobytes()
-        items = [(item.position, item.digest) for item in media]
-        with tier_named(self.cluster_name):
+        prompt = replica, packed, salt, lora, [(item.position, item.digest) for item in media]
+        request = traceparent()
+        with tier_named(self.cluster_name), span("prefetch", {"kvray.replica": replica}) as made:
             lookup = get_actor(LOOKUP_NAME)
             shards = set(call(lookup.replica, replica, timeout_s=self._timeout_s).values())
             if not shards:
@@ -131,15 +135,27 @@ class Client:
                     f"No replica {replica!r:.80} has registered; `kvray status` shows those that"
                     " have."
                 )
-            methods = {shard: get_actor(shard).prefetch for shard in shards}
-            answers = ask_all(methods, self._timeout_s, replica, packed, salt, lora, items)
-        for answer in answers.values():
-            if isinstance(answer, KVRayError):
-                raise answer
-        last = min(answers.values(), key=lambda answer: answer["num_tokens"])
+            actors = {shard: get_actor(shard) for shard in shards}
+            trace, method, more = traceparent(), "prefetch", tuple[str, ...]()
+            if trace and all(hasattr(actor, _TRACED) for actor in actors.values()):
+                method, more = _TRACED, (trace, request)  # a shard of an older version has none
+            methods = {shard: getattr(actor, method) for shard, actor in actors.items()}
+            answers = ask_all(methods, self._timeout_s, *more, *prompt)
+            for answer in answers.values():
+                if isinstance(answer, KVRayError):
+                    raise answer
+            last = min(answers.values(), key=lambda answer: answer["num_tokens"])
+            staged_tokens = max(answer["staged_tokens"] for answer in answers.values())
+            made.set_attributes(
+                {
+                    "kvray.tokens.ready": last["num_tokens"],
+                    "kvray.tokens.staged": staged_tokens,
+                    "kvray.miss.reason": last["reason"],
+                }
+            )
         return Prefetched(
             num_tokens=last["num_tokens"],
-            staged_tokens=max(answer["staged_tokens"] for answer in answers.values()),
+            staged_tokens=staged_tokens,
             reason=last["reason"],
             sources=tuple((stop, source) for stop, source in last.get("sources", ())),
         )

@@ -186,6 +186,13 @@ class SecurityConfig(_Section):
     """the same for single tenants, by name"""
 
 
+class TracingConfig(_Section):
+    """OpenTelemetry spans of requests; see docs/tracing.md."""
+
+    startup_hook: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
+    """function, module:name, that sets up the SDK in shards and endpoints; none: Ray's own hook"""
+
+
 class RayConfig(_Section):
     """How the Ray cluster is reached or started."""
 
@@ -235,6 +242,7 @@ class KVRayConfig(_Section):
     connector: ConnectorConfig = ConnectorConfig()
     events: EventsConfig = EventsConfig()
     security: SecurityConfig = SecurityConfig()
+    tracing: TracingConfig = TracingConfig()
     ray: RayConfig = RayConfig()
     nodes: tuple[NodeConfig, ...] = Field(default=(), max_length=64)
     """settings that differ on some nodes; a later entry wins"""

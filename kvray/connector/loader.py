@@ -6,6 +6,7 @@ trust that the lease held all the while. On the host it runs before the pass, on
 copies, before anything of their pass is returned or saved.
 """
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from kvray.errors import LeaseExpired
 from kvray.store import Arena, Lease, Membership
 from kvray.store.arena.lease import places
 from kvray.store.arena.tables import Array
+from kvray.trace.span_note import SpanNote
 
 
 class _Begun(NamedTuple):
@@ -30,7 +32,9 @@ class _Begun(NamedTuple):
     lease: Lease
     holder: Membership  # who had the lease before the first copy
     slots: Array  # what is copied
+    num_bytes: int
     ticket: Ticket
+    at: float  # when the copies were begun, in seconds since the epoch
 
 
 class Loader:
@@ -69,14 +73,16 @@ class Loader:
         LeaseExpired: what was loaded may be wrong. TierError: the device failed.
         """
         while self._begun:
-            one = self._begun.pop()
+            one, failed = self._begun.pop(), ""
             try:
                 one.ticket.wait()
                 self._check(one)
             except Exception as error:  # noqa: BLE001 - a failed check is a failed load
                 self.fail(error)
+                failed = type(error).__name__
             finally:
                 self._shared.release_leases(one.arena, one.lease)
+            self._note(one, failed)
         if self._fault is not None:
             raise self._fault
 
@@ -102,12 +108,15 @@ class Loader:
                 " or nothing is leased in it now. Ranks on one node must see one arena, and an"
                 " engine whose ranks are on several nodes needs gpus_per_node."
             )
+        at = time.time()
         holders = [arena.holder_of(self._place(plan)[1]) for plan in plans]
         loads = [list(self._loads_of(arena, plan)) for plan in plans]
         ticket = self._pool.load(arena, [load for each in loads for load in each], stream)
         for plan, holder, each in zip(plans, holders, loads, strict=True):
             lease = self._place(plan)[1]
-            self._begun.append(_Begun(plan, arena, lease, holder, _slots_of(each), ticket))
+            num_bytes = sum(len(load.slots) * load.part.block_bytes for load in each)
+            slots = _slots_of(each)
+            self._begun.append(_Begun(plan, arena, lease, holder, slots, num_bytes, ticket, at))
             self._shared.figures.totals["loaded_blocks"] += plan.pages[0].num_blocks
 
     def _check(self, one: _Begun) -> None:
@@ -119,6 +128,17 @@ class Loader:
             )
         verify = self._pool.is_host and self._shared.verifies_loads
         one.arena.check(one.lease, one.slots, verify=verify)
+
+    def _note(self, one: _Begun, error: str) -> None:
+        notes = self._shared.figures.span_notes
+        if notes.is_on:
+            loaded: dict[str, int | float | str] = {
+                "kvray.blocks": one.plan.pages[0].num_blocks,
+                "kvray.bytes": one.num_bytes,
+            }
+            notes.note(
+                SpanNote("load", one.plan.request_id, one.at, time.time(), loaded, error=error)
+            )
 
     def _loads_of(self, arena: Arena, plan: LoadPlan) -> Iterator[Load]:
         """Yield what to copy of each part; blocks behind a window have no page."""

@@ -12,6 +12,7 @@ from kvray.identity.block import BlockKey
 from kvray.trace.arrival import Arrivals, runs_between
 from kvray.trace.reasons import MissReason
 from kvray.trace.request_note import RequestNote, sampled
+from kvray.trace.span_note import SpanNote
 
 
 def record_answer(
@@ -55,10 +56,11 @@ def record_answer(
         elif reason == "not_stored":
             prefix_digests.note_missed(digest, missed)
         step, missing = sampled(keys, end)
-    shared.figures.request_notes.note(
+    ended = time.time()
+    is_new = shared.figures.request_notes.note(
         RequestNote(
             request_id=asked.request_id,
-            at=time.time(),
+            at=ended,
             num_tokens=len(asked.tokens),
             tokens_per_block=size,
             first=first,
@@ -73,6 +75,19 @@ def record_answer(
             keys=missing,
         )
     )
+    if shared.figures.span_notes.is_on and is_new and keys:
+        promised: dict[str, int | float | str] = {
+            "kvray.tokens.prompt": len(asked.tokens),
+            "kvray.tokens.pool": asked.num_computed,
+            "kvray.tokens.promised": hit,
+            "kvray.tokens.missed": max(0, missed),
+            "kvray.miss.reason": reason if missed > 0 else "none",
+            "kvray.stage_s": stage_s,
+        }
+        began, key = ended - stage_s - lease_s, keys[-1]
+        shared.figures.span_notes.note(
+            SpanNote("promise", asked.request_id, began, ended, promised, key)
+        )
 
 
 def record_bypassed(shared: SharedState, request_id: int) -> None:

@@ -5,6 +5,7 @@ from kvray.node.link import NodeLink, attach
 from kvray.node.prefix_digests import PrefixDigests
 from kvray.node.registrations import Registration
 from kvray.node.request_notes import RequestNotes
+from kvray.node.span_notes import SpanNotes
 from kvray.node.stage_calls import StageCalls, StageReply
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "PrefixDigests",
     "Registration",
     "RequestNotes",
+    "SpanNotes",
     "StageCalls",
     "StageReply",
     "attach",

@@ -11,6 +11,7 @@ from kvray.node.block_tokens import BlockTokens
 from kvray.node.prefix_digests import PrefixDigests
 from kvray.node.request_notes import RequestNotes, packed
 from kvray.node.shard_socket import ShardSocket
+from kvray.node.span_notes import SpanNotes
 from kvray.store import Membership, PartRequest
 
 _log = logging.getLogger("kvray.node")
@@ -34,6 +35,8 @@ class Registration:
     """The notes of its requests; None if it makes none."""
     block_tokens: BlockTokens | None = None
     """The tokens of its blocks; None if it knows none."""
+    spans: SpanNotes | None = None
+    """The notes on what took time for them; None if it makes none."""
     part_requests: tuple[PartRequest, ...] = (PartRequest(0),)
     """The parts that its leases must have."""
     num_ranks: int = 1
@@ -62,6 +65,12 @@ class Registration:
     def renew(self, namespace: Namespace) -> None:
         """Tell the shard of another namespace with the next report."""
         self.namespace = namespace
+
+    def heed(self, reply: dict[str, object]) -> None:
+        """Take what the shard says of itself."""
+        self.has_peers = reply.get("peers") is True
+        if self.spans is not None:
+            self.spans.is_on = reply.get("traces") is True
 
     @property
     def accepted(self) -> bool:
@@ -143,6 +152,9 @@ class Registrations:
         prefix_digests, requests = registration.prefix_digests, registration.requests
         notes = prefix_digests.waiting() if prefix_digests is not None else []
         asked = requests.take() if requests is not None else []
+        spans = registration.spans
+        # Not a word of it to a shard that has not asked: it may be older.
+        more = {"spans": spans.take()} if spans is not None and spans.is_on else {}
         try:
             reply = self._socket.call(
                 "report",
@@ -153,6 +165,7 @@ class Registrations:
                 openings=notes,  # so it is called on the socket
                 requests=packed(asked),
                 leaving=leaving,
+                **more,
             )
         except ShardUnavailable:
             if requests is not None:
@@ -162,7 +175,7 @@ class Registrations:
         if requests is not None and not known:
             requests.give_back(asked)
         registration.told = namespace if known and not leaving else None
-        registration.has_peers = reply.get("peers") is True
+        registration.heed(reply)
         if prefix_digests is not None and known:
             prefix_digests.reported(len(notes), reply.get("incompatible", []))
         if registration.block_tokens is not None and known and not leaving:
@@ -218,7 +231,7 @@ class Registrations:
         )
         # Otherwise the shard knows a holder of an arena that this process has left meanwhile.
         registration.told = namespace if membership == self._membership() else None
-        registration.has_peers = reply.get("peers") is True
+        registration.heed(reply)
         registration.refusal = None
         if registration.prefix_digests is not None:
             registration.prefix_digests.tell_again()

@@ -21,15 +21,16 @@ class RequestNotes:
         self._said: OrderedDict[int, tuple[int, int, str]] = OrderedDict()
         """Request -> its last note: a full engine asks again in every pass."""
 
-    def note(self, note: RequestNote) -> None:
-        """Note the outcome of a request, unless it is the last one again."""
+    def note(self, note: RequestNote) -> bool:
+        """Note the outcome of a request, unless it is the last one again; return whether it was."""
         came = note.first, note.end, note.reason
         if self._said.get(note.request_id) == came:
-            return
+            return False
         self._said[note.request_id] = came
         if len(self._said) > _SAID_MAX:
             self._said.popitem(last=False)
         self._waiting.append(note)
+        return True
 
     def take(self) -> list[RequestNote]:
         """Take the notes to report next, the oldest first."""

@@ -18,6 +18,8 @@ from kvray.serve.engine import replica_name
 from kvray.serve.prefetch import Prefetcher
 from kvray.serve.protocol import RequestError
 from kvray.serve.routed import Routed
+from kvray.serve.traced import AnswerSpan, Event
+from kvray.trace.spans import current, span, traceparent
 
 _log = logging.getLogger("ray.serve")
 _TRIES_MAX = 3
@@ -37,8 +39,6 @@ _GONE = (RayError, RayServeException, StopAsyncIteration, asyncio.TimeoutError)
 
 _HERE = Prefetched(num_tokens=0, staged_tokens=0, reason="none")
 """In place of a prefetch that would find everything in the node's memory."""
-
-Event = dict[str, Any]
 
 
 class GenerateArgs(NamedTuple):
@@ -72,7 +72,7 @@ class Dispatcher:
                 " kvray prefetches nothing."
             )
 
-    async def answer(self, asked: GenerateArgs) -> AsyncGenerator[Event, None]:
+    def answer(self, asked: GenerateArgs) -> AsyncGenerator[Event, None]:
         """Yield what the `generate` of one engine yields.
 
         An engine that is gone or silent before it has taken the request is passed over.
@@ -80,6 +80,10 @@ class Dispatcher:
         Raises:
             RequestError: no engine takes it, one refused it or broke off, or time is up.
         """
+        events, span = self._answer(asked), current()
+        return AnswerSpan(span).along(events) if span.is_recording() else events
+
+    async def _answer(self, asked: GenerateArgs) -> AsyncGenerator[Event, None]:
         deadline = time.monotonic() + self._timeout_s
         taken, events, routed, brought = await self._hand_over(asked, deadline)
         is_over = False
@@ -137,15 +141,19 @@ class Dispatcher:
                 choose = partial(self._choose, asked)
                 timeout_s = deadline - time.monotonic()
                 choosing = first_choice(choose, rival_s=_RIVAL_S, timeout_s=timeout_s)
-                choice, routed = await chosen.enter_async_context(choosing)
-                brought = _HERE
-                if choice.replica_id not in routed.here:
+                with span("route") as route:
+                    choice, routed = await chosen.enter_async_context(choosing)
                     name = replica_name(choice.replica_id)
-                    brought = await self._prefetcher.bring(asked.tokens, name, asked.salt)
+                    route.set_attributes({"kvray.replica": name, **routed.about(name)})
+                is_here = choice.replica_id in routed.here
+                brought = _HERE if is_here else None
+                if not is_here or traceparent():  # that shard knows the trace by the prefetch
+                    found = await self._prefetcher.bring(asked.tokens, name, asked.salt)
+                    brought = found or brought
                 routed.sent(choice.replica_id)
-                events = self._engines.dispatch(choice, *asked)
+                events = self._engines.dispatch(choice, *asked, **_trace())
             else:
-                events = self._engines.remote(*asked)
+                events = self._engines.remote(*asked, **_trace())
             patience_s = deadline - time.monotonic()
             if self._can_choose and not is_last:  # else the wait for a free engine is part of it
                 patience_s = min(patience_s, _TAKE_TIMEOUT_S)
@@ -184,6 +192,11 @@ async def _next(events: Any, name: str, deadline: float) -> Event:
     if "error" in event:
         raise RequestError(event["error"], status=400 if event["is_config"] else 500)
     return event
+
+
+def _trace() -> dict[str, str]:
+    """Return the argument with which an engine that makes spans itself knows their parent."""
+    return {"trace": trace} if (trace := traceparent()) else {}
 
 
 def _by_source(ending: Event, brought: Prefetched | None) -> Event:

@@ -126,19 +126,22 @@ class Engine:
         threading.Thread(target=self._watch, args=(leave,), name="kvray-watch", daemon=True).start()
 
     async def generate(
-        self, tokens: list[int], max_tokens: int, salt: str | None = None
+        self, tokens: list[int], max_tokens: int, salt: str | None = None, trace: str = ""
     ) -> AsyncIterator[dict[str, Any]]:
         """Yield `{"engine": name}` once the engine has it, the tokens as they come, then its end.
 
         Those are `{"tokens": [...]}`. The end is `{"finish_reason", "prompt_tokens",
         "cached_tokens"}`, with "cached_tokens_by_source" if the engine tells, or `{"error",
-        "is_config"}`. A caller that stops listening ends the request in the engine.
+        "is_config"}`. A caller that stops listening ends the request in the engine. `trace` is the
+        request's traceparent, for an engine that makes spans.
         """
         heard: asyncio.Queue[list[int] | None] = asyncio.Queue()  # at most max_tokens and one more
         tell = _onto_loop(heard.put_nowait)
         submit = partial(
             self._replica.submit, tokens, max_tokens=max_tokens, salt=salt, listener=tell
         )
+        if trace and not self._has_sources:  # the reference engine makes none
+            submit = partial(submit, trace=trace)
         call = await self._submit(submit)
         call.future.add_done_callback(lambda _: tell(None))
         came_at, prefill_s, num_answering = time.monotonic(), 0.0, 0

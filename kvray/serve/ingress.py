@@ -13,6 +13,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 
+from kvray.config import load_config
 from kvray.serve.dispatch import Dispatcher, GenerateArgs
 from kvray.serve.prefetch import Prefetcher
 from kvray.serve.protocol import (
@@ -27,6 +28,8 @@ from kvray.serve.protocol import (
 from kvray.serve.settings import Settings
 from kvray.serve.stream import lines_of, pieces_of
 from kvray.serve.text import Answer, load_prompts
+from kvray.serve.traced import TracedRequests
+from kvray.trace.spans import current, start_sdk
 
 REPLICA_HEADER = "x-kvray-replica"
 """In an answer: the engine that gave it, by its name in kvray."""
@@ -34,7 +37,9 @@ REPLICA_HEADER = "x-kvray-replica"
 _Text = TypeVar("_Text")
 
 # Serve copies the application as it is where `serve.ingress` stands: what it uses comes before.
-app = FastAPI(title="kvray behind Ray Serve")
+# FastAPI's own telemetry would quote prompts that it refuses.
+app = FastAPI(title="kvray behind Ray Serve", telemetry={"tracing": False, "logs": False})
+app.add_middleware(TracedRequests)
 
 
 @app.exception_handler(RequestError)
@@ -67,6 +72,7 @@ class Ingress:
     """Tokenizes prompts, hands them to the engines, and writes the answers."""
 
     def __init__(self, settings: Settings, engines: DeploymentHandle[Any]) -> None:
+        start_sdk(load_config(settings.kvray_config).tracing.startup_hook)
         self._name = settings.served_name
         self._created = int(time.time())
         self._prompts = load_prompts(settings)
@@ -135,6 +141,14 @@ class Ingress:
         """Return the answer, or the beginning of a stream, once an engine has taken the request."""
         if not tokens:
             raise RequestError("The prompt is empty.", param="prompt")
+        current().set_attributes(
+            {
+                "gen_ai.request.model": self._name,
+                "gen_ai.request.max_tokens": max_tokens,
+                "gen_ai.request.stream": bool(asked.stream),
+                "gen_ai.usage.input_tokens": len(tokens),
+            }
+        )
         answer = Answer(self._prompts.decode, tokens, asked.stop_texts)
         events = self._dispatcher.answer(GenerateArgs(tokens, max_tokens, asked.cache_salt))
         headers = {REPLICA_HEADER: (await anext(events))["engine"]}

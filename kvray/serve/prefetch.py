@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import lru_cache, partial
 
 from kvray import Client
@@ -57,8 +58,10 @@ class Prefetcher:
         except ConfigError:  # nobody is asked, and the engine refuses it with a sentence
             return None
         breaker.begin(time.monotonic())
+        # In its thread it belongs to the request's trace, too.
+        run, prefetch = copy_context().run, self._client.prefetch
         asked = asyncio.get_running_loop().run_in_executor(
-            self._threads, lambda: self._client.prefetch(packed, replica=replica, salt=salt)
+            self._threads, lambda: run(prefetch, packed, replica=replica, salt=salt)
         )
         had_failed = breaker.error
         try:

@@ -33,12 +33,12 @@ class RequestError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self._code, self._param = code, param
+        self.code, self._param = code, param
 
     def body(self) -> dict[str, Any]:
         """Return the answer's JSON."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        told = {"message": str(self), "type": kind, "param": self._param, "code": self._code}
+        told = {"message": str(self), "type": kind, "param": self._param, "code": self.code}
         return {"error": told}
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable
 from functools import partial
 
-from kvray.routing import Decisions
+from kvray.routing import Choice, Decisions
 
 
 class Routed:
@@ -23,14 +23,38 @@ class Routed:
         prefetch would gain nothing."""
         self._has_token = False
         self._decisions: Decisions | None = None
+        self._choice: Choice | None = None
 
     def follow(
-        self, decisions: Decisions, request: str, prefix: str, here: Iterable[str] = ()
+        self,
+        decisions: Decisions,
+        request: str,
+        prefix: str,
+        here: Iterable[str] = (),
+        choice: Choice | None = None,
     ) -> None:
         """Let the router hear what is told, on the running loop; names are `prefix` and an id."""
         self._request, self._prefix, self.here = request, prefix, frozenset(here)
+        self._choice = choice
         self._loop = asyncio.get_running_loop()
         self._decisions = decisions
+
+    def about(self, replica: str) -> dict[str, str | int | float]:
+        """Return what the router predicted for a replica, as attributes of a span."""
+        ranked = () if self._choice is None else self._choice.ranked
+        cost = next((one.cost for one in ranked if one.cost.replica == replica), None)
+        if self._choice is None or cost is None:
+            return {"kvray.route.reason": "fallback"}
+        return {
+            "kvray.route.reason": self._choice.reason,
+            "kvray.route.candidates": len(ranked),
+            "kvray.route.first_token_s": cost.first_token_s,
+            "kvray.route.queue_s": cost.queue_s,
+            "kvray.tokens.pool": cost.pool_tokens,
+            "kvray.tokens.host": cost.tokens_from("host"),
+            "kvray.tokens.disk": cost.tokens_from("disk"),
+            "kvray.tokens.remote": cost.tokens_from("remote"),
+        }
 
     def sent(self, replica_id: str) -> None:
         """Tell that the request goes to a replica, by the unique part of its Serve replica id."""

@@ -143,7 +143,7 @@ class KvRayRouter(RequestRouter):
         )
         if routed is not None:
             here = [] if survey is None else self._here(replicas, survey)
-            routed.follow(self._decisions, request, self._prefix, here)
+            routed.follow(self._decisions, request, self._prefix, here, choice)
 
     def _choice(
         self, replicas: Sequence[RunningReplica], num_tokens: int, survey: Survey, now: float

@@ -6,9 +6,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from kvray.serve.dispatch import Event
 from kvray.serve.protocol import RequestError, Writer
 from kvray.serve.text import Answer
+from kvray.serve.traced import Event
 
 
 class Piece(NamedTuple):

@@ -11,6 +11,7 @@ import itertools
 import threading
 import time
 import traceback
+from inspect import signature
 from typing import Any
 
 from kvray.errors import ConfigError, KVRayError
@@ -45,17 +46,28 @@ class TrtllmEngine:
             )
         except (ImportError, RuntimeError, ValueError) as error:
             raise KVRayError(str(error)) from error
+        # Since 1.2; it makes a span `llm_request` if `otlp_traces_endpoint` is among its options.
+        self._is_traced = "trace_headers" in signature(self._llm.generate_async).parameters
         self._ids = itertools.count()
         self._results: dict[int, Any] = {}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="kvray-llm", daemon=True).start()
 
     def submit(
-        self, prompt: Prompt, *, max_tokens: int, salt: str | None, listener: Listener | None = None
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int,
+        salt: str | None,
+        listener: Listener | None = None,
+        trace: str = "",
     ) -> Call:
-        """Begin to answer a prompt."""
+        """Begin to answer a prompt; the engine's own spans are below `trace`, a traceparent."""
         call = Call(call_id=next(self._ids), listener=listener)
-        asyncio.run_coroutine_threadsafe(self._settle(call, prompt, max_tokens, salt), self._loop)
+        more: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
+        if trace and self._is_traced:
+            more["trace_headers"] = {"traceparent": trace}
+        asyncio.run_coroutine_threadsafe(self._settle(call, prompt, max_tokens, more), self._loop)
         return call
 
     def cancel(self, call: Call) -> None:
@@ -66,9 +78,11 @@ class TrtllmEngine:
         """End the engine."""
         self._llm.shutdown()
 
-    async def _settle(self, call: Call, prompt: Prompt, max_tokens: int, salt: str | None) -> None:
+    async def _settle(
+        self, call: Call, prompt: Prompt, max_tokens: int, more: dict[str, Any]
+    ) -> None:
         try:
-            call.future.set_result(await self._answer(call, prompt, max_tokens, salt))
+            call.future.set_result(await self._answer(call, prompt, max_tokens, more))
         except ValueError as error:  # what was asked cannot be done
             call.future.set_exception(ConfigError(str(error)))
         except Exception as error:  # noqa: BLE001 - a defect is answered too, or its client waits
@@ -78,7 +92,7 @@ class TrtllmEngine:
             self._results.pop(call.call_id, None)
 
     async def _answer(
-        self, call: Call, prompt: Prompt, max_tokens: int, salt: str | None
+        self, call: Call, prompt: Prompt, max_tokens: int, more: dict[str, Any]
     ) -> Output:
         from tensorrt_llm import SamplingParams
 
@@ -87,7 +101,7 @@ class TrtllmEngine:
             prompt,
             SamplingParams(max_tokens=max_tokens, temperature=0.0, top_k=1),
             streaming=True,
-            **({} if salt is None else {"cache_salt": salt}),
+            **more,
         )
         async for step in result:
             tokens = step.outputs[0].token_ids

@@ -29,6 +29,7 @@ from kvray.errors import ConfigError, KVRayError
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.machine.capacity import MemoryClaims
 from kvray.store.machine.pages import ArenaPages
+from kvray.trace.spans import start_sdk, under
 
 _STOP_TIMEOUT_S = 20.0
 _NUDGE_S = 5.0  # how often the supervisor is called, which nobody else calls for long
@@ -63,6 +64,7 @@ class ShardActor:
                 proof_of(config)
         except ConfigError as error:
             problem = error  # told by `status`: an actor that cannot be made tells nobody
+        start_sdk(config.tracing.startup_hook)
         self._name = name
         self._config = config
         self._nudge = Nudge(SUPERVISOR_NAME, every_s=_NUDGE_S)
@@ -145,6 +147,14 @@ class ShardActor:
         """See `ActorRequests.prefetch`."""
         return self._shard.requests.prefetch(replica, tokens, salt=salt, lora=lora, media=media)
 
+    @ray.method(concurrency_group="prefetch")
+    def traced_prefetch(self, trace: str, request: str, *prompt: Any) -> dict[str, Any]:
+        """As `prefetch`, below the span `trace`; what the engine does is below `request`."""
+        replica, tokens, salt, lora, media = prompt
+        marks = {"salt": salt, "lora": lora, "media": media}
+        with under(trace):
+            return self._shard.requests.prefetch(replica, tokens, trace=request, **marks)
+
     @ray.method(concurrency_group="routers")
     def profile(self, replica: str) -> dict[str, Any]:
         """See `ActorRequests.profile`."""
@@ -171,6 +181,18 @@ class ShardActor:
     def promote(self, *order: Any) -> int:
         """See `ActorRequests.promote`; an order that is `packed`, or itself."""
         return self._shard.requests.promote(unpacked(*order))
+
+    @ray.method(concurrency_group="ranks")
+    def traced_stage_ranks(self, trace: str, *request: Any) -> dict[str, Any]:
+        """As `stage_ranks`, below a span."""
+        with under(trace):
+            return self._shard.requests.stage_ranks(*request)
+
+    @ray.method(concurrency_group="disk")
+    def traced_promote(self, trace: str, *order: Any) -> int:
+        """As `promote`, below a span."""
+        with under(trace):
+            return self._shard.requests.promote(unpacked(*order))
 
     @ray.method(concurrency_group="leases")
     def lease_ranks(

@@ -7,9 +7,12 @@ from typing import Any
 from kvray import __version__
 from kvray.actors.shard.engine_server import Handler
 from kvray.actors.shard.serving import ShardParts
+from kvray.actors.shard.traces import outcome_of
 from kvray.actors.staging.replicas import read_reader
 from kvray.errors import ShardUnavailable
-from kvray.identity.block import Namespace
+from kvray.identity.block import KEY_BYTES, Namespace
+from kvray.trace.span_note import read_notes
+from kvray.trace.spans import is_on, span, under
 
 
 class EngineRequests:
@@ -48,7 +51,7 @@ class EngineRequests:
     ) -> dict[str, Any]:
         reader = read_reader(Namespace.from_wire(namespace), **reads)
         self._parts.replicas.register(connection, replica, rank, reader)
-        return {"peers": self._can_stage(replica, rank)}
+        return {"peers": self._can_stage(replica, rank), "traces": is_on()}
 
     def _report(
         self,
@@ -58,6 +61,7 @@ class EngineRequests:
         counters: dict[str, int],
         openings: Sequence[Any] = (),
         requests: Sequence[Any] = (),
+        spans: Sequence[Any] = (),
         leaving: bool = False,
     ) -> dict[str, Any]:
         origin = self._parts.replicas.report(connection, replica, rank, counters, leaving=leaving)
@@ -65,11 +69,13 @@ class EngineRequests:
             return {"known": False}
         self._parts.announcer.desk.note(origin, openings)
         self._parts.request_log.note(origin, requests)
+        self._parts.traces.note(origin, read_notes(spans))
         return {
             "known": True,
             "incompatible": self._parts.announcer.desk.answers(replica, rank),
             "peers": self._can_stage(replica, rank),
             "describe": self._generation(),
+            "traces": is_on(),
         }
 
     def _describe(
@@ -94,5 +100,13 @@ class EngineRequests:
             return False  # it writes its last blocks to disk, and still counts
         return serving.has_more() or serving.stager.has_ranks_elsewhere(replica, rank)
 
-    async def _stage(self, connection: int, **request: Any) -> dict[str, Any]:
-        return await self._parts.serving().stager.stage(**request)
+    async def _stage(
+        self, connection: int, replica: str, keys: bytes, **request: Any
+    ) -> dict[str, Any]:
+        stager = self._parts.serving().stager
+        about = {"kvray.shard": self._parts.name, "kvray.replica": replica}
+        trace = self._parts.traces.of_prompt(replica, keys[-KEY_BYTES:])
+        with under(trace), span("stage", about) as made:
+            staged = await stager.stage(replica, keys=keys, **request)
+            made.set_attributes(outcome_of(staged))
+        return staged

@@ -17,6 +17,7 @@ from kvray.actors.shard.request_log import RequestLog
 from kvray.actors.shard.routing_log import RoutingLog
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.stopped import StoppedHolder
+from kvray.actors.shard.traces import Traces
 from kvray.actors.staging.ask import Ask
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.replica_stager import ReplicaStager
@@ -54,6 +55,7 @@ class ShardParts:
     replicas: Replicas = field(default_factory=Replicas)
     request_log: RequestLog = field(default_factory=RequestLog)
     routing_log: RoutingLog = field(default_factory=RoutingLog)
+    traces: Traces = field(default_factory=Traces)
     tenants: TenantSalts | None = None
 
     def first_reader(self, replica: str) -> tuple[int, Reader]:

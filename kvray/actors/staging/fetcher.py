@@ -17,12 +17,13 @@ from typing import Any, Protocol
 
 from kvray.actors.mover.orders import FetchOrder, FetchReport, Span
 from kvray.actors.ray_glue.arguments import packed
-from kvray.actors.staging.peers import Peers, mover_of
+from kvray.actors.staging.peers import Peers, mover_of, shard_of
 from kvray.actors.staging.plan import FetchStep, Peer
 from kvray.errors import KVRayError
 from kvray.identity.block import KEY_BYTES, BlockKey, head_number
 from kvray.index import Run
 from kvray.trace.arrival import HERE, NVME, Arrivals, arrivals_of
+from kvray.trace.spans import past_span
 
 _log = logging.getLogger("kvray.shard")
 
@@ -210,7 +211,7 @@ class Fetcher:
             _log.error("a fetch ended by a defect", exc_info=defect)
 
     async def _fetch(self, fetch: Fetch) -> None:
-        until = time.monotonic() + self._deadline_s
+        began, until = time.time(), time.monotonic() + self._deadline_s
         try:
             if fetch.steps[0].shard == NVME:
                 # The disk has its own threads, and must not wait for a node that is silent.
@@ -222,6 +223,8 @@ class Fetcher:
                 if await self._promote_at_sources(fetch, until):
                     await self._order(fetch, self._peers.fetch, until)
         except KVRayError as error:
+            about = {"kvray.shard": self._peers.shard}
+            past_span("fetch", "", began, time.time(), about, error=type(error).__name__)
             _log.warning("%s: blocks could not be fetched: %s", self._peers.shard, error)
 
     async def _order(
@@ -232,8 +235,10 @@ class Fetcher:
     ) -> None:
         left_s = until - time.monotonic()
         if left_s > 0:
+            began = time.time()
             fetch.report = await carry_out(FetchOrder(spans=fetch.spans, deadline_s=left_s))
             self._count(fetch.report)
+            self._tell(fetch.report, began)
 
     async def _promote_at_sources(self, fetch: Fetch, until: float) -> bool:
         """Have shards promote what their movers lacked; True: the movers are worth a new order."""
@@ -258,6 +263,27 @@ class Fetcher:
         promoted = sum(answer for answer in answers if isinstance(answer, int))
         self._counts["promoted_blocks"] += promoted
         return promoted > 0
+
+    def _tell(self, report: FetchReport, began: float) -> None:
+        """Make a span for each source; the mover asks them all at once."""
+        ended = time.time()
+        for name, source in report.sources.items():
+            is_own = name == NVME
+            past_span(
+                "fetch",
+                "",
+                began,
+                min(ended, began + source.seconds) if source.seconds else ended,
+                {
+                    "kvray.shard": self._peers.shard,
+                    "kvray.source": self._peers.shard if is_own else shard_of(name),
+                    "kvray.tier": "nvme" if is_own else "host",
+                    "kvray.transport": source.transport,
+                    "kvray.blocks": source.num_blocks,
+                    "kvray.bytes": source.num_bytes,
+                },
+                error=source.error or "",
+            )
 
     def _count(self, report: FetchReport) -> None:
         for source in report.sources.values():

@@ -36,6 +36,7 @@ from kvray.index import Run
 from kvray.store import Arena, Held, Lease
 from kvray.trace.arrival import NVME, Arrivals
 from kvray.trace.reasons import StageReason
+from kvray.trace.spans import fail, span
 
 _COUNTED = ("stages", "joined", "late", "refused")
 
@@ -266,7 +267,7 @@ class Stager:
             if before:
                 self._counts["joined"] += not joins
                 fetches += [one for one in before if one not in fetches]
-                with self._fetcher.waiting_for(before):
+                with self._fetcher.waiting_for(before), span("fetch", {"kvray.joined": True}):
                     await _any_finished(before, _JOINED_S[min(joins, len(_JOINED_S) - 1)])
                 joins += 1
                 continue
@@ -285,6 +286,16 @@ class Stager:
 
     async def _locate(self, prefix: Prefix) -> tuple[list[Run], StageReason]:
         """Return the holders of `prefix`, and why there may be more of it than they have."""
+        with span("lookup", {"kvray.shard": self._peers.shard}) as made:
+            runs, obstacle = await self._find(prefix)
+            made.set_attribute("kvray.blocks.asked", len(prefix.keys))
+            made.set_attribute("kvray.blocks", _num_held(runs))
+            made.set_attribute("kvray.sources", len(_others(runs, self._peers.shard)))
+            if obstacle == "store_down":
+                fail(made, obstacle)
+        return runs, obstacle
+
+    async def _find(self, prefix: Prefix) -> tuple[list[Run], StageReason]:
         parts = list(prefix.block_bytes)
         nvme = self._nvme()
         own = [] if nvme is None else nvme.runs(prefix.keys, parts)
@@ -308,6 +319,11 @@ class Stager:
         self._stages.discard(task)
         if not task.cancelled() and (defect := task.exception()) is not None:
             _log.error("a stage ended by a defect", exc_info=defect)
+
+
+def _num_held(runs: Sequence[Run]) -> int:
+    starts = (0, *(run.stop for run in runs))
+    return sum(run.stop - start for run, start in zip(runs, starts, strict=False) if run.holders)
 
 
 def _others(runs: Sequence[Run], own: str) -> set[str]:

@@ -59,6 +59,7 @@ EFFECTS: Mapping[str, Effect] = {  # `section.*`: the settings of it that are no
     "staging.*": Effect.SHARD,
     "nodes": Effect.AS_NAMED,
     "security.*": Effect.SHARD,
+    "tracing.*": Effect.SHARD,
     "connector.*": Effect.NOTHING,
     "ray.*": Effect.NOTHING,
 }

@@ -69,6 +69,8 @@ class Case:
     """That many times fewer passes are measured."""
     is_stored: bool = True
     verify: bool = False
+    is_traced: bool = False
+    """Whether the engine notes what its shard makes spans of."""
     neighbour: Neighbour | None = None
 
     def count(self, num_requests: int) -> int:
@@ -88,6 +90,7 @@ CASES = (
         share=5,
     ),
     *(Case(name=f"leader_tp{n}", title=f"{_ALL}, {n} ranks", num_ranks=n) for n in (2, 4, 8)),
+    Case(name="leader_traced", title=f"{_ALL}, traced", is_traced=True),
     Case(name="leader_verified", title=f"{_ALL}, verified", verify=True),
     Case(
         name="leader_batch",
@@ -209,6 +212,7 @@ def _take(case: Case, tier: ConnectorTier, num_requests: int, runner: Runner) ->
             num_ranks=case.num_ranks,
             num_blocks=_num_blocks(case.num_tokens, case.batch),
             verify=case.verify,
+            is_traced=case.is_traced,
         ) as engine,
         tier.beside(case.neighbour) if case.neighbour else nullcontext(),
     ):

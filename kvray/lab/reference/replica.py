@@ -153,10 +153,12 @@ class Replica:
         max_tokens: int = 16,
         salt: str | None = None,
         listener: Listener | None = None,
+        **more: str,
     ) -> Call:
         """Do what `ReferenceEngine.submit` does, in the child.
 
-        KVRayError if the child is gone; the call's future has every other error.
+        `more` is for the engine of another module. KVRayError if the child is gone; the call's
+        future has every other error.
         """
         call = Call(call_id=next(self._ids), listener=listener)
         with self._lock:
@@ -169,6 +171,7 @@ class Replica:
             "max_tokens": max_tokens,
             "salt": salt,
             "is_stream": listener is not None,
+            **more,
         }
         try:
             self._send({"id": call.call_id, "call": asked})

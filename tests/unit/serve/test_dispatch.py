@@ -90,6 +90,7 @@ class Handle(OldHandle):
         self._frozen = frozen
         self.decisions = Decisions()
         self.here: list[str] = []
+        self.traces: list[str] = []
 
     @asynccontextmanager
     async def choose_replica(
@@ -111,8 +112,9 @@ class Handle(OldHandle):
         finally:
             self.log.append(f"leave {choice.replica_id}")
 
-    def dispatch(self, choice: Any, *args: Any) -> Answer:
+    def dispatch(self, choice: Any, *args: Any, trace: str = "") -> Answer:
         assert args == ASKED
+        self.traces.append(trace)
         self.log.append(f"dispatch {choice.replica_id}")
         return next(self._left)
 

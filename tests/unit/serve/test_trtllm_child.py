@@ -108,6 +108,26 @@ def test_tokens_come_one_by_one_and_the_answer_has_what_was_cached(replica: Repl
     assert (output.prompt_tokens, output.reused_tokens, output.finish_reason) == (3, 4, "length")
 
 
+def test_an_engine_that_makes_spans_gets_the_requests_traceparent(
+    options: dict[str, object], tmp_path: Path
+) -> None:
+    takes_it = LLM.replace("*, streaming):", "*, streaming, trace_headers=None):")
+    told = "return Result([len(trace_headers['traceparent'])] if trace_headers else [0], params)"
+    (tmp_path / "tensorrt_llm" / "__init__.py").write_text(
+        takes_it.replace("return Result(prompt, params)", told)
+    )
+    with Replica.spawn("llm", model="some", **options) as replica:  # type: ignore[arg-type]
+        replica.wait_ready(DEADLINE_S)
+        traced = replica.submit([1], max_tokens=1, trace="t" * 55)
+        assert traced.future.result(DEADLINE_S).token_ids == (55,)
+        assert replica.generate([1], max_tokens=1).token_ids == (0,)
+
+
+def test_one_that_does_not_is_asked_as_ever(replica: Replica) -> None:
+    traced = replica.submit([1], max_tokens=1, trace="t" * 55)
+    assert traced.future.result(DEADLINE_S).token_ids == (1,)
+
+
 def test_a_cancelled_call_ends_early(replica: Replica) -> None:
     begun = threading.Event()
     call = replica.submit([1], max_tokens=100_000, listener=lambda _: begun.set())

@@ -364,6 +364,8 @@ def test_unknown_requests_and_wrong_fields_are_answered(engine: ShardSocket, sha
         "known": True,
         "incompatible": [],
         "peers": False,
+        "describe": None,
+        "traces": False,
     }
     assert [entry["replica"] for entry in shard.status()["replicas"]] == ["one"]
 

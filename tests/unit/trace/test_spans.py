@@ -1,0 +1,139 @@
+"""Spans: below a request or not at all, ended whatever happens, and silent on what prompts say."""
+
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.trace import StatusCode
+
+from kvray.errors import ShardUnavailable
+from kvray.trace import spans
+from tests.unit.tracing import CALLER, TRACE, TRACEPARENT, Spans, id_of, parent_of, sdk, trace_of
+
+__all__ = ["sdk"]
+
+ABOUT = {"gen_ai.operation.name": "chat"}
+
+
+def test_without_an_sdk_nothing_is_made_and_nothing_crosses() -> None:
+    assert not spans.is_on()
+    with spans.request("ingress", {"traceparent": TRACEPARENT}, ABOUT) as request:
+        assert not request.is_recording()
+        with spans.span("route") as route:
+            assert not route.is_recording()
+
+
+def test_a_request_is_below_its_caller_and_what_it_does_below_the_request(sdk: Spans) -> None:
+    assert spans.is_on()
+    with spans.request("ingress", {"traceparent": TRACEPARENT}, ABOUT):
+        with spans.span("route", {"kvray.replica": "a"}):
+            crossing = spans.traceparent()
+    ingress, route = sdk.one("ingress"), sdk.one("route")
+    assert (trace_of(ingress), parent_of(ingress)) == (TRACE, CALLER)
+    assert (trace_of(route), parent_of(route)) == (TRACE, id_of(ingress))
+    assert crossing == f"00-{TRACE}-{id_of(route)}-01"
+    with spans.under(crossing), spans.span("lookup"):
+        pass
+    assert parent_of(sdk.one("lookup")) == id_of(route)
+
+
+def test_what_no_request_asked_for_is_in_no_trace(sdk: Spans) -> None:
+    with spans.span("lookup") as made:
+        assert not made.is_recording()
+    spans.past_span("load", "", 1.0, 2.0, {})
+    spans.past_span("load", "nonsense", 1.0, 2.0, {})
+    assert sdk.names() == []
+    assert spans.traceparent() == ""
+
+
+@given(st.text(max_size=80))
+def test_a_malformed_traceparent_is_ignored(text: str) -> None:
+    with spans.under(text), spans.span("lookup") as made:
+        assert made.get_span_context().is_valid == spans.current().get_span_context().is_valid
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "00",
+        TRACEPARENT[:-1],
+        f"ff-{TRACE}-{CALLER}-01",
+        f"00-{'0' * 32}-{CALLER}-01",
+        f"00-{TRACE}-{'0' * 16}-01",
+        "\x00" * 55,
+    ],
+)
+def test_with_a_malformed_header_a_trace_begins_here(sdk: Spans, header: str) -> None:
+    with spans.request("ingress", {"traceparent": header}, ABOUT):
+        pass
+    assert parent_of(sdk.one("ingress")) == ""
+
+
+def test_a_request_that_its_caller_does_not_sample_is_not_told_of(sdk: Spans) -> None:
+    with spans.request("ingress", {"traceparent": f"00-{TRACE}-{CALLER}-00"}, ABOUT):
+        with spans.span("route"):
+            assert spans.traceparent() == ""
+    assert sdk.names() == []
+
+
+def test_a_span_of_the_callers_trace_that_is_nearer_is_the_parent(sdk: Spans) -> None:
+    headers = {"traceparent": TRACEPARENT}
+    with spans.under(TRACEPARENT), spans.span("proxy"):
+        with spans.request("ingress", headers, ABOUT):
+            pass
+    assert parent_of(sdk.one("ingress")) == id_of(sdk.one("proxy"))
+    other = f"00-{'1' * 32}-{CALLER}-01"
+    with spans.under(other), spans.request("ingress", headers, ABOUT):
+        pass
+    assert {trace_of(one) for one in sdk.named("ingress")} == {TRACE}
+
+
+def test_a_fault_ends_its_span_and_says_what_it_was(sdk: Spans) -> None:
+    with pytest.raises(ShardUnavailable), spans.under(TRACEPARENT), spans.span("prefetch"):
+        raise ShardUnavailable("The shard kvray-shard-a did not answer.")
+    failed = sdk.one("prefetch")
+    assert failed.status.status_code is StatusCode.ERROR
+    assert failed.status.description == "The shard kvray-shard-a did not answer."
+    assert failed.attributes["error.type"] == "ShardUnavailable"
+
+
+def test_what_other_errors_say_stays_here(sdk: Spans) -> None:
+    with pytest.raises(ValueError, match="secret"), spans.under(TRACEPARENT), spans.span("route"):
+        raise ValueError("the prompt was: secret")
+    failed = sdk.one("route")
+    assert failed.status.status_code is StatusCode.ERROR
+    assert "secret" not in failed.to_json()
+
+
+def test_what_is_over_is_told_with_its_own_times(sdk: Spans) -> None:
+    spans.past_span("load", TRACEPARENT, 5.0, 7.5, {"kvray.blocks": 3}, error="CorruptBlock")
+    load = sdk.one("load")
+    assert (load.start_time, load.end_time) == (5 * 10**9, 75 * 10**8)
+    assert (parent_of(load), load.status.status_code) == (CALLER, StatusCode.ERROR)
+
+
+def test_a_hook_sets_up_the_sdk_unless_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    called: list[int] = []
+    hooks = SimpleNamespace(start=lambda: called.append(1))
+    monkeypatch.setitem(sys.modules, "some_hooks", hooks)
+    spans.start_sdk(None)
+    spans.start_sdk("some_hooks:start")
+    assert called == [1]
+    request.getfixturevalue("sdk")
+    spans.start_sdk("some_hooks:start")
+    assert called == [1]
+
+
+@pytest.mark.parametrize("hook", ["no_such_module:start", "kvray.trace.spans:no_such_name"])
+def test_a_hook_that_fails_is_told_and_costs_the_traces_only(
+    hook: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.ERROR, "kvray"):
+        spans.start_sdk(hook)
+    assert f"tracing.startup_hook {hook} failed" in caplog.text
