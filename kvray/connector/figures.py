@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 
-from kvray.node import BlockTokens, PrefixDigests, RequestNotes
+from kvray.node import BlockTokens, PrefixDigests, PromptNotes, RequestNotes
 from kvray.trace.reasons import DROP_PREFIX, DropReason
 
 _log = logging.getLogger("kvray.connector")
@@ -42,6 +42,7 @@ class EngineFigures:
         self.prefix_digests = PrefixDigests()
         self.request_notes = RequestNotes()
         self.block_tokens = BlockTokens()
+        self.prompts = PromptNotes()
         self._began_at = time.monotonic()
 
     def counters(self) -> dict[str, int]:

@@ -89,6 +89,7 @@ class RegisteredPool:
             prefix_digests=figures.prefix_digests,
             requests=figures.request_notes,
             block_tokens=figures.block_tokens,
+            prompts=figures.prompts,
             part_requests=tuple(part_requests[args.part_rank]),
             num_ranks=num_ranks,
             adapters=args.adapters,

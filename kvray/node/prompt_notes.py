@@ -29,6 +29,7 @@ class PromptNotes:
         self._waiting: deque[_Prompt] = deque()
         self._num_in = self._num_out = 0
         self._num_lost = self._num_told = 0
+        self._limit = -1
 
     def note(self, keys: Sequence[BlockKey], num_tokens: int, num_asked: int, num_own: int) -> None:
         """Note a prompt of `num_tokens`; its first `num_asked` blocks could have been promised.
@@ -42,8 +43,18 @@ class PromptNotes:
         self._num_in += len(keys)
         self._waiting.append((self._clock(), keys, num_tokens, num_asked, num_own))
 
-    def take(self, limit: int) -> SampledPrompts:
-        """Return a sample of the oldest prompts that wait, as many as a report may have."""
+    def heard(self, limit: object) -> None:
+        """Note the limit of what the shard wants next; another object, such as None: nothing."""
+        self._limit = limit if isinstance(limit, int) else -1
+
+    def take(self) -> SampledPrompts | None:
+        """Return a sample of the oldest prompts that wait, as many as a report may have.
+
+        None: the shard wants none, or there are none.
+        """
+        limit, num_lost = self._limit, self._num_lost
+        if limit < 0 or not (self._waiting or num_lost > self._num_told):
+            return None
         now, sums = self._clock(), np.zeros(3, dtype=np.int64)
         ages, lengths, parts = [], [], []
         num_keys = 0
@@ -61,12 +72,11 @@ class PromptNotes:
                 lengths.append((count, *map(int, counts)))
                 parts.append(numbers[mask])
                 num_keys += count
-        lost = self._num_lost
-        num_lost, self._num_told = lost - self._num_told, lost
+        num_told, self._num_told = self._num_told, num_lost
         blocks, own, tokens = sums.tolist()
         return SampledPrompts(
             limit=limit,
-            num_lost=num_lost,
+            num_lost=num_lost - num_told,
             num_blocks=blocks,
             num_own=own,
             num_tokens=tokens,

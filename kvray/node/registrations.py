@@ -9,6 +9,7 @@ from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
 from kvray.identity.block import Namespace
 from kvray.node.block_tokens import BlockTokens
 from kvray.node.prefix_digests import PrefixDigests
+from kvray.node.prompt_notes import PromptNotes
 from kvray.node.request_notes import RequestNotes, packed
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Membership, PartRequest
@@ -34,6 +35,8 @@ class Registration:
     """The notes of its requests; None if it makes none."""
     block_tokens: BlockTokens | None = None
     """The tokens of its blocks; None if it knows none."""
+    prompts: PromptNotes | None = None
+    """The prompts of which its shard gets a sample; None if it has none."""
     part_requests: tuple[PartRequest, ...] = (PartRequest(0),)
     """The parts that its leases must have."""
     num_ranks: int = 1
@@ -143,6 +146,7 @@ class Registrations:
         prefix_digests, requests = registration.prefix_digests, registration.requests
         notes = prefix_digests.waiting() if prefix_digests is not None else []
         asked = requests.take() if requests is not None else []
+        prompts = registration.prompts.take() if registration.prompts is not None else None
         try:
             reply = self._socket.call(
                 "report",
@@ -152,6 +156,7 @@ class Registrations:
                 counters=registration.counters(),
                 openings=notes,  # so it is called on the socket
                 requests=packed(asked),
+                **({} if prompts is None else {"prompts": prompts.pack()}),
                 leaving=leaving,
             )
         except ShardUnavailable:
@@ -163,6 +168,8 @@ class Registrations:
             requests.give_back(asked)
         registration.told = namespace if known and not leaving else None
         registration.has_peers = reply.get("peers") is True
+        if registration.prompts is not None:
+            registration.prompts.heard(reply.get("sample"))
         if prefix_digests is not None and known:
             prefix_digests.reported(len(notes), reply.get("incompatible", []))
         if registration.block_tokens is not None and known and not leaving:

@@ -88,16 +88,16 @@ class _Feed:
         self._report()
 
     def _report(self) -> None:
-        limit = self.sample.limit(_NAME, **self._space)
+        self._notes.heard(self.sample.limit(_NAME, **self._space))
         while True:
             began_s = time.process_time()
-            packed = (prompts := self._notes.take(limit)).pack()
+            if (prompts := self._notes.take()) is None:
+                return
+            packed = prompts.pack()
             looked_s = time.process_time()
             self.sample.add(_NAME, SampledPrompts.unpack(packed), **self._space, now=self._now)
             self.look_s += looked_s - began_s
             self.add_s += time.process_time() - looked_s
-            if not prompts.num_blocks:
-                return
 
 
 def check_curve(
