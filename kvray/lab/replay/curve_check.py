@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvray.errors import ConfigError
 from kvray.identity.block import KEY_BYTES, split_keys
 from kvray.lab.replay.comparison import EVERYTHING
 from kvray.lab.replay.simulator import simulate
@@ -121,14 +122,20 @@ def check_curve(
     began_s = time.process_time()
     found = result_of(curve(window, host_blocks, disk_bytes=nvme_blocks, **options))
     replay_s = time.process_time() - began_s
-    one = found.get(_NAME) or {"host": [0.0] * len(host_blocks)}
-    points = []
+    if _NAME not in found:
+        raise ConfigError(f"{trace.name} is too short for a curve: it has {trace.num_refs} blocks.")
+    drawn, points = found[_NAME], []
     for at, blocks in enumerate(host_blocks):
         progress(f"{policy}, {blocks:,} blocks", 2 + at, total)
         full = simulate(trace, host_blocks=blocks, nvme_blocks=nvme_blocks, **options)
-        live = one["host"][at] + one.get("disk", one["host"])[at] if found else 0.0
-        error = one["error"][at] if found else 1.0
-        points.append(CurvePoint(host_blocks=blocks, live=live, error=error, full=full.hit_ratio))
+        points.append(
+            CurvePoint(
+                host_blocks=blocks,
+                live=drawn["host"][at] + drawn["disk"][at],
+                error=drawn["error"][at],
+                full=full.hit_ratio,
+            )
+        )
     per_prompt = 1e6 / max(1, trace.num_requests)
     return CurveCheck(
         policy=policy,
@@ -144,6 +151,32 @@ def check_curve(
         replay_s=replay_s,
         memory_bytes=_memory_bytes(feed.sample, max(host_blocks), nvme_blocks, options),
     )
+
+
+def check_curves(
+    trace: Trace,
+    host_blocks: Sequence[int],
+    *,
+    policies: Sequence[str],
+    nvme_blocks: int,
+    admissions: Sequence[str],
+    seed: int,
+    progress: Callable[[str, int, int], None],
+) -> list[CurveCheck]:
+    """Return the check of every policy and, with a disk, every admission."""
+    return [
+        check_curve(
+            trace,
+            host_blocks,
+            policy=policy,
+            nvme_blocks=nvme_blocks,
+            admission=admission,
+            seed=seed,
+            progress=progress,
+        )
+        for policy in policies
+        for admission in (admissions if nvme_blocks else (EVERYTHING,))
+    ]
 
 
 def _memory_bytes(

@@ -1,0 +1,42 @@
+"""The output of a check of the curve: a table for each policy, or one JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+
+from kvray.console.tables import empty_table
+from kvray.lab.replay.curve_check import CurveCheck
+from kvray.lab.replay.report import percent
+
+
+def print_all(console: Console, checks: Sequence[CurveCheck]) -> None:
+    """Print each curve beside the full replays, and what it cost."""
+    for check in checks:
+        disk = f" + {check.admission}, {check.nvme_blocks:,} blocks of NVMe below"
+        title = f"{check.policy}{disk if check.nvme_blocks else ''}"
+        numbers = ("blocks", "full replay", "curve", "standard error", "off by")
+        table = empty_table(numbers=numbers, title=title)
+        for one in check.points:
+            shares = map(percent, (one.full, one.live, one.error, one.live - one.full))
+            table.add_row(f"{one.host_blocks:,}", *shares)
+        console.print(table)
+        console.print(
+            f"Mean error {100 * check.mean_error:.2f} points, of {check.sampled_blocks:,} blocks in"
+            f" {check.sampled_prompts:,} prompts: one key in {1 / check.rate:,.0f}."
+        )
+        console.print(
+            f"For each prompt {check.note_us:.1f} us of the engine's thread, {check.look_us:.1f} us"
+            f" of its link, {check.add_us:.1f} us of the shard. To replay the sample took"
+            f" {check.replay_s:.1f} s, for which a shard takes 0.6 % of a core, and at most"
+            f" {check.memory_bytes / 2**20:.1f} MiB."
+        )
+
+
+def to_json(checks: Sequence[CurveCheck]) -> str:
+    """Return everything as one JSON object."""
+    found = [{**asdict(one), "mean_error": one.mean_error} for one in checks]
+    return json.dumps({"checks": found}, indent=2)
