@@ -12,7 +12,6 @@ from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.ray_glue.calls import ask_all, call, get_actor, tier_named
 from kvray.actors.tier import connection, tier
-from kvray.actors.tier.sizing import sizing
 from kvray.config import KVRayConfig, load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import KEY_BYTES, BlockKey
@@ -69,12 +68,20 @@ class Client:
         with tier_named(self.cluster_name):
             return tier.status(timeout_s=self._timeout_s if timeout_s is None else timeout_s)
 
-    def sizing(self) -> dict[str, Any]:
+    def sizing(self, *, now: bool = False) -> dict[str, Any]:
         """Return what more or less memory would be worth to the prompts that come.
 
-        docs/sizing.md has its keys. Raises as `status`.
+        docs/sizing.md has its keys.
+
+        Args:
+            now: draw the curves here from the samples of this moment, for some seconds a node,
+                instead of taking the shards' last ones.
+
+        Raises:
+            ShardUnavailable: no tier runs there.
         """
-        return sizing(self.status()["shards"])
+        with tier_named(self.cluster_name):
+            return tier.sizing(timeout_s=self._timeout_s, now=now)
 
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> Match:
         """Return the longest run of leading `keys` that shards hold, and which shards.

@@ -67,6 +67,7 @@ _EXAMPLES: dict[str, _Examples] = {
     ),
     "size": (
         ("Say what twice the memory would bring", "kvray size"),
+        ("Say it by the prompts until now, not by the last curve", "kvray size --now"),
         (
             "Compare sizes, and draw the curve",
             "kvray size --add 64GiB --add 256GiB --plot size.png",

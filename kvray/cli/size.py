@@ -30,6 +30,12 @@ def size(
             " again as there is.",
         ),
     ] = None,
+    now: Annotated[
+        bool,
+        typer.Option(
+            "--now", help="Draw the curves here from what the nodes have sampled until now."
+        ),
+    ] = False,
     config: ConfigOption = None,
     address: AddressOption = None,
     as_json: JsonOption = False,
@@ -39,14 +45,16 @@ def size(
     """Say what more or less host memory would be worth to the prompts that come.
 
     Each node samples the prompts of its replicas, and replays the sample in small copies of its
-    cache. Of each namespace it shows the share of prompt tokens that would hit at each size.
+    cache, which takes minutes for a curve. With --now this machine does it, in seconds.
+
+    Of each namespace it shows the share of prompt tokens that would hit at each size.
     """
     with boundary(verbose=verbose) as interrupts:
         more = [_size(text) for text in add or ()][:_MORE_MAX]
         if plot is not None:
             check_plot(plot)
         with open_client(config, address, interrupts) as client:
-            found = client.sizing()
+            found = client.sizing(now=now)
         show_answer(found, lambda found: _print(found, more), as_json=as_json)
         if plot is not None:
             write_picture(make_figure(found), plot)

@@ -7,7 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from kvray.actors.tier.sizing import sizing
+from kvray.actors.tier.sizing import combined
 from kvray.cli.asking import open_client, show_answer
 from kvray.cli.text.events import events_report
 from kvray.cli.text.hits import (
@@ -96,7 +96,7 @@ def _print(found: dict[str, Any]) -> None:
             console.print(f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}")
         if replicas:
             console.print(replicas_table(replicas))
-            console.print(sizing_line(sizing(found["shards"])), markup=False, soft_wrap=True)
+            console.print(sizing_line(combined(found["shards"])), markup=False, soft_wrap=True)
         if ended:
             console.print(ended_line(ended))
         for says, fix in unnamed_sentences(replicas):

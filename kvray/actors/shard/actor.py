@@ -29,6 +29,7 @@ from kvray.errors import ConfigError, KVRayError
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.machine.capacity import MemoryClaims
 from kvray.store.machine.pages import ArenaPages
+from kvray.store.sizing import Plan
 
 _STOP_TIMEOUT_S = 20.0
 _NUDGE_S = 5.0  # how often the supervisor is called, which nobody else calls for long
@@ -132,6 +133,11 @@ class ShardActor:
     def contents(self, namespace: str | None, hottest: int) -> dict[str, Any]:
         """See `Queries.contents`."""
         return self._shard.queries.contents(namespace, hottest)
+
+    @ray.method(concurrency_group="people")
+    def sizing_plan(self) -> Plan:
+        """See `Queries.sizing_plan`."""
+        return self._shard.queries.sizing_plan()
 
     @ray.method(concurrency_group="prefetch")
     def prefetch(

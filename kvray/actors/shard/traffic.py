@@ -1,16 +1,17 @@
 """What more or less memory would be worth to this node's prompts, worked out a little at a time."""
 
 import time
-from collections.abc import Generator
 from typing import Any
 
 from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.shard.settings import ShardSettings
-from kvray.store.sizing import SIZES, SampledPrompts, TrafficSample, curve
+from kvray.store.sizing import PROMPTS_MAX, Plan, SampledPrompts, Steps, TrafficSample
 
-_CPU_SHARE = 0.006
-"""Of a core, for the replays of the sample; to take it costs little."""
+_CPU_SHARE = 0.007
+"""Of a core, for the replays of the sample; to take it costs a fraction of that."""
 _BUDGET_MAX_S = 0.005
+_PROMPTS_FIRST = 1024
+"""Prompts of the first curve, which is to be there soon; every later one has twice as many."""
 
 
 class Traffic:
@@ -20,19 +21,17 @@ class Traffic:
     """
 
     def __init__(self, settings: ShardSettings) -> None:
-        arena, nvme = settings.arena, settings.nvme
-        self._host_bytes = settings.spec.capacity
-        self._disk_bytes = 0 if nvme is None else nvme.spec.capacity
-        # Eviction keeps this much free.
-        self._full = 1 - arena.free_target
-        self._rules = {"policy": arena.policy, "admission": settings.admission}
-        self._sample = TrafficSample(int(self._host_bytes * self._full))
-        self._steps: Generator[None, None, dict[str, dict[str, Any]]] | None = None
+        self._settings = settings
+        usable = settings.spec.capacity * (1 - settings.arena.free_target)
+        self._sample = TrafficSample(int(usable))
+        self._prompts_max = _PROMPTS_FIRST
         self._seen = 0  # prompts in the sample when the last curve was begun
-        self._begun: dict[str, Any] = {}
-        self._curve: dict[str, Any] = {"namespaces": {}}
-        self._made_at: float | None = None
-        self._budget_s = self._stepped_at = 0.0
+        self._plan: Plan | None = None
+        self._steps: Steps | None = None
+        self._curve: tuple[float, dict[str, Any]] | None = None
+        """When the last curve was done, and the curve."""
+        self._budget_s = 0.0
+        self._stepped_at = time.monotonic()
 
     def note(self, origin: Origin, block_bytes: int, packed: object) -> int:
         """Take an engine's prompts, if it has `packed` any; return the limit for its next ones.
@@ -51,40 +50,44 @@ class Traffic:
 
     def step(self, now: float) -> None:
         """Go on with the present curve for as long as the share of a core allows since the last."""
-        self._budget_s += _CPU_SHARE * (now - self._stepped_at)
-        until_s = time.thread_time() + min(self._budget_s, _BUDGET_MAX_S)
+        earned_s = self._budget_s + _CPU_SHARE * (now - self._stepped_at)
+        until_s = time.thread_time() + min(earned_s, _BUDGET_MAX_S)
         self._stepped_at = now
-        if self._steps is None and self._sample.num_seen > self._seen and self._budget_s > 0:
-            self._begin()
-        while self._steps is not None and time.thread_time() < until_s:
-            try:
-                next(self._steps)
-            except StopIteration as end:
-                self._curve = {**self._begun, "namespaces": end.value}
-                self._steps, self._made_at = None, time.monotonic()
+        while time.thread_time() < until_s and self._go_on():
+            pass
         self._budget_s = until_s - time.thread_time()
 
     def status(self) -> dict[str, Any]:
         """Return the last curve as plain data, see docs/sizing.md; from any thread."""
-        made_at = self._made_at
-        return {
-            "host_bytes": self._host_bytes,
-            "disk_bytes": self._disk_bytes,
-            "policy": self._rules["policy"],
-            "lost_prompts": self._sample.num_lost,
-            "age_s": None if made_at is None else round(time.monotonic() - made_at, 1),
-            **self._curve,
-        }
+        made_at, curve = self._curve or (None, {"namespaces": {}})
+        age_s = None if made_at is None else round(time.monotonic() - made_at, 1)
+        lost = self._sample.num_lost
+        return {**curve, "age_s": age_s, "lost_prompts": lost}
 
-    def _begin(self) -> None:
-        self._seen = self._sample.num_seen
-        window = self._sample.window()
-        sizes = [int(self._host_bytes * part) for part in SIZES]
-        self._begun = {
-            "sizes": sizes,
-            "seconds": round(window.seconds, 1),
-            "sampled_prompts": window.trace.num_requests,
-            "distinct_bytes": window.trace.num_unique * window.quantum,
-        }
-        full = [int(size * self._full) for size in sizes]
-        self._steps = curve(window, full, disk_bytes=self._disk_bytes, **self._rules)
+    def plan(self, prompts_max: int = PROMPTS_MAX) -> Plan:
+        """Return what a curve of this moment is drawn from."""
+        settings = self._settings
+        return Plan(
+            window=self._sample.window(prompts_max),
+            host_bytes=settings.spec.capacity,
+            full=1 - settings.arena.free_target,
+            disk_bytes=0 if settings.nvme is None else settings.nvme.spec.capacity,
+            policy=settings.arena.policy,
+            admission=settings.admission,
+        )
+
+    def _go_on(self) -> bool:
+        """Do a step; return whether there is another."""
+        if self._plan is None or self._steps is None:
+            if self._sample.num_seen == self._seen:
+                return False
+            self._seen = self._sample.num_seen
+            self._plan = self.plan(self._prompts_max)
+            self._prompts_max = min(2 * self._prompts_max, PROMPTS_MAX)
+            self._steps = self._plan.steps()
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self._curve = time.monotonic(), self._plan.drawn(end.value)
+            self._plan = self._steps = None
+        return True

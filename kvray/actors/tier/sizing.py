@@ -16,7 +16,7 @@ WORTH_SHARE = 0.01
 """Memory is worth running if it finds this share of the prompt tokens, which engines have not."""
 
 
-def sizing(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def combined(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the curves of the `shards` of `Client.status` as plain data, see docs/sizing.md."""
     found = [one["traffic"] for one in shards if "traffic" in one]
     made = [one for one in found if one["namespaces"]]

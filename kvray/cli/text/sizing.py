@@ -76,6 +76,8 @@ def missing_sentences(found: Mapping[str, Any]) -> list[str]:
     sentences = []
     if silent := found["nodes"] - found["nodes_with_curve"]:
         sentences.append(f"{silent} of {found['nodes']} nodes have no curve yet.")
+    if found["age_s"]:
+        sentences.append(f"Curves as of {_time(found['age_s'])} ago; --now draws them anew.")
     if lost := found["lost_prompts"]:
         sentences.append(f"{lost:,} prompts came too fast to be looked at.")
     return sentences

@@ -30,8 +30,8 @@ def print_all(console: Console, checks: Sequence[CurveCheck]) -> None:
         )
         console.print(
             f"For each prompt {check.note_us:.1f} us of the engine's thread, {check.look_us:.1f} us"
-            f" of its link, {check.add_us:.1f} us of the shard. To replay the sample took"
-            f" {check.replay_s:.1f} s, for which a shard takes 0.6 % of a core, and at most"
+            f" of its link, {check.add_us:.1f} us of the shard. The sample's replays took"
+            f" {check.replay_s:.1f} s, which a shard spreads over minutes, and at most"
             f" {check.memory_bytes / 2**20:.1f} MiB."
         )
 

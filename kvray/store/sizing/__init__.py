@@ -1,7 +1,16 @@
 """What memory is worth to the traffic as it is: a sample of it, and a curve of small replays."""
 
-from kvray.store.sizing.curve import SIZES, curve, result_of
+from kvray.store.sizing.curve import Plan, Steps, curve, result_of
 from kvray.store.sizing.prompts import SampledPrompts
-from kvray.store.sizing.sample import TrafficSample, Window
+from kvray.store.sizing.sample import PROMPTS_MAX, TrafficSample, Window
 
-__all__ = ["SIZES", "SampledPrompts", "TrafficSample", "Window", "curve", "result_of"]
+__all__ = [
+    "PROMPTS_MAX",
+    "Plan",
+    "SampledPrompts",
+    "Steps",
+    "TrafficSample",
+    "Window",
+    "curve",
+    "result_of",
+]

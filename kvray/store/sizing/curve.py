@@ -12,6 +12,7 @@ ATC 2017; SHARDS-adj of the paper in `sample` for the denominator.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,57 @@ from kvray.store.replay import Replay
 from kvray.store.replay.tier import RANKED_MIN
 from kvray.store.sizing.sample import Space, Window
 
-SIZES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1, 3 / 2, 2, 4, 8)
+SIZES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 3 / 2, 2, 4)
 """The sizes of a curve, in parts of the memory that there is."""
 _RANKED_FEWEST = 8
 _GROUPS = 16
 """Independent parts of a sample, whose spread gives the error."""
 _BLOCKS_MIN = 400
 """Sampled blocks below which nothing is said of a namespace."""
+
+
+Steps = Generator[None, None, dict[str, dict[str, Any]]]
+"""They end with the result of `curve`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """All that a node's curve is drawn from."""
+
+    window: Window
+    host_bytes: int
+    """Memory that the node has now."""
+    full: float
+    """The share of it that eviction lets blocks take."""
+    disk_bytes: int
+    policy: str
+    admission: str
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of memory at each point."""
+        return [int(self.host_bytes * part) for part in SIZES]
+
+    def steps(self) -> Steps:
+        """Return the steps of `curve` for it."""
+        rules = {"policy": self.policy, "admission": self.admission}
+        sizes = [int(size * self.full) for size in self.sizes]
+        return curve(self.window, sizes, disk_bytes=self.disk_bytes, **rules)
+
+    def drawn(self, namespaces: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Return the result of the steps, with what it was drawn from, as plain data."""
+        trace = self.window.trace
+        return {
+            "host_bytes": self.host_bytes,
+            "disk_bytes": self.disk_bytes,
+            "policy": self.policy,
+            "sizes": self.sizes,
+            "seconds": round(self.window.seconds, 1),
+            "sampled_prompts": trace.num_requests,
+            "distinct_bytes": trace.num_unique * self.window.quantum,
+            "lost_prompts": self.window.num_lost,
+            "namespaces": namespaces,
+        }
 
 
 def curve(
@@ -37,7 +82,7 @@ def curve(
     disk_bytes: int = 0,
     policy: str,
     admission: str,
-) -> Generator[None, None, dict[str, dict[str, Any]]]:
+) -> Steps:
     """Return each namespace's hit rates with memory of each size, and a disk below all of them.
 
     It yields between two steps of less than a millisecond, mostly. By name of the namespace:
@@ -63,7 +108,7 @@ def curve(
     return tally.named(columns)
 
 
-def result_of(steps: Generator[None, None, dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def result_of(steps: Steps) -> dict[str, dict[str, Any]]:
     """Return the result of `curve`, without a pause."""
     while True:
         try:

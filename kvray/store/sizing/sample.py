@@ -18,9 +18,9 @@ from kvray.store.arena.tables import Array
 from kvray.store.replay.trace import NO_PARENT, Trace
 from kvray.store.sizing.prompts import LIMIT_MAX, SampledPrompts, sampled_lengths
 
-KEYS_MAX, PROMPTS_MAX = 2**16, 2**13
+KEYS_MAX, PROMPTS_MAX = 2**17, 2**13
 """Of a sample; with what a replay of it needs that takes some 35 MB."""
-_SLOTS_MIN = 128
+_SLOTS_MIN = 64
 """Blocks that the node's memory has in the sample at least, unless it has fewer in fact."""
 _SPACES_MAX = 64
 _SLIDE = 4  # the part of a full sample that goes at once
@@ -108,7 +108,7 @@ class TrafficSample:
     def limit(self, name: str, *, block_bytes: int, tokens_per_block: int) -> int:
         """Return the limit of a namespace, for `SampledPrompts`; -1: it is one too many."""
         at = self._enter(name, block_bytes, tokens_per_block)
-        return -1 if at is None else self._limit(self._spaces[at])
+        return -1 if at is None else self._limit(self._spaces[at], self._quantum)
 
     def add(
         self,
@@ -122,7 +122,7 @@ class TrafficSample:
         """Take an engine's prompts; a sample that is too thin, of before a restart, is lost."""
         at = self._enter(name, block_bytes, tokens_per_block)
         self.num_lost += prompts.num_lost
-        if at is None or prompts.limit < self._limit(self._spaces[at]):
+        if at is None or prompts.limit < self._limit(self._spaces[at], self._quantum):
             self.num_lost += len(prompts.ages)
             return
         space, before = self._spaces[at], self._spaces[at].sums
@@ -131,9 +131,9 @@ class TrafficSample:
         rows["time"], rows["space"], rows["lengths"] = now - prompts.ages, at, prompts.lengths
         for column, value in zip(_SUMS, before, strict=True):
             rows[column] = value
-        keys, rows = self._thinned(prompts.keys, rows)
+        keys, rows = self._thinned(prompts.keys, rows, self._quantum)
         while self._is_full(len(keys), len(rows)) and self._make_room():
-            keys, rows = self._thinned(keys, rows)
+            keys, rows = self._thinned(keys, rows, self._quantum)
         if self._is_full(len(keys), len(rows)):
             self.num_lost += len(rows)
             return
@@ -148,9 +148,16 @@ class TrafficSample:
         """Memory that it has, however much is in it."""
         return self._keys.nbytes + self._rows.nbytes
 
-    def window(self) -> Window:
-        """Return what is in it now, in the order of time."""
+    def window(self, prompts_max: int = PROMPTS_MAX) -> Window:
+        """Return what is in it now, in the order of time.
+
+        It is made thinner, as far as a sample may be, until it has no more than `prompts_max`.
+        """
         rows, keys = self._in_order()
+        quantum = self._quantum
+        while len(rows) > prompts_max and self._may_thin(quantum):
+            quantum *= 2
+            keys, rows = self._thinned(keys, rows, quantum)
         counted = len(rows) // 2 if self._has_slid else 0
         names, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
         order = np.argsort(firsts)
@@ -173,8 +180,10 @@ class TrafficSample:
         return Window(
             trace=trace,
             names=names[order],
-            quantum=self._quantum,
-            spaces=tuple(self._counted(at, rows[counted:]) for at in range(len(self._spaces))),
+            quantum=quantum,
+            spaces=tuple(
+                self._counted(at, rows[counted:], quantum) for at in range(len(self._spaces))
+            ),
             space_of=rows["space"],
             lengths=lengths,
             counted_from=counted,
@@ -189,7 +198,7 @@ class TrafficSample:
         shift = starts[order] - (np.cumsum(num[order]) - num[order])
         return rows[order], keys[np.arange(len(keys)) + np.repeat(shift, num[order])]
 
-    def _counted(self, at: int, rows: Array) -> Space:
+    def _counted(self, at: int, rows: Array, quantum: int) -> Space:
         space = self._spaces[at]
         base = space.base
         if self._has_slid:
@@ -198,7 +207,7 @@ class TrafficSample:
         blocks, own, tokens = (space.sums - base).tolist()
         return Space(
             name=space.name,
-            rate=(self._limit(space) + 1) / 2**64,
+            rate=(self._limit(space, quantum) + 1) / 2**64,
             tokens_per_block=space.tokens_per_block,
             num_blocks=blocks,
             num_own=own,
@@ -224,11 +233,14 @@ class TrafficSample:
         """Have a key stand for `quantum` bytes at least."""
         if quantum > self._quantum:
             self._quantum = quantum
-            keys, rows = self._thinned(self._keys[: self._num_keys], self._rows[: self._num_rows])
-            self._put(keys, rows)
+            keys, rows = self._keys[: self._num_keys], self._rows[: self._num_rows]
+            self._put(*self._thinned(keys, rows, quantum))
 
-    def _limit(self, space: _Space) -> int:
-        return min(LIMIT_MAX, (space.block_bytes << 64) // self._quantum - 1)
+    def _limit(self, space: _Space, quantum: int) -> int:
+        return min(LIMIT_MAX, (space.block_bytes << 64) // quantum - 1)
+
+    def _may_thin(self, quantum: int) -> bool:
+        return self._capacity_bytes >= 2 * _SLOTS_MIN * quantum
 
     def _is_full(self, num_keys: int, num_rows: int) -> bool:
         over = self._num_keys + num_keys > len(self._keys)
@@ -236,7 +248,7 @@ class TrafficSample:
 
     def _make_room(self) -> bool:
         """Make the sample thinner, or let the oldest prompts go; False: it is empty."""
-        if self._capacity_bytes >= 2 * _SLOTS_MIN * self._quantum:
+        if self._may_thin(self._quantum):
             self._widen(2 * self._quantum)
             return True
         if not self._num_rows:
@@ -251,9 +263,9 @@ class TrafficSample:
         keys = self._keys[: self._num_keys][np.repeat(stays, rows["lengths"][:, 0])]
         self._put(keys, rows[stays])
 
-    def _thinned(self, keys: Array, rows: Array) -> tuple[Array, Array]:
-        """Return what of prompts is in the sample at the present limits."""
-        limits = np.array([self._limit(one) for one in self._spaces], dtype=np.uint64)
+    def _thinned(self, keys: Array, rows: Array, quantum: int) -> tuple[Array, Array]:
+        """Return what of prompts is in a sample with that quantum."""
+        limits = np.array([self._limit(one, quantum) for one in self._spaces], dtype=np.uint64)
         mask = keys <= np.repeat(limits[rows["space"]], rows["lengths"][:, 0])
         if mask.all():
             return keys, rows
