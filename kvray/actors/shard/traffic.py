@@ -10,8 +10,10 @@ from kvray.store.sizing import PROMPTS_MAX, Plan, SampledPrompts, Steps, Traffic
 _CPU_SHARE = 0.007
 """Of a core, for the replays of the sample; to take it costs a fraction of that."""
 _BUDGET_MAX_S = 0.005
-_PROMPTS_FIRST = 1024
+_PROMPTS_FIRST = 512
 """Prompts of the first curve, which is to be there soon; every later one has twice as many."""
+_CURVE_S = 30.0
+"""A curve begins so long after the last one began, or the shard, at least."""
 
 
 class Traffic:
@@ -32,6 +34,7 @@ class Traffic:
         """When the last curve was done, and the curve."""
         self._budget_s = 0.0
         self._stepped_at = time.monotonic()
+        self._begun_at = self._stepped_at
 
     def note(self, origin: Origin, block_bytes: int, packed: object) -> int:
         """Take an engine's prompts, if it has `packed` any; return the limit for its next ones.
@@ -53,7 +56,7 @@ class Traffic:
         earned_s = self._budget_s + _CPU_SHARE * (now - self._stepped_at)
         until_s = time.thread_time() + min(earned_s, _BUDGET_MAX_S)
         self._stepped_at = now
-        while time.thread_time() < until_s and self._go_on():
+        while time.thread_time() < until_s and self._go_on(now):
             pass
         self._budget_s = until_s - time.thread_time()
 
@@ -76,12 +79,12 @@ class Traffic:
             admission=settings.admission,
         )
 
-    def _go_on(self) -> bool:
+    def _go_on(self, now: float) -> bool:
         """Do a step; return whether there is another."""
         if self._plan is None or self._steps is None:
-            if self._sample.num_seen == self._seen:
+            if self._sample.num_seen == self._seen or now < self._begun_at + _CURVE_S:
                 return False
-            self._seen = self._sample.num_seen
+            self._seen, self._begun_at = self._sample.num_seen, now
             self._plan = self.plan(self._prompts_max)
             self._prompts_max = min(2 * self._prompts_max, PROMPTS_MAX)
             self._steps = self._plan.steps()

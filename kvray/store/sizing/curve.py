@@ -27,7 +27,7 @@ SIZES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 3 / 2, 2, 4)
 _RANKED_FEWEST = 8
 _GROUPS = 16
 """Independent parts of a sample, whose spread gives the error."""
-_BLOCKS_MIN = 400
+_BLOCKS_MIN = 200
 """Sampled blocks below which nothing is said of a namespace."""
 
 

@@ -151,41 +151,29 @@ class TrafficSample:
     def window(self, prompts_max: int = PROMPTS_MAX) -> Window:
         """Return what is in it now, in the order of time.
 
-        It is made thinner, as far as a sample may be, until it has no more than `prompts_max`.
+        It has no more than `prompts_max`: it is made thinner, as far as a sample may be, and then
+        the oldest ones go.
         """
         rows, keys = self._in_order()
         quantum = self._quantum
         while len(rows) > prompts_max and self._may_thin(quantum):
             quantum *= 2
             keys, rows = self._thinned(keys, rows, quantum)
-        counted = len(rows) // 2 if self._has_slid else 0
-        names, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
-        order = np.argsort(firsts)
-        ids = np.argsort(order)[inverse]
-        lengths = rows["lengths"]
-        starts = np.concatenate(([0], np.cumsum(lengths[:, 0])))
-        places = np.arange(len(keys)) - np.repeat(starts[:-1], lengths[:, 0])
-        at = firsts[order]
-        parents = np.where(places[at] > 0, ids[at - 1], NO_PARENT)
-        trace = Trace(
-            name="sample",
-            block_tokens=1,
-            times=rows["time"] - rows["time"][:1],
-            starts=starts,
-            ids=ids,
-            num_tokens=lengths[:, 0],
-            parents=parents,
-            depths=places[at],
-        )
+        has_slid = self._has_slid or len(rows) > prompts_max
+        rows = rows[-prompts_max:]
+        keys = keys[len(keys) - int(rows["lengths"][:, 0].sum()) :]
+        counted = len(rows) // 2 if has_slid else 0
+        trace, names = _trace_of(rows, keys)
         return Window(
             trace=trace,
-            names=names[order],
+            names=names,
             quantum=quantum,
             spaces=tuple(
-                self._counted(at, rows[counted:], quantum) for at in range(len(self._spaces))
+                self._counted(at, rows[counted:], quantum, has_slid)
+                for at in range(len(self._spaces))
             ),
             space_of=rows["space"],
-            lengths=lengths,
+            lengths=rows["lengths"],
             counted_from=counted,
             num_lost=self.num_lost,
         )
@@ -198,10 +186,10 @@ class TrafficSample:
         shift = starts[order] - (np.cumsum(num[order]) - num[order])
         return rows[order], keys[np.arange(len(keys)) + np.repeat(shift, num[order])]
 
-    def _counted(self, at: int, rows: Array, quantum: int) -> Space:
+    def _counted(self, at: int, rows: Array, quantum: int, has_slid: bool) -> Space:
         space = self._spaces[at]
         base = space.base
-        if self._has_slid:
+        if has_slid:
             mine = rows[rows["space"] == at]
             base = np.array(mine[0][list(_SUMS)].tolist()) if len(mine) else space.sums
         blocks, own, tokens = (space.sums - base).tolist()
@@ -276,3 +264,25 @@ class TrafficSample:
     def _put(self, keys: Array, rows: Array) -> None:
         self._num_keys, self._num_rows = len(keys), len(rows)
         self._keys[: len(keys)], self._rows[: len(rows)] = keys, rows
+
+
+def _trace_of(rows: Array, keys: Array) -> tuple[Trace, Array]:
+    """Return prompts as a trace, and the number of each block's key."""
+    names, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    order = np.argsort(firsts)
+    ids = np.argsort(order)[inverse]
+    num_keys = rows["lengths"][:, 0]
+    starts = np.concatenate(([0], np.cumsum(num_keys)))
+    places = np.arange(len(keys)) - np.repeat(starts[:-1], num_keys)
+    at = firsts[order]
+    trace = Trace(
+        name="sample",
+        block_tokens=1,
+        times=rows["time"] - rows["time"][:1],
+        starts=starts,
+        ids=ids,
+        num_tokens=num_keys,
+        parents=np.where(places[at] > 0, ids[at - 1], NO_PARENT),
+        depths=places[at],
+    )
+    return trace, names[order]
