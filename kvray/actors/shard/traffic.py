@@ -41,15 +41,16 @@ class Traffic:
 
         `block_bytes` are those of its blocks on this node. ConfigError: they are not valid.
         """
-        sizes = {
-            "block_bytes": block_bytes,
-            "tokens_per_block": origin.namespace.tokens_per_block,
-        }
         name = origin.namespace.digest().hex()[:8]
         if packed:
-            prompts = SampledPrompts.unpack(packed)
-            self._sample.add(name, prompts, **sizes, now=time.monotonic())
-        return self._sample.limit(name, **sizes)
+            self._sample.add(
+                name,
+                SampledPrompts.unpack(packed),
+                block_bytes=block_bytes,
+                tokens_per_block=origin.namespace.tokens_per_block,
+                now=time.monotonic(),
+            )
+        return self._sample.limit(name, block_bytes=block_bytes)
 
     def step(self, now: float) -> None:
         """Go on with the present curve for as long as the share of a core allows since the last."""

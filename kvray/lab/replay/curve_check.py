@@ -89,7 +89,7 @@ class _Feed:
         self._report()
 
     def _report(self) -> None:
-        self._notes.heard(self.sample.limit(_NAME, **self._space))
+        self._notes.heard(self.sample.limit(_NAME, block_bytes=1))
         while True:
             began_s = time.process_time()
             if (prompts := self._notes.take()) is None:

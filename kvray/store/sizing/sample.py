@@ -105,10 +105,10 @@ class TrafficSample:
         self._spaces: list[_Space] = []
         self._has_slid = False
 
-    def limit(self, name: str, *, block_bytes: int, tokens_per_block: int) -> int:
-        """Return the limit of a namespace, for `SampledPrompts`; -1: it is one too many."""
-        at = self._enter(name, block_bytes, tokens_per_block)
-        return -1 if at is None else self._limit(self._spaces[at], self._quantum)
+    def limit(self, name: str, *, block_bytes: int) -> int:
+        """Return the limit of a namespace, known or not, for `SampledPrompts`."""
+        known = next((one.block_bytes for one in self._spaces if one.name == name), block_bytes)
+        return _limit(known, max(self._quantum, known))
 
     def add(
         self,
@@ -122,7 +122,7 @@ class TrafficSample:
         """Take an engine's prompts; a sample that is too thin, of before a restart, is lost."""
         at = self._enter(name, block_bytes, tokens_per_block)
         self.num_lost += prompts.num_lost
-        if at is None or prompts.limit < self._limit(self._spaces[at], self._quantum):
+        if at is None or prompts.limit < _limit(self._spaces[at].block_bytes, self._quantum):
             self.num_lost += len(prompts.ages)
             return
         space, before = self._spaces[at], self._spaces[at].sums
@@ -195,7 +195,7 @@ class TrafficSample:
         blocks, own, tokens = (space.sums - base).tolist()
         return Space(
             name=space.name,
-            rate=(self._limit(space, quantum) + 1) / 2**64,
+            rate=(_limit(space.block_bytes, quantum) + 1) / 2**64,
             tokens_per_block=space.tokens_per_block,
             num_blocks=blocks,
             num_own=own,
@@ -224,9 +224,6 @@ class TrafficSample:
             keys, rows = self._keys[: self._num_keys], self._rows[: self._num_rows]
             self._put(*self._thinned(keys, rows, quantum))
 
-    def _limit(self, space: _Space, quantum: int) -> int:
-        return min(LIMIT_MAX, (space.block_bytes << 64) // quantum - 1)
-
     def _may_thin(self, quantum: int) -> bool:
         return self._capacity_bytes >= 2 * _SLOTS_MIN * quantum
 
@@ -253,7 +250,9 @@ class TrafficSample:
 
     def _thinned(self, keys: Array, rows: Array, quantum: int) -> tuple[Array, Array]:
         """Return what of prompts is in a sample with that quantum."""
-        limits = np.array([self._limit(one, quantum) for one in self._spaces], dtype=np.uint64)
+        limits = np.array(
+            [_limit(one.block_bytes, quantum) for one in self._spaces], dtype=np.uint64
+        )
         mask = keys <= np.repeat(limits[rows["space"]], rows["lengths"][:, 0])
         if mask.all():
             return keys, rows
@@ -264,6 +263,10 @@ class TrafficSample:
     def _put(self, keys: Array, rows: Array) -> None:
         self._num_keys, self._num_rows = len(keys), len(rows)
         self._keys[: len(keys)], self._rows[: len(rows)] = keys, rows
+
+
+def _limit(block_bytes: int, quantum: int) -> int:
+    return min(LIMIT_MAX, (block_bytes << 64) // quantum - 1)
 
 
 def _trace_of(rows: Array, keys: Array) -> tuple[Trace, Array]:
