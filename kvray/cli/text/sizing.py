@@ -44,9 +44,9 @@ def sizing_sentences(
         return sentences[:1]
     sentences.insert(
         0,
-        f"With the {format_size(entry['host_bytes'])} there are {_share(hits)} hit:"
-        f" {_share(entry['own'])} are in the engines' own pools, {_share(now['host'])} in host"
-        f" memory" + (f", {_share(now['disk'])} on disk." if entry["disk_bytes"] else "."),
+        f"At today's {format_size(entry['host_bytes'])} of host memory {_share(hits)} of prompt"
+        f" tokens hit: {_share(entry['own'])} are in the engines' own pools, {_share(now['host'])}"
+        " in host memory" + (f", {_share(now['disk'])} on disk." if entry["disk_bytes"] else "."),
     )
     if entry["disk_bytes"]:
         sentences.append(f"The disk gives {_points(now['disk'])}.")
@@ -79,7 +79,7 @@ def missing_sentences(found: Mapping[str, Any]) -> list[str]:
     if found["age_s"]:
         sentences.append(f"Curves as of {_time(found['age_s'])} ago; --now draws them anew.")
     if lost := found["lost_prompts"]:
-        sentences.append(f"{lost:,} prompts came too fast to be looked at.")
+        sentences.append(f"Prompts that came too fast to be looked at: {lost:,}.")
     return sentences
 
 
@@ -112,8 +112,8 @@ def _fits(entry: Mapping[str, Any]) -> list[str]:
     if entry["distinct_bytes"] > entry["host_bytes"]:
         return []
     return [
-        f"All that the node's prompts of the last {_time(entry['seconds'])} had fits into"
-        f" {format_size(entry['distinct_bytes'])}; what comes later may not."
+        f"All blocks of the sampled prompts, of {_time(entry['seconds'])}, fit into"
+        f" {format_size(entry['distinct_bytes'])}: more memory brings them nothing."
     ]
 
 

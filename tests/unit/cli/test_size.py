@@ -23,12 +23,15 @@ def test_it_says_what_more_memory_would_bring_and_what_the_disk_gives(
 ) -> None:
     text = said(capsys, combined([node("a", disk=[0.2, 0.1, 0.04, 0.0])]))
     assert "3f0a91c2 (key:m)" in text
-    assert "With the 40B there are 34 % hit: 10 % are in the engines' own pools" in text
+    assert (
+        "At today's 40B of host memory 34 % of prompt tokens hit: 10 % are in the engines' own"
+        in text
+    )
     assert "With +40B of host memory 40 % of prompt tokens would hit instead of 34 %" in text
     assert "give or take 6 points" in text
     assert "The disk gives 4 points." in text
     assert "Below 10B it is not worth running." in text
-    assert "1 prompts came too fast" in text
+    assert "too fast to be looked at: 1." in text
 
 
 def test_a_size_beyond_the_curve_gets_no_figure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,8 +41,8 @@ def test_a_size_beyond_the_curve_gets_no_figure(capsys: pytest.CaptureFixture[st
 def test_where_all_fits_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     one = node("a")
     one["traffic"]["distinct_bytes"] = 30
-    assert "fits into 30B" in said(capsys, combined([one]))
-    assert "fits into" not in said(capsys, combined([node("a")]))
+    assert "fit into 30B" in said(capsys, combined([one]))
+    assert "fit into" not in said(capsys, combined([node("a")]))
 
 
 def test_with_too_little_traffic_it_says_so_instead_of_a_figure(
