@@ -5,10 +5,15 @@ from typing import Any
 
 from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.shard.settings import ShardSettings
-from kvray.store.sizing import PROMPTS_MAX, Plan, SampledPrompts, Steps, TrafficSample
+from kvray.store.sizing import (
+    CPU_SHARE,
+    PROMPTS_MAX,
+    Plan,
+    SampledPrompts,
+    Steps,
+    TrafficSample,
+)
 
-_CPU_SHARE = 0.007
-"""Of a core, for the replays of the sample; to take it costs a fraction of that."""
 _BUDGET_MAX_S = 0.005
 _PROMPTS_FIRST = 512
 """Prompts of the first curve, which is to be there soon; every later one has twice as many."""
@@ -54,7 +59,7 @@ class Traffic:
 
     def step(self, now: float) -> None:
         """Go on with the present curve for as long as the share of a core allows since the last."""
-        earned_s = self._budget_s + _CPU_SHARE * (now - self._stepped_at)
+        earned_s = self._budget_s + CPU_SHARE * (now - self._stepped_at)
         until_s = time.thread_time() + min(earned_s, _BUDGET_MAX_S)
         self._stepped_at = now
         while time.thread_time() < until_s and self._go_on(now):

@@ -15,8 +15,11 @@ from kvray.lab.replay.comparison import EVERYTHING
 from kvray.lab.replay.simulator import simulate
 from kvray.node import PromptNotes
 from kvray.store.replay import Trace
+from kvray.store.replay.trace import Floats
 from kvray.store.sizing import SampledPrompts, TrafficSample, Window, curve, result_of
 
+PROMPTS_PER_S, _ENGINES = 2000, 4
+"""The load at which costs are measured."""
 _REPORT_S = 1.0
 _NAME = "trace"
 
@@ -44,13 +47,13 @@ class CurveCheck:
     sampled_prompts: int
     sampled_blocks: int
     note_us: float
-    """Of the engine's thread, for each prompt."""
+    """Of an engine's thread, for each prompt; this and what follows at `PROMPTS_PER_S`."""
     look_us: float
-    """Of the engine's link, for each prompt."""
-    add_us: float
-    """Of the shard, for each prompt."""
+    """Of an engine's link, for each prompt."""
+    add_share: float
+    """Of a core, for the shard's sample; the replays take a fixed share beside it."""
     replay_s: float
-    """CPU time of all replays of the sample: it is spread over minutes."""
+    """CPU time of all replays of the sample."""
     memory_bytes: int
     """The most that sample and replay had at once."""
 
@@ -61,10 +64,11 @@ class CurveCheck:
 
 
 class _Feed:
-    """A trace on its way through an engine's notes to a shard's sample, with its times."""
+    """A trace on its way through an engine's notes to a shard's sample, with times of requests."""
 
-    def __init__(self, trace: Trace, capacity_blocks: int, seed: int) -> None:
+    def __init__(self, trace: Trace, times: Floats, capacity_blocks: int, seed: int) -> None:
         self._trace = trace
+        self._times = times
         self._now = 0.0
         self._notes = PromptNotes(lambda: self._now)
         self._space = {"block_bytes": 1, "tokens_per_block": 1}
@@ -76,7 +80,7 @@ class _Feed:
     def run(self) -> None:
         """Note every prompt, and report each second of the trace."""
         trace, report_at = self._trace, _REPORT_S
-        for request, at in enumerate(trace.times.tolist()):
+        for request, at in enumerate(self._times.tolist()):
             self._now = at
             if at >= report_at:
                 self._report()
@@ -114,8 +118,12 @@ def check_curve(
     """Draw the curve of a trace for a node with the middle one of the sizes, and check it."""
     total = 2 + len(host_blocks)
     progress("the trace as traffic", 0, total)
-    feed = _Feed(trace, sorted(host_blocks)[len(host_blocks) // 2], seed)
+    capacity = sorted(host_blocks)[len(host_blocks) // 2]
+    feed = _Feed(trace, trace.times, capacity, seed)
     feed.run()
+    # An engine has its part of the load, and reports it once a second.
+    busy = _Feed(trace, np.arange(trace.num_requests) * _ENGINES / PROMPTS_PER_S, capacity, seed)
+    busy.run()
     window = feed.sample.window()
     progress("the curve of the sample", 1, total)
     options = {"policy": policy, "admission": admission}
@@ -145,9 +153,9 @@ def check_curve(
         rate=window.spaces[0].rate,
         sampled_prompts=window.trace.num_requests,
         sampled_blocks=window.trace.num_refs,
-        note_us=feed.note_s * per_prompt,
-        look_us=feed.look_s * per_prompt,
-        add_us=feed.add_s * per_prompt,
+        note_us=busy.note_s * per_prompt,
+        look_us=busy.look_s * per_prompt,
+        add_share=busy.add_s * PROMPTS_PER_S / max(1, trace.num_requests),
         replay_s=replay_s,
         memory_bytes=_memory_bytes(feed.sample, max(host_blocks), nvme_blocks, options),
     )

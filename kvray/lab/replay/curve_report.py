@@ -9,8 +9,9 @@ from dataclasses import asdict
 from rich.console import Console
 
 from kvray.console.tables import empty_table
-from kvray.lab.replay.curve_check import CurveCheck
+from kvray.lab.replay.curve_check import PROMPTS_PER_S, CurveCheck
 from kvray.lab.replay.report import percent
+from kvray.store.sizing import CPU_SHARE
 
 
 def print_all(console: Console, checks: Sequence[CurveCheck]) -> None:
@@ -29,10 +30,12 @@ def print_all(console: Console, checks: Sequence[CurveCheck]) -> None:
             f" {check.sampled_prompts:,} prompts: one key in {1 / check.rate:,.0f}."
         )
         console.print(
-            f"For each prompt {check.note_us:.1f} us of the engine's thread, {check.look_us:.1f} us"
-            f" of its link, {check.add_us:.1f} us of the shard. The sample's replays took"
-            f" {check.replay_s:.1f} s, which a shard spreads over minutes, and at most"
-            f" {check.memory_bytes / 2**20:.1f} MiB."
+            f"At {PROMPTS_PER_S:,} prompts a second each costs {check.note_us:.1f} us of its"
+            f" engine's thread and {check.look_us:.1f} us of its link, and all together"
+            f" {100 * check.add_share:.2f} % of a core of the shard. The sample's replays take"
+            f" {check.replay_s:.1f} s of CPU time, for which a shard gives"
+            f" {percent(CPU_SHARE)} of a core, and sample and replay"
+            f" {check.memory_bytes / 2**20:.1f} MiB at most."
         )
 
 
