@@ -71,6 +71,21 @@ class Client:
         with tier_named(self.cluster_name):
             return tier.status(timeout_s=self._timeout_s if timeout_s is None else timeout_s)
 
+    def sizing(self, *, now: bool = False) -> dict[str, Any]:
+        """Return what more or less memory would be worth to the prompts that come.
+
+        docs/sizing.md has its keys.
+
+        Args:
+            now: draw the curves here from the samples of this moment, for some seconds a node,
+                instead of taking the shards' last ones.
+
+        Raises:
+            ShardUnavailable: no tier runs there.
+        """
+        with tier_named(self.cluster_name):
+            return tier.sizing(timeout_s=self._timeout_s, now=now)
+
     def match(self, keys: Sequence[BlockKey], *, num_parts: int = 1) -> Match:
         """Return the longest run of leading `keys` that shards hold, and which shards.
 

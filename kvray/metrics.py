@@ -84,6 +84,10 @@ _HELPS: Mapping[tuple[_Kind, tuple[str, ...]], Mapping[str, str]] = {
     ("gauge", ("node", "tier", "namespace")): {
         "resident_bytes": "bytes of blocks, of each namespace",
     },
+    ("gauge", ("node", "namespace", "memory")): {
+        "expected_hit_ratio": "share of prompt tokens that would hit with so many times the memory",
+        "expected_hit_error": "standard error of that share, as it is of a sample",
+    },
     ("gauge", ("node", "namespace")): {
         "quota_bytes": "bytes of the arena that a namespace may have",
     },

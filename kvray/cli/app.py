@@ -23,6 +23,7 @@ from kvray.cli.ls import ls
 from kvray.cli.prefetch import prefetch
 from kvray.cli.probe import probe
 from kvray.cli.replay import replay
+from kvray.cli.size import size
 from kvray.cli.status import status
 from kvray.cli.sweep import sweep
 from kvray.cli.top import top
@@ -34,7 +35,7 @@ from kvray.console.output import Output, OutputLost
 
 _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
     "Run a tier": (up, upgrade, down, clear, prefetch, sweep, connector_config, config_app),
-    "Look at it": (status, top, ls, explain, doctor, probe, verify, dashboard),
+    "Look at it": (status, top, ls, size, explain, doctor, probe, verify, dashboard),
     "Try and measure": (demo, chaos, replay, bench),
 }
 """The commands, as the help page groups them."""

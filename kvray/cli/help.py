@@ -65,6 +65,14 @@ _EXAMPLES: dict[str, _Examples] = {
         ("Explain the request that the engine calls 4711", "kvray explain 4711"),
         ("Say what is stored of a prompt now", "kvray explain --tokens prompt.json"),
     ),
+    "size": (
+        ("Say what twice the memory would bring", "kvray size"),
+        ("Say it by the prompts until now, not by the last curve", "kvray size --now"),
+        (
+            "Compare sizes, and draw the curve",
+            "kvray size --add 64GiB --add 256GiB --plot size.png",
+        ),
+    ),
     "doctor": (
         ("Check this machine, the tier, and why tokens are missed", "kvray doctor -c kvray.yaml"),
         (
@@ -115,6 +123,7 @@ _STATUSES: dict[str, dict[int, str]] = {
     "explain": {0: "there is an answer, good or bad", 2: "nothing is known, or no tier runs"},
     "ls": {0: "there is an answer", 2: "no tier runs, or an option is wrong"},
     "probe": {0: "the shard serves", 1: "a check failed: the shard does not serve"},
+    "size": {0: "there is an answer", 2: "no tier runs, or an option is wrong"},
     "sweep": {1: "something could not be removed"},
     "top": {0: "you ended it with Ctrl-C", 2: "Ray or, with --once, the tier does not answer"},
     "verify": {1: "a check failed: corrupt blocks or damaged tables"},

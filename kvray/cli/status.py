@@ -7,6 +7,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from kvray.actors.tier.sizing import combined
 from kvray.cli.asking import open_client, show_answer
 from kvray.cli.text.events import events_report
 from kvray.cli.text.hits import (
@@ -20,6 +21,7 @@ from kvray.cli.text.hits import (
 )
 from kvray.cli.text.memory import node_name, shares_report
 from kvray.cli.text.namespaces import namespaces_report
+from kvray.cli.text.sizing import sizing_line
 from kvray.cli.text.transports import node_links, node_links_table
 from kvray.cli.text.unnamed import unnamed_sentences
 from kvray.config import format_size
@@ -94,6 +96,7 @@ def _print(found: dict[str, Any]) -> None:
             console.print(f"{totals['prompt_tokens']:,} prompt tokens: {sources_sentence(totals)}")
         if replicas:
             console.print(replicas_table(replicas))
+            console.print(sizing_line(combined(found["shards"])), markup=False, soft_wrap=True)
         if ended:
             console.print(ended_line(ended))
         for says, fix in unnamed_sentences(replicas):

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 
-from kvray.node import BlockTokens, PrefixDigests, RequestNotes, SpanNotes
+from kvray.node import BlockTokens, PrefixDigests, PromptNotes, RequestNotes, SpanNotes
 from kvray.trace.reasons import DROP_PREFIX, DropReason
 
 _log = logging.getLogger("kvray.connector")
@@ -43,6 +43,7 @@ class EngineFigures:
         self.request_notes = RequestNotes()
         self.block_tokens = BlockTokens()
         self.span_notes = SpanNotes()
+        self.prompts = PromptNotes()
         self._began_at = time.monotonic()
 
     def counters(self) -> dict[str, int]:

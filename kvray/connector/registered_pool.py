@@ -90,6 +90,7 @@ class RegisteredPool:
             requests=figures.request_notes,
             block_tokens=figures.block_tokens,
             spans=figures.span_notes,
+            prompts=figures.prompts,
             part_requests=tuple(part_requests[args.part_rank]),
             num_ranks=num_ranks,
             adapters=args.adapters,

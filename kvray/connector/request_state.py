@@ -28,6 +28,8 @@ class RequestState:
     """Is told of the tokens of its blocks; None: more than tokens enters its keys."""
     windowed: tuple[bool, ...] = (False,)
     """For each layer group, whether its blocks may have no page."""
+    asked: tuple[int, int, int] = (0, 0, 0)
+    """Of the prompt: tokens, blocks that could be promised, and blocks that the engine had."""
     num_tokens: int = 0
     keys: list[BlockKey] = field(default_factory=list)
     pages: tuple[list[int], ...] = ()

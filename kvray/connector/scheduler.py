@@ -189,6 +189,8 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             return 0
         state = self._remember(asked)
         keys = state.prompt_keys(asked.tokens)[: asked.num_askable(state.tokens_per_block)]
+        first = asked.num_computed // state.tokens_per_block
+        state.asked = len(asked.tokens), len(keys), first
         began, waited_s = time.monotonic(), self._finder.waited_s(asked.request_id)
         reason = self._promise(state, request, keys, num_computed_tokens)
         stage_s = self._finder.waited_s(asked.request_id)
@@ -284,6 +286,8 @@ class KvRayScheduler(KvCacheConnectorScheduler):
         state = self._states.pop(request_id, None)
         if state is not None:
             self._promises.release(self._shared, state)
+            if state.is_reported:  # else it may be asked about again
+                self._shared.figures.prompts.note(state.keys, *state.asked)
             is_down = self._shared.link.arena is None
             reason = DropReason.STORE_DOWN if is_down else DropReason.NO_PAGE
             self._shared.figures.dropped.count(state.num_full - state.num_saved, reason)

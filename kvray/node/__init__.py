@@ -3,6 +3,7 @@
 from kvray.node.block_tokens import BlockTokens
 from kvray.node.link import NodeLink, attach
 from kvray.node.prefix_digests import PrefixDigests
+from kvray.node.prompt_notes import PromptNotes
 from kvray.node.registrations import Registration
 from kvray.node.request_notes import RequestNotes
 from kvray.node.span_notes import SpanNotes
@@ -12,6 +13,7 @@ __all__ = [
     "BlockTokens",
     "NodeLink",
     "PrefixDigests",
+    "PromptNotes",
     "Registration",
     "RequestNotes",
     "SpanNotes",

@@ -9,6 +9,7 @@ from kvray.errors import KVRayError, LayoutMismatch, ShardUnavailable
 from kvray.identity.block import Namespace
 from kvray.node.block_tokens import BlockTokens
 from kvray.node.prefix_digests import PrefixDigests
+from kvray.node.prompt_notes import PromptNotes
 from kvray.node.request_notes import RequestNotes, packed
 from kvray.node.shard_socket import ShardSocket
 from kvray.node.span_notes import SpanNotes
@@ -37,6 +38,8 @@ class Registration:
     """The tokens of its blocks; None if it knows none."""
     spans: SpanNotes | None = None
     """The notes on what took time for them; None if it makes none."""
+    prompts: PromptNotes | None = None
+    """The prompts of which its shard gets a sample; None if it has none."""
     part_requests: tuple[PartRequest, ...] = (PartRequest(0),)
     """The parts that its leases must have."""
     num_ranks: int = 1
@@ -71,6 +74,15 @@ class Registration:
         self.has_peers = reply.get("peers") is True
         if self.spans is not None:
             self.spans.is_on = reply.get("traces") is True
+
+    def asked_for(self) -> dict[str, object]:
+        """Take what the shard has asked to be told; not a word of it to one that may be older."""
+        told: dict[str, object] = {}
+        if self.spans is not None and self.spans.is_on:
+            told["spans"] = self.spans.take()
+        if self.prompts is not None and (prompts := self.prompts.take()) is not None:
+            told["prompts"] = prompts.pack()
+        return told
 
     @property
     def accepted(self) -> bool:
@@ -152,9 +164,6 @@ class Registrations:
         prefix_digests, requests = registration.prefix_digests, registration.requests
         notes = prefix_digests.waiting() if prefix_digests is not None else []
         asked = requests.take() if requests is not None else []
-        spans = registration.spans
-        # Not a word of it to a shard that has not asked: it may be older.
-        more = {"spans": spans.take()} if spans is not None and spans.is_on else {}
         try:
             reply = self._socket.call(
                 "report",
@@ -165,7 +174,7 @@ class Registrations:
                 openings=notes,  # so it is called on the socket
                 requests=packed(asked),
                 leaving=leaving,
-                **more,
+                **registration.asked_for(),
             )
         except ShardUnavailable:
             if requests is not None:
@@ -176,6 +185,8 @@ class Registrations:
             requests.give_back(asked)
         registration.told = namespace if known and not leaving else None
         registration.heed(reply)
+        if registration.prompts is not None:
+            registration.prompts.heard(reply.get("sample"))
         if prefix_digests is not None and known:
             prefix_digests.reported(len(notes), reply.get("incompatible", []))
         if registration.block_tokens is not None and known and not leaving:

@@ -144,6 +144,29 @@ def test_what_is_stored_and_used_most_is_listed(
     assert CliRunner().invoke(app, ["ls", "none"]).exit_code == 2
 
 
+def test_what_memory_would_be_worth_is_said_once_there_is_traffic(
+    local: LocalRay, running: KVRayConfig, ask: Ask
+) -> None:
+    assert "Too little traffic" in kvray("size")
+    for turn in range(8):
+        for prompt in (PROMPT, OTHER):
+            ask(f"tiny-{turn % 2}", prompt)
+
+    def found() -> list[dict[str, Any]]:
+        return list(json.loads(kvray("size", "--now", "--json"))["namespaces"])
+
+    wait_for(lambda: found() and found()[0]["sampled_blocks"] >= 16 * 19, "the engines' reports")
+    (entry,) = found()
+    assert entry["model"] == "key:tiny"
+    assert entry["host_bytes"] == running.arena.capacity
+    # Each engine computes one prompt and its own pool has most of what comes again.
+    assert entry["own"] > 0.4
+    assert 0.8 < entry["own"] + entry["host"][-1] < 1
+    assert entry["error"][-1] == 0, "so few prompts are all in the sample"
+    assert "of prompt tokens hit" in kvray("size", "--now")
+    assert "instead of" in kvray("size", "--now", "--add", "16MiB")
+
+
 def test_one_look_shows_nodes_and_replicas(local: LocalRay, running: KVRayConfig, ask: Ask) -> None:
     ask("tiny-one", PROMPT)
     frame = kvray("top", "--once", "-n", "1.5")

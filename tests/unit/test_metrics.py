@@ -8,7 +8,7 @@ from kvray.metrics import METRICS
 ROOT = Path(__file__).parents[2]
 LABELS = {
     *("node", "replica", "rank", "tier", "transport", "direction"),
-    *("reason", "outcome", "action", "namespace", "part", "partition", "le"),
+    *("reason", "outcome", "action", "namespace", "part", "partition", "le", "memory"),
 }
 
 

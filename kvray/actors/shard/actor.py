@@ -29,6 +29,7 @@ from kvray.errors import ConfigError, KVRayError
 from kvray.store.arena.file import ARENA_FILE
 from kvray.store.machine.capacity import MemoryClaims
 from kvray.store.machine.pages import ArenaPages
+from kvray.store.sizing import Plan
 from kvray.trace.spans import start_sdk, under
 
 _STOP_TIMEOUT_S = 20.0
@@ -134,6 +135,11 @@ class ShardActor:
     def contents(self, namespace: str | None, hottest: int) -> dict[str, Any]:
         """See `Queries.contents`."""
         return self._shard.queries.contents(namespace, hottest)
+
+    @ray.method(concurrency_group="people")
+    def sizing_plan(self) -> Plan:
+        """See `Queries.sizing_plan`."""
+        return self._shard.queries.sizing_plan()
 
     @ray.method(concurrency_group="prefetch")
     def prefetch(

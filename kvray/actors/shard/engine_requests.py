@@ -62,6 +62,7 @@ class EngineRequests:
         openings: Sequence[Any] = (),
         requests: Sequence[Any] = (),
         spans: Sequence[Any] = (),
+        prompts: bytes = b"",
         leaving: bool = False,
     ) -> dict[str, Any]:
         origin = self._parts.replicas.report(connection, replica, rank, counters, leaving=leaving)
@@ -70,8 +71,10 @@ class EngineRequests:
         self._parts.announcer.desk.note(origin, openings)
         self._parts.request_log.note(origin, requests)
         self._parts.traces.note(origin, read_notes(spans))
+        block_bytes = self._parts.replicas.block_bytes(replica)
         return {
             "known": True,
+            "sample": self._parts.traffic.note(origin, block_bytes, prompts),
             "incompatible": self._parts.announcer.desk.answers(replica, rank),
             "peers": self._can_stage(replica, rank),
             "describe": self._generation(),

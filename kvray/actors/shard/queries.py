@@ -18,6 +18,7 @@ from kvray.store.arena import key_index, lease, quotas
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
 from kvray.store.hot_prefixes import hot_prefixes
+from kvray.store.sizing import Plan
 from kvray.trace.prefix_digest import prefix_digest
 from kvray.trace.request_note import RequestNote, unpack
 from kvray.trace.routing_note import RoutingNote
@@ -124,6 +125,10 @@ class Queries:
         if len(tokens) and lora is None and reader.tenants is None:
             digest = prefix_digest(np.frombuffer(tokens, dtype="<i4"), salt=salt)
         return Prompt(keys=b"".join(keys), namespace=reader.namespace, prefix_digest=digest)
+
+    def sizing_plan(self) -> Plan:
+        """Return what a curve of this node's prompts is drawn from at this moment."""
+        return self._parts.loop.call(self._parts.traffic.plan, ANSWER_S)
 
     def contents(self, namespace: str | None, hottest: int) -> dict[str, Any]:
         """Return the sizes of each namespace in the tiers and, of one, its `hottest` prefixes.

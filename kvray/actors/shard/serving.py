@@ -18,6 +18,7 @@ from kvray.actors.shard.routing_log import RoutingLog
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.stopped import StoppedHolder
 from kvray.actors.shard.traces import Traces
+from kvray.actors.shard.traffic import Traffic
 from kvray.actors.staging.ask import Ask
 from kvray.actors.staging.peers import Peers
 from kvray.actors.staging.replica_stager import ReplicaStager
@@ -57,6 +58,10 @@ class ShardParts:
     routing_log: RoutingLog = field(default_factory=RoutingLog)
     traces: Traces = field(default_factory=Traces)
     tenants: TenantSalts | None = None
+    traffic: Traffic = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.traffic = Traffic(self.settings)
 
     def first_reader(self, replica: str) -> tuple[int, Reader]:
         """Return the lowest rank of `replica` that is connected, and how it reads."""
@@ -155,6 +160,7 @@ class Serving:
             "ended": self._parts.replicas.ended(),
             "namespaces": self._parts.replicas.namespaces(),
             "staging": self.stager.status(),
+            "traffic": self._parts.traffic.status(),
         }
         if self.disk is not None:
             figures["nvme"] = self.disk.status()
@@ -195,6 +201,7 @@ class Serving:
         if self.disk is not None:
             self.disk.tick(now)
         self.stager.expire()
+        self._parts.traffic.step(now)
         self._peers.tick(now, num_shards=self._parts.announcer.num_shards)
         if self._announce(is_due=self._is_due):
             self._is_due = False

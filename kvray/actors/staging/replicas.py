@@ -180,6 +180,12 @@ class Replicas:
         ranks = [rank for name, rank in self.connected() if name == replica]
         return min(self.readers(replica, ranks).items(), key=itemgetter(0), default=None)
 
+    def block_bytes(self, replica: str) -> int:
+        """Return the bytes that a block of a replica takes in this node's memory."""
+        own = [one.reader for (name, _), one in self._ranks.items() if name == replica]
+        parts = {part: one.part_bytes for one in own for part, _ in one.part_requests}
+        return max(1, sum(parts.values()))
+
     def connected(self) -> list[tuple[str, int]]:
         """Return (replica, rank) of all that are connected; from any thread."""
         return [key for key, entry in list(self._ranks.items()) if entry.connection is not None]

@@ -99,6 +99,7 @@ class ShardFigures:
         for one in arena["namespaces"]:
             if one["quota_bytes"] is not None and one["namespace"] in self._namespaces:
                 made.gauges["quota_bytes", (self._node, one["namespace"])] = one["quota_bytes"]
+        made.gauges |= self._expected(status.get("traffic", {}))
         if (nvme := status.get("nvme")) is not None:
             made.gauges |= self._by_namespace("nvme", nvme["namespaces"])
             made.gauges["nvme_failed", (self._node,)] = float(bool(nvme["message"]))
@@ -111,6 +112,19 @@ class ShardFigures:
             name = one["namespace"] if one["namespace"] in self._namespaces else OTHER
             summed[name] += one["bytes"]
         return {("resident_bytes", (self._node, tier, name)): size for name, size in summed.items()}
+
+    def _expected(self, traffic: Mapping[str, Any]) -> dict[Series, float]:
+        """Return the curves of the namespaces that have labels, by memory in parts of today's."""
+        made: dict[Series, float] = {}
+        for name, one in traffic.get("namespaces", {}).items():
+            if name not in self._namespaces:
+                continue
+            rows = zip(traffic["sizes"], one["host"], one["disk"], one["error"], strict=True)
+            for size, host, disk, error in rows:
+                labels = (self._node, name, f"{size / traffic['host_bytes']:.4g}")
+                made["expected_hit_ratio", labels] = one["own"] + host + disk
+                made["expected_hit_error", labels] = error
+        return made
 
 
 def mover_figures(mover: str, status: Mapping[str, Any]) -> Figures:

@@ -24,8 +24,10 @@ from kvray.actors.ray_glue import calls
 from kvray.actors.supervisor.supervisor import chosen_nodes, create_supervisor
 from kvray.actors.tier.changes import check_costs
 from kvray.actors.tier.rollout import SILENT, Observer, Rollout, carry_out, look
+from kvray.actors.tier.sizing import combined
 from kvray.config import KVRayConfig, config_on_node, values_on_nodes
 from kvray.errors import ConfigError, KVRayError, ShardUnavailable
+from kvray.store.sizing import Plan, result_of
 
 _SUMMED = "keys", "entries", "bytes", "queries", "queried_blocks", "resyncs", "expired"
 _POLL_S = 0.1
@@ -135,6 +137,18 @@ def contents(namespace: str | None, hottest: int, *, timeout_s: float) -> dict[s
         if isinstance(answer, ConfigError):
             raise answer
     return {name: one for name, one in answers.items() if not isinstance(one, KVRayError)}
+
+
+def sizing(*, timeout_s: float, now: bool) -> dict[str, Any]:
+    """Return the curves of all nodes as one; `now`: replay their samples here, for seconds each."""
+    shards = status(timeout_s=timeout_s)["shards"]
+    plans = calls.ask_shards("sizing_plan", timeout_s) if now else {}
+    for shard in shards:
+        plan = plans.get(shard["shard"])
+        if isinstance(plan, Plan):
+            drawn = plan.drawn(result_of(plan.steps()))
+            shard["traffic"] = {**drawn, "age_s": 0.0}
+    return combined(shards)
 
 
 def clear(*, timeout_s: float, config: KVRayConfig | None = None) -> int:

@@ -71,6 +71,14 @@ def replay(
             min=0, max=2**32 - 1, metavar="N", help="Decides the order in which sessions begin."
         ),
     ] = 0,
+    check_curve: Annotated[
+        bool,
+        typer.Option(
+            "--check-curve",
+            help="Check the curve of `kvray size` on this trace, by full replays. Default policy:"
+            " gittins.",
+        ),
+    ] = False,
     replicas: fleets.ReplicasOption = None,
     router: fleets.RouterOption = None,
     pool: fleets.PoolOption = None,
@@ -95,6 +103,9 @@ def replay(
     With --replicas it compares routers instead: what each reuses, how long first tokens take, and
     how evenly the replicas work, on the same pools and the same tier.
 
+    With --check-curve it lets a shard sample the trace as it would sample prompts, and compares the
+    curve that it draws with full replays: the error, the memory and the time that it takes.
+
     A size is a number of blocks, such as 5000, 5k or 1.5M. Names and sizes may be given
     repeatedly, or separated by commas.
     """
@@ -104,6 +115,8 @@ def replay(
         **{"copy_rate": copy_rate, "link_rate": link_rate, "disk_rate": disk_rate},
     }
     with boundary(verbose=verbose) as interrupts:
+        if check_curve and (replicas is not None or plot is not None):
+            raise ConfigError("--check-curve goes with neither --replicas nor --plot.")
         if replicas is None:
             fleets.refuse({"router": router, **fleet}, "is for routers; give --replicas N, too")
         else:
@@ -125,6 +138,15 @@ def replay(
             from kvray.lab.replay.fleet import ROUTERS
 
         reading = {"block_tokens": block_tokens, "concurrent": concurrent, "seed": seed}
+        if check_curve:
+            curve_plan = {
+                "host_blocks": host_blocks,
+                "policies": _names(policy or ["gittins"], simulator.POLICIES, "--policy"),
+                "nvme_blocks": nvme_blocks,
+                "admissions": _names(admission or ["likely"], simulator.ADMISSIONS, "--admission"),
+            }
+            _show_curve(trace, curve_plan, reading, as_json=as_json)
+            return
         if replicas is not None:
             routers = _names(router, list(ROUTERS), "--router")
             fleet_plan = fleets.make_plan(replicas, fleet, disk_blocks=nvme_blocks, seed=seed)
@@ -157,6 +179,24 @@ def _show_policies(
         from kvray.lab.replay.plot import make_figure
 
         write_picture(make_figure(found), plot)
+
+
+def _show_curve(
+    path: Path, plan: dict[str, Any], reading: dict[str, Any], *, as_json: bool
+) -> None:
+    """Check the curve of a shard on a trace, and print how far off it is."""
+    from kvray.lab.replay import curve_report
+    from kvray.lab.replay.curve_check import check_curves
+
+    found = _with_bar(
+        path,
+        reading,
+        lambda trace, show: check_curves(trace, **plan, seed=reading["seed"], progress=show),
+    )
+    if as_json:
+        print(curve_report.to_json(found))
+    else:
+        curve_report.print_all(printer(_PLAIN_WIDTH), found)
 
 
 def _show_routers(

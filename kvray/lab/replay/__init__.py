@@ -4,7 +4,7 @@ from kvray.lab.replay.bounds import belady, infinite
 from kvray.lab.replay.comparison import Comparison, Plan, compare
 from kvray.lab.replay.reading import read_trace
 from kvray.lab.replay.results import Outcome
-from kvray.lab.replay.trace import Trace
+from kvray.store.replay.trace import Trace
 
 __all__ = [
     "Comparison",

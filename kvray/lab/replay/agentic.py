@@ -12,7 +12,8 @@ import numpy as np
 
 from kvray.errors import ConfigError
 from kvray.lab.replay.records import SessionFile, Step, check_blocks, parse
-from kvray.lab.replay.trace import Trace, TraceBuilder
+from kvray.lab.replay.trace_builder import TraceBuilder
+from kvray.store.replay.trace import Trace
 
 CONCURRENT = 16
 """Sessions that run at the same time, by default."""

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.random import default_rng  # here, so that no replay pays for its import
 
 from kvray.index import Index
-from kvray.lab.replay.tier import NOWHERE, Tier
 from kvray.store.arena.tables import Array
+from kvray.store.replay import Replay, Trace
+from kvray.store.replay.tier import NOWHERE
+
+BATCH_REFS = 20_000
+"""Blocks that requests ask for between two announcements: as many as a shard makes at a time."""
 
 
 class Announced:
     """The index of a lookup, to which each tier announces its blocks as a shard would."""
 
-    def __init__(self, tiers: Sequence[Tier], num_blocks: int) -> None:
+    def __init__(self, replay: Replay, trace: Trace) -> None:
+        num_blocks = trace.num_unique
         self._index = Index()
-        self._tiers = tiers
-        self._known = np.zeros((len(tiers), num_blocks), dtype=bool)
+        self._trace = trace
+        self._next = 0  # the request before which the tiers announce again
+        self._tiers = (replay.host, replay.disk)
+        self._known = np.zeros((len(self._tiers), num_blocks), dtype=bool)
         # As uniform as sha256's.
         self._keys = default_rng(0).integers(0, 2**64, size=(num_blocks, 4), dtype=np.uint64)
 
-    def announce(self, asked_next: Array) -> None:
+    def before(self, request: int) -> None:
+        """Announce, if it is time, before a request is made."""
+        if request == self._next:
+            starts = self._trace.starts
+            beyond = np.searchsorted(starts, starts[request] + BATCH_REFS, side="right")
+            self._next = max(request + 1, int(beyond) - 1)
+            self._announce(self._trace.ids[starts[request] : starts[self._next]])
+
+    def at_end(self) -> None:
+        """Announce what the last requests left."""
+        self._announce(self._trace.ids[:0])
+
+    def _announce(self, asked_next: Array) -> None:
         """Tell the index what came and left; it must find of the blocks what the tiers have."""
         for at, tier in enumerate(self._tiers):
             is_here = tier.slots != NOWHERE

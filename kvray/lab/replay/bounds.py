@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from kvray.lab.replay.results import Outcome
-from kvray.lab.replay.trace import Ints, Trace
+from kvray.store.replay.trace import Ints, Trace
 
 _NEVER = np.iinfo(np.int64).max
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from kvray.lab.replay.bounds import belady, infinite
 from kvray.lab.replay.results import Outcome
-from kvray.lab.replay.trace import Trace
+from kvray.store.replay.trace import Trace
 
 BASELINE = "lru"
 """The policy that the others are compared with."""

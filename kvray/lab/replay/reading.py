@@ -15,7 +15,8 @@ from typing import cast
 from kvray.errors import ConfigError
 from kvray.lab.replay.agentic import CONCURRENT, Session, lay_out, read_session
 from kvray.lab.replay.records import MooncakeLine, check_blocks, parse
-from kvray.lab.replay.trace import Trace, TraceBuilder
+from kvray.lab.replay.trace_builder import TraceBuilder
+from kvray.store.replay.trace import Trace
 
 _MOONCAKE_BLOCK_TOKENS = 512
 """Of the traces that Mooncake published; their files do not say it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvray.lab.replay.trace import Ints, Trace
+from kvray.store.replay.trace import Ints, Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

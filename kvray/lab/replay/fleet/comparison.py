@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kvray.lab.replay.fleet.plan import FleetPlan
 from kvray.lab.replay.fleet.results import FleetOutcome
 from kvray.lab.replay.fleet.simulator import simulate
-from kvray.lab.replay.trace import Trace
+from kvray.store.replay.trace import Trace
 
 ONE = "one replica"
 """The bound: a replica with the memory and the rate of all."""

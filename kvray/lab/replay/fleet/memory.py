@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kvray.lab.replay.fleet.plan import FleetPlan
-from kvray.lab.replay.trace import Trace
 from kvray.routing import Lru, Stretch
 from kvray.routing.cost import Medium
+from kvray.store.replay.trace import Trace
 
 
 class Memory:

@@ -7,8 +7,8 @@ from typing import get_args
 
 import numpy as np
 
-from kvray.lab.replay.trace import Floats, Trace
 from kvray.routing import Cost
+from kvray.store.replay.trace import Floats, Trace
 from kvray.trace.arrival import Source
 
 

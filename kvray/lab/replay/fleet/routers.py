@@ -9,8 +9,8 @@ from typing import Protocol
 
 from kvray.lab.replay.fleet.memory import Memory
 from kvray.lab.replay.fleet.plan import FleetPlan
-from kvray.lab.replay.trace import Trace
 from kvray.routing import Candidate, Choice, Load, Lru, choose, predict
+from kvray.store.replay.trace import Trace
 
 MATCH_MIN = 0.1
 """Share of a prompt that must match; the default of Ray's `PrefixCacheAffinityRouter`."""

@@ -11,8 +11,8 @@ from kvray.lab.replay.fleet.memory import Memory
 from kvray.lab.replay.fleet.plan import FleetPlan
 from kvray.lab.replay.fleet.results import FleetOutcome, Tally
 from kvray.lab.replay.fleet.routers import ROUTERS, Request
-from kvray.lab.replay.trace import Trace
 from kvray.routing import Candidate, Cost, predict
+from kvray.store.replay.trace import Trace
 
 
 def simulate(trace: Trace, plan: FleetPlan, *, router: str) -> FleetOutcome:

@@ -143,3 +143,22 @@ def test_figures_of_lookup_mover_and_supervisor_are_declared() -> None:
     assert totals(mover) == {("moved_bytes_total", (NODE, "nixl", "out")): 7}
     check_declared(mover_figures("kvray-mover-b", {"state": "waiting"}))
     check_declared(PartCounts().note({"kvray-shard-a"}, set(), []))
+
+
+def test_the_curve_has_a_series_for_each_size_of_the_memory_and_registered_namespace() -> None:
+    made = ShardFigures(f"kvray-shard-{NODE}", 0.0)
+    made._namespaces.add("3f0a91c2")
+    curve = {"own": 0.1, "host": [0.2, 0.3], "disk": [0.05, 0.0], "error": [0.01, 0.02]}
+    traffic = {
+        "host_bytes": 100,
+        "sizes": [50, 100],
+        "namespaces": {"3f0a91c2": curve, "00ff00ff": curve},
+    }
+    found = made._expected(traffic)
+    assert {labels for name, labels in found if name == "expected_hit_ratio"} == {
+        (NODE, "3f0a91c2", "0.5"),
+        (NODE, "3f0a91c2", "1"),
+    }
+    assert found["expected_hit_ratio", (NODE, "3f0a91c2", "0.5")] == pytest.approx(0.35)
+    assert found["expected_hit_error", (NODE, "3f0a91c2", "1")] == 0.02
+    assert made._expected({"namespaces": {}}) == {}

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from kvray.lab.replay import Outcome, Trace, belady, infinite
-from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, Replay, simulate
-from kvray.lab.replay.trace import TraceBuilder
+from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, simulate
+from kvray.lab.replay.trace_builder import TraceBuilder
 from kvray.store import policy as policies
 from kvray.store.arena.tables import Array
 from kvray.store.policy import Everything
+from kvray.store.replay import Replay
 from tests.unit.lab.replay.excerpts import CONVERSATION, SESSIONS, SYNTHETIC, excerpt
 from tests.unit.lab.replay.lru import lru_hits
 

@@ -13,7 +13,8 @@ from kvray.lab.bench.serving.workload import (
     generate,
     reusable_tokens,
 )
-from kvray.lab.replay.trace import Trace, TraceBuilder
+from kvray.lab.replay.trace_builder import TraceBuilder
+from kvray.store.replay.trace import Trace
 
 SIZE = 32
 

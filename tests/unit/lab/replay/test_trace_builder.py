@@ -3,7 +3,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from kvray.lab.replay.trace import NO_PARENT, Trace, TraceBuilder
+from kvray.lab.replay.trace_builder import TraceBuilder
+from kvray.store.replay.trace import NO_PARENT, Trace
 
 
 def build(*paths: Sequence[int], spaces: Sequence[str] | None = None) -> Trace:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvray.lab.replay.trace import NO_PARENT, Trace
 from kvray.store.arena.eviction import leaves_first
 from kvray.store.arena.tables import Array
 from kvray.store.policy import Policy
+from kvray.store.replay.trace import NO_PARENT, Trace
 
 NOWHERE = -1
-_RANKED_SHARE, _RANKED_MIN = 0.05, 96
+_RANKED_SHARE, RANKED_MIN = 0.05, 96
 """Blocks that are ranked at a time."""
 
 
@@ -23,7 +23,9 @@ class Tier:
     which were used with them.
     """
 
-    def __init__(self, trace: Trace, policy: Policy, num_blocks: int) -> None:
+    def __init__(
+        self, trace: Trace, policy: Policy, num_blocks: int, *, ranked_min: int = RANKED_MIN
+    ) -> None:
         self.policy = policy
         self.slots: Array = np.full(trace.num_unique, NOWHERE, dtype=np.int64)
         """Of each block; the policy knows blocks by their slots."""
@@ -32,7 +34,7 @@ class Tier:
         self._parents, self._depths = trace.parents, trace.depths
         self._blocks = np.full(num_blocks, NOWHERE, dtype=np.int64)
         self._free = list(range(num_blocks))
-        self._step = max(_RANKED_MIN, int(_RANKED_SHARE * num_blocks))
+        self._step = max(ranked_min, int(_RANKED_SHARE * num_blocks))
         # The next block to go is the last one.
         self._ranked: list[int] = []
         self._num_rankings = 0

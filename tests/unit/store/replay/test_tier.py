@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from kvray.lab.replay import Trace
-from kvray.lab.replay.simulator import ADMISSIONS, POLICIES, Replay
-from kvray.lab.replay.tier import NOWHERE, Tier
-from kvray.lab.replay.trace import NO_PARENT, TraceBuilder
+from kvray.lab.replay.simulator import ADMISSIONS, POLICIES
+from kvray.lab.replay.trace_builder import TraceBuilder
 from kvray.store import policy as policies
 from kvray.store.policy import LRU, Use
-from tests.unit.lab.replay.excerpts import CONVERSATION, excerpt
+from kvray.store.replay import Replay
+from kvray.store.replay.tier import NOWHERE, Tier
+from kvray.store.replay.trace import NO_PARENT
 
 each_policy = pytest.mark.parametrize("policy", POLICIES)
 
@@ -137,21 +138,3 @@ def test_a_prompt_longer_than_the_tier_keeps_its_head() -> None:
     replay = Replay(builder.build(), "lru", 30)
     finish(replay)
     assert replay.host_hits.tolist() == [0, 30, 30, 30]
-
-
-def test_the_index_has_at_the_end_what_the_tiers_have() -> None:
-    trace = excerpt(CONVERSATION)
-    replay = Replay(trace, "lru", 1000, 500)
-    finish(replay)
-    here = np.stack([replay.host.slots, replay.disk.slots]) != NOWHERE
-    replay._announced.announce(np.arange(trace.num_unique))
-    assert (replay._announced._known == here).all()
-    assert here.sum(axis=1).tolist() == [1000, 500]
-
-
-def test_a_tier_that_disagrees_with_the_index_is_found_out() -> None:
-    trace = tree_trace(4)
-    replay = Replay(trace, "lru", trace.num_unique)
-    replay._announced._index.add("0", replay._announced._keys[:1].tobytes(), [0])
-    with pytest.raises(AssertionError):
-        finish(replay)

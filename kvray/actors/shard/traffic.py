@@ -1,0 +1,102 @@
+"""What more or less memory would be worth to this node's prompts, worked out a little at a time."""
+
+import time
+from typing import Any
+
+from kvray.actors.lookup.stored_digests import Origin
+from kvray.actors.shard.settings import ShardSettings
+from kvray.store.sizing import (
+    CPU_SHARE,
+    PROMPTS_MAX,
+    Plan,
+    SampledPrompts,
+    Steps,
+    TrafficSample,
+)
+
+_BUDGET_MAX_S = 0.005
+_PROMPTS_FIRST = 512
+"""Prompts of the first curve, which is to be there soon; every later one has twice as many."""
+_CURVE_S = 30.0
+"""A curve begins so long after the last one began, or the shard, at least."""
+
+
+class Traffic:
+    """A sample of a node's prompts, and the curve of it; state of the shard's event loop.
+
+    Curve after curve is worked out from what the sample has then, while there are new prompts.
+    """
+
+    def __init__(self, settings: ShardSettings) -> None:
+        self._settings = settings
+        usable = settings.spec.capacity * (1 - settings.arena.free_target)
+        self._sample = TrafficSample(int(usable))
+        self._prompts_max = _PROMPTS_FIRST
+        self._seen = 0  # prompts in the sample when the last curve was begun
+        self._plan: Plan | None = None
+        self._steps: Steps | None = None
+        self._curve: tuple[float, dict[str, Any]] | None = None
+        """When the last curve was done, and the curve."""
+        self._budget_s = 0.0
+        self._stepped_at = time.monotonic()
+        self._begun_at = self._stepped_at
+
+    def note(self, origin: Origin, block_bytes: int, packed: object) -> int:
+        """Take an engine's prompts, if it has `packed` any; return the limit for its next ones.
+
+        `block_bytes` are those of its blocks on this node. ConfigError: they are not valid.
+        """
+        name = origin.namespace.digest().hex()[:8]
+        if packed:
+            self._sample.add(
+                name,
+                SampledPrompts.unpack(packed),
+                block_bytes=block_bytes,
+                tokens_per_block=origin.namespace.tokens_per_block,
+                now=time.monotonic(),
+            )
+        return self._sample.limit(name, block_bytes=block_bytes)
+
+    def step(self, now: float) -> None:
+        """Go on with the present curve for as long as the share of a core allows since the last."""
+        earned_s = self._budget_s + CPU_SHARE * (now - self._stepped_at)
+        until_s = time.thread_time() + min(earned_s, _BUDGET_MAX_S)
+        self._stepped_at = now
+        while time.thread_time() < until_s and self._go_on(now):
+            pass
+        self._budget_s = until_s - time.thread_time()
+
+    def status(self) -> dict[str, Any]:
+        """Return the last curve as plain data, see docs/sizing.md; from any thread."""
+        made_at, curve = self._curve or (None, {"namespaces": {}})
+        age_s = None if made_at is None else round(time.monotonic() - made_at, 1)
+        lost = self._sample.num_lost
+        return {**curve, "age_s": age_s, "lost_prompts": lost}
+
+    def plan(self, prompts_max: int = PROMPTS_MAX) -> Plan:
+        """Return what a curve of this moment is drawn from."""
+        settings = self._settings
+        return Plan(
+            window=self._sample.window(prompts_max),
+            host_bytes=settings.spec.capacity,
+            full=1 - settings.arena.free_target,
+            disk_bytes=0 if settings.nvme is None else settings.nvme.spec.capacity,
+            policy=settings.arena.policy,
+            admission=settings.admission,
+        )
+
+    def _go_on(self, now: float) -> bool:
+        """Do a step; return whether there is another."""
+        if self._plan is None or self._steps is None:
+            if self._sample.num_seen == self._seen or now < self._begun_at + _CURVE_S:
+                return False
+            self._seen, self._begun_at = self._sample.num_seen, now
+            self._plan = self.plan(self._prompts_max)
+            self._prompts_max = min(2 * self._prompts_max, PROMPTS_MAX)
+            self._steps = self._plan.steps()
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self._curve = time.monotonic(), self._plan.drawn(end.value)
+            self._plan = self._steps = None
+        return True

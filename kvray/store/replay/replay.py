@@ -1,0 +1,128 @@
+"""Requests in virtual time through the parts of a tier that decide; no bytes are moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvray.store import policy as policies
+from kvray.store.arena.tables import Array
+from kvray.store.policy import Use
+from kvray.store.replay.tier import NOWHERE, RANKED_MIN, Tier
+from kvray.store.replay.trace import NO_PARENT, Trace
+
+
+class Replay:
+    """A host tier with a disk below it, and the hits of every request in each.
+
+    A demoted block stays on disk when it is promoted, so it is not written twice.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        policy: str,
+        host_blocks: int,
+        nvme_blocks: int = 0,
+        *,
+        admission: str = "all",
+        ranked_min: int = RANKED_MIN,
+    ) -> None:
+        """Start with both empty; without `nvme_blocks` nothing is demoted.
+
+        At least `ranked_min` blocks of a tier are ranked at a time: fewer in a small model of one.
+        """
+        ranking = policies.POLICIES[policy](host_blocks)
+        self.host = Tier(trace, ranking, host_blocks, ranked_min=ranked_min)
+        below = ranking.beside(nvme_blocks)
+        self.disk = Tier(trace, below, nvme_blocks, ranked_min=ranked_min)
+        self.host_hits = np.zeros(trace.num_requests, dtype=np.int64)
+        self.disk_hits = np.zeros_like(self.host_hits)
+        self.num_written = 0
+        self._trace = trace
+        self._admission = policies.ADMISSIONS[admission](host_blocks, ranking)
+        self._to_promote = trace.ids[:0]
+        """Blocks of the present request that stay on disk in any case."""
+        if nvme_blocks:
+            self.host.leaving = self._demote
+
+    def run(self) -> Iterator[int]:
+        """Make all requests; yield the number of each before it is made."""
+        for request in range(self._trace.num_requests):
+            yield request
+            self._make(request)
+
+    def _make(self, request: int) -> None:
+        """Look a request's blocks up, promote those on disk, and store those that are nowhere."""
+        start, end = self._trace.starts[request : request + 2]
+        ids, now = self._trace.ids[start:end], float(self._trace.times[request])
+        host, disk = self.host, self.disk
+        hits = _leading(host.has(ids))
+        found = hits + _leading(disk.has(ids[hits:]))
+        self.host_hits[request], self.disk_hits[request] = hits, found - hits
+        host.use(ids)
+        disk.use(ids[:found])
+        self._to_promote = ids[hits:found]
+        missing = len(ids) - hits - host.num_free
+        if missing > 0:
+            host.make_room(missing, protect=ids[:hits], now=now)
+        stop = min(len(ids), hits + host.num_free)
+        found = min(found, stop)
+        host.store(ids[hits:stop])
+        host.policy.copied(host.slots[ids[hits:found]], disk.policy, disk.slots[ids[hits:found]])
+        self._tell(ids[:stop], found, len(ids), now)
+
+    def _tell(self, ids: Array, found: int, length: int, now: float) -> None:
+        """Tell the policies of a request's blocks in the host tier, of which `found` were found."""
+        slots = self.host.slots[ids]
+        if found:
+            use = Use(slots[:found], ids[:found], 0, length, now)
+            self.host.policy.used(use)
+            self._admission.used(use)
+            self._copy_facts(ids[:found])
+        if found < len(ids):
+            parent = int(slots[found - 1]) if found else NOWHERE
+            use = Use(slots[found:], ids[found:], found, length, now, parent)
+            self.host.policy.stored(use)
+            self._admission.stored(use)
+
+    def _copy_facts(self, blocks: Array) -> None:
+        """Hand the disk's policy what the host's knows of those of `blocks` that both have."""
+        both = blocks[self.disk.has(blocks) & self.host.has(blocks)]
+        self.disk.policy.copied(self.disk.slots[both], self.host.policy, self.host.slots[both])
+
+    def _demote(self, going: Array, now: float) -> None:
+        """Write the admitted ones of blocks that leave the host tier, with all their ancestors."""
+        new = going[~self.disk.has(going)]
+        if len(new):
+            mask = self._admission.admits(self.host.slots[new], new, now=now)
+            # Children leave before their parents: the first one mostly brings its whole prompt.
+            for block in new[mask].tolist():
+                if self.disk.slots[block] == NOWHERE:
+                    self._write(self._path_to(block), now)
+
+    def _write(self, path: Array, now: float) -> None:
+        """Write the missing blocks of a path from the root."""
+        disk, num_here = self.disk, _leading(self.disk.has(path))
+        before, missing = path[:num_here], path[num_here:]
+        disk.use(path)
+        short = len(missing) - disk.num_free
+        if short > 0:
+            disk.make_room(short, protect=np.concatenate((before, self._to_promote)), now=now)
+        missing = missing[: disk.num_free]
+        disk.store(missing)
+        self._copy_facts(missing)
+        self.num_written += len(missing)
+
+    def _path_to(self, block: int) -> Array:
+        path = []
+        while block != NO_PARENT:
+            path.append(block)
+            block = int(self._trace.parents[block])
+        return np.array(path[::-1])
+
+
+def _leading(mask: Array) -> int:
+    """Return how many of the first ones are set, one after the other."""
+    return len(mask) if mask.all() else int(mask.argmin())
