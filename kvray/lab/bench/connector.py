@@ -71,6 +71,8 @@ class Case:
     verify: bool = False
     is_traced: bool = False
     """Whether the engine notes what its shard makes spans of."""
+    is_published: bool = False
+    """Whether the engine tells its shard the tokens of its blocks, for KV events."""
     neighbour: Neighbour | None = None
 
     def count(self, num_requests: int) -> int:
@@ -91,6 +93,7 @@ CASES = (
     ),
     *(Case(name=f"leader_tp{n}", title=f"{_ALL}, {n} ranks", num_ranks=n) for n in (2, 4, 8)),
     Case(name="leader_traced", title=f"{_ALL}, traced", is_traced=True),
+    Case(name="leader_published", title=f"{_ALL}, with KV events", is_published=True),
     Case(name="leader_verified", title=f"{_ALL}, verified", verify=True),
     Case(
         name="leader_batch",
@@ -106,6 +109,12 @@ CASES = (
     ),
     Case(name="leader_contended", title="8k tokens, beside a writer", neighbour="churn"),
     Case(name="leader_miss", title="8k tokens, none stored", is_stored=False),
+    Case(
+        name="leader_miss_published",
+        title="8k tokens, none stored, with KV events",
+        is_stored=False,
+        is_published=True,
+    ),
 )
 
 
@@ -213,6 +222,7 @@ def _take(case: Case, tier: ConnectorTier, num_requests: int, runner: Runner) ->
             num_blocks=_num_blocks(case.num_tokens, case.batch),
             verify=case.verify,
             is_traced=case.is_traced,
+            is_published=case.is_published,
         ) as engine,
         tier.beside(case.neighbour) if case.neighbour else nullcontext(),
     ):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 import yaml
 
-from kvray import connector, node
+from kvray import connector, node, wire
 from kvray.config import KVRayConfig, environ_for
 from kvray.errors import KVRayError
 from kvray.lab.bench.runner import TOKENS_PER_BLOCK, Runner, bench_spec, timed
@@ -34,7 +35,7 @@ from kvray.lab.reference.intake import Intake, Orders
 from kvray.lab.reference.llm_args import KvCacheConfig, LlmArgs, ParallelConfig
 from kvray.lab.reference.model import KVGeometry
 from kvray.lab.reference.request import LlmRequest, ScheduledRequests
-from kvray.node import NodeLink
+from kvray.node import BlockTokens, NodeLink
 from kvray.store import ArenaOwner
 
 if TYPE_CHECKING:
@@ -151,6 +152,7 @@ class BenchEngine:
         num_blocks: int,
         verify: bool = False,
         is_traced: bool = False,
+        is_published: bool = False,
         chunk_tokens: int | None = None,
     ) -> None:
         """Start it.
@@ -161,6 +163,7 @@ class BenchEngine:
             num_blocks: blocks in its pool; the connector is asked for all others.
             verify: whether blocks are checked before they are promised.
             is_traced: whether it notes what takes time, as for a shard with an SDK.
+            is_published: whether it tells the tokens of its blocks, as to a shard with KV events.
             chunk_tokens: the longest piece of a prompt in one pass; None: all of it.
         """
         self._options = EngineOptions(
@@ -198,11 +201,15 @@ class BenchEngine:
         self._manager = KvCacheConnectorManager(_AllRanks(self._workers), self._scheduler)
         self._cache.connector = self._manager
         self._request_ids = itertools.count(1)
+        self._teller = _Teller(self._scheduler._shared.figures.block_tokens)
+        if is_published:
+            self._teller.start()
 
     def __enter__(self) -> BenchEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._teller.close()
         self._scheduler.shutdown()
         for worker in self._workers:
             worker.shutdown()
@@ -273,6 +280,30 @@ class BenchEngine:
             meta_bytes=len(pickle.dumps(self._meta)),
             hit_tokens=[request.py_num_connector_matched_tokens for request in done],
         )
+
+
+class _Teller:
+    """In place of a link to a shard with KV events: takes tokens, and packs them, once a second."""
+
+    def __init__(self, tokens: BlockTokens) -> None:
+        self._tokens = tokens
+        tokens.hear(None)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="teller")
+
+    def start(self) -> None:
+        self._tokens.hear(1)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(1.0):
+            while chains := self._tokens.take(TOKENS_PER_BLOCK):
+                wire.encode({"op": "describe", "chains": chains})
 
 
 class _AllRanks:
