@@ -18,8 +18,8 @@ from kvray.store.arena.tables import Array
 from kvray.store.replay.trace import NO_PARENT, Trace
 from kvray.store.sizing.prompts import LIMIT_MAX, SampledPrompts, sampled_lengths
 
-KEYS_MAX, PROMPTS_MAX = 2**17, 2**13
-"""Of a sample; with what a replay of it needs that takes some 35 MB."""
+KEYS_MAX, PROMPTS_MAX = 2**17, 2**14
+"""Of a sample; with what a replay of it needs that takes some 40 MB."""
 _SLOTS_MIN = 64
 """Blocks that the node's memory has in the sample at least, unless it has fewer in fact."""
 _SPACES_MAX = 64
