@@ -63,7 +63,8 @@ def _print(found: dict[str, Any]) -> None:
     lookup = found["lookup"]
     console.print(
         f"Tier [bold]{found['cluster_name']}[/]: {_count(found['shards'], 'shard')},"
-        f" the lookup knows {lookup['keys']} keys"
+        f" {lookup_sentence(lookup)}",
+        soft_wrap=True,
     )
     if "partitions" in lookup:
         console.print(lookups_table(lookup["partitions"]))
@@ -107,6 +108,13 @@ def _print(found: dict[str, Any]) -> None:
             console.print(line, soft_wrap=isinstance(line, str))
     else:
         console.print("No replica has registered yet.")
+
+
+def lookup_sentence(lookup: Mapping[str, Any]) -> str:
+    """Return what the lookup knows, or that it does not answer."""
+    if "keys" not in lookup:
+        return f"the lookup does not answer: {escape(lookup['message'])}"
+    return f"the lookup knows {lookup['keys']:,} keys"
 
 
 def lookups_table(partitions: Sequence[Mapping[str, Any]]) -> Table:
