@@ -110,6 +110,14 @@ def _print(found: dict[str, Any]) -> None:
         console.print("No replica has registered yet.")
 
 
+def state_text(shard: Mapping[str, Any]) -> str:
+    """Return the state of a shard, and how far it is."""
+    state = str(shard["state"])
+    if state in ("preparing", "flushing"):
+        return f"{state} {100 * shard['done'] // max(1, shard['total'])} %"
+    return state
+
+
 def lookup_sentence(lookup: Mapping[str, Any]) -> str:
     """Return what the lookup knows, or that it does not answer."""
     if "keys" not in lookup:
@@ -214,11 +222,8 @@ def _named(counters: Mapping[str, int], is_wanted: Callable[[str], bool]) -> lis
 
 
 def _shard_cells(shard: dict[str, Any]) -> list[str]:
-    node = node_name(shard)
-    state = shard["state"]
+    node, state = node_name(shard), state_text(shard)
     arena = shard.get("arena")
-    if state in ("preparing", "flushing"):
-        state = f"{state} {100 * shard['done'] // max(1, shard['total'])} %"
     if arena is None:
         return [node, state]
     memory = f"{format_size(arena['resident_bytes'])}/{format_size(arena['capacity_bytes'])}"

@@ -1,0 +1,115 @@
+"""The panels of the page as plain data, from what other commands show; pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvray.cli.ls import namespaces, namespaces_table, prefixes, prefixes_table
+from kvray.cli.page.plain import plain
+from kvray.cli.status import lookup_sentence, state_text
+from kvray.cli.text.explanation import request_report, requests_sentence
+from kvray.cli.text.hits import ended_of, ranks_of, sources_sentence, total_counters
+from kvray.cli.text.memory import node_name
+from kvray.cli.text.rates import History, NodeRates
+from kvray.cli.text.top_view import headline, rate_text, replicas_table
+from kvray.cli.text.transports import node_links, node_links_table
+from kvray.config import format_size
+
+Shards = Sequence[Mapping[str, Any]]
+Seen = Mapping[str, tuple[float, Mapping[str, Any]]]
+
+_LINKS_MAX = 40
+_HEALTHY = "serving"
+
+
+def status_panels(
+    status: Mapping[str, Any], rates: History, seen: Seen, now: float
+) -> dict[str, Any]:
+    """Return the panels that `kvray status` and `kvray top` know: tier, nodes and replicas."""
+    shards = status["shards"]
+    links = sorted(node_links(dict(status)), key=lambda link: (link.breaker, link.transport or ""))
+    replicas = rates.replicas()
+    return {
+        "headline": plain(headline(status["cluster_name"], rates, replicas)),
+        "lookup": plain(lookup_sentence(status["lookup"])),
+        "nodes": [_node(one, seen, now) for one in rates.nodes()],
+        "links": plain(node_links_table(links[:_LINKS_MAX])) if links else None,
+        "num_links_hidden": max(0, len(links) - _LINKS_MAX),
+        "replicas": plain(replicas_table(replicas)) if replicas else None,
+        "totals": _totals(shards),
+    }
+
+
+def prefixes_panel(shards: Shards, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `kvray ls` shows: all namespaces, and the prefixes of the largest."""
+    entries = namespaces(shards, answer["contents"])
+    sizes = {one["namespace"]: one["fields"].get("tokens_per_block", 0) for one in entries}
+    return {
+        "namespaces": plain(namespaces_table(entries)) if entries else None,
+        "hottest": [
+            {"namespace": name, "table": plain(prefixes_table(prefixes(told), sizes.get(name, 0)))}
+            for name, told in answer["prefixes"].items()
+        ],
+        "silent": [one["shard"] for one in shards if one["shard"] not in answer["contents"]],
+    }
+
+
+def requests_panel(answer: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """Return the latest requests, each with the text of `kvray explain`."""
+    requests = answer["requests"]
+    return {
+        "says": plain(requests_sentence(requests)) if requests else answer.get("says", ""),
+        "silent": answer["silent"],
+        "list": [
+            {
+                "id": f"{one['replica']} {one['rank']} {one['request_id']} {one['at']}",
+                "replica": one["replica"],
+                "age_s": round(max(0.0, now - one["at"]), 1),
+                "tokens": one["num_tokens"],
+                "own": one["own_tokens"],
+                "hit": one["hit_tokens"],
+                "missed": one["missed_tokens"],
+                "report": [plain(part) for part in request_report(one, now=now)],
+            }
+            for one in requests
+        ],
+    }
+
+
+def _node(rates: NodeRates, seen: Seen, now: float) -> dict[str, Any]:
+    shard = rates.shard
+    at, known = seen.get(shard["shard"], (now, shard))
+    is_old = "arena" not in shard and "arena" in known
+    meters, figures = [], []
+    if (arena := known.get("arena")) is not None:
+        meters.append(_meter("memory", arena["resident_bytes"], arena["capacity_bytes"]))
+        figures += [f"{arena['blocks']:,} blocks", f"{arena['leased_blocks']:,} leased"]
+    if (nvme := known.get("nvme")) is not None:
+        meters.append(_meter("disk", nvme["file_bytes"], nvme["capacity_bytes"]))
+        figures.append(f"{nvme['blocks']:,} blocks on disk")
+    if arena is not None and not is_old:
+        figures += [f"{rates.evicted:,.0f} evicted/s", f"{rate_text(rates.staged_bytes)}/s staged"]
+        if nvme is not None:
+            figures.append(f"{rate_text(rates.written_bytes)}/s to disk")
+            figures.append(f"{rate_text(rates.read_bytes)}/s from disk")
+    return {
+        "name": node_name(dict(known)),
+        "state": state_text(shard),
+        "is_healthy": shard["state"] == _HEALTHY,
+        "message": shard.get("message", ""),
+        "old_s": round(now - at, 1) if is_old else None,
+        "meters": meters,
+        "figures": figures,
+    }
+
+
+def _meter(name: str, used: int, capacity: int) -> dict[str, Any]:
+    text = f"{format_size(used)} of {format_size(capacity)}"
+    return {"name": name, "share": min(1.0, used / max(1, capacity)), "text": text}
+
+
+def _totals(shards: Shards) -> str:
+    """Return where the prompt tokens came from since the replicas began."""
+    totals = total_counters([*ranks_of(shards), *ended_of(shards)])
+    if not totals["prompt_tokens"]:
+        return ""
+    return f"{totals['prompt_tokens']:,} prompt tokens so far: {sources_sentence(totals)}"

@@ -1,0 +1,285 @@
+// Shows the state of the tier, asked for every two seconds. Whatever comes from the tier is put in as
+// text, never as markup, and every figure loses its colour when it is old.
+"use strict";
+
+const EVERY_MS = 2000;
+const PATIENCE_MS = 8000;
+const POINTS_MAX = 900;
+const $ = (id) => document.getElementById(id);
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+let state = null;      // the latest
+let heardAt = 0;       // when it came
+let lostAt = 0;        // since when the page's own process has not answered; 0: it does
+let points = [];       // of the history
+const drawn = new Map();
+
+function make(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") made.className = value;
+    else if (value !== null && value !== undefined && value !== false) made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== ""));
+  return made;
+}
+
+// Draws what has changed alone: a selection or the focus of a reader stays.
+function draw(id, data, build) {
+  const text = JSON.stringify(data);
+  if (drawn.get(id) === text) return;
+  drawn.set(id, text);
+  $(id).replaceChildren(...[build(data)].flat().filter((one) => one !== null));
+}
+
+function duration(seconds) {
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  if (seconds < 3600) return `${Math.round(seconds / 60)} min`;
+  return seconds < 86400 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} d`;
+}
+
+const since = (seconds) =>
+  `since ${new Date(Date.now() - 1000 * seconds).toLocaleTimeString()} (${duration(seconds)})`;
+
+// Roles, because a narrow screen shows rows as blocks and tables lose theirs by that.
+function table(data, label) {
+  if (!data) return null;
+  const kind = (at) => (data.numbers[at] ? "number" : "");
+  const head = data.columns.map((name, at) => make("th", { role: "columnheader", scope: "col", class: kind(at) }, name));
+  const rows = data.rows.map((row) => make("tr", { role: "row" },
+    ...row.map((cell, at) => make("td", { role: "cell", class: kind(at), "data-label": data.columns[at] }, cell))));
+  return make("table", { role: "table", "aria-label": label },
+    make("thead", { role: "rowgroup" }, make("tr", { role: "row" }, ...head)),
+    make("tbody", { role: "rowgroup" }, ...rows));
+}
+
+// -- panels ---------------------------------------------------------------------------------------
+
+function showFindings(findings) {
+  const faults = findings.filter((one) => one.verdict === "fault");
+  const hints = findings.filter((one) => one.verdict === "hint").map((one) => one.text);
+  draw("faults", faults.map((one) => `${one.text} Seen ${since(one.age_s)}.`), (texts) =>
+    texts.length ? texts.map((text) => make("p", { class: "fault" }, text)) : make("p", {}, "No fault is known."));
+  $("hints").hidden = !hints.length;
+  $("hints").querySelector("summary").textContent = hints.length === 1 ? "1 hint" : `${hints.length} hints`;
+  const list = $("hints").querySelector("ul");
+  if (list.textContent !== hints.join("")) {
+    list.replaceChildren(...hints.map((text) => make("li", { class: "hint" }, text)));
+  }
+}
+
+function node(one) {
+  const meters = one.meters.map((meter) => make("div", { class: "meter" },
+    make("span", {}, meter.name),
+    make("progress", { value: meter.share, max: 1, "aria-label": `${meter.name}: ${meter.text}` }),
+    make("span", { class: "text" }, meter.text)));
+  const old = one.old_s === null ? null : make("p", { class: "age" }, `These figures are ${duration(one.old_s)} old.`);
+  return make("article", { class: one.is_healthy ? "node" : "node bad" },
+    make("h3", {}, one.name),
+    make("p", { class: "state" }, one.message ? `${one.state}: ${one.message}` : one.state),
+    old,
+    make("div", { class: old ? "stale" : "" }, ...meters, make("p", { class: "dim" }, one.figures.join(", "))));
+}
+
+function showNodes() {
+  $("lookup").textContent = `${state.lookup[0].toUpperCase()}${state.lookup.slice(1)}.`.replace("..", ".");
+  draw("nodes", state.nodes, (nodes) => nodes.length ? nodes.map(node) : make("p", {}, "No node has a shard."));
+  $("h-links").hidden = !state.links;
+  draw("links", [state.links, state.num_links_hidden], ([links, hidden]) => [
+    table(links, "Between nodes"), hidden ? make("p", {}, `${hidden} more links are as good; kvray status has them.`) : null]);
+}
+
+function showReplicas() {
+  draw("replicas", state.replicas, (found) => table(found, "Replicas") ?? make("p", {},
+    "No replica has registered yet. Give each engine the connector: kvray connector-config writes its options."));
+  $("totals").textContent = state.totals;
+}
+
+function showPrefixes(found) {
+  draw("prefixes", found, () => {
+    if (!found.namespaces) return make("p", {}, "Nothing is stored yet. Blocks come with the first prompts of a replica.");
+    const silent = found.silent.length ? make("p", {}, `No answer from ${found.silent.join(", ")}: their blocks are not counted.`) : null;
+    const hottest = found.hottest.flatMap((one) => [
+      make("h3", {}, `Most used of namespace ${one.namespace}`),
+      one.table.rows.length ? table(one.table, `Prefixes of ${one.namespace}`) : make("p", {}, "Nothing of it is in memory."),
+    ]);
+    return [silent, table(found.namespaces, "Namespaces"), ...hottest];
+  });
+}
+
+function report(one) {
+  return one.report.map((part) => typeof part === "string" ? make("p", {}, part) : table(part, "Ranges of tokens"));
+}
+
+// Requests that stay keep their elements, so that one that is open stays open and has the focus.
+function showRequests(found) {
+  const silent = found.silent.length ? ` No answer from ${found.silent.join(", ")}, which may know more.` : "";
+  $("requests-says").textContent = found.says + silent;
+  const place = $("requests");
+  const kept = new Map([...place.children].map((one) => [one.dataset.id, one]));
+  found.list.forEach((one, at) => {
+    const element = kept.get(one.id) ?? make("details", { "data-id": one.id }, make("summary"), make("div"));
+    kept.delete(one.id);
+    if (place.children[at] !== element) place.insertBefore(element, place.children[at] ?? null);
+    const share = (name, tokens) => {
+      const part = make("i", { class: name });
+      part.style.width = `${(100 * tokens) / Math.max(1, one.tokens)}%`;
+      return part;
+    };
+    const words = `${one.replica}, ${duration(one.age_s)} ago: ${one.tokens.toLocaleString("en")} tokens,`
+      + ` ${one.hit.toLocaleString("en")} hit, ${one.own.toLocaleString("en")} in the own pool,`
+      + ` ${one.missed.toLocaleString("en")} missed`;
+    element.firstChild.replaceChildren(make("span", { class: "line" },
+      make("span", { class: "share", "aria-hidden": "true" }, share("own", one.own), share("hit", one.hit)), words));
+    element.lastChild.replaceChildren(...report(one));
+  });
+  kept.forEach((element) => element.remove());
+}
+
+// -- charts ---------------------------------------------------------------------------------------
+
+const charts = new Map();
+let rowsNow = [];  // the shares behind the stacked series
+
+function axis(more) {
+  return { stroke: css("--dim"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 }, ...more };
+}
+
+function plot(id, data, options) {
+  const place = $(id), size = { width: place.clientWidth, height: 256 };
+  const key = JSON.stringify([size.width, matchMedia("(prefers-color-scheme: dark)").matches, options.key]);
+  const known = charts.get(id);
+  if (known?.key === key) {
+    known.chart.setData(data);
+    return;
+  }
+  known?.chart.destroy();
+  charts.set(id, { key, chart: new uPlot({ ...size, cursor: { drag: { x: false, y: false } }, ...options }, data, place) });
+}
+
+// Shares are stacked: each series is drawn down to zero, and the next one over it.
+function showShares() {
+  const names = state.shares.names, chosen = $("replica").value;
+  const replicas = [...new Set(points.flatMap((one) => Object.keys(one.rates)))].filter(Boolean).sort();
+  if (chosen && !replicas.includes(chosen)) replicas.push(chosen);
+  draw("replica", replicas, () => [make("option", { value: "" }, "all"), ...replicas.map((one) => make("option", { value: one }, one))]);
+  $("replica").value = chosen;
+  const rows = points.map((one) => {
+    const rates = one.rates[chosen] ?? [], total = rates.reduce((sum, rate) => sum + rate, 0);
+    return total ? rates.map((rate) => (100 * rate) / total) : null;
+  });
+  const has = rows.some((row) => row !== null);
+  $("shares").hidden = !has;
+  $("shares-none").textContent = has ? "" : "No prompt tokens in the last half hour, or since this page was started.";
+  if (!has) return;
+  const upTo = (row, at) => (row === null ? null : row.slice(0, at + 1).reduce((sum, share) => sum + share, 0));
+  const order = names.map((_, at) => at).reverse();
+  const data = [points.map((one) => one.at), ...order.map((at) => rows.map((row) => upTo(row, at)))];
+  rowsNow = rows;
+  plot("shares", data, {
+    key: names,
+    legend: { live: true },
+    scales: { y: { range: [0, 100] } },
+    axes: [axis(), axis({ values: (_plot, ticks) => ticks.map((tick) => `${tick} %`) })],
+    series: [{ label: "time" }, ...order.map((at) => ({ label: names[at], stroke: css(`--s${at}`), fill: css(`--s${at}`), width: 1, points: { show: false }, spanGaps: false, value: (_plot, _sum, _series, index) => (rowsNow[index] ? `${rowsNow[index][at].toFixed(0)} %` : "") }))],
+  });
+  const last = rows.findLast((row) => row !== null);
+  $("shares").setAttribute("aria-label", `Shares of prompt tokens over time; the latest: ${names.map((name, at) => `${name} ${last[at].toFixed(0)} %`).join(", ")}.`);
+}
+
+function showCurve(curve) {
+  $("curve-says").textContent = curve?.says ?? "This tier measures no such curve.";
+}
+
+// -- what is old ----------------------------------------------------------------------------------
+
+function showAges() {
+  if (!state) return;
+  const passed = (Date.now() - heardAt) / 1000;
+  for (const section of document.querySelectorAll("section[data-part]")) {
+    const part = state.parts[section.dataset.part], note = section.querySelector(".age");
+    const age = part.age_s === null ? null : part.age_s + passed;
+    const isOld = lostAt > 0 || part.trouble !== "" || (age !== null && age > part.old_after_s);
+    let text = "";
+    if (age === null) text = part.trouble || "Asking the tier.";
+    else if (isOld) text = `These figures are ${duration(age)} old. ${part.trouble}`;
+    section.classList.toggle("old", isOld);
+    note.hidden = text === "";
+    if (note.textContent !== text) note.textContent = text;
+  }
+  showBanner(passed);
+}
+
+function showBanner(passed) {
+  const status = state.parts.status;
+  let text = "";
+  if (lostAt) text = `This page's own process does not answer ${since((Date.now() - lostAt) / 1000)}; start \`kvray dashboard serve\` again.`;
+  else if (status.trouble) text = `No answer from the tier ${since(status.trouble_s + passed)}: ${status.trouble}`;
+  else if (status.age_s === null) text = "Asking the tier.";
+  $("banner").classList.toggle("bad", lostAt > 0 || status.trouble !== "");
+  // Its time changes each second, which nobody wants to hear each second.
+  const said = text.replace(/ \([^)]*\)/, "");
+  if ($("banner").dataset.said !== said) $("banner").textContent = text;
+  $("banner").dataset.said = said;
+}
+
+// -- asking ---------------------------------------------------------------------------------------
+
+function show() {
+  $("tier").textContent = state.tier;
+  document.title = `kvray: ${state.tier}`;
+  $("main").hidden = state.parts.status.age_s === null;
+  if (!$("main").hidden) {
+    $("headline").textContent = state.headline;
+    showFindings(state.findings);
+    showNodes();
+    showReplicas();
+    showShares();
+    showCurve(state.curve);
+    if (state.prefixes) showPrefixes(state.prefixes);
+    if (state.requests) showRequests(state.requests);
+  }
+  showAges();
+}
+
+async function ask(token) {
+  const last = points.length ? points[points.length - 1].at : 0;
+  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  const answer = await fetch(`state?since=${last}`, { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
+  const told = await answer.json();
+  $("login").hidden = answer.status !== 401;
+  if (answer.status === 401) {
+    $("main").hidden = true;
+    return false;
+  }
+  if (!answer.ok) throw new Error(told.says);
+  state = told;
+  heardAt = Date.now();
+  lostAt = 0;
+  points = [...points, ...state.shares.points].slice(-POINTS_MAX);
+  show();
+  return true;
+}
+
+async function askAgain() {
+  try {
+    await ask();
+  } catch (error) {
+    lostAt = lostAt || Date.now();
+    if (!state) $("banner").textContent = `No answer: ${error.message}`;
+    showAges();
+  }
+  setTimeout(askAgain, EVERY_MS);
+}
+
+$("login").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const isRight = await ask($("token").value).catch(() => false);
+  $("token").value = "";
+  $("refused").textContent = isRight ? "" : "That is not the token.";
+});
+$("replica").addEventListener("change", showShares);
+window.addEventListener("resize", () => { if (state && !$("main").hidden) showShares(); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (state && !$("main").hidden) showShares(); });
+setInterval(showAges, 1000);
+askAgain();
