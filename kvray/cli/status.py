@@ -108,6 +108,7 @@ def _print(found: dict[str, Any]) -> None:
             console.print(line, soft_wrap=isinstance(line, str))
     else:
         console.print("No replica has registered yet.")
+    console.print("Watch it in a browser: `kvray dashboard serve`.")
 
 
 def state_text(shard: Mapping[str, Any]) -> str:

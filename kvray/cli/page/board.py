@@ -74,7 +74,11 @@ class Board:
         status = self._parts[STATUS].answer
         if status is not None:
             found |= panels.status_panels(status, self._rates, self._seen, now)
-            found["findings"] = self._findings(status, now)
+            found["findings"] = [
+                {"verdict": one.verdict, "text": f"{one.check}: {one.says}; {one.fix}."}
+                | {"age_s": _age(self._found[one.check], now)}
+                for one in _faults(status)
+            ]
         if (contents := self._parts[CONTENTS].answer) is not None and status is not None:
             found["prefixes"] = panels.prefixes_panel(status["shards"], contents)
         if (requests := self._parts[REQUESTS].answer) is not None:
@@ -105,16 +109,6 @@ class Board:
             "trouble": part.trouble,
             "trouble_s": _age(part.trouble_at, now),
         }
-
-    def _findings(self, status: Mapping[str, Any], now: float) -> list[dict[str, Any]]:
-        return [
-            {
-                "verdict": one.verdict,
-                "text": f"{one.check}: {one.says}; {one.fix}.",
-                "age_s": _age(self._found.get(one.check, now), now),
-            }
-            for one in _faults(status)
-        ]
 
 
 def _faults(status: Mapping[str, Any]) -> list[Finding]:

@@ -6,12 +6,11 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvray.config import KVRayConfig, load_config
+from kvray.config import load_config
 from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.errors import ConfigError
@@ -52,30 +51,18 @@ def serve(
             raise ConfigError(
                 "The page needs FastAPI and uvicorn; run `pip install 'kvray[dashboard]'`."
             ) from None
+        from kvray.cli.page.board import Board
+        from kvray.cli.page.feed import Feed
+        from kvray.cli.page.gate import Gate
+        from kvray.cli.page.server import make_app
+
         with _listening(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
-            port = listener.getsockname()[1]
-            _announce(host, port, has_token=settings.security.auth_token_file is not None)
+            bound = listener.getsockname()
             names = [host, "localhost", socket.gethostname(), *(server_name or ())]
-            app, feed = _make(settings, names, port, config, address, verbose)
-            asyncio.run(_run(app, feed, listener))
-
-
-def _make(
-    settings: KVRayConfig,
-    names: list[str],
-    port: int,
-    config: Path | None,
-    address: str | None,
-    verbose: bool,
-) -> "tuple[FastAPI, Feed]":
-    from kvray.cli.page.board import Board
-    from kvray.cli.page.feed import Feed
-    from kvray.cli.page.gate import Gate
-    from kvray.cli.page.server import make_app
-
-    board = Board(settings.cluster_name)
-    feed = Feed(board, config, address, verbose=verbose)
-    return make_app(board, Gate(settings, names=names, port=port), feed.look), feed
+            gate, board = Gate(settings, names=names, port=bound[1]), Board(settings.cluster_name)
+            feed = Feed(board, config, address, verbose=verbose)
+            _announce(host, *bound[:2], has_token=settings.security.auth_token_file is not None)
+            asyncio.run(_run(make_app(board, gate, feed.look), feed, listener))
 
 
 async def _run(app: "FastAPI", feed: "Feed", listener: socket.socket) -> None:
@@ -117,21 +104,14 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _announce(host: str, port: int, *, has_token: bool) -> None:
+def _announce(host: str, bound_to: str, port: int, *, has_token: bool) -> None:
     """Print where the page is, and who else can read it."""
     shown = f"[{host}]" if ":" in host else host
     print(f"The page is at http://{shown}:{port}/ until Ctrl-C.", flush=True)
-    if not _is_loopback(host):
+    if not ipaddress.ip_address(bound_to).is_loopback:
         who = "whoever has the token and" if has_token else "whoever"
         print(
-            f"kvray: {who} reaches {host} can read the page, and nothing is encrypted on its"
-            " way; `ssh -L` or a proxy with TLS keeps others out.",
+            f"kvray: {who} reaches {host} can read the page, and nothing is encrypted on its way;"
+            " `ssh -L` or a proxy with TLS keeps others out.",
             file=sys.stderr,
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

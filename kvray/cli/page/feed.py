@@ -11,7 +11,7 @@ from pathlib import Path
 from kvray.cli.page.board import STATUS, Board
 
 _LINE_BYTES_MAX = 64 * 2**20
-_SILENT_S = 25.0
+_SILENT_S = 20.0
 """A process that says nothing for so long hangs: each of its questions has a deadline."""
 _PAUSE_S = 1.0
 _LOOK_EVERY_S = 2.0
@@ -64,17 +64,15 @@ class Feed:
         """Take answers until the process ends or hangs; return which of both."""
         assert process.stdout is not None
         heard_at = time.monotonic()
-        while True:
-            left_s = heard_at + _SILENT_S - time.monotonic()
+        while (left_s := heard_at + _SILENT_S - time.monotonic()) > 0:
             try:
-                line = await asyncio.wait_for(process.stdout.readline(), max(0.1, left_s))
-            except (asyncio.TimeoutError, ValueError):  # the latter: a line without an end
-                line = b""
-            if left_s <= 0:
-                return "The Ray cluster does not answer; it is asked again."
+                line = await asyncio.wait_for(process.stdout.readline(), left_s)
+            except asyncio.TimeoutError:
+                break
             if not line:
                 return "The process that asks the tier has ended; the next one starts."
             told = json.loads(line)
             if told["part"] == STATUS:
                 heard_at = time.monotonic()
             self._board.take(told, time.time())
+        return "The Ray cluster does not answer; it is asked again."

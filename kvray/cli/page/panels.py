@@ -3,8 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from kvray.cli.ls import namespaces, namespaces_table, prefixes, prefixes_table
-from kvray.cli.page.plain import plain
 from kvray.cli.status import lookup_sentence, state_text
 from kvray.cli.text.explanation import request_report, requests_sentence
 from kvray.cli.text.hits import ended_of, ranks_of, sources_sentence, total_counters
@@ -113,3 +116,17 @@ def _totals(shards: Shards) -> str:
     if not totals["prompt_tokens"]:
         return ""
     return f"{totals['prompt_tokens']:,} prompt tokens so far: {sources_sentence(totals)}"
+
+
+def plain(part: RenderableType) -> str | dict[str, Any]:
+    """Return what a command prints as a text, or as a table of texts, without markup."""
+    if not isinstance(part, Table):
+        return Text.from_markup(part).plain if isinstance(part, str) else str(part)
+    return {
+        "columns": [str(plain(column.header)).replace("\n", " ") for column in part.columns],
+        "numbers": [column.justify == "right" for column in part.columns],
+        "rows": [
+            [plain(cell) for cell in row]
+            for row in zip(*(column.cells for column in part.columns), strict=True)
+        ],
+    }

@@ -38,8 +38,10 @@ function duration(seconds) {
   return seconds < 86400 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} d`;
 }
 
+const clock = (at) => new Date(1000 * at).toLocaleTimeString("en-GB");
+
 const since = (seconds) =>
-  `since ${new Date(Date.now() - 1000 * seconds).toLocaleTimeString()} (${duration(seconds)})`;
+  `since ${clock(Date.now() / 1000 - seconds)} (${duration(seconds)})`;
 
 // Roles, because a narrow screen shows rows as blocks and tables lose theirs by that.
 function table(data, label) {
@@ -61,11 +63,8 @@ function showFindings(findings) {
   draw("faults", faults.map((one) => `${one.text} Seen ${since(one.age_s)}.`), (texts) =>
     texts.length ? texts.map((text) => make("p", { class: "fault" }, text)) : make("p", {}, "No fault is known."));
   $("hints").hidden = !hints.length;
-  $("hints").querySelector("summary").textContent = hints.length === 1 ? "1 hint" : `${hints.length} hints`;
-  const list = $("hints").querySelector("ul");
-  if (list.textContent !== hints.join("")) {
-    list.replaceChildren(...hints.map((text) => make("li", { class: "hint" }, text)));
-  }
+  draw("hints", hints, () => [make("summary", {}, hints.length === 1 ? "1 hint" : `${hints.length} hints`),
+    ...hints.map((text) => make("p", { class: "hint" }, text))]);
 }
 
 function node(one) {
@@ -180,15 +179,37 @@ function showShares() {
     key: names,
     legend: { live: true },
     scales: { y: { range: [0, 100] } },
-    axes: [axis(), axis({ values: (_plot, ticks) => ticks.map((tick) => `${tick} %`) })],
-    series: [{ label: "time" }, ...order.map((at) => ({ label: names[at], stroke: css(`--s${at}`), fill: css(`--s${at}`), width: 1, points: { show: false }, spanGaps: false, value: (_plot, _sum, _series, index) => (rowsNow[index] ? `${rowsNow[index][at].toFixed(0)} %` : "") }))],
+    axes: [axis({ space: 80, values: (_plot, ticks) => ticks.map(clock) }), axis({ values: (_plot, ticks) => ticks.map((tick) => `${tick} %`) })],
+    series: [{ label: "time", value: (_plot, at) => (at === null ? "" : clock(at)) }, ...order.map((at) => ({ label: names[at], stroke: css(`--s${at}`), fill: css(`--s${at}`), width: 1, points: { show: false }, spanGaps: false, value: (_plot, _sum, _series, index) => (rowsNow[index] ? `${rowsNow[index][at].toFixed(0)} %` : "") }))],
   });
   const last = rows.findLast((row) => row !== null);
   $("shares").setAttribute("aria-label", `Shares of prompt tokens over time; the latest: ${names.map((name, at) => `${name} ${last[at].toFixed(0)} %`).join(", ")}.`);
 }
 
-function showCurve(curve) {
-  $("curve-says").textContent = curve?.says ?? "This tier measures no such curve.";
+// Sizes on a logarithmic scale; the band is two standard errors of the sample around the sum.
+function showCurve(found) {
+  const has = Boolean(found?.curve);
+  $("curve").hidden = !has;
+  draw("curve-says", found, () => (found?.says ?? ["This tier measures no such curve."]).map((text) => make("p", {}, text)));
+  if (!has) return;
+  const { sizes, pool, host, both, error, now, unit } = found.curve;
+  const band = (sign) => both.map((share, at) => Math.min(100, Math.max(0, share + 2 * sign * error[at])));
+  const line = (label, color, more) => ({ label, stroke: css(color), width: 2, value: (_plot, share) => (share === null ? "" : `${share.toFixed(1)} %`), ...more });
+  const mark = (chart) => {
+    const x = chart.valToPos(now, "x", true), { top, height } = chart.bbox;
+    chart.ctx.fillStyle = css("--dim");
+    chart.ctx.fillRect(x - 1, top, 2, height);
+  };
+  plot("curve", [sizes, pool, host, both, band(1), band(-1)], {
+    key: [now, unit],
+    scales: { x: { time: false, distr: 3, log: 2 }, y: { range: [0, 100] } },
+    axes: [axis({ label: `host memory, ${unit}; the line is what there is now`, stroke: css("--dim") }), axis({ values: (_plot, ticks) => ticks.map((tick) => `${tick} %`) })],
+    series: [{ label: unit }, line("engines' own pools", "--s0"), line("and host memory", "--s1"), line("and disk", "--s2"),
+      line("at most", "--s2", { width: 0, points: { show: false } }), line("at least", "--s2", { width: 0, points: { show: false } })],
+    bands: [{ series: [4, 5], fill: `${css("--s2")}40` }],
+    hooks: { draw: [mark] },
+  });
+  $("curve").setAttribute("aria-label", found.says.join(" "));
 }
 
 // -- what is old ----------------------------------------------------------------------------------
@@ -216,6 +237,7 @@ function showBanner(passed) {
   if (lostAt) text = `This page's own process does not answer ${since((Date.now() - lostAt) / 1000)}; start \`kvray dashboard serve\` again.`;
   else if (status.trouble) text = `No answer from the tier ${since(status.trouble_s + passed)}: ${status.trouble}`;
   else if (status.age_s === null) text = "Asking the tier.";
+  else if (status.age_s + passed > status.old_after_s) text = "The tier has not answered lately; the figures below are old.";
   $("banner").classList.toggle("bad", lostAt > 0 || status.trouble !== "");
   // Its time changes each second, which nobody wants to hear each second.
   const said = text.replace(/ \([^)]*\)/, "");
