@@ -29,7 +29,9 @@ def status_panels(
 ) -> dict[str, Any]:
     """Return the panels that `kvray status` and `kvray top` know: tier, nodes and replicas."""
     shards = status["shards"]
-    links = sorted(node_links(dict(status)), key=lambda link: (link.breaker, link.transport or ""))
+    links = sorted(
+        node_links(dict(status)), key=lambda link: (bool(link.transport), link.breaker == "closed")
+    )
     replicas = rates.replicas()
     return {
         "headline": plain(headline(status["cluster_name"], rates, replicas)),
