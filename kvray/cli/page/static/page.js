@@ -26,7 +26,7 @@ function make(tag, attributes = {}, ...children) {
 
 // Draws what has changed alone: a selection or the focus of a reader stays.
 function draw(id, data, build) {
-  const text = JSON.stringify(data);
+  const text = JSON.stringify(data ?? null);
   if (drawn.get(id) === text) return;
   drawn.set(id, text);
   $(id).replaceChildren(...[build(data)].flat().filter((one) => one !== null));
@@ -163,17 +163,20 @@ function showShares() {
   if (chosen && !replicas.includes(chosen)) replicas.push(chosen);
   draw("replica", replicas, () => [make("option", { value: "" }, "all"), ...replicas.map((one) => make("option", { value: one }, one))]);
   $("replica").value = chosen;
-  const rows = points.map((one) => {
-    const rates = one.rates[chosen] ?? [], total = rates.reduce((sum, rate) => sum + rate, 0);
-    return total ? rates.map((rate) => (100 * rate) / total) : null;
+  const total = (rates) => rates.reduce((sum, rate) => sum + rate, 0);
+  const first = points.findIndex((one) => total(one.rates[chosen] ?? []) > 0);
+  const shown = first < 0 ? [] : points.slice(first);
+  const rows = shown.map((one) => {
+    const rates = one.rates[chosen] ?? [], sum = total(rates);
+    return sum ? rates.map((rate) => (100 * rate) / sum) : null;
   });
-  const has = rows.some((row) => row !== null);
+  const has = rows.length > 0;
   $("shares").hidden = !has;
   $("shares-none").textContent = has ? "" : "No prompt tokens in the last half hour, or since this page was started.";
   if (!has) return;
-  const upTo = (row, at) => (row === null ? null : row.slice(0, at + 1).reduce((sum, share) => sum + share, 0));
+  const upTo = (row, at) => (row === null ? null : total(row.slice(0, at + 1)));
   const order = names.map((_, at) => at).reverse();
-  const data = [points.map((one) => one.at), ...order.map((at) => rows.map((row) => upTo(row, at)))];
+  const data = [shown.map((one) => one.at), ...order.map((at) => rows.map((row) => upTo(row, at)))];
   rowsNow = rows;
   plot("shares", data, {
     key: names,
