@@ -66,7 +66,7 @@ class Asker:
         try:
             told: dict[str, Any] = {"answer": ask()}
         except KVRayError as error:
-            told = {"trouble": _in_line(error)}
+            told = {"trouble": str(error)}
         line = json.dumps({"part": part, **told}, default=str)
         with self._lock:
             self._output.write(line + "\n")
@@ -124,11 +124,7 @@ def _requests(client: Client) -> dict[str, Any]:
     try:
         return client.explain(last=_REQUESTS)
     except ConfigError as error:  # none is known
-        return {"requests": [], "silent": [], "says": _in_line(error)}
-
-
-def _in_line(error: KVRayError) -> str:
-    return " ".join(str(error).split())
+        return {"requests": [], "silent": [], "says": str(error)}
 
 
 if __name__ == "__main__":

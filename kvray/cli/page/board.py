@@ -42,10 +42,8 @@ class Board:
         self._rates = History(_WINDOW_S)
         self._is_interrupted = False
         self._shares = Shares()
-        self._seen: dict[str, tuple[float, Mapping[str, Any]]] = {}
-        """Shard -> when it answered last, and what."""
-        self._found: dict[str, float] = {}
-        """Check of a finding -> when it was found first."""
+        self._seen: dict[str, tuple[float, Mapping[str, Any]]] = {}  # shard -> its last answer
+        self._found: dict[str, float] = {}  # check of a finding -> when it was found first
 
     def take(self, told: Mapping[str, Any], now: float) -> None:
         """Take the answer of a part, or its trouble."""

@@ -29,14 +29,6 @@ def serve(
         str, typer.Option(help="The address to listen at; 0.0.0.0 is all of this machine's.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="0 is any free one.")] = 8270,
-    server_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Another name by which browsers reach it, as behind a proxy; repeatable.",
-            show_default=False,
-        ),
-    ] = None,
     config: ConfigOption = None,
     address: AddressOption = None,
     verbose: VerboseOption = False,
@@ -58,7 +50,7 @@ def serve(
 
         with _listening(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
             bound = listener.getsockname()
-            names = [host, "localhost", socket.gethostname(), *(server_name or ())]
+            names = (host, "localhost", socket.gethostname())
             gate, board = Gate(settings, names=names, port=bound[1]), Board(settings.cluster_name)
             feed = Feed(board, config, address, verbose=verbose)
             _announce(host, *bound[:2], has_token=settings.security.auth_token_file is not None)

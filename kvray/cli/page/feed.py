@@ -14,7 +14,6 @@ _LINE_BYTES_MAX = 64 * 2**20
 _SILENT_S = 20.0
 """A process that says nothing for so long hangs: each of its questions has a deadline."""
 _PAUSE_S = 1.0
-_LOOK_EVERY_S = 2.0
 
 
 class Feed:
@@ -29,16 +28,12 @@ class Feed:
         self._command += [str(config or ""), address or ""]
         self._stderr = None if verbose else DEVNULL
         self._process: Process | None = None
-        self._looked_at = 0.0
 
     def look(self) -> None:
         """Tell the process that somebody looks at the page."""
-        process, now = self._process, time.monotonic()
-        if process is None or process.stdin is None or now - self._looked_at < _LOOK_EVERY_S:
-            return
-        self._looked_at = now
-        with contextlib.suppress(OSError, RuntimeError):  # it has just ended
-            process.stdin.write(b"\n")
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(OSError, RuntimeError):  # it has just ended
+                self._process.stdin.write(b"\n")
 
     async def run(self) -> None:
         """Feed the board until this is cancelled."""

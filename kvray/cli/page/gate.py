@@ -13,15 +13,6 @@ from kvray.config import KVRayConfig
 from kvray.identity.block import frame
 from kvray.identity.secret_file import read_secret
 
-_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none';"
-    " form-action 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
-
 
 class Gate:
     """Decides about requests; it reads the token at each, so that a new one holds at once."""
@@ -75,9 +66,3 @@ class Gate:
     def _proof(self, token: bytes) -> str:
         message = frame(b"kvray.page", self._cluster_name.encode())
         return hmac.new(token, message, hashlib.sha256).hexdigest()
-
-
-def protect(response: Response) -> None:
-    """Have the browser load and show nothing but what comes from here."""
-    for name, value in _HEADERS.items():
-        response.headers[name] = value

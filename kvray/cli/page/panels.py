@@ -21,7 +21,6 @@ Shards = Sequence[Mapping[str, Any]]
 Seen = Mapping[str, tuple[float, Mapping[str, Any]]]
 
 _LINKS_MAX = 40
-_HEALTHY = "serving"
 
 
 def status_panels(
@@ -99,7 +98,7 @@ def _node(rates: NodeRates, seen: Seen, now: float) -> dict[str, Any]:
     return {
         "name": node_name(dict(known)),
         "state": state_text(shard),
-        "is_healthy": shard["state"] == _HEALTHY,
+        "is_healthy": shard["state"] == "serving",
         "message": shard.get("message", ""),
         "old_s": round(now - at, 1) if is_old else None,
         "meters": meters,

@@ -3,22 +3,34 @@
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import FastAPI, Query, Request, Response
-from fastapi.responses import FileResponse, JSONResponse, RedirectResponse
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 from fastapi.staticfiles import StaticFiles
 
 from kvray.cli.page.board import Board
-from kvray.cli.page.gate import Gate, protect
+from kvray.cli.page.gate import Gate
 from kvray.errors import ConfigError
 
 _FILES = Path(__file__).parent / "static"
 _MISDIRECTED, _UNAUTHORIZED, _UNAVAILABLE = 421, 401, 503
 
 
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none';"
+    " form-action 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""The browser loads and shows nothing but what comes from here."""
+
+
 def make_app(board: Board, gate: Gate, look: Callable[[], None]) -> FastAPI:
     """Return the server; it calls `look` whenever somebody looks at the tier."""
+    html = (_FILES / "page.html").read_text()
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.middleware("http")
@@ -28,22 +40,21 @@ def make_app(board: Board, gate: Gate, look: Callable[[], None]) -> FastAPI:
         if gate.knows_host(request):
             response = await pass_on(request)
         else:
-            response = _said(
-                "This server is not known by that name; if it should be, start it with"
-                " --server-name.",
-                _MISDIRECTED,
-            )
-        protect(response)
+            says = "This server has no such name; reach it by its address, also from a proxy."
+            response = JSONResponse({"says": says}, _MISDIRECTED)
+        response.headers.update(_HEADERS)
         return response
 
     @app.exception_handler(ConfigError)
     async def refuse(_: Request, error: ConfigError) -> Response:
-        return _said(str(error), _UNAVAILABLE)
+        return JSONResponse({"says": str(error)}, _UNAVAILABLE)
 
     @app.get("/")
     async def page(request: Request) -> Response:
-        if "token" not in request.query_params or not gate.admits(request):
-            return FileResponse(_FILES / "page.html")
+        is_admitted = gate.admits(request)
+        if "token" not in request.query_params or not is_admitted:
+            locked = "" if is_admitted else " data-locked"
+            return HTMLResponse(html.replace("<html", f"<html{locked}", 1))
         response = RedirectResponse("./", status_code=303)  # out of the address and the history
         gate.remember(response)
         return response
@@ -51,7 +62,8 @@ def make_app(board: Board, gate: Gate, look: Callable[[], None]) -> FastAPI:
     @app.get("/state")
     async def state(request: Request, since: Annotated[float, Query(ge=0)] = 0.0) -> Response:
         if not gate.admits(request):
-            return _said("This tier has a token; give it to see the page.", _UNAUTHORIZED)
+            says = "This tier has a token; give it as a Bearer in the header Authorization."
+            return JSONResponse({"says": says}, _UNAUTHORIZED)
         look()
         response = JSONResponse(board.state(time.time(), since))
         gate.remember(response)
@@ -59,8 +71,3 @@ def make_app(board: Board, gate: Gate, look: Callable[[], None]) -> FastAPI:
 
     app.mount("/static", StaticFiles(directory=_FILES))
     return app
-
-
-def _said(text: str, status: int) -> JSONResponse:
-    content: dict[str, Any] = {"says": text}
-    return JSONResponse(content, status_code=status)

@@ -11,16 +11,14 @@ const css = (name) => getComputedStyle(document.documentElement).getPropertyValu
 let state = null;      // the latest
 let heardAt = 0;       // when it came
 let lostAt = 0;        // since when the page's own process has not answered; 0: it does
+let lostWhy = "";
 let points = [];       // of the history
 const drawn = new Map();
 
 function make(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (name === "class") made.className = value;
-    else if (value !== null && value !== undefined && value !== false) made.setAttribute(name, value);
-  }
-  made.append(...children.filter((child) => child !== null && child !== ""));
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children.filter((child) => child !== null));
   return made;
 }
 
@@ -33,15 +31,12 @@ function draw(id, data, build) {
 }
 
 function duration(seconds) {
-  if (seconds < 60) return `${Math.round(seconds)} s`;
-  if (seconds < 3600) return `${Math.round(seconds / 60)} min`;
-  return seconds < 86400 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} d`;
+  const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"]].find(([least]) => seconds >= least) ?? [1, "s"];
+  return `${Math.round(seconds / size)} ${unit}`;
 }
 
 const clock = (at) => new Date(1000 * at).toLocaleTimeString("en-GB");
-
-const since = (seconds) =>
-  `since ${clock(Date.now() / 1000 - seconds)} (${duration(seconds)})`;
+const since = (seconds) => `since ${clock(Date.now() / 1000 - seconds)} (${duration(seconds)})`;
 
 // Roles, because a narrow screen shows rows as blocks and tables lose theirs by that.
 function table(data, label) {
@@ -73,41 +68,29 @@ function node(one) {
     make("progress", { value: meter.share, max: 1, "aria-label": `${meter.name}: ${meter.text}` }),
     make("span", { class: "text" }, meter.text)));
   const old = one.old_s === null ? null : make("p", { class: "age" }, `These figures are ${duration(one.old_s)} old.`);
-  return make("article", { class: one.is_healthy ? "node" : "node bad" },
-    make("h3", {}, one.name),
-    make("p", { class: "state" }, one.message ? `${one.state}: ${one.message}` : one.state),
-    old,
+  return make("article", { class: one.is_healthy ? "node" : "node bad" }, make("h3", {}, one.name),
+    make("p", { class: "state" }, one.message ? `${one.state}: ${one.message}` : one.state), old,
     make("div", { class: old ? "stale" : "" }, ...meters, make("p", { class: "dim" }, one.figures.join(", "))));
 }
 
 function showNodes() {
   $("lookup").textContent = `${state.lookup[0].toUpperCase()}${state.lookup.slice(1)}.`.replace("..", ".");
   draw("nodes", state.nodes, (nodes) => nodes.length ? nodes.map(node) : make("p", {}, "No node has a shard."));
-  $("h-links").hidden = !state.links;
   draw("links", [state.links, state.num_links_hidden], ([links, hidden]) => [
-    table(links, "Between nodes"), hidden ? make("p", {}, `${hidden} more links are as good; kvray status has them.`) : null]);
-}
-
-function showReplicas() {
-  draw("replicas", state.replicas, (found) => table(found, "Replicas") ?? make("p", {},
-    "No replica has registered yet. Give each engine the connector: kvray connector-config writes its options."));
-  $("totals").textContent = state.totals;
+    links && make("h3", {}, "Between nodes"), table(links, "Between nodes"),
+    hidden ? make("p", {}, `${hidden} more links: kvray status has them.`) : null]);
 }
 
 function showPrefixes(found) {
   draw("prefixes", found, () => {
     if (!found.namespaces) return make("p", {}, "Nothing is stored yet. Blocks come with the first prompts of a replica.");
-    const silent = found.silent.length ? make("p", {}, `No answer from ${found.silent.join(", ")}: their blocks are not counted.`) : null;
+    const silent = make("p", {}, found.silent.length ? `No answer from ${found.silent.join(", ")}: their blocks are not counted.` : "");
     const hottest = found.hottest.flatMap((one) => [
       make("h3", {}, `Most used of namespace ${one.namespace}`),
       one.table.rows.length ? table(one.table, `Prefixes of ${one.namespace}`) : make("p", {}, "Nothing of it is in memory."),
     ]);
     return [silent, table(found.namespaces, "Namespaces"), ...hottest];
   });
-}
-
-function report(one) {
-  return one.report.map((part) => typeof part === "string" ? make("p", {}, part) : table(part, "Ranges of tokens"));
 }
 
 // Requests that stay keep their elements, so that one that is open stays open and has the focus.
@@ -125,12 +108,12 @@ function showRequests(found) {
       part.style.width = `${(100 * tokens) / Math.max(1, one.tokens)}%`;
       return part;
     };
-    const words = `${one.replica}, ${duration(one.age_s)} ago: ${one.tokens.toLocaleString("en")} tokens,`
-      + ` ${one.hit.toLocaleString("en")} hit, ${one.own.toLocaleString("en")} in the own pool,`
-      + ` ${one.missed.toLocaleString("en")} missed`;
+    const [tokens, hit, own, missed] = [one.tokens, one.hit, one.own, one.missed].map((count) => count.toLocaleString("en"));
+    const words = `${one.replica}, ${duration(one.age_s)} ago: ${tokens} tokens, ${hit} hit, ${own} in the own pool, ${missed} missed`;
     element.firstChild.replaceChildren(make("span", { class: "line" },
       make("span", { class: "share", "aria-hidden": "true" }, share("own", one.own), share("hit", one.hit)), words));
-    element.lastChild.replaceChildren(...report(one));
+    element.lastChild.replaceChildren(...one.report.map((part) =>
+      typeof part === "string" ? make("p", {}, part) : table(part, "Ranges of tokens")));
   });
   kept.forEach((element) => element.remove());
 }
@@ -140,20 +123,20 @@ function showRequests(found) {
 const charts = new Map();
 let rowsNow = [];  // the shares behind the stacked series
 
+const PERCENT = { size: 56, values: (_plot, ticks) => ticks.map((tick) => `${tick} %`) };
+
 function axis(more) {
-  return { stroke: css("--dim"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 }, ...more };
+  const thin = { stroke: css("--line"), width: 1 };
+  return { stroke: css("--dim"), grid: thin, ticks: thin, ...more };
 }
 
 function plot(id, data, options) {
   const place = $(id), size = { width: place.clientWidth, height: 256 };
   const key = JSON.stringify([size.width, matchMedia("(prefers-color-scheme: dark)").matches, options.key]);
   const known = charts.get(id);
-  if (known?.key === key) {
-    known.chart.setData(data);
-    return;
-  }
+  if (known?.key === key) return known.chart.setData(data);
   known?.chart.destroy();
-  charts.set(id, { key, chart: new uPlot({ ...size, cursor: { drag: { x: false, y: false } }, ...options }, data, place) });
+  return charts.set(id, { key, chart: new uPlot({ ...size, cursor: { drag: { x: false, y: false } }, ...options }, data, place) });
 }
 
 // Shares are stacked: each series is drawn down to zero, and the next one over it.
@@ -166,27 +149,27 @@ function showShares() {
   const total = (rates) => rates.reduce((sum, rate) => sum + rate, 0);
   const first = points.findIndex((one) => total(one.rates[chosen] ?? []) > 0);
   const shown = first < 0 ? [] : points.slice(first);
-  const rows = shown.map((one) => {
+  const rows = rowsNow = shown.map((one) => {
     const rates = one.rates[chosen] ?? [], sum = total(rates);
     return sum ? rates.map((rate) => (100 * rate) / sum) : null;
   });
-  const has = rows.length > 0;
-  $("shares").hidden = !has;
-  $("shares-none").textContent = has ? "" : "No prompt tokens in the last half hour, or since this page was started.";
-  if (!has) return;
-  const upTo = (row, at) => (row === null ? null : total(row.slice(0, at + 1)));
+  $("shares").hidden = !rows.length;
+  $("shares-none").textContent = rows.length ? "" : "No prompt tokens in the last half hour, or since this page was started.";
+  if (!rows.length) return;
   const order = names.map((_, at) => at).reverse();
-  const data = [shown.map((one) => one.at), ...order.map((at) => rows.map((row) => upTo(row, at)))];
-  rowsNow = rows;
-  plot("shares", data, {
+  const stacked = order.map((at) => rows.map((row) => row && total(row.slice(0, at + 1))));
+  plot("shares", [shown.map((one) => one.at), ...stacked], {
     key: names,
-    legend: { live: true },
     scales: { y: { range: [0, 100] } },
-    axes: [axis({ space: 80, values: (_plot, ticks) => ticks.map(clock) }), axis({ values: (_plot, ticks) => ticks.map((tick) => `${tick} %`) })],
-    series: [{ label: "time", value: (_plot, at) => (at === null ? "" : clock(at)) }, ...order.map((at) => ({ label: names[at], stroke: css(`--s${at}`), fill: css(`--s${at}`), width: 1, points: { show: false }, spanGaps: false, value: (_plot, _sum, _series, index) => (rowsNow[index] ? `${rowsNow[index][at].toFixed(0)} %` : "") }))],
+    axes: [axis({ space: 80, values: (_plot, ticks) => ticks.map(clock) }), axis(PERCENT)],
+    series: [{ label: "time", value: (_plot, at) => (at === null ? "" : clock(at)) }, ...order.map((at) => ({
+      label: names[at], stroke: css(`--s${at}`), fill: css(`--s${at}`), width: 1, points: { show: false },
+      value: (_plot, _sum, _series, index) => (rowsNow[index] ? `${rowsNow[index][at].toFixed(0)} %` : ""),
+    }))],
   });
   const last = rows.findLast((row) => row !== null);
-  $("shares").setAttribute("aria-label", `Shares of prompt tokens over time; the latest: ${names.map((name, at) => `${name} ${last[at].toFixed(0)} %`).join(", ")}.`);
+  const words = names.map((name, at) => `${name} ${last[at].toFixed(0)} %`).join(", ");
+  $("shares").setAttribute("aria-label", `Shares of prompt tokens over time; the latest: ${words}.`);
 }
 
 // Sizes on a logarithmic scale; the band is two standard errors of the sample around the sum.
@@ -199,14 +182,13 @@ function showCurve(found) {
   const band = (sign) => both.map((share, at) => Math.min(100, Math.max(0, share + 2 * sign * error[at])));
   const line = (label, color, more) => ({ label, stroke: css(color), width: 2, value: (_plot, share) => (share === null ? "" : `${share.toFixed(1)} %`), ...more });
   const mark = (chart) => {
-    const x = chart.valToPos(now, "x", true), { top, height } = chart.bbox;
     chart.ctx.fillStyle = css("--dim");
-    chart.ctx.fillRect(x - 1, top, 2, height);
+    chart.ctx.fillRect(chart.valToPos(now, "x", true) - 1, chart.bbox.top, 2, chart.bbox.height);
   };
   plot("curve", [sizes, pool, host, both, band(1), band(-1)], {
     key: [now, unit],
     scales: { x: { time: false, distr: 3, log: 2 }, y: { range: [0, 100] } },
-    axes: [axis({ label: `host memory, ${unit}; the line is what there is now`, stroke: css("--dim") }), axis({ values: (_plot, ticks) => ticks.map((tick) => `${tick} %`) })],
+    axes: [axis({ label: `host memory, ${unit} (line: now)` }), axis(PERCENT)],
     series: [{ label: unit }, line("engines' own pools", "--s0"), line("and host memory", "--s1"), line("and disk", "--s2"),
       line("at most", "--s2", { width: 0, points: { show: false } }), line("at least", "--s2", { width: 0, points: { show: false } })],
     bands: [{ series: [4, 5], fill: `${css("--s2")}40` }],
@@ -218,9 +200,8 @@ function showCurve(found) {
 // -- what is old ----------------------------------------------------------------------------------
 
 function showAges() {
-  if (!state) return;
   const passed = (Date.now() - heardAt) / 1000;
-  for (const section of document.querySelectorAll("section[data-part]")) {
+  for (const section of state ? document.querySelectorAll("section[data-part]") : []) {
     const part = state.parts[section.dataset.part], note = section.querySelector(".age");
     const age = part.age_s === null ? null : part.age_s + passed;
     const isOld = lostAt > 0 || part.trouble !== "" || (age !== null && age > part.old_after_s);
@@ -231,17 +212,16 @@ function showAges() {
     note.hidden = text === "";
     if (note.textContent !== text) note.textContent = text;
   }
-  showBanner(passed);
+  showBanner(passed, state?.parts.status);
 }
 
-function showBanner(passed) {
-  const status = state.parts.status;
+function showBanner(passed, status) {
   let text = "";
-  if (lostAt) text = `This page's own process does not answer ${since((Date.now() - lostAt) / 1000)}; start \`kvray dashboard serve\` again.`;
+  if (lostAt) text = `No answer ${since((Date.now() - lostAt) / 1000)}: ${lostWhy}`;
+  else if (!status || (status.age_s === null && !status.trouble)) text = "Asking the tier.";
   else if (status.trouble) text = `No answer from the tier ${since(status.trouble_s + passed)}: ${status.trouble}`;
-  else if (status.age_s === null) text = "Asking the tier.";
   else if (status.age_s + passed > status.old_after_s) text = "The tier has not answered lately; the figures below are old.";
-  $("banner").classList.toggle("bad", lostAt > 0 || status.trouble !== "");
+  $("banner").classList.toggle("bad", lostAt > 0 || Boolean(status?.trouble));
   // Its time changes each second, which nobody wants to hear each second.
   const said = text.replace(/ \([^)]*\)/, "");
   if ($("banner").dataset.said !== said) $("banner").textContent = text;
@@ -250,61 +230,63 @@ function showBanner(passed) {
 
 // -- asking ---------------------------------------------------------------------------------------
 
-function show() {
-  $("tier").textContent = state.tier;
+function drawAll() {
+  if ($("main").hidden) return;
   document.title = `kvray: ${state.tier}`;
+  $("headline").textContent = state.headline;
+  showFindings(state.findings);
+  showNodes();
+  $("totals").textContent = state.totals;
+  draw("replicas", state.replicas, (found) => table(found, "Replicas") ?? make("p", {},
+    "No replica has registered yet. Give each engine the connector: kvray connector-config writes its options."));
+  showShares();
+  showCurve(state.curve);
+  if (state.prefixes) showPrefixes(state.prefixes);
+  if (state.requests) showRequests(state.requests);
+}
+
+function take(told) {
+  [state, heardAt, lostAt] = [told, Date.now(), 0];
+  points = [...points, ...told.shares.points.filter((one) => one.at > lastAt())].slice(-POINTS_MAX);
+  $("tier").textContent = state.tier;
   $("main").hidden = state.parts.status.age_s === null;
-  if (!$("main").hidden) {
-    $("headline").textContent = state.headline;
-    showFindings(state.findings);
-    showNodes();
-    showReplicas();
-    showShares();
-    showCurve(state.curve);
-    if (state.prefixes) showPrefixes(state.prefixes);
-    if (state.requests) showRequests(state.requests);
+  drawAll();
+}
+
+const lastAt = () => (points.length ? points[points.length - 1].at : 0);
+
+// Asks once, and again after a while unless the tier's token is missing.
+async function ask(token) {
+  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  let told = null, isLocked = false;
+  try {
+    const answer = await fetch(`state?since=${lastAt()}`, { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
+    const content = await answer.json();
+    isLocked = answer.status === 401;
+    if (answer.ok) told = content;
+    else lostWhy = content.says;
+  } catch {
+    lostWhy = "this page's own process is gone or cut off; start `kvray dashboard serve` again.";
   }
+  $("login").hidden = !isLocked;
+  $("refused").textContent = isLocked && token ? "That is not the token." : "";
+  $("main").hidden ||= isLocked;
+  if (isLocked) return;
+  setTimeout(ask, EVERY_MS);
+  if (told) take(told);
+  else lostAt = lostAt || Date.now();
   showAges();
 }
 
-async function ask(token) {
-  const last = points.length ? points[points.length - 1].at : 0;
-  const headers = token ? { Authorization: `Bearer ${token}` } : {};
-  const answer = await fetch(`state?since=${last}`, { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
-  const told = await answer.json();
-  $("login").hidden = answer.status !== 401;
-  if (answer.status === 401) {
-    $("main").hidden = true;
-    return false;
-  }
-  if (!answer.ok) throw new Error(told.says);
-  state = told;
-  heardAt = Date.now();
-  lostAt = 0;
-  points = [...points, ...state.shares.points].slice(-POINTS_MAX);
-  show();
-  return true;
-}
-
-async function askAgain() {
-  try {
-    await ask();
-  } catch (error) {
-    lostAt = lostAt || Date.now();
-    if (!state) $("banner").textContent = `No answer: ${error.message}`;
-    showAges();
-  }
-  setTimeout(askAgain, EVERY_MS);
-}
-
-$("login").addEventListener("submit", async (event) => {
+$("login").addEventListener("submit", (event) => {
   event.preventDefault();
-  const isRight = await ask($("token").value).catch(() => false);
+  ask($("token").value);
   $("token").value = "";
-  $("refused").textContent = isRight ? "" : "That is not the token.";
 });
 $("replica").addEventListener("change", showShares);
-window.addEventListener("resize", () => { if (state && !$("main").hidden) showShares(); });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (state && !$("main").hidden) showShares(); });
-setInterval(showAges, 1000);
-askAgain();
+window.addEventListener("resize", drawAll);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+for (const heading of document.querySelectorAll("section[data-part] > h2")) heading.after(make("p", { class: "age" }));
+setInterval(() => { if ($("login").hidden) showAges(); }, 1000);
+$("login").hidden = !("locked" in document.documentElement.dataset);
+if ($("login").hidden) ask();

@@ -142,7 +142,7 @@ def test_server_that_is_gone_makes_everything_old(browser: Browser) -> None:
         with served(board) as address:
             page.goto(address)
             shows(page, "Tier prod")
-        shows(page, "This page's own process does not answer since")
+        shows(page, "this page's own process is gone or cut off")
         assert page.locator("section.old").count() == page.locator("section").count()
 
 

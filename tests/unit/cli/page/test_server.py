@@ -66,7 +66,7 @@ def test_page_of_another_name_that_points_here_reads_nothing(host: str) -> None:
     for path in ("/", "/state"):
         answer = browse().get(path, headers={"host": host})
         assert answer.status_code == 421
-        assert "--server-name" in answer.json()["says"]
+        assert "by its address" in answer.json()["says"]
 
 
 @pytest.mark.parametrize(
