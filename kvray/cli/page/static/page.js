@@ -122,7 +122,6 @@ function showRequests(found) {
 
 const charts = new Map();
 let rowsNow = [];  // the shares behind the stacked series
-
 const PERCENT = { size: 56, values: (_plot, ticks) => ticks.map((tick) => `${tick} %`) };
 
 function axis(more) {
@@ -205,9 +204,8 @@ function showAges() {
     const part = state.parts[section.dataset.part], note = section.querySelector(".age");
     const age = part.age_s === null ? null : part.age_s + passed;
     const isOld = lostAt > 0 || part.trouble !== "" || (age !== null && age > part.old_after_s);
-    let text = "";
+    let text = isOld ? `These figures are ${duration(age)} old. ${part.trouble}` : "";
     if (age === null) text = part.trouble || "Asking the tier.";
-    else if (isOld) text = `These figures are ${duration(age)} old. ${part.trouble}`;
     section.classList.toggle("old", isOld);
     note.hidden = text === "";
     if (note.textContent !== text) note.textContent = text;
@@ -263,8 +261,7 @@ async function ask(token) {
     const answer = await fetch(`state?since=${lastAt()}`, { headers, signal: AbortSignal.timeout(PATIENCE_MS) });
     const content = await answer.json();
     isLocked = answer.status === 401;
-    if (answer.ok) told = content;
-    else lostWhy = content.says;
+    if (answer.ok) told = content; else lostWhy = content.says;
   } catch {
     lostWhy = "this page's own process is gone or cut off; start `kvray dashboard serve` again.";
   }
@@ -273,8 +270,7 @@ async function ask(token) {
   $("main").hidden ||= isLocked;
   if (isLocked) return;
   setTimeout(ask, EVERY_MS);
-  if (told) take(told);
-  else lostAt = lostAt || Date.now();
+  if (told) take(told); else lostAt ||= Date.now();
   showAges();
 }
 
