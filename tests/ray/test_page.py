@@ -28,6 +28,7 @@ PATIENT_MS = 90_000
 TOKENS_PER_BLOCK = 32
 WITH_DISK = {
     **SETTINGS,
+    "arena": {**SETTINGS["arena"], "capacity": "24MiB", "slab": "4MiB"},
     "connector": {**SETTINGS["connector"], "stage_wait_s": 2.0},
     "nvme": {"capacity": "256MiB", "segment": "16MiB", "free_reserve": "1MiB"},
 }
@@ -71,7 +72,7 @@ def page(tier: TwoNodes, browser: Browser) -> Iterator[Page]:
 
 @contextlib.contextmanager
 def load(tier: TwoNodes) -> Iterator[None]:
-    """Have a replica on each node answer prompts that begin alike."""
+    """Have a replica on each node answer prompts of which some begin alike, more than fit."""
     replicas: list[Replica] = []
     stopping = threading.Event()
     options: dict[str, Any] = {"tokens_per_block": TOKENS_PER_BLOCK, "num_blocks": 64}
@@ -82,10 +83,11 @@ def load(tier: TwoNodes) -> Iterator[None]:
 
     def drive() -> None:
         chance = random.Random(7)
-        heads = [[chance.randrange(3, 250) for _ in range(480)] for _ in range(8)]
-        while not stopping.wait(0.2):
+        heads = [[chance.randrange(3, 250) for _ in range(480)] for _ in range(96)]
+        while not stopping.wait(0.05):
+            head = heads[int(len(heads) * chance.random() ** 2)]
             tail = [chance.randrange(3, 250) for _ in range(64)]
-            chance.choice(replicas).generate([[*chance.choice(heads), *tail]], max_tokens=2)
+            chance.choice(replicas).generate([[*head, *tail]], max_tokens=2)
 
     thread = threading.Thread(target=drive)
     try:
