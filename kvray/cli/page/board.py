@@ -12,6 +12,7 @@ from kvray.cli.doctor.hits import hit_findings
 from kvray.cli.doctor.tier import tier_findings
 from kvray.cli.page import panels
 from kvray.cli.page.shares import SHOWN, Shares
+from kvray.cli.text.hits import ranks_of
 from kvray.cli.text.rates import History
 
 STATUS, CONTENTS, REQUESTS = "status", "contents", "requests"
@@ -42,6 +43,8 @@ class Board:
         self._rates = History(_WINDOW_S)
         self._is_interrupted = False
         self._shares = Shares()
+        self._panels: dict[str, Any] = {}
+        self._faults: list[Finding] = []
         self._seen: dict[str, tuple[float, Mapping[str, Any]]] = {}  # shard -> its last answer
         self._found: dict[str, float] = {}  # check of a finding -> when it was found first
 
@@ -71,11 +74,11 @@ class Board:
         }
         status = self._parts[STATUS].answer
         if status is not None:
-            found |= panels.status_panels(status, self._rates, self._seen, now)
+            found |= self._panels | {"nodes": panels.nodes(self._rates, self._seen, now)}
             found["findings"] = [
                 {"verdict": one.verdict, "text": f"{one.check}: {one.says}; {one.fix}."}
                 | {"age_s": _age(self._found[one.check], now)}
-                for one in _faults(status)
+                for one in self._faults
             ]
         if (contents := self._parts[CONTENTS].answer) is not None and status is not None:
             found["prefixes"] = panels.prefixes_panel(status["shards"], contents)
@@ -97,7 +100,9 @@ class Board:
         self._seen = {name: seen for name, seen in self._seen.items() if name in there} | {
             name: (now, one) for name, one in there.items() if "arena" in one
         }
-        self._found = {one.check: self._found.get(one.check, now) for one in _faults(status)}
+        self._panels = panels.status_panels(status, self._rates)
+        self._faults = _faults(status)
+        self._found = {one.check: self._found.get(one.check, now) for one in self._faults}
 
     def _part(self, name: str, now: float) -> dict[str, Any]:
         part = self._parts[name]
@@ -111,7 +116,9 @@ class Board:
 
 def _faults(status: Mapping[str, Any]) -> list[Finding]:
     """Return what `kvray doctor` finds wrong with a status, faults first."""
-    found = [*tier_findings(status), *hit_findings(status)]
+    found = [*tier_findings(status)]
+    if ranks_of(status["shards"]) or not panels.silent(status["shards"]):
+        found += hit_findings(status)  # else replicas may be where nobody answers
     return [one for kind in ("fault", "hint") for one in found if one.verdict == kind]
 
 

@@ -32,12 +32,9 @@ class Gate:
         """
         try:
             name = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-            if name in self._names:
-                return True
-            ipaddress.ip_address(name)
+            return name in self._names or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
-        return True
 
     def admits(self, request: Request) -> bool:
         """Return whether the request has the token, if there is one.

@@ -23,24 +23,35 @@ Seen = Mapping[str, tuple[float, Mapping[str, Any]]]
 _LINKS_MAX = 40
 
 
-def status_panels(
-    status: Mapping[str, Any], rates: History, seen: Seen, now: float
-) -> dict[str, Any]:
-    """Return the panels that `kvray status` and `kvray top` know: tier, nodes and replicas."""
+def status_panels(status: Mapping[str, Any], rates: History) -> dict[str, Any]:
+    """Return the panels that `kvray status` and `kvray top` know, except for the nodes."""
     shards = status["shards"]
     links = sorted(
         node_links(dict(status)), key=lambda link: (bool(link.transport), link.breaker == "closed")
     )
     replicas = rates.replicas()
+    totals = total_counters([*ranks_of(shards), *ended_of(shards)])
+    prompt = totals["prompt_tokens"]
+    without = ", ".join(silent(shards))
     return {
         "headline": plain(headline(status["cluster_name"], rates, replicas)),
         "lookup": plain(lookup_sentence(status["lookup"])),
-        "nodes": [_node(one, seen, now) for one in rates.nodes()],
         "links": plain(node_links_table(links[:_LINKS_MAX])) if links else None,
         "num_links_hidden": max(0, len(links) - _LINKS_MAX),
         "replicas": plain(replicas_table(replicas)) if replicas else None,
-        "totals": _totals(shards),
+        "totals": f"{prompt:,} prompt tokens so far: {sources_sentence(totals)}" if prompt else "",
+        "without": f"Without node {without}, which does not answer." if without else "",
     }
+
+
+def nodes(rates: History, seen: Seen, now: float) -> list[dict[str, Any]]:
+    """Return each node, with its last figures and their age if it does not answer."""
+    return [_node(one, seen, now) for one in rates.nodes()]
+
+
+def silent(shards: Shards) -> list[str]:
+    """Return the nodes whose shards do not answer."""
+    return [node_name(dict(one)) for one in shards if one["state"] == "unreachable"]
 
 
 def prefixes_panel(shards: Shards, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,14 +120,6 @@ def _node(rates: NodeRates, seen: Seen, now: float) -> dict[str, Any]:
 def _meter(name: str, used: int, capacity: int) -> dict[str, Any]:
     text = f"{format_size(used)} of {format_size(capacity)}"
     return {"name": name, "share": min(1.0, used / max(1, capacity)), "text": text}
-
-
-def _totals(shards: Shards) -> str:
-    """Return where the prompt tokens came from since the replicas began."""
-    totals = total_counters([*ranks_of(shards), *ended_of(shards)])
-    if not totals["prompt_tokens"]:
-        return ""
-    return f"{totals['prompt_tokens']:,} prompt tokens so far: {sources_sentence(totals)}"
 
 
 def plain(part: RenderableType) -> str | dict[str, Any]:

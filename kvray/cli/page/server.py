@@ -15,8 +15,6 @@ from kvray.errors import ConfigError
 
 _FILES = Path(__file__).parent / "static"
 _MISDIRECTED, _UNAUTHORIZED, _UNAVAILABLE = 421, 401, 503
-
-
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none';"
     " form-action 'none'",

@@ -10,7 +10,7 @@ from kvray.cli.text.rates import ReplicaRates
 SHOWN = (*SOURCES, COMPUTED)
 _POINTS_MAX = 900
 _REPLICAS_MAX = 32
-_ALL = ""
+_GAP_S = 10.0
 
 
 class Shares:
@@ -21,9 +21,11 @@ class Shares:
 
     def add(self, now: float, ranks: Iterable[ReplicaRates] = ()) -> None:
         """Take the rates of all ranks; none: the tier did not answer, which is a gap."""
+        if self._points and now - self._points[-1]["at"] > _GAP_S:
+            self._points.append({"at": now - 1, "rates": {}})
         totals: dict[str, Counter[str]] = {}
         for one in ranks:
-            for name in (_ALL, one.rank["replica"]):
+            for name in ("", one.rank["replica"]):
                 if name in totals or len(totals) <= _REPLICAS_MAX:
                     totals.setdefault(name, Counter()).update(one.counters)
         rates = {name: [*token_sources(counters).values()] for name, counters in totals.items()}
@@ -32,5 +34,5 @@ class Shares:
         )
 
     def since(self, at: float) -> list[dict[str, Any]]:
-        """Return the points after a time; each has tokens a second in the order of `SHOWN`."""
+        """Return the points after a time: tokens a second by replica, in the order of `SHOWN`."""
         return [one for one in self._points if one["at"] > at]

@@ -234,9 +234,9 @@ function drawAll() {
   $("headline").textContent = state.headline;
   showFindings(state.findings);
   showNodes();
-  $("totals").textContent = state.totals;
-  draw("replicas", state.replicas, (found) => table(found, "Replicas") ?? make("p", {},
-    "No replica has registered yet. Give each engine the connector: kvray connector-config writes its options."));
+  $("totals").textContent = `${state.totals} ${state.without}`.trim();
+  draw("replicas", [state.replicas, state.without], ([found, without]) => table(found, "Replicas") ?? make("p", {},
+    without ? "" : "No replica has registered yet. Give each engine the connector: kvray connector-config writes its options."));
   showShares();
   showCurve(state.curve);
   if (state.prefixes) showPrefixes(state.prefixes);

@@ -46,16 +46,11 @@ def test_history_is_handed_out_once_and_has_a_gap_where_nobody_answered() -> Non
     assert state(board, 20, points[-1]["at"])["shares"]["points"] == [{"at": NOW + 20, "rates": {}}]
 
 
-def test_history_is_bounded_in_time_and_in_replicas() -> None:
-    board = Board("prod")
-    (shard, _) = status()["shards"]
-    (rank,) = shard["replicas"]
-    many = {**shard, "replicas": [{**rank, "replica": f"r{number}"} for number in range(99)]}
-    for second in range(0, 2000, 2):
-        board.take({"part": STATUS, "answer": status(shards=[many], movers=[])}, NOW + second)
-    points = state(board, 2000)["shares"]["points"]
-    assert len(points) == 900
-    assert max(len(one["rates"]) for one in points) == 33
+def test_history_has_a_gap_where_nobody_asked() -> None:
+    board = told(Board("prod"))
+    board.take({"part": STATUS, "answer": status(60)}, NOW + 60)
+    points = state(board, 60)["shares"]["points"]
+    assert [bool(one["rates"]) for one in points[-3:]] == [True, False, True]
 
 
 def test_tier_that_falls_silent_leaves_its_figures_with_their_age_and_the_reason() -> None:
@@ -83,6 +78,7 @@ def test_shard_that_does_not_answer_keeps_its_last_figures_and_their_age() -> No
     assert (second["state"], second["message"]) == ("unreachable", "No answer in 2 s.")
     assert second["meters"][0]["text"] == "1MiB of 4MiB"
     assert not any("/s" in one for one in second["figures"])
+    assert state(board, 22)["without"] == "Without node bb, which does not answer."
     (fault,) = [one for one in state(board, 23)["findings"] if one["verdict"] == "fault"]
     assert fault["text"].startswith("shard bb: does not answer")
     assert fault["age_s"] == 3.0
@@ -120,6 +116,15 @@ def test_empty_tier_says_that_no_replica_has_registered() -> None:
     assert (found["replicas"], found["totals"]) == (None, "")
     assert any("no engine has registered" in one["text"] for one in found["findings"])
     assert found["prefixes"]["namespaces"] is None
+
+
+def test_replicas_of_a_silent_node_are_not_said_to_be_missing() -> None:
+    board = Board("prod")
+    board.take({"part": STATUS, "answer": status(shards=[silent("aa")], movers=[])}, NOW)
+    found = state(board, 1)
+    assert found["replicas"] is None
+    assert found["without"]
+    assert not any("registered" in one["text"] for one in found["findings"])
 
 
 @pytest.mark.parametrize("state_name", ["preparing", "flushing"])
