@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from kvray.actors.owner.admin import ask_to_be_admitted
 from kvray.actors.ray_glue.calls import tier_named
 from kvray.cli.page.board import CONTENTS, EVERY_S, REQUESTS, STATUS
+from kvray.cli.page.panels import HOTTEST
 from kvray.client import Client
 from kvray.config import load_config
 from kvray.errors import ConfigError, KVRayError
@@ -28,7 +29,6 @@ _LOOKED_AT_S = 10.0
 _GIVEN_UP_S = 60.0
 """After this time without a tier the process ends: the next one may find another Ray cluster."""
 _NAMESPACES_MAX = 4
-_HOTTEST = 8
 _REQUESTS = 10
 
 
@@ -116,7 +116,7 @@ def _contents(client: Client) -> dict[str, Any]:
         for name, one in answer["namespaces"].items():
             sizes[name] = sizes.get(name, 0) + one.get("host_bytes", 0)
     largest = sorted(filter(None, sizes), key=lambda name: -sizes[name])[:_NAMESPACES_MAX]
-    prefixes = {name: client.contents(name, hottest=_HOTTEST) for name in largest}
+    prefixes = {name: client.contents(name, hottest=HOTTEST) for name in largest}
     return {"contents": contents, "prefixes": prefixes}
 
 

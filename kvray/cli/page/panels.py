@@ -20,6 +20,8 @@ from kvray.config import format_size
 Shards = Sequence[Mapping[str, Any]]
 Seen = Mapping[str, tuple[float, Mapping[str, Any]]]
 
+HOTTEST = 8
+"""Prefixes of one namespace."""
 _LINKS_MAX = 40
 
 
@@ -58,11 +60,12 @@ def prefixes_panel(shards: Shards, answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `kvray ls` shows: all namespaces, and the prefixes of the largest."""
     entries = namespaces(shards, answer["contents"])
     sizes = {one["namespace"]: one["fields"].get("tokens_per_block", 0) for one in entries}
+    hottest = {name: prefixes(told)[:HOTTEST] for name, told in answer["prefixes"].items()}
     return {
         "namespaces": plain(namespaces_table(entries)) if entries else None,
         "hottest": [
-            {"namespace": name, "table": plain(prefixes_table(prefixes(told), sizes.get(name, 0)))}
-            for name, told in answer["prefixes"].items()
+            {"namespace": name, "table": plain(prefixes_table(told, sizes.get(name, 0)))}
+            for name, told in hottest.items()
         ],
         "silent": [one["shard"] for one in shards if one["shard"] not in answer["contents"]],
     }

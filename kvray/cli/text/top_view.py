@@ -27,6 +27,8 @@ def view(history: History, trouble: str = "") -> RenderableType:
         parts.append(Text(f"No answer: {trouble} Trying again.", style="red"))
     if latest is None:
         return Group(*parts) if parts else Text("Asking the tier.")
+    if message := latest.get("lookup", {}).get("message"):
+        parts.append(Text(f"The lookup does not answer: {message}", style="red"))
     replicas = history.replicas()
     parts.append(Text.from_markup(headline(latest["cluster_name"], history, replicas)))
     parts.append(nodes_table(history.nodes()))
