@@ -2,9 +2,7 @@
 // text, never as markup, and every figure loses its colour when it is old.
 "use strict";
 
-const EVERY_MS = 2000;
-const PATIENCE_MS = 8000;
-const POINTS_MAX = 900;
+const EVERY_MS = 2000, PATIENCE_MS = 8000, POINTS_MAX = 900;
 const $ = (id) => document.getElementById(id);
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
