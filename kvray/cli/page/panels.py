@@ -7,12 +7,14 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvray.actors.tier.sizing import combined
 from kvray.cli.ls import namespaces, namespaces_table, prefixes, prefixes_table
 from kvray.cli.status import lookup_sentence, state_text
 from kvray.cli.text.explanation import request_report, requests_sentence
 from kvray.cli.text.hits import ended_of, ranks_of, sources_sentence, total_counters
 from kvray.cli.text.memory import node_name
 from kvray.cli.text.rates import History, NodeRates
+from kvray.cli.text.sizing import missing_sentences, sizing_sentences, sizing_title
 from kvray.cli.text.top_view import headline, rate_text, replicas_table
 from kvray.cli.text.transports import node_links, node_links_table
 from kvray.config import format_size
@@ -23,6 +25,7 @@ Seen = Mapping[str, tuple[float, Mapping[str, Any]]]
 HOTTEST = 8
 """Prefixes of one namespace."""
 _LINKS_MAX = 40
+_CURVES_MAX = 4
 
 
 def status_panels(status: Mapping[str, Any], rates: History) -> dict[str, Any]:
@@ -43,6 +46,7 @@ def status_panels(status: Mapping[str, Any], rates: History) -> dict[str, Any]:
         "replicas": plain(replicas_table(replicas)) if replicas else None,
         "totals": f"{prompt:,} prompt tokens so far: {sources_sentence(totals)}" if prompt else "",
         "without": f"Without node {without}, which does not answer." if without else "",
+        "curve": _curve(combined(shards)),
     }
 
 
@@ -118,6 +122,21 @@ def _node(rates: NodeRates, seen: Seen, now: float) -> dict[str, Any]:
         "meters": meters,
         "figures": figures,
     }
+
+
+def _curve(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `kvray size` says, and the curve of the busiest namespace."""
+    entries = found["namespaces"][:_CURVES_MAX]
+    says = missing_sentences(found)
+    for one in entries:
+        says.append(f"{sizing_title(one)}: {' '.join(sizing_sentences(one, [one['host_bytes']]))}")
+    if not entries:
+        return {"says": says, "points": None}
+    points = {name: entries[0][name] for name in ("own", "host", "disk", "error")}
+    unit, size = ("GiB", 2**30) if entries[0]["sizes"][-1] >= 2**31 else ("MiB", 2**20)
+    points |= {"unit": unit, "now": entries[0]["host_bytes"] / size}
+    points["sizes"] = [one / size for one in entries[0]["sizes"]]
+    return {"says": says, "points": points}
 
 
 def _meter(name: str, used: int, capacity: int) -> dict[str, Any]:

@@ -171,12 +171,14 @@ function showShares() {
 
 // Sizes on a logarithmic scale; the band is two standard errors of the sample around the sum.
 function showCurve(found) {
-  const has = Boolean(found?.curve);
+  const has = found.points !== null;
   $("curve").hidden = !has;
-  draw("curve-says", found, () => (found?.says ?? ["This tier measures no such curve."]).map((text) => make("p", {}, text)));
+  draw("curve-says", found, () => found.says.map((text) => make("p", {}, text)));
   if (!has) return;
-  const { sizes, pool, host, both, error, now, unit } = found.curve;
-  const band = (sign) => both.map((share, at) => Math.min(100, Math.max(0, share + 2 * sign * error[at])));
+  const { sizes, own, disk, error, now, unit } = found.points;
+  const pool = sizes.map(() => 100 * own), host = found.points.host.map((share) => 100 * (own + share));
+  const both = host.map((share, at) => share + 100 * disk[at]);
+  const band = (sign) => both.map((share, at) => Math.min(100, Math.max(0, share + 200 * sign * error[at])));
   const line = (label, color, more) => ({ label, stroke: css(color), width: 2, value: (_plot, share) => (share === null ? "" : `${share.toFixed(1)} %`), ...more });
   const mark = (chart) => {
     chart.ctx.fillStyle = css("--dim");

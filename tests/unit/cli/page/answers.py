@@ -18,6 +18,26 @@ NVME = {
 }
 
 
+CURVE = {
+    "num_tokens": 60_000,
+    "sampled_blocks": 900,
+    "own": 0.1,
+    "host": [0.05, 0.2, 0.33, 0.41, 0.45],
+    "disk": [0.1, 0.08, 0.04, 0.02, 0.0],
+    "error": [0.01] * 5,
+}
+TRAFFIC = {
+    "namespaces": {"3f0a91c2": CURVE},
+    "sizes": [2**32, 2**33, 2**34, 2**35, 2**36],
+    "host_bytes": 2**34,
+    "disk_bytes": 2**36,
+    "distinct_bytes": 2**37,
+    "seconds": 600.0,
+    "age_s": 0.0,
+    "lost_prompts": 0,
+}
+
+
 def shard(name: str, seconds: int = 0, **more: Any) -> dict[str, Any]:
     """Return the status of a shard whose replica has had 100 tokens a second, 60 from the host."""
     counters = {
@@ -38,6 +58,7 @@ def shard(name: str, seconds: int = 0, **more: Any) -> dict[str, Any]:
         "state": "serving",
         "arena": {**arena, "evicted": 3 * seconds, "corrupt": 0},
         "nvme": NVME,
+        "traffic": TRAFFIC,
         "replicas": [{**replica, "counters": counters}],
         "namespaces": {"3f0a91c2": {"model": f"key:{MARKUP}", "tokens_per_block": 16}},
         **more,

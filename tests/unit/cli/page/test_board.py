@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvray.cli.page.board import CONTENTS, REQUESTS, STATUS, Board
-from tests.unit.cli.page.answers import MARKUP, NOW, contents, requests, silent, status
+from tests.unit.cli.page.answers import MARKUP, NOW, TRAFFIC, contents, requests, silent, status
 
 
 def told(board: Board, *, seconds: int = 20) -> Board:
@@ -35,6 +35,10 @@ def test_page_has_what_commands_show() -> None:
     latest, _ = found["requests"]["list"]
     assert "160 of 320 tokens were hits" in latest["report"][-1]
     assert found["findings"][-1]["verdict"] == "hint"
+    assert "With +32GiB of host memory 53 % of prompt tokens would hit" in found["curve"]["says"][0]
+    points = found["curve"]["points"]
+    assert (points["unit"], points["now"], points["sizes"][0]) == ("GiB", 32.0, 8.0)
+    assert (points["own"], points["host"][2], points["disk"][2]) == (0.1, 0.33, 0.04)
 
 
 def test_history_is_handed_out_once_and_has_a_gap_where_nobody_answered() -> None:
@@ -108,7 +112,10 @@ def test_tier_without_an_answer_yet_has_no_figures() -> None:
 
 def test_empty_tier_says_that_no_replica_has_registered() -> None:
     board = Board("prod")
-    shards = [{**one, "replicas": [], "namespaces": {}} for one in status()["shards"]]
+    shards = [
+        {**one, "replicas": [], "namespaces": {}, "traffic": {**TRAFFIC, "namespaces": {}}}
+        for one in status()["shards"]
+    ]
     empty = {"contents": {one["shard"]: {"namespaces": {}} for one in shards}, "prefixes": {}}
     board.take({"part": STATUS, "answer": status(shards=shards)}, NOW)
     board.take({"part": CONTENTS, "answer": empty}, NOW)
@@ -116,6 +123,8 @@ def test_empty_tier_says_that_no_replica_has_registered() -> None:
     assert (found["replicas"], found["totals"]) == (None, "")
     assert any("no engine has registered" in one["text"] for one in found["findings"])
     assert found["prefixes"]["namespaces"] is None
+    assert found["curve"]["points"] is None
+    assert "Too little traffic" in found["curve"]["says"][0]
 
 
 def test_replicas_of_a_silent_node_are_not_said_to_be_missing() -> None:

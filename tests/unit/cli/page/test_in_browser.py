@@ -78,6 +78,7 @@ def test_tier_at_work_is_shown_on_a_phone_as_text_and_nothing_complains(
         shows(page, "00ff00ff")
         assert page.locator("img, script:not([src])").count() == 0
         assert page.locator("#shares canvas").is_visible()
+        assert page.locator("#curve canvas").is_visible()
         page.locator("#requests summary").first.click()
         shows(page, "160 of 320 tokens were hits")
         page.locator("#replica").select_option(f"on-bb {MARKUP}")
