@@ -1,4 +1,4 @@
-"""`kvray dashboard`: the Grafana dashboard, and the alerts for Prometheus."""
+"""`kvray dashboard`: a page for browsers, the Grafana dashboard, and alerts for Prometheus."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 import yaml
 
+from kvray.cli.page import serve
 from kvray.config import load_config
 from kvray.console.boundary import boundary
 from kvray.console.options import ConfigOption, VerboseOption
@@ -14,10 +15,12 @@ from kvray.errors import ConfigError
 
 dashboard = typer.Typer(
     name="dashboard",
-    help="Install the Grafana dashboard and the Prometheus alerts.",
+    help="Show the tier on a page; install the Grafana dashboard and the Prometheus alerts.",
     no_args_is_help=True,
     add_completion=False,
 )
+
+dashboard.command()(serve)
 
 _SESSION = "session_latest"
 _PROVIDERS = Path("metrics/grafana/provisioning/dashboards/default.yml")

@@ -63,7 +63,8 @@ def _print(found: dict[str, Any]) -> None:
     lookup = found["lookup"]
     console.print(
         f"Tier [bold]{found['cluster_name']}[/]: {_count(found['shards'], 'shard')},"
-        f" the lookup knows {lookup['keys']} keys"
+        f" {lookup_sentence(lookup)}",
+        soft_wrap=True,
     )
     if "partitions" in lookup:
         console.print(lookups_table(lookup["partitions"]))
@@ -107,6 +108,22 @@ def _print(found: dict[str, Any]) -> None:
             console.print(line, soft_wrap=isinstance(line, str))
     else:
         console.print("No replica has registered yet.")
+    console.print("Watch it in a browser: `kvray dashboard serve`.")
+
+
+def state_text(shard: Mapping[str, Any]) -> str:
+    """Return the state of a shard, and how far it is."""
+    state = str(shard["state"])
+    if state in ("preparing", "flushing"):
+        return f"{state} {100 * shard['done'] // max(1, shard['total'])} %"
+    return state
+
+
+def lookup_sentence(lookup: Mapping[str, Any]) -> str:
+    """Return what the lookup knows, or that it does not answer."""
+    if "keys" not in lookup:
+        return f"the lookup does not answer: {escape(lookup['message'])}"
+    return f"the lookup knows {lookup['keys']:,} keys"
 
 
 def lookups_table(partitions: Sequence[Mapping[str, Any]]) -> Table:
@@ -206,11 +223,8 @@ def _named(counters: Mapping[str, int], is_wanted: Callable[[str], bool]) -> lis
 
 
 def _shard_cells(shard: dict[str, Any]) -> list[str]:
-    node = node_name(shard)
-    state = shard["state"]
+    node, state = node_name(shard), state_text(shard)
     arena = shard.get("arena")
-    if state in ("preparing", "flushing"):
-        state = f"{state} {100 * shard['done'] // max(1, shard['total'])} %"
     if arena is None:
         return [node, state]
     memory = f"{format_size(arena['resident_bytes'])}/{format_size(arena['capacity_bytes'])}"

@@ -1,10 +1,14 @@
 """A tier with a token is ended, cleared and changed by who has it, and looked at by everybody."""
 
+import io
+import json
 from pathlib import Path
 
 import pytest
 
 from kvray.actors.tier import tier
+from kvray.cli.page.asker import Asker
+from kvray.cli.page.board import STATUS
 from kvray.client import Client
 from kvray.config import KVRayConfig
 from kvray.errors import ConfigError
@@ -42,6 +46,24 @@ def test_a_tier_with_a_token_refuses_who_has_none(config: KVRayConfig, tmp_path:
         with Client(guarded) as client:
             assert client.clear() == 0
         tier.up(config_with(arena__limbo_s=7.0, **named), timeout_s=TIMEOUT_S)
+    finally:
+        assert tier.down(timeout_s=TIMEOUT_S, config=guarded)
+
+
+def test_the_page_of_a_tier_with_a_token_has_nothing_for_who_has_none(
+    config: KVRayConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_token(tmp_path / "token")
+    guarded = config_with(security__auth_token_file=path)
+    monkeypatch.setenv("KVRAY_CLUSTER_NAME", config.cluster_name)
+    output = io.StringIO()
+    asker = Asker(None, None, output)
+    tier.up(guarded, timeout_s=TIMEOUT_S)
+    try:
+        assert not asker._attempt(STATUS, asker._status)
+        assert "security.auth_token_file" in json.loads(output.getvalue())["trouble"]
+        monkeypatch.setenv("KVRAY_SECURITY__AUTH_TOKEN_FILE", path)
+        assert asker._attempt(STATUS, asker._status)
     finally:
         assert tier.down(timeout_s=TIMEOUT_S, config=guarded)
 

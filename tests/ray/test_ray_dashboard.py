@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.ray.browser import NO_BROWSER, open_page
+from tests.browser import NO_BROWSER, open_browser, open_page
 from tests.ray.command_line import Shell, open_shell
 
 pytestmark = [
@@ -37,7 +37,7 @@ def actors_page(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """The page of actors, after the cluster's token was typed in."""
     (state,) = shell.directory.glob("kvray-*/ray.json")
     local = json.loads(state.read_text())
-    with open_page() as page:
+    with open_browser() as browser, open_page(browser) as page:
         page.goto(f"{local['dashboard_url']}/#/actors")
         page.get_by_label("Authentication Token").last.fill(local["token"])
         page.get_by_role("button", name="submit").click()

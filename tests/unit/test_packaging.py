@@ -75,8 +75,9 @@ def test_wheel_puts_nothing_but_kvray_at_the_top(wheel_names: list[str]) -> None
     assert {top for top in tops if not top.endswith(".dist-info")} == {"kvray"}
 
 
-def test_wheel_holds_the_licence(wheel_names: list[str]) -> None:
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in wheel_names)
+@pytest.mark.parametrize("name", ["LICENSE", "kvray/cli/page/static/uPlot.LICENSE"])
+def test_wheel_holds_the_licences(wheel_names: list[str], name: str) -> None:
+    assert any(one.endswith(f".dist-info/licenses/{name}") for one in wheel_names)
 
 
 @pytest.mark.parametrize("name", ["actors", "connector"])

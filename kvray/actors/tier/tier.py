@@ -85,7 +85,10 @@ def up(
 
 
 def status(*, timeout_s: float) -> dict[str, Any]:
-    """Return the statuses of all parts; ShardUnavailable: no tier runs in this Ray cluster."""
+    """Return the statuses of all parts; one that did not answer has a status that says so.
+
+    ShardUnavailable: no tier runs in this Ray cluster, or its supervisor did not answer.
+    """
     supervisor = calls.get_actor(SUPERVISOR_NAME)
     config: KVRayConfig = calls.call(supervisor.config, timeout_s=timeout_s)
     movers = map(mover_name, calls.call(supervisor.movers, timeout_s=timeout_s))
@@ -98,16 +101,14 @@ def status(*, timeout_s: float) -> dict[str, Any]:
 
 
 def _lookup_status(num_partitions: int, timeout_s: float) -> dict[str, Any]:
-    """Return the status of the first partition, with sums over all if there are several.
+    """Return the status of the lookup; of several partitions the first one's, with sums over all.
 
-    ShardUnavailable: the first one did not answer. Of the others "partitions" says so.
+    A partition that did not answer has a status that says so.
     """
-    first: dict[str, Any] = calls.call(calls.get_actor(LOOKUP_NAME).status, timeout_s=timeout_s)
-    if num_partitions == 1:
-        return first
-    others = calls.ask(lookup_names(num_partitions)[1:], "status", timeout_s)
-    partitions = _statuses("lookup", {LOOKUP_NAME: first, **others})
-    return summed(first, partitions)
+    names = lookup_names(num_partitions)
+    answers = calls.ask(names, "status", timeout_s)
+    partitions = _statuses("lookup", {name: answers[name] for name in names})
+    return partitions[0] if num_partitions == 1 else summed(partitions[0], partitions)
 
 
 def summed(first: dict[str, Any], partitions: list[dict[str, Any]]) -> dict[str, Any]:

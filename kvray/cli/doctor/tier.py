@@ -14,8 +14,10 @@ _PASSING = ("starting", "preparing", "flushing")
 def tier_findings(status: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield the findings about all parts; `status` is what `Client.status` returned."""
     shards = status["shards"]
-    yield ok("lookup", f"answers, and knows {status['lookup']['keys']} keys")
-    for one in status["lookup"].get("partitions", ()):
+    lookup = status["lookup"]
+    if "state" not in lookup:
+        yield ok("lookup", f"answers, and knows {lookup['keys']} keys")
+    for one in lookup.get("partitions", (lookup,)):
         if "state" in one:
             yield fault(
                 one["lookup"],

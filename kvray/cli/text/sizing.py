@@ -77,7 +77,9 @@ def missing_sentences(found: Mapping[str, Any]) -> list[str]:
     if silent := found["nodes"] - found["nodes_with_curve"]:
         sentences.append(f"{silent} of {found['nodes']} nodes have no curve yet.")
     if found["age_s"]:
-        sentences.append(f"Curves as of {_time(found['age_s'])} ago; --now draws them anew.")
+        sentences.append(
+            f"Curves as of {_time(found['age_s'])} ago; `kvray size --now` draws new ones."
+        )
     if lost := found["lost_prompts"]:
         sentences.append(f"Prompts that came too fast to be looked at: {lost:,}.")
     return sentences

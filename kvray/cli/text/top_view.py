@@ -27,14 +27,28 @@ def view(history: History, trouble: str = "") -> RenderableType:
         parts.append(Text(f"No answer: {trouble} Trying again.", style="red"))
     if latest is None:
         return Group(*parts) if parts else Text("Asking the tier.")
+    if message := latest.get("lookup", {}).get("message"):
+        parts.append(Text(f"The lookup does not answer: {message}", style="red"))
     replicas = history.replicas()
-    parts.append(Text.from_markup(_headline(latest["cluster_name"], history, replicas)))
+    parts.append(Text.from_markup(headline(latest["cluster_name"], history, replicas)))
     parts.append(nodes_table(history.nodes()))
     if replicas:
         parts.append(replicas_table(replicas))
     else:
         parts.append(Text("No replica has registered yet."))
     return Group(*parts)
+
+
+def headline(name: str, history: History, replicas: Sequence[ReplicaRates]) -> str:
+    """Return the tier's name, and where its prompt tokens come from at present."""
+    totals: Counter[str] = Counter()
+    for one in replicas:
+        totals.update(one.counters)
+    prompt = totals["prompt_tokens"]
+    rates = "no requests"
+    if prompt:
+        rates = f"{prompt:,.0f} prompt tokens/s: {sources_sentence(totals)}"
+    return f"Tier [bold]{escape(name)}[/], last {history.seconds:.0f} s: {rates}"
 
 
 def nodes_table(nodes: Sequence[NodeRates]) -> Table:
@@ -49,9 +63,9 @@ def nodes_table(nodes: Sequence[NodeRates]) -> Table:
             used, whole = arena["resident_bytes"], arena["capacity_bytes"]
             cells.append(f"{format_size(used)}/{format_size(whole)}")
             cells.append(ProgressBar(total=whole, completed=used, width=_BAR))
-            cells += [f"{one.evicted:,.0f}", _bytes(one.staged_bytes)]
+            cells += [f"{one.evicted:,.0f}", rate_text(one.staged_bytes)]
             if has_disk:
-                cells += [_bytes(one.written_bytes), _bytes(one.read_bytes)]
+                cells += [rate_text(one.written_bytes), rate_text(one.read_bytes)]
         table.add_row(*cells)
     return table
 
@@ -74,16 +88,6 @@ def replicas_table(replicas: Sequence[ReplicaRates]) -> Table:
     return table
 
 
-def _headline(name: str, history: History, replicas: Sequence[ReplicaRates]) -> str:
-    totals: Counter[str] = Counter()
-    for one in replicas:
-        totals.update(one.counters)
-    prompt = totals["prompt_tokens"]
-    rates = "no requests"
-    if prompt:
-        rates = f"{prompt:,.0f} prompt tokens/s: {sources_sentence(totals)}"
-    return f"Tier [bold]{escape(name)}[/], last {history.seconds:.0f} s: {rates}"
-
-
-def _bytes(rate: float) -> str:
+def rate_text(rate: float) -> str:
+    """Return bytes a second as text."""
     return format_size(int(rate)) if rate >= 1 else "0"

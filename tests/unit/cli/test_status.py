@@ -64,6 +64,17 @@ def test_process_that_is_stopped_with_the_lock_is_named(
     assert "kill -CONT 4242" in said
 
 
+def test_lookup_that_does_not_answer_is_said_beside_the_shards(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shard = {"shard": "kvray-shard-01", "state": "serving", "arena": ARENA}
+    silent = {"lookup": "kvray-lookup", "state": "unreachable", "message": "No answer in time."}
+    _print({"cluster_name": "c", "lookup": silent, "shards": [shard]})
+    said = capsys.readouterr().out
+    assert "1 shard, the lookup does not answer: No answer in time." in said
+    assert "3MiB/1GiB" in said
+
+
 def test_partitions_of_the_lookup_have_a_row_each_and_are_summed() -> None:
     one = {"keys": 3, "entries": 6, "bytes": 600, "queries": 2, "resyncs": 1, "shards": {"a": 1}}
     two = {**one, "keys": 5, "entries": 10, "bytes": 2**20}

@@ -40,6 +40,15 @@ def test_partition_of_the_lookup_that_does_not_answer_is_a_fault() -> None:
     assert "supervisor" in fault.fix
 
 
+def test_lookup_that_does_not_answer_is_a_fault_and_shards_are_told_all_the_same() -> None:
+    silent = {"lookup": "kvray-lookup", "state": "unreachable", "message": "No answer in 2 s."}
+    shown = {one.check: one for one in tier_findings({"lookup": silent, "shards": [SERVING]})}
+    assert {name: one.verdict for name, one in shown.items()} == {
+        "kvray-lookup": "fault",
+        "shard aa": "ok",
+    }
+
+
 def test_tier_without_shards_is_a_fault() -> None:
     assert "shard.resource" in found()["shards"].fix
 

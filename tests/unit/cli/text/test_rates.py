@@ -85,3 +85,11 @@ def test_a_tier_that_does_not_answer_is_said() -> None:
     history = History(5.0)
     assert "Asking the tier" in shown(history)
     assert "No answer: no tier runs. Trying again." in shown(history, "no tier runs.")
+
+
+def test_view_says_that_the_lookup_does_not_answer_beside_the_rates() -> None:
+    history = History(5.0)
+    history.add(1.0, {**status(), "lookup": {"state": "unreachable", "message": "No answer."}})
+    frame = shown(history)
+    assert "The lookup does not answer: No answer." in frame
+    assert "serving" in frame

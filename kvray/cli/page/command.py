@@ -1,0 +1,109 @@
+"""`kvray dashboard serve`: starts the page's server, and ends it at Ctrl-C."""
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvray.config import load_config
+from kvray.console.boundary import boundary
+from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from kvray.cli.page.feed import Feed
+
+_REQUESTS_MAX = 64
+_END_S = 2
+
+
+def serve(
+    host: Annotated[
+        str, typer.Option(help="The address to listen at; 0.0.0.0 is all of this machine's.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65_535, help="0 is any free one.")] = 8270,
+    config: ConfigOption = None,
+    address: AddressOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Show the tier on a page for browsers, live, until Ctrl-C; it changes nothing."""
+    with boundary(verbose=verbose):
+        settings = load_config(config, overrides={"ray.address": address})
+        try:
+            import fastapi  # noqa: F401
+            import uvicorn  # noqa: F401
+        except ImportError:
+            raise ConfigError(
+                "The page needs FastAPI and uvicorn; run `pip install 'kvray[dashboard]'`."
+            ) from None
+        from kvray.cli.page.board import Board
+        from kvray.cli.page.feed import Feed
+        from kvray.cli.page.gate import Gate
+        from kvray.cli.page.server import make_app
+
+        with _listening(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
+            bound = listener.getsockname()
+            names = (host, "localhost", socket.gethostname())
+            gate, board = Gate(settings, names=names, port=bound[1]), Board(settings.cluster_name)
+            feed = Feed(board, config, address, verbose=verbose)
+            _announce(host, *bound[:2], has_token=settings.security.auth_token_file is not None)
+            asyncio.run(_run(make_app(board, gate, feed.look), feed, listener))
+
+
+async def _run(app: "FastAPI", feed: "Feed", listener: socket.socket) -> None:
+    """Serve until a signal comes; both parts end together."""
+    import uvicorn
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,  # it would have tokens
+            lifespan="off",
+            limit_concurrency=_REQUESTS_MAX,
+            timeout_graceful_shutdown=_END_S,
+        )
+    )
+    feeding = asyncio.create_task(feed.run())
+    feeding.add_done_callback(lambda _: setattr(server, "should_exit", True))
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        feeding.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await feeding
+
+
+@contextlib.contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """Give a socket that listens there."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"The page cannot listen at {host} port {port} ({error.strerror}); give another with"
+            " --host or --port."
+        ) from None
+    with listener:
+        yield listener
+
+
+def _announce(host: str, bound_to: str, port: int, *, has_token: bool) -> None:
+    """Print where the page is, and who else can read it."""
+    shown = f"[{host}]" if ":" in host else host
+    print(f"The page is at http://{shown}:{port}/ until Ctrl-C.", flush=True)
+    if not ipaddress.ip_address(bound_to).is_loopback:
+        who = "whoever has the token and" if has_token else "whoever"
+        print(
+            f"kvray: {who} reaches {host} can read the page, and nothing is encrypted on its way;"
+            " `ssh -L` or a proxy with TLS keeps others out.",
+            file=sys.stderr,
+        )

@@ -1,0 +1,145 @@
+"""The state of the page: what is there, what is old, and since when a part does not answer."""
+
+from typing import Any
+
+import pytest
+
+from kvray.cli.page.board import CONTENTS, REQUESTS, STATUS, Board
+from tests.unit.cli.page.answers import MARKUP, NOW, TRAFFIC, contents, requests, silent, status
+
+
+def told(board: Board, *, seconds: int = 20) -> Board:
+    """Have a tier answer each two seconds, and with everything in the last one."""
+    for second in range(0, seconds, 2):
+        board.take({"part": STATUS, "answer": status(second)}, NOW + second)
+    board.take({"part": CONTENTS, "answer": contents()}, NOW + seconds - 2)
+    board.take({"part": REQUESTS, "answer": requests(NOW + seconds)}, NOW + seconds - 2)
+    return board
+
+
+def state(board: Board, at: float, since: float = 0.0) -> dict[str, Any]:
+    return board.state(NOW + at, since)
+
+
+def test_page_has_what_commands_show() -> None:
+    found = state(told(Board("prod")), 18)
+    assert found["headline"].startswith("Tier prod, last 10 s: 200 prompt tokens/s: own pool 0.0%")
+    assert found["lookup"] == "the lookup knows 1,234 keys"
+    first, _ = found["nodes"]
+    assert [one["text"] for one in first["meters"]] == ["1MiB of 4MiB", "1GiB of 4GiB"]
+    assert "3 evicted/s" in first["figures"]
+    assert found["replicas"]["rows"][0][0] == f"on-aa {MARKUP}"
+    assert sorted(row[:2] for row in found["links"]["rows"]) == [["aa", "bb"], ["bb", "aa"]]
+    (hottest,) = found["prefixes"]["hottest"]
+    assert hottest["table"]["rows"] == [["00ff00ff", "aa, bb", "9", "144", "82", "2 s ago"]]
+    latest, _ = found["requests"]["list"]
+    assert "160 of 320 tokens were hits" in latest["report"][-1]
+    assert found["findings"][-1]["verdict"] == "hint"
+    assert "With +32GiB of host memory 53 % of prompt tokens would hit" in found["curve"]["says"][0]
+    points = found["curve"]["points"]
+    assert (points["unit"], points["now"], points["sizes"][0]) == ("GiB", 32.0, 8.0)
+    assert (points["own"], points["host"][2], points["disk"][2]) == (0.1, 0.33, 0.04)
+
+
+def test_history_is_handed_out_once_and_has_a_gap_where_nobody_answered() -> None:
+    board = told(Board("prod"))
+    points = state(board, 18)["shares"]["points"]
+    assert points[-1]["rates"][""] == [0.0, 120.0, 0.0, 0.0, 80.0]
+    assert points[-1]["rates"][f"on-bb {MARKUP}"] == [0.0, 60.0, 0.0, 0.0, 40.0]
+    board.take({"part": STATUS, "trouble": "No answer."}, NOW + 20)
+    assert state(board, 20, points[-1]["at"])["shares"]["points"] == [{"at": NOW + 20, "rates": {}}]
+
+
+def test_history_has_a_gap_where_nobody_asked() -> None:
+    board = told(Board("prod"))
+    board.take({"part": STATUS, "answer": status(60)}, NOW + 60)
+    points = state(board, 60)["shares"]["points"]
+    assert [bool(one["rates"]) for one in points[-3:]] == [True, False, True]
+
+
+def test_tier_that_falls_silent_leaves_its_figures_with_their_age_and_the_reason() -> None:
+    board = told(Board("prod"))
+    for second in (20, 22, 24):
+        board.take({"part": STATUS, "trouble": "No answer."}, NOW + second)
+    found = state(board, 25)
+    part = found["parts"][STATUS]
+    assert (part["age_s"], part["trouble"], part["trouble_s"]) == (7.0, "No answer.", 5.0)
+    assert found["nodes"]
+    board.take({"part": STATUS, "answer": status(26)}, NOW + 26)
+    found = state(board, 26)
+    assert found["parts"][STATUS]["trouble"] == ""
+    # Rates over the gap would not be those of the present.
+    assert found["headline"] == "Tier prod, last 0 s: no requests"
+
+
+def test_shard_that_does_not_answer_keeps_its_last_figures_and_their_age() -> None:
+    board = told(Board("prod"))
+    gone = status(20)
+    gone["shards"] = [gone["shards"][0], silent("bb")]
+    board.take({"part": STATUS, "answer": gone}, NOW + 20)
+    first, second = state(board, 22)["nodes"]
+    assert (first["old_s"], second["old_s"]) == (None, 4.0)
+    assert (second["state"], second["message"]) == ("unreachable", "No answer in 2 s.")
+    assert second["meters"][0]["text"] == "1MiB of 4MiB"
+    assert not any("/s" in one for one in second["figures"])
+    assert state(board, 22)["without"] == "Without node bb, which does not answer."
+    (fault,) = [one for one in state(board, 23)["findings"] if one["verdict"] == "fault"]
+    assert fault["text"].startswith("shard bb: does not answer")
+    assert fault["age_s"] == 3.0
+
+
+def test_frozen_lookup_is_a_fault_with_its_time_and_shards_are_shown() -> None:
+    board = told(Board("prod"))
+    lookup = {"lookup": "kvray-lookup", "state": "unreachable", "message": "No answer in time."}
+    for second in (20, 24):
+        board.take({"part": STATUS, "answer": status(second, lookup=lookup)}, NOW + second)
+    found = state(board, 25)
+    assert found["lookup"] == "the lookup does not answer: No answer in time."
+    assert [one["age_s"] for one in found["findings"] if one["verdict"] == "fault"] == [5.0]
+    assert all(one["is_healthy"] for one in found["nodes"])
+
+
+def test_tier_without_an_answer_yet_has_no_figures() -> None:
+    board = Board("prod")
+    assert "nodes" not in state(board, 0)
+    board.take({"part": STATUS, "trouble": "No tier; start it with `kvray up`."}, NOW)
+    board.lose("The process that asks has ended.", NOW + 3)
+    found = state(board, 4)
+    assert "nodes" not in found
+    assert found["parts"][STATUS]["trouble"] == "No tier; start it with `kvray up`."
+    assert found["parts"][STATUS]["trouble_s"] == 4.0
+
+
+def test_empty_tier_says_that_no_replica_has_registered() -> None:
+    board = Board("prod")
+    shards = [
+        {**one, "replicas": [], "namespaces": {}, "traffic": {**TRAFFIC, "namespaces": {}}}
+        for one in status()["shards"]
+    ]
+    empty = {"contents": {one["shard"]: {"namespaces": {}} for one in shards}, "prefixes": {}}
+    board.take({"part": STATUS, "answer": status(shards=shards)}, NOW)
+    board.take({"part": CONTENTS, "answer": empty}, NOW)
+    found = state(board, 1)
+    assert (found["replicas"], found["totals"]) == (None, "")
+    assert any("no engine has registered" in one["text"] for one in found["findings"])
+    assert found["prefixes"]["namespaces"] is None
+    assert found["curve"]["points"] is None
+    assert "Too little traffic" in found["curve"]["says"][0]
+
+
+def test_replicas_of_a_silent_node_are_not_said_to_be_missing() -> None:
+    board = Board("prod")
+    board.take({"part": STATUS, "answer": status(shards=[silent("aa")], movers=[])}, NOW)
+    found = state(board, 1)
+    assert found["replicas"] is None
+    assert found["without"]
+    assert not any("registered" in one["text"] for one in found["findings"])
+
+
+@pytest.mark.parametrize("state_name", ["preparing", "flushing"])
+def test_shard_that_is_on_its_way_says_how_far(state_name: str) -> None:
+    board = Board("prod")
+    one = {"shard": "kvray-shard-aa", "state": state_name, "done": 1, "total": 4}
+    board.take({"part": STATUS, "answer": status(shards=[one], movers=[])}, NOW)
+    (node,) = state(board, 1)["nodes"]
+    assert (node["state"], node["is_healthy"], node["meters"]) == (f"{state_name} 25 %", False, [])

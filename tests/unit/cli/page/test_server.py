@@ -1,0 +1,125 @@
+"""The page's server: who may read it, from where, and that nobody can change anything."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from kvray.cli.page.board import STATUS, Board
+from kvray.cli.page.gate import Gate
+from kvray.cli.page.server import make_app
+from kvray.config import load_config
+from tests.unit.cli.page.answers import NOW, status
+
+TOKEN = "a token of this very test"
+Browser = Callable[..., TestClient]
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text(TOKEN)
+    path.chmod(0o600)
+    return path
+
+
+def browse(token_file: Path | None = None, *, base_url: str = "http://localhost") -> TestClient:
+    """Return a browser before the page of a tier, with a token if there is a file for it."""
+    path = None if token_file is None else str(token_file)
+    config = load_config(overrides={"security.auth_token_file": path}, environ={})
+    board = Board("prod")
+    board.take({"part": STATUS, "answer": status()}, NOW)
+    gate = Gate(config, names=["localhost", "tier.example"], port=8270)
+    return TestClient(make_app(board, gate, lambda: None), base_url=base_url)
+
+
+def test_page_and_its_files_come_from_here_and_load_nothing_else() -> None:
+    browser = browse()
+    page = browser.get("/")
+    assert page.headers["content-security-policy"].startswith("default-src 'self';")
+    assert "https://" not in page.text
+    names = [part.split('"')[0] for part in page.text.split('"static/')[1:]]
+    assert {"uPlot.iife.min.js", "page.js", "page.css"} <= set(names)
+    for name in names:
+        answer = browser.get(f"/static/{name}")
+        assert (answer.status_code, answer.headers["x-content-type-options"]) == (200, "nosniff")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+@pytest.mark.parametrize("path", ["/", "/state", "/static/page.js"])
+def test_server_only_reads(method: str, path: str) -> None:
+    assert browse().request(method, path).status_code == 405
+
+
+@pytest.mark.parametrize(
+    "path", ["/docs", "/openapi.json", "/static/../board.py", "/static/..%2fboard.py"]
+)
+def test_nothing_else_is_there(path: str) -> None:
+    assert browse().get(path).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "localhost.evil.example", "", "[::1", "127.0.0.1.nip.io"]
+)
+def test_page_of_another_name_that_points_here_reads_nothing(host: str) -> None:
+    for path in ("/", "/state"):
+        answer = browse().get(path, headers={"host": host})
+        assert answer.status_code == 421
+        assert "by its address" in answer.json()["says"]
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:8270", "127.0.0.1:9", "[::1]:8270", "10.1.2.3", "Tier.Example"]
+)
+def test_own_names_and_addresses_are_known(host: str) -> None:
+    assert browse().get("/state", headers={"host": host}).status_code == 200
+
+
+def test_without_the_token_nothing_of_the_tier_is_told(token_file: Path) -> None:
+    browser = browse(token_file)
+    answer = browser.get("/state")
+    assert (answer.status_code, set(answer.json())) == (401, {"says"})
+    assert not browser.cookies
+    wrong = {"Authorization": "Bearer another token, or so"}
+    assert browser.get("/state", headers=wrong).status_code == 401
+    assert browser.get("/state?token=wrong").status_code == 401
+    assert browser.get("/", headers=wrong).status_code == 200  # the form is no secret
+
+
+def test_token_in_a_header_is_turned_into_a_cookie_that_is_not_the_token(token_file: Path) -> None:
+    browser = browse(token_file)
+    answer = browser.get("/state", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert answer.json()["nodes"]
+    given = answer.headers["set-cookie"]
+    assert "HttpOnly" in given
+    assert "SameSite=strict" in given
+    assert TOKEN not in given
+    assert browser.get("/state").status_code == 200
+
+
+def test_token_in_the_address_is_taken_out_of_it(token_file: Path) -> None:
+    browser = browse(token_file)
+    answer = browser.get("/", params={"token": TOKEN}, follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (303, "./")
+    assert browser.get("/state").status_code == 200
+    wrong = browse(token_file).get("/?token=wrong", follow_redirects=False)
+    assert (wrong.status_code, "set-cookie" in wrong.headers) == (200, False)
+
+
+def test_new_token_holds_at_once(token_file: Path) -> None:
+    browser = browse(token_file)
+    browser.get("/", params={"token": TOKEN})
+    token_file.write_text("quite another token")
+    assert browser.get("/state").status_code == 401
+
+
+def test_token_that_others_can_read_closes_the_page_with_the_remedy(token_file: Path) -> None:
+    token_file.chmod(0o644)
+    answer = browse(token_file).get("/state", headers={"Authorization": f"Bearer {TOKEN}"})
+    assert answer.status_code == 503
+    assert "chmod 600" in answer.json()["says"]
+
+
+def test_tier_without_a_token_gives_no_cookie() -> None:
+    assert "set-cookie" not in browse().get("/state").headers
