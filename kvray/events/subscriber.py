@@ -7,6 +7,7 @@ what was lost without a later batch is found, too, and a publisher that has rest
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ class Subscriber:
         self._sources: dict[str, Source] = {}
         # The thread changes it; others look names up.
         self._feeds: dict[str, _Feed] = {}
+        self._past: Counter[str] = Counter()  # of those that are followed no longer
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -66,12 +68,7 @@ class Subscriber:
 
     def totals(self) -> dict[str, int]:
         """Return how many batches came, gaps that were seen, and those that nobody filled."""
-        receptions = [feed.reception for feed in tuple(self._feeds.values())]
-        return {
-            "applied": sum(one.num_applied for one in receptions),
-            "gap": sum(one.num_gaps for one in receptions),
-            "lost": sum(one.num_lost for one in receptions),
-        }
+        return dict(sum(map(_counts, tuple(self._feeds.values())), start=self._past))
 
     def close(self) -> None:
         """End the thread. Twice is fine."""
@@ -102,6 +99,7 @@ class Subscriber:
         for name, feed in tuple(self._feeds.items()):
             if sources.get(name) != feed.source:
                 feed.close()
+                self._past += _counts(feed)
                 del self._feeds[name]
         for name in sources.keys() - self._feeds.keys():
             try:
@@ -218,6 +216,11 @@ class _Feed:
         replay = _socket(self._context, zmq.DEALER, _REPLAY_MAX)
         replay.connect(endpoint)
         return replay
+
+
+def _counts(feed: _Feed) -> Counter[str]:
+    one = feed.reception
+    return Counter(applied=one.num_applied, gap=one.num_gaps, lost=one.num_lost)
 
 
 def _socket(
