@@ -26,7 +26,7 @@ _MEDIA = {GPU_MEDIUM: 1, HOST_MEDIUM: 2}
 _OTHER = 4
 _NEAR = _MEDIA[GPU_MEDIUM] | _MEDIA[HOST_MEDIUM]
 """Media that an engine reads far faster than it computes."""
-_TOKEN_BYTES = 4
+TOKEN_BYTES = 4
 
 _Key = tuple[int | None, int | None, int | bytes]
 """Data-parallel rank, layer group, and the publisher's hash."""
@@ -75,6 +75,8 @@ class PoolContent:
         No engine keeps a block for long whose parent is gone: it cannot use it.
         """
         near = self._near
+        if not digests or digests[0] not in near:
+            return 0  # which is most often so
         return bisect_left(range(len(digests)), True, key=lambda at: digests[at] not in near)
 
     def apply(self, batch: Batch) -> None:
@@ -133,10 +135,10 @@ class PoolContent:
 def _chain(
     parent: bytes, packed: bytes, block_size: int, extras: Sequence[bytes]
 ) -> Iterator[bytes]:
-    size = block_size * _TOKEN_BYTES
+    size = block_size * TOKEN_BYTES
     for at, start in enumerate(range(0, len(packed) - size + 1, size)):
         extra = extras[at] if at < len(extras) else b""
-        parent = xxh3_64_digest(b"%b%b%b" % (parent, packed[start : start + size], extra))
+        parent = xxh3_64_digest(parent + packed[start : start + size] + extra)
         yield parent
 
 

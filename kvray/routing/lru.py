@@ -45,4 +45,6 @@ class Lru(Generic[_Block]):
 
 def leading(blocks: Sequence[_Block], held: Container[_Block]) -> int:
     """Return how many leading blocks are held; none is without those before it."""
+    if not blocks or blocks[0] not in held:
+        return 0  # which is most often so
     return bisect_left(range(len(blocks)), True, key=lambda at: blocks[at] not in held)

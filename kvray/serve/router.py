@@ -21,6 +21,8 @@ from kvray.actors.routers.surveys import Surveys
 from kvray.actors.telemetry.figures import Figures, Totals
 from kvray.actors.telemetry.metrics_export import MetricsThread
 from kvray.config import load_config
+from kvray.errors import ConfigError
+from kvray.identity.keys import pack_tokens
 from kvray.routing import (
     PREFILL_STAT,
     SLOWDOWN_STAT,
@@ -128,6 +130,7 @@ class KvRayRouter(RequestRouter):
     ) -> None:
         """Decide on the order of the replicas for a request, or that nothing is known of it."""
         tokens, marks = _prompt_of(pending.args, pending.kwargs)
+        tokens = _packed(tokens)
         survey = choice = None
         if tokens is not None:
             survey = await self._surveys.survey(tokens, [*map(self._name, replicas)], **marks)
@@ -189,6 +192,14 @@ class KvRayRouter(RequestRouter):
 def _two(replicas: Sequence[RunningReplica]) -> list[list[RunningReplica]]:
     """Return two random replicas: Serve takes the one with the shorter queue."""
     return [random.sample(list(replicas), min(2, len(replicas)))]
+
+
+def _packed(tokens: Any) -> Any:
+    """Return tokens in the form in which they are read twice; as they are if they have none."""
+    try:
+        return tokens if tokens is None else pack_tokens(tokens)
+    except ConfigError:  # as whoever reads them finds
+        return tokens
 
 
 def _prompt_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:

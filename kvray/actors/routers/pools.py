@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvray.errors import ConfigError
-from kvray.events.pool_content import chain_digests
+from kvray.events.pool_content import TOKEN_BYTES, chain_digests
 from kvray.events.subscriber import Source, Subscriber
 from kvray.identity.keys import Tokens, pack_tokens
 from kvray.routing import PoolMatch
@@ -44,22 +44,26 @@ class Pools:
         What a salted prompt finds may be too little, as not all engines tell salts. Adapters have
         other names in engines than here, so nothing is known of their prompts.
         """
-        contents = {name: self._subscriber.content(name) for name in self._sources}
-        sizes = {one.block_size for one in contents.values() if one is not None} - {0}
-        if not contents or lora is not None or isinstance(salt, int):
+        if not self._sources or lora is not None or isinstance(salt, int):
             return {}
         try:
             packed = pack_tokens(tokens).tobytes()
         except ConfigError:
             return {}
-        digests = {size: chain_digests(packed, block_size=size, salt=salt) for size in sizes}
+        found = {name: self._subscriber.content(name) for name in self._sources}
+        contents = {name: one for name, one in found.items() if one is not None}
+        tokens_of: dict[str, int] = {}
+        for size in {one.block_size for one in contents.values()} - {0}:
+            head = chain_digests(packed[: size * TOKEN_BYTES], block_size=size, salt=salt)
+            has_head = [name for name, one in contents.items() if one.leading(head)]
+            if has_head:
+                digests = chain_digests(packed, block_size=size, salt=salt)
+                tokens_of |= {name: size * contents[name].leading(digests) for name in has_head}
         return {
             name: PoolMatch(
-                num_tokens=one.block_size * one.leading(digests.get(one.block_size, ())),
-                is_sure=one.is_whole and salt is None,
+                num_tokens=tokens_of.get(name, 0), is_sure=one.is_whole and salt is None
             )
             for name, one in contents.items()
-            if one is not None
         }
 
     def totals(self) -> dict[tuple[str, tuple[str, ...]], float]:
