@@ -2,7 +2,8 @@
 
 docs/kv_events.md has the shapes, which differ by version. An engine tells of partial blocks, of
 each attention window, and of each rank for itself; a router wants full blocks, of the widest
-window, that some rank has.
+window, that some rank has. Prompts with a salt, an adapter or media stay inside, as the engine
+tells of them: no router could find them by their tokens.
 """
 
 import json
@@ -28,8 +29,6 @@ _Hash = int | bytes
 class _Block:
     parent: _Hash | None
     tokens: tuple[int, ...]
-    lora: str | int | None
-    keys: tuple[Any, ...] | None
     holders: dict[int, str] = field(default_factory=dict)
     """Rank -> the medium in which it has the block."""
 
@@ -98,19 +97,14 @@ class NativePool:
 
     def _store(self, rank: int, data: Mapping[str, Any]) -> Iterator[Event]:
         parent = _hash(data["parent_hash"]) or None
-        if parent is not None and parent not in self._blocks:
+        if data.get("lora_name") or (parent is not None and parent not in self._blocks):
             return
         hashes: dict[str, list[_Hash]] = {}
         for one in data["blocks"]:
-            block = _Block(
-                parent=parent,
-                tokens=tuple(map(_token, one["tokens"])),
-                lora=data.get("lora_name") or one.get("lora_id"),
-                keys=_keys(one, is_first=parent is None),
-            )
+            block = _Block(parent=parent, tokens=tuple(map(_token, one["tokens"])))
             parent = _hash(one["block_hash"])
-            if parent is None or len(block.tokens) != self._block_size:
-                break  # only the last one is partial, and nothing hangs on it
+            if parent is None or len(block.tokens) != self._block_size or not _is_plain(one):
+                break  # only the last one is partial, and what follows another is none of ours
             self._blocks.setdefault(parent, block)
             hashes.setdefault(_medium(one.get("cache_level", 0)), []).append(parent)
         for medium, found in hashes.items():
@@ -158,17 +152,12 @@ class NativePool:
 
     def _event(self, run: Sequence[_Hash], medium: str) -> BlockStored:
         blocks = [self._blocks[one] for one in run]
-        keys = [block.keys for block in blocks]
-        lora = blocks[0].lora
         return BlockStored(
             block_hashes=tuple(run),
             parent_block_hash=blocks[0].parent,
             token_ids=[token for block in blocks for token in block.tokens],
             block_size=self._block_size,
-            lora_id=lora if isinstance(lora, int) else None,
-            lora_name=lora if isinstance(lora, str) else None,
             medium=medium,
-            extra_keys=keys if any(keys) else None,
         )
 
 
@@ -197,12 +186,8 @@ def _medium(level: int) -> str:
     return _LEVELS[level] if level < len(_LEVELS) else DISK_MEDIUM
 
 
-def _keys(block: Mapping[str, Any], *, is_first: bool) -> tuple[Any, ...] | None:
-    """Return what else than tokens makes a block: its media, their tokens' extra ids, its salt.
-
-    All blocks of a chain have the first one's salt, so it counts there only, as vLLM has it.
-    """
+def _is_plain(block: Mapping[str, Any]) -> bool:
+    """Whether a block hangs on tokens alone, as far as the engine says."""
     extras = (one.get("token_extra_id") for one in block["tokens"] if isinstance(one, Mapping))
-    media = (one["hash"] for one in block.get("mm_keys") or ())
-    salt = [block["cache_salt"]] if is_first and block.get("cache_salt") is not None else []
-    return (*salt, *media, *filter(None, extras)) or None
+    is_salted = block.get("cache_salt") is not None
+    return not (is_salted or block.get("lora_id") or block.get("mm_keys") or any(extras))

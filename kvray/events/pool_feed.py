@@ -39,7 +39,7 @@ class PoolFeed:
         self._drain = drain
         self._pool = NativePool(block_size=block_size)
         # Above the numbers of a publisher that had these ports before.
-        self._outlet = Outlet(self._pool, first=time.time_ns() // 1000)
+        self._outlet = Outlet(self._pool, first=time.time_ns() // 1_000_000)
         try:
             self._outlet.bind(f"tcp://{host}:*", f"tcp://{host}:*")
         except BaseException:

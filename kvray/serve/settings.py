@@ -54,7 +54,9 @@ class Settings(BaseModel):
         default="kvray", description="what chooses an engine: kvray's router, or Serve's own"
     )
     pool_blocks: int = Field(
-        default=4096, ge=1, description="blocks of an engine's own pool, as the router takes it where no events tell"
+        default=4096,
+        ge=1,
+        description="blocks of an engine's own pool, as the router takes it where no events tell",
     )
     pool_events: bool = Field(
         default=False,

@@ -39,9 +39,7 @@ class KVCacheManager:
         self._events: KvCacheEvents | None = None
         if options.event_buffer_max_size:
             self._events = KvCacheEvents(
-                options.event_buffer_max_size,
-                window_size=options.num_blocks * size,
-                tells_salts=options.runtime == "main",
+                options.event_buffer_max_size, window_size=options.num_blocks * size
             )
         self._blocks = BlockPool(options.num_blocks, tokens_per_block=size, events=self._events)
         shape = (options.num_blocks, geometry.num_layers, 2, geometry.block_size(size))

@@ -19,11 +19,9 @@ class KvCacheEvents:
     The executor's thread adds, any other takes.
     """
 
-    def __init__(self, events_max: int, *, window_size: int, tells_salts: bool) -> None:
-        """`tells_salts`: whether blocks say their cache salt, as on the main line."""
+    def __init__(self, events_max: int, *, window_size: int) -> None:
         self._ids = itertools.count()
         self._window_size = window_size
-        self._tells_salts = tells_salts
         self._lock = threading.Lock()
         self._events: deque[dict[str, Any]] = deque(maxlen=events_max)
 
@@ -49,7 +47,7 @@ class KvCacheEvents:
                 "cache_level": 0,
                 "priority": _PRIORITY,
                 "mm_keys": [],
-                **({"cache_salt": salt} if self._tells_salts else {}),
+                "cache_salt": salt,
             }
             for block_hash, tokens in blocks
         ]

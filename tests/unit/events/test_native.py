@@ -18,7 +18,7 @@ SHAPES = Path(__file__).parent / "shapes"
 
 
 def stored(
-    hashes: list[int], tokens: list[int], *, parent: int | None = None, level: int = 0, **more: Any
+    hashes: list[int], ids: list[int], *, parent: int | None = None, level: int = 0, **more: Any
 ) -> dict[str, Any]:
     """Return a `stored` of 1.2; `more` goes into each block."""
     blocks = [
@@ -27,7 +27,7 @@ def stored(
             "block_hash": one,
             "tokens": [
                 {"type": "unique_token", "token_id": token, "token_extra_id": 0}
-                for token in tokens[at * BLOCK : (at + 1) * BLOCK]
+                for token in ids[at * BLOCK : (at + 1) * BLOCK]
             ],
             "cache_level": level,
             "priority": 35,
@@ -128,18 +128,19 @@ def test_lost_events_take_what_was_known() -> None:
     assert engine.pool.num_gaps == 1
 
 
-def test_salted_and_adapted_blocks_say_so() -> None:
+@pytest.mark.parametrize(
+    "data",
+    [
+        stored([1, 2], [*range(8)], cache_salt="s"),
+        {**stored([1, 2], [*range(8)]), "lora_name": "a"},
+        stored([1, 2], [*range(8)], lora_id=3),
+        stored([1, 2], [*range(8)], mm_keys=[{"type": "mm_key", "hash": "ab"}]),
+        stored([1, 2], [*range(8)], tokens=[{"token_id": 1, "token_extra_id": 7}] * BLOCK),
+    ],
+)
+def test_prompts_with_a_salt_an_adapter_or_media_stay_inside(data: dict[str, Any]) -> None:
     engine = Engine()
-    (event,) = engine.tell(stored([1, 2], [*range(8)], cache_salt="s"))
-    assert isinstance(event, BlockStored)
-    assert event.extra_keys == [("s",), None]
-    (event,) = engine.tell({**stored([3], [*range(4)]), "lora_name": "a"})
-    assert isinstance(event, BlockStored)
-    assert event.lora_name == "a"
-    (event,) = engine.tell(stored([4], [*range(4)], mm_keys=[{"type": "mm_key", "hash": "ab"}]))
-    assert isinstance(event, BlockStored)
-    assert event.extra_keys == [("ab",)]
-    assert engine.leading([*range(4)]) == 0
+    assert engine.tell(data, stored([3], [9] * 4, parent=2), removed(3, 2, 1)) == []
 
 
 def test_hashes_as_text_are_taken() -> None:
@@ -162,8 +163,7 @@ def test_events_of_a_version_give_its_pool(shape: Path) -> None:
     pool, content = NativePool(block_size=told["block_size"]), PoolContent(blocks_max=1000)
     content.apply(Batch(at=0.0, events=pool.take(told["events"])))
     expected = frozenset(
-        chain_digests(packed(tokens), block_size=told["block_size"], salt=salt)[-1]
-        for tokens, salt in told["pool"]
+        chain_digests(packed(tokens), block_size=told["block_size"])[-1] for tokens in told["pool"]
     )
     assert content.digests == expected
     assert (pool.num_gaps, pool.num_unread) == (0, 0)
