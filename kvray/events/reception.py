@@ -112,15 +112,15 @@ class Reception:
         """Note a replay's end, and take what came meanwhile."""
         self._is_replaying, self._failures = False, 0
         if self._is_other or (self._is_first and self._next > 0):
-            self._pending.clear()
-            self._forget()
-            self._is_due = True
+            self._begin_again()
         if not self._is_due:
             self._take_pending()
 
     def replay_failed(self) -> None:
         """Note that a replay broke off; it is asked for again, a few times."""
         self._is_replaying, self._is_due = False, True
+        if self._is_other:
+            self._begin_again()
         self._failures += 1
         if self._failures >= _FAILURES_MAX:
             self.replay_begun()
@@ -149,6 +149,12 @@ class Reception:
         self.num_lost += self._next > 0
         self._forget()
         self._apply(number, payload, batch)
+
+    def _begin_again(self) -> None:
+        """Ask a restarted publisher for all: the answer has what waits, or it is of before."""
+        self._pending.clear()
+        self._forget()
+        self._is_due = True
 
     def _forget(self) -> None:
         self.content.clear()

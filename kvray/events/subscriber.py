@@ -50,7 +50,7 @@ class Subscriber:
         self._sources: dict[str, Source] = {}
         # The thread changes it; others look names up.
         self._feeds: dict[str, _Feed] = {}
-        self._past: Counter[str] = Counter()  # of those that are followed no longer
+        self._past = Counter(applied=0, gap=0, lost=0)  # of those that are followed no longer
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -68,7 +68,10 @@ class Subscriber:
 
     def totals(self) -> dict[str, int]:
         """Return how many batches came, gaps that were seen, and those that nobody filled."""
-        return dict(sum(map(_counts, tuple(self._feeds.values())), start=self._past))
+        counts = Counter(self._past)
+        for feed in tuple(self._feeds.values()):
+            counts.update(_counts(feed))
+        return counts
 
     def close(self) -> None:
         """End the thread. Twice is fine."""
@@ -99,7 +102,7 @@ class Subscriber:
         for name, feed in tuple(self._feeds.items()):
             if sources.get(name) != feed.source:
                 feed.close()
-                self._past += _counts(feed)
+                self._past.update(_counts(feed))
                 del self._feeds[name]
         for name in sources.keys() - self._feeds.keys():
             try:
