@@ -139,6 +139,8 @@ _HELPS: Mapping[tuple[_Kind, tuple[str, ...]], Mapping[str, str]] = {
     },
     ("counter", ("outcome",)): {
         "router_surveys": "questions of routers where a prompt is: answered, failed or skipped",
+        "pool_event_batches": "batches of engines' KV events that routers took (applied), times"
+        " that some were missing (gap), and that they stayed so (lost)",
     },
     ("counter", ()): {
         **{f"{noun}_seconds_sum": f"{text}: seconds" for noun, text in FIRST_TOKENS.items()},

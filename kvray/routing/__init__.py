@@ -1,7 +1,7 @@
 """Which replica gets a request: costs and choices over plain data, without Ray, clock or I/O.
 
-A router feeds it with what shards say of a prompt. `Standings` has the load and the most likely
-pool of each replica, `Decisions` follows each request to its first token.
+A router feeds it with what shards say of a prompt. `Standings` has the load of each replica and
+what its pool has, `Decisions` follows each request to its first token.
 """
 
 from kvray.routing.choice import Choice, Ranked, Reason, choose
@@ -11,7 +11,7 @@ from kvray.routing.load import Load
 from kvray.routing.lru import Lru
 from kvray.routing.outcomes import Outcomes
 from kvray.routing.prefill_speed import PREFILL_STAT, SLOWDOWN_STAT, PrefillSpeed
-from kvray.routing.standings import Place, Standings
+from kvray.routing.standings import Place, PoolMatch, Standings
 from kvray.routing.survey import Profile, Survey, read_profile, survey_of
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Lru",
     "Outcomes",
     "Place",
+    "PoolMatch",
     "PrefillSpeed",
     "Profile",
     "Ranked",

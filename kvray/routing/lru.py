@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from typing import Generic, TypeVar
 
 _Block = TypeVar("_Block", bound=Hashable)
@@ -29,7 +29,7 @@ class Lru(Generic[_Block]):
 
         No block is here without its parents, which were used whenever it was, and after it.
         """
-        return bisect_left(range(len(blocks)), True, key=lambda at: blocks[at] not in self._blocks)
+        return leading(blocks, self._blocks)
 
     def use(self, blocks: Sequence[_Block]) -> list[_Block]:
         """Note that a prompt uses these blocks; return the blocks that went for them.
@@ -41,3 +41,10 @@ class Lru(Generic[_Block]):
             self._blocks.move_to_end(block)
         count = len(self._blocks) - self._num_blocks
         return [self._blocks.popitem(last=False)[0] for _ in range(count)]
+
+
+def leading(blocks: Sequence[_Block], held: Container[_Block]) -> int:
+    """Return how many leading blocks are held; none is without those before it."""
+    if not blocks or blocks[0] not in held:
+        return 0  # which is most often so
+    return bisect_left(range(len(blocks)), True, key=lambda at: blocks[at] not in held)

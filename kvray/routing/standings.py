@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from kvray.routing.choice import Choice, choose
+from kvray.routing.coming import Coming
 from kvray.routing.cost import Candidate, Cost, Link, Rates, predict
 from kvray.routing.load import Load
 from kvray.routing.lru import Lru
@@ -21,6 +22,16 @@ _REMOTE = Link(latency_s=5e-3, bytes_per_s=2e9)
 _ALIKE = 1.3
 """Speeds closer to the usual one are taken to be equal: each is measured on a few prompts, and a
 replica that looks a little slower would idle while prompts wait for the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolMatch:
+    """What the events of an engine say of a prompt."""
+
+    num_tokens: int
+    """Its leading tokens that the engine's own pool has."""
+    is_sure: bool
+    """Whether there are no more: else some may be there that no event told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +49,16 @@ class Place:
     """Of its node, as measured."""
     links: Mapping[str, Link] = field(default_factory=dict)
     """Shard -> how fast it gives blocks to this node, as measured."""
+    pool: PoolMatch | None = None
+    """None: its engine's events are not heard."""
 
 
 class Standings:
-    """The load and the most likely pool of each replica, as this router has routed to it."""
+    """The load of each replica, as this router has routed to it, and what its pool has.
+
+    Where an engine's events are heard, they say it; the prompts that are under way there come on
+    top. Elsewhere it is guessed: the blocks of what was sent there, the oldest first out.
+    """
 
     def __init__(self, *, pool_blocks: int, prefill_tokens_per_s: float) -> None:
         """Take pools to have so many blocks, and replicas nobody has measured to be so fast."""
@@ -49,6 +66,9 @@ class Standings:
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._loads: dict[str, Load] = {}
         self._pools: dict[str, Lru[bytes]] = {}
+        self._coming: dict[str, Coming[bytes]] = {}
+        self._under_way: dict[str, tuple[str, Sequence[bytes]]] = {}
+        """Request -> its replica and its blocks there."""
         # Request -> its replica, and when its first token is due; never if somebody tells.
         self._waiting: dict[str, tuple[str, float]] = {}
         self._answering: dict[str, str] = {}
@@ -60,6 +80,8 @@ class Standings:
         names = set(replicas)
         self._loads = {name: self._loads.get(name, Load()) for name in names}
         self._pools = {name: self._pools.get(name, Lru(self._pool_blocks)) for name in names}
+        self._coming = {name: self._coming.get(name, Coming()) for name in names}
+        self._under_way = {key: one for key, one in self._under_way.items() if one[0] in names}
         self._waiting = {key: one for key, one in self._waiting.items() if one[0] in names}
         self._answering = {key: one for key, one in self._answering.items() if one in names}
 
@@ -82,8 +104,7 @@ class Standings:
                     queue_s=self._loads[one.replica].queue_s(now),
                     utilization=self._loads[one.replica].utilization(now),
                     slowdown=1 + slowdown * answering[one.replica],
-                    pool_tokens=survey.tokens_per_block
-                    * self._pools[one.replica].leading(survey.words),
+                    pool_tokens=self._pool_tokens(one, survey),
                 ),
                 num_tokens,
                 survey.stretches,
@@ -102,6 +123,8 @@ class Standings:
         """
         self._loads[cost.replica].routed(request, cost.work_s, now)
         self._pools[cost.replica].use(survey.words)
+        self._coming[cost.replica].add(survey.words)
+        self._under_way[request] = cost.replica, survey.words
         due_at = math.inf if is_told else now + cost.first_token_s
         self._waiting[request] = cost.replica, due_at
 
@@ -116,6 +139,16 @@ class Standings:
         """Note a request's end, or that it went elsewhere; twice is fine."""
         self.first_token(request, now)
         self._answering.pop(request, None)
+        replica, words = self._under_way.pop(request, ("", ()))
+        if replica in self._coming:
+            self._coming[replica].remove(words)
+
+    def _pool_tokens(self, place: Place, survey: Survey) -> int:
+        told = place.pool
+        is_sure = told is not None and told.is_sure
+        likely = self._coming if is_sure else self._pools
+        num_blocks = likely[place.replica].leading(survey.words)
+        return max(survey.tokens_per_block * num_blocks, 0 if told is None else told.num_tokens)
 
     def _begin_due(self, now: float) -> None:
         """Take prompts of which nobody tells to be computed when they were to be."""

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.util import get_node_ip_address
 
+from kvray.actors.routers.pools import EVENTS_STAT
 from kvray.config import CONFIG_ENV, load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference import Call, KvConnectorConfig, Replica
@@ -33,6 +35,9 @@ CONNECTOR = KvConnectorConfig(
     connector_worker_class="KvRayWorker",
 )
 
+_EVENTS_MAX = 100_000
+"""KV events of an engine's pool that wait to be published; they are taken 20 times a second."""
+
 
 def spawn(name: str, settings: Settings) -> Replica:
     """Begin to start an engine in a process of its own, which ends with this one.
@@ -45,6 +50,12 @@ def spawn(name: str, settings: Settings) -> Replica:
         env[CONFIG_ENV] = str(settings.kvray_config)
     if settings.is_tiny and load_config(settings.kvray_config).connector.model_key is None:
         env["KVRAY_CONNECTOR__MODEL_KEY"] = settings.model  # it has no files to tell it by
+    events: dict[str, Any] = {}
+    if settings.pool_events:
+        events = {
+            "event_host": str(get_node_ip_address()),  # type: ignore[no-untyped-call]
+            "event_buffer_max_size": _EVENTS_MAX,
+        }
     return Replica.spawn(
         name,
         env=env,
@@ -52,7 +63,7 @@ def spawn(name: str, settings: Settings) -> Replica:
         module=TRTLLM_MODULE if uses_tensorrt_llm(settings) else CHILD_MODULE,
         connector=CONNECTOR,
         model=settings.model,
-        **settings.engine_options,
+        **{**events, **settings.engine_options},
     )
 
 
@@ -166,10 +177,14 @@ class Engine:
             self._waiting.discard(call)
             self._leave(call)
 
-    def record_routing_stats(self) -> dict[str, float]:
-        """Tell the router how fast this engine computes prompts; Serve asks now and then."""
-        speed = self._speed
-        return {PREFILL_STAT: speed.tokens_per_s, SLOWDOWN_STAT: speed.decode_slowdown}
+    def record_routing_stats(self) -> dict[str, Any]:
+        """Tell the router how fast this engine computes prompts, and where its events are heard.
+
+        Serve asks now and then.
+        """
+        speed, events = self._speed, self._replica.event_metadata
+        stats = {PREFILL_STAT: speed.tokens_per_s, SLOWDOWN_STAT: speed.decode_slowdown}
+        return stats if events is None else {**stats, EVENTS_STAT: events}
 
     def check_health(self) -> None:
         """Have Serve start another replica when the engine hangs.

@@ -15,11 +15,14 @@ import numpy as np
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from kvray.actors.ray_glue.async_calls import ActorCalls
+from kvray.actors.routers.pools import Pools
 from kvray.actors.routers.reports import Reports
 from kvray.actors.routers.surveys import Surveys
 from kvray.actors.telemetry.figures import Figures, Totals
 from kvray.actors.telemetry.metrics_export import MetricsThread
 from kvray.config import load_config
+from kvray.errors import ConfigError
+from kvray.identity.keys import pack_tokens
 from kvray.routing import (
     PREFILL_STAT,
     SLOWDOWN_STAT,
@@ -27,6 +30,7 @@ from kvray.routing import (
     Decisions,
     Outcomes,
     Place,
+    PoolMatch,
     Standings,
     Survey,
 )
@@ -83,13 +87,15 @@ class KvRayRouter(RequestRouter):
         )
         reports = Reports(ask, cluster_name, self._surveys.home)
         self._decisions = Decisions(self._standings, outcomes, reports.add)
-        # It ends with the process, as Serve does not say when a router ends.
-        MetricsThread(lambda _: figures_of(outcomes), cluster_name)
+        self._pools = Pools()
+        # Both end with the process, as Serve does not say when a router ends.
+        MetricsThread(lambda _: figures_of(outcomes.totals() | self._pools.totals()), cluster_name)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Know these replicas, and no others."""
         super().update_replicas(replicas)
         self._standings.retain(map(self._name, replicas))
+        self._pools.follow({self._name(one): one.routing_stats for one in replicas})
 
     async def choose_replicas(
         self,
@@ -124,12 +130,14 @@ class KvRayRouter(RequestRouter):
     ) -> None:
         """Decide on the order of the replicas for a request, or that nothing is known of it."""
         tokens, marks = _prompt_of(pending.args, pending.kwargs)
+        tokens = _packed(tokens)
         survey = choice = None
         if tokens is not None:
             survey = await self._surveys.survey(tokens, [*map(self._name, replicas)], **marks)
         now = time.monotonic()
         if survey is not None:
-            choice = self._choice(replicas, len(tokens), survey, now)
+            pools = self._pools.match(tokens, **marks)
+            choice = self._choice(replicas, len(tokens), survey, pools, now)
         told = pending.kwargs.get(_ROUTED)
         routed = told if isinstance(told, Routed) else None
         self._decisions.begin(
@@ -146,12 +154,18 @@ class KvRayRouter(RequestRouter):
             routed.follow(self._decisions, request, self._prefix, here, choice)
 
     def _choice(
-        self, replicas: Sequence[RunningReplica], num_tokens: int, survey: Survey, now: float
+        self,
+        replicas: Sequence[RunningReplica],
+        num_tokens: int,
+        survey: Survey,
+        pools: Mapping[str, PoolMatch],
+        now: float,
     ) -> Choice | None:
         here = [one for one in replicas if one.replica_id in self.curr_replicas]
         if not here:
             return None  # they ended while the shard was asked
-        return self._standings.choose(self._places(here), num_tokens, survey, now=now)
+        places = [self._place(self._name(one), one.routing_stats, pools) for one in here]
+        return self._standings.choose(places, num_tokens, survey, now=now)
 
     def _here(self, replicas: Sequence[RunningReplica], survey: Survey) -> list[str]:
         """Return the ids of replicas whose nodes have in memory what there is of a prompt."""
@@ -159,10 +173,7 @@ class KvRayRouter(RequestRouter):
         near = {node: survey.is_in_memory_of(node) for node in {*homes.values()} if node}
         return [name for name, node in homes.items() if near.get(node, False)]
 
-    def _places(self, replicas: Sequence[RunningReplica]) -> list[Place]:
-        return [self._place(self._name(one), one.routing_stats) for one in replicas]
-
-    def _place(self, name: str, stats: Mapping[str, Any]) -> Place:
+    def _place(self, name: str, stats: Mapping[str, Any], pools: Mapping[str, PoolMatch]) -> Place:
         profile = self._surveys.profile(name)
         return Place(
             replica=name,
@@ -171,6 +182,7 @@ class KvRayRouter(RequestRouter):
             decode_slowdown=float(stats.get(SLOWDOWN_STAT, 0.0)),
             disk=None if profile is None else profile.disk,
             links={} if profile is None else profile.links,
+            pool=pools.get(name),
         )
 
     def _name(self, replica: RunningReplica) -> str:
@@ -180,6 +192,14 @@ class KvRayRouter(RequestRouter):
 def _two(replicas: Sequence[RunningReplica]) -> list[list[RunningReplica]]:
     """Return two random replicas: Serve takes the one with the shorter queue."""
     return [random.sample(list(replicas), min(2, len(replicas)))]
+
+
+def _packed(tokens: Any) -> Any:
+    """Return tokens in the form in which they are read twice; as they are if they have none."""
+    try:
+        return tokens if tokens is None else pack_tokens(tokens)
+    except ConfigError:  # as whoever reads them finds
+        return tokens
 
 
 def _prompt_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -193,6 +213,6 @@ def _prompt_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, dic
     return tokens, {"salt": kwargs.get(_ARGUMENTS[1]), "lora": kwargs.get(_ARGUMENTS[2])}
 
 
-def figures_of(outcomes: Outcomes) -> Figures:
+def figures_of(totals: dict[tuple[str, tuple[str, ...]], float]) -> Figures:
     """Return a router's counts as the export takes them."""
-    return Figures(totals=[Totals(source="router", totals=outcomes.totals())])
+    return Figures(totals=[Totals(source="router", totals=totals)])

@@ -54,7 +54,14 @@ class Settings(BaseModel):
         default="kvray", description="what chooses an engine: kvray's router, or Serve's own"
     )
     pool_blocks: int = Field(
-        default=4096, ge=1, description="blocks of an engine's own pool, as the router takes it"
+        default=4096,
+        ge=1,
+        description="blocks of an engine's own pool, as the router takes it where no events tell",
+    )
+    pool_events: bool = Field(
+        default=False,
+        description="engines publish what their own pools have, with its token ids, on their"
+        " node's address, and the router need not guess",
     )
     requests_max: int = Field(default=64, ge=1, description="under way at one engine")
     queued_max: int = Field(

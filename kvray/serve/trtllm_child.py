@@ -18,6 +18,8 @@ from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference.output import Call, Listener, Output, Prompt
 from kvray.lab.reference.replica_child import serve
 
+_TOKENS_PER_BLOCK = 32  # of `KvCacheConfig`, where nothing else is given
+
 
 class TrtllmEngine:
     """The LLM API with the methods of an engine that a child serves.
@@ -30,6 +32,7 @@ class TrtllmEngine:
         *,
         connector: dict[str, Any],
         kv_cache_config: dict[str, Any] | None = None,
+        event_buffer_max_size: int = 0,
         **options: Any,
     ) -> None:
         """Start the engine that `engine_options` of the settings describe."""
@@ -38,9 +41,12 @@ class TrtllmEngine:
             from tensorrt_llm.llmapi.llm_args import KvCacheConfig, KvCacheConnectorConfig
 
             cache = {"enable_block_reuse": True, "enable_partial_reuse": False}
+            given = dict(kv_cache_config or {})
+            if event_buffer_max_size:
+                given.setdefault("event_buffer_max_size", event_buffer_max_size)
             self._llm = LLM(
                 backend="pytorch",
-                kv_cache_config=KvCacheConfig(**{**(kv_cache_config or {}), **cache}),
+                kv_cache_config=KvCacheConfig(**{**given, **cache}),
                 kv_connector_config=KvCacheConnectorConfig(**connector),
                 **options,
             )
@@ -48,6 +54,7 @@ class TrtllmEngine:
             raise KVRayError(str(error)) from error
         # Since 1.2; it makes a span `llm_request` if `otlp_traces_endpoint` is among its options.
         self._is_traced = "trace_headers" in signature(self._llm.generate_async).parameters
+        self.tokens_per_block = int(given.get("tokens_per_block", _TOKENS_PER_BLOCK))
         self._ids = itertools.count()
         self._results: dict[int, Any] = {}
         self._loop = asyncio.new_event_loop()
@@ -73,6 +80,11 @@ class TrtllmEngine:
     def cancel(self, call: Call) -> None:
         """End a call early. The loop comes to it after the call has begun."""
         asyncio.run_coroutine_threadsafe(self._abort(call.call_id), self._loop)
+
+    def get_kv_cache_events(self) -> list[Any]:
+        """Return the events of the pool since the last call; it raises before the first request."""
+        events: list[Any] = self._llm.get_kv_cache_events(timeout=0)
+        return events
 
     def close(self) -> None:
         """End the engine."""

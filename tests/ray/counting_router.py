@@ -14,7 +14,7 @@ EVERY_S = 0.2
 def main() -> None:
     outcomes = Outcomes()
     with Client() as client:  # it joins the tier's Ray, and a process of Ray's exports metrics
-        thread = MetricsThread(lambda _: figures_of(outcomes), client.cluster_name)
+        thread = MetricsThread(lambda _: figures_of(outcomes.totals()), client.cluster_name)
         while not select.select([sys.stdin], [], [], EVERY_S)[0]:
             outcomes.surveyed("answered")
             outcomes.sent("prefix")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from kvray.errors import CapacityError
+from kvray.lab.reference.kv_events import KvCacheEvents, block_hash
 
 Tokens = tuple[int, ...]
 
@@ -23,6 +24,7 @@ class _Node:
     tokens: Tokens
     block_id: int
     parent: _Node | None
+    hash: int | None = None
     children: dict[Tokens, _Node] = field(default_factory=dict)
 
 
@@ -42,9 +44,15 @@ class BlockPool:
     and evicting a block forgets all that follow it.
     """
 
-    def __init__(self, num_blocks: int, *, tokens_per_block: int) -> None:
+    def __init__(
+        self, num_blocks: int, *, tokens_per_block: int, events: KvCacheEvents | None = None
+    ) -> None:
+        """`events` hears of each block that becomes findable, and of its end."""
         self.num_blocks = num_blocks
         self.tokens_per_block = tokens_per_block
+        self._events = events
+        if events is not None:
+            events.created(num_blocks)
         self._references = [0] * num_blocks
         self._blank: deque[int] = deque(range(num_blocks))
         self._kept: OrderedDict[int, None] = OrderedDict()
@@ -121,6 +129,7 @@ class BlockPool:
         """Make the blocks of `tokens` findable; equal blocks that are findable already stay."""
         node = self._roots.setdefault(namespace, _Node((), -1, None))
         chunks = list(self._full_chunks(tokens))
+        new: list[_Node] = []
         tail = tuple(tokens[len(chunks) * self.tokens_per_block :])
         if keep_tail and tail:
             chunks.append(tail)
@@ -130,8 +139,15 @@ class BlockPool:
                 if block_id in self._nodes:
                     self._forget(self._nodes[block_id])
                 child = _Node(chunk, block_id, node)
+                if self._events is not None:
+                    child.hash = block_hash(node.hash, chunk, salt=namespace)
                 node.children[chunk] = self._nodes[block_id] = child
+                new.append(child)
             node = child
+        if new and self._events is not None:
+            assert new[0].parent is not None, "only a root has no parent"
+            told = [(one.hash or 0, one.tokens) for one in new]
+            self._events.stored(new[0].parent.hash, told, salt=namespace)
 
     def _full_chunks(self, tokens: Sequence[int]) -> Iterator[Tokens]:
         size = self.tokens_per_block
@@ -152,15 +168,18 @@ class BlockPool:
         assert node.parent is not None, "a root has no block"
         if node.parent.children.get(node.tokens) is node:
             del node.parent.children[node.tokens]
-        stack = [node]
+        stack, hashes = [node], []
         while stack:
             gone = stack.pop()
+            hashes.append(gone.hash or 0)
             stack.extend(gone.children.values())
             gone.children.clear()
             del self._nodes[gone.block_id]
             if gone.block_id in self._kept:
                 del self._kept[gone.block_id]
                 self._blank.append(gone.block_id)
+        if self._events is not None:
+            self._events.removed(hashes[::-1])
 
 
 def _best_child(node: _Node, tokens: Sequence[int]) -> tuple[_Node | None, int]:

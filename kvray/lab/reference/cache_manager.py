@@ -7,6 +7,7 @@ head_dim]: keys then values, and inside each heads x tokens x dim. A block id is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from kvray.errors import CapacityError, KVRayError
 from kvray.lab.reference.block_pool import BlockPool, LocalMatch
 from kvray.lab.reference.connector_manager import KvCacheConnectorManager
 from kvray.lab.reference.engine_options import EngineOptions
+from kvray.lab.reference.kv_events import KvCacheEvents
 from kvray.lab.reference.model import KVGeometry
 from kvray.lab.reference.request import LlmRequest, LlmRequestState, ScheduledRequests
 
@@ -34,7 +36,12 @@ class KVCacheManager:
         self.enable_partial_reuse = options.enable_block_reuse and options.enable_partial_reuse
         self.connector: KvCacheConnectorManager | None = None
         self._poison = options.poison
-        self._blocks = BlockPool(options.num_blocks, tokens_per_block=size)
+        self._events: KvCacheEvents | None = None
+        if options.event_buffer_max_size:
+            self._events = KvCacheEvents(
+                options.event_buffer_max_size, window_size=options.num_blocks * size
+            )
+        self._blocks = BlockPool(options.num_blocks, tokens_per_block=size, events=self._events)
         shape = (options.num_blocks, geometry.num_layers, 2, geometry.block_size(size))
         # Zeros make every page real before the first request; NaN does it too.
         self._pool = torch.full(shape, float("nan") if options.poison else 0.0)
@@ -74,6 +81,10 @@ class KVCacheManager:
             return list(self._sequences[request.request_id])
         except KeyError:
             raise KVRayError(f"Request {request.request_id} holds no blocks.") from None
+
+    def get_latest_events(self) -> list[dict[str, Any]]:
+        """Return the pool's events since the last call; any thread may ask."""
+        return [] if self._events is None else self._events.take()
 
     def prepare_resources(self, batch: ScheduledRequests) -> None:
         """Give every request of the batch the blocks of its coming pass.
@@ -138,7 +149,7 @@ class KVCacheManager:
         if self.enable_block_reuse:
             match = self._blocks.match(
                 request.get_tokens(0)[: request.prompt_len - 1],
-                namespace=request.cache_salt_id,
+                namespace=request.cache_salt,
                 allow_partial=self.enable_partial_reuse,
             )
         local = self._allocate_sequence(request, match)
@@ -206,6 +217,6 @@ class KVCacheManager:
             self._blocks.remember(
                 tokens,
                 self._sequences[request.request_id],
-                namespace=request.cache_salt_id,
+                namespace=request.cache_salt,
                 keep_tail=self.enable_partial_reuse,
             )

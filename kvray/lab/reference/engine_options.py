@@ -38,6 +38,7 @@ class EngineOptions:
     overlap: bool = False  # sample one pass late, as TensorRT-LLM does by default
     max_batch_size: int = 8  # the most requests in one pass
     pad_batch_size: int = 0  # fill smaller batches up with dummy requests
+    event_buffer_max_size: int = 0  # events of the pool that wait to be taken; 0: none are made
     poison: bool = False  # make every byte that nobody wrote NaN
     num_threads: int = 2  # torch's, on each rank; equal answers need equal numbers
     tensor_parallel_size: int = 1
@@ -65,6 +66,11 @@ class EngineOptions:
         if self.tensor_parallel_size not in (1, 2, 4):
             raise ConfigError(
                 f"tensor_parallel_size is {self.tensor_parallel_size}; it must be 1, 2 or 4."
+            )
+        if self.event_buffer_max_size and self.enable_attention_dp:
+            raise ConfigError(
+                "event_buffer_max_size and enable_attention_dp exclude each other here: the events"
+                " of the other ranks' pools are not gathered."
             )
         if self.collective_timeout_s < COLLECTIVE_TIMEOUT_MIN_S:
             raise ConfigError(

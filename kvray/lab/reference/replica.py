@@ -46,6 +46,8 @@ class Replica:
         self._lock = threading.Lock()  # held to change the calls
         self._ids = itertools.count(_READY_ID + 1)
         self._ready = Call(call_id=_READY_ID)
+        self.event_metadata: dict[str, Any] | None = None
+        """Where its KV events are published, once it is ready; None: nowhere."""
         self._calls = {_READY_ID: self._ready}
         self._is_over = False
         self._reader = threading.Thread(target=self._read, name=f"kvray-{name}", daemon=True)
@@ -79,7 +81,8 @@ class Replica:
             env: variables of the child besides those of this process.
             log_path: receives the child's stdout and stderr.
             module: the child runs it; it may drive another engine over the same pipe.
-            engine_options: arguments of `ReferenceEngine`.
+            engine_options: arguments of `ReferenceEngine`; and `event_host`, an address of this
+                node on which the engine's KV events are published.
         """
         log = _open_log(log_path)
         try:
@@ -251,6 +254,7 @@ class Replica:
                 call.future.set_exception(kind(f"Replica {self.name}: {answer['error']}"))
             else:
                 # A child that reports that it is up sends no output.
+                self.event_metadata = answer.get("events", self.event_metadata)
                 plain: Any = answer.get("output")
                 call.future.set_result(plain and Output(**plain))
 

@@ -9,10 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from typing import Any
 
 from kvray.errors import ConfigError, KVRayError
+from kvray.events.pool_feed import PoolFeed
 from kvray.lab.reference.child_process import JsonPipe, PipeClosed, join_parent
 from kvray.lab.reference.output import Call
 
@@ -38,16 +39,31 @@ class _Child:
         threading.Thread(target=self._read, name="kvray-parent", daemon=True).start()
 
     def run(self) -> None:
+        options = self._options.get()
+        event_host = options.pop("event_host", None)
         try:
-            self._engine = self._start(**self._options.get())
+            self._engine = self._start(**options)
         except (KVRayError, TypeError) as error:
             self._send(_failure(0, error))
             return
         self._is_up.set()
-        with closing(self._engine):
-            self._send({"id": 0})
+        with ExitStack() as opened:
+            opened.callback(self._engine.close)
+            try:
+                events = None if event_host is None else self._publish(opened, event_host)
+            except KVRayError as error:
+                self._send(_failure(0, error))
+                return
+            self._send({"id": 0, "events": events})
             while (item := self._outbox.get()) is not None:
                 self._send(self._answer(item) if isinstance(item, int) else item)
+
+    def _publish(self, opened: ExitStack, host: str) -> dict[str, Any]:
+        """Publish the engine's KV events until it ends, and return what routers are told."""
+        engine = self._engine
+        feed = PoolFeed(engine.get_kv_cache_events, block_size=engine.tokens_per_block, host=host)
+        opened.callback(feed.close)
+        return feed.metadata
 
     def _send(self, message: dict[str, Any]) -> None:
         self._pipe.send(message, timeout_s=_SEND_TIMEOUT_S)
@@ -105,7 +121,9 @@ def _failure(call_id: int, error: Exception) -> dict[str, Any]:
 def serve(start: Callable[..., Any]) -> None:
     """Serve the parent until it closes its pipe, with the engine that `start` makes of its options.
 
-    The engine has `submit`, `cancel` and `close`, as `ReferenceEngine` has.
+    The engine has `submit`, `cancel` and `close`, as `ReferenceEngine` has. With the option
+    `event_host` its KV events are published there; `get_kv_cache_events` and `tokens_per_block`
+    are asked for them.
     """
     try:
         _Child(join_parent(), start).run()

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvray.routing import Place, Standings, Stretch, Survey
+from kvray.routing import Place, PoolMatch, Standings, Stretch, Survey
 
 BLOCK = 32
 NAMES = ("a", "b", "c", "d")
@@ -157,3 +157,40 @@ def test_an_idle_replica_that_stays_keeps_what_lately_came() -> None:
     made.retain(NAMES)
     assert crowds() == before
     assert before[replica] > 0
+
+
+def told(num_tokens: int, *, is_sure: bool = True) -> list[Place]:
+    """Return places of which `c` has so many tokens in its pool, by its engine's events."""
+    pools = {"c": PoolMatch(num_tokens=num_tokens, is_sure=is_sure)}
+    return [replace(one, pool=pools.get(one.replica)) for one in places()]
+
+
+def pool_tokens(made: Standings, at: list[Place], found: Survey) -> dict[str, int]:
+    choice = made.choose(at, len(found.words) * BLOCK, found, now=0.0)
+    return {one.cost.replica: one.cost.pool_tokens for one in choice.ranked}
+
+
+def test_a_pool_that_tells_is_believed() -> None:
+    made, found = standings(), survey("p", 100)
+    choice = made.choose(told(50 * BLOCK), 100 * BLOCK, found, now=0.0)
+    assert (choice.replica, choice.cost.pool_tokens) == ("c", 50 * BLOCK)
+
+
+def test_what_an_engine_has_evicted_counts_no_longer_though_it_was_sent_there() -> None:
+    made, found = standings(), survey("p", 100)
+    choice = made.choose(told(99 * BLOCK), 100 * BLOCK, found, now=0.0)
+    made.routed("1", choice.cost, found, now=0.0)
+    made.done("1", 1.0)
+    assert pool_tokens(made, told(10 * BLOCK), found)["c"] == 10 * BLOCK
+    unsure = told(10 * BLOCK, is_sure=False)
+    assert pool_tokens(made, unsure, found)["c"] == 100 * BLOCK - 1, "it may be there untold"
+
+
+def test_a_prompt_under_way_counts_before_its_engine_tells_of_it() -> None:
+    made, found = standings(), survey("p", 100)
+    choice = made.choose(told(50 * BLOCK), 100 * BLOCK, found, now=0.0)
+    made.routed("1", choice.cost, found, now=0.0)
+    assert choice.replica == "c"
+    assert pool_tokens(made, told(0), found)["c"] == 100 * BLOCK - 1
+    made.done("1", 1.0)
+    assert pool_tokens(made, told(0), found)["c"] == 0

@@ -5,7 +5,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ import pytest
 pytest.importorskip("ray.serve")
 pytest.importorskip("openai")
 
+from kvray.actors.routers.pools import Pools
 from kvray.errors import KVRayError
 from kvray.serve.engine import Engine
 from kvray.serve.settings import Settings
+from tests.unit.events.test_subscriber import wait_for
 
 STALL_S = 0.5
 DEADLINE_S = 60.0
@@ -35,6 +38,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
         model="tiny",
         kvray_config=config,
         engine_options={"num_threads": 1, "num_blocks": 128},
+        pool_events=True,
         stall_timeout_s=STALL_S,
     )
     return lambda leave: Engine(settings, name="engine-0", leave=leave)
@@ -47,8 +51,28 @@ def engine(start: Start) -> Iterator[Any]:
     engine.__del__()
 
 
-async def listen(engine: Any, max_tokens: int) -> list[dict[str, Any]]:
-    return [event async for event in engine.generate([5, 6, 7], max_tokens)]
+async def listen(
+    engine: Any, max_tokens: int, prompt: Sequence[int] = (5, 6, 7)
+) -> list[dict[str, Any]]:
+    return [event async for event in engine.generate([*prompt], max_tokens)]
+
+
+def test_a_router_knows_what_the_engine_has_and_has_evicted(engine: Any) -> None:
+    with closing(Pools()) as pools:
+        pools.follow({"engine-0": engine.record_routing_stats()})
+        prompts = [[3 + (at * (number + 7)) % 250 for at in range(1000)] for number in range(6)]
+        asyncio.run(listen(engine, 1, prompts[0]))
+
+        def tokens(prompt: list[int]) -> int | None:
+            found = pools.match(prompt).get("engine-0")
+            return found.num_tokens if found is not None and found.is_sure else None
+
+        wait_for(lambda: tokens(prompts[0]) == 992, "all full blocks of the prompt")
+        assert tokens(prompts[1]) == 0
+        for prompt in prompts[1:]:
+            asyncio.run(listen(engine, 1, prompt))
+        wait_for(lambda: tokens(prompts[0]) == 0, "their eviction")
+        wait_for(lambda: tokens(prompts[-1]) == 992, "the blocks of the last one")
 
 
 def test_an_engine_that_hangs_is_unhealthy_and_an_idle_one_is_not(engine: Any) -> None:

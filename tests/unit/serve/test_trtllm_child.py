@@ -3,12 +3,16 @@
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from kvray.actors.routers.pools import EVENTS_STAT, Pools
 from kvray.errors import ConfigError, KVRayError
 from kvray.lab.reference import KvConnectorConfig, Replica
+from kvray.routing import PoolMatch
+from tests.unit.events.test_subscriber import wait_for
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 60.0
@@ -51,14 +55,30 @@ class LLM:
         assert backend == "pytorch"
         if model == "none":
             raise ValueError("there is no such model")
-        assert kv_cache_config.given == {"enable_block_reuse": True, "enable_partial_reuse": False}
+        self._has_answered, self._events = False, []
+        given = dict(kv_cache_config.given)
+        assert given.pop("tokens_per_block", 32) in (4, 32)
+        if given.pop("event_buffer_max_size", 0):
+            tokens = [{"type": "unique_token", "token_id": number} for number in range(4)]
+            block = {"type": "stored_block", "block_hash": 1, "tokens": tokens, "cache_level": 0}
+            data = {"type": "stored", "parent_hash": None, "blocks": [block]}
+            self._events = [{"event_id": 0, "data": data, "window_size": 64}]
+        assert given == {"enable_block_reuse": True, "enable_partial_reuse": False}
         assert kv_connector_config.given["connector_module"] == "kvray.connector"
 
     def shutdown(self):
         pass
 
+    def get_kv_cache_events(self, timeout):
+        assert timeout == 0
+        if not self._has_answered:
+            raise RuntimeError("IterationResult is not properly instantiated")
+        events, self._events = self._events, []
+        return events
+
     def generate_async(self, prompt, params, *, streaming):
         assert streaming
+        self._has_answered = True
         if len(prompt) > 8:
             raise ValueError("the prompt is too long")
         if prompt == [7]:
@@ -126,6 +146,20 @@ def test_an_engine_that_makes_spans_gets_the_requests_traceparent(
 def test_one_that_does_not_is_asked_as_ever(replica: Replica) -> None:
     traced = replica.submit([1], max_tokens=1, trace="t" * 55)
     assert traced.future.result(DEADLINE_S).token_ids == (1,)
+
+
+def test_its_kv_events_are_published_from_the_first_request_on(
+    options: dict[str, object],
+) -> None:
+    options |= {"event_host": "127.0.0.1", "event_buffer_max_size": 8}
+    options["kv_cache_config"] = {"tokens_per_block": 4}
+    pools = Pools()
+    with Replica.spawn("llm", model="some", **options) as replica, closing(pools):  # type: ignore[arg-type]
+        replica.wait_ready(DEADLINE_S)
+        pools.follow({"llm": {EVENTS_STAT: replica.event_metadata}})
+        replica.generate([1], max_tokens=1)
+        found = {"llm": PoolMatch(num_tokens=4, is_sure=True)}
+        wait_for(lambda: pools.match([0, 1, 2, 3]) == found, "the block")
 
 
 def test_a_cancelled_call_ends_early(replica: Replica) -> None:

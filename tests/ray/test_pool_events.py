@@ -1,0 +1,106 @@
+"""The router in a real Ray Serve, with replicas that tell what their own pools have."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from kvray.config import KVRayConfig
+from kvray.events.pool_feed import PoolFeed
+from tests.ray.conftest import TIMEOUT_S
+from tests.ray.test_router import APP, NUM_REPLICAS, Ask, Ingress, Stub
+from tests.unit.actors.small_shard import wait_for
+
+serve = pytest.importorskip("ray.serve")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+BLOCK = 32
+NUM_BLOCKS = 64
+EVICT = "evict"
+
+
+def own_prompt(name: str) -> list[int]:
+    """Return a prompt that only the replica of this name has, though nobody sent it there."""
+    seed = int.from_bytes(name.encode(), "little") % 2**32
+    made: list[int] = np.random.default_rng(seed).integers(0, 30_000, NUM_BLOCKS * BLOCK).tolist()
+    return [*made, 1]
+
+
+class Telling(Stub):
+    """Its pool has its own prompt until it is told to evict; nothing that it is asked gets in."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        tokens = own_prompt(self.name)
+        blocks = [
+            {"block_hash": at + 1, "tokens": tokens[at * BLOCK : (at + 1) * BLOCK]}
+            for at in range(NUM_BLOCKS)
+        ]
+        self.events: list[Any] = [
+            {"event_id": 0, "data": {"type": "stored", "parent_hash": None, "blocks": blocks}}
+        ]
+        self.feed = PoolFeed(self.drain, block_size=BLOCK, host="127.0.0.1")
+
+    def drain(self) -> list[Any]:
+        told, self.events = self.events, []
+        return told
+
+    async def generate(self, asked: Any) -> str:
+        if asked == EVICT:
+            gone = {"type": "removed", "block_hashes": [*range(1, NUM_BLOCKS + 1)]}
+            self.events = [{"event_id": 1, "data": gone}]
+        return self.name
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        return {**super().record_routing_stats(), "kv_event_metadata": self.feed.metadata}
+
+
+@contextmanager
+def deployed(running: KVRayConfig, config: Path) -> Iterator[Ask]:
+    from ray.serve.config import RequestRouterConfig
+
+    router = RequestRouterConfig(
+        request_router_class="kvray.serve.router:KvRayRouter",
+        request_router_kwargs={"kvray_config": str(config), "timeout_s": 1.0},
+        request_routing_stats_period_s=0.5,
+    )
+    deployment = serve.deployment(
+        num_replicas=NUM_REPLICAS,
+        max_ongoing_requests=8,
+        request_router_config=router,
+        ray_actor_options={"num_cpus": 0},
+    )(Telling)
+    serve.run(deployment.bind(running.node_dir), name=APP, route_prefix=None)
+    ingress = ray.remote(Ingress).options(num_cpus=0).remote()
+    try:
+        yield lambda asked: str(ray.get(ingress.ask.remote(asked), timeout=TIMEOUT_S))
+    finally:
+        ray.kill(ingress)
+        serve.shutdown()
+
+
+def test_a_prompt_goes_where_its_blocks_are_told_of_until_they_are_evicted(
+    running: KVRayConfig, tmp_path: Path
+) -> None:
+    config = tmp_path / "kvray.yaml"
+    config.write_text(f"cluster_name: {running.cluster_name}\n")
+    with deployed(running, config) as ask:
+        names: set[str] = set()
+        wait_for(lambda: names.add(ask("text")) or len(names) == NUM_REPLICAS, "all replicas")
+        wait_for(
+            lambda: all(ask(own_prompt(name)) == name for name in names),
+            "routing by what engines tell",
+            within_s=TIMEOUT_S,
+        )
+        assert all(ask(own_prompt(name)) == name for name in names for _ in range(5))
+        evicted: set[str] = set()
+        wait_for(lambda: evicted.add(ask(EVICT)) or evicted == names, "all evict")
+
+        def are_spread() -> bool:
+            return all(len({ask(own_prompt(name)) for _ in range(6)}) > 1 for name in names)
+
+        wait_for(are_spread, "routing by what engines no longer have", within_s=TIMEOUT_S)

@@ -1,0 +1,81 @@
+"""What routers know of engines' own pools, from real publishers."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from kvray.actors.routers.pools import EVENTS_STAT, Pools
+from kvray.events.pool_feed import PoolFeed
+from kvray.routing import PoolMatch
+from tests.unit.events.test_native import BLOCK, Engine, removed, stored
+from tests.unit.events.test_pool_feed import Buffer
+from tests.unit.events.test_subscriber import wait_for
+
+PROMPT = [*range(10)]
+
+
+@pytest.fixture
+def pools() -> Iterator[Pools]:
+    with closing(Pools()) as made:
+        yield made
+
+
+@pytest.fixture
+def buffer() -> Buffer:
+    return Buffer()
+
+
+@pytest.fixture
+def feed(buffer: Buffer) -> Iterator[PoolFeed]:
+    with closing(PoolFeed(buffer.drain, block_size=BLOCK, host="127.0.0.1")) as made:
+        yield made
+
+
+def sure(num_tokens: int) -> dict[str, PoolMatch]:
+    return {"a": PoolMatch(num_tokens=num_tokens, is_sure=True)}
+
+
+def test_a_prompt_is_found_where_its_engine_tells_of_it(
+    pools: Pools, buffer: Buffer, feed: PoolFeed
+) -> None:
+    engine = Engine()
+    pools.follow({"a": {EVENTS_STAT: feed.metadata}, "b": {}})
+    buffer.waiting.append(engine.event(stored([1, 2], PROMPT[:8])))
+    wait_for(lambda: pools.match(PROMPT) == sure(8), "the first blocks")
+    buffer.waiting.append(engine.event(removed(2)))
+    wait_for(lambda: pools.match(PROMPT) == sure(4), "an eviction")
+    assert pools.match([9, *PROMPT]) == sure(0)
+    assert pools.totals()["pool_event_batches_total", ("applied",)] >= 2
+    pools.follow({"b": {}})
+    assert pools.match(PROMPT) == {}
+
+
+def test_of_a_salted_prompt_what_is_found_may_be_too_little(
+    pools: Pools, buffer: Buffer, feed: PoolFeed
+) -> None:
+    pools.follow({"a": {EVENTS_STAT: feed.metadata}})
+    buffer.waiting.append(Engine().event(stored([1, 2], PROMPT[:8])))
+    wait_for(lambda: pools.match(PROMPT) == sure(8), "the plain blocks")
+    assert pools.match(PROMPT, salt="s") == {"a": PoolMatch(num_tokens=0, is_sure=False)}
+
+
+def test_nothing_is_said_of_adapters_numbered_salts_and_what_is_no_prompt(
+    pools: Pools, buffer: Buffer, feed: PoolFeed
+) -> None:
+    pools.follow({"a": {EVENTS_STAT: feed.metadata}})
+    buffer.waiting.append(Engine().event(stored([1, 2], PROMPT[:8])))
+    wait_for(lambda: pools.match(PROMPT) == sure(8), "the blocks")
+    assert pools.match(PROMPT, lora="/a") == pools.match(PROMPT, salt=3) == {}
+    assert pools.match([2**40]) == {}
+
+
+@pytest.mark.parametrize("told", [7, {"replay_endpoint": "tcp://127.0.0.1:1"}, ["endpoint"]])
+def test_an_address_in_another_form_is_said_once(
+    pools: Pools, told: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        pools.follow({"a": {EVENTS_STAT: told}})
+    assert pools.match(PROMPT) == {}
+    assert caplog.text.count("in a form that is not read") == 1

@@ -1,0 +1,228 @@
+"""Whatever is lost, repeated or begun again: the content is the publisher's."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvray.events.pool_content import PoolContent
+from kvray.events.reception import Reception
+from tests.examples import examples
+from tests.unit.events.publisher import Publisher
+
+TOKENS = st.lists(st.integers(0, 3), min_size=2, max_size=6).map(
+    lambda made: made[: len(made) & ~1]
+)
+
+
+def reception(*, can_replay: bool = True, pending_max: int = 8) -> Reception:
+    content = PoolContent(blocks_max=10_000)
+    return Reception(content, can_replay=can_replay, pending_max=pending_max)
+
+
+def ask(made: Reception, publisher: Publisher) -> int | None:
+    """Ask for a replay if one is due, and take it; return the number that was asked for."""
+    start = made.replay_from
+    if start is not None:
+        made.replay_begun()
+        for number, payload in publisher.replay(start):
+            made.replayed(number, payload)
+        made.replay_over()
+    return start
+
+
+def catch_up(made: Reception, publisher: Publisher) -> None:
+    for _ in range(8):
+        if ask(made, publisher) is None:
+            return
+    raise AssertionError("it asks without end")
+
+
+class ReceptionMachine(RuleBasedStateMachine):
+    """A publisher, a connection that loses batches, and replays that break off."""
+
+    @initialize(log_max=st.sampled_from([1, 3, 1000]), has_snapshot=st.booleans())
+    def begin(self, log_max: int, has_snapshot: bool) -> None:
+        self.options = {"log_max": log_max, "has_snapshot": has_snapshot}
+        self.life = 0
+        self.publisher = Publisher(log_max=log_max, has_snapshot=has_snapshot)
+        self.reception = reception()
+        self.under_way: list[tuple[int, bytes]] = []
+        self.replay: list[tuple[int, bytes]] | None = None
+
+    @rule(tokens=TOKENS, data=st.data())
+    def store(self, tokens: list[int], data: st.DataObject) -> None:
+        parents = [None, *self.publisher.blocks]
+        parent = data.draw(st.sampled_from(parents))
+        before = [] if parent is None else self.publisher.blocks[parent]
+        held = [*self.publisher.blocks.values()]
+        if not any(before + tokens[:end] in held for end in range(2, len(tokens) + 1, 2)):
+            self.under_way.append(self.publisher.store(parent, tokens))
+
+    @precondition(lambda self: self.publisher.blocks)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        """Remove a block that is nobody's parent."""
+        blocks = self.publisher.blocks
+        leaves = [
+            block
+            for block, tokens in blocks.items()
+            if not any(
+                other[: len(tokens)] == tokens for other in blocks.values() if other != tokens
+            )
+        ]
+        self.under_way.append(self.publisher.remove(data.draw(st.sampled_from(leaves))))
+
+    @rule()
+    def clear(self) -> None:
+        self.under_way.append(self.publisher.clear())
+
+    @rule(survives=st.integers(0, 3))
+    def restart(self, survives: int) -> None:
+        """Begin again with nothing; some batches of before may still arrive."""
+        for number, payload in self.under_way[:survives]:
+            self.reception.live(number, payload)
+        self.under_way.clear()
+        self.replay = None if self.replay is None else self.replay[:survives]
+        self.reception.interrupted()
+        self.life += 1
+        self.publisher = Publisher(**self.options, life=self.life)
+
+    @precondition(lambda self: self.under_way)
+    @rule(is_lost=st.booleans())
+    def deliver(self, is_lost: bool) -> None:
+        number, payload = self.under_way.pop(0)
+        if not is_lost:
+            self.reception.live(number, payload)
+
+    @precondition(lambda self: self.replay is None)
+    @rule()
+    def begin_replay(self) -> None:
+        start = self.reception.replay_from
+        if start is not None:
+            self.reception.replay_begun()
+            self.replay = [*self.publisher.replay(start)]
+
+    @precondition(lambda self: self.replay is not None)
+    @rule(number=st.integers(0, 4))
+    def take_some_of_the_replay(self, number: int) -> None:
+        assert self.replay is not None
+        for one, payload in self.replay[:number]:
+            self.reception.replayed(one, payload)
+        self.replay = self.replay[number:]
+        if not self.replay:
+            self.reception.replay_over()
+            self.replay = None
+
+    @precondition(lambda self: self.replay is not None)
+    @rule()
+    def break_the_replay_off(self) -> None:
+        self.reception.replay_failed()
+        self.replay = None
+
+    @rule()
+    def settle(self) -> None:
+        """When all has come and the publisher was asked for its last, the content is its own."""
+        if self.replay is not None:
+            self.take_some_of_the_replay(1000)
+        for number, payload in self.under_way:
+            self.reception.live(number, payload)
+        self.under_way.clear()
+        self.reception.check()
+        catch_up(self.reception, self.publisher)
+        content = self.reception.content
+        if self.options["has_snapshot"] or self.options["log_max"] == 1000 or content.is_whole:
+            assert content.digests == self.publisher.digests
+        else:
+            assert content.digests <= self.publisher.digests
+
+    @invariant()
+    def waiting_is_bounded(self) -> None:
+        assert len(self.reception._pending) <= 8
+
+
+TestReception = ReceptionMachine.TestCase
+TestReception.settings = settings(max_examples=examples(600), stateful_step_count=40, deadline=None)
+
+
+def test_batches_in_order_need_no_more_than_the_first_question() -> None:
+    publisher, made = Publisher(log_max=100, has_snapshot=False), reception()
+    catch_up(made, publisher)
+    for _ in range(3):
+        made.live(*publisher.store(None, [len(publisher.blocks), 1]))
+    assert made.replay_from is None
+    assert made.content.is_whole
+    assert made.content.digests == publisher.digests
+    assert (made.num_applied, made.num_gaps, made.num_lost) == (3, 0, 0)
+
+
+def test_who_comes_late_asks_for_all() -> None:
+    publisher, made = Publisher(log_max=100, has_snapshot=False), reception()
+    publisher.store(None, [1, 2, 3, 4])
+    assert made.replay_from == 0
+    catch_up(made, publisher)
+    assert made.content.is_whole
+    assert made.content.digests == publisher.digests
+
+
+def test_a_gap_is_filled_and_counted() -> None:
+    publisher, made = Publisher(log_max=100, has_snapshot=False), reception()
+    catch_up(made, publisher)
+    made.live(*publisher.store(None, [1, 2]))
+    publisher.store(None, [3, 4])
+    made.live(*publisher.remove(1))
+    assert made.replay_from == 0
+    catch_up(made, publisher)
+    assert made.content.digests == publisher.digests
+    assert (made.num_gaps, made.num_lost) == (1, 0)
+
+
+def test_what_the_log_no_longer_has_is_lost_and_said() -> None:
+    publisher, made = Publisher(log_max=2, has_snapshot=False), reception()
+    catch_up(made, publisher)
+    made.live(*publisher.store(None, [1, 2]))
+    for token in range(4):
+        last = publisher.store(None, [token, 7])
+    made.live(*last)
+    catch_up(made, publisher)
+    assert not made.content.is_whole
+    assert made.content.digests < publisher.digests
+    assert made.num_lost == 1
+
+
+def test_an_unreadable_batch_costs_the_wholeness_only() -> None:
+    publisher, made = Publisher(log_max=100, has_snapshot=False), reception()
+    catch_up(made, publisher)
+    made.live(*publisher.store(None, [1, 2]))
+    publisher.number += 1
+    made.live(1, b"\xc1")
+    assert not made.content.is_whole
+    made.live(*publisher.store(None, [5, 6]))
+    assert len(made.content) == 2
+
+
+def test_a_publisher_without_replays_is_followed_from_where_it_is() -> None:
+    publisher, made = Publisher(log_max=100, has_snapshot=False), reception(can_replay=False)
+    assert made.replay_from is None
+    publisher.store(None, [1, 2])
+    made.live(*publisher.store(None, [3, 4]))
+    assert (len(made.content), made.content.is_whole, made.num_lost) == (1, False, 0)
+    publisher.store(None, [5, 6])
+    made.live(*publisher.store(None, [7, 8]))
+    assert (len(made.content), made.num_lost) == (1, 1), "the second may be gone since"
+    again = Publisher(log_max=100, has_snapshot=False, life=1)
+    made.interrupted()
+    made.live(*again.store(None, [9, 9]))
+    assert made.content.is_whole
+    assert made.content.digests == again.digests
+
+
+@pytest.mark.parametrize("failures", [3, 7])
+def test_a_publisher_that_answers_no_question_is_followed_all_the_same(failures: int) -> None:
+    publisher, made = Publisher(log_max=100, has_snapshot=False), reception()
+    for _ in range(failures):
+        made.live(*publisher.store(None, [publisher.number, 1]))
+        if made.replay_from is not None:
+            made.replay_begun()
+            made.replay_failed()
+    assert made.content.digests == publisher.digests
