@@ -71,6 +71,7 @@ GOOD: dict[str, dict[str, Any]] = {
         "spans": [["load", 1, 1.0, 2.0, {"kvray.bytes": 1}]],
         "leaving": False,
     },
+    "describe": {"replica": "r", "rank": 0, "chains": []},
     "stage": {
         "replica": "r",
         "rank": 0,
