@@ -68,8 +68,10 @@ GOOD: dict[str, dict[str, Any]] = {
         "counters": {"requests": 1},
         "openings": [],
         "requests": [],
+        "spans": [["load", 1, 1.0, 2.0, {"kvray.bytes": 1}]],
         "leaving": False,
     },
+    "describe": {"replica": "r", "rank": 0, "chains": []},
     "stage": {
         "replica": "r",
         "rank": 0,
