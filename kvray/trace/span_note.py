@@ -33,7 +33,9 @@ class SpanNote(NamedTuple):
     """The class of what went wrong."""
 
 
-_NOTES = TypeAdapter(Annotated[tuple[SpanNote, ...], Field(max_length=SPAN_NOTES_MAX)])
+_NOTES: TypeAdapter[tuple[SpanNote, ...]] = TypeAdapter(
+    Annotated[tuple[SpanNote, ...], Field(max_length=SPAN_NOTES_MAX)]
+)
 
 
 def read_notes(notes: Any) -> tuple[SpanNote, ...]:

@@ -23,7 +23,9 @@ _INCOMPATIBLE_MAX = 4096
 _Digest = Annotated[
     bytes, Field(strict=True, min_length=PREFIX_DIGEST_BYTES, max_length=PREFIX_DIGEST_BYTES)
 ]
-_NOTES = TypeAdapter(Annotated[tuple[tuple[_Digest, Count], ...], Field(max_length=NOTES_MAX)])
+_NOTES: TypeAdapter[tuple[tuple[bytes, int], ...]] = TypeAdapter(
+    Annotated[tuple[tuple[_Digest, Count], ...], Field(max_length=NOTES_MAX)]
+)
 
 
 class DigestDesk:

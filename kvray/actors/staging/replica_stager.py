@@ -31,10 +31,12 @@ from kvray.store import Arena
 from kvray.trace.reasons import STAGE_REASONS
 
 _SECONDS = TypeAdapter(Seconds)
-_PLACE = TypeAdapter(Count | None)
+_PLACE: TypeAdapter[int | None] = TypeAdapter(Count | None)
 _Token = Annotated[Name, Field(max_length=64)]
 _TOKEN = TypeAdapter(_Token)
-_TOKENS = TypeAdapter(Annotated[tuple[_Token, ...], Field(max_length=64)])
+_TOKENS: TypeAdapter[tuple[str, ...]] = TypeAdapter(
+    Annotated[tuple[_Token, ...], Field(max_length=64)]
+)
 _LEASING_SHARE = 0.3  # share of the wait for the second round of calls to other shards
 _SUMMING_SHARE = 0.3  # share of the wait for checking the blocks that arrived
 

@@ -94,7 +94,9 @@ class _Reads(BaseModel):
 
 
 _READS = TypeAdapter(_Reads)
-_COUNTERS = TypeAdapter(Annotated[dict[_CounterName, _Number], Field(max_length=_COUNTERS_MAX)])
+_COUNTERS: TypeAdapter[dict[str, int]] = TypeAdapter(
+    Annotated[dict[_CounterName, _Number], Field(max_length=_COUNTERS_MAX)]
+)
 _NAME, _RANK, _SIZE = TypeAdapter(Name), TypeAdapter(Count), TypeAdapter(Positive)
 
 
