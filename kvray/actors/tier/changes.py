@@ -60,6 +60,7 @@ EFFECTS: Mapping[str, Effect] = {  # `section.*`: the settings of it that are no
     "nodes": Effect.AS_NAMED,
     "security.*": Effect.SHARD,
     "tracing.*": Effect.SHARD,
+    "events.*": Effect.SHARD,
     "connector.*": Effect.NOTHING,
     "ray.*": Effect.NOTHING,
 }
