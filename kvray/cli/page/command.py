@@ -98,8 +98,6 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 
 def _announce(host: str, bound_to: str, port: int, *, has_token: bool) -> None:
     """Print where the page is, and who else can read it."""
-    shown = f"[{host}]" if ":" in host else host
-    print(f"The page is at http://{shown}:{port}/ until Ctrl-C.", flush=True)
     if not ipaddress.ip_address(bound_to).is_loopback:
         who = "whoever has the token and" if has_token else "whoever"
         print(
@@ -107,3 +105,5 @@ def _announce(host: str, bound_to: str, port: int, *, has_token: bool) -> None:
             " `ssh -L` or a proxy with TLS keeps others out.",
             file=sys.stderr,
         )
+    shown = f"[{host}]" if ":" in host else host
+    print(f"The page is at http://{shown}:{port}/ until Ctrl-C.", flush=True)
