@@ -136,7 +136,7 @@ class Outlet:
 
     def publish(self, events: Sequence[Event]) -> None:
         """Send a batch to all subscribers that keep up, and keep it for replays."""
-        payload = pack(Batch(at=time.time(), events=events, dp_rank=0))
+        payload = self._packed(events)
         number = self._log.add(payload)
         self._live.send_multipart([_TOPIC, pack_sequence(number), payload], zmq.NOBLOCK)
 

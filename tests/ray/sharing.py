@@ -1,11 +1,12 @@
 """Two replicas on the two nodes of a tier, and what commands say of them."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
 
 from kvray.lab.reference.replica import Replica
-from tests.ray.cluster import TwoNodes, wait_for
+from tests.ray.cluster import CONNECTOR, TwoNodes, wait_for
 from tests.ray.teller import Teller
 
 TOKENS_PER_BLOCK = 32
@@ -45,6 +46,20 @@ class Sharing:
         blocks = len(prompt) // TOKENS_PER_BLOCK
         wait_for(lambda: self.num_known() >= before + blocks, "the announcement", timeout_s=20)
         return tuple(output.token_ids)
+
+
+def begin_replicas(nodes: TwoNodes) -> Iterator[Replica]:
+    """Begin to start a replica on each node, one after the other."""
+    for number, node in enumerate(nodes.nodes):
+        yield Replica.spawn(
+            f"on-node-{number}",
+            env=nodes.engine_environ(node),
+            model="tiny:11",
+            tokens_per_block=TOKENS_PER_BLOCK,
+            num_blocks=128,
+            connector=CONNECTOR,
+            num_threads=1,
+        )
 
 
 def name_of(replica: Replica, shard: dict[str, Any]) -> str:

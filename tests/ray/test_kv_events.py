@@ -11,9 +11,9 @@ import pytest
 
 from kvray.lab.reference.replica import Replica
 from tests.kv_subscriber import KvSubscriber
-from tests.ray.cluster import CONNECTOR, SETTINGS, open_two_nodes, wait_for
+from tests.ray.cluster import SETTINGS, open_two_nodes, wait_for
 from tests.ray.selection import Selection
-from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, name_of
+from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, begin_replicas, name_of
 from tests.ray.teller import Teller
 from tests.unit.events.test_outlet import free_port
 
@@ -77,20 +77,10 @@ def heard() -> Iterator[Heard]:
         nodes = stack.enter_context(open_two_nodes(settings))
         teller = Teller(nodes.config_path, nodes.machine.environ())
         stack.callback(teller.close)
-        replicas = []
-        for number, node in enumerate(nodes.nodes):
-            replicas.append(
-                Replica.spawn(
-                    f"on-node-{number}",
-                    env=nodes.engine_environ(node),
-                    model="tiny:11",
-                    tokens_per_block=TOKENS_PER_BLOCK,
-                    num_blocks=128,
-                    connector=CONNECTOR,
-                    num_threads=1,
-                )
-            )
-            stack.callback(replicas[-1].kill)
+        replicas: list[Replica] = []
+        for replica in begin_replicas(nodes):
+            replicas.append(replica)
+            stack.callback(replica.kill)
         for replica in replicas:
             replica.wait_ready()
         sharing = Sharing(nodes, replicas, teller)

@@ -1,18 +1,15 @@
 """The router in a real Ray Serve, with replicas that tell what their own pools have."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import ray
 
 from kvray.config import KVRayConfig
 from kvray.events.pool_feed import PoolFeed
 from tests.ray.conftest import TIMEOUT_S
-from tests.ray.test_router import APP, NUM_REPLICAS, Ask, Ingress, Stub
+from tests.ray.test_router import NUM_REPLICAS, Stub, deployed
 from tests.unit.actors.small_shard import wait_for
 
 serve = pytest.importorskip("ray.serve")
@@ -59,36 +56,10 @@ class Telling(Stub):
         return {**super().record_routing_stats(), "kv_event_metadata": self.feed.metadata}
 
 
-@contextmanager
-def deployed(running: KVRayConfig, config: Path) -> Iterator[Ask]:
-    from ray.serve.config import RequestRouterConfig
-
-    router = RequestRouterConfig(
-        request_router_class="kvray.serve.router:KvRayRouter",
-        request_router_kwargs={"kvray_config": str(config), "timeout_s": 1.0},
-        request_routing_stats_period_s=0.5,
-    )
-    deployment = serve.deployment(
-        num_replicas=NUM_REPLICAS,
-        max_ongoing_requests=8,
-        request_router_config=router,
-        ray_actor_options={"num_cpus": 0},
-    )(Telling)
-    serve.run(deployment.bind(running.node_dir), name=APP, route_prefix=None)
-    ingress = ray.remote(Ingress).options(num_cpus=0).remote()
-    try:
-        yield lambda asked: str(ray.get(ingress.ask.remote(asked), timeout=TIMEOUT_S))
-    finally:
-        ray.kill(ingress)
-        serve.shutdown()
-
-
 def test_a_prompt_goes_where_its_blocks_are_told_of_until_they_are_evicted(
     running: KVRayConfig, tmp_path: Path
 ) -> None:
-    config = tmp_path / "kvray.yaml"
-    config.write_text(f"cluster_name: {running.cluster_name}\n")
-    with deployed(running, config) as ask:
+    with deployed(running, tmp_path, Telling, request_routing_stats_period_s=0.5) as ask:
         names: set[str] = set()
         wait_for(lambda: names.add(ask("text")) or len(names) == NUM_REPLICAS, "all replicas")
         wait_for(

@@ -5,6 +5,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,23 +54,26 @@ class Ingress:
         return str(handle.generate.remote(asked).result(timeout_s=20))
 
 
-@pytest.fixture
-def ask(running: KVRayConfig, tmp_path: Path) -> Iterator[Ask]:
-    """Ask the application; the replica that answered is returned."""
+@contextmanager
+def deployed(
+    running: KVRayConfig, directory: Path, stub: type["Stub"], **routing: float
+) -> Iterator[Ask]:
+    """Deploy replicas of `stub` behind the router; gives what asks the application."""
     from ray.serve.config import RequestRouterConfig
 
-    config = tmp_path / "kvray.yaml"
+    config = directory / "kvray.yaml"
     config.write_text(f"cluster_name: {running.cluster_name}\n")
     router = RequestRouterConfig(
         request_router_class="kvray.serve.router:KvRayRouter",
         request_router_kwargs={"kvray_config": str(config), "timeout_s": 1.0},
+        **routing,
     )
     deployment = serve.deployment(
         num_replicas=NUM_REPLICAS,
         max_ongoing_requests=8,
         request_router_config=router,
         ray_actor_options={"num_cpus": 0},
-    )(Stub)
+    )(stub)
     serve.run(deployment.bind(running.node_dir), name=APP, route_prefix=None)
     ingress = ray.remote(Ingress).options(num_cpus=0).remote()
     try:
@@ -77,6 +81,13 @@ def ask(running: KVRayConfig, tmp_path: Path) -> Iterator[Ask]:
     finally:
         ray.kill(ingress)
         serve.shutdown()
+
+
+@pytest.fixture
+def ask(running: KVRayConfig, tmp_path: Path) -> Iterator[Ask]:
+    """Ask the application; the replica that answered is returned."""
+    with deployed(running, tmp_path, Stub) as made:
+        yield made
 
 
 def prompt(seed: int, num_tokens: int = 2048) -> list[int]:

@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 
 from kvray.lab.reference.replica import Replica
-from tests.ray.cluster import CONNECTOR, SETTINGS, open_two_nodes, wait_for
+from tests.ray.cluster import SETTINGS, open_two_nodes, wait_for
 from tests.ray.outages import Outages
 from tests.ray.scrape import OFTEN, scrape, total
-from tests.ray.sharing import TOKENS_PER_BLOCK, Sharing, counters_of, name_of, node_of
+from tests.ray.sharing import (
+    TOKENS_PER_BLOCK,
+    Sharing,
+    begin_replicas,
+    counters_of,
+    name_of,
+    node_of,
+)
 from tests.ray.teller import Teller
 
 pytestmark = pytest.mark.ray
@@ -37,18 +44,8 @@ def sharing(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[S
         replicas: list[Replica] = []
         teller = Teller(nodes.config_path, nodes.machine.environ())
         try:
-            for number, node in enumerate(nodes.nodes):
-                replicas.append(
-                    Replica.spawn(
-                        f"on-node-{number}",
-                        env=nodes.engine_environ(node),
-                        model="tiny:11",
-                        tokens_per_block=TOKENS_PER_BLOCK,
-                        num_blocks=128,
-                        connector=CONNECTOR,
-                        num_threads=1,
-                    )
-                )
+            for replica in begin_replicas(nodes):
+                replicas.append(replica)
             for replica in replicas:
                 replica.wait_ready()
             made = Sharing(nodes, replicas, teller)

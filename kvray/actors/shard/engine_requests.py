@@ -10,7 +10,7 @@ from kvray.actors.shard.serving import ShardParts
 from kvray.actors.shard.traces import outcome_of
 from kvray.actors.staging.replicas import read_reader
 from kvray.errors import ShardUnavailable
-from kvray.identity.block import KEY_BYTES, Namespace
+from kvray.identity.block import KEY_BYTES, Namespace, namespace_id
 from kvray.trace.span_note import read_notes
 from kvray.trace.spans import is_on, span, under
 
@@ -87,8 +87,8 @@ class EngineRequests:
         events, reader = self._parts.serving().events, self._parts.replicas.reader(replica, rank)
         if events is None or reader is None:
             return {"describe": None}
-        namespace, size = reader.namespace.digest().hex()[:8], reader.tokens_per_block
-        return {"describe": events.describe(namespace, size, chains)}
+        number = namespace_id(reader.namespace.digest())
+        return {"describe": events.describe(number, reader.tokens_per_block, chains)}
 
     def _generation(self) -> int | None:
         """Return the number of what engines were asked to tell; None: they need not."""

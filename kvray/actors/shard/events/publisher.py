@@ -31,6 +31,7 @@ from kvray.actors.shard.tier_delta import TierDelta
 from kvray.actors.staging.replicas import Replicas
 from kvray.errors import ConfigError, KVRayError
 from kvray.events.outlet import BATCH_BLOCKS, Outlet
+from kvray.identity.block import namespace_id
 from kvray.store import ArenaOwner
 from kvray.store.arena.mapped import is_damage
 from kvray.store.arena.tables import Tables
@@ -111,10 +112,10 @@ class EventPublisher:
         if self._thread.is_alive():
             self._thread.join()
 
-    def describe(self, namespace: str, tokens_per_block: int, chains: Sequence[Any]) -> int:
+    def describe(self, namespace: int, tokens_per_block: int, chains: Sequence[Any]) -> int:
         """Take the tokens of blocks, from the event loop, and return the generation.
 
-        A `namespace` is its first 8 hex digits; the chains are as in `kvray.node.block_tokens`.
+        A `namespace` is its `namespace_id`; the chains are as in `kvray.node.block_tokens`.
         Engines tell everything again when the generation changes. ConfigError: no such chains.
         """
         try:
@@ -125,7 +126,7 @@ class EventPublisher:
             self._num_dropped += 1
             return self._generation - 1  # so they are told again
         told = _Told(
-            namespace=int(namespace, 16),
+            namespace=namespace,
             tokens_per_block=tokens_per_block,
             chains=chains,
             size=size,
@@ -200,7 +201,8 @@ class EventPublisher:
         self._terms |= _terms(self._replicas)
         blocks.set_terms(self._terms)
         last = max((outlet.last for outlet in self._outlets.values()), default=0)
-        blocks.set_note("last", max(last, blocks.note("last")))
+        if last > blocks.note("last"):
+            blocks.set_note("last", last)
         for namespace in self._terms.keys() - self._outlets.keys():
             first = max(int(1000 * time.time()), blocks.note("last") + _JUMP)
             outlet = Outlet(_Content(blocks, namespace), first=first)
@@ -208,7 +210,10 @@ class EventPublisher:
             for socket in outlet.sockets():
                 poller.register(socket, zmq.POLLIN)
         # Those that ended lately keep their ports, as they may come back.
-        replicas = {one["replica"]: int(one["namespace"], 16) for one in self._replicas.status()}
+        replicas = {
+            one["replica"]: namespace_id(bytes.fromhex(one["namespace"]))
+            for one in self._replicas.status()
+        }
         moved = [one for one, (its, _) in self._ports.items() if replicas.get(one) != its]
         for replica in moved:
             namespace, port = self._ports.pop(replica)
@@ -313,7 +318,7 @@ def _terms(replicas: Replicas) -> dict[int, NamespaceTerms]:
     for replica, rank in replicas.connected():
         reader = replicas.reader(replica, rank)
         if reader is not None:
-            number = int(reader.namespace.digest().hex()[:8], 16)
+            number = namespace_id(reader.namespace.digest())
             sizes[number] = reader.tokens_per_block
             whole = {one.part for one in reader.part_requests if one.window is None}
             parts.setdefault(number, set()).update(whole)
