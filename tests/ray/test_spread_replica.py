@@ -20,8 +20,7 @@ from kvray.lab.reference.output import Output
 from kvray.lab.reference.replica import Replica
 from kvray.store import Arena
 from kvray.store.arena.layout import LIMBO, RESERVED
-from tests.ray.cluster import SETTINGS, TwoNodes, open_tier, wait_for
-from tests.ray.test_two_nodes import CONNECTOR
+from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier, wait_for
 
 pytestmark = pytest.mark.ray
 
