@@ -39,10 +39,10 @@ BATCH_BLOCKS = 128
 _TOPIC = b""
 _LIVE_MAX = 1000  # batches that wait for one subscriber; beyond them it loses some
 _BATCHES_MAX, _BYTES_MAX = 10_000, 64 * 2**20
-_REPLAY_WAITING_MAX = 64  # batches that wait for one client of a replay
-_REPLAYS_MAX = 16
+_REPLAY_WAITING_MAX = 16  # batches that wait for one client of a replay
+_REPLAYS_MAX = 64
 _REPLAY_S = 60.0  # how long a replay may get no batch rid
-_STEP = 64  # batches of a replay or snapshot that are sent before others have their turn
+_STEP = 16  # batches of a replay or snapshot that are sent before others have their turn
 _SNAPSHOT_S = 30.0  # between two snapshots for all
 _START_S = 10.0  # how long subscribers of an earlier run take to come back
 

@@ -1,7 +1,9 @@
-"""What the metrics port of one Ray node says of kvray, read as Prometheus reads it."""
+"""What the metrics ports of Ray nodes say of kvray, read as Prometheus reads it."""
 
-import urllib.request
+from contextlib import suppress
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,11 +16,13 @@ _PREFIX = "ray_kvray_"
 
 
 def scrape(temp_dir: Path) -> list[Sample]:
-    """Return the samples of kvray's metrics that the port of the node with `temp_dir` has now."""
-    ports = temp_dir.glob("session_2*/metrics_export_port_*")  # some of sessions before this one
-    port = max(ports, key=lambda one: one.stat().st_mtime)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port.read_text()}", timeout=10) as answer:
-        families: list[Metric] = list(text_string_to_metric_families(answer.read().decode()))
+    """Return the samples of kvray's metrics of all nodes with `temp_dir` as they are now."""
+    families: list[Metric] = []
+    files = temp_dir.glob("session_2*/metrics_export_port_*")
+    for port in {file.read_text() for file in files}:
+        # Some are of nodes that have left, or of sessions before this one.
+        with suppress(URLError), urlopen(f"http://127.0.0.1:{port}", timeout=10) as answer:
+            families += text_string_to_metric_families(answer.read().decode())
     return [one for family in families for one in family.samples if one.name.startswith(_PREFIX)]
 
 

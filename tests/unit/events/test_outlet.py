@@ -169,9 +169,10 @@ def test_a_replay_without_room_for_numbers_is_one_batch(monkeypatch):
         publisher.store(500)
         publisher.store(501)
         with KvSubscriber(publisher.live, publisher.replay) as subscriber:
-            numbers = subscriber.replay(publisher.outlet.last - 1)
+            last = publisher.outlet.last
+            numbers = subscriber.replay(last - 1)
 
-            assert len(numbers) <= 3
+            assert sum(number <= last for number in numbers) <= 2
             assert set(subscriber.content["CPU"]) == set(range(502))
 
 
@@ -187,7 +188,7 @@ def test_a_subscriber_of_an_earlier_run_loses_what_the_new_one_lacks():
 def test_clients_that_do_not_read_their_replays_hold_nobody_up():
     blocks = range(400 * BATCH_BLOCKS)
     with published(*blocks) as publisher, zmq.Context() as context, ExitStack() as stack:
-        for _ in range(20):
+        for _ in range(30):
             stuck = stack.enter_context(context.socket(zmq.DEALER))
             stuck.set_hwm(1)
             stuck.connect(publisher.replay)
