@@ -1,18 +1,22 @@
 """The tokens of one engine's blocks, for its shard, which publishes KV events with them."""
 
+from bisect import bisect_left
 from collections import deque
 from typing import Any, NamedTuple, cast
 
-from kvray.identity.block import BlockKey
+import numpy as np
+
+from kvray.identity.block import KEY_BYTES, BlockKey
 from kvray.identity.keys import Packed
 
 HASH_BYTES = 8
 """Leading bytes of a key that are the block's hash in KV events."""
 _WAITING_MAX = 64 * 2**20  # bytes of tokens
 _UNHEARD_MAX = 8 * 2**20  # the same before the shard has said whether it publishes anything
-_FRAME_MAX = 2**20
+_FRAME_MAX = 2**18  # larger ones cost several times as much a byte: the memory is new each time
 _CHAINS_MAX = 2048  # in a frame, which may not have too many values
-_TOLD_MAX = 500_000
+_STRIDE = 16  # of so many blocks one is remembered as told: up to as many are told twice
+_TOLD_MAX = 50_000
 
 
 class Chain(NamedTuple):
@@ -21,7 +25,7 @@ class Chain(NamedTuple):
     parent: bytes
     """The hash of the block before them; empty: they begin the prompt."""
     hashes: bytes
-    tokens: bytes
+    tokens: memoryview
     """Their tokens as u32 end to end, little-endian."""
 
 
@@ -29,11 +33,8 @@ class _Note(NamedTuple):
     keys: list[BlockKey]
     first: int
     end: int
-    packed: Packed
-
-    @property
-    def size(self) -> int:
-        return len(_bytes_of(self.packed))
+    tokens: memoryview
+    """Bytes, from those of block `first` on."""
 
 
 class BlockTokens:
@@ -59,9 +60,9 @@ class BlockTokens:
         More keys may be appended.
         """
         if self._noted - self._taken < self._waiting_max:
-            note = _Note(keys, first, len(keys), packed)
-            self._noted += note.size
-            self._waiting.append(note)
+            tokens = memoryview(cast(Any, packed)).cast("B")
+            self._noted += len(tokens)
+            self._waiting.append(_Note(keys, first, len(keys), tokens))
 
     def hear(self, generation: object) -> None:
         """Take the shard's word on what it knows."""
@@ -72,7 +73,7 @@ class BlockTokens:
             self.generation = heard
         if heard is None:
             while self._waiting:
-                self._taken += self._waiting.popleft().size
+                self._taken += len(self._waiting.popleft().tokens)
 
     def take(self, tokens_per_block: int) -> list[Chain]:
         """Return what to tell next, about a frame's worth; nothing: all was told.
@@ -80,43 +81,41 @@ class BlockTokens:
         It counts as told: who cannot tell it has to `forget`.
         """
         chains: list[Chain] = []
-        size = 0
+        size, step = 0, 4 * tokens_per_block
         while self._waiting and size < _FRAME_MAX and len(chains) < _CHAINS_MAX:
             note = self._waiting.popleft()
-            self._taken += note.size
-            at, end = self._untold(note, _FRAME_MAX // (4 * tokens_per_block))
+            self._taken += len(note.tokens)
+            at = self._untold_from(note)
+            end = min(note.end, at + max(1, _FRAME_MAX // step))
             if at < end:
-                chains.append(_chain(note, at, end, tokens_per_block))
-                self._told.update(note.keys[at:end])
-                size += len(chains[-1].tokens)
+                start, stop = (step * (one - note.first) for one in (at, end))
+                chains.append(_chain(note.keys, at, end, note.tokens[start:stop]))
+                self._told.update(note.keys[at | (_STRIDE - 1) : end : _STRIDE])
+                self._told.add(note.keys[end - 1])
+                size += stop - start
             if end < note.end:
-                self._taken -= note.size
-                self._waiting.appendleft(note)
+                rest = note._replace(first=end, tokens=note.tokens[step * (end - note.first) :])
+                self._taken -= len(rest.tokens)
+                self._waiting.appendleft(rest)
         return chains
 
     def forget(self) -> None:
         """Have everything told again, as prompts come."""
         self._told.clear()
 
-    def _untold(self, note: _Note, blocks_max: int) -> tuple[int, int]:
-        """Return the first block of a note that was not told, and where a frame's worth ends."""
+    def _untold_from(self, note: _Note) -> int:
+        """Return the first block of a note that may not have been told; its end: all were."""
         if len(self._told) > _TOLD_MAX:
             self._told.clear()
-        at, end = note.first, note.end
-        while at < end:  # Those that were told come first: no block is told without its head.
-            middle = (at + end) // 2
-            at, end = (middle + 1, end) if note.keys[middle] in self._told else (at, middle)
-        return at, min(note.end, at + max(1, blocks_max))
+        if note.keys[note.end - 1] in self._told:
+            return note.end
+        # Those that were told come first: no block is told without its head.
+        marks = range(note.first | (_STRIDE - 1), note.end, _STRIDE)
+        num_told = bisect_left(marks, True, key=lambda at: note.keys[at] not in self._told)
+        return marks[num_told - 1] + 1 if num_told else note.first
 
 
-def _chain(note: _Note, at: int, end: int, tokens_per_block: int) -> Chain:
-    start, stop = (4 * tokens_per_block * (one - note.first) for one in (at, end))
-    return Chain(
-        parent=note.keys[at - 1][:HASH_BYTES] if at else b"",
-        hashes=b"".join(key[:HASH_BYTES] for key in note.keys[at:end]),
-        tokens=bytes(_bytes_of(note.packed)[start:stop]),
-    )
-
-
-def _bytes_of(packed: Packed) -> memoryview:
-    return memoryview(cast(Any, packed)).cast("B")
+def _chain(keys: list[BlockKey], at: int, end: int, tokens: memoryview) -> Chain:
+    words = np.frombuffer(b"".join(keys[at:end]), f"V{HASH_BYTES}")
+    parent = keys[at - 1][:HASH_BYTES] if at else b""
+    return Chain(parent, words[:: KEY_BYTES // HASH_BYTES].tobytes(), tokens)

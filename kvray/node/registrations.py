@@ -18,7 +18,7 @@ from kvray.store import Membership, PartRequest
 _log = logging.getLogger("kvray.node")
 
 _CALL_TIMEOUT_S = 2.0
-_DESCRIBE_FRAMES = 16
+_DESCRIBE_FRAMES = 64
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """What an engine tells of its blocks' tokens."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,7 +69,8 @@ def test_a_prompt_is_told_with_parents_and_tokens():
     assert tokens.take(SIZE) == []
 
 
-def test_only_what_was_not_told_is_told():
+def test_only_what_was_not_told_is_told(monkeypatch):
+    monkeypatch.setattr(block_tokens, "_STRIDE", 1)
     tokens = asked()
     note(tokens, 1, 2, 3)
     tokens.take(SIZE)
@@ -132,16 +134,21 @@ def test_a_long_prompt_of_many_tokens_is_told_in_frames(monkeypatch):
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), max_size=20), st.integers(1, 9)
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), max_size=20),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 4]),
 )
-def test_whatever_prompts_come_each_block_is_told_once(prompts, every):
-    tokens, keys, found = asked(), {}, {}
-    for at, blocks in enumerate(prompts):
-        for key, block in zip(note(tokens, *blocks), blocks, strict=True):
-            keys[key[:8]] = block
-        if at % every == 0:
-            more = told(tokens.take(SIZE))
-            assert not more.keys() & found.keys()
-            found |= more
-    found |= told(tokens.take(SIZE))
+def test_whatever_prompts_come_each_block_is_told_and_few_twice(prompts, every, stride):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block_tokens, "_STRIDE", stride)
+        tokens, keys, found = asked(), {}, {}
+        for at, blocks in enumerate(prompts):
+            for key, block in zip(note(tokens, *blocks), blocks, strict=True):
+                keys[key[:8]] = block
+            if at % every == 0:
+                chains = tokens.take(SIZE)
+                for chain in chains:
+                    assert len(told([chain]).keys() & found.keys()) < stride
+                    found |= told([chain])
+        found |= told(tokens.take(SIZE))
     assert {hash_: ids[0] for hash_, (_, ids) in found.items()} == keys
