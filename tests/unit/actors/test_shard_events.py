@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import zmq
 
 from kvray import node
 from kvray.actors.owner.ownership import EVENTS_FILE
@@ -28,7 +30,7 @@ from tests.unit.actors.small_shard import (
     wait_until_serving,
 )
 from tests.unit.events.test_outlet import free_port
-from tests.unit.store.small_arena import SLOT, store
+from tests.unit.store.small_arena import SLOT, spec, store
 
 SIZE = NAMESPACE.tokens_per_block
 MINE = replace(NAMESPACE, part_bytes=SLOT)
@@ -303,3 +305,38 @@ def test_nothing_of_the_events_is_left_when_the_arena_retires(start: Any, direct
     wait_for((directory / EVENTS_FILE).exists)
     shard.stop(retire=True, timeout_s=10)
     assert not directory.exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_million_events_beside_subscribers_that_read_nothing_take_little_memory(
+    start: Any, join: Any, directory: Path
+) -> None:
+    arena_spec = spec(num_slabs=16, slots_per_slab=256)
+    shard, engine, process = start(spec=arena_spec), join(), psutil.Process()
+    with contextlib.ExitStack() as stack:
+        arena = stack.enter_context(contextlib.closing(open_arena(directory)))
+        places = addresses(shard)
+        context = stack.enter_context(zmq.Context())
+        for _ in range(3):
+            stuck = stack.enter_context(context.socket(zmq.SUB))
+            stuck.set_hwm(1)
+            stuck.subscribe(b"")
+            stuck.connect(places[0])
+        sub = stack.enter_context(KvSubscriber(*places))
+        before, peak, num_events, first = process.memory_info().rss, 0, 0, 0
+        while num_events < 10**6:
+            prompts = [engine.prompt(*range(at, at + 64)) for at in range(first, first + 2048, 64)]
+            first += 2048
+            for keys in prompts:
+                store(arena, keys)
+            last = int.from_bytes(keys[-1][:8], "big")
+            sub.read_until(lambda one, last=last: last in one.content["CPU"])
+            num_events += 2048 + len(sub.removed)
+            sub.removed.clear()
+            peak = max(peak, process.memory_info().rss)
+        recent = [key for prompt in prompts for key in prompt if arena.match([key])]
+        sub.read_until(lambda one: hashes(recent) <= set(one.content["CPU"]))
+        assert len(sub.content["CPU"]) <= 4096
+    print(f"{num_events} events, {(peak - before) / 2**20:.0f} MiB more")
+    assert peak - before < 256 * 2**20
