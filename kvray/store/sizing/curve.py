@@ -24,7 +24,7 @@ from kvray.store.sizing.sample import Space, Window
 
 SIZES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 3 / 2, 2, 4)
 """The sizes of a curve, in parts of the memory that there is."""
-CPU_SHARE = 0.006
+CPU_SHARE = 0.004
 """Of a core, for a node's replays; to take the sample costs a fraction of that."""
 _RANKED_FEWEST = 8
 _GROUPS = 16
