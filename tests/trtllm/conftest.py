@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvray.actors.shard.shard import Shard
+from kvray.connector import saver
 from tests.trtllm.engine import Engine
 from tests.trtllm.shapes import FLAT
 from tests.trtllm.version import STAND_INS, Version, installed
@@ -31,6 +32,8 @@ def make_engine(
 ) -> Iterator[MakeEngine]:
     """Make engines. Whatever they did: no row was wrong, nothing failed, no lease is left."""
     engines: list[Engine] = []
+    # Longer than engines wait, so that a busy machine drops no save.
+    monkeypatch.setattr(saver, "_STALL_S", 5.0)
 
     def make(*, waits_for_tier: bool = True, **options: Any) -> Engine:
         shape = options.get("shape", FLAT)

@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from kvray.actors.shard.shard import Shard
 from kvray.store.arena.layout import READY
 from tests.trtllm.conftest import MakeEngine
 from tests.trtllm.shapes import BLOCK, FLAT, MLA, Shape, with_dtype
 from tests.trtllm.version import Version
+from tests.unit.actors.small_shard import wait_for
 
 PROMPT = list(range(100, 140))
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -104,17 +106,19 @@ def test_several_requests_of_one_batch_load_their_own(make_engine: MakeEngine) -
 
 
 def test_engines_that_run_at_once_load_what_the_other_has_computed(
-    make_engine: MakeEngine,
+    make_engine: MakeEngine, shard: Shard
 ) -> None:
     engines = [make_engine(chunk=8), make_engine(chunk=8)]
     requests = []
+    before = shard.status()["arena"]["blocks"]
     for turn in range(12):
         prompt = [turn // 2, *PROMPT]
         requests.append(engines[turn % 2].submit(prompt, max_new=3))
         for engine in (*engines, *engines):
             engine.step()
         engines[turn % 2].run()
-        engines[turn % 2].workers[0]._saver.drain()
+        stored = before + 10 * (turn // 2 + 1)
+        wait_for(lambda stored=stored: shard.status()["arena"]["blocks"] >= stored)
     assert [request.num_hit for request in requests] == [0, 40] * 6
 
 

@@ -12,6 +12,12 @@ from kvray.errors import ConfigError
 from tests.unit.actors.small_shard import wait_for
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait longer than an engine does, so that a busy machine makes no miss."""
+    monkeypatch.setattr(adapters, "_WAIT_S", 5.0)
+
+
 def write_adapter(directory: Path, weights: bytes = b"weights") -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text('{"r": 8}')
