@@ -1,0 +1,71 @@
+"""`kvray drain`: have a node's blocks go to others before it is taken away."""
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from kvray.cli.asking import open_client
+from kvray.config import format_size
+from kvray.console.boundary import boundary
+from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.errors import ShardUnavailable
+
+_POLL_S = 0.5
+
+
+def drain(
+    node: Annotated[
+        str, typer.Argument(metavar="NODE", help="The beginning of its name in `kvray status`.")
+    ],
+    deadline: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, help="How long there is.", show_default=False),
+    ] = None,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="The node stays after all.", show_default=False)
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until the blocks are away.")
+    ] = True,
+    config: ConfigOption = None,
+    address: AddressOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Have what only one node has go to the others, before the node is taken away.
+
+    What is used most goes first. Engines of the node go on until they end. The node gets nothing
+    for later until `kvray drain NODE --cancel`. Ray's own notice does the same by itself.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        with open_client(config, address, interrupts) as client:
+            if cancel:
+                print(f"{client.call_off_drain(node)} stays.")
+                return
+            shard = client.drain(node, seconds=deadline)
+            found = _look(client.status, shard)
+            while wait and found["state"] == "moving":
+                time.sleep(_POLL_S)
+                interrupts.check()
+                found = _look(client.status, shard)
+        print(drain_sentence(shard, found))
+
+
+def drain_sentence(shard: str, found: dict[str, Any]) -> str:
+    """Return how far the drain of a shard is."""
+    moved = f"{found['moved_blocks']:,} blocks ({format_size(found['moved_bytes'])}) are elsewhere"
+    says = {
+        "moving": f"is to go: {moved}, {format_size(found.get('left_bytes') or 0)} are left",
+        "moved": f"may go: {moved}",
+        "late": f"has no time left: {moved}, {format_size(found.get('left_bytes') or 0)} are not",
+    }[found["state"]]
+    return f"{shard} {says}." + (f" {found['message']}" if found.get("message") else "")
+
+
+def _look(status: Callable[[], dict[str, Any]], shard: str) -> dict[str, Any]:
+    shards = {one["shard"]: one for one in status()["shards"]}
+    found = shards.get(shard, {}).get("drain")
+    if found is None:
+        raise ShardUnavailable(f"{shard} went before its blocks were away.")
+    return dict(found)
