@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from kvray.cli.asking import open_client
-from kvray.config import format_size
+from kvray.cli.text.drain import drain_sentence
 from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
 from kvray.errors import ShardUnavailable
@@ -21,7 +21,9 @@ def drain(
     ],
     deadline: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", min=0, help="How long there is.", show_default=False),
+        typer.Option(
+            metavar="SECONDS", min=0, max=86_400, help="How long there is.", show_default=False
+        ),
     ] = None,
     cancel: Annotated[
         bool, typer.Option("--cancel", help="The node stays after all.", show_default=False)
@@ -50,17 +52,6 @@ def drain(
                 interrupts.check()
                 found = _look(client.status, shard)
         print(drain_sentence(shard, found))
-
-
-def drain_sentence(shard: str, found: dict[str, Any]) -> str:
-    """Return how far the drain of a shard is."""
-    moved = f"{found['moved_blocks']:,} blocks ({format_size(found['moved_bytes'])}) are elsewhere"
-    says = {
-        "moving": f"is to go: {moved}, {format_size(found.get('left_bytes') or 0)} are left",
-        "moved": f"may go: {moved}",
-        "late": f"has no time left: {moved}, {format_size(found.get('left_bytes') or 0)} are not",
-    }[found["state"]]
-    return f"{shard} {says}." + (f" {found['message']}" if found.get("message") else "")
 
 
 def _look(status: Callable[[], dict[str, Any]], shard: str) -> dict[str, Any]:

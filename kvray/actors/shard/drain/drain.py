@@ -82,7 +82,8 @@ class Drain:
             _log.warning("%s: the node is to go%s, as %s says", self._shard, within, by)
             self._sent.clear()
             self._budget = None
-            self._figures = {"state": "moving", "moved_blocks": 0, "moved_bytes": 0}
+            self._figures = dict.fromkeys(("moved_blocks", "moved_bytes", "left_bytes"), 0)
+            self._figures["state"] = "moving"
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
             self._task.add_done_callback(_note_defect)
