@@ -5,11 +5,13 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from kvray.cli.asking import open_client
 from kvray.cli.text.drain import drain_sentence
 from kvray.console.boundary import boundary
 from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.console.progress import LaunchProgress
 from kvray.errors import ShardUnavailable
 
 _POLL_S = 0.5
@@ -47,10 +49,12 @@ def drain(
                 return
             shard = client.drain(node, seconds=deadline)
             found = _look(client.status, shard)
-            while wait and found["state"] == "moving":
-                time.sleep(_POLL_S)
-                interrupts.check()
-                found = _look(client.status, shard)
+            with LaunchProgress(Console(stderr=True, highlight=False), interrupts) as progress:
+                while wait and found["state"] == "moving":
+                    message = found.get("message", "")
+                    progress.draining(found["moved_bytes"], found["left_bytes"], message)
+                    time.sleep(_POLL_S)
+                    found = _look(client.status, shard)
         print(drain_sentence(shard, found))
 
 

@@ -66,11 +66,8 @@ def held_by(runs: Sequence[Run], parts: Array, shards: frozenset[str]) -> Array:
     return held
 
 
-def spans_of(tables: Tables, slots: Array, source: str) -> tuple[Span, ...]:
-    """Return the blocks in `slots`, parents before children, as spans that the mover `source` has.
-
-    Blocks whose parents stay behind, or are on a third node, are useful there too.
-    """
+def chains_of(tables: Tables, slots: Array) -> list[Array]:
+    """Return `slots`, parents before children, as chains of blocks that follow each other."""
     chains: list[list[int]] = []
     ends: dict[int, list[int]] = {}
     for slot, parent in zip(slots.tolist(), tables.parents(slots).tolist(), strict=True):
@@ -79,10 +76,14 @@ def spans_of(tables: Tables, slots: Array, source: str) -> tuple[Span, ...]:
             chains.append(chain := [])
         chain.append(slot)
         ends[slot] = chain
-    return tuple(_span(tables, np.array(chain), source) for chain in chains)
+    return [np.array(chain) for chain in chains]
 
 
-def _span(tables: Tables, chain: Array, source: str) -> Span:
+def span_of(tables: Tables, chain: Array, source: str) -> Span:
+    """Return the blocks of a chain as the mover `source` has them.
+
+    If their parents stay behind, or are on a third node, they are useful there too.
+    """
     first = int(chain[0])
     parent = int(tables.parents(chain[:1])[0])
     return Span(

@@ -18,15 +18,15 @@ from kvray.actors.names import LOOKUP_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces, packed
 from kvray.actors.shard.drain.choice import (
     batches,
+    chains_of,
     held_by,
     hottest_first,
     shared_out,
-    spans_of,
+    span_of,
 )
 from kvray.actors.shard.nvme_tier import NvmeTier
 from kvray.actors.staging.peers import Peers, mover_of
 from kvray.errors import KVRayError
-from kvray.identity.block import KEY_BYTES
 from kvray.index import Run
 from kvray.store import ArenaOwner
 from kvray.store.arena.tables import Array, Tables
@@ -37,7 +37,9 @@ _log = logging.getLogger("kvray.shard")
 _BATCH_BYTES = 64 * 2**20
 _BATCH_BLOCKS = 1024
 _BATCH_S = 20.0  # how long a batch may take
-_AGAIN_S = 1.0  # between two looks for blocks that have come meanwhile
+_AGAIN_S, _PAUSES = 1.0, 20
+"""Between two looks for what has come meanwhile; so many times as long as a look takes."""
+_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Drain:
@@ -62,10 +64,11 @@ class Drain:
         self._orders: dict[str, float | None] = {}
         """Who ordered it -> until when blocks may go; None: as long as it takes."""
         self._task: asyncio.Task[None] | None = None
-        self._sent: set[bytes] = set()
-        """Key and part of the blocks that were sent; a block that comes back is not sent again."""
+        self._settled: list[Array] = []
+        """Names of the blocks that others have; one that comes back later is not sent again."""
         self._budget: int | None = None
         """Bytes that others are still to take; None: they were not asked yet."""
+        self._ranking_s = 0.0
         self._figures: dict[str, Any] = {}
 
     @property
@@ -80,7 +83,7 @@ class Drain:
         if is_new:
             within = "" if seconds is None else f" within {seconds:.0f} s"
             _log.warning("%s: the node is to go%s, as %s says", self._shard, within, by)
-            self._sent.clear()
+            self._settled.clear()
             self._budget = None
             self._figures = dict.fromkeys(("moved_blocks", "moved_bytes", "left_bytes"), 0)
             self._figures["state"] = "moving"
@@ -115,7 +118,7 @@ class Drain:
                 await self._move()
             except KVRayError as error:
                 self._figures["message"] = str(error)
-            await asyncio.sleep(_AGAIN_S)
+            await asyncio.sleep(max(_AGAIN_S, _PAUSES * self._ranking_s))
 
     async def _move(self) -> None:
         """Have everything that is only here sent once, as far as there is time and room."""
@@ -159,17 +162,21 @@ class Drain:
         return _BATCH_S if until is None else min(_BATCH_S, until - time.monotonic())
 
     def _unsent(self) -> list[tuple[Tables, Array]]:
-        """Return what was not sent yet: blocks of the memory, and those on the disk only."""
+        """Return what others do not have yet: blocks of the memory, and those on the disk only."""
+        began = time.monotonic()
         arena, nvme = self._owner.arena.tables, self._nvme()
         tiers = [(arena, hottest_first(arena, self._retention.rank))]
         if nvme is not None:
             store = nvme.store.tables
             slots = hottest_first(store, self._retention.rank_below)
             tiers.append((store, slots[find_alike(store, slots, arena) < 0]))
-        return [
-            (tables, slots[[name not in self._sent for name in _names(tables, slots)]])
-            for tables, slots in tiers
+        settled = np.concatenate([np.empty(0, dtype=np.uint64), *self._settled])
+        self._settled = [settled]
+        unsent = [
+            (tables, slots[~np.isin(_names(tables, slots), settled)]) for tables, slots in tiers
         ]
+        self._ranking_s = time.monotonic() - began
+        return unsent
 
     async def _send(
         self, tables: Tables, slots: Array, target: str, others: frozenset[str]
@@ -178,14 +185,16 @@ class Drain:
         assert self._budget is not None
         sizes = {"bytes_max": _BATCH_BYTES, "blocks_max": _BATCH_BLOCKS}
         for batch in batches(tables, slots, **sizes):
-            names = _names(tables, batch)
             held = await self._held(tables, batch, others)
             left_s = self._left_s()
             if not self._orders or left_s <= 0 or self._budget <= 0:
                 return
-            num_bytes = await self._fetch(tables, batch[~held], target, left_s)
+            here = await self._fetch(tables, batch[~held], target, left_s)
+            self._settled.append(_names(tables, np.concatenate((batch[held], here))))
+            num_bytes = int(tables.block_bytes(here).sum())
             self._budget -= num_bytes
-            self._sent.update(names)
+            self._figures["moved_blocks"] += len(here)
+            self._figures["moved_bytes"] += num_bytes
             left = self._figures["left_bytes"] - int(tables.block_bytes(batch).sum())
             self._figures["left_bytes"] = max(0, min(left, self._budget))
 
@@ -200,23 +209,24 @@ class Drain:
             held[rows] = held_by(runs, tables.slot_part[slots[rows]], others)
         return held
 
-    async def _fetch(self, tables: Tables, slots: Array, target: str, left_s: float) -> int:
-        """Have a target fetch blocks; return how many bytes it has of them now."""
+    async def _fetch(self, tables: Tables, slots: Array, target: str, left_s: float) -> Array:
+        """Have a target fetch the blocks in `slots`; return those that it has now."""
         if not len(slots):
-            return 0
-        sizes = tables.block_bytes(slots)
-        order = FetchOrder(spans=spans_of(tables, slots, mover_of(self._shard)), deadline_s=left_s)
+            return slots
+        chains = chains_of(tables, slots)
+        spans = tuple(span_of(tables, chain, mover_of(self._shard)) for chain in chains)
+        order = FetchOrder(spans=spans, deadline_s=left_s)
         nvme = self._nvme()
         if tables is not self._owner.arena.tables and nvme is not None:
             await nvme.reads.promote(order)  # movers read from memory only
-        report: FetchReport = await self._peers.call(
+        report: FetchReport = await self._peers.call_watched(
             mover_of(target), "fetch", *packed(order), work_s=left_s
         )
-        num_blocks = sum(report.here)
-        num_bytes = int(sizes.mean() * num_blocks)
-        self._figures["moved_blocks"] += num_blocks
-        self._figures["moved_bytes"] += num_bytes
-        return num_bytes
+        for source in report.sources.values():
+            if source.error is not None:
+                self._figures["message"] = f"{target}: {source.message}"
+        heads = [chain[:count] for chain, count in zip(chains, report.here, strict=True)]
+        return np.concatenate(heads)
 
 
 def _note_defect(task: "asyncio.Task[None]") -> None:
@@ -228,10 +238,8 @@ def _soonest(orders: dict[str, float | None]) -> float | None:
     return min((until for until in orders.values() if until is not None), default=None)
 
 
-def _names(tables: Tables, slots: Array) -> list[bytes]:
-    """Return key and part of each block."""
-    keys, parts = tables.slot_key[slots].tobytes(), tables.slot_part[slots].tobytes()
-    return [
-        keys[KEY_BYTES * at : KEY_BYTES * (at + 1)] + parts[4 * at : 4 * at + 4]
-        for at in range(len(slots))
-    ]
+def _names(tables: Tables, slots: Array) -> Array:
+    """Return a number for key and part of each block, u64."""
+    parts = tables.slot_part[slots].astype(np.uint64)
+    names: Array = tables.slot_key[slots, 0] ^ (parts * _MIX)
+    return names

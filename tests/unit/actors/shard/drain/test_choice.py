@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 
 from kvray.actors.shard.drain.choice import (
     batches,
+    chains_of,
     held_by,
     hottest_first,
     shared_out,
-    spans_of,
+    span_of,
 )
 from kvray.identity.block import split_keys
 from kvray.index import Run
@@ -62,7 +63,7 @@ def test_spans_have_every_block_once_and_parents_first(sizes, seed):
     ranks = rank_of(tables, seed)
     slots = hottest_first(tables, lambda slots: ranks[slots])
 
-    spans = spans_of(tables, slots, "mover")
+    spans = [span_of(tables, chain, "mover") for chain in chains_of(tables, slots)]
 
     keys = [key for span in spans for key in split_keys(span.keys)]
     assert sorted(keys) == sorted(tables.slot_key[slot].tobytes() for slot in slots)
