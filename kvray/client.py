@@ -11,7 +11,7 @@ from kvray.actors.lookup.partitions import partition_of
 from kvray.actors.names import LOOKUP_NAME, SUPERVISOR_NAME, lookup_name
 from kvray.actors.ray_glue.arguments import in_pieces
 from kvray.actors.ray_glue.calls import ask_all, call, get_actor, tier_named
-from kvray.actors.tier import connection, tier
+from kvray.actors.tier import connection, draining, tier
 from kvray.config import KVRayConfig, load_config
 from kvray.errors import ConfigError, KVRayError
 from kvray.identity.block import KEY_BYTES, BlockKey
@@ -243,6 +243,29 @@ class Client:
         """
         with tier_named(self.cluster_name):
             return tier.clear(timeout_s=self._timeout_s, config=self._config)
+
+    def drain(self, node: str, *, seconds: float | None = None) -> str:
+        """Have what only a node has go to others, as it is to be taken away; return its shard.
+
+        It goes on in the background, and until `call_off_drain` the node gets nothing for later;
+        `status` has a shard's progress in `drain`.
+
+        Args:
+            node: the beginning of its id, or the name of its shard.
+            seconds: how long blocks may go; None: as long as it takes.
+
+        Raises:
+            ConfigError: no node, or several, are named so, or the tier asks for a token that the
+                configuration does not name.
+            ShardUnavailable: no tier runs there, or the shard did not answer.
+        """
+        with tier_named(self.cluster_name):
+            return draining.drain(node, seconds, config=self._config, timeout_s=self._timeout_s)
+
+    def call_off_drain(self, node: str) -> str:
+        """Have a node stay that `drain` was to take; arguments and errors as there."""
+        with tier_named(self.cluster_name):
+            return draining.call_off(node, config=self._config, timeout_s=self._timeout_s)
 
     def close(self) -> None:
         """End the Ray connection if this client made it. Twice is fine."""

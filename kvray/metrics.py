@@ -73,6 +73,8 @@ _HELPS: Mapping[tuple[_Kind, tuple[str, ...]], Mapping[str, str]] = {
         "leased_blocks": "blocks of the arena that somebody has leased",
         "quarantined_blocks": "blocks of the arena that are never served again",
         "holders": "processes attached to the arena",
+        "draining": "1 while the node is to go, else 0",
+        "drain_left_bytes": "bytes that the node is still to give to others before it goes",
         "announcement_lag_seconds": "age of the oldest change that the lookup was not told of",
         "nvme_write_budget_bytes": "bytes that may be written to disk now; none without a budget",
         "nvme_failed": "1 while the disk is out or does not answer",

@@ -17,6 +17,7 @@ from kvray.cli.dashboard import dashboard
 from kvray.cli.demo import demo
 from kvray.cli.doctor import doctor
 from kvray.cli.down import down
+from kvray.cli.drain import drain
 from kvray.cli.explain import explain
 from kvray.cli.help import Command, Group
 from kvray.cli.ls import ls
@@ -34,7 +35,17 @@ from kvray.console.boundary import EXIT_ERROR
 from kvray.console.output import Output, OutputLost
 
 _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
-    "Run a tier": (up, upgrade, down, clear, prefetch, sweep, connector_config, config_app),
+    "Run a tier": (
+        up,
+        upgrade,
+        down,
+        drain,
+        clear,
+        prefetch,
+        sweep,
+        connector_config,
+        config_app,
+    ),
     "Look at it": (status, top, ls, size, explain, doctor, probe, verify, dashboard),
     "Try and measure": (demo, chaos, replay, bench),
 }

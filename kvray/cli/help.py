@@ -21,6 +21,10 @@ _EXAMPLES: dict[str, _Examples] = {
         ("Write blocks to disk, then end the tier", "kvray down -c kvray.yaml"),
         ("End it at once", "kvray down -c kvray.yaml --no-flush"),
     ),
+    "drain": (
+        ("Before a machine is taken away in a minute", "kvray drain 3bcd88969b3d --deadline 60"),
+        ("It stays after all", "kvray drain 3bcd88969b3d --cancel"),
+    ),
     "clear": (("Ask no question, in a script", "kvray clear -c kvray.yaml --yes"),),
     "prefetch": (
         (

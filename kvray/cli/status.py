@@ -9,6 +9,7 @@ from rich.table import Table
 
 from kvray.actors.tier.sizing import combined
 from kvray.cli.asking import open_client, show_answer
+from kvray.cli.text.drain import drain_sentence
 from kvray.cli.text.events import events_report
 from kvray.cli.text.hits import (
     COMPUTED,
@@ -86,6 +87,8 @@ def _print(found: dict[str, Any]) -> None:
                 markup=False,
                 soft_wrap=True,
             )
+        if (drain := shard.get("drain")) is not None:
+            console.print(drain_sentence(shard["shard"], drain), markup=False, soft_wrap=True)
         for remark in shard.get("nvme", {}).get("remarks", ()):
             console.print(f"{shard['shard']}: {remark}", markup=False, soft_wrap=True)
     if between := node_links(found):

@@ -74,8 +74,8 @@ _COUNTING = (_DESCRIPTION, BarColumn(), DownloadColumn(binary_units=True), TimeE
 class LaunchProgress:
     """A spinner while Ray starts, then a bar with the bytes of the arenas that are being made.
 
-    At the end of a tier it shows the bytes that go to disk. Its callbacks raise a signal that was
-    held back.
+    At the end of a tier it shows the bytes that go to disk, and of a node those that go to others.
+    Its callbacks raise a signal that was held back.
     """
 
     def __init__(self, console: Console, interrupts: Interrupts) -> None:
@@ -108,6 +108,11 @@ class LaunchProgress:
         """Show how far the shards are with writing blocks to disk before they end."""
         ending = [shard for shard in shards if shard["state"] == "flushing"]
         self._show("Ending the tier", "Flushing to disk", ending)
+
+    def draining(self, moved_bytes: int, left_bytes: int, message: str) -> None:
+        """Show how much of a node is elsewhere, and what is in the way."""
+        title = "Moving blocks to other nodes" + (f" ({message})" if message else "")
+        self._show(title, title, [{"done": moved_bytes, "total": moved_bytes + left_bytes}])
 
     def _show(
         self, waiting: str, counting: str = "", shards: Sequence[Mapping[str, Any]] = ()

@@ -89,6 +89,12 @@ class LookupActor:
         with self._lock:
             return self._lookup.shards()
 
+    @ray.method(concurrency_group="queries")
+    def targets(self) -> list[str]:
+        """Return the shards that blocks may be brought to for later."""
+        with self._lock:
+            return self._lookup.targets(time.monotonic())
+
     def drop(self, shard: str) -> None:
         """Forget a shard whose node is gone."""
         with self._lock:

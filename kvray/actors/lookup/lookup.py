@@ -57,6 +57,8 @@ class Announcement:
     """The list did not fit in; the next announcement continues it."""
     ranks: list[tuple[str, int]] | None = None
     """Replica and rank of all ranks registered with the shard; None: no change."""
+    is_leaving: bool = False
+    """The shard's node is to go: nothing is to be brought there for later."""
     until: tuple[str, float] | None = None
     """A lookup's epoch, and the time by its clock (`Answer.now_s`) at which the shard gives up."""
 
@@ -133,6 +135,7 @@ class Lookup:
         # When each was heard, the oldest first: a call visits only those that fall silent.
         self._live: OrderedDict[str, float] = OrderedDict()
         self._silent: dict[str, float] = {}
+        self._leaving: set[str] = set()
 
     def announce(self, announcement: Announcement, now: float) -> Answer:
         """Take an announcement or a heartbeat; ConfigError: its keys and parts do not match."""
@@ -156,6 +159,7 @@ class Lookup:
         self._silent.pop(shard, None)
         self._live[shard] = now
         self._live.move_to_end(shard)
+        (self._leaving.add if announcement.is_leaving else self._leaving.discard)(shard)
         self._silence(now)
         self._turns.go_on(shard, now, more=announcement.more)
         return Answer(
@@ -231,8 +235,14 @@ class Lookup:
         """Return the shards that it knows."""
         return [*self._silent, *self._live]
 
+    def targets(self, now: float) -> list[str]:
+        """Return the shards that blocks may be brought to for later: their nodes stay."""
+        self._silence(now)
+        return [shard for shard in self._live if shard not in self._leaving]
+
     def drop(self, shard: str) -> None:
         """Forget a shard whose node is gone."""
+        self._leaving.discard(shard)
         self.index.drop(shard)
         self._ranks.drop(shard)
         self._partial_blocks.drop(shard)
@@ -257,6 +267,7 @@ class Lookup:
             "prefix_digests": len(self._digests),
             "ranks": len(self._ranks),
             "silent": sorted(self._silent),
+            "leaving": sorted(self._leaving),
             "shards": {
                 shard: {"entries": entries.get(shard, 0), "heard_s_ago": round(now - at, 3)}
                 for shard, at in sorted((self._silent | self._live).items())

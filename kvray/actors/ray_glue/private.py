@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -72,6 +73,25 @@ def available_resources(node_id: str) -> Mapping[str, float] | None:
         return None
     nodes: Mapping[str, Mapping[str, float]] = available_resources_per_node()  # type: ignore[no-untyped-call]
     return nodes.get(node_id)
+
+
+def draining_nodes() -> dict[str, float | None]:
+    """Return the nodes that Ray wants to go, by id, and the seconds that they have; None: any.
+
+    Ray tells actors nothing of it, and its public calls do not either. Without it a node that the
+    autoscaler or its cloud takes away goes with its blocks, and `kvray drain` still works.
+    """
+    try:
+        from ray._private.state import state
+
+        found: Mapping[str, int] = state.get_draining_nodes()
+    except (ImportError, AttributeError):
+        return {}
+    now_ms = 1000 * time.time()
+    return {
+        node: max(0.0, (deadline_ms - now_ms) / 1000) if deadline_ms else None
+        for node, deadline_ms in found.items()
+    }
 
 
 @contextlib.contextmanager

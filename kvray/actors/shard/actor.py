@@ -114,6 +114,21 @@ class ShardActor:
         check_proof(self._config, proof)
         return self._shard.clear(_STOP_TIMEOUT_S)
 
+    @ray.method(concurrency_group="leases")
+    def room(self) -> int:
+        """See `ActorRequests.room`."""
+        return self._shard.requests.room()
+
+    @ray.method(concurrency_group="people")
+    def drain(self, by: str, seconds: float | None) -> None:
+        """See `Drain.order`."""
+        self._shard.requests.drain(by, seconds)
+
+    @ray.method(concurrency_group="people")
+    def call_off_drain(self, by: str) -> None:
+        """See `Drain.call_off`."""
+        self._shard.requests.call_off_drain(by)
+
     @ray.method(concurrency_group="people")
     def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:
         """See `Queries.asked`."""

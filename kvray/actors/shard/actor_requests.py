@@ -9,6 +9,7 @@ from kvray.actors.shard.loop_thread import ANSWER_S
 from kvray.actors.shard.prompt_keys import check_named, prompt_keys
 from kvray.actors.shard.serving import ShardParts
 from kvray.actors.shard.traces import outcome_of
+from kvray.store.arena import slabs
 from kvray.trace.arrival import runs_between, source_of
 from kvray.trace.spans import span
 
@@ -88,6 +89,21 @@ class ActorRequests:
             num_blocks = sum(source.num_blocks for source in report.sources.values())
             made.set_attribute("kvray.blocks", num_blocks)
         return num_blocks
+
+    def room(self) -> int:
+        """Return how many bytes of its arena are free."""
+        tables = self._parts.serving().owner.arena.tables
+        return slabs.free_bytes(tables)
+
+    def drain(self, by: str, seconds: float | None) -> None:
+        """See `Drain.order`."""
+        drain = self._parts.serving().drain
+        self._parts.loop.call(lambda: drain.order(by, seconds), ANSWER_S)
+
+    def call_off_drain(self, by: str) -> None:
+        """See `Drain.call_off`."""
+        drain = self._parts.serving().drain
+        self._parts.loop.call(lambda: drain.call_off(by), ANSWER_S)
 
     def stage_ranks(
         self, replica: str, ranks: Sequence[int], wait_s: float, *request: Any

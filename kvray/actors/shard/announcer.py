@@ -78,6 +78,11 @@ class Announcer:
         """Have it announced that these (replica, rank), and no others, are registered here."""
         self._streams[0].name_ranks(sorted(ranks))
 
+    def name_leaving(self, is_leaving: bool) -> None:
+        """Have it said, with the next heartbeat, whether the node is to go."""
+        for stream in self._streams:
+            stream.is_leaving = is_leaving
+
     def collect(self, owner: ArenaOwner, store: NvmeStore | None = None) -> bool:
         """Take answers and note changes in both tiers; return whether to announce any at once."""
         self._follow(owner, store)

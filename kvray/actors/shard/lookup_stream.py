@@ -63,6 +63,8 @@ class LookupStream:
         """Live shards of the tier, as this partition said last; 0 while it does not answer."""
         self.num_told = 0
         self.telling_s = 0.0
+        self.is_leaving = False
+        """Whether to say that the node is to go."""
         self.answers: list[Answer] = []
         """Those that nobody has read yet."""
         self._shard = shard
@@ -269,6 +271,7 @@ class LookupStream:
             prefix_digests=[] if self._desk is None else self._desk.due(full=is_full),
             more=is_question or bool(self._pending),
             ranks=self._ranks if full or self._ranks != self._ranks_said else None,
+            is_leaving=self.is_leaving,
             until=self._deadline(),
         )
 

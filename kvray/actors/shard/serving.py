@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from kvray.actors.shard.announcer import Announcer
+from kvray.actors.shard.drain import Drain
 from kvray.actors.shard.events.publisher import EventPublisher
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
@@ -117,6 +118,14 @@ class Serving:
         self.stager = ReplicaStager(
             owner.arena, stager, parts.replicas, self._peers, settings.staging
         )
+        self.drain = Drain(
+            parts.name,
+            owner,
+            self.retention,
+            self._peers,
+            lambda: self.nvme,
+            num_partitions=settings.lookup_partitions,
+        )
         self.events: EventPublisher | None = None  # None: nobody is to hear of its blocks
         if settings.events is not None:
             self.events = EventPublisher(
@@ -131,6 +140,7 @@ class Serving:
     async def close(self) -> None:
         """End staging, then eviction and events, then the disk. Twice is fine."""
         try:
+            await self.drain.close()
             await self.stager.close()
         finally:
             if self.events is not None:
@@ -166,6 +176,8 @@ class Serving:
             figures["nvme"] = self.disk.status()
         if self.events is not None:
             figures["events"] = self.events.status()
+        if (drain := self.drain.status()) is not None:
+            figures["drain"] = drain
         if (stopped := self._stopped.found) is not None:
             figures["stopped_with_lock"] = stopped
         return figures
@@ -299,6 +311,7 @@ class Serving:
         A lookup that does not answer keeps the shard from announcing, but from nothing else.
         """
         self._parts.announcer.name_ranks(self._parts.replicas.connected())
+        self._parts.announcer.name_leaving(self.drain.is_on)
         if self._sending is not None:
             if not self._sending.done():
                 return False

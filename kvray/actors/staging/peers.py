@@ -88,7 +88,7 @@ class Peers:
         """Have this node's mover fetch blocks, and note how its sources did; raises as `call`."""
         for source in {span.source for span in order.spans}:
             self._breaker(source).begin(self._now())
-        report: FetchReport = await self._call_watched(
+        report: FetchReport = await self.call_watched(
             self._mover, "fetch", *packed(order), work_s=order.deadline_s
         )
         for source, one in report.sources.items():
@@ -156,18 +156,7 @@ class Peers:
         breaker.succeed()
         return answer
 
-    def close(self) -> None:
-        """End pings and connecting. Twice is fine."""
-        for task in (*self._pings.values(), self._connecting):
-            if task is not None:
-                task.cancel()
-
-    async def _connect(self) -> None:
-        # A request that needs a silent actor finds that out by itself.
-        with contextlib.suppress(KVRayError):
-            await self.connect()
-
-    async def _call_watched(self, actor: str, method: str, *args: Any, work_s: float) -> Any:
+    async def call_watched(self, actor: str, method: str, *args: Any, work_s: float) -> Any:
         """Call as `call`, but give up as soon as the actor does not answer a ping.
 
         Work may take seconds; a frozen actor is noticed after one.
@@ -187,6 +176,17 @@ class Peers:
             return await work
         finally:
             work.cancel()
+
+    def close(self) -> None:
+        """End pings and connecting. Twice is fine."""
+        for task in (*self._pings.values(), self._connecting):
+            if task is not None:
+                task.cancel()
+
+    async def _connect(self) -> None:
+        # A request that needs a silent actor finds that out by itself.
+        with contextlib.suppress(KVRayError):
+            await self.connect()
 
     def may_ask(self, shards: Iterable[str], *, without: frozenset[str]) -> dict[str, Peer]:
         """Return those of `shards` that may be asked for blocks now, with their rates.

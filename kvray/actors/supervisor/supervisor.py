@@ -23,6 +23,7 @@ from kvray.actors.names import (
 )
 from kvray.actors.owner.admin import check_proof
 from kvray.actors.ray_glue import calls
+from kvray.actors.ray_glue.private import draining_nodes
 from kvray.actors.shard.actor import create_shard
 from kvray.actors.supervisor.watch import Pings, Share, Silences, reachable
 from kvray.actors.telemetry.metrics_export import MetricsExport
@@ -42,6 +43,7 @@ _FROZEN_S = 5.0
 """The supervisor ends a part after so long a silence: no part works so long without a pause."""
 _MISSES = 3
 """The part has also missed this many pings in a row, however long the rounds were."""
+_BY_RAY = "Ray"
 _ASKED_MAX = 200
 """Parts that one round asks: 30 ms of CPU, however many there are."""
 _NODES_PER_S = 500
@@ -84,6 +86,8 @@ class SupervisorActor:
         self._parts: dict[str, Any] = {}
         self._homes: dict[str, str] = {}
         self._nodes: dict[str, dict[str, Any]] = {}
+        self._draining: set[str] = set()
+        """Nodes whose shards were told that Ray wants the node to go."""
         self._look_at = 0.0
         self._share = Share(_ASKED_MAX)
         self._pings = Pings(patience_s=_FROZEN_S)
@@ -145,7 +149,20 @@ class SupervisorActor:
             self._look()
             self._drop_lost()
             self._look_at = now + min(len(self._nodes) / _NODES_PER_S, _LOOK_MAX_S)
+        self._order_drains()
         self._end_frozen()
+
+    def _order_drains(self) -> None:
+        """Tell shards whose nodes Ray wants to go, again each time: one may be new."""
+        draining = draining_nodes()
+        for node_id in self._shards.keys() & (draining.keys() | self._draining):
+            shard = self._shards[node_id]
+            if node_id in draining:
+                order = {shard_name(node_id): shard.drain}
+                calls.ask_all(order, _PING_TIMEOUT_S, _BY_RAY, draining[node_id])
+            else:
+                calls.ask_all({shard_name(node_id): shard.call_off_drain}, _PING_TIMEOUT_S, _BY_RAY)
+        self._draining = set(draining)
 
     def _look(self) -> None:
         """Look at all nodes and names, and start what is missing."""

@@ -100,6 +100,9 @@ class ShardFigures:
             if one["quota_bytes"] is not None and one["namespace"] in self._namespaces:
                 made.gauges["quota_bytes", (self._node, one["namespace"])] = one["quota_bytes"]
         made.gauges |= self._expected(status.get("traffic", {}))
+        drain = status.get("drain")
+        made.gauges["draining", (self._node,)] = float(drain is not None)
+        made.gauges["drain_left_bytes", (self._node,)] = float((drain or {}).get("left_bytes", 0))
         if (nvme := status.get("nvme")) is not None:
             made.gauges |= self._by_namespace("nvme", nvme["namespaces"])
             made.gauges["nvme_failed", (self._node,)] = float(bool(nvme["message"]))

@@ -105,6 +105,15 @@ def num_spare(tables: Tables) -> int:
     return int(np.count_nonzero(tables.slab_block_bytes == 0))
 
 
+def free_bytes(tables: Tables) -> int:
+    """Return the bytes of all slots and slabs without a block."""
+    free = sum(
+        int(tables.slab_free[tables.slab_block_bytes == size].sum()) * size
+        for size in block_sizes(tables)
+    )
+    return free + num_spare(tables) * tables.geometry.slab_bytes
+
+
 def shortfall(tables: Tables, block_bytes: int, free_target: float) -> int:
     """Return how many blocks must go so that a `free_target` share of its slabs' slots is free.
 

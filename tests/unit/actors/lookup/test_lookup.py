@@ -193,6 +193,18 @@ def test_status_tells_who_was_heard_when(lookup: Lookup) -> None:
     assert status["shards"] == {"a": {"entries": 2, "heard_s_ago": 1.5}}
 
 
+def test_nothing_is_brought_to_a_shard_whose_node_is_to_go_until_it_stays(lookup: Lookup) -> None:
+    lookup.announce(said(1, shard="b", full=True), now=0.0)
+    assert lookup.targets(now=0.0) == ["a", "b"]
+    lookup.announce(said(2, is_leaving=True), now=0.0)
+    assert lookup.targets(now=0.0) == ["b"]
+    assert lookup.status(now=0.0)["leaving"] == ["a"]
+    assert lookup.locate(BOTH, now=0.0), "its blocks are found all the same"
+    lookup.announce(said(3), now=0.0)
+    assert sorted(lookup.targets(now=0.0)) == ["a", "b"]
+    assert lookup.targets(now=LATE) == [], "both are silent"
+
+
 # -- silence --------------------------------------------------------------------------------------
 
 LATE = SILENT_S + 0.1

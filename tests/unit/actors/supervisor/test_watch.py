@@ -212,6 +212,8 @@ class Tier:
         self.mute: set[str] = set()  # answers no ping
         self.cut: set[str] = set()  # nodes
         self.now = 0.0
+        self.draining: dict[str, float | None] = {}  # nodes that Ray wants to go
+        self.told: list[tuple[Any, ...]] = []
         self.status: dict[str, Any] = {"shards": {}, "silent": []}
         self.nodes_now = [{"NodeID": node_id(n), "Alive": True} for n in range(num_nodes)]
         self.names = {shard_name(node["NodeID"]) for node in self.nodes_now}
@@ -219,7 +221,8 @@ class Tier:
         module = supervisor_module
         monkeypatch.setattr(module, "ray", SimpleNamespace(nodes=self.nodes, kill=self.kill))
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
-        monkeypatch.setattr(module, "create_shard", lambda node, _: shard_name(node))
+        monkeypatch.setattr(module, "draining_nodes", lambda: self.draining)
+        monkeypatch.setattr(module, "create_shard", self.make_shard)
         monkeypatch.setattr(module, "create_mover", lambda node, _: mover_name(node))
         monkeypatch.setattr(module.calls, "list_actors", lambda: [*self.names, LOOKUP_NAME])
         lookup = SimpleNamespace(status=lambda: self.status, drop=self.dropped)
@@ -237,6 +240,16 @@ class Tier:
         self.supervisor = SupervisorActor(KVRayConfig(cluster_name="x"))
         monkeypatch.setattr(self.supervisor._pings, "round", self.ping)
         monkeypatch.setattr(self.supervisor._metrics, "attempt", lambda look, now: None)
+
+    def make_shard(self, node: str, _: KVRayConfig) -> Any:
+        class Shard(str):
+            def drain(shard, by: str, seconds: float | None) -> None:
+                self.told.append((node, by, seconds))
+
+            def call_off_drain(shard, by: str) -> None:
+                self.told.append((node, by))
+
+        return Shard(shard_name(node))
 
     def nodes(self) -> list[dict[str, Any]]:
         self.looks += 1
@@ -271,6 +284,19 @@ def test_every_round_asks_all_of_a_small_tier(monkeypatch: pytest.MonkeyPatch) -
     tier.rounds(5)
     assert tier.asked == [{*tier.names, *tier.movers, LOOKUP_NAME}] * 5
     assert tier.looks == 5
+
+
+def test_a_shard_is_told_each_time_that_ray_wants_its_node_to_go_and_once_that_it_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = Tier(monkeypatch, 3)
+    tier.hear(tier.names)
+    tier.rounds(1)
+    tier.draining = {node_id(1): 30.0, "without a shard": None}
+    tier.rounds(2)
+    tier.draining = {}
+    tier.rounds(2)
+    assert tier.told == [(node_id(1), "Ray", 30.0)] * 2 + [(node_id(1), "Ray")]
 
 
 def test_a_round_asks_no_more_parts_however_many_there_are(

@@ -1,0 +1,245 @@
+"""The drain of a node: while it is ordered, blocks that no other node has go to others.
+
+What eviction would keep longest goes first, so a deadline cuts off what is worth least. Another
+node's mover fetches, as it does for a prompt; nothing is half there. Engines of this node go on,
+and what they save meanwhile goes too.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvray.actors.mover.orders import FetchOrder, FetchReport
+from kvray.actors.names import LOOKUP_NAME, lookup_name
+from kvray.actors.ray_glue.arguments import in_pieces, packed
+from kvray.actors.shard.drain.choice import (
+    batches,
+    chains_of,
+    held_by,
+    hottest_first,
+    shared_out,
+    span_of,
+)
+from kvray.actors.shard.nvme_tier import NvmeTier
+from kvray.actors.staging.peers import Peers, mover_of
+from kvray.errors import KVRayError
+from kvray.index import Run
+from kvray.store import ArenaOwner
+from kvray.store.arena.tables import Array, Tables
+from kvray.store.retention import Retention, find_alike
+
+_log = logging.getLogger("kvray.shard")
+
+_BATCH_BYTES = 64 * 2**20
+_BATCH_BLOCKS = 1024
+_BATCH_S = 20.0  # how long a batch may take
+_AGAIN_S, _PAUSES = 1.0, 20
+"""Between two looks for what has come meanwhile; so many times as long as a look takes."""
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Drain:
+    """The drain of one shard; state of its event loop, `status` from any thread."""
+
+    def __init__(
+        self,
+        shard: str,
+        owner: ArenaOwner,
+        retention: Retention,
+        peers: Peers,
+        nvme: Callable[[], NvmeTier | None],
+        *,
+        num_partitions: int,
+    ) -> None:
+        self._shard = shard
+        self._owner = owner
+        self._retention = retention
+        self._peers = peers
+        self._nvme = nvme
+        self._num_partitions = num_partitions
+        self._orders: dict[str, float | None] = {}
+        """Who ordered it -> until when blocks may go; None: as long as it takes."""
+        self._task: asyncio.Task[None] | None = None
+        self._settled: list[Array] = []
+        """Names of the blocks that others have; one that comes back later is not sent again."""
+        self._budget: int | None = None
+        """Bytes that others are still to take; None: they were not asked yet."""
+        self._ranking_s = 0.0
+        self._figures: dict[str, Any] = {}
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the node is to go."""
+        return bool(self._orders)
+
+    def order(self, by: str, seconds: float | None) -> None:
+        """Have the node drained, within so many `seconds`; `by` names who wants it."""
+        is_new = not self._orders
+        self._orders[by] = None if seconds is None else time.monotonic() + seconds
+        if is_new:
+            within = "" if seconds is None else f" within {seconds:.0f} s"
+            _log.warning("%s: the node is to go%s, as %s says", self._shard, within, by)
+            self._settled.clear()
+            self._budget = None
+            self._figures = dict.fromkeys(("moved_blocks", "moved_bytes", "left_bytes"), 0)
+            self._figures["state"] = "moving"
+        if self._task is None or self._task.done():
+            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task.add_done_callback(_note_defect)
+
+    def call_off(self, by: str) -> None:
+        """Take an order back; what was moved stays where it is."""
+        if self._orders.pop(by, "none") != "none" and not self._orders:
+            _log.warning("%s: the node stays after all, as %s says", self._shard, by)
+
+    async def close(self) -> None:
+        """End it. Twice is fine."""
+        self._orders.clear()
+        while self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=0.1)
+
+    def status(self) -> dict[str, Any] | None:
+        """Return how far it is; None: the node is to stay."""
+        orders = dict(self._orders)
+        if not orders:
+            return None
+        until = _soonest(orders)
+        left_s = None if until is None else round(max(0.0, until - time.monotonic()), 1)
+        return {"by": sorted(orders), "seconds_left": left_s, **self._figures}
+
+    async def _run(self) -> None:
+        while self._orders:
+            try:
+                await self._move()
+            except KVRayError as error:
+                self._figures["message"] = str(error)
+            await asyncio.sleep(max(_AGAIN_S, _PAUSES * self._ranking_s))
+
+    async def _move(self) -> None:
+        """Have everything that is only here sent once, as far as there is time and room."""
+        if self._left_s() <= 0:
+            self._figures["state"] = "late" if self._figures["state"] == "moving" else "moved"
+            return
+        targets = sorted(set(await self._peers.call(LOOKUP_NAME, "targets")) - {self._shard})
+        if not targets:
+            self._figures["message"] = "No other node takes blocks."
+            return
+        self._figures.pop("message", None)
+        tiers = await asyncio.get_running_loop().run_in_executor(None, self._unsent)
+        sizes = [int(tables.block_bytes(slots).sum()) for tables, slots in tiers]
+        if self._budget is None:
+            self._budget = await self._room(targets, sum(sizes))
+        self._figures["left_bytes"] = min(sum(sizes), self._budget)
+        self._figures["state"] = "moving" if self._figures["left_bytes"] > 0 else "moved"
+        for tables, slots in tiers:
+            shares = zip(targets, shared_out(tables, slots, len(targets)), strict=True)
+            sent = [self._send(tables, its, to, frozenset(targets)) for to, its in shares]
+            for error in await asyncio.gather(*sent, return_exceptions=True):
+                if isinstance(error, KVRayError):
+                    self._figures["message"] = str(error)
+                elif isinstance(error, BaseException):
+                    raise error
+
+    async def _room(self, targets: list[str], num_bytes: int) -> int:
+        """Return how much of so many bytes the targets are to take.
+
+        That is what they have free, and in place of blocks of theirs so much that all nodes keep
+        the same share of what they have: the blocks of one are worth no more than another's.
+        """
+        rooms = await asyncio.gather(
+            *(self._peers.call(one, "room") for one in targets), return_exceptions=True
+        )
+        free = sum(room for room in rooms if isinstance(room, int))
+        return free + num_bytes * len(targets) // (len(targets) + 1)
+
+    def _left_s(self) -> float:
+        until = _soonest(self._orders)
+        return _BATCH_S if until is None else min(_BATCH_S, until - time.monotonic())
+
+    def _unsent(self) -> list[tuple[Tables, Array]]:
+        """Return what others do not have yet: blocks of the memory, and those on the disk only."""
+        began = time.monotonic()
+        arena, nvme = self._owner.arena.tables, self._nvme()
+        tiers = [(arena, hottest_first(arena, self._retention.rank))]
+        if nvme is not None:
+            store = nvme.store.tables
+            slots = hottest_first(store, self._retention.rank_below)
+            tiers.append((store, slots[find_alike(store, slots, arena) < 0]))
+        settled = np.concatenate([np.empty(0, dtype=np.uint64), *self._settled])
+        self._settled = [settled]
+        unsent = [
+            (tables, slots[~np.isin(_names(tables, slots), settled)]) for tables, slots in tiers
+        ]
+        self._ranking_s = time.monotonic() - began
+        return unsent
+
+    async def _send(
+        self, tables: Tables, slots: Array, target: str, others: frozenset[str]
+    ) -> None:
+        """Have a target fetch those of `slots` that none of the `others` has."""
+        assert self._budget is not None
+        sizes = {"bytes_max": _BATCH_BYTES, "blocks_max": _BATCH_BLOCKS}
+        for batch in batches(tables, slots, **sizes):
+            held = await self._held(tables, batch, others)
+            left_s = self._left_s()
+            if not self._orders or left_s <= 0 or self._budget <= 0:
+                return
+            here = await self._fetch(tables, batch[~held], target, left_s)
+            self._settled.append(_names(tables, np.concatenate((batch[held], here))))
+            num_bytes = int(tables.block_bytes(here).sum())
+            self._budget -= num_bytes
+            self._figures["moved_blocks"] += len(here)
+            self._figures["moved_bytes"] += num_bytes
+            left = self._figures["left_bytes"] - int(tables.block_bytes(batch).sum())
+            self._figures["left_bytes"] = max(0, min(left, self._budget))
+
+    async def _held(self, tables: Tables, slots: Array, others: frozenset[str]) -> Array:
+        """Return a mask of the blocks that one of the `others` has."""
+        held = np.zeros(len(slots), dtype=bool)
+        partitions = tables.slot_head[slots] % self._num_partitions
+        for partition in np.unique(partitions).tolist():
+            rows = np.flatnonzero(partitions == partition)
+            keys = in_pieces(tables.slot_key[slots[rows]].tobytes())
+            runs: list[Run] = await self._peers.call(lookup_name(partition), "locate", *keys)
+            held[rows] = held_by(runs, tables.slot_part[slots[rows]], others)
+        return held
+
+    async def _fetch(self, tables: Tables, slots: Array, target: str, left_s: float) -> Array:
+        """Have a target fetch the blocks in `slots`; return those that it has now."""
+        if not len(slots):
+            return slots
+        chains = chains_of(tables, slots)
+        spans = tuple(span_of(tables, chain, mover_of(self._shard)) for chain in chains)
+        order = FetchOrder(spans=spans, deadline_s=left_s)
+        nvme = self._nvme()
+        if tables is not self._owner.arena.tables and nvme is not None:
+            await nvme.reads.promote(order)  # movers read from memory only
+        report: FetchReport = await self._peers.call_watched(
+            mover_of(target), "fetch", *packed(order), work_s=left_s
+        )
+        for source in report.sources.values():
+            if source.error is not None:
+                self._figures["message"] = f"{target}: {source.message}"
+        heads = [chain[:count] for chain, count in zip(chains, report.here, strict=True)]
+        return np.concatenate(heads)
+
+
+def _note_defect(task: "asyncio.Task[None]") -> None:
+    if not task.cancelled() and (defect := task.exception()) is not None:
+        _log.error("a drain ended by a defect", exc_info=defect)
+
+
+def _soonest(orders: dict[str, float | None]) -> float | None:
+    return min((until for until in orders.values() if until is not None), default=None)
+
+
+def _names(tables: Tables, slots: Array) -> Array:
+    """Return a number for key and part of each block, u64."""
+    parts = tables.slot_part[slots].astype(np.uint64)
+    names: Array = tables.slot_key[slots, 0] ^ (parts * _MIX)
+    return names

@@ -1,0 +1,66 @@
+"""`kvray drain`: have a node's blocks go to others before it is taken away."""
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvray.cli.asking import open_client
+from kvray.cli.text.drain import drain_sentence
+from kvray.console.boundary import boundary
+from kvray.console.options import AddressOption, ConfigOption, VerboseOption
+from kvray.console.progress import LaunchProgress
+from kvray.errors import ShardUnavailable
+
+_POLL_S = 0.5
+
+
+def drain(
+    node: Annotated[
+        str, typer.Argument(metavar="NODE", help="The beginning of its name in `kvray status`.")
+    ],
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS", min=0, max=86_400, help="How long there is.", show_default=False
+        ),
+    ] = None,
+    cancel: Annotated[
+        bool, typer.Option("--cancel", help="The node stays after all.", show_default=False)
+    ] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until the blocks are away.")
+    ] = True,
+    config: ConfigOption = None,
+    address: AddressOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Have what only one node has go to the others, before the node is taken away.
+
+    What is used most goes first. Engines of the node go on until they end. The node gets nothing
+    for later until `kvray drain NODE --cancel`. Ray's own notice does the same by itself.
+    """
+    with boundary(verbose=verbose) as interrupts:
+        with open_client(config, address, interrupts) as client:
+            if cancel:
+                print(f"{client.call_off_drain(node)} stays.")
+                return
+            shard = client.drain(node, seconds=deadline)
+            found = _look(client.status, shard)
+            with LaunchProgress(Console(stderr=True, highlight=False), interrupts) as progress:
+                while wait and found["state"] == "moving":
+                    message = found.get("message", "")
+                    progress.draining(found["moved_bytes"], found["left_bytes"], message)
+                    time.sleep(_POLL_S)
+                    found = _look(client.status, shard)
+        print(drain_sentence(shard, found))
+
+
+def _look(status: Callable[[], dict[str, Any]], shard: str) -> dict[str, Any]:
+    shards = {one["shard"]: one for one in status()["shards"]}
+    found = shards.get(shard, {}).get("drain")
+    if found is None:
+        raise ShardUnavailable(f"{shard} went before its blocks were away.")
+    return dict(found)

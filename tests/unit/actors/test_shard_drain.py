@@ -1,0 +1,136 @@
+"""The drain of a node without Ray: what only shard `b` has goes to `a`."""
+
+import time
+from typing import Any
+
+import pytest
+
+from kvray.identity.block import BlockKey
+from kvray.store import ArenaOwner
+from tests.unit.actors.small_shard import wait_for
+from tests.unit.actors.test_shard_staging import Tier, known, tier
+from tests.unit.store.small_arena import chain, fetch, store
+
+__all__ = ["tier"]
+
+B = "kvray-shard-b"
+
+
+@pytest.fixture
+def draining(tier: Tier) -> Tier:
+    """The tier, whose nodes may be drained."""
+    tier.nodes.others["kvray-lookup.targets"] = lambda: ["kvray-shard-a"]
+    tier.nodes.others["kvray-shard-a.room"] = tier.a.requests.room
+    return tier
+
+
+def progress(tier: Tier) -> dict[str, Any]:
+    found: dict[str, Any] = tier.b.status().get("drain") or {}
+    return found
+
+
+def has(tier: Tier, node: str, keys: list[BlockKey]) -> bool:
+    return bool(tier.nodes[node].arena.match(keys) == len(keys))
+
+
+def test_what_only_a_node_that_is_to_go_has_goes_to_another(draining: Tier) -> None:
+    keys = chain(12)
+    store(draining.nodes["b"].arena, keys)
+    wait_for(lambda: known(draining, keys))
+
+    draining.b.requests.drain("somebody", None)
+
+    wait_for(lambda: has(draining, "a", keys))
+    leases = draining.nodes["a"].arena.lease(keys)
+    assert leases
+    assert fetch(draining.nodes["a"].arena, keys, leases[0])
+    wait_for(lambda: progress(draining)["state"] == "moved")
+    assert progress(draining) == {
+        "by": ["somebody"],
+        "seconds_left": None,
+        "state": "moved",
+        "moved_blocks": 12,
+        "moved_bytes": 12 * 4096,
+        "left_bytes": 0,
+    }
+
+
+def test_what_is_saved_meanwhile_goes_too(draining: Tier) -> None:
+    draining.b.requests.drain("somebody", None)
+    keys = chain(5, seed="later")
+    store(draining.nodes["b"].arena, keys)
+    wait_for(lambda: has(draining, "a", keys))
+
+
+def test_what_another_node_has_too_is_not_sent(draining: Tier) -> None:
+    keys = chain(12)
+    store(draining.nodes["b"].arena, keys)
+    store(draining.nodes["a"].arena, keys[:7])
+    locate = draining.nodes.others["kvray-lookup.locate"]
+    wait_for(lambda: len(locate(b"".join(keys))) == 2 and locate(b"".join(keys))[-1].stop == 12)
+
+    draining.b.requests.drain("somebody", None)
+
+    wait_for(lambda: has(draining, "a", keys))
+    assert progress(draining)["moved_blocks"] == 5
+
+
+def test_what_is_on_disk_only_goes_too(draining: Tier) -> None:
+    keys = chain(40)
+    store(draining.nodes["b"].arena, keys)
+    wait_for(lambda: draining.b.status()["nvme"]["demoted_blocks"] == 40)
+    assert ArenaOwner(draining.nodes["b"].arena).clear() == 40
+    time.sleep(0.1)
+
+    draining.b.requests.drain("somebody", None)
+
+    wait_for(lambda: has(draining, "a", keys))
+
+
+def test_without_time_nothing_moves_and_the_status_says_so(draining: Tier) -> None:
+    keys = chain(12)
+    store(draining.nodes["b"].arena, keys)
+    draining.b.requests.drain("somebody", 0.0)
+    wait_for(lambda: progress(draining).get("state") == "late")
+    assert not draining.nodes["a"].arena.match(keys)
+
+
+def test_a_drain_that_is_called_off_leaves_the_node_as_it_was(draining: Tier) -> None:
+    draining.b.requests.drain("somebody", None)
+    draining.b.requests.drain("another", 60.0)
+    draining.b.requests.call_off_drain("somebody")
+    assert progress(draining)["by"] == ["another"]
+    draining.b.requests.call_off_drain("another")
+    draining.b.requests.call_off_drain("nobody")
+    assert not progress(draining)
+    time.sleep(0.2)
+    keys = chain(12)
+    store(draining.nodes["b"].arena, keys)
+    time.sleep(1.5)
+    assert not draining.nodes["a"].arena.match(keys)
+    draining.b.requests.drain("somebody", None)
+    wait_for(lambda: has(draining, "a", keys))
+
+
+def test_without_another_node_it_waits_and_says_so(tier: Tier) -> None:
+    tier.nodes.others["kvray-lookup.targets"] = lambda: [B]
+    tier.b.requests.drain("somebody", None)
+    wait_for(lambda: "No other node" in progress(tier).get("message", ""))
+
+
+def test_a_lookup_that_is_gone_for_a_while_ends_nothing(draining: Tier) -> None:
+    keys = chain(12)
+    store(draining.nodes["b"].arena, keys)
+    draining.nodes.gone.add("kvray-lookup")
+    draining.b.requests.drain("somebody", None)
+    wait_for(lambda: progress(draining).get("message"))
+    draining.nodes.gone.clear()
+    wait_for(lambda: has(draining, "a", keys))
+
+
+def test_a_node_that_takes_nothing_is_named(draining: Tier) -> None:
+    store(draining.nodes["b"].arena, chain(12))
+    draining.nodes.gone.add("kvray-mover-a")
+    draining.b.requests.drain("somebody", None)
+    wait_for(lambda: "kvray-mover-a" in progress(draining).get("message", ""))
+    assert progress(draining)["state"] == "moving"
