@@ -2,7 +2,9 @@
 {{- define "kvray.engine" -}}
 - name: engine
   image: {{ .Values.images.engine }}
-  imagePullPolicy: {{ .Values.images.pullPolicy }}
+  {{- with .Values.images.pullPolicy }}
+  imagePullPolicy: {{ . }}
+  {{- end }}
   command: [trtllm-serve, {{ .Values.engine.model | quote }}, --host, 0.0.0.0, --port, "8000"]
   args:
     - --tp_size

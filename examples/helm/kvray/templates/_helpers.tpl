@@ -55,8 +55,7 @@
 {{/* What runs before the Ray worker's container ends; it has the pod's grace period. The shard
      writes to disk what is in memory only, if it has an NVMe tier, and ends. */}}
 {{- define "kvray.preStop" -}}
-pid=$(pgrep -o -f '^ray::Shard') && kill -TERM "$pid" &&
-while kill -0 "$pid" 2>/dev/null; do sleep 0.5; done
+pid=$(pgrep -o -f '^ray::Shard') && kill -TERM "$pid" && while kill -0 "$pid" 2>/dev/null; do sleep 0.5; done
 {{- end }}
 
 {{- define "kvray.labels" -}}
