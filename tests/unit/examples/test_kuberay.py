@@ -1,5 +1,5 @@
-"""The KubeRay manifests, and those of the Helm chart: what the schemas of Kubernetes and KubeRay say,
-and what has to fit together in a pod.
+"""The KubeRay manifests and the Helm chart's: what the schemas of Kubernetes and KubeRay say, and
+what has to fit together in a pod.
 """
 
 import os
@@ -220,8 +220,8 @@ def test_an_engine_uses_all_the_gpus_that_it_asks_for(name: str) -> None:
 def test_no_probe_of_ray_takes_the_engine_beside_it_out_of_service(name: str) -> None:
     """A pod is ready when all its containers are."""
     worker = containers(name)["ray-worker"]
-    for name in ("readinessProbe", "livenessProbe"):  # else KubeRay puts its own there
-        assert worker[name]["exec"]["command"] == ["true"]
+    for probe in ("readinessProbe", "livenessProbe"):  # else KubeRay puts its own there
+        assert worker[probe]["exec"]["command"] == ["true"]
 
 
 FAKE_RAY = """\
