@@ -129,9 +129,7 @@ def test_a_wrong_value_is_refused_in_one_sentence(values: dict[str, Any], senten
 
 def test_the_chart_knows_every_setting_of_kvray_yaml() -> None:
     schema = json.loads(helm.SCHEMA.read_text())["$defs"]["config"]
-    assert schema == helm.config_schema(), (
-        "run: python -c 'from tests import helm; helm.write_config_schema()'"
-    )
+    assert schema == helm.config_schema(), "run `python -m tests.unit.config.settings_table`"
 
 
 def test_a_token_is_made_unless_a_secret_is_named() -> None:
