@@ -1,10 +1,11 @@
-"""The tables of docs/configuration.md; run as a program it writes them, and the schema."""
+"""The tables of docs/configuration.md; run as a program it writes them, and both schemas."""
 
 import json
 from itertools import groupby
 from pathlib import Path
 
 from kvray.config import SettingRow, json_schema, setting_rows
+from tests import helm
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = DOCS / "configuration.md"
@@ -40,3 +41,4 @@ def _line(row: SettingRow) -> str:
 if __name__ == "__main__":
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     SCHEMA.write_text(json_schema(), encoding="utf-8")
+    helm.write_config_schema()

@@ -1,7 +1,5 @@
-"""The KubeRay manifests: what Kubernetes' own schemas say, and what has to fit together in a pod.
-
-There is no package with the schema of RayCluster, so its own fields are compared with the names in
-KubeRay's API reference, and the pods in it are checked as pods.
+"""The KubeRay manifests and the Helm chart's: what the schemas of Kubernetes and KubeRay say, and
+what has to fit together in a pod.
 """
 
 import os
@@ -9,9 +7,11 @@ import shlex
 import signal
 import subprocess
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import typer
@@ -23,25 +23,41 @@ from kvray.cli.app import app
 from kvray.cli.connector_config import render
 from kvray.config import KVRayConfig, load_config, parse_size
 from kvray.config.sources import WELL_KNOWN_PATH
+from tests import helm
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kuberay"
-MANIFESTS = ("raycluster.yaml", "hostpath.yaml")
+CHART = {
+    "chart-pod": {"arena": {"place": "pod"}},
+    "chart-host": {
+        "arena": {"place": "host"},
+        "disk": {"hostPath": "/mnt/nvme/kvray"},
+        "kvray": {"arena": {"capacity": "256GiB"}, "nvme": {"flush_s": 300}},
+        "worker": {"rdmaResource": "rdma/hca_shared_devices_a"},
+        "images": {"pullSecrets": ["registry"]},
+        "engine": {"gpus": 4, "args": ["--max_batch_size", "64"]},
+    },
+}
+"""The values of the chart by a name for it."""
+PODS = ("raycluster.yaml", "chart-pod")
+"""Those that have engine and Ray worker in one pod."""
+MANIFESTS = ("raycluster.yaml", "hostpath.yaml", *CHART)
 KUBERNETES = "1.30"
 RAY_SHARE = 0.95
 """Of a container's memory: Ray's own RAY_memory_usage_threshold."""
 PROCESSES = 3 * 2**30
+RAY_CLUSTER = yaml.safe_load((Path(__file__).parent / "raycluster_v1.yaml").read_text())
 
-# https://docs.ray.io/en/master/kuberay/references/api.html, for KubeRay 1.6 and 1.7
-CLUSTER_FIELDS = {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
-HEAD_FIELDS = {"rayStartParams", "template"}
-WORKER_FIELDS = {
-    *("groupName", "replicas", "minReplicas", "maxReplicas"),
-    *("rayStartParams", "template"),
-}
+
+@cache
+def text(name: str) -> str:
+    if name not in CHART:
+        return (EXAMPLE / name).read_text()
+    rendered = helm.render(CHART[name])
+    return "---\n".join(one for file, one in rendered.items() if file.endswith(".yaml"))
 
 
 def manifests(name: str) -> list[dict[str, Any]]:
-    return [dict(one) for one in yaml.safe_load_all((EXAMPLE / name).read_text())]
+    return [dict(one) for one in yaml.safe_load_all(text(name)) if one is not None]
 
 
 def one_of(name: str, kind: str) -> dict[str, Any]:
@@ -105,17 +121,27 @@ def test_kubernetes_own_schemas_refuse_what_a_pod_has_not() -> None:
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_a_ray_cluster_has_fields_that_kuberay_knows(name: str) -> None:
+def test_kuberays_schema_takes_a_ray_cluster(name: str) -> None:
     cluster = one_of(name, "RayCluster")
-    assert cluster["apiVersion"] == "ray.io/v1"
-    spec = cluster["spec"]
-    assert spec.keys() == CLUSTER_FIELDS
-    assert spec["headGroupSpec"].keys() == HEAD_FIELDS
-    for group in spec["workerGroupSpecs"]:
-        assert group.keys() == WORKER_FIELDS
-        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+    jsonschema.validate(cluster, RAY_CLUSTER)
+    (group,) = cluster["spec"]["workerGroupSpecs"]
+    assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+def test_kuberays_schema_refuses_what_a_ray_cluster_has_not() -> None:
+    for wrong in ({"replica": 1}, {"replicas": "1"}, {"rayStartParams": {"num-cpus": 0}}):
+        cluster = one_of("raycluster.yaml", "RayCluster")
+        cluster["spec"]["workerGroupSpecs"][0].update(wrong)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(cluster, RAY_CLUSTER)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_pods_on_nodes_with_gpus_tolerate_their_taint(name: str) -> None:
+    found = templates(name)
+    taint = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
+    assert "tolerations" not in found.pop("head")["spec"]
+    assert all(template["spec"]["tolerations"] == [taint] for template in found.values())
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -142,10 +168,11 @@ def test_engine_and_shard_share_the_arena_as_one_user(name: str, tmp_path: Path)
     assert all(user == users[0] for user in users)
 
 
-def test_the_volume_in_memory_holds_the_arena_and_little_else(tmp_path: Path) -> None:
-    volumes = templates("raycluster.yaml")["worker"]["spec"]["volumes"]
+@pytest.mark.parametrize("name", PODS)
+def test_the_volume_in_memory_holds_the_arena_and_little_else(name: str, tmp_path: Path) -> None:
+    volumes = templates(name)["worker"]["spec"]["volumes"]
     (limit,) = (one["emptyDir"]["sizeLimit"] for one in volumes if one["name"] == "kvray")
-    needed = arena_bytes(tier("raycluster.yaml", tmp_path))
+    needed = arena_bytes(tier(name, tmp_path))
     assert needed <= size(limit) <= 1.05 * needed
 
 
@@ -189,11 +216,12 @@ def test_an_engine_uses_all_the_gpus_that_it_asks_for(name: str) -> None:
     assert args[args.index("--tp_size") + 1] == limits["nvidia.com/gpu"]
 
 
-def test_no_probe_of_ray_takes_the_engine_beside_it_out_of_service() -> None:
+@pytest.mark.parametrize("name", PODS)
+def test_no_probe_of_ray_takes_the_engine_beside_it_out_of_service(name: str) -> None:
     """A pod is ready when all its containers are."""
-    worker = containers("raycluster.yaml")["ray-worker"]
-    for name in ("readinessProbe", "livenessProbe"):  # else KubeRay puts its own there
-        assert worker[name]["exec"]["command"] == ["true"]
+    worker = containers(name)["ray-worker"]
+    for probe in ("readinessProbe", "livenessProbe"):  # else KubeRay puts its own there
+        assert worker[probe]["exec"]["command"] == ["true"]
 
 
 FAKE_RAY = """\
@@ -205,15 +233,16 @@ while :; do sleep 0.05; done
 """
 
 
+@pytest.mark.parametrize("name", PODS)
 def test_a_ray_that_ends_is_restarted_in_its_container_until_that_is_to_end(
-    tmp_path: Path,
+    name: str, tmp_path: Path
 ) -> None:
-    worker = containers("raycluster.yaml")["ray-worker"]
-    metadata = templates("raycluster.yaml")["worker"]["metadata"]
+    worker = containers(name)["ray-worker"]
+    metadata = templates(name)["worker"]["metadata"]
     assert metadata["annotations"] == {"ray.io/overwrite-container-cmd": "true"}
     (tmp_path / "ray").write_text(FAKE_RAY)
     (tmp_path / "ray").chmod(0o755)
-    (group,) = one_of("raycluster.yaml", "RayCluster")["spec"]["workerGroupSpecs"]
+    (group,) = one_of(name, "RayCluster")["spec"]["workerGroupSpecs"]
     resources = group["rayStartParams"]["resources"]
     starts = tmp_path / "starts"
     container = subprocess.Popen(
@@ -256,4 +285,5 @@ def test_every_ray_container_has_the_token_and_no_file_has_one(name: str) -> Non
             assert environ["RAY_AUTH_MODE"]["value"] == "token"
             secret = environ["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]
             assert secret == {"name": "kvray-auth", "key": "auth_token"}
-    assert all(one["kind"] != "Secret" for one in manifests(name))
+    if name not in CHART:
+        assert all(one["kind"] != "Secret" for one in manifests(name))

@@ -1,0 +1,87 @@
+{{/* The bytes of 64GiB, 1.5TiB, 280Gi or 1073741824. */}}
+{{- define "kvray.bytes" -}}
+{{- $unit := . | toString | regexFind "[KMGT]i" -}}
+{{- $bytes := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "" 1 -}}
+{{- mulf (. | toString | regexFind "[0-9.]+" | float64) (get $bytes $unit) | int64 -}}
+{{- end }}
+
+{{/* Bytes, rounded up to whole GiB. */}}
+{{- define "kvray.gi" -}}
+{{- divf . 1073741824 | ceil | int64 -}}Gi
+{{- end }}
+
+{{/* The bytes of an arena's file at most. A row of the tables takes 300 bytes or less. */}}
+{{- define "kvray.arenaBytes" -}}
+{{- $capacity := include "kvray.bytes" .Values.kvray.arena.capacity | int64 -}}
+{{- $slot := include "kvray.bytes" (.Values.kvray.arena.slot_min | default "64KiB") | int64 -}}
+{{- add $capacity (mul 300 (div $capacity $slot)) 4194304 -}}
+{{- end }}
+
+{{/* The memory of a Ray worker: Ray kills workers above 95 % of it (RAY_memory_usage_threshold). */}}
+{{- define "kvray.workerMemory" -}}
+{{- $arena := include "kvray.arenaBytes" . | int64 -}}
+{{- $store := include "kvray.bytes" .Values.worker.objectStore | int64 -}}
+{{- $needed := divf (add $arena $store (include "kvray.bytes" .Values.worker.processes | int64)) 0.95 -}}
+{{- $given := .Values.worker.memory -}}
+{{- if not $given -}}
+{{- include "kvray.gi" $needed -}}
+{{- else if lt (include "kvray.bytes" $given | int64) ($needed | int64) -}}
+{{- fail (printf "worker.memory %s is too little for an arena of %s beside Ray's object store of %s and %s of processes; leave it out, write at least %s, or lower kvray.arena.capacity." $given .Values.kvray.arena.capacity .Values.worker.objectStore .Values.worker.processes (include "kvray.gi" $needed)) -}}
+{{- else -}}
+{{- $given -}}
+{{- end -}}
+{{- end }}
+
+{{/* Seconds for the shard to write to disk, and for Ray to end. */}}
+{{- define "kvray.endS" -}}
+{{- addf (dig "nvme" "flush_s" 60 .Values.kvray) 60 | ceil | int64 -}}
+{{- end }}
+
+{{/* kvray.yaml: the user's, and what follows from the volumes and the worker group. */}}
+{{- define "kvray.config" -}}
+{{- range list "arena.dir" "nvme.dir" "shard.resource" "shard.label" "ray.address" -}}
+{{- $at := splitList "." . -}}
+{{- if hasKey (get $.Values.kvray (first $at) | default dict) (last $at) -}}
+{{- fail (printf "The chart sets %s itself; leave kvray.%s out of the values." . .) -}}
+{{- end -}}
+{{- end -}}
+{{- $set := dict "arena" (dict "dir" "/kvray") "shard" (dict "resource" "kvray_shard") "ray" (dict "address" "auto") -}}
+{{- if .Values.disk.hostPath -}}
+{{- $_ := set $set "nvme" (dict "dir" "/nvme") -}}
+{{- end -}}
+{{- mergeOverwrite (deepCopy .Values.kvray) $set | toYaml -}}
+{{- end }}
+
+{{/* What runs before the Ray worker's container ends; it has the pod's grace period. The shard
+     writes to disk what is in memory only, if it has an NVMe tier, and ends. */}}
+{{- define "kvray.preStop" -}}
+pid=$(pgrep -o -f '^ray::Shard') && kill -TERM "$pid" && while kill -0 "$pid" 2>/dev/null; do sleep 0.5; done
+{{- end }}
+
+{{- define "kvray.labels" -}}
+app.kubernetes.io/name: kvray
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+{{- end }}
+
+{{- define "kvray.secret" -}}
+{{ .Values.auth.secret | default (printf "%s-auth" .Release.Name) }}
+{{- end }}
+
+{{/* Every Ray process needs the token. */}}
+{{- define "kvray.token" -}}
+- {name: RAY_AUTH_MODE, value: token}
+- name: RAY_AUTH_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ include "kvray.secret" . }}, key: auth_token}}
+{{- end }}
+
+{{/* One user in every container: arena and socket are that user's alone. */}}
+{{- define "kvray.pod" -}}
+securityContext: {runAsUser: 1000, runAsGroup: 1000, fsGroup: 1000}
+{{- with .Values.images.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - {name: {{ . }}}
+  {{- end }}
+{{- end }}
+{{- end }}
