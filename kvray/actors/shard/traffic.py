@@ -15,6 +15,8 @@ from kvray.store.sizing import (
 )
 
 _BUDGET_MAX_S = 0.005
+_FIRST_SHARE = 0.006
+"""Of a core, for the first curve."""
 _PROMPTS_FIRST = 512
 """Prompts of the first curve, which is to be there soon; every later one has twice as many."""
 _CURVE_S = 30.0
@@ -59,7 +61,8 @@ class Traffic:
 
     def step(self, now: float) -> None:
         """Go on with the present curve for as long as the share of a core allows since the last."""
-        earned_s = self._budget_s + CPU_SHARE * (now - self._stepped_at)
+        share = _FIRST_SHARE if self._curve is None else CPU_SHARE
+        earned_s = self._budget_s + share * (now - self._stepped_at)
         until_s = time.thread_time() + min(earned_s, _BUDGET_MAX_S)
         self._stepped_at = now
         while time.thread_time() < until_s and self._go_on(now):
