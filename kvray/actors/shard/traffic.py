@@ -15,7 +15,7 @@ from kvray.store.sizing import (
 )
 
 _BUDGET_MAX_S = 0.005
-_FIRST_SHARE = 0.006
+_FIRST_SHARE = 0.02
 """Of a core, for the first curve."""
 _PROMPTS_FIRST = 512
 """Prompts of the first curve, which is to be there soon; every later one has twice as many."""
