@@ -20,6 +20,7 @@ from kvray.cli.down import down
 from kvray.cli.drain import drain
 from kvray.cli.explain import explain
 from kvray.cli.help import Command, Group
+from kvray.cli.logs import logs
 from kvray.cli.ls import ls
 from kvray.cli.prefetch import prefetch
 from kvray.cli.probe import probe
@@ -46,7 +47,7 @@ _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
         connector_config,
         config_app,
     ),
-    "Look at it": (status, top, ls, size, explain, doctor, probe, verify, dashboard),
+    "Look at it": (status, top, ls, size, explain, logs, doctor, probe, verify, dashboard),
     "Try and measure": (demo, chaos, replay, bench),
 }
 """The commands, as the help page groups them."""

@@ -2,7 +2,9 @@
 
 import contextlib
 import logging
+import os
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from functools import partial
@@ -12,6 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from kvray import __version__
 from kvray.actors.names import (
     LOOKUP_NAME,
     NAMESPACE_PREFIX,
@@ -23,8 +26,8 @@ from kvray.actors.telemetry.log_lines import Lines, Quiet
 from kvray.errors import KVRayError, ShardUnavailable
 from kvray.trace.spans import traceparent
 
-_HEAD = {"node:__internal_head__": 0.001}
-"""Resource of Ray's head: lookup and supervisor run there, and no other node takes them along."""
+HEAD_RESOURCE = "node:__internal_head__"
+"""Of Ray's head: lookup and supervisor run there, and no other node takes them along."""
 _POLL_S = 0.1
 
 _namespace: ContextVar[str | None] = ContextVar("kvray_namespace", default=None)
@@ -80,7 +83,7 @@ def create_actor(
     concurrency group -> calls that may run at once.
     """
     if node_id is None:
-        options["resources"] = _HEAD
+        options["resources"] = {HEAD_RESOURCE: 0.001}
     else:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
     made = ray.remote(concurrency_groups=dict(groups or {}))(actor)  # type: ignore[call-overload]
@@ -267,11 +270,14 @@ def log_to_stderr() -> None:
     log = logging.getLogger("kvray")
     if not log.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(Lines(ray.get_runtime_context().get_actor_name() or "kvray"))
+        tier = current_namespace().removeprefix(NAMESPACE_PREFIX)
+        handler.setFormatter(Lines(tier, ray.get_runtime_context().get_actor_name() or "kvray"))
         handler.addFilter(Quiet())
         log.addHandler(handler)
     log.setLevel(logging.INFO)
     log.propagate = False
+    warnings.simplefilter("ignore", DeprecationWarning)  # Ray's, of calls that kvray needs
+    log.info("starts with kvray %s, in process %d", __version__, os.getpid())
 
 
 def in_short(error: BaseException) -> str:

@@ -66,15 +66,17 @@ class Quiet(logging.Filter):
 
 
 class Lines(logging.Formatter):
-    """Time, level, logger and who says it, then the sentence; tracebacks follow in their lines."""
+    """Time, level, logger, tier and who says it, then the sentence, and a traceback's lines."""
 
-    def __init__(self, who: str) -> None:
-        """Put `who` before each sentence that does not begin with it."""
+    def __init__(self, tier: str, who: str) -> None:
+        """Put `tier` before each sentence, and `who` if it does not begin with that."""
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s")
+        self._tier = tier
         self._who = who
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Return the one line."""
         text = " ".join(record.message.split("\n"))
-        record.message = text if text.startswith(self._who) else f"{self._who}: {text}"
+        said = text if text.startswith(self._who) else f"{self._who}: {text}"
+        record.message = f"{self._tier}/{said}"
         return super().formatMessage(record)

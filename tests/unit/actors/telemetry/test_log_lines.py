@@ -11,6 +11,7 @@ import pytest
 
 from kvray.actors.telemetry.log_lines import Lines, Quiet
 
+TIER = "blue"
 WHO = "kvray-shard-1a2b"
 
 
@@ -51,24 +52,25 @@ class Log:
 def log() -> Log:
     output = io.StringIO()
     handler = logging.StreamHandler(output)
-    handler.setFormatter(Lines(WHO))
+    handler.setFormatter(Lines(TIER, WHO))
     handler.addFilter(Quiet())
     logger = logging.Logger("kvray.shard")
     logger.addHandler(handler)
     return Log(logger, output)
 
 
-def test_a_line_has_time_level_logger_and_who(log: Log) -> None:
+def test_a_line_has_time_level_logger_tier_and_who(log: Log) -> None:
     log.tick("no room")
     (line,) = log.lines
     time, level, name, text = line[:23], *line[24:].split(" ", 2)
     assert time[:2] == "19"
-    assert (level, name, text) == ("WARNING", "kvray.shard", f"{WHO}: cannot do it: no room")
+    assert (level, name) == ("WARNING", "kvray.shard")
+    assert text == f"{TIER}/{WHO}: cannot do it: no room"
 
 
 def test_who_is_not_said_twice(log: Log) -> None:
     log.logger.warning("%s: holder %s died", WHO, "engine")
-    assert log.lines[0].endswith(f"kvray.shard {WHO}: holder engine died")
+    assert log.lines[0].endswith(f"kvray.shard {TIER}/{WHO}: holder engine died")
 
 
 def test_a_sentence_of_several_lines_is_one_line_and_a_traceback_follows_it(log: Log) -> None:

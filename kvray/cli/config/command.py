@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from kvray.cli.asking import show_answer
-from kvray.cli.config_fit import fit
+from kvray.cli.config.fit import fit
 from kvray.config import Effective, Setting, effective_settings, json_schema, read_effective
 from kvray.console.boundary import boundary
 from kvray.console.options import (

@@ -1,0 +1,168 @@
+"""The systemd units: what systemd says of them, and what has to fit together."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import typer
+
+from kvray.actors.shard.actor import _STOP_TIMEOUT_S
+from kvray.cli.app import app
+from kvray.config import CONFIG_ENV, KVRayConfig, load_config
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples" / "systemd"
+UNITS = ("kvray-ray.service", "kvray-tier.service")
+RAY_END_S = 40.0
+"""Ray 2.60 drains its node for 30 s at most after SIGTERM."""
+
+Unit = dict[str, list[str]]
+
+
+def unit(name: str) -> Unit:
+    """Return setting -> its values, of all sections; lines that go on are joined."""
+    found: Unit = {}
+    for line in (EXAMPLE / name).read_text().replace("\\\n", " ").splitlines():
+        key, parted, value = line.partition("=")
+        if parted and not line.startswith("#"):
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def only(found: Unit, key: str) -> str:
+    (value,) = found[key]
+    return value
+
+
+def nodes() -> list[str]:
+    """Return the values of RAY_NODE: of the head, and of the others."""
+    return re.findall(r"^#?RAY_NODE=(.*)$", (EXAMPLE / "ray.env").read_text(), re.MULTILINE)
+
+
+def tier() -> KVRayConfig:
+    return load_config(EXAMPLE / "kvray.yaml", environ={})
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_takes_the_units(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for program in ("ray", "kvray"):
+        (tmp_path / "bin" / program).touch(mode=0o755)
+    for name in UNITS:
+        text = (EXAMPLE / name).read_text().replace("/opt/kvray", str(tmp_path))
+        (tmp_path / name).write_text(text)
+    paths = [str(tmp_path / name) for name in UNITS]
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", *paths],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    # Of this machine's own units it may complain as well.
+    assert not [line for line in done.stderr.splitlines() if "kvray" in line]
+
+
+def test_a_shard_has_time_to_write_to_disk_and_then_ray_to_end() -> None:
+    stop_s = float(only(unit("kvray-ray.service"), "TimeoutStopSec"))
+    flush_s = max(tier().nvme.flush_s, load_config(None, environ={}).nvme.flush_s)
+    assert stop_s >= flush_s + _STOP_TIMEOUT_S + 30
+    assert stop_s >= RAY_END_S
+
+
+def test_a_stop_ends_ray_alone_and_leaves_the_arena() -> None:
+    found = unit("kvray-ray.service")
+    assert only(found, "KillMode") == "mixed"
+    assert only(found, "RemoveIPC") == "no"
+    assert not {"PrivateTmp", "PrivateIPC", "DynamicUser", "TemporaryFileSystem"} & found.keys()
+
+
+def test_no_limit_breaks_the_arena_or_the_memory_that_nixl_pins() -> None:
+    found = unit("kvray-ray.service")
+    assert only(found, "MemoryMax") == only(found, "LimitMEMLOCK") == "infinity"
+    assert not {"MemoryHigh", "MemoryLimit", "MemorySwapMax"} & found.keys()
+    assert only(found, "OOMPolicy") == "continue"
+
+
+def test_both_units_have_the_same_user_and_environment() -> None:
+    ray, its_tier = map(unit, UNITS)
+    for key in ("User", "Group", "Environment"):
+        assert ray[key] == its_tier[key]
+    environ = dict(one.split("=", 1) for line in ray["Environment"] for one in line.split())
+    assert environ["HOME"] == f"/var/lib/{only(ray, 'StateDirectory')}"
+    assert environ[CONFIG_ENV] == "/etc/kvray/kvray.yaml"
+    readme = (EXAMPLE / "README.md").read_text()
+    assert environ["RAY_AUTH_TOKEN_PATH"] == "/etc/kvray/ray-token"
+    assert "-o kvray ray-token /etc/kvray " in readme
+    assert f"useradd --system --home-dir {environ['HOME']} " in readme
+
+
+def test_the_disk_is_waited_for() -> None:
+    directory = tier().nvme.dir
+    assert directory is not None
+    assert Path(only(unit("kvray-ray.service"), "RequiresMountsFor")) in directory.parents
+
+
+@pytest.mark.parametrize("node", nodes())
+def test_ray_knows_the_options_of_each_node(node: str) -> None:
+    from ray.scripts.scripts import cli
+
+    command = only(unit("kvray-ray.service"), "ExecStart").replace("$RAY_NODE", node)
+    program, name, *options = shlex.split(command)
+    assert (program, name) == ("/opt/kvray/bin/ray", "start")
+    context = cli.commands["start"].make_context("start", options)
+    assert context.params["block"]
+    if not context.params["head"]:
+        assert context.params["address"] == tier().ray.address
+        assert context.params["labels"] == tier().shard.label
+
+
+def test_the_ports_are_those_that_the_page_has() -> None:
+    page = (ROOT / "docs" / "launch.md").read_text()
+    command = only(unit("kvray-ray.service"), "ExecStart")
+    ports = re.findall(r"port=(\d+)", " ".join([command, *nodes()]))
+    assert len(set(ports)) == len(ports) == 9
+    assert all(re.search(rf"^\| (\d+-)?{port}\b", page, re.MULTILINE) for port in ports)
+
+
+@pytest.mark.parametrize("key", ["ExecStart", "ExecReload"])
+def test_kvray_knows_the_options_of_the_tier(key: str) -> None:
+    program, name, *options = only(unit("kvray-tier.service"), key).split()
+    assert program == "/opt/kvray/bin/kvray"
+    context = typer.main.get_command(app).commands[name].make_context(name, options)  # type: ignore[attr-defined]
+    assert context.params["wait"] == (key == "ExecReload")
+
+
+def test_the_tier_comes_and_goes_with_its_ray() -> None:
+    found = unit("kvray-tier.service")
+    for key in ("BindsTo", "After", "WantedBy"):
+        assert only(found, key) == "kvray-ray.service"
+    assert only(unit("kvray-ray.service"), "Restart") == "always"
+
+
+def test_the_stop_waits_until_each_shard_has_ended(tmp_path: Path) -> None:
+    command = only(unit("kvray-ray.service"), "ExecStop").replace("$$", "$")
+    title = f"test{tmp_path.name}::Shard"
+    assert "^ray::Shard" in command
+    assert '-u "$USER"' in command
+    command = command.replace("^ray::Shard", f"^{title}").replace('-u "$USER"', "")
+    flushed = tmp_path / "flushed"
+    script = (
+        f"trap 'sleep 0.5; touch {flushed}; exit 1' TERM; touch {tmp_path}/up;"
+        " while :; do sleep 0.05; done"
+    )
+    shard = subprocess.Popen(["bash", "-c", f'exec -a {title}Actor bash -c "$0"', script])
+    try:
+        while not (tmp_path / "up").exists():
+            time.sleep(0.01)
+        stop = subprocess.Popen(shlex.split(command.removeprefix("-")))
+        assert shard.wait(timeout=20) == 1  # until then it is there for `kill -0`
+        assert stop.wait(timeout=20) == 0
+        assert flushed.exists()
+    finally:
+        shard.kill()
+    done = subprocess.run(shlex.split(command.removeprefix("-")), check=False, timeout=20)
+    assert done.returncode == 0, "nothing is to be ended any more"
