@@ -15,6 +15,8 @@ from kvray.console.progress import LaunchProgress
 from kvray.errors import ShardUnavailable
 
 _POLL_S = 0.5
+_STALL_S = 60.0
+"""The command gives up when nothing has moved for so long; the drain goes on."""
 
 
 def drain(
@@ -49,10 +51,17 @@ def drain(
                 return
             shard = client.drain(node, seconds=deadline)
             found = _look(client.status, shard)
+            moved, stalls_at = -1, 0.0
             with LaunchProgress(Console(stderr=True, highlight=False), interrupts) as progress:
                 while wait and found["state"] == "moving":
-                    message = found.get("message", "")
-                    progress.draining(found["moved_bytes"], found["left_bytes"], message)
+                    if found["moved_bytes"] != moved:
+                        moved, stalls_at = found["moved_bytes"], time.monotonic() + _STALL_S
+                    elif time.monotonic() > stalls_at:
+                        raise ShardUnavailable(
+                            f"{drain_sentence(shard, found)} Nothing has moved for {_STALL_S:.0f}"
+                            " s; it goes on, see `kvray status`."
+                        )
+                    progress.draining(moved, found["left_bytes"], found.get("message", ""))
                     time.sleep(_POLL_S)
                     found = _look(client.status, shard)
         print(drain_sentence(shard, found))
@@ -62,5 +71,5 @@ def _look(status: Callable[[], dict[str, Any]], shard: str) -> dict[str, Any]:
     shards = {one["shard"]: one for one in status()["shards"]}
     found = shards.get(shard, {}).get("drain")
     if found is None:
-        raise ShardUnavailable(f"{shard} went before its blocks were away.")
+        raise ShardUnavailable(f"{shard} is not to go, or does not answer; see `kvray status`.")
     return dict(found)

@@ -159,7 +159,9 @@ class Lookup:
         self._silent.pop(shard, None)
         self._live[shard] = now
         self._live.move_to_end(shard)
-        (self._leaving.add if announcement.is_leaving else self._leaving.discard)(shard)
+        self._leaving.discard(shard)
+        if announcement.is_leaving:
+            self._leaving.add(shard)
         self._silence(now)
         self._turns.go_on(shard, now, more=announcement.more)
         return Answer(

@@ -153,15 +153,18 @@ class SupervisorActor:
         self._end_frozen()
 
     def _order_drains(self) -> None:
-        """Tell shards whose nodes Ray wants to go, again each time: one may be new."""
+        """Tell shards whose nodes Ray wants to go, again each time: one may be new.
+
+        Nobody waits for their answers: such nodes are often cut off already, and all at once.
+        """
         draining = draining_nodes()
-        for node_id in self._shards.keys() & (draining.keys() | self._draining):
-            shard = self._shards[node_id]
-            if node_id in draining:
-                order = {shard_name(node_id): shard.drain}
-                calls.ask_all(order, _PING_TIMEOUT_S, _BY_RAY, draining[node_id])
-            else:
-                calls.ask_all({shard_name(node_id): shard.call_off_drain}, _PING_TIMEOUT_S, _BY_RAY)
+        for node_id in self._shards.keys() & draining.keys():
+            self._shards[node_id].drain.remote(_BY_RAY, draining[node_id])
+        staying = self._shards.keys() & (self._draining - draining.keys())
+        call_offs = {
+            shard_name(node_id): self._shards[node_id].call_off_drain for node_id in staying
+        }
+        calls.ask_all(call_offs, _PING_TIMEOUT_S, _BY_RAY)
         self._draining = set(draining)
 
     def _look(self) -> None:

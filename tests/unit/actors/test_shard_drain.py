@@ -92,6 +92,8 @@ def test_without_time_nothing_moves_and_the_status_says_so(draining: Tier) -> No
     store(draining.nodes["b"].arena, keys)
     draining.b.requests.drain("somebody", 0.0)
     wait_for(lambda: progress(draining).get("state") == "late")
+    time.sleep(1.5)  # it looks again meanwhile
+    assert progress(draining)["state"] == "late"
     assert not draining.nodes["a"].arena.match(keys)
 
 
@@ -109,6 +111,16 @@ def test_a_drain_that_is_called_off_leaves_the_node_as_it_was(draining: Tier) ->
     time.sleep(1.5)
     assert not draining.nodes["a"].arena.match(keys)
     draining.b.requests.drain("somebody", None)
+    wait_for(lambda: has(draining, "a", keys))
+
+
+def test_an_order_right_after_a_call_off_counts(draining: Tier) -> None:
+    for _ in range(20):
+        draining.b.requests.drain("somebody", None)
+        draining.b.requests.call_off_drain("somebody")
+    draining.b.requests.drain("somebody", None)
+    keys = chain(12)
+    store(draining.nodes["b"].arena, keys)
     wait_for(lambda: has(draining, "a", keys))
 
 

@@ -59,9 +59,10 @@ def held_by(runs: Sequence[Run], parts: Array, shards: frozenset[str]) -> Array:
     """Return a mask of the blocks of `runs` of which one of `shards` has the part in `parts`."""
     held, start = np.zeros(len(parts), dtype=bool), 0
     for run in runs:
-        masks = [mask for shard, mask in run.holders.items() if shard in shards]
-        for at in range(start, run.stop) if masks else ():
-            held[at] = any(mask >> int(parts[at]) & 1 for mask in masks)
+        theirs = 0
+        for shard in shards & run.holders.keys():
+            theirs |= run.holders[shard]
+        held[start : run.stop] = [theirs >> part & 1 for part in parts[start : run.stop].tolist()]
         start = run.stop
     return held
 

@@ -24,6 +24,7 @@ from kvray.actors.shard.drain.choice import (
     shared_out,
     span_of,
 )
+from kvray.actors.shard.loop_thread import pause
 from kvray.actors.shard.nvme_tier import NvmeTier
 from kvray.actors.staging.peers import Peers, mover_of
 from kvray.errors import KVRayError
@@ -69,6 +70,8 @@ class Drain:
         self._budget: int | None = None
         """Bytes that others are still to take; None: they were not asked yet."""
         self._ranking_s = 0.0
+        self._woken = asyncio.Event()
+        """Set by an order: what there is to do, or until when, has changed."""
         self._figures: dict[str, Any] = {}
 
     @property
@@ -80,16 +83,18 @@ class Drain:
         """Have the node drained, within so many `seconds`; `by` names who wants it."""
         is_new = not self._orders
         self._orders[by] = None if seconds is None else time.monotonic() + seconds
-        if is_new:
-            within = "" if seconds is None else f" within {seconds:.0f} s"
-            _log.warning("%s: the node is to go%s, as %s says", self._shard, within, by)
+        # A run that has not noticed a call-off goes on: it has what it began with.
+        if self._task is None or self._task.done():
             self._settled.clear()
             self._budget = None
             self._figures = dict.fromkeys(("moved_blocks", "moved_bytes", "left_bytes"), 0)
-            self._figures["state"] = "moving"
-        if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
-            self._task.add_done_callback(_note_defect)
+            self._task.add_done_callback(self._note_defect)
+        if is_new:
+            within = "" if seconds is None else f" within {seconds:.0f} s"
+            _log.warning("%s: the node is to go%s, as %s says", self._shard, within, by)
+            self._figures["state"] = "moving"
+            self._woken.set()
 
     def call_off(self, by: str) -> None:
         """Take an order back; what was moved stays where it is."""
@@ -112,28 +117,35 @@ class Drain:
         left_s = None if until is None else round(max(0.0, until - time.monotonic()), 1)
         return {"by": sorted(orders), "seconds_left": left_s, **self._figures}
 
+    def _note_defect(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            _log.error("%s: the drain ended by a defect", self._shard, exc_info=defect)
+            self._figures["message"] = "It ended by a defect, see `kvray logs`; order it again."
+
     async def _run(self) -> None:
         while self._orders:
+            self._woken.clear()
             try:
                 await self._move()
             except KVRayError as error:
                 self._figures["message"] = str(error)
-            await asyncio.sleep(max(_AGAIN_S, _PAUSES * self._ranking_s))
+            await pause(self._woken, max(_AGAIN_S, _PAUSES * self._ranking_s))
 
     async def _move(self) -> None:
         """Have everything that is only here sent once, as far as there is time and room."""
         if self._left_s() <= 0:
-            self._figures["state"] = "late" if self._figures["state"] == "moving" else "moved"
+            if self._figures["state"] == "moving":
+                self._figures["state"] = "late"
             return
         targets = sorted(set(await self._peers.call(LOOKUP_NAME, "targets")) - {self._shard})
         if not targets:
-            self._figures["message"] = "No other node takes blocks."
+            self._figures["message"] = "No other node takes blocks; add one, or have this one stay."
             return
         self._figures.pop("message", None)
         tiers = await asyncio.get_running_loop().run_in_executor(None, self._unsent)
         sizes = [int(tables.block_bytes(slots).sum()) for tables, slots in tiers]
         if self._budget is None:
-            self._budget = await self._room(targets, sum(sizes))
+            self._budget = await self._room(targets, sizes[0])
         self._figures["left_bytes"] = min(sum(sizes), self._budget)
         self._figures["state"] = "moving" if self._figures["left_bytes"] > 0 else "moved"
         for tables, slots in tiers:
@@ -146,10 +158,11 @@ class Drain:
                     raise error
 
     async def _room(self, targets: list[str], num_bytes: int) -> int:
-        """Return how much of so many bytes the targets are to take.
+        """Return how many bytes the targets are to take; so many are in the memory here.
 
         That is what they have free, and in place of blocks of theirs so much that all nodes keep
-        the same share of what they have: the blocks of one are worth no more than another's.
+        the same share of what they have: the blocks of one are worth no more than another's. Blocks
+        on the disk are worth less than those in another's memory.
         """
         rooms = await asyncio.gather(
             *(self._peers.call(one, "room") for one in targets), return_exceptions=True
@@ -227,11 +240,6 @@ class Drain:
                 self._figures["message"] = f"{target}: {source.message}"
         heads = [chain[:count] for chain, count in zip(chains, report.here, strict=True)]
         return np.concatenate(heads)
-
-
-def _note_defect(task: "asyncio.Task[None]") -> None:
-    if not task.cancelled() and (defect := task.exception()) is not None:
-        _log.error("a drain ended by a defect", exc_info=defect)
 
 
 def _soonest(orders: dict[str, float | None]) -> float | None:

@@ -243,8 +243,7 @@ class Tier:
 
     def make_shard(self, node: str, _: KVRayConfig) -> Any:
         class Shard(str):
-            def drain(shard, by: str, seconds: float | None) -> None:
-                self.told.append((node, by, seconds))
+            drain = SimpleNamespace(remote=lambda *order: self.told.append((node, *order)))
 
             def call_off_drain(shard, by: str) -> None:
                 self.told.append((node, by))
