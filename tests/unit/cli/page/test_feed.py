@@ -15,7 +15,7 @@ from tests.unit.cli.page.answers import status
 ANSWER = json.dumps({"part": STATUS, "answer": status()})
 ENDS = f"print({ANSWER!r})"
 HANGS = f"import time; print({ANSWER!r}, flush=True); time.sleep(60)"
-ECHOES = f"import sys; sys.stdin.readline(); print({ANSWER!r}, flush=True); sys.stdin.readline()"
+ECHOES = f"import sys; sys.stdin.readline(); print({ANSWER!r}, flush=True); sys.stdin.read()"
 
 
 def fed(code: str, until: str, *, looks: bool = False) -> str:
