@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from kvray.actors.shard.announcer import Announcer
-from kvray.actors.shard.drain import Drain
 from kvray.actors.shard.events.publisher import EventPublisher
+from kvray.actors.shard.giving import Drain, Giver
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
 from kvray.actors.shard.nvme_tier import NvmeTier
@@ -118,7 +118,7 @@ class Serving:
         self.stager = ReplicaStager(
             owner.arena, stager, parts.replicas, self._peers, settings.staging
         )
-        self.drain = Drain(
+        giver = Giver(
             parts.name,
             owner,
             self.retention,
@@ -126,6 +126,7 @@ class Serving:
             lambda: self.nvme,
             num_partitions=settings.lookup_partitions,
         )
+        self.drain = Drain(giver)
         self.events: EventPublisher | None = None  # None: nobody is to hear of its blocks
         if settings.events is not None:
             self.events = EventPublisher(

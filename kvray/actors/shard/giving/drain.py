@@ -8,30 +8,15 @@ and what they save meanwhile goes too.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from kvray.actors.mover.orders import FetchOrder, FetchReport
-from kvray.actors.names import LOOKUP_NAME, lookup_name
-from kvray.actors.ray_glue.arguments import in_pieces, packed
-from kvray.actors.shard.drain.choice import (
-    batches,
-    chains_of,
-    held_by,
-    hottest_first,
-    shared_out,
-    span_of,
-)
+from kvray.actors.shard.giving.choice import batches, shared_out
+from kvray.actors.shard.giving.giver import Giver
 from kvray.actors.shard.loop_thread import pause
-from kvray.actors.shard.nvme_tier import NvmeTier
-from kvray.actors.staging.peers import Peers, mover_of
 from kvray.errors import KVRayError
-from kvray.index import Run
-from kvray.store import ArenaOwner
 from kvray.store.arena.tables import Array, Tables
-from kvray.store.retention import Retention, find_alike
 
 _log = logging.getLogger("kvray.shard")
 
@@ -46,22 +31,9 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 class Drain:
     """The drain of one shard; state of its event loop, `status` from any thread."""
 
-    def __init__(
-        self,
-        shard: str,
-        owner: ArenaOwner,
-        retention: Retention,
-        peers: Peers,
-        nvme: Callable[[], NvmeTier | None],
-        *,
-        num_partitions: int,
-    ) -> None:
-        self._shard = shard
-        self._owner = owner
-        self._retention = retention
-        self._peers = peers
-        self._nvme = nvme
-        self._num_partitions = num_partitions
+    def __init__(self, giver: Giver) -> None:
+        self._giver = giver
+        self._shard = giver.shard
         self._orders: dict[str, float | None] = {}
         """Who ordered it -> until when blocks may go; None: as long as it takes."""
         self._task: asyncio.Task[None] | None = None
@@ -137,7 +109,7 @@ class Drain:
             if self._figures["state"] == "moving":
                 self._figures["state"] = "late"
             return
-        targets = sorted(set(await self._peers.call(LOOKUP_NAME, "targets")) - {self._shard})
+        targets = await self._giver.targets()
         if not targets:
             self._figures["message"] = "No other node takes blocks; add one, or have this one stay."
             return
@@ -165,7 +137,7 @@ class Drain:
         on the disk are worth less than those in another's memory.
         """
         rooms = await asyncio.gather(
-            *(self._peers.call(one, "room") for one in targets), return_exceptions=True
+            *(self._giver.peers.call(one, "room") for one in targets), return_exceptions=True
         )
         free = sum(room for room in rooms if isinstance(room, int))
         return free + num_bytes * len(targets) // (len(targets) + 1)
@@ -177,12 +149,7 @@ class Drain:
     def _unsent(self) -> list[tuple[Tables, Array]]:
         """Return what others do not have yet: blocks of the memory, and those on the disk only."""
         began = time.monotonic()
-        arena, nvme = self._owner.arena.tables, self._nvme()
-        tiers = [(arena, hottest_first(arena, self._retention.rank))]
-        if nvme is not None:
-            store = nvme.store.tables
-            slots = hottest_first(store, self._retention.rank_below)
-            tiers.append((store, slots[find_alike(store, slots, arena) < 0]))
+        tiers = self._giver.hottest()
         settled = np.concatenate([np.empty(0, dtype=np.uint64), *self._settled])
         self._settled = [settled]
         unsent = [
@@ -198,11 +165,14 @@ class Drain:
         assert self._budget is not None
         sizes = {"bytes_max": _BATCH_BYTES, "blocks_max": _BATCH_BLOCKS}
         for batch in batches(tables, slots, **sizes):
-            held = await self._held(tables, batch, others)
+            held = await self._giver.held(tables, batch, others)
             left_s = self._left_s()
             if not self._orders or left_s <= 0 or self._budget <= 0:
                 return
-            here = await self._fetch(tables, batch[~held], target, left_s)
+            gift = await self._giver.give(tables, batch[~held], target, seconds=left_s)
+            if gift.message:
+                self._figures["message"] = gift.message
+            here = gift.slots
             self._settled.append(_names(tables, np.concatenate((batch[held], here))))
             num_bytes = int(tables.block_bytes(here).sum())
             self._budget -= num_bytes
@@ -210,36 +180,6 @@ class Drain:
             self._figures["moved_bytes"] += num_bytes
             left = self._figures["left_bytes"] - int(tables.block_bytes(batch).sum())
             self._figures["left_bytes"] = max(0, min(left, self._budget))
-
-    async def _held(self, tables: Tables, slots: Array, others: frozenset[str]) -> Array:
-        """Return a mask of the blocks that one of the `others` has."""
-        held = np.zeros(len(slots), dtype=bool)
-        partitions = tables.slot_head[slots] % self._num_partitions
-        for partition in np.unique(partitions).tolist():
-            rows = np.flatnonzero(partitions == partition)
-            keys = in_pieces(tables.slot_key[slots[rows]].tobytes())
-            runs: list[Run] = await self._peers.call(lookup_name(partition), "locate", *keys)
-            held[rows] = held_by(runs, tables.slot_part[slots[rows]], others)
-        return held
-
-    async def _fetch(self, tables: Tables, slots: Array, target: str, left_s: float) -> Array:
-        """Have a target fetch the blocks in `slots`; return those that it has now."""
-        if not len(slots):
-            return slots
-        chains = chains_of(tables, slots)
-        spans = tuple(span_of(tables, chain, mover_of(self._shard)) for chain in chains)
-        order = FetchOrder(spans=spans, deadline_s=left_s)
-        nvme = self._nvme()
-        if tables is not self._owner.arena.tables and nvme is not None:
-            await nvme.reads.promote(order)  # movers read from memory only
-        report: FetchReport = await self._peers.call_watched(
-            mover_of(target), "fetch", *packed(order), work_s=left_s
-        )
-        for source in report.sources.values():
-            if source.error is not None:
-                self._figures["message"] = f"{target}: {source.message}"
-        heads = [chain[:count] for chain, count in zip(chains, report.here, strict=True)]
-        return np.concatenate(heads)
 
 
 def _soonest(orders: dict[str, float | None]) -> float | None:

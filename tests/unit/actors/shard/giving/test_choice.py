@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvray.actors.shard.drain.choice import (
+from kvray.actors.shard.giving.choice import (
     batches,
     chains_of,
     held_by,
