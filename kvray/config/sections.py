@@ -111,6 +111,9 @@ class ShardConfig(_Section):
     """Ray resource that a node must have to get a shard; none: every node"""
     label: Label | None = None
     """Ray label key=value that a node must have to get a shard; none: every node"""
+    release_idle_s: Seconds | None = Field(default=60.0, gt=0)
+    """time after which a shard leaves a node that Ray's autoscaler started and nobody uses, so that
+    the autoscaler can end it; none: it stays"""
 
 
 class LookupConfig(_Section):

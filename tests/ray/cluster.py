@@ -59,12 +59,15 @@ class TwoNodes:
 
 @contextlib.contextmanager
 def open_tier(
-    machine: Machine, cluster_name: str, settings: Mapping[str, Mapping[str, Any]] = SETTINGS
+    machine: Machine,
+    cluster_name: str,
+    settings: Mapping[str, Mapping[str, Any]] = SETTINGS,
+    *options: str,
 ) -> Iterator[TwoNodes]:
     """Have a tier on a machine for the time of a block; the machine may have others after it."""
     path = machine.write_config(settings, cluster_name=cluster_name)
     try:
-        up = machine.run("up", "-c", str(path))
+        up = machine.run("up", *options, "-c", str(path))
         assert up.returncode == 0, up.stderr
         yield TwoNodes(machine=machine, config_path=path, cluster_name=cluster_name)
     finally:

@@ -13,8 +13,13 @@ from typing import Any
 
 import ray
 
+from kvray.errors import ShardUnavailable
+
 _KEPT_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _CONNECT_TRIES = 1
+_STATUS_S = 2
+_AUTOSCALER_1_STATUS = b"__autoscaling_status"
+"""Where the older autoscaler writes what it does; the newer one does not."""
 
 
 @contextlib.contextmanager
@@ -92,6 +97,41 @@ def draining_nodes() -> dict[str, float | None]:
         node: max(0.0, (deadline_ms - now_ms) / 1000) if deadline_ms else None
         for node, deadline_ms in found.items()
     }
+
+
+def unused_nodes() -> frozenset[str]:
+    """Return the nodes that an autoscaler started and of which nothing is in use, by id.
+
+    A node with kvray's actors is never idle to Ray, whatever they need, and so the autoscaler does
+    not end it. No public call tells who started a node. Without it the parts of a tier stay on all
+    nodes, as with `shard.release_idle_s: null`.
+    """
+    try:
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+        from ray.core.generated.autoscaler_pb2 import (  # type: ignore[attr-defined]
+            GetClusterStatusReply,
+        )
+
+        address = ray.get_runtime_context().gcs_address
+        client: Any = GcsClient(address)
+        reply: Any = GetClusterStatusReply()
+        reply.ParseFromString(client.get_cluster_status(timeout_s=_STATUS_S))
+        has_autoscaler = reply.HasField("autoscaling_state") or client.internal_kv_get(
+            _AUTOSCALER_1_STATUS, None, timeout=_STATUS_S
+        )
+    except (ImportError, AttributeError):
+        return frozenset()
+    except ray.exceptions.RpcError as error:
+        raise ShardUnavailable(f"Ray did not say what its nodes do: {error}") from error
+    nodes = reply.cluster_resource_state.node_states if has_autoscaler else ()
+    return frozenset(
+        node.node_id.hex()
+        for node in nodes
+        # KubeRay names its instances without an autoscaler too; dead ones have no resources.
+        if node.instance_id
+        and node.total_resources
+        and node.available_resources == node.total_resources
+    )
 
 
 def logs_dir() -> str:

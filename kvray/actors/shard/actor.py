@@ -15,7 +15,13 @@ from kvray.actors.names import SHARD_PREFIX, SUPERVISOR_NAME, shard_name
 from kvray.actors.owner.admin import check_proof, proof_of
 from kvray.actors.ray_glue.arguments import unpacked
 from kvray.actors.ray_glue.async_calls import ActorCalls
-from kvray.actors.ray_glue.calls import Nudge, create_actor, log_to_stderr, node_labels
+from kvray.actors.ray_glue.calls import (
+    Nudge,
+    create_actor,
+    kill_actor,
+    log_to_stderr,
+    node_labels,
+)
 from kvray.actors.ray_glue.private import available_resources
 from kvray.actors.shard.lookup_line import LookupLine
 from kvray.actors.shard.queries import Asked, Prompt, Whereabouts
@@ -43,6 +49,7 @@ _GROUPS = {
     "ranks": 8,
     "leases": 4,
     "disk": 8,
+    "leave": 1,
 }
 """Threads for calls that may take long, apart: what another shard waits for must not queue behind
 what waits for other shards, or two could wait for each other."""
@@ -231,6 +238,18 @@ class ShardActor:
         """See `Shard.stop`."""
         self._shard.stop(retire=retire, timeout_s=_STOP_TIMEOUT_S, flush=flush)
         self._metrics.stop()
+
+    @ray.method(concurrency_group="leave")
+    def leave(self, seconds: float) -> bool:
+        """End for good, with the arena left as it is, unless an engine uses it: then False.
+
+        Before that other nodes get what only this one has, as far as it can go in so many seconds.
+        """
+        if not self._shard.requests.give_away(seconds):
+            return False
+        self.stop(retire=False, flush=True)
+        kill_actor(self._name)
+        return True
 
     def _terminate(self, number: int, frame: Any) -> None:
         """Handle SIGTERM: write blocks that are only in memory to disk, then end this process."""

@@ -1,5 +1,7 @@
 """The requests of other actors to a serving shard: blocks for a prompt, for ranks, from disk."""
 
+import contextlib
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -9,9 +11,13 @@ from kvray.actors.shard.loop_thread import ANSWER_S
 from kvray.actors.shard.prompt_keys import check_named, prompt_keys
 from kvray.actors.shard.serving import ShardParts
 from kvray.actors.shard.traces import outcome_of
+from kvray.errors import ShardUnavailable
 from kvray.store.arena import slabs
 from kvray.trace.arrival import runs_between, source_of
 from kvray.trace.spans import span
+
+_UNUSED = "kvray's supervisor"
+_LOOK_S = 0.2
 
 
 class ActorRequests:
@@ -104,6 +110,25 @@ class ActorRequests:
         """See `Drain.call_off`."""
         drain = self._parts.serving().drain
         self._parts.loop.call(lambda: drain.call_off(by), ANSWER_S)
+
+    def give_away(self, seconds: float) -> bool:
+        """Drain a node that nobody uses; return whether the shard may end: no engine is here."""
+        if self._is_used():
+            return False
+        with contextlib.suppress(ShardUnavailable):  # it has no blocks, or not any more
+            self.drain(_UNUSED, seconds)
+            drain = self._parts.serving().drain
+            while not self._is_used() and self._parts.announcer.num_shards > 1:
+                if (drain.status() or {}).get("state") != "moving":
+                    break
+                time.sleep(_LOOK_S)
+            if self._is_used():
+                self.call_off_drain(_UNUSED)
+                return False
+        return True
+
+    def _is_used(self) -> bool:
+        return any(rank["connected"] for rank in self._parts.replicas.status())
 
     def stage_ranks(
         self, replica: str, ranks: Sequence[int], wait_s: float, *request: Any

@@ -23,8 +23,9 @@ from kvray.actors.names import (
 )
 from kvray.actors.owner.admin import check_proof
 from kvray.actors.ray_glue import calls
-from kvray.actors.ray_glue.private import draining_nodes
+from kvray.actors.ray_glue.private import draining_nodes, unused_nodes
 from kvray.actors.shard.actor import create_shard
+from kvray.actors.supervisor.idle import IdleNodes
 from kvray.actors.supervisor.watch import Pings, Share, Silences, reachable
 from kvray.actors.telemetry.metrics_export import MetricsExport
 from kvray.actors.telemetry.part_counts import PartCounts
@@ -49,6 +50,8 @@ _ASKED_MAX = 200
 _NODES_PER_S = 500
 """Nodes that are looked at in a second, on average: of 3,000 a look takes 40 ms of CPU."""
 _LOOK_MAX_S = 10.0
+_LEAVE_S = 30.0
+"""How long what only an idle node has may take to others; then it goes to the node's disk."""
 
 
 def chosen_nodes(nodes: list[dict[str, Any]], shard: ShardConfig) -> set[str]:
@@ -88,6 +91,9 @@ class SupervisorActor:
         self._nodes: dict[str, dict[str, Any]] = {}
         self._draining: set[str] = set()
         """Nodes whose shards were told that Ray wants the node to go."""
+        self._idle = IdleNodes(config.shard.release_idle_s)
+        self._leaving: dict[str, Any] = {}
+        """Node -> the call by which its shard leaves it."""
         self._look_at = 0.0
         self._share = Share(_ASKED_MAX)
         self._pings = Pings(patience_s=_FROZEN_S)
@@ -170,9 +176,13 @@ class SupervisorActor:
     def _look(self) -> None:
         """Look at all nodes and names, and start what is missing."""
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        self._leave_idle()
         named = set(calls.list_actors())
         self._see_to_lookups({name for name in named if is_lookup(name)})
         chosen = chosen_nodes(nodes, self._config.shard)
+        left = {node_id for node_id in self._idle.left if shard_name(node_id) not in named}
+        self._drop_left(left)
+        chosen -= left
         for node_id in sorted(chosen):
             # An actor that was ended for good has lost its name; one that Ray restarts keeps it.
             if node_id not in self._shards or shard_name(node_id) not in named:
@@ -186,6 +196,28 @@ class SupervisorActor:
             self._start_movers(named)
         self._nodes = {node["NodeID"]: node for node in nodes}
         self._take_parts()
+
+    def _leave_idle(self) -> None:
+        """Have shards end where nothing but kvray is: to Ray a node with an actor is never idle."""
+        asked = list(self._leaving.values())
+        done, _ = ray.wait(asked, num_returns=len(asked), timeout=0) if asked else ([], [])
+        ended = {node_id for node_id, answer in self._leaving.items() if answer in done}
+        for node_id in ended:
+            del self._leaving[node_id]
+        # One that has ended itself is gone from the list of actors.
+        self._idle.stay(node_id for node_id in ended if shard_name(node_id) in calls.list_actors())
+        unused = frozenset() if self._config.shard.release_idle_s is None else unused_nodes()
+        for node_id in self._idle.note(unused, self._draining, time.monotonic()):
+            if node_id in self._shards and node_id not in self._leaving:
+                self._leaving[node_id] = self._shards[node_id].leave.remote(_LEAVE_S)
+
+    def _drop_left(self, left: Set[str]) -> None:
+        """End what belongs to shards that have left their nodes."""
+        for node_id in self._shards.keys() & left:
+            _log.info("node %s is not used and has no shard now", node_id[:12])
+            del self._shards[node_id]
+            self._movers.pop(node_id, None)
+            calls.kill_actor(mover_name(node_id))
 
     def _see_to_lookups(self, named: Set[str]) -> None:
         """Start the partitions of the lookup that are not `named`, and end those beyond them."""

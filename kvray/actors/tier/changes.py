@@ -50,6 +50,7 @@ EFFECTS: Mapping[str, Effect] = {  # `section.*`: the settings of it that are no
     "shard.silent_s": Effect.LOOKUP,
     "shard.resource": Effect.NODES,
     "shard.label": Effect.NODES,
+    "shard.release_idle_s": Effect.NODES,
     "shard.*": Effect.SHARD,
     "staging.transports": Effect.MOVER,
     "staging.lease_s": Effect.MOVER,

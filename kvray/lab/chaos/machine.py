@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class Machine:
         disk_bytes: int | None = None,
         has_nvme: bool = False,
         environ: Mapping[str, str] | None = None,
+        head_options: Sequence[str] = ("--port=0", "--no-monitor"),
     ) -> None:
         """Start the cluster and return when all nodes have joined.
 
@@ -61,6 +62,7 @@ class Machine:
             has_nvme: gives each a directory of its own for blocks on disk.
             environ: variables of every node besides those of this process. This process's settings
                 of kvray are left out.
+            head_options: of `ray start --head`; with a network the port is another.
 
         Raises:
             ConfigError: a node did not start, or this machine allows no network.
@@ -94,8 +96,9 @@ class Machine:
                 _mount(self.directory, disk_bytes)
             if has_network:
                 self.network = Network(self._spawn_holder, num_hosts=num_nodes + 1)
-            port = _PORT if has_network else 0
-            options = ("--head", f"--port={port}", "--include-dashboard=false", "--no-monitor")
+            options = ("--head", "--include-dashboard=false", *head_options)
+            if has_network:
+                options = (*options, f"--port={_PORT}")
             self.head = self._describe(0, "head", self.scratch / "head", *options)
             self.head.start()
             self.address = self._await_address()

@@ -213,15 +213,21 @@ class Tier:
         self.cut: set[str] = set()  # nodes
         self.now = 0.0
         self.draining: dict[str, float | None] = {}  # nodes that Ray wants to go
+        self.unused: set[str] = set()
         self.told: list[tuple[Any, ...]] = []
+        self.leaving: list[str] = []  # nodes whose shards were told to leave
+        self.answered: set[str] = set()  # those of them that have done so, or will not
         self.status: dict[str, Any] = {"shards": {}, "silent": []}
         self.nodes_now = [{"NodeID": node_id(n), "Alive": True} for n in range(num_nodes)]
         self.names = {shard_name(node["NodeID"]) for node in self.nodes_now}
         self.movers = {mover_name(node["NodeID"]) for node in self.nodes_now}
         module = supervisor_module
-        monkeypatch.setattr(module, "ray", SimpleNamespace(nodes=self.nodes, kill=self.kill))
+        ray = SimpleNamespace(nodes=self.nodes, kill=self.kill, wait=self.wait)
+        monkeypatch.setattr(module, "ray", ray)
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(module, "draining_nodes", lambda: self.draining)
+        monkeypatch.setattr(module, "unused_nodes", lambda: self.unused)
+        monkeypatch.setattr(module.calls, "kill_actor", self.ended.append)
         monkeypatch.setattr(module, "create_shard", self.make_shard)
         monkeypatch.setattr(module, "create_mover", lambda node, _: mover_name(node))
         monkeypatch.setattr(module.calls, "list_actors", lambda: [*self.names, LOOKUP_NAME])
@@ -244,11 +250,19 @@ class Tier:
     def make_shard(self, node: str, _: KVRayConfig) -> Any:
         class Shard(str):
             drain = SimpleNamespace(remote=lambda *order: self.told.append((node, *order)))
+            leave = SimpleNamespace(remote=lambda seconds: self.leave(node))
 
             def call_off_drain(shard, by: str) -> None:
                 self.told.append((node, by))
 
         return Shard(shard_name(node))
+
+    def leave(self, node: str) -> str:
+        self.leaving.append(node)
+        return node
+
+    def wait(self, asked: list[str], **_: Any) -> tuple[list[str], list[str]]:
+        return [one for one in asked if one in self.answered], []
 
     def nodes(self) -> list[dict[str, Any]]:
         self.looks += 1
@@ -296,6 +310,41 @@ def test_a_shard_is_told_each_time_that_ray_wants_its_node_to_go_and_once_that_i
     tier.draining = {}
     tier.rounds(2)
     assert tier.told == [(node_id(1), "Ray", 30.0)] * 2 + [(node_id(1), "Ray")]
+
+
+def test_a_node_that_nobody_uses_loses_its_shard_until_somebody_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = Tier(monkeypatch, 3)
+    tier.hear(tier.names)
+    idle = node_id(1)
+    tier.unused = {idle}
+    tier.rounds(60)
+    assert not tier.leaving
+    tier.rounds(5)
+    assert tier.leaving == [idle]
+    assert idle in tier.supervisor.shards(), "it takes its time"
+    tier.names.remove(shard_name(idle))
+    tier.answered.add(idle)
+    tier.rounds(5)
+    assert idle not in tier.supervisor.shards()
+    assert tier.ended == [mover_name(idle)]
+    tier.unused = set()
+    tier.rounds(1)
+    assert idle in tier.supervisor.shards()
+
+
+def test_a_shard_that_an_engine_uses_stays_and_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = Tier(monkeypatch, 3)
+    tier.hear(tier.names)
+    tier.unused = {node_id(1)}
+    tier.answered = {node_id(1)}
+    tier.rounds(150)
+    assert tier.leaving == [node_id(1)] * 2
+    assert node_id(1) in tier.supervisor.shards()
+    assert not tier.ended
 
 
 def test_a_round_asks_no_more_parts_however_many_there_are(

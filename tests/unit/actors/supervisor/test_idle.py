@@ -1,0 +1,57 @@
+"""Which nodes kvray leaves: those that nobody uses for long, and those that are to go."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvray.actors.supervisor.idle import IdleNodes
+
+NODES = st.frozensets(st.sampled_from("abc"))
+
+
+def test_a_node_is_left_once_it_was_unused_for_so_long() -> None:
+    idle = IdleNodes(10.0)
+    assert idle.note({"a", "b"}, set(), 0.0) == []
+    assert idle.note({"a"}, set(), 9.0) == []
+    assert idle.note({"a", "b"}, set(), 10.0) == ["a"]
+    assert idle.left == {"a"}
+    assert idle.note({"a", "b"}, set(), 19.0) == []
+    assert idle.note({"a", "b"}, set(), 20.0) == ["b"]
+
+
+def test_a_node_that_somebody_uses_again_gets_its_shard_back() -> None:
+    idle = IdleNodes(10.0)
+    idle.note({"a"}, set(), 0.0)
+    idle.note({"a"}, set(), 10.0)
+    idle.note(set(), set(), 11.0)
+    assert not idle.left
+    assert idle.note({"a"}, set(), 12.0) == []
+
+
+def test_a_node_that_could_not_be_left_is_tried_again_after_the_same_time() -> None:
+    idle = IdleNodes(10.0)
+    idle.note({"a"}, set(), 0.0)
+    assert idle.note({"a"}, set(), 10.0) == ["a"]
+    idle.stay(["a"])
+    assert not idle.left
+    assert idle.note({"a"}, set(), 11.0) == []
+    assert idle.note({"a"}, set(), 21.0) == ["a"]
+
+
+def test_a_node_that_is_to_go_is_left_at_once_whatever_the_setting() -> None:
+    idle = IdleNodes(None)
+    assert idle.note({"a"}, {"b"}, 0.0) == ["b"]
+    assert idle.note({"a"}, {"b"}, 1e9) == []
+    assert idle.left == {"b"}
+
+
+@given(st.lists(st.tuples(NODES, NODES, st.floats(0, 8)), max_size=20))
+def test_no_node_is_left_that_was_in_use_within_the_time(
+    rounds: list[tuple[frozenset[str], frozenset[str], float]],
+) -> None:
+    idle, now, used_at = IdleNodes(10.0), 0.0, dict.fromkeys("abc", 0.0)
+    for unused, going, step in rounds:
+        now += step
+        used_at |= dict.fromkeys(set("abc") - unused, now)
+        due = idle.note(unused, going, now)
+        assert all(node in going or now - used_at[node] >= 10.0 for node in due)
+        assert idle.left <= unused | going
