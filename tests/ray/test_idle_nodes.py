@@ -5,6 +5,7 @@ The autoscaler is the real one; its nodes are processes of this machine.
 
 import contextlib
 import json
+import select
 import shutil
 import socket
 import subprocess
@@ -22,8 +23,10 @@ from tests.unit.store.small_arena import PATIENT_S, chain, store
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
 HEAD_ID = "f" * 51 + "00000"
-"""The autoscaler's provider counts its nodes from there."""
+HEAD_TYPE = "ray.head.default"
+"""What the autoscaler's provider calls the head, and its type; it counts its nodes from there."""
 IDLE_S = 3.0
+START_S = 90.0
 BUSY = """
 import sys, ray
 ray.init(namespace="engines", log_to_driver=False)
@@ -65,9 +68,9 @@ def autoscaling(address: str) -> dict[str, object]:
     provider = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
     types = {
         "worker": {"resources": {"CPU": 1, RESOURCE: 1, "object_store_memory": 80 * 2**20}},
-        "head": {"resources": {"CPU": 0}},
+        HEAD_TYPE: {"resources": {"CPU": 0}},
     }
-    limits = {"worker": 1, "head": 0}
+    limits = {"worker": 1, HEAD_TYPE: 0}
     unused = ("head_setup", "worker_setup", "setup", "initialization", "head_start_ray")
     return {
         "cluster_name": "scaled",
@@ -81,7 +84,7 @@ def autoscaling(address: str) -> dict[str, object]:
             "head_node_id": HEAD_ID,
             "gcs_address": address,
         },
-        "head_node_type": "head",
+        "head_node_type": HEAD_TYPE,
         "available_node_types": {
             name: {**one, "node_config": {}, "min_workers": 0, "max_workers": limits[name]}
             for name, one in types.items()
@@ -102,13 +105,17 @@ def busy(tier: TwoNodes) -> Iterator[None]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
+    assert process.stdout is not None
+    assert process.stdin is not None
     try:
-        assert process.stdout is not None
+        assert select.select([process.stdout], [], [], START_S)[0], "no worker came"
         assert process.stdout.readline() == b"ready\n"
         yield
     finally:
         process.kill()
         process.wait()
+        process.stdin.close()
+        process.stdout.close()
 
 
 def is_serving(tier: TwoNodes) -> bool:
