@@ -1,0 +1,161 @@
+"""A node of three goes under load, arenas full: what a drain saves of the next minute's hits.
+
+All runs ask for the same prompts in the same order. Each node has a third of those that people use,
+beside so many others that its arena is full.
+"""
+
+import contextlib
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvray.errors import KVRayError
+from kvray.lab.chaos.machine import Machine
+from kvray.lab.reference.replica import Replica
+from kvray.store import Arena
+from kvray.store.arena import slabs
+from tests.ray.cluster import CONNECTOR, SETTINGS, TwoNodes, open_tier
+from tests.ray.sharing import TOKENS_PER_BLOCK
+from tests.unit.store.small_arena import chain, store
+
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1200)]
+
+PROMPT_TOKENS = 640
+NUM_USED = 81
+"""Prompts that are asked for again and again; they fit in the memory of two nodes."""
+LENGTH = PROMPT_TOKENS // TOKENS_PER_BLOCK
+CONFIG = {
+    **SETTINGS,
+    "arena": {**SETTINGS["arena"], "capacity": "64MiB", "slab": "4MiB"},
+    "connector": {**SETTINGS["connector"], "stage_wait_s": 5.0},
+}
+
+
+def prompt_of(name: str) -> list[int]:
+    chosen = random.Random(name)
+    return [chosen.randrange(3, 250) for _ in range(PROMPT_TOKENS)]
+
+
+USED = [prompt_of(f"used {at}") for at in range(NUM_USED)]
+
+
+@dataclass(slots=True)
+class Run:
+    """A tier of three nodes, an engine on each, and what became of the requests."""
+
+    tier: TwoNodes
+    replicas: list[Replica]
+    failed: list[str] = field(default_factory=list)
+    blocks: list[tuple[int, int]] = field(default_factory=list)
+    """Of each arena, and for how many there is room."""
+    answers: dict[int, set[tuple[int, ...]]] = field(default_factory=dict)
+
+    def ask(self, at: int, number: int) -> int:
+        """Ask an engine for a prompt; return its hit tokens."""
+        try:
+            output = self.replicas[number].generate(USED[at], max_tokens=2, timeout_s=60.0)
+        except KVRayError as error:
+            self.failed.append(str(error))
+            return 0
+        self.answers.setdefault(at, set()).add(tuple(output.token_ids))
+        return int(output.hit_tokens)
+
+    def fill(self) -> None:
+        """Have each engine compute its share of the prompts, in an arena full of others' blocks."""
+        for number, node in enumerate(self.tier.nodes):
+            self.ask(number, number)
+            with contextlib.closing(Arena(self.tier.node_dir(node), lock_wait_s=5.0)) as arena:
+                arena.join("others")
+                (size,) = slabs.block_sizes(arena.tables)
+                room = arena.tables.geometry.capacity // arena.tables.geometry.stride(size)
+                for at in range(room // LENGTH):
+                    store(arena, chain(LENGTH, seed=f"{number} {at}"), block_bytes=size)
+                self.blocks.append((arena.stats()["blocks"], room))
+        self.each(range(NUM_USED))
+        self.each(range(NUM_USED))
+
+    def each(self, prompts: Iterable[int]) -> None:
+        """Ask each node for its own of the prompts; the three at once."""
+
+        def one(number: int) -> None:
+            for at in prompts:
+                if at % 3 == number:
+                    self.ask(at, number)
+
+        with ThreadPoolExecutor(3) as threads:
+            list(threads.map(one, range(3)))
+
+    def ask_those_that_stay(self) -> int:
+        """Ask two nodes for all prompts that are used; return the hit tokens."""
+        order = random.Random("order").sample(range(NUM_USED), NUM_USED)
+        return sum(self.ask(at, nth % 2) for nth, at in enumerate(order))
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[Run]:
+    with contextlib.ExitStack() as stack:
+        machine = stack.enter_context(Machine(num_nodes=3))
+        tier = stack.enter_context(open_tier(machine, "loaded", CONFIG))
+        replicas: list[Replica] = []
+        stack.callback(lambda: [one.kill() for one in replicas])
+        for number, node in enumerate(tier.nodes):
+            replicas.append(
+                Replica.spawn(
+                    f"on-node-{number}",
+                    env=tier.engine_environ(node),
+                    model="tiny:11",
+                    tokens_per_block=TOKENS_PER_BLOCK,
+                    num_blocks=48,
+                    connector=CONNECTOR,
+                    num_threads=1,
+                )
+            )
+        for replica in replicas:
+            replica.wait_ready()
+        run = Run(tier, replicas)
+        run.fill()
+        yield run
+
+
+def drain(run: Run, deadline_s: int) -> None:
+    """Have Ray drain the third node under load; return at the deadline."""
+    node = run.tier.nodes[2]
+    directory = str(run.tier.node_dir(node))
+    (node_id,) = (one["node_id"] for one in run.tier.shards() if one["directory"] == directory)
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node"]
+    command += ["--address", run.tier.machine.address, "--node-id", node_id]
+    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot"]
+    command += ["--deadline-remaining-seconds", str(deadline_s)]
+    environ = run.tier.machine.environ()
+    subprocess.run(command, env=environ, check=True, capture_output=True, timeout=60)
+    began, order = time.monotonic(), random.Random("load")
+    while time.monotonic() < began + deadline_s:
+        run.each(order.sample(range(NUM_USED), 9))
+
+
+def lose(run: Run) -> None:
+    run.replicas[2].kill()
+    run.tier.nodes[2].kill()
+
+
+def test_of_the_hits_of_a_node_that_goes_a_drain_saves_nearly_all() -> None:
+    hits: dict[str, int] = {}
+    for name in ("kept", "drained", "lost"):
+        with opened() as run:
+            if name == "drained":
+                drain(run, 30)
+            if name != "kept":
+                lose(run)
+            hits[name] = run.ask_those_that_stay()
+            print(f"{name}: {hits[name]} hit tokens; blocks of {run.blocks}; {run.failed[:2]}")
+            assert not run.failed
+            assert all(len(answers) == 1 for answers in run.answers.values()), "no other text"
+    print({name: round(hits[name] / hits["kept"], 3) for name in hits})
+    assert hits["drained"] >= 0.95 * hits["kept"]
+    assert hits["lost"] <= 0.75 * hits["kept"]
