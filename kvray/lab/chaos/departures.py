@@ -2,7 +2,7 @@
 
 import subprocess
 
-from kvray.lab.chaos.campaign import NotNow
+from kvray.lab.chaos.campaign import NotNow, NotYet
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.node import Node
 
@@ -40,9 +40,9 @@ class Departures:
         self._begin(node, *ray, "--node-id", "ID", *reason, deadline)
 
     def require_taken(self) -> None:
-        """Raise NotNow until the last order was taken."""
+        """Raise NotYet until the last order was taken."""
         if self._process is None or self._process.poll() != 0:
-            raise NotNow("The order to go was not taken.")
+            raise NotYet("The order to go was not taken.")
 
     def stay(self, node: Node) -> None:
         """Begin to have a node stay after all; until that was taken no other node goes."""

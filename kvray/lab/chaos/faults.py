@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import psutil
 
-from kvray.lab.chaos.campaign import NotNow
+from kvray.lab.chaos.campaign import NotNow, NotYet
 from kvray.lab.chaos.departures import Departures
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import Network
@@ -50,7 +50,7 @@ class Faults:
         self._cluster_name = config_path.stem
         self._welcome = welcome
         self._departures = Departures(machine, str(config_path))
-        self._joined = False
+        self._joined: Server | None = None
         self._undo: dict[int, Undo] = {}
         self._seen: dict[int, tuple[float, int]] = {}
         """Fault -> time of the last look at its node's cable, and the bytes received until then."""
@@ -163,20 +163,23 @@ class Faults:
         node.empty()
 
     def _join(self, fault: Fault) -> Undo:
-        if self._joined:
-            raise NotNow("Another node has joined.")
-        self._joined = True
-        node = self._machine.begin_join()
-        server = self._welcome(node)
-        self._servers.append(server)
+        """Have a node join, and an engine on it; raises NotNow until that has answered."""
+        if fault.number not in self._undo:
+            if self._joined is not None:
+                raise NotNow("Another node has joined.")
+            node = self._machine.begin_join()
+            self._joined = self._welcome(node)
+            self._servers.append(self._joined)
+            self._undo[fault.number] = partial(self._part, node, self._joined)
+        if self._joined is None or not self._joined.served:
+            raise NotYet("The engine on the node that joined has not answered yet.")
+        return self._undo[fault.number]
 
-        def part() -> None:
-            self._servers.remove(server)
-            server.close()
-            self._machine.take_away(node)
-            self._joined = False
-
-        return part
+    def _part(self, node: Node, joined: Server) -> None:
+        self._servers.remove(joined)
+        joined.close()
+        self._machine.take_away(node)
+        self._joined = None
 
     # -- cables -----------------------------------------------------------------------------------
 

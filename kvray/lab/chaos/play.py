@@ -19,12 +19,13 @@ from kvray.lab.chaos import load
 from kvray.lab.chaos.campaign import Campaign
 from kvray.lab.chaos.faults import Faults
 from kvray.lab.chaos.judge import Results, report
-from kvray.lab.chaos.load import Answers, Ask, Chapter
+from kvray.lab.chaos.load import Chapter
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
 from kvray.lab.chaos.node import Node
+from kvray.lab.chaos.oracle import Questions, ask_oracle
 from kvray.lab.chaos.schedule import KINDS, Fault, Kind, make_schedule
-from kvray.lab.chaos.servers import Question, Server, spawn
+from kvray.lab.chaos.servers import Question, Server
 from kvray.lab.chaos.stalls import read_stalls
 
 _NAME = "chaos"
@@ -50,7 +51,6 @@ _SETTLE_S = 60.0
 """How long nodes may take to be back to normal after the last fault."""
 
 Advance = Callable[..., None]
-Questions = dict[Ask, Question]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
     with interrupts.closing() as stack, ProgressLine(console) as line:
         num_asks = sum(map(len, load.all_asks(book)))
         with line.during("Computing the answers without kvray", num_asks) as advance:
-            questions = _ask_oracle(book, advance)
+            questions = ask_oracle(book, advance)
         with line.during("Starting Ray on several nodes"):
             machine = Machine(
                 num_nodes=options.num_nodes,
@@ -133,21 +133,6 @@ def _choose_kinds(options: Options) -> tuple[list[Kind], dict[str, str]]:
         reason = why_impossible() or "no network was asked for"
         left_out |= {kind.name: reason for kind in asked if kind.needs_root}
     return [kind for kind in asked if kind.name not in left_out], left_out
-
-
-def _ask_oracle(book: list[Chapter], advance: Advance) -> Questions:
-    """Answer every prompt with an engine that has no connector and reuses nothing."""
-    conversations, truth, questions = load.conversations_of(book), Answers(), Questions()
-    with spawn("oracle") as oracle:
-        oracle.wait_ready()
-        for asks in load.all_asks(book):
-            prompts = [load.prompt_of(conversations[one], turn, truth) for one, turn in asks]
-            outputs = oracle.generate(prompts, max_tokens=load.MAX_TOKENS)
-            for ask, prompt, output in zip(asks, prompts, outputs, strict=True):
-                truth[ask] = output.token_ids
-                questions[ask] = prompt, output.token_ids
-            advance(len(asks))
-    return questions
 
 
 class _Serving:

@@ -37,7 +37,7 @@ KINDS = (
     Kind("drain", "a node is drained, and goes", (2.0, 8.0), nodes_min=2),
     Kind("call_off", "a drain is called off", (0.5, 4.0), nodes_min=2),
     Kind("preempt", "a node is lost in mid-drain", (0.2, 3.0), nodes_min=2),
-    Kind("join", "a node joins, and goes", (20.0, 40.0)),
+    Kind("join", "a node joins, and goes", (10.0, 30.0)),
 )
 """All of them, in the order of the report."""
 
