@@ -3,6 +3,7 @@
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from math import inf
 
 import numpy as np
 
@@ -58,29 +59,25 @@ class UnderLoad:
         ]
         assert not any(one.wrong_tokens for server in self.servers for one in server.served)
 
-    def hits(self, since: float) -> list[float]:
+    def hits(self, since: float, until: float = inf) -> list[float]:
         """Return each engine's share of tokens found in the tier."""
-        return [hit_share(self._since(server, since)) for server in self.servers]
+        return [round(hit_share(_within(one, since, until)), 3) for one in self.servers]
 
-    def longest_s(self, since: float) -> float:
+    def longest_s(self, since: float, until: float = inf) -> float:
         """Return how long the slowest batch took."""
-        took = [one.ended - one.began for s in self.servers for one in self._since(s, since)]
-        return max(took, default=0.0)
+        found = [one for server in self.servers for one in _within(server, since, until)]
+        return round(max((one.ended - one.began for one in found), default=0.0), 2)
 
     def longest_stall_ms(self, since: float) -> float:
         """Return how long kvray held up an engine's scheduler at most, less waits for a core."""
         stalls = np.concatenate([read_stalls(server.stalls_path) for server in self.servers])
         late = stalls[stalls[:, 1] > since]
-        return 1000.0 * float((late[:, 2] - late[:, 3]).max(initial=0.0))
+        return round(1000.0 * float((late[:, 2] - late[:, 3]).max(initial=0.0)), 1)
 
     def close(self) -> None:
         """End the engines. Twice is fine."""
         for server in self.servers:
             server.close()
-
-    @staticmethod
-    def _since(server: Server, since: float) -> list[Served]:
-        return [one for one in [*server.served] if one.began > since]
 
 
 @contextlib.contextmanager
@@ -93,6 +90,10 @@ def open_under_load(nodes: TwoNodes) -> Iterator[UnderLoad]:
         made.wait_for_batches(2 * load.BATCHES, within_s=_READY_S)
         yield made
         made.check_well()
+
+
+def _within(server: Server, since: float, until: float) -> list[Served]:
+    return [one for one in [*server.served] if since < one.began < until]
 
 
 def _batches(
