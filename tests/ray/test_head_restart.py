@@ -55,16 +55,10 @@ def restart_ended(machine: Machine) -> bool:
     return all(node.has_started for node in machine.nodes)
 
 
-def arenas(nodes: TwoNodes) -> dict[str, dict[str, object]]:
-    """Return the directory of each shard that serves -> what it says of its arena."""
-    serving = (one for one in nodes.shards() if one["state"] == "serving")
-    return {one["directory"]: one["arena"] for one in serving}
-
-
 def test_a_head_that_starts_again_finds_the_blocks_and_engines_never_noticed(
     nodes: TwoNodes, engines: UnderLoad
 ) -> None:
-    before, began = arenas(nodes), time.monotonic()
+    before, began = nodes.serving(), time.monotonic()
     nodes.machine.head.kill()
     time.sleep(5)
     start_head(nodes.machine)
@@ -72,7 +66,7 @@ def test_a_head_that_starts_again_finds_the_blocks_and_engines_never_noticed(
     wait_for(lambda: up.poll() == 0, "kvray up", timeout_s=60)
 
     def is_back() -> bool:
-        return restart_ended(nodes.machine) and len(arenas(nodes)) == 2
+        return restart_ended(nodes.machine) and len(nodes.serving()) == 2
 
     wait_for(is_back, "the shards of both nodes", timeout_s=BACK_S)
     back = time.monotonic()
@@ -80,7 +74,8 @@ def test_a_head_that_starts_again_finds_the_blocks_and_engines_never_noticed(
     print(f"shards back after {back - began:.1f} s")
     print(f"hits meanwhile {engines.hits(began, back)}, after it {engines.hits(back)}")
     print(f"longest batch {engines.longest_s(began)}, stall {engines.longest_stall_ms(began)}")
-    for directory, arena in arenas(nodes).items():
-        assert arena["arena_id"] == before[directory]["arena_id"]
-        assert arena["blocks"] >= before[directory]["blocks"]
+    for directory, shard in nodes.serving().items():
+        was, now = before[directory]["arena"], shard["arena"]
+        assert now["arena_id"] == was["arena_id"]
+        assert now["blocks"] >= was["blocks"]
     assert min(engines.hits(began, back)) > 0, "engines find what their nodes have"

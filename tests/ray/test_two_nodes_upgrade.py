@@ -18,6 +18,8 @@ OTHER = "0.99.0"
 CHANGE = f"kvray is {OTHER} now and was {kvray.__version__}."
 SITES = ("head", "node1", "node2")
 BATCHES = 6
+STALL_MS = 500.0
+"""An engine's pass may wait for a fetch, never for a part that restarts."""
 
 
 @pytest.fixture
@@ -61,38 +63,37 @@ def say(nodes: TwoNodes, *args: str) -> str:
     return done.stdout + done.stderr
 
 
-def arenas(nodes: TwoNodes) -> dict[str, tuple[str, int, int]]:
-    """Return shard -> its arena's id, its epoch and the number of blocks in it."""
-    return {
-        one["shard"]: tuple(one["arena"][key] for key in ("arena_id", "shard_epoch", "blocks"))
-        for one in nodes.shards()
-    }
-
-
 def test_an_upgrade_node_after_node_is_not_felt_by_engines(
     nodes: TwoNodes, sites: dict[str, Path], engines: UnderLoad
 ) -> None:
     began = time.monotonic()
-    before = arenas(nodes)
+    before = nodes.serving()
     assert len(before) == 2
-    usual = engines.hits(began - 10)
+    usual = engines.hits(0.0)
     assert "Nothing would be done" in say(nodes, "upgrade", "--plan")
     told = ""
+    print(f"before: hits {usual}, longest batch {engines.longest_s(0.0)} s")
     for name in ("node1", "node2", "head"):
         install(sites[name])
         told += say(nodes, "upgrade")
         # Parts of both versions serve together for a while.
         since = time.monotonic()
         engines.wait_for_batches(BATCHES, within_s=60)
-        now = arenas(nodes)
-        print(f"{name}: hits {engines.hits(since)}, {now}")
+        print(f"{name}: hits {engines.hits(since)}")
     print(told)
-    print(f"longest batch {engines.longest_s(began)}, stall {engines.longest_stall_ms(began)}")
-    assert all(f"{shard} (" in told for shard in before)
-    assert told.count(CHANGE) >= 4, "supervisor, lookup, and a shard and a mover of each node"
+    stall_ms = engines.longest_stall_ms(began)
+    print(f"longest batch {engines.longest_s(began)} s, longest stall {stall_ms} ms")
+    shards = [one["shard"] for one in before.values()]
+    movers = [name.replace("shard", "mover") for name in shards]
+    parts = ("The supervisor", "The lookup", *shards, *movers)
+    assert all(f"{part} was restarted: {CHANGE}" in told for part in parts)
+    assert told.count("blocks in memory as before") == len(before)
     assert "Nothing would be done" in say(nodes, "upgrade", "--plan")
-    for shard, (arena_id, epoch, blocks) in before.items():
-        assert now[shard][:2] == (arena_id, epoch + 1)
-        assert now[shard][2] >= blocks
-    for share, was in zip(engines.hits(since), usual, strict=True):
-        assert share >= 0.9 * was
+    for directory, shard in nodes.serving().items():
+        was, now = before[directory]["arena"], shard["arena"]
+        assert now["arena_id"] == was["arena_id"]
+        assert now["shard_epoch"] == was["shard_epoch"] + 1
+        assert now["blocks"] >= was["blocks"]
+    for share, usually in zip(engines.hits(since), usual, strict=True):
+        assert share >= 0.9 * usually
+    assert stall_ms < STALL_MS
