@@ -37,7 +37,7 @@ def chaos(
             metavar="KIND",
             help="Only this fault; repeatable. kill_PART or stop_PART (a shard, mover, lookup,"
             " supervisor, engine or raylet), cut_link, slow_link, fill_tmpfs, fill_disk,"
-            " fill_arena, truncate or flip_bytes.",
+            " fill_arena, truncate, flip_bytes, drain, call_off, preempt or join.",
         ),
     ] = None,
     network: Annotated[

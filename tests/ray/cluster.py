@@ -56,6 +56,10 @@ class TwoNodes:
         done = self.machine.run("status", "--json", "-c", str(self.config_path))
         return list(json.loads(done.stdout)["shards"]) if done.returncode == 0 else []
 
+    def serving(self) -> dict[str, dict[str, Any]]:
+        """Return directory -> what `kvray status` says, of the shards that serve."""
+        return {one["directory"]: one for one in self.shards() if one["state"] == "serving"}
+
 
 @contextlib.contextmanager
 def open_tier(

@@ -26,7 +26,9 @@ KEYS = {
     "hit_tokens_ratio",
     "stall_ms_p99",
     "recovery_s_max",
+    "unsettled_nodes",
 }
+MOVES = ("drain", "call_off", "preempt", "join")
 
 
 @pytest.fixture
@@ -52,6 +54,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["wrong_tokens"] == 0
     assert found["engine_deaths"] == 0
     assert found["hung_requests"] == 0
+    assert found["unsettled_nodes"] == 0
     assert found["faults_injected"] == sum(found["faults"].values()) > 0
     assert found["in_flight_min"] >= 10
     assert found["requests"] > 0
@@ -61,7 +64,7 @@ def check(found: dict[str, Any]) -> None:
 def test_nothing_wrong_is_answered_and_nothing_hangs_on_one_node_under_fire(shell: Shell) -> None:
     found = play(shell, "--nodes", "1", "--replicas", "1", "--no-network", *SHORT)
     check(found)
-    assert {"cut_link", "slow_link"} <= set(found["skipped_kinds"])
+    assert {"cut_link", "slow_link", "drain", "preempt"} <= set(found["skipped_kinds"])
 
 
 @pytest.mark.long
@@ -74,9 +77,19 @@ def test_nothing_wrong_is_answered_and_nothing_hangs_on_two_nodes_under_fire(she
 
 
 @pytest.mark.long
+@pytest.mark.timeout(TIMEOUT_S)
+def test_nothing_wrong_is_answered_and_nothing_hangs_while_nodes_go_and_come(shell: Shell) -> None:
+    only = [word for kind in MOVES for word in ("--only", kind)]
+    found = play(shell, "--nodes", "3", "--duration", "120", "--gap", "5", "--seed", "3", *only)
+    check(found)
+    assert found["faults"].keys() == set(MOVES)
+    assert found["joined"]["requests"] > 0
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_ten_minutes_under_fire(shell: Shell) -> None:
-    found = play(shell, "--duration", "600", "--gap", "2", "--seed", "1")
+    found = play(shell, "--nodes", "3", "--duration", "600", "--gap", "2", "--seed", "1")
     check(found)
     assert found["faults_injected"] >= 200
     possible = {kind.name for kind in KINDS} - set(found["skipped_kinds"])

@@ -8,12 +8,18 @@ from kvray.errors import KVRayError
 from kvray.lab.chaos.judge import IN_FLIGHT_MIN, Strike
 from kvray.lab.chaos.schedule import Fault
 
-PATIENCE_S = 15.0
-"""How long a fault waits for a target, and for enough requests in flight."""
-
 
 class NotNow(KVRayError):
-    """The fault has no target now; it may be tried again."""
+    """The fault has no target now, or too few requests are in flight; it may be tried again."""
+
+    patience_s = 15.0
+    """How long it is tried."""
+
+
+class NotYet(NotNow):
+    """The fault has begun, by a process that takes its time to start on a busy machine."""
+
+    patience_s = 90.0
 
 
 class Campaign:
@@ -68,7 +74,7 @@ class Campaign:
                 raise NotNow(f"Fewer than {IN_FLIGHT_MIN} requests were in flight.")
             self._strike(fault)
         except NotNow as error:
-            if now < min(self._began + fault.strikes_s + PATIENCE_S, self._ends):
+            if now < min(self._began + fault.strikes_s + error.patience_s, self._ends):
                 return False
             self._end(fault)
             skipped = str(error)

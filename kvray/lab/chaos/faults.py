@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import psutil
 
-from kvray.lab.chaos.campaign import NotNow
+from kvray.lab.chaos.campaign import NotNow, NotYet
+from kvray.lab.chaos.departures import Departures
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import Network
 from kvray.lab.chaos.node import Node
@@ -33,11 +34,23 @@ Undo = Callable[[], None]
 class Faults:
     """Strikes parts of a machine; `end` undoes every fault that can be undone."""
 
-    def __init__(self, machine: Machine, servers: Sequence[Server], cluster_name: str) -> None:
-        """Strike the nodes of `machine`, the tier of that name, and `servers`, its replicas."""
+    def __init__(
+        self,
+        machine: Machine,
+        servers: Sequence[Server],
+        config_path: Path,
+        welcome: Callable[[Node], Server],
+    ) -> None:
+        """Strike the nodes of `machine`, the tier on it, and `servers`, its replicas.
+
+        `welcome` begins to start a replica on a node that joins.
+        """
         self._machine = machine
-        self._servers = servers
-        self._cluster_name = cluster_name
+        self._servers = list(servers)
+        self._cluster_name = config_path.stem
+        self._welcome = welcome
+        self._departures = Departures(machine, str(config_path))
+        self._joined: Server | None = None
         self._undo: dict[int, Undo] = {}
         self._seen: dict[int, tuple[float, int]] = {}
         """Fault -> time of the last look at its node's cable, and the bytes received until then."""
@@ -62,8 +75,9 @@ class Faults:
         self._seen.pop(fault.number, None)
         self._undo.pop(fault.number, lambda: None)()
 
-    def restart_nodes(self) -> None:
-        """Restart the nodes that are down; call it often."""
+    def tend(self) -> None:
+        """Restart the nodes that are down, and repeat orders that failed; call it often."""
+        self._departures.tend()
         for node in self._machine.nodes:
             if not node.is_running:
                 node.kill()  # some of its processes may be left
@@ -74,6 +88,7 @@ class Faults:
         """Undo everything. Twice is fine."""
         while self._undo:
             self._undo.popitem()[1]()
+        self._departures.close()
         for vandal in self._vandals:
             vandal.kill()
             vandal.wait()
@@ -84,8 +99,7 @@ class Faults:
         if part == "engine":
             self._send(signal.SIGKILL, fault)
         elif part == "raylet":
-            if not all(node.has_started for node in self._machine.nodes):
-                raise NotNow("Another node is down.")
+            self._departures.require_all_there()
             self._node(fault).kill()
         else:
             self._process(part, fault).kill()
@@ -116,6 +130,56 @@ class Faults:
 
     def _node(self, fault: Fault) -> Node:
         return _chosen(self._machine.nodes, fault)
+
+    # -- nodes that go and come -------------------------------------------------------------------
+
+    def _drain(self, fault: Fault) -> Undo:
+        return self._leave(fault, self._departures.drain, self._departures.go)
+
+    def _call_off(self, fault: Fault) -> Undo:
+        return self._leave(fault, self._departures.drain, self._departures.stay)
+
+    def _preempt(self, fault: Fault) -> Undo:
+        return self._leave(fault, self._departures.preempt, self._lose)
+
+    def _leave(
+        self, fault: Fault, order: Callable[[Node], None], end: Callable[[Node], None]
+    ) -> Undo:
+        """Have a node ordered to go; raises NotNow until the order was taken."""
+        if fault.number not in self._undo:
+            self._departures.require_all_there()
+            node = self._node(fault)
+            order(node)
+            self._undo[fault.number] = partial(end, node)
+        self._departures.require_taken()
+        return self._undo[fault.number]
+
+    def _lose(self, node: Node) -> None:
+        """End a node with its engines, and have another machine come in its place."""
+        for server in self._servers:
+            if server.arena_dir == node.arena_dir:
+                server.send(signal.SIGKILL)
+        self._departures.go(node)
+        node.empty()
+
+    def _join(self, fault: Fault) -> Undo:
+        """Have a node join, and an engine on it; raises NotNow until that has answered."""
+        if fault.number not in self._undo:
+            if self._joined is not None:
+                raise NotNow("Another node has joined.")
+            node = self._machine.begin_join()
+            self._joined = self._welcome(node)
+            self._servers.append(self._joined)
+            self._undo[fault.number] = partial(self._part, node, self._joined)
+        if self._joined is None or not self._joined.served:
+            raise NotYet("The engine on the node that joined has not answered yet.")
+        return self._undo[fault.number]
+
+    def _part(self, node: Node, joined: Server) -> None:
+        self._servers.remove(joined)
+        joined.close()
+        self._machine.take_away(node)
+        self._joined = None
 
     # -- cables -----------------------------------------------------------------------------------
 

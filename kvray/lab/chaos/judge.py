@@ -17,7 +17,7 @@ _BACK_SHARE = 0.5
 """Hits are back when a replica finds this part of what it finds without faults."""
 _TELLING_SHARE = 0.1
 """Where less is found without faults, a batch shows nothing."""
-_LOSSES = ("engine_deaths", "hung_requests", "failed_requests")
+_LOSSES = ("engine_deaths", "hung_requests", "failed_requests", "unsettled_nodes")
 _NAN, _INFINITY = float("nan"), float("inf")
 
 Stalls = npt.NDArray[np.float64]
@@ -40,6 +40,8 @@ class Results:
     """The results of all replicas of one run, except the one with an empty connector."""
 
     served: list[Served] = field(default_factory=list)
+    joined: list[Served] = field(default_factory=list)
+    """The answers of replicas on nodes that joined and went."""
     losses: Losses = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
     stalls: Stalls = field(default_factory=lambda: np.empty((0, 4)))
@@ -102,8 +104,10 @@ def report(found: Results, calm: Results) -> dict[str, Any]:
     return {
         "faults_injected": len(made),
         "faults": dict(Counter(strike.kind for strike in made)),
-        "requests": len(_outputs(found.served)),
-        "wrong_tokens": sum(one.wrong_tokens for one in (*found.served, *calm.served)),
+        "requests": len(_outputs((*found.served, *found.joined))),
+        "wrong_tokens": sum(
+            one.wrong_tokens for one in (*found.served, *found.joined, *calm.served)
+        ),
         **{name: found.losses[name] + calm.losses[name] for name in _LOSSES},
         "injected_engine_deaths": found.losses["injected_deaths"],
         "requests_lost_to_injected_deaths": found.losses["injected_requests"],
@@ -115,6 +119,10 @@ def report(found: Results, calm: Results) -> dict[str, Any]:
         "in_flight_min": min((strike.in_flight for strike in made), default=0),
         "by_kind": _by_kind(found.strikes, back),
         "hit_share": round(hit_share(found.served), 4),
+        "joined": {
+            "requests": len(_outputs(found.joined)),
+            "hit_share": round(hit_share(found.joined), 4),
+        },
         "fault_free": {
             "requests": len(_outputs(calm.served)),
             "hit_share": round(hit_share(calm.served), 4),
@@ -125,7 +133,7 @@ def report(found: Results, calm: Results) -> dict[str, Any]:
 
 
 def has_passed(found: dict[str, Any]) -> bool:
-    """Return whether no token was wrong, and no engine or request was lost beyond the faults."""
+    """Return whether no token was wrong, nothing was lost beyond the faults, and all is back."""
     return not any(found[name] for name in ("wrong_tokens", *_LOSSES))
 
 

@@ -78,7 +78,9 @@ class Machine:
         self.scratch.mkdir(mode=0o700)
         self.network: Network | None = None
         self.nodes: list[Node] = []
+        self._mount_bytes = mount_bytes
         self._has_nvme = has_nvme
+        self._spare: Node | None = None
         self._holders: list[subprocess.Popen[bytes]] = []
         self._described: list[Node] = []
         self._own = {
@@ -103,7 +105,8 @@ class Machine:
             self.head.start()
             self.address = self._await_address()
             for number in range(1, num_nodes + 1):
-                self.nodes.append(self._begin_node(number, mount_bytes))
+                self.nodes.append(self._describe_node(number))
+                self.nodes[-1].begin_start()
             for node in self.nodes:
                 node.wait_started()
         except BaseException:
@@ -133,6 +136,16 @@ class Machine:
         except subprocess.TimeoutExpired:
             raise ConfigError(f"`kvray {args[0]}` did not end within {timeout_s:.0f} s.") from None
 
+    def begin(self, module: str, *args: str) -> "subprocess.Popen[bytes]":
+        """Begin to run a module of Python as a user on the head would."""
+        return subprocess.Popen(
+            [*self._enter(0), sys.executable, "-m", module, *args],
+            env=self.environ(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
     def write_config(
         self, settings: Mapping[str, Mapping[str, Any]], *, cluster_name: str = "nodes"
     ) -> Path:
@@ -150,6 +163,23 @@ class Machine:
     def actors(self, kind: str) -> list[psutil.Process]:
         """Return the processes of actors of any node whose class or repr begins with `kind`."""
         return [process for node in self._described for process in node.actors(kind)]
+
+    def begin_join(self) -> Node:
+        """Begin to start one more node, and return it; there may be one at a time."""
+        number = len(self.nodes) + 1
+        if self._spare is None:
+            if self.network is not None:
+                self.network.plug_in(number)
+            self._spare = self._describe_node(number)
+        self.nodes.append(self._spare)
+        self._spare.begin_start()
+        return self._spare
+
+    def take_away(self, node: Node) -> None:
+        """End a node that has joined, with all that it has."""
+        self.nodes.remove(node)
+        node.kill()
+        node.empty()
 
     def close(self) -> None:
         """End every process, and remove every file, mount and network. Twice is fine."""
@@ -180,16 +210,15 @@ class Machine:
             time.sleep(0.05)
         return address
 
-    def _begin_node(self, number: int, mount_bytes: int | None) -> Node:
-        arena_dir = (self.scratch if mount_bytes is None else self.directory) / f"shm{number}"
+    def _describe_node(self, number: int) -> Node:
+        is_mount = self._mount_bytes is not None
+        arena_dir = (self.directory if is_mount else self.scratch) / f"shm{number}"
         arena_dir.mkdir(mode=0o700)
-        if mount_bytes is not None:
-            _mount(arena_dir, mount_bytes)
+        if self._mount_bytes is not None:
+            _mount(arena_dir, self._mount_bytes)
         resources = f"--resources={json.dumps({RESOURCE: 1})}"
         options = (f"--address={self.address}", resources)
-        node = self._describe(number, f"node{number}", arena_dir, *options)
-        node.begin_start()
-        return node
+        return self._describe(number, f"node{number}", arena_dir, *options)
 
     def _describe(self, number: int, name: str, arena_dir: Path, *options: str) -> Node:
         host = "127.0.0.1" if self.network is None else self.network.address(number)

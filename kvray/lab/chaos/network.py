@@ -57,7 +57,9 @@ class Network:
             f"addr add {_SWITCH}/24 dev br0",
             "link set br0 up",
         )
-        self._hosts = [self._plug_in(number) for number in range(num_hosts)]
+        self._hosts: list[int] = []
+        for number in range(num_hosts):
+            self.plug_in(number)
 
     def address(self, number: int) -> str:
         """Return a host's address."""
@@ -101,9 +103,10 @@ class Network:
                     return int(figures.split()[0])
         return 0
 
-    def _plug_in(self, number: int) -> int:
-        """Make a host's namespace and cable; return the pid that holds it."""
+    def plug_in(self, number: int) -> None:
+        """Make the namespace and the cable of a host; `number` is the next one."""
         holder = self._hold()
+        self._hosts.append(holder)
         _ip(
             self._switch,
             f"link add port{number} type veth peer name {_DEVICE} netns {holder}",
@@ -118,7 +121,6 @@ class Network:
             # Libraries find their own address as that of the default route.
             f"route add default via {_SWITCH}",
         )
-        return holder
 
     def _shape(self, number: int, verb: str, shape: str = "") -> None:
         """Change the queues at both ends of a host's cable."""

@@ -1,6 +1,7 @@
 """One Ray node on this machine: `ray start --block` in a process of its own."""
 
 import contextlib
+import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ _START_PAUSE_S = 1.0
 _KILL_TIMEOUT_S = 5.0
 _POLL_S = 0.05
 _HAS_STARTED = "Ray runtime started"
+_NODE_ID = "--node_id="
 
 Environ = dict[str, str]
 
@@ -95,6 +97,13 @@ class Node:
             self._process.kill()
             self._process.wait()
 
+    def empty(self) -> None:
+        """Remove its blocks in memory and on disk: another machine comes in its place."""
+        found = [*self.arena_dir.glob("kvray-*")]
+        found += [Path(self.environ[name]) for name in ("KVRAY_NVME__DIR",) if name in self.environ]
+        for path in found:
+            shutil.rmtree(path, ignore_errors=True)
+
     def family(self) -> list[psutil.Process]:
         """Return its living processes."""
         with contextlib.suppress(psutil.Error):
@@ -106,6 +115,15 @@ class Node:
     def actors(self, kind: str) -> list[psutil.Process]:
         """Return its processes of actors whose class or repr begins with `kind`."""
         return [one for one in self.family() if _title(one).startswith(f"ray::{kind}")]
+
+    @property
+    def node_id(self) -> str | None:
+        """Ray's id of it since its last start; None if it is not running."""
+        with contextlib.suppress(psutil.Error):
+            if (raylet := self.raylet()) is not None:
+                told = (one.removeprefix(_NODE_ID) for one in raylet.cmdline() if _NODE_ID in one)
+                return next(told, None)
+        return None
 
     def raylet(self) -> psutil.Process | None:
         """Return the raylet, with which the node lives and dies."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from kvray.lab.chaos import load
 from kvray.lab.chaos.campaign import Campaign
 from kvray.lab.chaos.faults import Faults
 from kvray.lab.chaos.judge import Results, report
-from kvray.lab.chaos.load import Answers, Ask, Chapter
+from kvray.lab.chaos.load import Chapter
 from kvray.lab.chaos.machine import Machine
 from kvray.lab.chaos.network import why_impossible
+from kvray.lab.chaos.node import Node
+from kvray.lab.chaos.oracle import Questions, ask_oracle
 from kvray.lab.chaos.schedule import KINDS, Fault, Kind, make_schedule
-from kvray.lab.chaos.servers import Question, Server, spawn
+from kvray.lab.chaos.servers import Question, Server
 from kvray.lab.chaos.stalls import read_stalls
 
 _NAME = "chaos"
@@ -44,9 +47,10 @@ _DISK_BYTES = 1024 * 2**20
 _POLL_S = 0.02
 _RESTART_EVERY_S = 0.25
 _CHAPTERS_MAX = 16
+_SETTLE_S = 60.0
+"""How long nodes may take to be back to normal after the last fault."""
 
 Advance = Callable[..., None]
-Questions = dict[Ask, Question]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +98,7 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
     with interrupts.closing() as stack, ProgressLine(console) as line:
         num_asks = sum(map(len, load.all_asks(book)))
         with line.during("Computing the answers without kvray", num_asks) as advance:
-            questions = _ask_oracle(book, advance)
+            questions = ask_oracle(book, advance)
         with line.during("Starting Ray on several nodes"):
             machine = Machine(
                 num_nodes=options.num_nodes,
@@ -120,26 +124,15 @@ def play(options: Options, *, console: Console, interrupts: Interrupts) -> dict[
 def _choose_kinds(options: Options) -> tuple[list[Kind], dict[str, str]]:
     """Return the kinds that can strike here, and why the others cannot."""
     asked = [kind for kind in KINDS if not options.kinds or kind.name in options.kinds]
-    if options.has_network:
-        return asked, {}
-    reason = why_impossible() or "no network was asked for"
-    possible = [kind for kind in asked if not kind.needs_root]
-    return possible, {kind.name: reason for kind in asked if kind.needs_root}
-
-
-def _ask_oracle(book: list[Chapter], advance: Advance) -> Questions:
-    """Answer every prompt with an engine that has no connector and reuses nothing."""
-    conversations, truth, questions = load.conversations_of(book), Answers(), Questions()
-    with spawn("oracle") as oracle:
-        oracle.wait_ready()
-        for asks in load.all_asks(book):
-            prompts = [load.prompt_of(conversations[one], turn, truth) for one, turn in asks]
-            outputs = oracle.generate(prompts, max_tokens=load.MAX_TOKENS)
-            for ask, prompt, output in zip(asks, prompts, outputs, strict=True):
-                truth[ask] = output.token_ids
-                questions[ask] = prompt, output.token_ids
-            advance(len(asks))
-    return questions
+    left_out = {
+        kind.name: "no other node would be there"
+        for kind in asked
+        if kind.nodes_min > options.num_nodes
+    }
+    if not options.has_network:
+        reason = why_impossible() or "no network was asked for"
+        left_out |= {kind.name: reason for kind in asked if kind.needs_root}
+    return [kind for kind in asked if kind.name not in left_out], left_out
 
 
 class _Serving:
@@ -164,8 +157,14 @@ class _Serving:
     def serve(self, schedule: Sequence[Fault], duration_s: float, advance: Advance) -> Results:
         """Serve on a new tier with new engines while the schedule strikes."""
         self._run("up")
-        servers = self._start_servers()
-        faults = Faults(self._machine, servers[:-1], _NAME)
+        servers, joined = self._start_servers(), list[Server]()
+
+        def welcome(node: Node) -> Server:
+            joined.append(self._begin_server(f"joined-{len(joined) + 1}", node))
+            joined[-1].serve(self._batches(len(joined) % self._options.num_replicas))
+            return joined[-1]
+
+        faults = Faults(self._machine, servers[:-1], self._config_path, welcome)
         until = time.monotonic() + duration_s
         try:
             for number, server in enumerate(servers):
@@ -184,8 +183,11 @@ class _Serving:
             server.end()
         for server in servers:
             server.join()
-        results = _collect(servers)
+        results = _collect(servers, joined)
         results.strikes = campaign.strikes
+        if unsettled := self._unsettled():
+            results.losses["unsettled_nodes"] = len(unsettled)
+            results.failures += unsettled
         for server in servers:
             server.close()
         self._run("down")
@@ -193,26 +195,34 @@ class _Serving:
 
     def _start_servers(self) -> list[Server]:
         """Start an engine for each replica, and last one with an empty connector to compare."""
-        run, servers = next(self._numbers), []
-        for number in range(self._options.num_replicas + 1):
-            is_empty = number == self._options.num_replicas
-            node = self._machine.nodes[number % len(self._machine.nodes)]
-            name = "control" if is_empty else f"replica-{number + 1}"
-            environ = environ_for(self._config_path) | {"KVRAY_ARENA__DIR": str(node.arena_dir)}
-            files = self._machine.scratch / f"{name}-{run}"
-            servers.append(Server(name, environ=environ, files=files, is_empty=is_empty))
-            self._stack.callback(servers[-1].close)
+        nodes = itertools.cycle(self._machine.nodes)
+        servers = [
+            self._begin_server(f"replica-{number}", next(nodes))
+            for number in range(1, self._options.num_replicas + 1)
+        ]
+        servers.append(self._begin_server("control", next(nodes), is_empty=True))
         for server in servers:
             server.wait_ready()
         return servers
 
+    def _begin_server(self, name: str, node: Node, *, is_empty: bool = False) -> Server:
+        server = Server(
+            name,
+            environ=environ_for(self._config_path),
+            arena_dir=node.arena_dir,
+            files=self._machine.scratch / f"{name}-{next(self._numbers)}",
+            is_empty=is_empty,
+        )
+        self._stack.callback(server.close)
+        return server
+
     def _drive(self, faults: Faults, campaign: Campaign, until: float, advance: Advance) -> None:
-        """Advance the campaign until then, and restart the nodes that it killed."""
+        """Advance the campaign until then, and see to what it leaves behind."""
         looked = time.monotonic()
         while (now := time.monotonic()) < until:
             campaign.advance()
             if now - looked > _RESTART_EVERY_S:
-                faults.restart_nodes()
+                faults.tend()
                 advance(now - looked)
                 looked = now
             time.sleep(_POLL_S)
@@ -223,16 +233,32 @@ class _Serving:
         for place, asks in batches:
             yield place, [self._questions[ask] for ask in asks]
 
+    def _unsettled(self) -> list[str]:
+        """Return a sentence about each node that is not back to normal, after a while."""
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            done = self._machine.run("status", "--json", "-c", str(self._config_path))
+            shards = json.loads(done.stdout)["shards"] if done.returncode == 0 else []
+            found = [
+                f"{one['shard']} is {one['state']}, drain: {one.get('drain')}."
+                for one in shards
+                if one["state"] != "serving" or one.get("drain")
+            ]
+            if len(shards) != len(self._machine.nodes):
+                found.append(f"{len(shards)} shards answer. {done.stderr}")
+            if not found or time.monotonic() > deadline:
+                return found
+
     def _run(self, command: str) -> None:
         done = self._machine.run(command, "-c", str(self._config_path))
         if done.returncode:
             raise KVRayError(f"`kvray {command}` failed: {done.stderr.strip()}")
 
 
-def _collect(servers: Sequence[Server]) -> Results:
+def _collect(servers: Sequence[Server], joined: Sequence[Server]) -> Results:
     """Return the results of servers that have ended; the last one has an empty connector."""
-    results = Results()
-    for server in servers:
+    results = Results(joined=[served for server in joined for served in server.served])
+    for server in (*servers, *joined):
         results.failures += server.failures
         results.losses += server.losses
     stalls = [_without_stops(read_stalls(one.stalls_path), one.stops) for one in servers]

@@ -29,7 +29,8 @@ def print_all(console: Console, found: dict[str, Any]) -> None:
     result = "[green]passed[/]" if has_passed(found) else "[bold red]failed[/]"
     console.print(
         f"Verdict: {result}, {found['wrong_tokens']} wrong tokens; beyond the injected faults"
-        f" {found['engine_deaths']} engine deaths and {found['hung_requests']} hung requests."
+        f" {found['engine_deaths']} engine deaths, {found['hung_requests']} hung requests and"
+        f" {found['unsettled_nodes']} nodes that are not back to normal."
     )
 
 

@@ -20,6 +20,7 @@ class Kind:
     lasts_s: tuple[float, float] | None = None
     long_s: tuple[float, float] | None = None
     needs_root: bool = False
+    nodes_min: int = 1
 
 
 _SHORT, _LONG = (0.2, 3.0), (11.0, 14.0)
@@ -33,6 +34,10 @@ KINDS = (
     Kind("fill_arena", "an arena is filled with junk", (1.0, 3.0)),
     Kind("truncate", "kill -9 of one mover during a transfer"),
     Kind("flip_bytes", "bytes of complete blocks are flipped"),
+    Kind("drain", "a node is drained, and goes", (2.0, 8.0), nodes_min=2),
+    Kind("call_off", "a drain is called off", (0.5, 4.0), nodes_min=2),
+    Kind("preempt", "a node is lost in mid-drain", (0.2, 3.0), nodes_min=2),
+    Kind("join", "a node joins, and goes", (10.0, 30.0)),
 )
 """All of them, in the order of the report."""
 

@@ -50,17 +50,25 @@ class Server:
     """
 
     def __init__(
-        self, name: str, *, environ: Mapping[str, str], files: Path, is_empty: bool = False
+        self,
+        name: str,
+        *,
+        environ: Mapping[str, str],
+        arena_dir: Path,
+        files: Path,
+        is_empty: bool = False,
     ) -> None:
         """Begin to start a replica.
 
         Args:
             name: for people and for kvray.
-            environ: variables with which it finds its node's tier.
+            environ: variables with which it finds the tier.
+            arena_dir: where its node has its arena.
             files: the path of its files of stalls and output, without their suffixes.
             is_empty: give it a connector that does nothing.
         """
         self.name = name
+        self.arena_dir = arena_dir
         self.stalls_path = Path(f"{files}.stalls")
         self.served: list[Served] = []
         self.losses: Losses = Counter()
@@ -74,7 +82,8 @@ class Server:
             connector_scheduler_class=f"{scheduler}@{self.stalls_path}",
             connector_worker_class="EmptyWorker" if is_empty else "KvRayWorker",
         )
-        environ = {**environ, "KVRAY_CONNECTOR__REPLICA": name}
+        own = {"KVRAY_CONNECTOR__REPLICA": name, "KVRAY_ARENA__DIR": str(arena_dir)}
+        environ = {**environ, **own}
         log_path = Path(f"{files}.log")
         self._spawn = partial(spawn, name, connector, env=environ, log_path=log_path)
         self._replica = self._spawn()
@@ -147,6 +156,7 @@ class Server:
                 self.in_flight = 0
 
     def _ask(self, place: int, questions: list[Question]) -> None:
+        self._replica.wait_ready()
         prompts, truths = zip(*questions, strict=True)
         began = time.monotonic()
         self.in_flight = len(prompts)

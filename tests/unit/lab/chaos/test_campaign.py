@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kvray.lab.chaos.campaign import PATIENCE_S, Campaign, NotNow
+from kvray.lab.chaos.campaign import Campaign, NotNow, NotYet
 from kvray.lab.chaos.judge import IN_FLIGHT_MIN
 from kvray.lab.chaos.schedule import Fault
 
@@ -17,6 +17,7 @@ class World:
         self.now = 1000.0
         self.in_flight = IN_FLIGHT_MIN
         self.out_of_reach: set[int] = set()
+        self.error: type[NotNow] = NotNow
         self.told: list[tuple[str, int, float]] = []
         self.campaign = Campaign(
             schedule,
@@ -29,7 +30,7 @@ class World:
 
     def strike(self, fault: Fault) -> None:
         if fault.number in self.out_of_reach:
-            raise NotNow("It is not running.")
+            raise self.error("It is not running.")
         self.told.append(("strike", fault.number, self.now - 1000.0))
 
     def end(self, fault: Fault) -> None:
@@ -85,9 +86,20 @@ def test_a_fault_waits_for_requests_in_flight() -> None:
 def test_a_fault_that_waited_too_long_is_given_up_and_what_it_began_is_taken_back() -> None:
     world = World(fault(0, 1.0, lasts_s=2.0))
     world.out_of_reach.add(0)
-    world.go_on_until(PATIENCE_S + 5.0)
-    assert world.told == [("end", 0, PATIENCE_S + 1.0)]
+    world.go_on_until(NotNow.patience_s + 5.0)
+    assert world.told == [("end", 0, NotNow.patience_s + 1.0)]
     assert world.skipped() == ["It is not running."]
+
+
+def test_a_fault_that_has_begun_is_waited_for_longer() -> None:
+    world = World(fault(0, 1.0, lasts_s=2.0))
+    world.out_of_reach.add(0)
+    world.error = NotYet
+    world.go_on_until(NotNow.patience_s + 5.0)
+    assert not world.told
+    world.out_of_reach.clear()
+    world.go_on_until(NotNow.patience_s + 10.0)
+    assert [one[:2] for one in world.told] == [("strike", 0), ("end", 0)]
 
 
 def test_nothing_strikes_or_lasts_when_the_campaign_is_over() -> None:

@@ -90,7 +90,9 @@ def test_what_did_not_strike_is_told_and_not_counted() -> None:
     assert kinds_table(found).row_count == 2
 
 
-@pytest.mark.parametrize("name", ["engine_deaths", "hung_requests", "failed_requests"])
+@pytest.mark.parametrize(
+    "name", ["engine_deaths", "hung_requests", "failed_requests", "unsettled_nodes"]
+)
 def test_a_loss_that_was_not_injected_fails_the_run(name: str) -> None:
     assert has_passed(report(Results(), CALM_RESULTS))
     assert not has_passed(report(Results(losses=Counter({name: 1})), CALM_RESULTS))
@@ -106,6 +108,14 @@ def test_an_injected_death_does_not_fail_the_run() -> None:
 def test_a_wrong_token_fails_the_run() -> None:
     wrong = Results(served=[served(0, 80, wrong_tokens=1)])
     assert not has_passed(report(wrong, CALM_RESULTS))
+
+
+def test_answers_on_nodes_that_joined_are_judged_and_kept_apart() -> None:
+    found = report(Results(served=CALM, joined=[served(0, 20, wrong_tokens=1)]), CALM_RESULTS)
+    assert found["wrong_tokens"] == 1
+    assert found["requests"] == len(CALM) + 1
+    assert found["hit_tokens_ratio"] == 1.0
+    assert found["joined"] == {"requests": 1, "hit_share": 0.2}
 
 
 def test_stalls_do_not_count_the_wait_for_a_core() -> None:
