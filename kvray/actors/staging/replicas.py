@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from kvray.actors.lookup.stored_digests import Origin
 from kvray.actors.staging.wire_values import Count, Name, Positive, checked
 from kvray.errors import ConfigError, LayoutMismatch
-from kvray.identity.block import Namespace
+from kvray.identity.block import UNNAMED, Namespace, namespace_id
 from kvray.index import PARTS_MAX
 from kvray.store import Membership, PartRequest
 
@@ -191,6 +191,21 @@ class Replicas:
     def connected(self) -> list[tuple[str, int]]:
         """Return (replica, rank) of all that are connected; from any thread."""
         return [key for key, entry in list(self._ranks.items()) if entry.connection is not None]
+
+    def numbers(self, replica: str | None = None) -> frozenset[int]:
+        """Return the numbers that arenas have for the namespaces of connected ranks.
+
+        Of one replica, or of all. A rank whose model has no name yet has none, nor has one with
+        tenants: its blocks have the numbers of those.
+        """
+        return frozenset(
+            namespace_id(bytes.fromhex(entry.digest))
+            for (name, _), entry in self._ranks.items()
+            if entry.connection is not None
+            and name == (replica or name)
+            and entry.reader.namespace.model != UNNAMED
+            and entry.reader.tenants is None
+        )
 
     def disconnect(self, connection: int) -> None:
         """Note that the ranks of `connection` are gone."""
