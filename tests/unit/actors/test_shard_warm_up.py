@@ -127,7 +127,7 @@ def test_a_node_that_joins_is_given_what_others_have(joining: Joining) -> None:
     assert found.pop("seconds") < 20
     assert found == {
         "state": "done",
-        "by": "the node itself",
+        "by": "new here",
         "blocks": 21,
         "bytes": 21 * SLOT,
         "left_bytes": 0,
@@ -231,7 +231,7 @@ def test_an_order_ends_what_the_node_does_by_itself(joining: Joining) -> None:
     joining.join("c", share=1.0)
     wait_for(lambda: joining.nodes.orders)
     joining.shards["c"].requests.warm_up("somebody", None, None)
-    assert joining.warm_up("c")["by"] == "the node itself"
+    assert joining.warm_up("c")["by"] == "new here"
     held_up.set()
     wait_for(is_done(joining, "c"))
     assert joining.warm_up("c")["by"] == "somebody"

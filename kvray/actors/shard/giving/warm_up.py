@@ -37,7 +37,8 @@ _ORDERS_MAX = 8
 _OFFER_S = 10.0  # how long others may rank their blocks
 _START_S, _POLL_S = 60.0, 0.25
 """How long a new node's mover may take to serve, and how often it is asked."""
-_ITSELF = "the node itself"
+_ITSELF = "new here"
+"""What orders a warm-up that nobody asked for; another order ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,16 +105,18 @@ class WarmUp:
             raise CapacityError(f"{self._shard} has {_ORDERS_MAX} warm-ups to do; try again later.")
         self._orders.append(order)
         if self._task is None or self._task.done():
+            self._figures = _nothing_yet(order)
             self._task = asyncio.get_running_loop().create_task(self._run())
             self._task.add_done_callback(self._note_defect)
 
     def status(self) -> dict[str, Any] | None:
         """Return how far the latest is, from any thread; None: there was none."""
         figures = dict(self._figures)
-        if not figures and not self._orders:
+        if not figures:
             return None
-        state = "moving" if self._orders else "done"
-        return {"state": state, **figures, "total_bytes": self._total_bytes}
+        if self._orders:
+            figures["state"] = "moving"
+        return {**figures, "total_bytes": self._total_bytes}
 
     async def close(self) -> None:
         """End it. Twice is fine."""
@@ -126,22 +129,26 @@ class WarmUp:
         if not task.cancelled() and (defect := task.exception()) is not None:
             self._orders.clear()
             _log.error("%s: a warm-up ended by a defect", self._shard, exc_info=defect)
-            self._figures["message"] = "It ended by a defect, see `kvray logs`."
+            self._end("It ended by a defect, see `kvray logs`.")
 
     async def _run(self) -> None:
         while self._orders:
-            order, began = self._orders[0], time.monotonic()
-            figures = {"blocks": 0, "bytes": 0, "left_bytes": 0, "seconds": 0.0, "sources": []}
-            self._figures = {"by": order.by, **figures, "message": ""}
+            order, began, failure = self._orders[0], time.monotonic(), ""
+            self._figures = _nothing_yet(order)
             try:
                 await self._fill(order)
             except KVRayError as error:
-                self._figures["message"] = str(error)
-            self._figures["left_bytes"] = 0
+                failure = str(error)
             self._figures["seconds"] = round(time.monotonic() - began, 3)
+            self._orders.remove(order)
+            self._end(failure)
             if self._figures["blocks"] or order.by != _ITSELF:
                 _log.info("%s: a warm-up has ended: %s", self._shard, self._figures)
-            self._orders.remove(order)
+
+    def _end(self, failure: str) -> None:
+        message = failure or self._figures["message"]
+        state = "failed" if failure else "done"
+        self._figures |= {"state": state, "left_bytes": 0, "message": message}
 
     async def _fill(self, order: WarmUpOrder) -> None:
         """Bring what others have and this node lacks, as far as there is room and time."""
@@ -238,3 +245,8 @@ class WarmUp:
 
     def _room(self) -> int:
         return slabs.free_bytes(self._owner.arena.tables) - self._reserve
+
+
+def _nothing_yet(order: WarmUpOrder) -> dict[str, Any]:
+    figures = {"blocks": 0, "bytes": 0, "left_bytes": 0, "seconds": 0.0, "sources": []}
+    return {"state": "moving", "by": order.by, **figures, "message": ""}
