@@ -295,9 +295,9 @@ class Client:
             by: who wants it, for people.
 
         Raises:
-            ConfigError: not one of the two is given, nothing is named so, the node is to go, or its
+            ConfigError: not one of the two is given, or nothing is named so.
+            ShardUnavailable: no tier runs there, a shard did not answer, a node is to go, or its
                 `warm_up.share` is 0.
-            ShardUnavailable: no tier runs there, or a shard did not answer.
         """
         with tier_named(self.cluster_name):
             return warming.warm_up(node, replica, seconds, by=by, timeout_s=self._timeout_s)

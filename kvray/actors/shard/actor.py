@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -139,9 +139,9 @@ class ShardActor:
         self._shard.requests.call_off_drain(by)
 
     @ray.method(concurrency_group="gifts")
-    def offer(self, namespaces: Sequence[int], num_bytes: int) -> Array:
+    def offer(self, wanted: Mapping[int, Collection[int]], num_bytes: int) -> Array:
         """See `Giver.offer`."""
-        return self._shard.requests.offer(namespaces, num_bytes)
+        return self._shard.requests.offer(wanted, num_bytes)
 
     @ray.method(concurrency_group="people")
     def warm_up(self, by: str, replica: str | None, deadline_s: float | None) -> None:

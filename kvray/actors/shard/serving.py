@@ -220,7 +220,7 @@ class Serving:
             self._stopped.look(self.owner.arena.side_file, now=now)
             self._parts.replicas.add_up()
             if not self.drain.is_on:
-                self.warm_up.look(self._parts.replicas.numbers())
+                self.warm_up.look(self._parts.replicas.parts_read())
         self._audit(now)
         self._begin_round(is_heartbeat=is_heartbeat)
         if self.disk is not None:

@@ -192,20 +192,21 @@ class Replicas:
         """Return (replica, rank) of all that are connected; from any thread."""
         return [key for key, entry in list(self._ranks.items()) if entry.connection is not None]
 
-    def numbers(self, replica: str | None = None) -> frozenset[int]:
-        """Return the numbers that arenas have for the namespaces of connected ranks.
+    def parts_read(self, replica: str | None = None) -> dict[int, frozenset[int]]:
+        """Return the parts that connected ranks read, of one replica or of all.
 
-        Of one replica, or of all. A rank whose model has no name yet has none, nor has one with
-        tenants: its blocks have the numbers of those.
+        They are by the numbers that arenas have for the ranks' namespaces. A rank whose model has
+        no name yet is left out, and so is one with tenants: its blocks have the numbers of those.
         """
-        return frozenset(
-            namespace_id(bytes.fromhex(entry.digest))
-            for (name, _), entry in self._ranks.items()
-            if entry.connection is not None
-            and name == (replica or name)
-            and entry.reader.namespace.model != UNNAMED
-            and entry.reader.tenants is None
-        )
+        found: dict[int, frozenset[int]] = {}
+        for (name, _), entry in self._ranks.items():
+            reader = entry.reader
+            is_meant = entry.connection is not None and name == (replica or name)
+            if is_meant and reader.tenants is None and reader.namespace.model != UNNAMED:
+                number = namespace_id(bytes.fromhex(entry.digest))
+                parts = {one.part for one in reader.part_requests}
+                found[number] = found.get(number, frozenset()) | parts
+        return found
 
     def disconnect(self, connection: int) -> None:
         """Note that the ranks of `connection` are gone."""

@@ -20,8 +20,8 @@ def warm_up(
     """Have a node, or the nodes of a replica, warmed up; return the names of their shards.
 
     Raises:
-        ConfigError: not one of the two is given, nothing is named so, or the node is to go.
-        ShardUnavailable: no tier runs there, or a shard did not answer.
+        ConfigError: not one of the two is given, or nothing is named so.
+        ShardUnavailable: no tier runs there, a shard did not answer, or a node takes none.
     """
     if (node is None) == (replica is None):
         raise ConfigError("Give a node, or a replica with --replica.")

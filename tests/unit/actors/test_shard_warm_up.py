@@ -14,7 +14,7 @@ import pytest
 
 from kvray.actors.shard.shard import Shard
 from kvray.config import WarmUpConfig
-from kvray.errors import CapacityError, ConfigError
+from kvray.errors import CapacityError, ConfigError, ShardUnavailable
 from kvray.identity.block import BlockKey, namespace_id
 from kvray.node.shard_socket import ShardSocket
 from kvray.store import Arena, ArenaOwner
@@ -186,24 +186,26 @@ def test_a_share_of_zero_means_no_warm_up(joining: Joining) -> None:
     joining.register("c")
     time.sleep(0.3)
     assert joining.warm_up("c") == {}
-    with pytest.raises(ConfigError, match="share is 0"):
+    with pytest.raises(ShardUnavailable, match="share is 0"):
         joining.shards["c"].requests.warm_up("somebody", None, None)
 
 
 def test_a_replica_gets_what_its_namespace_uses(joining: Joining) -> None:
-    keys, other = chain(12), chain(9, seed="other")
+    keys, other, away = chain(12), chain(9, seed="other"), chain(4, seed="away")
     arena = joining.join("a", share=0)
     arena_c = joining.join("c")
     wait_for(is_done(joining, "c"))
     store(arena_c, chain(1, seed="not empty"))
     store(arena, keys, namespace=NUMBER)
     store(arena, other, namespace=NUMBER + 1)
+    store(arena, away, namespace=NUMBER, part=1)
 
     joining.register("c")
 
     wait_for(lambda: joining.has("c", keys))
     wait_for(is_done(joining, "c"))
     assert not arena_c.match(other)
+    assert not arena_c.present(away, [1])[0].any(), "a part that no rank here reads"
     later = chain(3, seed="later")
     store(arena, later, namespace=NUMBER)
     joining.shards["c"].requests.warm_up("somebody", "r", 10.0)
@@ -275,7 +277,7 @@ def test_a_first_node_waits_for_nobody(joining: Joining) -> None:
 def test_a_node_that_is_to_go_gets_nothing(joining: Joining) -> None:
     joining.join("c")
     joining.shards["c"].requests.drain("somebody", None)
-    with pytest.raises(ConfigError, match="is to go"):
+    with pytest.raises(ShardUnavailable, match="is to go"):
         joining.shards["c"].requests.warm_up("somebody", None, None)
 
 

@@ -1,6 +1,6 @@
 """Which blocks of a tier go to other nodes first, and how they are asked for; pure."""
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -95,6 +95,15 @@ def linked(own: Iterable[Hashable], parents: Iterable[Hashable]) -> list[list[in
         chain.append(place)
         ends[one] = chain
     return chains
+
+
+def is_wanted(tables: Tables, slots: Array, wanted: Mapping[int, Collection[int]]) -> Array:
+    """Return a mask of the blocks that are `wanted`: the parts by their namespaces' numbers."""
+    namespaces, parts = tables.slot_namespace[slots], tables.slot_part[slots]
+    found = np.zeros(len(slots), dtype=bool)
+    for number, its in wanted.items():
+        found |= (namespaces == number) & np.isin(parts, list(its))
+    return found
 
 
 def names_of(keys: Array, parts: Array) -> Array:

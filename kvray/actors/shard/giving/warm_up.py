@@ -7,7 +7,7 @@ room only, and nothing goes for them. Engines of this node find them as if they 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from kvray.actors.mover.orders import FetchOrder
 from kvray.actors.ray_glue.arguments import packed
-from kvray.actors.shard.giving.choice import pieces
+from kvray.actors.shard.giving.choice import is_wanted, pieces
 from kvray.actors.shard.giving.giver import Giver
 from kvray.actors.shard.giving.offer import merged, spans_of
 from kvray.actors.shard.nvme_tier import NvmeTier
@@ -38,7 +38,7 @@ _OFFER_S = 10.0  # how long others may rank their blocks
 _START_S, _POLL_S = 60.0, 0.25
 """How long a new node's mover may take to serve, and how often it is asked."""
 _ITSELF = "new here"
-"""What orders a warm-up that nobody asked for; another order ends it."""
+"""Who orders a warm-up that nobody asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +47,8 @@ class WarmUpOrder:
 
     by: str
     """Who wants it, for people."""
-    namespaces: frozenset[int] = frozenset()
-    """Their numbers in arenas; none: all that others have."""
+    wanted: Mapping[int, frozenset[int]]
+    """The parts by the numbers of their namespaces; none: all that others have."""
     deadline_s: float
 
 
@@ -75,27 +75,29 @@ class WarmUp:
         self._orders: list[WarmUpOrder] = []
         """The first is carried out."""
         self._task: asyncio.Task[None] | None = None
-        self._namespaces: frozenset[int] | None = None
-        """Those of this node's engines at the last look; None: it has not looked yet."""
+        self._read: Mapping[int, frozenset[int]] | None = None
+        """What this node's engines read at the last look; None: it has not looked yet."""
         self._figures: dict[str, Any] = {}
         self._total_bytes = 0
 
-    def look(self, namespaces: frozenset[int]) -> None:
-        """Have an empty arena warmed up, and one without blocks of a namespace that is new here.
+    def look(self, read: Mapping[int, frozenset[int]]) -> None:
+        """Have an empty arena warmed up, and one that has nothing of what is newly read here.
 
-        `namespaces` are the numbers of those that this node's engines have.
+        `read` has the parts that this node's engines read, by the numbers of their namespaces.
         """
-        before, self._namespaces = self._namespaces, namespaces
-        if not self._bytes_max or before == namespaces:
+        before, self._read = self._read, read
+        if not self._bytes_max or before == read:
             return
         tables = self._owner.arena.tables
         slots = tables.slots_in(READY)
-        held = tables.slot_namespace[slots]
-        came = namespaces - (before or frozenset())
-        new = frozenset(one for one in came if not (held == one).any())
+        new = {}
+        for number, parts in read.items():
+            more = parts - (before or {}).get(number, frozenset())
+            if more and not is_wanted(tables, slots, {number: more}).any():
+                new[number] = more
         if new or (before is None and not len(slots)):
             deadline_s = self._settings.deadline_s
-            self.order(WarmUpOrder(by=_ITSELF, namespaces=new, deadline_s=deadline_s))
+            self.order(WarmUpOrder(by=_ITSELF, wanted=new, deadline_s=deadline_s))
 
     def order(self, order: WarmUpOrder) -> None:
         """Have the node warmed up; CapacityError: it has too much of that to do."""
@@ -160,12 +162,16 @@ class WarmUp:
         sizes = rows["num_bytes"]
         self._figures["left_bytes"] = int(sizes.sum())
         for piece in pieces(sizes, bytes_max=_BATCH_BYTES, blocks_max=_BATCH_BLOCKS):
-            is_overtaken = order.by == _ITSELF and len(self._orders) > 1
             left_s, size = until - time.monotonic(), int(sizes[piece].sum())
-            if is_overtaken or left_s <= 0 or self._room() < size:
+            if self._is_overtaken(order) or left_s <= 0 or self._room() < size:
                 break
             await self._take(rows[piece], shards[piece], min(left_s, _BATCH_S))
             self._figures["left_bytes"] -= size
+
+    def _is_overtaken(self, order: WarmUpOrder) -> bool:
+        """Return whether others wait for what is wanted more than the node's own order."""
+        waiting = self._orders[1:] if order.by == _ITSELF else []
+        return any(one.by != _ITSELF or not order.wanted for one in waiting)
 
     async def _offered(self, order: WarmUpOrder) -> tuple[Array, Array]:
         """Return the blocks to bring, hottest first, and the shard that each is to come from."""
@@ -175,7 +181,7 @@ class WarmUp:
         if not others or num_bytes <= 0:
             self._figures["message"] = "It has no room." if others else "No other node is there."
             return np.empty(0), np.empty(0)
-        asked = sorted(order.namespaces), num_bytes
+        asked = order.wanted, num_bytes
         answers = await asyncio.gather(
             *(self._peers.call_watched(one, "offer", *asked, work_s=_OFFER_S) for one in others),
             return_exceptions=True,
