@@ -33,7 +33,7 @@ from tests.unit.store.small_arena import SLOT, chain, fetch, spec, store
 
 MINE = replace(NAMESPACE, part_bytes=SLOT)
 NUMBER = namespace_id(MINE.digest())
-CAPACITY = 64  # blocks of a node
+CAPACITY, RESERVE = 64, 4  # blocks of a node, and those that eviction may keep free
 
 
 @dataclass(slots=True)
@@ -163,21 +163,24 @@ def test_only_the_share_is_filled_and_the_hottest_come_first(joining: Joining) -
 
 
 def test_nothing_goes_for_what_comes(joining: Joining) -> None:
-    store(joining.join("a", share=0), chain(30))
+    first = chain(30)
+    store(joining.join("a", share=0), first)
     arena = joining.join("c", share=1.0)
     wait_for(is_done(joining, "c"))
-    mine = chain(30, seed="mine")
+    mine = chain(20, seed="mine")
     store(arena, mine)
     store(joining.nodes["a"].arena, chain(30, seed="more"))
 
     joining.shards["c"].requests.warm_up("somebody", None, None)
 
     wait_for(is_done(joining, "c"))
-    assert joining.warm_up("c")["blocks"] == CAPACITY - 60
-    assert joining.has("c", mine)
+    assert joining.warm_up("c")["blocks"] == CAPACITY - 50 - RESERVE
+    time.sleep(0.3)  # it would evict meanwhile
     joining.shards["c"].requests.warm_up("somebody", None, None)
     wait_for(is_done(joining, "c"))
     assert joining.warm_up("c")["message"] == "It has no room."
+    assert joining.has("c", mine)
+    assert joining.has("c", first)
 
 
 def test_a_share_of_zero_means_no_warm_up(joining: Joining) -> None:

@@ -8,6 +8,7 @@ from kvray.actors.mover.orders import Span
 from kvray.actors.shard.giving.choice import linked, names_of
 from kvray.actors.staging.peers import mover_of
 from kvray.identity.block import split_keys
+from kvray.store.arena import quotas
 from kvray.store.arena.tables import Array, Tables
 
 ROW = np.dtype(
@@ -15,6 +16,7 @@ ROW = np.dtype(
         ("key", "<u8", 4),
         ("parent", "<u8", 4),
         ("part", "<u4"),
+        ("namespace", "<u4"),
         ("depth", "<u4"),
         ("head", "<u4"),
         ("on_disk", "?"),
@@ -33,9 +35,9 @@ def offered(tables: Tables, slots: Array, *, on_disk: bool) -> Array:
     parents = tables.parents(slots)
     rows["key"] = tables.slot_key[slots]
     rows["parent"] = np.where(parents[:, None] >= 0, tables.slot_key[parents], 0)
-    rows["part"], rows["depth"] = tables.slot_part[slots], tables.slot_depth[slots]
-    rows["head"], rows["on_disk"] = tables.slot_head[slots], on_disk
-    rows["num_bytes"] = tables.block_bytes(slots)
+    for name in ("part", "namespace", "depth", "head"):
+        rows[name] = getattr(tables, f"slot_{name}")[slots]
+    rows["on_disk"], rows["num_bytes"] = on_disk, tables.block_bytes(slots)
     return rows
 
 
@@ -57,6 +59,19 @@ def merged(offers: Sequence[Array]) -> tuple[Array, Array]:
     first = np.minimum.reduceat(places[order], starts) if len(rows) else places
     chosen = order[starts][np.argsort(first, kind="stable")]
     return rows[chosen], sources[chosen]
+
+
+def within_quotas(rows: Array, tables: Tables) -> Array:
+    """Return a mask of the `rows` that fit into the quotas of `tables`, the first of them first."""
+    fits = np.ones(len(rows), dtype=bool)
+    if tables.quota_bytes.any():
+        used = quotas.used(tables)
+        for number in np.unique(rows["namespace"]).tolist():
+            if (quota := quotas.quota_of(tables, number)) is not None:
+                its = np.flatnonzero(rows["namespace"] == number)
+                ends = used.get(number, (0, 0))[1] + np.cumsum(rows["num_bytes"][its])
+                fits[its[ends > quota]] = False
+    return fits
 
 
 def spans_of(rows: Array, shards: Sequence[str]) -> list[tuple[list[int], Span]]:

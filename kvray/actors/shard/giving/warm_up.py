@@ -18,7 +18,7 @@ from kvray.actors.mover.orders import FetchOrder
 from kvray.actors.ray_glue.arguments import packed
 from kvray.actors.shard.giving.choice import is_wanted, pieces
 from kvray.actors.shard.giving.giver import Giver
-from kvray.actors.shard.giving.offer import merged, spans_of
+from kvray.actors.shard.giving.offer import merged, spans_of, within_quotas
 from kvray.actors.shard.nvme_tier import NvmeTier
 from kvray.actors.staging.peers import mover_of, shard_of
 from kvray.config import WarmUpConfig
@@ -26,6 +26,7 @@ from kvray.errors import CapacityError, KVRayError, ShardUnavailable
 from kvray.store import ArenaOwner
 from kvray.store.arena import key_index, slabs
 from kvray.store.arena.layout import READY
+from kvray.store.arena.room_ahead import DEMAND_SHARE
 from kvray.store.arena.tables import Array
 
 _log = logging.getLogger("kvray.shard")
@@ -64,14 +65,14 @@ class WarmUp:
         *,
         free_target: float,
     ) -> None:
-        """Warm up the arena of `owner`, but for the share that eviction keeps free."""
+        """Warm up the arena of `owner`, but for the share that eviction may keep free."""
         self._giver, self._peers, self._shard = giver, giver.peers, giver.shard
         self._owner = owner
         self._nvme = nvme
         self._settings = settings
         capacity = owner.arena.tables.geometry.capacity
         self._bytes_max = int(settings.share * capacity)
-        self._reserve = int(free_target * capacity)
+        self._reserve = int(max(free_target, 1 / DEMAND_SHARE) * capacity)
         self._orders: list[WarmUpOrder] = []
         """The first is carried out."""
         self._task: asyncio.Task[None] | None = None
@@ -95,7 +96,8 @@ class WarmUp:
             more = parts - (before or {}).get(number, frozenset())
             if more and not is_wanted(tables, slots, {number: more}).any():
                 new[number] = more
-        if new or (before is None and not len(slots)):
+        is_new = bool(new) or (before is None and not len(slots))
+        if is_new and len(self._orders) < _ORDERS_MAX:
             deadline_s = self._settings.deadline_s
             self.order(WarmUpOrder(by=_ITSELF, wanted=new, deadline_s=deadline_s))
 
@@ -208,6 +210,8 @@ class WarmUp:
             slots = key_index.find(tables, rows["key"], rows["part"])
             lacks &= (slots < 0) | (tables.slot_state[slots] != READY)
         rows, sources = rows[lacks], sources[lacks]
+        fits = within_quotas(rows, self._owner.arena.tables)
+        rows, sources = rows[fits], sources[fits]
         count = int(np.searchsorted(np.cumsum(rows["num_bytes"]), num_bytes, side="right"))
         return rows[:count], np.array(list(offers))[sources[:count]]
 

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvray.actors.shard.giving.choice import hottest_first
-from kvray.actors.shard.giving.offer import merged, offered, spans_of
+from kvray.actors.shard.giving.offer import merged, offered, spans_of, within_quotas
 from kvray.identity.block import split_keys
+from kvray.store.arena.quotas import name_of, set_quotas
 from kvray.store.arena.tables import Array
 from tests.unit.actors.shard.giving.test_choice import TREES, rank_of, tree
-from tests.unit.store.small_arena import make_tables, put
+from tests.unit.store.small_arena import SLOT, chain, make_tables, put
 
 Seeds = st.lists(st.integers(0, 9), min_size=1, max_size=4)
 
@@ -69,12 +70,12 @@ def test_spans_have_all_blocks_of_their_node_in_order(sizes, seeds):
     spans = spans_of(rows, shards)
 
     found = {}
-    for chain, span in spans:
-        for at, key in zip(chain, split_keys(span.keys), strict=True):
+    for places, span in spans:
+        for at, key in zip(places, split_keys(span.keys), strict=True):
             assert span.source == shards[at].replace("shard", "mover")
             found[at] = key
-        assert span.parent in (b"", rows["parent"][chain[0]].tobytes())
-        assert bool(span.parent) == bool(rows["depth"][chain[0]])
+        assert span.parent in (b"", rows["parent"][places[0]].tobytes())
+        assert bool(span.parent) == bool(rows["depth"][places[0]])
     assert [found[at] for at in range(len(rows))] == split_keys(rows["key"].tobytes())
 
 
@@ -92,3 +93,20 @@ def test_nodes_that_have_the_same_give_like_shares_of_whole_chains():
     rows, sources = merged([again] * 4)
     of = dict(zip(names(rows), sources.tolist(), strict=True))
     assert all(of[key, 0] == of[key, 1] for key, _ in names(offer)), "a chain has one source"
+
+
+def test_a_namespace_gets_no_more_than_its_quota_has_left():
+    tables, here = make_tables(), make_tables()
+    for number in (1, 2):
+        put(tables, chain(6, seed=str(number)), namespace=number)
+    put(here, chain(2, seed="own"), namespace=1)
+    set_quotas(here, {name_of(1): 5 * SLOT})
+    rows = offered(
+        tables, np.arange(tables.geometry.num_slots)[tables.slot_tick > 0], on_disk=False
+    )
+
+    fits = within_quotas(rows, here)
+
+    assert rows["namespace"][fits].tolist().count(1) == 3
+    assert fits[rows["namespace"] == 2].all()
+    assert fits[rows["namespace"] == 1].tolist() == [True] * 3 + [False] * 3
