@@ -262,6 +262,10 @@ def test_a_mover_that_is_gone_costs_its_own_blocks_only(joining: Joining) -> Non
     wait_for(is_done(joining, "c"))
     assert joining.has("c", keys)
     assert "It is gone" in joining.warm_up("c")["message"]
+    orders = len(joining.nodes.orders)
+    joining.shards["c"].requests.warm_up("somebody", None, None)
+    wait_for(is_done(joining, "c"))
+    assert len(joining.nodes.orders) == orders, "it is left alone for a while"
 
 
 def test_its_time_ends_it(joining: Joining) -> None:
