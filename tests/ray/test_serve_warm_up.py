@@ -36,14 +36,14 @@ def test_a_new_engine_is_ready_when_its_node_has_what_others_use(tmp_path: Path)
                 _deploy(settings, environ, num_replicas=2)
                 wait_for(lambda: _starting(teller.status()), "a warm-up for the second engine")
                 (shard,) = _starting(teller.status())
-                wait_for(lambda: _answers_from(client, shard["replicas"]), "its first answer")
-                counters = _counters(teller.status(), shard["shard"])
+                usage = _usage_at(client, shard["replicas"][0]["replica"])
             finally:
                 teller.close()
     assert first.usage.prompt_tokens > 32
     assert shard["warm_up"]["total_bytes"] > 0
-    assert counters["hit_tokens_from_host"] == (first.usage.prompt_tokens - 1) // 32 * 32
-    assert counters.get("hit_tokens_from_nixl", 0) == 0
+    shareable = (first.usage.prompt_tokens - 1) // 32 * 32
+    by_source = {"pool": 0, "host": shareable, "disk": 0, "remote": 0}
+    assert usage.prompt_tokens_details.cached_tokens_by_source == by_source
 
 
 def _starting(status: dict[str, Any]) -> list[dict[str, Any]]:
@@ -56,14 +56,17 @@ def _starting(status: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _answers_from(client: Any, replicas: list[dict[str, Any]]) -> bool:
-    raw = ask(client.with_raw_response)
-    return raw.headers["x-kvray-replica"] in [one["replica"] for one in replicas]
+def _usage_at(client: Any, replica: str) -> Any:
+    """Return what the first answer of a replica says of its prompt."""
+    found: list[Any] = []
 
+    def has_answered() -> bool:
+        raw = ask(client.with_raw_response)
+        found[:] = [raw.parse().usage]
+        return bool(raw.headers["x-kvray-replica"] == replica)
 
-def _counters(status: dict[str, Any], shard: str) -> dict[str, int]:
-    (found,) = (one for one in status["shards"] if one["shard"] == shard)
-    return dict(found["replicas"][0]["counters"])
+    wait_for(has_answered, "its first answer")
+    return found[0]
 
 
 def _deploy(settings: Path, environ: dict[str, str], *, num_replicas: int) -> None:

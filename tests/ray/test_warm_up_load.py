@@ -116,14 +116,17 @@ def play(machine: Machine, *, share: float) -> list[dict[str, dict[str, float]]]
     """Add a node to a tier under load; return the windows since its engine was ready."""
     *old, new = machine.nodes
     new.kill()
-    settings = {**SETTINGS, "warm_up": {"share": share}}
+    arena = {**SETTINGS["arena"], "slot_min": "16KiB"}  # its blocks are as small
+    settings = {**SETTINGS, "arena": arena, "warm_up": {"share": share}}
     with open_tier(machine, "warm" if share else "cold", settings) as tier, ExitStack() as stack:
         teller = stack.enter_context(closing(Teller(tier.config_path, machine.environ())))
         fleet = Fleet(tier, stack, teller)
         for node in old:
             fleet.drive(fleet.start(node))
         time.sleep(BEFORE_S)
+        joins = time.monotonic()
         new.start()
+        stack.callback(new.kill)
         directory = str(tier.node_dir(new))
 
         def serves() -> bool:
@@ -137,6 +140,11 @@ def play(machine: Machine, *, share: float) -> list[dict[str, dict[str, float]]]
             done = machine.run("warm", "--replica", new.name, "-c", str(tier.config_path))
             assert done.returncode == 0, done.stderr
             print(done.stdout.strip())
+        for name, driver in fleet.drivers.items():
+            before = driver.first_tokens(joins - WINDOW_S, joins)
+            meanwhile = driver.first_tokens(joins, time.monotonic())
+            medians = (f"{1000 * statistics.median(some):.1f}" for some in (before, meanwhile))
+            print(name, "first token before the other joins, and meanwhile, ms:", *medians)
         fleet.drive(replica)
         return [fleet.window() for _ in range(2)]
 
@@ -150,3 +158,5 @@ def test_a_new_node_hits_as_much_as_the_others_within_ten_seconds(machine: Machi
                 print(name, {key: round(value, 3) for key, value in figures.items()})
     *others, new = found[0.5][0].values()
     assert new["hits"] >= 0.9 * statistics.mean(one["hits"] for one in others)
+    cold = found[0.0][0]["node3"]
+    assert new["remote"] < cold["remote"] / 2, "what came before need not be fetched"
