@@ -91,11 +91,11 @@ class Joining:
     def has(self, name: str, keys: list[BlockKey]) -> bool:
         return bool(self.nodes[name].arena.match(keys) == len(keys))
 
-    def register(self, name: str, replica: str = "r") -> None:
-        """Have an engine of a node registered, for as long as the test."""
+    def register(self, name: str, rank: int = 0) -> None:
+        """Have a rank, which reads the part of its number, registered for as long as the test."""
         engine = self.stack.enter_context(contextlib.closing(ShardSocket(self.parent / name)))
-        fields = {"namespace": MINE.to_wire(), "wanted": [[0, None]]}
-        engine.call("register", timeout_s=5, replica=replica, rank=0, **fields)
+        fields = {"namespace": MINE.to_wire(), "wanted": [[rank, None]], "num_ranks": 2}
+        engine.call("register", timeout_s=5, replica="r", rank=rank, **fields)
 
 
 @pytest.fixture
@@ -208,7 +208,10 @@ def test_a_replica_gets_what_its_namespace_uses(joining: Joining) -> None:
     wait_for(lambda: joining.has("c", keys))
     wait_for(is_done(joining, "c"))
     assert not arena_c.match(other)
-    assert not arena_c.present(away, [1])[0].any(), "a part that no rank here reads"
+    assert not arena_c.present(away, [1])[0].any(), "no rank here reads that part yet"
+    joining.register("c", rank=1)
+    wait_for(lambda: [*arena_c.present(away, [1])[0]] == [True] * 4)
+    wait_for(is_done(joining, "c"))
     later = chain(3, seed="later")
     store(arena, later, namespace=NUMBER)
     joining.shards["c"].requests.warm_up("somebody", "r", 10.0)
