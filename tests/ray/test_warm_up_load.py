@@ -107,7 +107,7 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def machine() -> Iterator[Machine]:
+def three_nodes() -> Iterator[Machine]:
     with Machine(num_nodes=3) as made:
         yield made
 
@@ -119,6 +119,7 @@ def play(machine: Machine, *, share: float) -> list[dict[str, dict[str, float]]]
     arena = {**SETTINGS["arena"], "slot_min": "16KiB"}  # its blocks are as small
     settings = {**SETTINGS, "arena": arena, "warm_up": {"share": share}}
     with open_tier(machine, "warm" if share else "cold", settings) as tier, ExitStack() as stack:
+        stack.callback(new.kill)
         teller = stack.enter_context(closing(Teller(tier.config_path, machine.environ())))
         fleet = Fleet(tier, stack, teller)
         for node in old:
@@ -126,7 +127,6 @@ def play(machine: Machine, *, share: float) -> list[dict[str, dict[str, float]]]
         time.sleep(BEFORE_S)
         joins = time.monotonic()
         new.start()
-        stack.callback(new.kill)
         directory = str(tier.node_dir(new))
 
         def serves() -> bool:
@@ -149,8 +149,8 @@ def play(machine: Machine, *, share: float) -> list[dict[str, dict[str, float]]]
         return [fleet.window() for _ in range(2)]
 
 
-def test_a_new_node_hits_as_much_as_the_others_within_ten_seconds(machine: Machine) -> None:
-    found = {share: play(machine, share=share) for share in (0.0, 0.5)}
+def test_a_new_node_hits_as_much_as_the_others_within_ten_seconds(three_nodes: Machine) -> None:
+    found = {share: play(three_nodes, share=share) for share in (0.0, 0.5)}
     for share, windows in found.items():
         for number, window in enumerate(windows):
             print(f"\nwarm_up.share {share}, {number * WINDOW_S:.0f} s after it was ready")
