@@ -9,7 +9,14 @@ from kvray.config.environment import (
     without_settings,
 )
 from kvray.config.schema import SettingRow, json_schema, setting_rows
-from kvray.config.sections import TENANT_NAME, ArenaConfig, KVRayConfig, ShardConfig, StagingConfig
+from kvray.config.sections import (
+    TENANT_NAME,
+    ArenaConfig,
+    KVRayConfig,
+    ShardConfig,
+    StagingConfig,
+    WarmUpConfig,
+)
 from kvray.config.sources import (
     WELL_KNOWN_PATH,
     Effective,
@@ -32,6 +39,7 @@ __all__ = [
     "SettingRow",
     "ShardConfig",
     "StagingConfig",
+    "WarmUpConfig",
     "cache_dir",
     "config_on_node",
     "effective_settings",

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.events.publisher import EventPublisher
-from kvray.actors.shard.giving import Drain, Giver
+from kvray.actors.shard.giving import Drain, Giver, WarmUp
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
 from kvray.actors.shard.nvme_tier import NvmeTier
@@ -118,7 +118,7 @@ class Serving:
         self.stager = ReplicaStager(
             owner.arena, stager, parts.replicas, self._peers, settings.staging
         )
-        giver = Giver(
+        self.giver = Giver(
             parts.name,
             owner,
             self.retention,
@@ -126,7 +126,14 @@ class Serving:
             lambda: self.nvme,
             num_partitions=settings.lookup_partitions,
         )
-        self.drain = Drain(giver)
+        self.drain = Drain(self.giver)
+        self.warm_up = WarmUp(
+            self.giver,
+            owner,
+            lambda: self.nvme,
+            settings.warm_up,
+            free_target=settings.arena.free_target,
+        )
         self.events: EventPublisher | None = None  # None: nobody is to hear of its blocks
         if settings.events is not None:
             self.events = EventPublisher(
@@ -141,6 +148,7 @@ class Serving:
     async def close(self) -> None:
         """End staging, then eviction and events, then the disk. Twice is fine."""
         try:
+            await self.warm_up.close()
             await self.drain.close()
             await self.stager.close()
         finally:
@@ -179,6 +187,8 @@ class Serving:
             figures["events"] = self.events.status()
         if (drain := self.drain.status()) is not None:
             figures["drain"] = drain
+        if (warm_up := self.warm_up.status()) is not None:
+            figures["warm_up"] = warm_up
         if (stopped := self._stopped.found) is not None:
             figures["stopped_with_lock"] = stopped
         return figures
@@ -209,6 +219,8 @@ class Serving:
             self._heartbeat_at, self._is_due = now + self._parts.settings.shard.heartbeat_s, True
             self._stopped.look(self.owner.arena.side_file, now=now)
             self._parts.replicas.add_up()
+            if not self.drain.is_on:
+                self.warm_up.look(self._parts.replicas.parts_read())
         self._audit(now)
         self._begin_round(is_heartbeat=is_heartbeat)
         if self.disk is not None:

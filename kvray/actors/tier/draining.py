@@ -30,6 +30,13 @@ def call_off(node: str, *, config: KVRayConfig, timeout_s: float) -> str:
 
 def _told(node: str, method: str, *args: Any, config: KVRayConfig, timeout_s: float) -> str:
     ask_to_be_admitted(config, timeout_s=timeout_s)
+    name = shard_named(node, timeout_s=timeout_s)
+    calls.call(getattr(calls.get_actor(name), method), *args, timeout_s=timeout_s)
+    return name
+
+
+def shard_named(node: str, *, timeout_s: float) -> str:
+    """Return the name of a node's shard; arguments and errors as `drain`."""
     nodes = calls.call(calls.get_actor(SUPERVISOR_NAME).shards, timeout_s=timeout_s)
     meant = node.removeprefix(SHARD_PREFIX)
     found = [one for one in sorted(nodes) if meant and one.startswith(meant)]
@@ -37,6 +44,4 @@ def _told(node: str, method: str, *args: Any, config: KVRayConfig, timeout_s: fl
         known = ", ".join(one[:12] for one in (found or sorted(nodes))) or "none"
         fault = "several nodes are" if found else "no node is"
         raise ConfigError(f"{node!r:.40}: {fault} named so; the nodes with shards are {known}.")
-    name = shard_name(found[0])
-    calls.call(getattr(calls.get_actor(name), method), *args, timeout_s=timeout_s)
-    return name
+    return shard_name(found[0])

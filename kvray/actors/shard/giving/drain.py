@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvray.actors.shard.giving.choice import batches, shared_out
+from kvray.actors.shard.giving.choice import batches, names_of, shared_out
 from kvray.actors.shard.giving.giver import Giver
 from kvray.actors.shard.loop_thread import pause
 from kvray.errors import KVRayError
@@ -25,7 +25,6 @@ _BATCH_BLOCKS = 1024
 _BATCH_S = 20.0  # how long a batch may take
 _AGAIN_S, _PAUSES = 1.0, 20
 """Between two looks for what has come meanwhile; so many times as long as a look takes."""
-_MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Drain:
@@ -187,7 +186,4 @@ def _soonest(orders: dict[str, float | None]) -> float | None:
 
 
 def _names(tables: Tables, slots: Array) -> Array:
-    """Return a number for key and part of each block, u64."""
-    parts = tables.slot_part[slots].astype(np.uint64)
-    names: Array = tables.slot_key[slots, 0] ^ (parts * _MIX)
-    return names
+    return names_of(tables.slot_key[slots, 0], tables.slot_part[slots])
