@@ -22,6 +22,7 @@ from kvray.cli.explain import explain
 from kvray.cli.help import Command, Group
 from kvray.cli.logs import logs
 from kvray.cli.ls import ls
+from kvray.cli.pin import pin
 from kvray.cli.prefetch import prefetch
 from kvray.cli.probe import probe
 from kvray.cli.replay import replay
@@ -43,6 +44,7 @@ _PANELS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
         drain,
         clear,
         prefetch,
+        pin,
         sweep,
         connector_config,
         config_app,

@@ -9,7 +9,14 @@ from kvray.config.environment import (
     without_settings,
 )
 from kvray.config.schema import SettingRow, json_schema, setting_rows
-from kvray.config.sections import TENANT_NAME, ArenaConfig, KVRayConfig, ShardConfig, StagingConfig
+from kvray.config.sections import (
+    TENANT_NAME,
+    ArenaConfig,
+    KVRayConfig,
+    PinsConfig,
+    ShardConfig,
+    StagingConfig,
+)
 from kvray.config.sources import (
     WELL_KNOWN_PATH,
     Effective,
@@ -28,6 +35,7 @@ __all__ = [
     "ArenaConfig",
     "Effective",
     "KVRayConfig",
+    "PinsConfig",
     "Setting",
     "SettingRow",
     "ShardConfig",

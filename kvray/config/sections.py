@@ -145,6 +145,15 @@ class StagingConfig(_Section):
     """most bytes on their way to one node at once"""
 
 
+class PinsConfig(_Section):
+    """Prompts that must stay; see `kvray pin`."""
+
+    share: float = Field(default=0.1, ge=0, le=0.5)
+    """most of a node's arena for the blocks of all pins, as a share"""
+    owner_share: float = Field(default=0.1, ge=0, le=0.5)
+    """the same for the pins of one owner"""
+
+
 class ConnectorConfig(_Section):
     """One replica's connector inside TensorRT-LLM."""
 
@@ -242,6 +251,7 @@ class KVRayConfig(_Section):
     shard: ShardConfig = ShardConfig()
     lookup: LookupConfig = LookupConfig()
     staging: StagingConfig = StagingConfig()
+    pins: PinsConfig = PinsConfig()
     connector: ConnectorConfig = ConnectorConfig()
     events: EventsConfig = EventsConfig()
     security: SecurityConfig = SecurityConfig()

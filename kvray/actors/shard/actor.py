@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -24,6 +24,7 @@ from kvray.actors.ray_glue.calls import (
 )
 from kvray.actors.ray_glue.private import available_resources
 from kvray.actors.shard.lookup_line import LookupLine
+from kvray.actors.shard.pinning import Pin
 from kvray.actors.shard.queries import Asked, Prompt, Whereabouts
 from kvray.actors.shard.settings import ShardSettings
 from kvray.actors.shard.shard import Shard
@@ -135,6 +136,26 @@ class ShardActor:
     def call_off_drain(self, by: str) -> None:
         """See `Drain.call_off`."""
         self._shard.requests.call_off_drain(by)
+
+    @ray.method(concurrency_group="people")
+    def check_pin(self, pin: Pin) -> float:
+        """See `PinKeeper.check`."""
+        return self._shard.requests.check_pin(pin)
+
+    @ray.method(concurrency_group="people")
+    def pin(self, pin: Pin) -> None:
+        """See `PinKeeper.take`."""
+        self._shard.requests.pin(pin)
+
+    @ray.method(concurrency_group="people")
+    def unpin(self, name: str) -> None:
+        """See `PinKeeper.remove`."""
+        self._shard.requests.unpin(name)
+
+    @ray.method(concurrency_group="leases")
+    def pins(self, known: Mapping[str, float]) -> list[Pin]:
+        """See `Pins.beyond`."""
+        return self._shard.requests.pins(known)
 
     @ray.method(concurrency_group="people")
     def asked(self, replica: str | None, request_id: int | None, last: int) -> list[Asked]:

@@ -2,12 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from kvray.actors.mover.orders import FetchOrder
 from kvray.actors.shard.loop_thread import ANSWER_S
+from kvray.actors.shard.pinning import Pin
 from kvray.actors.shard.prompt_keys import check_named, prompt_keys
 from kvray.actors.shard.serving import ShardParts
 from kvray.actors.shard.traces import outcome_of
@@ -129,6 +130,26 @@ class ActorRequests:
 
     def _is_used(self) -> bool:
         return any(rank["connected"] for rank in self._parts.replicas.status())
+
+    def check_pin(self, pin: Pin) -> float:
+        """See `PinKeeper.check`."""
+        pins = self._parts.serving().pins
+        return self._parts.loop.call(lambda: pins.check(pin), ANSWER_S)
+
+    def pin(self, pin: Pin) -> None:
+        """See `PinKeeper.take`."""
+        pins = self._parts.serving().pins
+        self._parts.loop.call(lambda: pins.take([pin]), ANSWER_S)
+
+    def unpin(self, name: str) -> None:
+        """See `PinKeeper.remove`."""
+        pins = self._parts.serving().pins
+        self._parts.loop.call(lambda: pins.remove(name), ANSWER_S)
+
+    def pins(self, known: Mapping[str, float]) -> list[Pin]:
+        """See `PinKeeper.beyond`."""
+        pins = self._parts.serving().pins
+        return self._parts.loop.call(lambda: pins.beyond(known), ANSWER_S)
 
     def stage_ranks(
         self, replica: str, ranks: Sequence[int], wait_s: float, *request: Any

@@ -14,6 +14,7 @@ from kvray.actors.shard.giving import Drain, Giver
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
 from kvray.actors.shard.nvme_tier import NvmeTier
+from kvray.actors.shard.pinning import PinKeeper
 from kvray.actors.shard.request_log import RequestLog
 from kvray.actors.shard.routing_log import RoutingLog
 from kvray.actors.shard.settings import ShardSettings
@@ -118,6 +119,13 @@ class Serving:
         self.stager = ReplicaStager(
             owner.arena, stager, parts.replicas, self._peers, settings.staging
         )
+        self.pins = PinKeeper(
+            owner.arena,
+            settings.directory,
+            settings.pins,
+            self._peers,
+            renew_s=settings.arena.lease_warn_s / 2,
+        )
         giver = Giver(
             parts.name,
             owner,
@@ -143,6 +151,7 @@ class Serving:
         try:
             await self.drain.close()
             await self.stager.close()
+            await self.pins.close()
         finally:
             if self.events is not None:
                 await asyncio.get_running_loop().run_in_executor(None, self.events.close)
@@ -172,6 +181,7 @@ class Serving:
             "namespaces": self._parts.replicas.namespaces(),
             "staging": self.stager.status(),
             "traffic": self._parts.traffic.status(),
+            "pinned": self.pins.status(),
         }
         if self.disk is not None:
             figures["nvme"] = self.disk.status()
@@ -215,7 +225,9 @@ class Serving:
             self.disk.tick(now)
         self.stager.expire()
         self._parts.traffic.step(now)
-        self._peers.tick(now, num_shards=self._parts.announcer.num_shards)
+        num_shards = self._parts.announcer.num_shards
+        self._peers.tick(now, num_shards=num_shards)
+        self.pins.tick(now, num_shards=num_shards)
         if self._announce(is_due=self._is_due):
             self._is_due = False
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvray.actors.shard.events.publisher import EventSettings
 from kvray.actors.shard.nvme_tier import NvmeSettings
-from kvray.config import ArenaConfig, KVRayConfig, ShardConfig, StagingConfig
+from kvray.config import ArenaConfig, KVRayConfig, PinsConfig, ShardConfig, StagingConfig
 from kvray.identity.tenant import tenant_id
 from kvray.store import ArenaSpec
 from kvray.store.arena.quotas import name_of
@@ -23,6 +23,7 @@ class ShardSettings:
     arena: ArenaConfig
     shard: ShardConfig
     staging: StagingConfig = field(default_factory=StagingConfig)
+    pins: PinsConfig = field(default_factory=PinsConfig)
     lookup_partitions: int = 1
     quotas: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the blocks of namespaces may take of the arena, see `quotas.set_quotas`."""
@@ -41,6 +42,7 @@ class ShardSettings:
             arena=config.arena,
             shard=config.shard,
             staging=config.staging,
+            pins=config.pins,
             lookup_partitions=config.lookup.partitions,
             quotas=_quotas(config),
             admission=config.nvme.admission,
