@@ -12,6 +12,7 @@ from kvray.config.schema import SettingRow, json_schema, setting_rows
 from kvray.config.sections import (
     TENANT_NAME,
     ArenaConfig,
+    CopiesConfig,
     KVRayConfig,
     PinsConfig,
     ShardConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "TENANT_NAME",
     "WELL_KNOWN_PATH",
     "ArenaConfig",
+    "CopiesConfig",
     "Effective",
     "KVRayConfig",
     "PinsConfig",

@@ -145,6 +145,17 @@ class StagingConfig(_Section):
     """most bytes on their way to one node at once"""
 
 
+class CopiesConfig(_Section):
+    """Blocks that several nodes have in memory."""
+
+    share: float = Field(default=0.5, ge=0, le=1)
+    """share of a node's arena beyond which its copies of others' blocks go before all else"""
+    idle_s: Seconds = Field(default=60.0, gt=0)
+    """how long a copy may be unused before it goes before all else"""
+    bytes_per_s: Size = 64 * 2**20
+    """most bytes a second of hot blocks that a node gives to others before they ask for them"""
+
+
 class PinsConfig(_Section):
     """Prompts that must stay; see `kvray pin`."""
 
@@ -251,6 +262,7 @@ class KVRayConfig(_Section):
     shard: ShardConfig = ShardConfig()
     lookup: LookupConfig = LookupConfig()
     staging: StagingConfig = StagingConfig()
+    copies: CopiesConfig = CopiesConfig()
     pins: PinsConfig = PinsConfig()
     connector: ConnectorConfig = ConnectorConfig()
     events: EventsConfig = EventsConfig()

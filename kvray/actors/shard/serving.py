@@ -10,7 +10,7 @@ from typing import Any
 
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.events.publisher import EventPublisher
-from kvray.actors.shard.giving import Drain, Giver
+from kvray.actors.shard.giving import Copies, Drain, Giver
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
 from kvray.actors.shard.nvme_tier import NvmeTier
@@ -132,9 +132,11 @@ class Serving:
             self.retention,
             self._peers,
             lambda: self.nvme,
+            pinned=lambda: self.pins.slots,
             num_partitions=settings.lookup_partitions,
         )
         self.drain = Drain(giver)
+        self.copies = Copies(giver, owner, self.retention, settings.copies)
         self.events: EventPublisher | None = None  # None: nobody is to hear of its blocks
         if settings.events is not None:
             self.events = EventPublisher(
@@ -150,6 +152,7 @@ class Serving:
         """End staging, then eviction and events, then the disk. Twice is fine."""
         try:
             await self.drain.close()
+            await self.copies.close()
             await self.stager.close()
             await self.pins.close()
         finally:
@@ -182,6 +185,7 @@ class Serving:
             "staging": self.stager.status(),
             "traffic": self._parts.traffic.status(),
             "pinned": self.pins.status(),
+            "copies": self.copies.status(),
         }
         if self.disk is not None:
             figures["nvme"] = self.disk.status()
@@ -228,6 +232,8 @@ class Serving:
         num_shards = self._parts.announcer.num_shards
         self._peers.tick(now, num_shards=num_shards)
         self.pins.tick(now, num_shards=num_shards)
+        if not self.drain.is_on:
+            self.copies.tick(now, num_shards=num_shards)
         if self._announce(is_due=self._is_due):
             self._is_due = False
 

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from kvray.actors.shard.events.publisher import EventSettings
 from kvray.actors.shard.nvme_tier import NvmeSettings
-from kvray.config import ArenaConfig, KVRayConfig, PinsConfig, ShardConfig, StagingConfig
+from kvray.config import (
+    ArenaConfig,
+    CopiesConfig,
+    KVRayConfig,
+    PinsConfig,
+    ShardConfig,
+    StagingConfig,
+)
 from kvray.identity.tenant import tenant_id
 from kvray.store import ArenaSpec
 from kvray.store.arena.quotas import name_of
@@ -23,6 +30,7 @@ class ShardSettings:
     arena: ArenaConfig
     shard: ShardConfig
     staging: StagingConfig = field(default_factory=StagingConfig)
+    copies: CopiesConfig = field(default_factory=CopiesConfig)
     pins: PinsConfig = field(default_factory=PinsConfig)
     lookup_partitions: int = 1
     quotas: Mapping[str, int] = field(default_factory=dict)
@@ -42,6 +50,7 @@ class ShardSettings:
             arena=config.arena,
             shard=config.shard,
             staging=config.staging,
+            copies=config.copies,
             pins=config.pins,
             lookup_partitions=config.lookup.partitions,
             quotas=_quotas(config),

@@ -70,6 +70,13 @@ class Tier:
 
 @pytest.fixture
 def tier() -> Iterator[Tier]:
+    with make_tier() as made:
+        yield made
+
+
+@contextlib.contextmanager
+def make_tier(**changes: Any) -> Iterator[Tier]:
+    """Have two shards with these settings."""
     parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
     disk = Path(tempfile.mkdtemp(prefix="kvray-test-"))
     line = Line()
@@ -81,6 +88,7 @@ def tier() -> Iterator[Tier]:
             staging=SETTINGS.model_copy(update={"handover_s": 0.5}),
             nvme=nvme_for(disk) if name == "b" else None,
             admission="all",
+            **changes,
         )
         shards[name] = Shard(f"kvray-shard-{name}", settings, [line.announce], ask=calls)
         shards[name].start()
@@ -95,6 +103,7 @@ def tier() -> Iterator[Tier]:
         stack.callback(nodes.close)
         calls.nodes = nodes
         nodes.others["kvray-lookup.locate"] = line.locate
+        nodes.others["kvray-lookup.targets"] = line.targets
         engine = stack.enter_context(contextlib.closing(ShardSocket(parent / "a")))
         nodes.others["kvray-shard-b.promote"] = shards["b"].requests.promote
         made = Tier(a=shards["a"], b=shards["b"], nodes=nodes, engine=engine)

@@ -1,6 +1,7 @@
 """Has other nodes fetch blocks of this one before they are asked for; part of the shard's loop."""
 
+from kvray.actors.shard.giving.copies import Copies
 from kvray.actors.shard.giving.drain import Drain
 from kvray.actors.shard.giving.giver import Giver
 
-__all__ = ["Drain", "Giver"]
+__all__ = ["Copies", "Drain", "Giver"]
