@@ -21,21 +21,16 @@ CHAINS = [chain(LENGTH, seed=f"shared {at}") for at in range(4)]
 def tier() -> Iterator[Tier]:
     """Two shards, whose copies are idle after half a second."""
     with make_tier(copies=CopiesConfig(idle_s=0.5)) as made:
-        for name in "ab":
-            shard = getattr(made, name)
-            made.nodes.others[f"kvray-shard-{name}.room_for_copies"] = (
-                shard.requests.room_for_copies
-            )
         yield made
 
 
 def extra(tier: Tier, node: str) -> int:
-    copies = getattr(tier, node).status()["copies"]
+    copies = tier.shards[node].status()["copies"]
     return int(copies["extra_bytes"]) // SLOT
 
 
 def goes_first(tier: Tier, node: str, keys: list[BlockKey]) -> Array:
-    retention = getattr(tier, node)._serving.retention
+    retention = tier.shards[node]._serving.retention
     slots = key_index.find(tier.nodes[node].arena.tables, key_index.pack_keys(keys), 0)
     return retention.rank(slots) < -1e34
 
@@ -57,9 +52,6 @@ def test_of_each_shared_chain_one_node_has_the_extra_copy_and_lets_it_go_first(t
     wait_for(lambda: extra(tier, "a") + extra(tier, "b") == num_all)
 
     def chosen() -> list[tuple[bool, bool]]:
-        # Something has to happen now and then: a tier that rests looks up nothing.
-        use(tier, "a", own)
-        use(tier, "b", CHAINS[0][:1])
         return [
             (goes_first(tier, "a", keys[1:]).all(), goes_first(tier, "b", keys[1:]).all())
             for keys in CHAINS
@@ -69,6 +61,7 @@ def test_of_each_shared_chain_one_node_has_the_extra_copy_and_lets_it_go_first(t
     assert not goes_first(tier, "a", own).any()
 
 
+@pytest.mark.long
 def test_the_last_holder_of_a_block_does_not_let_it_go(tier: Tier) -> None:
     for keys in CHAINS:
         for node in "ab":
@@ -77,7 +70,7 @@ def test_the_last_holder_of_a_block_does_not_let_it_go(tier: Tier) -> None:
     loser = "a" if extra(tier, "b") else "b"
     other = "b" if loser == "a" else "a"
 
-    getattr(tier, loser).clear(10.0)
+    tier.shards[loser].clear(10.0)
 
     def nothing_is_extra() -> bool:
         use(tier, other, CHAINS[0])
@@ -87,9 +80,46 @@ def test_the_last_holder_of_a_block_does_not_let_it_go(tier: Tier) -> None:
     assert not any(goes_first(tier, other, keys).any() for keys in CHAINS)
 
 
+@pytest.mark.long
 def test_a_tier_that_rests_looks_up_nothing(tier: Tier) -> None:
     store(tier.nodes["a"].arena, CHAINS[0])
-    time.sleep(2.5)
+    time.sleep(35.0)
     before = tier.nodes.calls.count(("kvray-lookup", "locate"))
-    time.sleep(2.5)
+    time.sleep(20.0)
     assert tier.nodes.calls.count(("kvray-lookup", "locate")) == before
+
+
+def test_what_two_nodes_use_often_goes_to_the_third_once() -> None:
+    hot, cold = CHAINS[:2]
+    with make_tier("abc") as tier:
+        for keys in (hot, cold):
+            for node in "ab":
+                store(tier.nodes[node].arena, keys)
+
+        def is_there() -> bool:
+            use(tier, "a", hot)
+            use(tier, "b", hot)
+            time.sleep(0.1)
+            return tier.nodes["c"].arena.match(hot) == LENGTH
+
+        wait_for(is_there)
+        given = [shard.status()["copies"]["given_blocks"] for shard in tier.shards.values()]
+        assert sorted(given) == [0, 0, LENGTH]
+        assert tier.nodes["c"].arena.match(cold) == 0
+
+
+@pytest.mark.long
+def test_a_node_takes_no_more_copies_than_its_bound_has_room_for() -> None:
+    hot = CHAINS[0]
+    with make_tier("abc", copies=CopiesConfig(share=3.5 / 64)) as tier:
+        for node in "ab":
+            store(tier.nodes[node].arena, hot)
+
+        def is_there() -> bool:
+            use(tier, "a", hot)
+            use(tier, "b", hot)
+            time.sleep(0.1)
+            return bool(tier.nodes["c"].arena.match(hot))
+
+        wait_for(is_there)
+        assert tier.nodes["c"].arena.match(hot) == 3

@@ -167,8 +167,6 @@ def test_pins_go_with_the_arena(make_shard: StartShard, directory: Path) -> None
 
 
 def test_a_shard_that_missed_a_pin_or_its_end_hears_of_it_from_another(tier: Tier) -> None:
-    tier.nodes.others["kvray-lookup.targets"] = lambda: [tier.a.name, tier.b.name]
-    tier.nodes.others["kvray-shard-a.pins"] = tier.a.requests.pins
     keys = chain(3)
     store(tier.nodes["b"].arena, keys)
     tier.a.requests.pin(pin_of(keys))

@@ -29,8 +29,10 @@ _LOOK_S, _LOOKS_PER_S = 1.0, 20
 """Between two looks of a shard, and at most so many by all shards together."""
 _BLOCKS, _ASKED = 4096, 1024
 """Blocks of a look, and of one question to the lookup."""
-_SOON_S, _AGAIN_S = 5.0, 15.0
+_SOON_S, _AGAIN_S = 5.0, 10.0
 """How often extra copies that go next are looked up, and all other blocks."""
+_REST_S = 2 * _AGAIN_S
+"""How long after the last event in the arena it goes on: others announce what they have later."""
 _WINDOW_S, _HOT_USES, _HOT_BLOCKS = 5.0, 10, 1024
 """A block that is used so often within a window is hot; so many of them go to others."""
 _GIVE_S = 2.0
@@ -53,20 +55,22 @@ class Copies:
         self._due_at = 0.0
         self._looked_at = (-1, -1)
         """The arena's tick and count of changes when the last look began."""
+        self._rests_at = 0.0
         self._window_at = 0.0
         self._counts: Array | None = None
         """The uses of all blocks when the window began."""
         self._given = {"given_blocks": 0, "given_bytes": 0}
 
     def tick(self, now: float, *, num_shards: int) -> None:
-        """Look if it is time, and if anything has happened in the arena; waits for nothing."""
+        """Look if it is time, and if the arena does not rest; waits for nothing."""
         if num_shards < 2 or now < self._due_at or not (self._task is None or self._task.done()):
             return
         self._due_at = now + max(_LOOK_S, num_shards / _LOOKS_PER_S)
         tables = self._owner.arena.tables
         at = tables.tick, tables.changes
         if at != self._looked_at:
-            self._looked_at = at
+            self._looked_at, self._rests_at = at, now + _REST_S
+        if now < self._rests_at:
             self._task = asyncio.get_running_loop().create_task(self._look())
             self._task.add_done_callback(self._note_defect)
 

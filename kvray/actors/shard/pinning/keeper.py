@@ -78,6 +78,7 @@ class PinKeeper:
         if num_shards > 1 and now >= self._ask_at and not is_asking:
             self._ask_at = now + (_ASK_S if self._num_asked else _ASK_FIRST_S)
             self._asking = asyncio.get_running_loop().create_task(self._ask_another())
+            self._asking.add_done_callback(self._note_defect)
 
     def look(self) -> None:
         """Hold all pinned blocks that are here; what cannot be held now is held the next time."""
@@ -167,6 +168,10 @@ class PinKeeper:
             return False
         self._lease, self._leased_at = new, time.monotonic()
         return True
+
+    def _note_defect(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (defect := task.exception()) is not None:
+            _log.error("%s: asking for pins ended by a defect", self._peers.shard, exc_info=defect)
 
     async def _ask_another(self) -> None:
         """Learn from another shard the pins that this one has missed."""
