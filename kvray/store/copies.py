@@ -7,7 +7,7 @@ same time still leave the original, and of a chain one node keeps all.
 Whoever asks the lookup notes here what it has found.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import xxhash
@@ -17,6 +17,8 @@ from kvray.store.arena.tables import Array, Tables
 
 FRESH_S = 15.0
 """What was found longer ago counts for nothing: the others' blocks may have gone."""
+_COMING = 2
+"""So many times what came between two choices comes until evictions have followed the last one."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
 _SHIFT = np.uint64(31)
@@ -31,6 +33,8 @@ class CopyMarks:
         self._at = np.zeros(num_slots)
         self._is_extra = np.zeros(num_slots, dtype=bool)
         self._goes_first = np.zeros(num_slots, dtype=bool)
+        self._num_new = 0
+        """Extra copies that were found since the last choice."""
         self.num_bytes = 0
         """Bytes of the extra copies that are known."""
 
@@ -62,6 +66,8 @@ class CopyMarks:
 
     def note(self, slots: Array, numbers: Array, is_extra: Array, *, now: float) -> None:
         """Note what was found at `now` of the blocks that were in `slots` with these numbers."""
+        was_extra = self._is_extra[slots] & (self._number[slots] == numbers)
+        self._num_new += int(np.count_nonzero(is_extra & ~was_extra))
         self._number[slots] = numbers
         self._at[slots] = now
         self._is_extra[slots] = is_extra
@@ -70,6 +76,7 @@ class CopyMarks:
         self,
         tables: Tables,
         used_at: Array,
+        rank: Callable[[Array], Array],
         *,
         now: float,
         idle_s: float,
@@ -77,18 +84,20 @@ class CopyMarks:
     ) -> None:
         """Choose the extra copies that go first: those unused for `idle_s`, those beyond a bound.
 
-        Those used last stay within `bytes_max`.
+        Those of the highest `rank` stay, with as many as come until evictions have followed, within
+        `bytes_max`.
         """
         extra = np.flatnonzero(self._is_extra[tables.backed])
         is_there = (tables.slot_state[extra] == READY) & self._is_known(tables, extra)
         self._is_extra[extra[~is_there]] = False
         extra = extra[is_there]
-        last_used = used_at[extra]
-        order = np.argsort(-last_used, kind="stable")
+        order = np.argsort(-rank(extra), kind="stable")
         sums = np.cumsum(tables.block_bytes(extra[order]))
         going = np.empty(len(extra), dtype=bool)
-        going[order] = sums > bytes_max
-        going |= now - last_used >= idle_s
+        mean_bytes = sums[-1] / len(extra) if len(extra) else 0.0
+        going[order] = sums > bytes_max - _COMING * self._num_new * mean_bytes
+        self._num_new = 0
+        going |= now - used_at[extra] >= idle_s
         chosen = np.zeros(len(self._goes_first), dtype=bool)
         chosen[extra[going]] = True
         self._goes_first = chosen

@@ -76,16 +76,20 @@ class Retention:
 
     def rank(self, slots: Array) -> Array:
         """Return a number for each of `slots` of the arena, f8: the lowest goes first."""
-        with self._lock:
-            now = time.monotonic()
-            ranks = self._policy.rank(slots, now=now)
-            # The policy would take them for the blocks that were in their slots before.
-            ranks[~self._observer.has_seen(slots)] = _NEW
+        ranks, now = self.rank_alone(slots), time.monotonic()
         extra = self.copies.go_first(self._arena.tables, slots, now=now)
         idle_s = now - self.uses.used_at[slots[extra]]
         ranks[extra] = _EXTRA * (1.0 + np.maximum(0.0, idle_s) / _IDLE_S)
         # Blocks that were given up go before all others.
         ranks[self._arena.tables.slot_tick[slots] == 0] = -np.inf
+        return ranks
+
+    def rank_alone(self, slots: Array) -> Array:
+        """Return the ranks that `slots` of the arena would have if no other node had any block."""
+        with self._lock:
+            ranks = self._policy.rank(slots, now=time.monotonic())
+            # The policy would take them for the blocks that were in their slots before.
+            ranks[~self._observer.has_seen(slots)] = _NEW
         return ranks
 
     def admits(self, slots: Array) -> Array:

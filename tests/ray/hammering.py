@@ -24,7 +24,7 @@ BLOCK = 64 * 2**10
 LENGTH, OTHER = 64, 16
 NUM_NODES = 3
 CYCLE_S = 0.02
-OTHERS_EVERY = 5
+OTHERS_EVERY = 12
 """Cycles between two prompts of the other traffic."""
 NAMESPACE_OF_ALL = replace(NAMESPACE, part_bytes=BLOCK)
 
@@ -75,7 +75,8 @@ def main(directory: Path, number: int, begin_at: float, seconds: float) -> None:
         began, cycle = time.monotonic(), 0
         found: dict[str, list[list[float]]] = {"hot": [], "local": []}
         while (now := time.monotonic() - began) < seconds:
-            for name, keys in (("hot", hot), ("local", local)):
+            # By turns: what comes after a pause is slower.
+            for name, keys in (("hot", hot), ("local", local))[:: 1 if cycle % 2 else -1]:
                 started = time.monotonic()
                 num_found = node.ask(keys)
                 found[name].append([now, time.monotonic() - started, num_found])

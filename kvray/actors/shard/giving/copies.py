@@ -46,6 +46,7 @@ class Copies:
     ) -> None:
         self._giver = giver
         self._owner = owner
+        self._retention = retention
         self._marks = retention.copies
         self._uses = retention.uses
         self._idle_s = settings.idle_s
@@ -130,6 +131,7 @@ class Copies:
         self._marks.choose(
             self._owner.arena.tables,
             self._uses.used_at,
+            self._retention.rank_alone,
             now=time.monotonic(),
             idle_s=self._idle_s,
             bytes_max=self._bytes_max,
