@@ -88,7 +88,7 @@ class PinKeeper:
         for _ in range(_TRIES):
             kept = self._chosen()
             slots = slots_of(kept)
-            is_old = began - self._leased_at > self._renew_s
+            is_old = self._lease is not None and began - self._leased_at > self._renew_s
             if not is_old and np.array_equal(slots, slots_of(self._kept)):
                 break
             if not self._try_hold(slots):
@@ -158,10 +158,12 @@ class PinKeeper:
 
     def _hold(self, slots: Array) -> bool:
         """Lease `slots` in place of what was leased; False: the arena is busy."""
-        self._arena.join("shard")
-        new = self._arena.lease_slots(slots) if len(slots) else None
-        if len(slots) and new is None:
-            return False
+        new = None
+        if len(slots):
+            self._arena.join("shard")
+            new = self._arena.lease_slots(slots)
+            if new is None:
+                return False
         if self._lease is not None and not self._arena.release(self._lease):
             if new is not None:
                 self._arena.release(new)
