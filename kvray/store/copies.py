@@ -17,6 +17,7 @@ from kvray.store.arena.tables import Array, Tables
 
 FRESH_S = 15.0
 """What was found longer ago counts for nothing: the others' blocks may have gone."""
+_PIECE = 65_536
 _COMING = 2
 """So many times what came between two choices comes until evictions have followed the last one."""
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -33,6 +34,8 @@ class CopyMarks:
         self._at = np.zeros(num_slots)
         self._is_extra = np.zeros(num_slots, dtype=bool)
         self._goes_first = np.zeros(num_slots, dtype=bool)
+        self._next = 0
+        """The first slot of the next piece to look through."""
         self._num_new = 0
         """Extra copies that were found since the last choice."""
         self.num_bytes = 0
@@ -50,18 +53,20 @@ class CopyMarks:
     ) -> Array:
         """Return up to `most` slots to look up now.
 
-        Half of them are the extra copies unused for longest that were not looked up for `soon_s`,
-        the others were never looked up, or not for `again_s`. Blocks of unknown chains are left
-        out: no node counts them as extra.
+        Half of them are the extra copies unused for longest that were not looked up for `soon_s`.
+        The others were never looked up, or not for `again_s`; each call goes through a piece of the
+        slots. Blocks of unknown chains are left out: no node counts them as extra.
         """
-        ready = tables.slots_in(READY)
-        ready = ready[tables.slot_head.take(ready) != 0]
-        at = np.where(self._is_known(tables, ready), self._at[ready], -np.inf)
-        is_soon = self._is_extra[ready] & (at > -np.inf) & (at <= now - soon_s)
-        extra = ready[is_soon]
-        extra = extra[np.argsort(used_at[extra], kind="stable")[: most // 2]]
-        is_old = (at <= now - again_s) & ~np.isin(ready, extra)
-        rest = ready[is_old][np.argsort(at[is_old], kind="stable")[: most - len(extra)]]
+        extra = self._extra(tables)
+        extra = extra[self._at[extra] <= now - soon_s]
+        extra = extra[_lowest(used_at[extra], most // 2)]
+        start, stop = self._next, min(self._next + _PIECE, tables.num_backed)
+        self._next = stop if stop < tables.num_backed else 0
+        is_block = tables.slot_state[start:stop] == READY
+        piece = start + np.flatnonzero(is_block & (tables.slot_head[start:stop] != 0))
+        at = np.where(self._is_known(tables, piece), self._at[piece], -np.inf)
+        is_old = (at <= now - again_s) & ~np.isin(piece, extra)
+        rest = piece[is_old][_lowest(at[is_old], most - len(extra))]
         return np.concatenate((extra, rest))
 
     def note(self, slots: Array, numbers: Array, is_extra: Array, *, now: float) -> None:
@@ -87,10 +92,7 @@ class CopyMarks:
         Those of the highest `rank` stay, with as many as come until evictions have followed, within
         `bytes_max`.
         """
-        extra = np.flatnonzero(self._is_extra[tables.backed])
-        is_there = (tables.slot_state[extra] == READY) & self._is_known(tables, extra)
-        self._is_extra[extra[~is_there]] = False
-        extra = extra[is_there]
+        extra = self._extra(tables)
         order = np.argsort(-rank(extra), kind="stable")
         sums = np.cumsum(tables.block_bytes(extra[order]))
         going = np.empty(len(extra), dtype=bool)
@@ -105,8 +107,19 @@ class CopyMarks:
 
     def go_first(self, tables: Tables, slots: Array, *, now: float) -> Array:
         """Return a mask of those of `slots` whose blocks go before all others."""
-        first: Array = self._goes_first[slots] & self._is_known(tables, slots)
-        return first & (self._at[slots] >= now - FRESH_S)
+        first: Array = self._goes_first.take(slots)
+        rows = np.flatnonzero(first)
+        chosen = slots[rows]
+        first[rows] = self._is_known(tables, chosen) & (self._at[chosen] >= now - FRESH_S)
+        return first
+
+    def _extra(self, tables: Tables) -> Array:
+        """Return the slots of the extra copies that are known and still there."""
+        extra = np.flatnonzero(self._is_extra[tables.backed])
+        is_there = (tables.slot_state[extra] == READY) & self._is_known(tables, extra)
+        self._is_extra[extra[~is_there]] = False
+        there: Array = extra[is_there]
+        return there
 
     def _is_known(self, tables: Tables, slots: Array) -> Array:
         known: Array = self._number[slots] == tables.slot_number[slots]
@@ -131,3 +144,11 @@ def _score(heads: Array, name: str) -> Array:
     mixed = (mixed ^ (mixed >> _SHIFT)) * _MIX
     score: Array = mixed ^ (mixed >> _SHIFT)
     return score
+
+
+def _lowest(values: Array, count: int) -> Array:
+    """Return the places of the `count` lowest values, the lowest first."""
+    places = np.arange(len(values))
+    if 0 < count < len(values):
+        places = np.sort(np.argpartition(values, count - 1)[:count])
+    return places[np.argsort(values[places], kind="stable")[:count]]

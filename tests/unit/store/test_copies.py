@@ -42,6 +42,28 @@ def test_of_a_chain_one_node_has_all_originals_and_of_many_each_has_some() -> No
     assert 150 < num_extra < 250
 
 
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(NODES), st.sampled_from(["fetch", "look up", "let go"])), max_size=60
+)
+
+
+@given(st.integers(1, 2**24 - 1), st.sampled_from(NODES), EVENTS)
+def test_however_old_a_look_is_the_last_holder_never_lets_go_of_an_extra_copy(
+    head: int, first: str, events: list[tuple[str, str]]
+) -> None:
+    holders, seen = {first}, dict[str, set[str]]()
+    for node, event in events:
+        if event == "fetch":
+            holders.add(node)
+        elif event == "look up":
+            seen[node] = set(holders)
+        elif node in holders:
+            others = {other: np.ones(1, dtype=bool) for other in seen.get(node, set()) - {node}}
+            if are_extra(np.array([head]), node, others).all():
+                holders.discard(node)
+        assert holders
+
+
 TIMES = st.lists(st.tuples(st.booleans(), st.integers(0, 200)), min_size=40, max_size=40)
 
 

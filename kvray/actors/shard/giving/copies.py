@@ -27,6 +27,8 @@ _log = logging.getLogger("kvray.shard")
 
 _LOOK_S, _LOOKS_PER_S = 1.0, 20
 """Between two looks of a shard, and at most so many by all shards together."""
+_PAUSES, _CHOOSE_S = 20, 10.0
+"""A choice among many copies is followed by a pause, so many times as long, up to a bound."""
 _BLOCKS, _ASKED = 4096, 1024
 """Blocks of a look, and of one question to the lookup."""
 _SOON_S, _AGAIN_S = 5.0, 10.0
@@ -53,7 +55,7 @@ class Copies:
         self._bytes_max = int(settings.share * owner.arena.tables.geometry.capacity)
         self._bytes_per_s = settings.bytes_per_s
         self._task: asyncio.Task[None] | None = None
-        self._due_at = 0.0
+        self._due_at = self._choose_at = 0.0
         self._looked_at = (-1, -1)
         """The arena's tick and count of changes when the last look began."""
         self._rests_at = 0.0
@@ -103,7 +105,10 @@ class Copies:
             others = frozenset(await self._giver.targets())
             for slots in await in_thread(None, self._due):
                 await self._look_up(slots, others)
-            await in_thread(None, self._choose)
+            if (began := time.monotonic()) >= self._choose_at:
+                await in_thread(None, self._choose)
+                ended = time.monotonic()
+                self._choose_at = ended + min(_CHOOSE_S, _PAUSES * (ended - began))
             await self._give_hot(await in_thread(None, self._hot), others)
         except KVRayError as error:
             _log.debug("%s: no look for copies: %s", self._giver.shard, error)
