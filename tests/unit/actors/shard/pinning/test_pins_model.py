@@ -18,8 +18,8 @@ from kvray.identity.block import BlockKey
 from kvray.store import Arena, ArenaOwner
 from tests.unit.store.small_arena import PATIENT_S, SLOT, chain, make_arena, spec, store
 
-CHAINS = [chain(5, seed=str(at)) for at in range(6)]
-NAMES = st.sampled_from("abc")
+CHAINS = [chain(7, seed=str(at)) for at in range(6)]
+NAMES = st.sampled_from("abcd")
 SHARE, OWNER_SHARE = 0.25, 0.15  # 16 and 9 of 64 blocks
 
 
@@ -59,7 +59,7 @@ class PinsModel(RuleBasedStateMachine):
             owner=owner,
             made_at=self.now,
             until=self.now + lasts,
-            num_tokens=160,
+            num_tokens=224,
             block_bytes=SLOT,
             num_parts=2,
             keys=b"".join(CHAINS[at]),
