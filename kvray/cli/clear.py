@@ -19,8 +19,8 @@ def clear(
 ) -> None:
     """Evict every block of every node, from memory and disk.
 
-    The tier goes on, and blocks that an engine is reading stay. Use it to measure with an empty
-    tier, or to delete data. Correct answers never need it.
+    The tier goes on. Blocks that an engine is reading stay, and pinned ones do. Use it to measure
+    with an empty tier, or to delete data. Correct answers never need it.
     """
     with boundary(verbose=verbose) as interrupts:
         settings = load_config(config, overrides={"ray.address": address})

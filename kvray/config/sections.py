@@ -154,6 +154,26 @@ class WarmUpConfig(_Section):
     """longest time for a warm-up; kvray.serve keeps a new replica so long from being ready"""
 
 
+class CopiesConfig(_Section):
+    """Blocks that several nodes have in memory."""
+
+    share: float = Field(default=0.5, ge=0, le=1)
+    """share of a node's arena beyond which its copies of others' blocks go before all else"""
+    idle_s: Seconds = Field(default=60.0, gt=0)
+    """how long a copy may be unused before it goes before all else"""
+    bytes_per_s: Size = 64 * 2**20
+    """most bytes a second of hot blocks that a node gives to others before they ask for them"""
+
+
+class PinsConfig(_Section):
+    """Prompts that must stay; see `kvray pin`."""
+
+    share: float = Field(default=0.1, ge=0, le=0.5)
+    """most of a node's arena for the blocks of all pins, as a share"""
+    owner_share: float = Field(default=0.1, ge=0, le=0.5)
+    """the same for the pins of one owner"""
+
+
 class ConnectorConfig(_Section):
     """One replica's connector inside TensorRT-LLM."""
 
@@ -252,6 +272,8 @@ class KVRayConfig(_Section):
     lookup: LookupConfig = LookupConfig()
     staging: StagingConfig = StagingConfig()
     warm_up: WarmUpConfig = WarmUpConfig()
+    copies: CopiesConfig = CopiesConfig()
+    pins: PinsConfig = PinsConfig()
     connector: ConnectorConfig = ConnectorConfig()
     events: EventsConfig = EventsConfig()
     security: SecurityConfig = SecurityConfig()

@@ -20,9 +20,20 @@ class UseCounts:
         self._count = np.zeros(num_slots, dtype=np.uint16)
         self._at = np.zeros(num_slots, dtype=np.float32)  # to a tenth of a second in two weeks
 
-    def forget(self, slots: Array) -> None:
-        """Note that other blocks are in `slots` now."""
+    @property
+    def counts(self) -> Array:
+        """The uses of each slot's block."""
+        return self._count
+
+    @property
+    def used_at(self) -> Array:
+        """The time of each slot's last use, or that of its block's coming if none was seen."""
+        return self._at
+
+    def forget(self, slots: Array, *, now: float) -> None:
+        """Note that other blocks are in `slots` since `now`."""
         self._count[slots] = 0
+        self._at[slots] = now
 
     def note(self, slots: Array, *, now: float) -> None:
         """Note that the blocks in `slots` were used; `now` is in monotonic seconds."""

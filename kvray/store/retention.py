@@ -10,12 +10,15 @@ from kvray.store.arena import key_index
 from kvray.store.arena.arena import Arena
 from kvray.store.arena.layout import READY
 from kvray.store.arena.tables import Array, Tables
+from kvray.store.copies import CopyMarks
 from kvray.store.hot_prefixes import UseCounts
 from kvray.store.nvme.store import NvmeStore
 from kvray.store.policy import ADMISSIONS, POLICIES, Policy
 from kvray.store.policy.observer import Observer
 
 _UNKNOWN = -1e30  # rank of blocks with nothing known but the last use: below all others
+_EXTRA, _IDLE_S = -1e35, 1e6
+"""Rank of extra copies that go before those, and the age that doubles it: the oldest go first."""
 _NEW = 1e30  # rank of blocks that have come since the last look: above all others
 
 
@@ -35,7 +38,9 @@ class Retention:
         self._observer = Observer(lambda: arena.tables, lambda: arena.section(arena.lock_wait_s))
         self._below: _Below | None = None
         self.uses = UseCounts(num_slots)
-        """Of the arena's blocks, for people; read without the lock."""
+        """Of the arena's blocks, for people and for copies; read without the lock."""
+        self.copies = CopyMarks(num_slots)
+        """Which of the arena's blocks others have too; read without the lock."""
 
     def put_below(self, store: NvmeStore) -> None:
         """Decide on the blocks of `store` too; existing ones rank by their last use."""
@@ -59,7 +64,7 @@ class Retention:
             seen = self._observer.observe(self._policy, self._admission, now=now)
             if seen is None:
                 return False
-            self.uses.forget(seen.new)
+            self.uses.forget(seen.new, now=now)
             self.uses.note(seen.used, now=now)
             if self._below is not None and len(seen.used):
                 # A use above counts below as well.
@@ -71,19 +76,30 @@ class Retention:
 
     def rank(self, slots: Array) -> Array:
         """Return a number for each of `slots` of the arena, f8: the lowest goes first."""
+        ranks, now = self.rank_alone(slots), time.monotonic()
+        extra = self.copies.go_first(self._arena.tables, slots, now=now)
+        idle_s = now - self.uses.used_at[slots[extra]]
+        ranks[extra] = _EXTRA * (1.0 + np.maximum(0.0, idle_s) / _IDLE_S)
+        # Blocks that were given up go before all others.
+        ranks[self._arena.tables.slot_tick[slots] == 0] = -np.inf
+        return ranks
+
+    def rank_alone(self, slots: Array) -> Array:
+        """Return the ranks that `slots` of the arena would have if no other node had any block."""
         with self._lock:
             ranks = self._policy.rank(slots, now=time.monotonic())
             # The policy would take them for the blocks that were in their slots before.
             ranks[~self._observer.has_seen(slots)] = _NEW
-        # Blocks that were given up go before all others.
-        ranks[self._arena.tables.slot_tick[slots] == 0] = -np.inf
         return ranks
 
     def admits(self, slots: Array) -> Array:
         """Return a mask of the arena's blocks that are worth their write to the tier below."""
         names = self._arena.tables.slot_key[slots, 0].view(np.int64)
+        now = time.monotonic()
         with self._lock:
-            return self._admission.admits(slots, names, now=time.monotonic())
+            admitted = self._admission.admits(slots, names, now=now)
+        # Another node has it, and writes it itself if it is worth that.
+        return admitted & ~self.copies.go_first(self._arena.tables, slots, now=now)
 
     # -- the tier below -----------------------------------------------------------------------
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from kvray.actors.shard.announcer import Announcer
 from kvray.actors.shard.events.publisher import EventPublisher
-from kvray.actors.shard.giving import Drain, Giver, WarmUp
+from kvray.actors.shard.giving import Copies, Drain, Giver, WarmUp
 from kvray.actors.shard.loop_thread import LoopThread, pause
 from kvray.actors.shard.nvme_disk import NvmeDisk
 from kvray.actors.shard.nvme_tier import NvmeTier
+from kvray.actors.shard.pinning import PinKeeper
 from kvray.actors.shard.request_log import RequestLog
 from kvray.actors.shard.routing_log import RoutingLog
 from kvray.actors.shard.settings import ShardSettings
@@ -118,12 +119,20 @@ class Serving:
         self.stager = ReplicaStager(
             owner.arena, stager, parts.replicas, self._peers, settings.staging
         )
+        self.pins = PinKeeper(
+            owner.arena,
+            settings.directory,
+            settings.pins,
+            self._peers,
+            renew_s=settings.arena.lease_warn_s / 2,
+        )
         self.giver = Giver(
             parts.name,
             owner,
             self.retention,
             self._peers,
             lambda: self.nvme,
+            pinned=lambda: self.pins.slots,
             num_partitions=settings.lookup_partitions,
         )
         self.drain = Drain(self.giver)
@@ -134,6 +143,7 @@ class Serving:
             settings.warm_up,
             free_target=settings.arena.free_target,
         )
+        self.copies = Copies(self.giver, owner, self.retention, settings.copies)
         self.events: EventPublisher | None = None  # None: nobody is to hear of its blocks
         if settings.events is not None:
             self.events = EventPublisher(
@@ -150,7 +160,9 @@ class Serving:
         try:
             await self.warm_up.close()
             await self.drain.close()
+            await self.copies.close()
             await self.stager.close()
+            await self.pins.close()
         finally:
             if self.events is not None:
                 await asyncio.get_running_loop().run_in_executor(None, self.events.close)
@@ -180,6 +192,8 @@ class Serving:
             "namespaces": self._parts.replicas.namespaces(),
             "staging": self.stager.status(),
             "traffic": self._parts.traffic.status(),
+            "pinned": self.pins.status(),
+            "copies": self.copies.status(),
         }
         if self.disk is not None:
             figures["nvme"] = self.disk.status()
@@ -227,7 +241,11 @@ class Serving:
             self.disk.tick(now)
         self.stager.expire()
         self._parts.traffic.step(now)
-        self._peers.tick(now, num_shards=self._parts.announcer.num_shards)
+        num_shards = self._parts.announcer.num_shards
+        self._peers.tick(now, num_shards=num_shards)
+        self.pins.tick(now, num_shards=num_shards)
+        if not self.drain.is_on:
+            self.copies.tick(now, num_shards=num_shards)
         if self._announce(is_due=self._is_due):
             self._is_due = False
 

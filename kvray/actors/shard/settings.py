@@ -6,7 +6,15 @@ from pathlib import Path
 
 from kvray.actors.shard.events.publisher import EventSettings
 from kvray.actors.shard.nvme_tier import NvmeSettings
-from kvray.config import ArenaConfig, KVRayConfig, ShardConfig, StagingConfig, WarmUpConfig
+from kvray.config import (
+    ArenaConfig,
+    CopiesConfig,
+    KVRayConfig,
+    PinsConfig,
+    ShardConfig,
+    StagingConfig,
+    WarmUpConfig,
+)
 from kvray.identity.tenant import tenant_id
 from kvray.store import ArenaSpec
 from kvray.store.arena.quotas import name_of
@@ -24,6 +32,8 @@ class ShardSettings:
     shard: ShardConfig
     staging: StagingConfig = field(default_factory=StagingConfig)
     warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
+    copies: CopiesConfig = field(default_factory=CopiesConfig)
+    pins: PinsConfig = field(default_factory=PinsConfig)
     lookup_partitions: int = 1
     quotas: Mapping[str, int] = field(default_factory=dict)
     """Bytes that the blocks of namespaces may take of the arena, see `quotas.set_quotas`."""
@@ -43,6 +53,8 @@ class ShardSettings:
             shard=config.shard,
             staging=config.staging,
             warm_up=config.warm_up,
+            copies=config.copies,
+            pins=config.pins,
             lookup_partitions=config.lookup.partitions,
             quotas=_quotas(config),
             admission=config.nvme.admission,

@@ -241,6 +241,7 @@ class Nodes:
             depth=depth,
             part=span.part,
             block_bytes=SLOT,
+            head=span.head,
             needs_parent=span.needs_parent,
         )
         assert made is not None

@@ -70,6 +70,10 @@ class Line:
         with self.turn:
             return self.lookup.locate(keys, time.monotonic())
 
+    def targets(self) -> list[str]:
+        with self.turn:
+            return self.lookup.targets(time.monotonic())
+
     def matched(self, keys: list[BlockKey]) -> int:
         with self.turn:
             return self.lookup.index.match(b"".join(keys), 1).num_blocks

@@ -19,7 +19,6 @@ B = "kvray-shard-b"
 @pytest.fixture
 def draining(tier: Tier) -> Tier:
     """The tier, whose nodes may be drained."""
-    tier.nodes.others["kvray-lookup.targets"] = lambda: ["kvray-shard-a"]
     tier.nodes.others["kvray-shard-a.room"] = tier.a.requests.room
     return tier
 

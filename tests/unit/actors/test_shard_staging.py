@@ -51,12 +51,19 @@ class Calls:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """Shards `a` and `b`, which has a disk, and an engine at `a`."""
+    """Shards `a` and `b`, which has a disk, perhaps more, and an engine at `a`."""
 
-    a: Shard
-    b: Shard
+    shards: dict[str, Shard]
     nodes: Nodes
     engine: ShardSocket
+
+    @property
+    def a(self) -> Shard:
+        return self.shards["a"]
+
+    @property
+    def b(self) -> Shard:
+        return self.shards["b"]
 
     def ask(self, op: str, **fields: Any) -> dict[str, Any]:
         return self.engine.call(op, timeout_s=5, replica="r", rank=0, **fields)
@@ -70,20 +77,29 @@ class Tier:
 
 @pytest.fixture
 def tier() -> Iterator[Tier]:
+    with make_tier() as made:
+        yield made
+
+
+@contextlib.contextmanager
+def make_tier(names: str = "ab", **changes: Any) -> Iterator[Tier]:
+    """Have shards with these settings, `a`, `b` and perhaps more."""
     parent = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="kvray-test-"))
     disk = Path(tempfile.mkdtemp(prefix="kvray-test-"))
     line = Line()
     calls = Calls(line)
     shards = {}
-    for name in "ab":
+    for name in names:
         settings = settings_for(
             parent / name,
             staging=SETTINGS.model_copy(update={"handover_s": 0.5}),
             nvme=nvme_for(disk) if name == "b" else None,
             admission="all",
+            **changes,
         )
         shards[name] = Shard(f"kvray-shard-{name}", settings, [line.announce], ask=calls)
         shards[name].start()
+    answers: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, parent)
         stack.callback(shutil.rmtree, disk)
@@ -91,13 +107,18 @@ def tier() -> Iterator[Tier]:
             stack.callback(sweep, parent / name)
             stack.callback(shard.stop, retire=False, timeout_s=10)
             wait_until_serving(shard)
+            answers[f"{shard.name}.pins"] = shard.requests.pins
+            answers[f"{shard.name}.room"] = shard.requests.room
+            answers[f"{shard.name}.room_for_copies"] = shard.requests.room_for_copies
         nodes = Nodes({name: open_arena(parent / name) for name in shards})
         stack.callback(nodes.close)
         calls.nodes = nodes
+        nodes.others |= answers
         nodes.others["kvray-lookup.locate"] = line.locate
+        nodes.others["kvray-lookup.targets"] = line.targets
         engine = stack.enter_context(contextlib.closing(ShardSocket(parent / "a")))
         nodes.others["kvray-shard-b.promote"] = shards["b"].requests.promote
-        made = Tier(a=shards["a"], b=shards["b"], nodes=nodes, engine=engine)
+        made = Tier(shards=shards, nodes=nodes, engine=engine)
         made.register()
         wait_for(lambda: made.ask("report", counters={})["peers"], "hearing of the other")
         yield made

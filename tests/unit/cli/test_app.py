@@ -21,7 +21,7 @@ from tests.unit.cli.conftest import RunKvray
 
 COMMANDS = (
     *("up", "down", "status", "verify", "clear", "sweep", "connector-config", "demo", "replay"),
-    *("doctor", "probe", "upgrade", "explain", "ls", "logs", "top", "prefetch"),
+    *("doctor", "probe", "upgrade", "explain", "ls", "logs", "top", "prefetch", "pin"),
     *("drain", "warm"),
     *("bench local", "bench connector", "bench gpu", "bench staging", "bench nvme"),
     *("bench tier", "bench router", "bench serve"),

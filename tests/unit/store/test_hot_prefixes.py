@@ -35,6 +35,6 @@ def test_what_is_known_of_a_slot_ends_with_the_block_in_it(arena: Arena) -> None
     store(arena, chain(2))
     slots = slots_of(arena, chain(2))
     uses.note(slots, now=1.0)
-    uses.forget(slots[:1])
+    uses.forget(slots[:1], now=0.0)
     counts, used_at = uses.of(slots)
     assert (counts.tolist(), used_at.tolist()) == ([0, 1], [0.0, 1.0])

@@ -1,7 +1,8 @@
 """Brings blocks from node to node before they are asked for; part of the shard's loop."""
 
+from kvray.actors.shard.giving.copies import Copies
 from kvray.actors.shard.giving.drain import Drain
 from kvray.actors.shard.giving.giver import Giver
 from kvray.actors.shard.giving.warm_up import WarmUp, WarmUpOrder
 
-__all__ = ["Drain", "Giver", "WarmUp", "WarmUpOrder"]
+__all__ = ["Copies", "Drain", "Giver", "WarmUp", "WarmUpOrder"]

@@ -63,14 +63,15 @@ def pieces(sizes: Array, *, bytes_max: int, blocks_max: int) -> Iterator[slice]:
         start = stop
 
 
-def held_by(runs: Sequence[Run], parts: Array, shards: frozenset[str]) -> Array:
-    """Return a mask of the blocks of `runs` of which one of `shards` has the part in `parts`."""
-    held, start = np.zeros(len(parts), dtype=bool), 0
+def held_by(runs: Sequence[Run], parts: Array, shards: frozenset[str]) -> dict[str, Array]:
+    """Return for each of `shards` that is in `runs` a mask of the blocks whose part it has."""
+    held: dict[str, Array] = {}
+    start = 0
     for run in runs:
-        theirs = 0
+        here = parts[start : run.stop].tolist()
         for shard in shards & run.holders.keys():
-            theirs |= run.holders[shard]
-        held[start : run.stop] = [theirs >> part & 1 for part in parts[start : run.stop].tolist()]
+            mask = held.setdefault(shard, np.zeros(len(parts), dtype=bool))
+            mask[start : run.stop] = [run.holders[shard] >> part & 1 for part in here]
         start = run.stop
     return held
 

@@ -51,13 +51,16 @@ class Giver:
         peers: Peers,
         nvme: Callable[[], NvmeTier | None],
         *,
+        pinned: Callable[[], Array],
         num_partitions: int,
     ) -> None:
+        """Give blocks of memory and disk; those in the slots `pinned` are the hottest."""
         self.shard = shard
         self.peers = peers
         self._owner = owner
         self._retention = retention
         self._nvme = nvme
+        self._pinned = pinned
         self._num_partitions = num_partitions
 
     async def targets(self) -> list[str]:
@@ -70,7 +73,7 @@ class Giver:
         It ranks all blocks: not for the event loop's thread.
         """
         arena, nvme = self._owner.arena.tables, self._nvme()
-        tiers = [(arena, hottest_first(arena, self._retention.rank))]
+        tiers = [(arena, hottest_first(arena, self._rank))]
         if nvme is not None:
             store = nvme.store.tables
             slots = hottest_first(store, self._retention.rank_below)
@@ -89,16 +92,30 @@ class Giver:
         offer = np.concatenate(rows)[:_OFFER_BLOCKS]
         return offer[np.cumsum(offer["num_bytes"]) <= num_bytes]
 
+    def _rank(self, slots: Array) -> Array:
+        is_pinned = np.isin(slots, self._pinned())
+        return np.where(is_pinned, np.inf, self._retention.rank(slots))
+
     async def held(self, tables: Tables, slots: Array, shards: frozenset[str]) -> Array:
         """Return a mask of the blocks that one of the `shards` has."""
         held = np.zeros(len(slots), dtype=bool)
+        for mask in (await self.holders(tables, slots, shards)).values():
+            held |= mask
+        return held
+
+    async def holders(
+        self, tables: Tables, slots: Array, shards: frozenset[str]
+    ) -> dict[str, Array]:
+        """Return for those of the `shards` that have any of the blocks a mask of those it has."""
+        found: dict[str, Array] = {}
         partitions = tables.slot_head[slots] % self._num_partitions
         for partition in np.unique(partitions).tolist():
             rows = np.flatnonzero(partitions == partition)
             keys = in_pieces(tables.slot_key[slots[rows]].tobytes())
             runs: list[Run] = await self.peers.call(lookup_name(partition), "locate", *keys)
-            held[rows] = held_by(runs, tables.slot_part[slots[rows]], shards)
-        return held
+            for shard, mask in held_by(runs, tables.slot_part[slots[rows]], shards).items():
+                found.setdefault(shard, np.zeros(len(slots), dtype=bool))[rows] = mask
+        return found
 
     async def give(self, tables: Tables, slots: Array, target: str, *, seconds: float) -> Gift:
         """Have a target fetch the blocks in `slots`, parents before their children, in time."""
