@@ -174,7 +174,7 @@ def test_a_value_in_the_place_of_a_section_is_refused_with_overrides_too(
         ("connector.verify", "did you mean connector.verify_on_load[?]"),
         (
             "zzz",
-            "remove it, or take one of arena, cluster_name, connector, events, lookup, nodes",
+            "remove it, or take one of arena, cluster_name, connector, copies, events, lookup",
         ),
         ("capacity", "did you mean arena.capacity or nvme.capacity[?]"),
         ("nvme.slab", "did you mean arena.slab[?]"),
