@@ -32,7 +32,7 @@ NUM_USED = 81
 LENGTH = PROMPT_TOKENS // TOKENS_PER_BLOCK
 CONFIG = {
     **SETTINGS,
-    "arena": {**SETTINGS["arena"], "capacity": "64MiB", "slab": "4MiB"},
+    "arena": {**SETTINGS["arena"], "capacity": "16MiB", "slab": "1MiB", "slot_min": "16KiB"},
     "connector": {**SETTINGS["connector"], "stage_wait_s": 5.0},
 }
 

@@ -117,7 +117,7 @@ class Drain:
         sizes = [int(tables.block_bytes(slots).sum()) for tables, slots in tiers]
         if self._budget is None:
             self._budget = await self._room(targets, sizes[0])
-        self._figures["left_bytes"] = min(sum(sizes), self._budget)
+        self._figures["left_bytes"] = max(0, min(sum(sizes), self._budget))
         self._figures["state"] = "moving" if self._figures["left_bytes"] > 0 else "moved"
         for tables, slots in tiers:
             shares = zip(targets, shared_out(tables, slots, len(targets)), strict=True)
@@ -166,17 +166,24 @@ class Drain:
         for batch in batches(tables, slots, **sizes):
             held = await self._giver.held(tables, batch, others)
             left_s = self._left_s()
+            asked = batch[~held]
+            asked = asked[np.cumsum(tables.block_bytes(asked)) <= self._budget]
             if not self._orders or left_s <= 0 or self._budget <= 0:
                 return
-            gift = await self._giver.give(tables, batch[~held], target, seconds=left_s)
+            # Taken before it goes: what another target is sent meanwhile counts, too.
+            num_asked = int(tables.block_bytes(asked).sum())
+            self._budget -= num_asked
+            num_here = 0
+            try:
+                gift = await self._giver.give(tables, asked, target, seconds=left_s)
+                num_here = int(tables.block_bytes(gift.slots).sum())
+            finally:
+                self._budget += num_asked - num_here
             if gift.message:
                 self._figures["message"] = gift.message
-            here = gift.slots
-            self._settled.append(_names(tables, np.concatenate((batch[held], here))))
-            num_bytes = int(tables.block_bytes(here).sum())
-            self._budget -= num_bytes
-            self._figures["moved_blocks"] += len(here)
-            self._figures["moved_bytes"] += num_bytes
+            self._settled.append(_names(tables, np.concatenate((batch[held], gift.slots))))
+            self._figures["moved_blocks"] += len(gift.slots)
+            self._figures["moved_bytes"] += num_here
             left = self._figures["left_bytes"] - int(tables.block_bytes(batch).sum())
             self._figures["left_bytes"] = max(0, min(left, self._budget))
 
