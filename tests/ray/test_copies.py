@@ -32,8 +32,9 @@ KEYS = chain_keys(
 
 @pytest.fixture(scope="module")
 def tier() -> Iterator[TwoNodes]:
-    """A tier on three nodes of its own, with a replica on the first."""
-    with Machine(num_nodes=3) as machine, open_tier(machine, "copies", SETTINGS) as made:
+    """A tier on three nodes of its own, with a replica on the first; no node asks for a warm-up."""
+    settings = {**SETTINGS, "warm_up": {"share": 0}}
+    with Machine(num_nodes=3) as machine, open_tier(machine, "copies", settings) as made:
         with contextlib.closing(ShardSocket(made.node_dir(made.nodes[0]))) as engine:
             registration = {"namespace": MINE.to_wire(), "wanted": [[0, None]]}
             engine.call("register", timeout_s=5, replica="r", rank=0, **registration)
