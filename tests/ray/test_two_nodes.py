@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ PROMPT_TOKENS = 640
 WHOLE_BLOCKS = 19
 """That an engine loads of a prompt of 640 tokens: it computes at least one itself."""
 WHOLE_TOKENS = WHOLE_BLOCKS * TOKENS_PER_BLOCK
+REPORTED_S = 2.0
+"""Engines report what they count once a second."""
 QUOTA = "32MiB"
 """More than the tests store, so that nothing goes for it."""
 PATIENT = {**SETTINGS, "connector": {**SETTINGS["connector"], "stage_wait_s": 5.0}}
@@ -122,6 +125,7 @@ def test_status_explain_and_both_nodes_metrics_say_by_what_a_hit_came_and_from_w
     # blocks come: how they came is not known then, and another prompt is tried.
     for attempt in range(3):
         sharing.compute(prompt := make_prompt(f"counted {attempt}"))
+        time.sleep(REPORTED_S)
         second = sharing.shards()[1]
         hits_before, moved_before = counters_of(second, name).get(hits, 0), _moved(second, way)
         sharing.second.generate([prompt], max_tokens=1)
