@@ -107,13 +107,12 @@ def unused_nodes() -> frozenset[str]:
     nodes, as with `shard.release_idle_s: null`.
     """
     try:
-        from ray._raylet import GcsClient  # type: ignore[attr-defined]
         from ray.core.generated.autoscaler_pb2 import (  # type: ignore[attr-defined]
             GetClusterStatusReply,
         )
 
-        address = ray.get_runtime_context().gcs_address
-        client: Any = GcsClient(address)
+        worker: Any = ray._private.worker.global_worker
+        client = worker.gcs_client
         reply: Any = GetClusterStatusReply()
         reply.ParseFromString(client.get_cluster_status(timeout_s=_STATUS_S))
         has_autoscaler = reply.HasField("autoscaling_state") or client.internal_kv_get(

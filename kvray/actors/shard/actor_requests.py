@@ -124,9 +124,10 @@ class ActorRequests:
             return False
         with contextlib.suppress(ShardUnavailable):  # it has no blocks, or not any more
             self.drain(_UNUSED, seconds)
-            drain = self._parts.serving().drain
+            drain, until = self._parts.serving().drain, time.monotonic() + seconds
             while not self._is_used() and self._parts.announcer.num_shards > 1:
-                if (drain.status() or {}).get("state") != "moving":
+                is_moving = (drain.status() or {}).get("state") == "moving"
+                if not is_moving or time.monotonic() > until:
                     break
                 time.sleep(_LOOK_S)
             if self._is_used():

@@ -1,6 +1,6 @@
 """Which nodes kvray leaves, because nobody uses them and they are to go; pure."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Set
 
 
 class IdleNodes:
@@ -17,20 +17,16 @@ class IdleNodes:
         """Those that kvray leaves or has left: none gets a shard until somebody uses it."""
         return self._left
 
-    def note(self, unused: Set[str], going: Set[str], now: float) -> list[str]:
-        """Take note of the nodes that are unused `now`; return those to leave, each once.
+    def note(self, unused: Set[str], going: Set[str], now: float) -> None:
+        """Take note of the nodes that are unused `now`, and of those that are `going` anyway.
 
-        Those that are `going` anyway are left at once.
+        The latter are left at once.
         """
-        self._left &= unused | going
         self._since = {node: self._since.get(node, now) for node in unused}
         due = {node for node, since in self._since.items() if now - since >= self._after_s}
-        new = (due | going) - self._left
-        self._left |= new
-        return sorted(new)
+        self._left = self._left & unused | due | going
 
-    def stay(self, nodes: Iterable[str]) -> None:
-        """Note that nodes could not be left: they count as unused from the next look on."""
-        for node in nodes:
-            self._left.discard(node)
-            self._since.pop(node, None)
+    def stay(self, node: str) -> None:
+        """Note that a node could not be left: it counts as unused from the next look on."""
+        self._left.discard(node)
+        self._since.pop(node, None)

@@ -176,8 +176,8 @@ class SupervisorActor:
     def _look(self) -> None:
         """Look at all nodes and names, and start what is missing."""
         nodes = ray.nodes()  # type: ignore[no-untyped-call]
-        self._leave_idle()
         named = set(calls.list_actors())
+        self._leave_idle(named)
         self._see_to_lookups({name for name in named if is_lookup(name)})
         chosen = chosen_nodes(nodes, self._config.shard)
         left = {node_id for node_id in self._idle.left if shard_name(node_id) not in named}
@@ -197,18 +197,22 @@ class SupervisorActor:
         self._nodes = {node["NodeID"]: node for node in nodes}
         self._take_parts()
 
-    def _leave_idle(self) -> None:
-        """Have shards end where nothing but kvray is: to Ray a node with an actor is never idle."""
+    def _leave_idle(self, named: Set[str]) -> None:
+        """Have shards end where nothing but kvray is: to Ray a node with an actor is never idle.
+
+        Each is asked until it has no name any more: Ray may have started it again meanwhile.
+        """
         asked = list(self._leaving.values())
         done, _ = ray.wait(asked, num_returns=len(asked), timeout=0) if asked else ([], [])
-        ended = {node_id for node_id, answer in self._leaving.items() if answer in done}
-        for node_id in ended:
-            del self._leaving[node_id]
-        # One that has ended itself is gone from the list of actors.
-        self._idle.stay(node_id for node_id in ended if shard_name(node_id) in calls.list_actors())
+        for node_id, answer in list(self._leaving.items()):
+            if answer in done:
+                del self._leaving[node_id]
+                if _is_refusal(answer):
+                    self._idle.stay(node_id)
         unused = frozenset() if self._config.shard.release_idle_s is None else unused_nodes()
-        for node_id in self._idle.note(unused, self._draining, time.monotonic()):
-            if node_id in self._shards and node_id not in self._leaving:
+        self._idle.note(unused, self._draining, time.monotonic())
+        for node_id in self._shards.keys() & self._idle.left - self._leaving.keys():
+            if shard_name(node_id) in named:
                 self._leaving[node_id] = self._shards[node_id].leave.remote(_LEAVE_S)
 
     def _drop_left(self, left: Set[str]) -> None:
@@ -310,6 +314,13 @@ class SupervisorActor:
 
     def __repr__(self) -> str:
         return f"Supervisor({self._config.cluster_name})"
+
+
+def _is_refusal(answer: Any) -> bool:
+    """Return whether a shard said that it stays; one that has ended says nothing."""
+    with contextlib.suppress(ray.exceptions.RayError):
+        return ray.get(answer, timeout=_PING_TIMEOUT_S) is False
+    return False
 
 
 def create_supervisor(config: KVRayConfig) -> Any:

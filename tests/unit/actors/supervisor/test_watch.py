@@ -216,13 +216,15 @@ class Tier:
         self.unused: set[str] = set()
         self.told: list[tuple[Any, ...]] = []
         self.leaving: list[str] = []  # nodes whose shards were told to leave
+        self.forgetting: set[str] = set()  # shards that have ended and still have their names
         self.answered: set[str] = set()  # those of them that have done so, or will not
         self.status: dict[str, Any] = {"shards": {}, "silent": []}
         self.nodes_now = [{"NodeID": node_id(n), "Alive": True} for n in range(num_nodes)]
         self.names = {shard_name(node["NodeID"]) for node in self.nodes_now}
         self.movers = {mover_name(node["NodeID"]) for node in self.nodes_now}
         module = supervisor_module
-        ray = SimpleNamespace(nodes=self.nodes, kill=self.kill, wait=self.wait)
+        ray = SimpleNamespace(nodes=self.nodes, kill=self.kill, wait=self.wait, get=self.get)
+        ray.exceptions = SimpleNamespace(RayError=RuntimeError)
         monkeypatch.setattr(module, "ray", ray)
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr(module, "draining_nodes", lambda: self.draining)
@@ -263,6 +265,11 @@ class Tier:
 
     def wait(self, asked: list[str], **_: Any) -> tuple[list[str], list[str]]:
         return [one for one in asked if one in self.answered], []
+
+    def get(self, node: str, timeout: float) -> bool:
+        if shard_name(node) in self.names - self.forgetting:
+            return False
+        raise RuntimeError("it has ended")
 
     def nodes(self) -> list[dict[str, Any]]:
         self.looks += 1
@@ -332,6 +339,21 @@ def test_a_node_that_nobody_uses_loses_its_shard_until_somebody_does(
     tier.unused = set()
     tier.rounds(1)
     assert idle in tier.supervisor.shards()
+
+
+def test_a_shard_that_has_left_and_still_has_its_name_is_not_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tier = Tier(monkeypatch, 3)
+    tier.hear(tier.names)
+    idle = node_id(1)
+    tier.unused = tier.answered = {idle}
+    tier.forgetting = {shard_name(idle)}
+    tier.rounds(65)
+    tier.names.remove(shard_name(idle))
+    tier.rounds(70)
+    assert idle not in tier.supervisor.shards()
+    assert tier.ended == [mover_name(idle)]
 
 
 def test_a_shard_that_an_engine_uses_stays_and_is_asked_again(
