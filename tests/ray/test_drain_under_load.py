@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(1200)]
 PROMPT_TOKENS = 640
 NUM_USED = 81
 """Prompts that are asked for again and again; they fit in the memory of two nodes."""
+LOAD_S = 20.0
+DEADLINE_S = 30
 LENGTH = PROMPT_TOKENS // TOKENS_PER_BLOCK
 CONFIG = {
     **SETTINGS,
@@ -91,6 +93,12 @@ class Run:
         with ThreadPoolExecutor(3) as threads:
             list(threads.map(one, range(3)))
 
+    def load(self, seconds: float) -> None:
+        """Ask each node for some of its own prompts, again and again."""
+        until, order = time.monotonic() + seconds, random.Random("load")
+        while time.monotonic() < until:
+            self.each(order.sample(range(NUM_USED), 9))
+
     def ask_those_that_stay(self) -> list[int]:
         """Ask two nodes for all prompts that are used; return their hit tokens by first node."""
         order = random.Random("order").sample(range(NUM_USED), NUM_USED)
@@ -127,7 +135,7 @@ def opened() -> Iterator[Run]:
 
 
 def drain(run: Run, deadline_s: int) -> None:
-    """Have Ray drain the third node under load; return at the deadline."""
+    """Have Ray drain the third node."""
     node = run.tier.nodes[2]
     directory = str(run.tier.node_dir(node))
     (node_id,) = (one["node_id"] for one in run.tier.shards() if one["directory"] == directory)
@@ -137,9 +145,6 @@ def drain(run: Run, deadline_s: int) -> None:
     command += ["--deadline-remaining-seconds", str(deadline_s)]
     environ = run.tier.machine.environ()
     subprocess.run(command, env=environ, check=True, capture_output=True, timeout=60)
-    began, order = time.monotonic(), random.Random("load")
-    while time.monotonic() < began + deadline_s:
-        run.each(order.sample(range(NUM_USED), 9))
 
 
 def lose(run: Run) -> None:
@@ -151,8 +156,10 @@ def test_of_the_hits_of_a_node_that_goes_a_drain_saves_nearly_all() -> None:
     hits: dict[str, int] = {}
     for name in ("kept", "drained", "lost"):
         with opened() as run:
+            run.load(LOAD_S)
             if name == "drained":
-                drain(run, 30)
+                drain(run, DEADLINE_S)
+            run.load(DEADLINE_S)
             if name != "kept":
                 lose(run)
             of_nodes = run.ask_those_that_stay()

@@ -74,6 +74,9 @@ class Fetches:
             finally:
                 for one in sources.values():
                     self._finish(one)
+        if order.purpose == "use":
+            for span in reversed(order.spans):  # the first are worth most, and go last
+                self._arena.note_use(split_keys(span.keys), span.part)
         return FetchReport(
             here=tuple(self._here(span) for span in order.spans),
             sources={name: one.report() for name, one in sources.items()},
@@ -101,6 +104,7 @@ class Fetches:
             groups=tuple((order.spans[i].part, order.spans[i].keys) for i in source.spans),
             lease_s=self._settings.lease_s,
             addresses=addresses,
+            is_use=order.purpose == "prompt",
         )
         try:
             timeout_s = _left(deadline, self._settings.call_timeout_s)

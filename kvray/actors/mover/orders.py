@@ -1,7 +1,7 @@
 """Orders to movers and their answers: plain values that travel between processes."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvray.errors import KVRayError
 
@@ -32,6 +32,9 @@ class FetchOrder:
     spans: tuple[Span, ...]
     deadline_s: float
     """Counted from the order's arrival; the mover gives up what is late."""
+    purpose: Literal["prompt", "gift", "use"] = "prompt"
+    """What the policies are to make of it: a prompt uses the blocks at their source, a gift does
+    not, and a use is a gift that has been used: it counts here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +79,8 @@ class LeaseRequest:
     """How long the lease holds; each `SendOrder` renews it."""
     addresses: dict[str, bytes]
     """Address of each transport of the asker, the best first."""
+    is_use: bool = True
+    """Whether the lease counts as a use of the blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -172,7 +172,9 @@ class ReadLeases:
             held = None
             deadline = time.monotonic() + _BUSY_WAIT_S
             while held is None and time.monotonic() < deadline:
-                held = self._arena.lease_for(split_keys(keys), [[PartRequest(part)]])
+                held = self._arena.lease_for(
+                    split_keys(keys), [[PartRequest(part)]], is_use=request.is_use
+                )
             if held is None:
                 self._arena.release(*filter(None, leases), wait_s=_BUSY_WAIT_S)
                 raise ShardUnavailable(

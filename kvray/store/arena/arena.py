@@ -73,12 +73,13 @@ class Arena(MappedArena):
         member: Membership | None = None,
         lease_id: int | None = None,
         is_counted_on: bool = False,
+        is_use: bool = True,
     ) -> Held | None:
         """Lease the longest prefix of `keys` that has, for every reader, the parts it requests.
 
         The leases go to `member`, by default this process, with one `lease_id` (see `lease.id_of`)
         or a number each. A retired arena leases only blocks that are leased and promised already,
-        which `is_counted_on` says.
+        which `is_counted_on` says. `is_use` counts the lease as their use.
 
         Returns one lease a reader, its parts one after the other; none without the first block, or
         if `member` has left; None if the arena was busy or has too many leases. Raises ConfigError
@@ -107,6 +108,7 @@ class Arena(MappedArena):
                 now=time.monotonic(),
                 asked=[lease.joined(words, reader) for reader in readers],
                 lease_id=lease_id,
+                is_use=is_use,
             )
             if taken is None:
                 return None
@@ -122,6 +124,15 @@ class Arena(MappedArena):
             now = time.monotonic()
             taken = lease.take(self.tables, [ready], holder=holder, now=now, is_use=False)
             return None if taken is None else taken[0]
+
+    def note_use(self, keys: Sequence[BlockKey], part: int) -> bool:
+        """Count a use of the leading `keys` whose `part` is here; False if busy."""
+        packed = key_index.pack_keys(keys)
+        with self.section(self.lock_wait_s) as entered:
+            if entered and not self.retired:
+                request = PartRequest(part)
+                lease.note_use(self.tables, lease.match(self.tables, packed, [request])[1][request])
+            return entered
 
     def match(self, keys: Sequence[BlockKey]) -> int | None:
         """Return how many leading `keys` have part 0 here, without a lease; None if busy."""

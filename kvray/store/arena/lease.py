@@ -170,11 +170,16 @@ def take(
         at += count
     everything = readers[0] if len(readers) == 1 else np.concatenate(readers)
     if is_use:
-        tables.slot_tick[everything] = tables.next_tick()
-        tables.note_event(everything)
+        note_use(tables, everything)
     tables.put(np.array(pages), page_holder=holder + 1)
     tables.add(everything, slot_leases=1)
     return leases
+
+
+def note_use(tables: Tables, slots: Array) -> None:
+    """Make the blocks in `slots`, a prefix of a prompt, the last to be evicted."""
+    tables.slot_tick[slots] = tables.next_tick()
+    tables.note_event(slots)
 
 
 def leased_slots(tables: Tables, lease: Lease) -> Array | None:

@@ -16,7 +16,7 @@ from kvray.actors.staging.replicas import Reader, Replicas
 from kvray.actors.staging.stager import Stager
 from kvray.config import StagingConfig
 from kvray.errors import ShardUnavailable
-from kvray.identity.block import BlockKey
+from kvray.identity.block import BlockKey, split_keys
 from kvray.index import Run
 from kvray.store import Arena, PartRequest
 from tests.unit.store.small_arena import PATIENT_S, SLOT, make_arena, spec
@@ -197,22 +197,26 @@ class Nodes:
                 )
                 here.append(0)
             else:
-                count = await self._move(source, target, span)
+                count = await self._move(source, target, span, order.purpose)
                 here.append(count)
                 report = SourceReport(
                     num_blocks=count, num_bytes=count * SLOT, seconds=0.001, transport="copy"
                 )
             sources[span.source] = report
+        if order.purpose == "use":
+            for span in reversed(order.spans):
+                target.mover.note_use(split_keys(span.keys), span.part)
         return FetchReport(here=tuple(here), sources=sources)
 
-    async def _move(self, source: Node, target: Node, span: Span) -> int:
-        keys = [BlockKey(span.keys[at : at + 32]) for at in range(0, len(span.keys), 32)]
-        moved = 0
+    async def _move(self, source: Node, target: Node, span: Span, purpose: str) -> int:
+        keys = split_keys(span.keys)
+        moved = (target.mover.match(keys) or 0) if purpose == "use" else 0
         while moved < len(keys):
             await self.may_move.wait()
             step = keys[moved : moved + self.blocks_per_step]
             parent = keys[moved - 1] if moved else BlockKey(span.parent)
-            brought = self._copy(source, target, span, step, parent, span.depth + moved)
+            place = span.depth + moved
+            brought = self._copy(source, target, span, step, parent, place, purpose == "prompt")
             moved += brought
             if brought < len(step):
                 break
@@ -227,8 +231,9 @@ class Nodes:
         keys: Sequence[BlockKey],
         parent: BlockKey,
         depth: int,
+        is_use: bool,
     ) -> int:
-        held = source.mover.lease_for(keys, [[PartRequest(span.part)]])
+        held = source.mover.lease_for(keys, [[PartRequest(span.part)]], is_use=is_use)
         assert held is not None
         if not held.num_blocks:
             return 0

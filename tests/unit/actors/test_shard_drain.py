@@ -7,6 +7,7 @@ import pytest
 
 from kvray.identity.block import BlockKey
 from kvray.store import ArenaOwner
+from kvray.store.arena import key_index
 from tests.unit.actors.small_shard import wait_for
 from tests.unit.actors.test_shard_staging import Tier, known, tier
 from tests.unit.store.small_arena import chain, fetch, store
@@ -145,3 +146,24 @@ def test_a_node_that_takes_nothing_is_named(draining: Tier) -> None:
     draining.b.requests.drain("somebody", None)
     wait_for(lambda: "kvray-mover-a" in progress(draining).get("message", ""))
     assert progress(draining)["state"] == "moving"
+
+
+def test_what_is_used_here_meanwhile_stays_hot_where_it_went(draining: Tier) -> None:
+    arenas = {name: draining.nodes[name].arena for name in "ab"}
+    hot, cold = chain(6, seed="hot"), chain(6, seed="cold")
+    store(arenas["b"], hot)
+    store(arenas["b"], cold)
+    draining.b.requests.drain("somebody", None)
+    wait_for(lambda: has(draining, "a", hot) and has(draining, "a", cold))
+
+    def ticks(name: str, keys: list[BlockKey]) -> list[int]:
+        tables = arenas[name].tables
+        slots = key_index.find(tables, key_index.pack_keys(keys), 0)
+        return [int(tick) for tick in tables.slot_tick[slots]]
+
+    before, at_source = ticks("a", hot + cold), ticks("b", cold)
+    for lease in arenas["b"].lease(hot) or ():
+        arenas["b"].release(lease)
+    wait_for(lambda: min(ticks("a", hot)) > max(before))
+    assert ticks("a", cold) == before[len(hot) :]
+    assert ticks("b", cold) == at_source, "what is given away is not used by that"

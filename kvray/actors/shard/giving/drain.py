@@ -1,8 +1,8 @@
 """The drain of a node: while it is ordered, blocks that no other node has go to others.
 
 What eviction would keep longest goes first, so a deadline cuts off what is worth least. Another
-node's mover fetches, as it does for a prompt; nothing is half there. Engines of this node go on,
-and what they save meanwhile goes too.
+node's mover fetches, as it does for a prompt; nothing is half there. Engines of this node go on:
+what they save meanwhile goes too, and what they use is used where it went, so that it stays there.
 """
 
 import asyncio
@@ -20,8 +20,7 @@ from kvray.store.arena.tables import Array, Tables
 
 _log = logging.getLogger("kvray.shard")
 
-_BATCH_BYTES = 64 * 2**20
-_BATCH_BLOCKS = 1024
+_BATCH = {"bytes_max": 64 * 2**20, "blocks_max": 1024}
 _BATCH_S = 20.0  # how long a batch may take
 _AGAIN_S, _PAUSES = 1.0, 20
 """Between two looks for what has come meanwhile; so many times as long as a look takes."""
@@ -38,6 +37,8 @@ class Drain:
         self._task: asyncio.Task[None] | None = None
         self._settled: list[Array] = []
         """Names of the blocks that others have; one that comes back later is not sent again."""
+        self._told_at = 0.0
+        """Until when the others know what was used here, in monotonic seconds."""
         self._budget: int | None = None
         """Bytes that others are still to take; None: they were not asked yet."""
         self._ranking_s = 0.0
@@ -57,7 +58,7 @@ class Drain:
         # A run that has not noticed a call-off goes on: it has what it began with.
         if self._task is None or self._task.done():
             self._settled.clear()
-            self._budget = None
+            self._told_at, self._budget = 0.0, None
             self._figures = dict.fromkeys(("moved_blocks", "moved_bytes", "left_bytes"), 0)
             self._task = asyncio.get_running_loop().create_task(self._run())
             self._task.add_done_callback(self._note_defect)
@@ -120,13 +121,17 @@ class Drain:
         self._figures["left_bytes"] = max(0, min(sum(sizes), self._budget))
         self._figures["state"] = "moving" if self._figures["left_bytes"] > 0 else "moved"
         for tables, slots in tiers:
-            shares = zip(targets, shared_out(tables, slots, len(targets)), strict=True)
+            # Cut before it is shared out: else a fast target is sent what a slow one has no room
+            # for then, though that is hotter.
+            hottest = slots[np.cumsum(tables.block_bytes(slots)) <= self._budget]
+            shares = zip(targets, shared_out(tables, hottest, len(targets)), strict=True)
             sent = [self._send(tables, its, to, frozenset(targets)) for to, its in shares]
             for error in await asyncio.gather(*sent, return_exceptions=True):
                 if isinstance(error, KVRayError):
                     self._figures["message"] = str(error)
                 elif isinstance(error, BaseException):
                     raise error
+        await self._tell_uses(targets)
 
     async def _room(self, targets: list[str], num_bytes: int) -> int:
         """Return how many bytes the targets are to take; so many are in the memory here.
@@ -149,36 +154,41 @@ class Drain:
         """Return what others do not have yet: blocks of the memory, and those on the disk only."""
         began = time.monotonic()
         tiers = self._giver.hottest()
-        settled = np.concatenate([np.empty(0, dtype=np.uint64), *self._settled])
-        self._settled = [settled]
-        unsent = [
-            (tables, slots[~np.isin(_names(tables, slots), settled)]) for tables, slots in tiers
-        ]
+        unsent = [(tables, slots[~self._is_settled(tables, slots)]) for tables, slots in tiers]
         self._ranking_s = time.monotonic() - began
         return unsent
+
+    def _is_settled(self, tables: Tables, slots: Array) -> Array:
+        settled = np.concatenate([np.empty(0, dtype=np.uint64), *self._settled])
+        self._settled = [settled]
+        return np.isin(_names(tables, slots), settled)
+
+    async def _tell_uses(self, targets: list[str]) -> None:
+        """Have the targets count the uses here of what they have from here."""
+        since, self._told_at = self._told_at, time.monotonic()
+        in_thread = asyncio.get_running_loop().run_in_executor
+        tables, used = await in_thread(None, self._giver.used_since, since)
+        used = used[self._is_settled(tables, used)]
+        for target, slots in zip(targets, shared_out(tables, used, len(targets)), strict=True):
+            for batch in reversed([*batches(tables, slots, **_BATCH)]):  # the hottest go last
+                held = await self._giver.held(tables, batch, frozenset({target}))
+                if not self._orders or (left_s := self._left_s()) <= 0:
+                    return
+                await self._giver.give(tables, batch[held], target, seconds=left_s, is_use=True)
 
     async def _send(
         self, tables: Tables, slots: Array, target: str, others: frozenset[str]
     ) -> None:
         """Have a target fetch those of `slots` that none of the `others` has."""
         assert self._budget is not None
-        sizes = {"bytes_max": _BATCH_BYTES, "blocks_max": _BATCH_BLOCKS}
-        for batch in batches(tables, slots, **sizes):
+        for batch in batches(tables, slots, **_BATCH):
             held = await self._giver.held(tables, batch, others)
             left_s = self._left_s()
-            asked = batch[~held]
-            asked = asked[np.cumsum(tables.block_bytes(asked)) <= self._budget]
-            if not self._orders or left_s <= 0 or self._budget <= 0:
+            if not self._orders or left_s <= 0:
                 return
-            # Taken before it goes: what another target is sent meanwhile counts, too.
-            num_asked = int(tables.block_bytes(asked).sum())
-            self._budget -= num_asked
-            num_here = 0
-            try:
-                gift = await self._giver.give(tables, asked, target, seconds=left_s)
-                num_here = int(tables.block_bytes(gift.slots).sum())
-            finally:
-                self._budget += num_asked - num_here
+            gift = await self._giver.give(tables, batch[~held], target, seconds=left_s)
+            num_here = int(tables.block_bytes(gift.slots).sum())
+            self._budget -= num_here
             if gift.message:
                 self._figures["message"] = gift.message
             self._settled.append(_names(tables, np.concatenate((batch[held], gift.slots))))

@@ -117,13 +117,28 @@ class Giver:
                 found.setdefault(shard, np.zeros(len(slots), dtype=bool))[rows] = mask
         return found
 
-    async def give(self, tables: Tables, slots: Array, target: str, *, seconds: float) -> Gift:
-        """Have a target fetch the blocks in `slots`, parents before their children, in time."""
+    def used_since(self, then: float) -> tuple[Tables, Array]:
+        """Return the blocks of the memory that were used since `then`, hottest first; as `hottest`.
+
+        `then` is in monotonic seconds.
+        """
+        arena, uses = self._owner.arena.tables, self._retention.uses
+        slots = hottest_first(arena, self._rank)
+        counts, used_at = uses.of(slots)
+        return arena, slots[(counts > 0) & (used_at >= then)]
+
+    async def give(
+        self, tables: Tables, slots: Array, target: str, *, seconds: float, is_use: bool = False
+    ) -> Gift:
+        """Have a target fetch the blocks in `slots`, parents before their children, in time.
+
+        `is_use` counts it as their use there.
+        """
         if not len(slots):
             return Gift(slots=slots)
         chains = chains_of(tables, slots)
         spans = tuple(span_of(tables, chain, mover_of(self.shard)) for chain in chains)
-        order = FetchOrder(spans=spans, deadline_s=seconds)
+        order = FetchOrder(spans=spans, deadline_s=seconds, purpose="use" if is_use else "gift")
         nvme = self._nvme()
         if tables is not self._owner.arena.tables and nvme is not None:
             await nvme.reads.promote(order)  # movers read from memory only

@@ -236,7 +236,9 @@ class WarmUp:
         askable = list(self._peers.may_ask(set(shards.tolist()), without=frozenset()))
         rows, shards = rows[np.isin(shards, askable)], shards[np.isin(shards, askable)]
         spans = spans_of(rows, shards.tolist())
-        order = FetchOrder(spans=tuple(span for _, span in spans), deadline_s=seconds)
+        order = FetchOrder(
+            spans=tuple(span for _, span in spans), deadline_s=seconds, purpose="gift"
+        )
         for shard in np.unique(shards[rows["on_disk"]]).tolist():
             its = tuple(span for span in order.spans if span.source == mover_of(shard))
             promotion = FetchOrder(spans=its, deadline_s=seconds)
