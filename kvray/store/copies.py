@@ -105,13 +105,20 @@ class CopyMarks:
         self._goes_first = chosen
         self.num_bytes = int(sums[-1]) if len(sums) else 0
 
+    def are_extra(self, tables: Tables, slots: Array, *, now: float) -> Array:
+        """Return a mask of those of `slots` whose blocks are extra copies, as found just now."""
+        return self._fresh(tables, slots, self._is_extra, now)
+
     def go_first(self, tables: Tables, slots: Array, *, now: float) -> Array:
         """Return a mask of those of `slots` whose blocks go before all others."""
-        first: Array = self._goes_first.take(slots)
-        rows = np.flatnonzero(first)
+        return self._fresh(tables, slots, self._goes_first, now)
+
+    def _fresh(self, tables: Tables, slots: Array, mask: Array, now: float) -> Array:
+        found: Array = mask.take(slots)
+        rows = np.flatnonzero(found)
         chosen = slots[rows]
-        first[rows] = self._is_known(tables, chosen) & (self._at[chosen] >= now - FRESH_S)
-        return first
+        found[rows] = self._is_known(tables, chosen) & (self._at[chosen] >= now - FRESH_S)
+        return found
 
     def _extra(self, tables: Tables) -> Array:
         """Return the slots of the extra copies that are known and still there."""

@@ -77,6 +77,8 @@ class Retention:
     def rank(self, slots: Array) -> Array:
         """Return a number for each of `slots` of the arena, f8: the lowest goes first."""
         ranks, now = self.rank_alone(slots), time.monotonic()
+        extra = self.copies.are_extra(self._arena.tables, slots, now=now)
+        ranks[extra] = self._policy.rank_of_copies(ranks[extra])
         extra = self.copies.go_first(self._arena.tables, slots, now=now)
         idle_s = now - self.uses.used_at[slots[extra]]
         ranks[extra] = _EXTRA * (1.0 + np.maximum(0.0, idle_s) / _IDLE_S)

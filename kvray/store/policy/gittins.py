@@ -16,6 +16,9 @@ stored one, and its last."""
 
 _HITS_MAX = 255
 
+_COPY_WORTH = 0.1
+"""What a copy is worth of its original: the way from another node costs some tenth of computing."""
+
 _END = 4
 """A prompt continues another if it uses all blocks of it but the last three."""
 
@@ -67,6 +70,10 @@ class Gittins(Policy):
 
     def rank(self, slots: Array, *, now: float) -> Array:
         return self._prompts.worth(*self._of(slots), now=now)
+
+    def rank_of_copies(self, ranks: Array) -> Array:
+        # Negative ones are ages: of what lasts ten times as long, a tenth comes back in a second.
+        return np.where(ranks > 0, ranks * _COPY_WORTH, ranks / _COPY_WORTH)
 
     def chance(self, slots: Array, *, now: float) -> Array:
         """Return how likely the blocks in `slots` are to be used again, 0 to 1."""

@@ -55,3 +55,10 @@ class Policy(Protocol):
 
         `now` is in seconds, on the clock of `Use.now`.
         """
+
+    def rank_of_copies(self, ranks: Array) -> Array:
+        """Return the ranks of blocks that other nodes have too, from those they would have alone.
+
+        What such a block saves is the way from there, not its computing.
+        """
+        return ranks

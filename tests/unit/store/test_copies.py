@@ -1,5 +1,6 @@
 """Extra copies: which they are, and that only they go first, the longest unused one before all."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -161,3 +162,21 @@ def test_copies_are_evicted_first_the_longest_unused_before_all_and_leaves_befor
     assert going.tolist() == order
     assert not retention.admits(extra).any(), "no copy is written to disk"
     assert retention.admits(found["original"]).all()
+
+
+def test_a_copy_that_may_stay_is_worth_a_tenth_of_what_no_other_node_has(arena: Arena) -> None:
+    retention, tables = Retention(arena, "gittins", "all"), arena.tables
+    keys = chain(6)
+    store(arena, keys)
+    retention.observe()
+    slots = key_index.find(tables, key_index.pack_keys(keys), 0)
+    marks, now = retention.copies, float(retention.uses.used_at.max())
+    marks.note(slots, tables.slot_number[slots], np.arange(6) >= 3, now=now)
+    marks.choose(
+        tables, retention.uses.used_at, retention.rank_alone, now=now, idle_s=60.0, bytes_max=2**30
+    )
+    time.sleep(0.05)
+    alone, ranks = retention.rank_alone(slots), retention.rank(slots)
+    # Nothing is learned yet, so ranks are negative ages.
+    assert (ranks[3:] < 5 * alone[3:]).all()
+    assert (ranks[:3] > 5 * alone[:3]).all()

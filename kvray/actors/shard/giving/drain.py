@@ -118,12 +118,14 @@ class Drain:
         sizes = [int(tables.block_bytes(slots).sum()) for tables, slots in tiers]
         if self._budget is None:
             self._budget = await self._room(targets, sizes[0])
-        self._figures["left_bytes"] = max(0, min(sum(sizes), self._budget))
+        self._figures["left_bytes"] = sum(
+            int(tables.block_bytes(self._fitting(tables, slots)).sum()) for tables, slots in tiers
+        )
         self._figures["state"] = "moving" if self._figures["left_bytes"] > 0 else "moved"
         for tables, slots in tiers:
             # Cut before it is shared out: else a fast target is sent what a slow one has no room
             # for then, though that is hotter.
-            hottest = slots[np.cumsum(tables.block_bytes(slots)) <= self._budget]
+            hottest = self._fitting(tables, slots)
             shares = zip(targets, shared_out(tables, hottest, len(targets)), strict=True)
             sent = [self._send(tables, its, to, frozenset(targets)) for to, its in shares]
             for error in await asyncio.gather(*sent, return_exceptions=True):
@@ -132,6 +134,10 @@ class Drain:
                 elif isinstance(error, BaseException):
                     raise error
         await self._tell_uses(targets)
+
+    def _fitting(self, tables: Tables, slots: Array) -> Array:
+        """Return the first of `slots`, as many as others are still to take."""
+        return slots[np.cumsum(tables.block_bytes(slots)) <= self._budget]
 
     async def _room(self, targets: list[str], num_bytes: int) -> int:
         """Return how many bytes the targets are to take; so many are in the memory here.

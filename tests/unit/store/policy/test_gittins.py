@@ -104,3 +104,8 @@ def test_the_number_of_a_prompt_that_is_forgotten_means_nothing(
 
 def num_prompts(policy: Gittins) -> int:
     return policy._prompts._count
+
+
+def test_a_copy_promises_a_tenth_of_the_hits_and_counts_as_ten_times_as_old_before_that() -> None:
+    ranks = Gittins(1).rank_of_copies(np.array([5.0, 0.0, -3.0]))
+    assert ranks.tolist() == [0.5, 0.0, -30.0]
