@@ -93,6 +93,7 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
     for start, stop, way, source in runs_between(note.arrivals, note.first, note.end):
         ranges.append(_range(start * size, stop * size, "hit", way=way, source=source))
     since, missed = 0.0, Counter[str]()
+    answers: Mapping[str, Whereabouts] = {}
     if note.keys:
         answers, _ = _whereabouts(b"".join(note.keys), note.at, timeout_s)
         since = max((one.since for one in answers.values()), default=0.0)
@@ -129,6 +130,7 @@ def _explained(shard: str, asked: Asked, timeout_s: float) -> dict[str, Any]:
         "log_since": since,
         "incompatible": other,
         "routing": None if asked.routing is None else _routing(asked.routing),
+        "leaving": sorted({*_leaving(answers), *([shard] if asked.is_leaving else [])}),
     }
 
 
@@ -208,6 +210,7 @@ def _prompt(
         "ranges": ranges,
         "log_since": max((one.since for one in answers.values()), default=0.0),
         "incompatible": _incompatible(namespace, *other) if other else None,
+        "leaving": sorted(_leaving(answers)),
     }
 
 
@@ -246,6 +249,11 @@ def _whereabouts(
     if not keys:
         return {}, []
     return _ask("whereabouts", timeout_s, before, *in_pieces(keys))
+
+
+def _leaving(answers: Mapping[str, Whereabouts]) -> set[str]:
+    """Return the shards whose nodes are to go."""
+    return {name for name, one in answers.items() if one.is_leaving}
 
 
 def _range(start: int, stop: int, what: str, **more: Any) -> dict[str, Any]:

@@ -78,6 +78,11 @@ class Announcer:
         """Have it announced that these (replica, rank), and no others, are registered here."""
         self._streams[0].name_ranks(sorted(ranks))
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the node is to go."""
+        return any(stream.is_leaving for stream in self._streams)
+
     def name_leaving(self, is_leaving: bool) -> None:
         """Have it said, with the next heartbeat, whether the node is to go."""
         for stream in self._streams:

@@ -40,6 +40,8 @@ class Asked:
     """Where such a prompt was stored, if in another namespace only."""
     routing: RoutingNote | None = None
     """What its router noted; None if none did."""
+    is_leaving: bool = False
+    """Whether its node is to go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,8 @@ class Whereabouts:
     left_tier: Array  # an index into `block_history.TIERS`
     left_by: Array  # an index into `block_history.CAUSES`
     since: float  # the start of the shard's memory of removed blocks
+    is_leaving: bool = False
+    """Whether the node is to go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +94,7 @@ class Queries:
                     namespace=self._parts.replicas.namespace_of(name, rank),
                     finding=self._parts.announcer.desk.incompatible(name, rank, note.prefix_digest),
                     routing=routing,
+                    is_leaving=self._parts.announcer.is_leaving,
                 )
             )
         return asked
@@ -108,6 +113,7 @@ class Queries:
             left_tier=gone["tier"],
             left_by=gone["cause"],
             since=owner.history.since,
+            is_leaving=self._parts.announcer.is_leaving,
         )
 
     def prompt(

@@ -34,6 +34,7 @@ def request_report(request: Mapping[str, Any], *, now: float) -> Iterator[Render
     )
     yield from routing_report(request["routing"])
     yield from _difference(request["incompatible"])
+    yield from _leaving(request["leaving"])
     yield request_sentence(request, now=now)
 
 
@@ -62,6 +63,7 @@ def prompt_report(prompt: Mapping[str, Any], *, now: float) -> Iterator[Renderab
     )
     yield _table(_prompt_rows(prompt, now))
     yield from _difference(prompt["incompatible"])
+    yield from _leaving(prompt["leaving"])
     stored, total = prompt["stored_tokens"], prompt["num_tokens"]
     known = reason(prompt["reason"], _cause(prompt))
     first = f"[bold]{stored:,} of {total:,} tokens are stored now[/], from the first on"
@@ -218,6 +220,14 @@ def _difference(incompatible: Mapping[str, Any] | None) -> Iterator[RenderableTy
     for name, both in incompatible["difference"].items():
         table.add_row(name, *(escape(shortened(str(value), _VALUE_MAX)) for value in both))
     yield table
+
+
+def _leaving(shards: Sequence[str]) -> Iterator[str]:
+    for one in shards:
+        yield (
+            f"Node {node_of(one)} is to go; what only it has goes to others."
+            " `kvray status` says how far it is."
+        )
 
 
 def _table(rows: Iterator[tuple[str, str, str]]) -> Table:

@@ -114,6 +114,17 @@ def test_a_drain_that_is_called_off_leaves_the_node_as_it_was(draining: Tier) ->
     wait_for(lambda: has(draining, "a", keys))
 
 
+def test_whoever_asks_about_blocks_hears_that_the_node_is_to_go(draining: Tier) -> None:
+    def is_leaving() -> bool:
+        return bool(draining.b.queries.whereabouts(b"".join(chain(1)), None).is_leaving)
+
+    assert not is_leaving()
+    draining.b.requests.drain("somebody", None)
+    wait_for(is_leaving)
+    draining.b.requests.call_off_drain("somebody")
+    wait_for(lambda: not is_leaving())
+
+
 def test_an_order_right_after_a_call_off_counts(draining: Tier) -> None:
     for _ in range(20):
         draining.b.requests.drain("somebody", None)

@@ -117,6 +117,7 @@ def requests(at: float = NOW) -> dict[str, Any]:
         "log_since": at - 7200,
         "incompatible": None,
         "routing": None,
+        "leaving": [],
         "ranges": ranges,
     }
     return {"requests": [one, {**one, "request_id": 6, "at": at - 9}], "silent": []}

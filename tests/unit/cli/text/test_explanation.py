@@ -46,6 +46,7 @@ def request(**changes: Any) -> dict[str, Any]:
         "log_since": NOW - 7200,
         "incompatible": None,
         "routing": None,
+        "leaving": [],
         "ranges": [
             {
                 "start": 0,
@@ -126,7 +127,7 @@ def test_a_prompt_is_told_by_where_its_blocks_are() -> None:
         "reason": "never_stored",
         "log_since": NOW - 100,
         "incompatible": None,
-        "routing": None,
+        "leaving": ["kvray-shard-a"],
         "ranges": [
             {
                 "start": 0,
@@ -140,6 +141,7 @@ def test_a_prompt_is_told_by_where_its_blocks_are() -> None:
     }
     text = shown(prompt_report(prompt, now=NOW))
     assert "on the disk of node a" in text
+    assert "Node a is to go; what only it has goes to others." in text
     assert "160 of 330 tokens are stored now" in text
     whole = {**prompt, "reason": "none", "stored_tokens": 320}
     assert "only whole blocks are stored" in shown(prompt_report(whole, now=NOW))
