@@ -178,3 +178,21 @@ def test_what_is_used_here_meanwhile_stays_hot_where_it_went(draining: Tier) -> 
     wait_for(lambda: min(ticks("a", hot)) > max(before))
     assert ticks("a", cold) == before[len(hot) :]
     assert ticks("b", cold) == at_source, "what is given away is not used by that"
+
+
+def test_what_others_have_already_leaves_room_for_colder_blocks_at_once(draining: Tier) -> None:
+    cold, hot = (chain(24, seed=name) for name in ("cold", "hot"))
+    store(draining.nodes["b"].arena, cold)
+    time.sleep(0.1)
+    store(draining.nodes["b"].arena, hot)
+    store(draining.nodes["a"].arena, hot)
+    locate = draining.nodes.others["kvray-lookup.locate"]
+    both = {"kvray-shard-a", B}
+    wait_for(lambda: {one for run in locate(b"".join(hot)) for one in run.holders} == both)
+    draining.nodes.others["kvray-shard-a.room"] = lambda: 0  # it takes half of b's 48
+
+    draining.b.requests.drain("somebody", None)
+
+    wait_for(lambda: has(draining, "a", cold))
+    wait_for(lambda: progress(draining)["state"] == "moved")
+    assert progress(draining)["moved_blocks"] == 24

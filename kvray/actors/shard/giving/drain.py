@@ -8,6 +8,7 @@ what they save meanwhile goes too, and what they use is used where it went, so t
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,43 +98,58 @@ class Drain:
     async def _run(self) -> None:
         while self._orders:
             self._woken.clear()
+            goes_on = False
             try:
-                await self._move()
+                goes_on = await self._move()
             except KVRayError as error:
                 self._figures["message"] = str(error)
-            await pause(self._woken, max(_AGAIN_S, _PAUSES * self._ranking_s))
+            if not goes_on:
+                await pause(self._woken, max(_AGAIN_S, _PAUSES * self._ranking_s))
 
-    async def _move(self) -> None:
-        """Have everything that is only here sent once, as far as there is time and room."""
+    async def _move(self) -> bool:
+        """Have the hottest of what is only here sent once, as far as there is time and room.
+
+        Returns whether to go on at once: some of it was elsewhere, so there is room for more.
+        """
         if self._left_s() <= 0:
             if self._figures["state"] == "moving":
                 self._figures["state"] = "late"
-            return
+            return False
         targets = await self._giver.targets()
         if not targets:
             self._figures["message"] = "No other node takes blocks; add one, or have this one stay."
-            return
+            return False
         self._figures.pop("message", None)
-        tiers = await asyncio.get_running_loop().run_in_executor(None, self._unsent)
-        sizes = [int(tables.block_bytes(slots).sum()) for tables, slots in tiers]
+        ranked = await asyncio.get_running_loop().run_in_executor(None, self._ranked)
+        tiers = [(tables, slots[~self._is_settled(tables, slots)]) for tables, slots in ranked]
         if self._budget is None:
-            self._budget = await self._room(targets, sizes[0])
-        self._figures["left_bytes"] = sum(
-            int(tables.block_bytes(self._fitting(tables, slots)).sum()) for tables, slots in tiers
-        )
+            tables, slots = tiers[0]
+            self._budget = await self._room(targets, int(tables.block_bytes(slots).sum()))
+        left = sum(int(one.block_bytes(self._fitting(one, slots)).sum()) for one, slots in tiers)
+        self._figures["left_bytes"] = max(0, min(left, self._budget))
         self._figures["state"] = "moving" if self._figures["left_bytes"] > 0 else "moved"
+        goes_on = False
         for tables, slots in tiers:
             # Cut before it is shared out: else a fast target is sent what a slow one has no room
             # for then, though that is hotter.
-            hottest = self._fitting(tables, slots)
+            hottest, num_settled = self._fitting(tables, slots), self._num_settled
             shares = zip(targets, shared_out(tables, hottest, len(targets)), strict=True)
-            sent = [self._send(tables, its, to, frozenset(targets)) for to, its in shares]
-            for error in await asyncio.gather(*sent, return_exceptions=True):
-                if isinstance(error, KVRayError):
-                    self._figures["message"] = str(error)
-                elif isinstance(error, BaseException):
-                    raise error
-        await self._tell_uses(targets)
+            await self._at_once(self._send(tables, its, to, targets) for to, its in shares)
+            goes_on |= len(hottest) < len(slots) and self._num_settled > num_settled
+        since, self._told_at = self._told_at, time.monotonic()
+        tables, slots = ranked[0]
+        used = slots[self._giver.were_used(slots, since=since) & self._is_settled(tables, slots)]
+        shares = zip(targets, shared_out(tables, used, len(targets)), strict=True)
+        await self._at_once(self._tell_uses(tables, its, to) for to, its in shares)
+        return goes_on
+
+    async def _at_once(self, work: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """Do the work for all targets; what one of them refuses is noted."""
+        for error in await asyncio.gather(*work, return_exceptions=True):
+            if isinstance(error, KVRayError):
+                self._figures["message"] = str(error)
+            elif isinstance(error, BaseException):
+                raise error
 
     def _fitting(self, tables: Tables, slots: Array) -> Array:
         """Return the first of `slots`, as many as others are still to take."""
@@ -156,39 +172,36 @@ class Drain:
         until = _soonest(self._orders)
         return _BATCH_S if until is None else min(_BATCH_S, until - time.monotonic())
 
-    def _unsent(self) -> list[tuple[Tables, Array]]:
-        """Return what others do not have yet: blocks of the memory, and those on the disk only."""
+    def _ranked(self) -> list[tuple[Tables, Array]]:
         began = time.monotonic()
-        tiers = self._giver.hottest()
-        unsent = [(tables, slots[~self._is_settled(tables, slots)]) for tables, slots in tiers]
+        ranked = self._giver.hottest()
         self._ranking_s = time.monotonic() - began
-        return unsent
+        return ranked
+
+    @property
+    def _num_settled(self) -> int:
+        return sum(len(one) for one in self._settled)
 
     def _is_settled(self, tables: Tables, slots: Array) -> Array:
         settled = np.concatenate([np.empty(0, dtype=np.uint64), *self._settled])
         self._settled = [settled]
         return np.isin(_names(tables, slots), settled)
 
-    async def _tell_uses(self, targets: list[str]) -> None:
-        """Have the targets count the uses here of what they have from here."""
-        since, self._told_at = self._told_at, time.monotonic()
-        in_thread = asyncio.get_running_loop().run_in_executor
-        tables, used = await in_thread(None, self._giver.used_since, since)
-        used = used[self._is_settled(tables, used)]
-        for target, slots in zip(targets, shared_out(tables, used, len(targets)), strict=True):
-            for batch in reversed([*batches(tables, slots, **_BATCH)]):  # the hottest go last
-                held = await self._giver.held(tables, batch, frozenset({target}))
-                if not self._orders or (left_s := self._left_s()) <= 0:
-                    return
-                await self._giver.give(tables, batch[held], target, seconds=left_s, is_use=True)
+    async def _tell_uses(self, tables: Tables, slots: Array, target: str) -> None:
+        """Have a target count a use of those of `slots` that it has, the hottest last."""
+        for batch in reversed([*batches(tables, slots, **_BATCH)]):
+            held = await self._giver.held(tables, batch, frozenset({target}))
+            if not self._orders or (left_s := self._left_s()) <= 0:
+                return
+            await self._giver.give(tables, batch[held], target, seconds=left_s, is_use=True)
 
     async def _send(
-        self, tables: Tables, slots: Array, target: str, others: frozenset[str]
+        self, tables: Tables, slots: Array, target: str, targets: Sequence[str]
     ) -> None:
-        """Have a target fetch those of `slots` that none of the `others` has."""
+        """Have a target fetch those of `slots` that none of the `targets` has."""
         assert self._budget is not None
         for batch in batches(tables, slots, **_BATCH):
-            held = await self._giver.held(tables, batch, others)
+            held = await self._giver.held(tables, batch, frozenset(targets))
             left_s = self._left_s()
             if not self._orders or left_s <= 0:
                 return

@@ -117,15 +117,11 @@ class Giver:
                 found.setdefault(shard, np.zeros(len(slots), dtype=bool))[rows] = mask
         return found
 
-    def used_since(self, then: float) -> tuple[Tables, Array]:
-        """Return the blocks of the memory that were used since `then`, hottest first; as `hottest`.
-
-        `then` is in monotonic seconds.
-        """
-        arena, uses = self._owner.arena.tables, self._retention.uses
-        slots = hottest_first(arena, self._rank)
-        counts, used_at = uses.of(slots)
-        return arena, slots[(counts > 0) & (used_at >= then)]
+    def were_used(self, slots: Array, *, since: float) -> Array:
+        """Return a mask of the `slots` of the memory that were used `since` then, monotonic."""
+        counts, used_at = self._retention.uses.of(slots)
+        used: Array = (counts > 0) & (used_at >= since)
+        return used
 
     async def give(
         self, tables: Tables, slots: Array, target: str, *, seconds: float, is_use: bool = False
