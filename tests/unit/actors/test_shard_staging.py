@@ -45,7 +45,8 @@ class Calls:
         self.nodes: Nodes | None = None
 
     async def __call__(self, actor: str, method: str, *args: Any, timeout_s: float) -> Any:
-        assert self.nodes is not None
+        if self.nodes is None:
+            raise ShardUnavailable("The nodes are not there yet.")
         return await self.nodes.ask(actor, method, *args, timeout_s=timeout_s)
 
 
