@@ -79,9 +79,9 @@ class Retention:
         ranks, now = self.rank_alone(slots), time.monotonic()
         extra = self.copies.are_extra(self._arena.tables, slots, now=now)
         ranks[extra] = self._policy.rank_of_copies(ranks[extra])
-        extra = self.copies.go_first(self._arena.tables, slots, now=now)
-        idle_s = now - self.uses.used_at[slots[extra]]
-        ranks[extra] = _EXTRA * (1.0 + np.maximum(0.0, idle_s) / _IDLE_S)
+        first = self.copies.go_first(self._arena.tables, slots, now=now)
+        idle_s = now - self.uses.used_at[slots[first]]
+        ranks[first] = _EXTRA * (1.0 + np.maximum(0.0, idle_s) / _IDLE_S)
         # Blocks that were given up go before all others.
         ranks[self._arena.tables.slot_tick[slots] == 0] = -np.inf
         return ranks

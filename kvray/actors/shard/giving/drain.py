@@ -120,8 +120,8 @@ class Drain:
             self._figures["message"] = "No other node takes blocks; add one, or have this one stay."
             return False
         self._figures.pop("message", None)
-        ranked = await asyncio.get_running_loop().run_in_executor(None, self._ranked)
-        tiers = [(tables, slots[~self._is_settled(tables, slots)]) for tables, slots in ranked]
+        in_thread = asyncio.get_running_loop().run_in_executor
+        ranked, tiers = await in_thread(None, self._look)
         if self._budget is None:
             tables, slots = tiers[0]
             self._budget = await self._room(targets, int(tables.block_bytes(slots).sum()))
@@ -138,7 +138,7 @@ class Drain:
             goes_on |= len(hottest) < len(slots) and self._num_settled > num_settled
         since, self._told_at = self._told_at, time.monotonic()
         tables, slots = ranked[0]
-        used = slots[self._giver.were_used(slots, since=since) & self._is_settled(tables, slots)]
+        used = await in_thread(None, self._used, tables, slots, since)
         shares = zip(targets, shared_out(tables, used, len(targets)), strict=True)
         await self._at_once(self._tell_uses(tables, its, to) for to, its in shares)
         return goes_on
@@ -172,11 +172,18 @@ class Drain:
         until = _soonest(self._orders)
         return _BATCH_S if until is None else min(_BATCH_S, until - time.monotonic())
 
-    def _ranked(self) -> list[tuple[Tables, Array]]:
+    def _look(self) -> tuple[list[tuple[Tables, Array]], list[tuple[Tables, Array]]]:
+        """Return the blocks of memory and disk, hottest first, and those that others lack yet."""
         began = time.monotonic()
         ranked = self._giver.hottest()
+        unsent = [(tables, slots[~self._is_settled(tables, slots)]) for tables, slots in ranked]
         self._ranking_s = time.monotonic() - began
-        return ranked
+        return ranked, unsent
+
+    def _used(self, tables: Tables, slots: Array, since: float) -> Array:
+        """Return those of `slots` of the memory that others have, and that were used `since`."""
+        used = slots[self._giver.were_used(slots, since=since)]
+        return used[self._is_settled(tables, used)]
 
     @property
     def _num_settled(self) -> int:
@@ -184,7 +191,6 @@ class Drain:
 
     def _is_settled(self, tables: Tables, slots: Array) -> Array:
         settled = np.concatenate([np.empty(0, dtype=np.uint64), *self._settled])
-        self._settled = [settled]
         return np.isin(_names(tables, slots), settled)
 
     async def _tell_uses(self, tables: Tables, slots: Array, target: str) -> None:
