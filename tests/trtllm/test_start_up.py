@@ -58,7 +58,7 @@ def test_halves_are_subclasses_of_the_version_s_own_and_constructed_at_once(
     worker, scheduler = make_halves(version)
     assert isinstance(worker, version.stand_in.KvCacheConnectorWorker)
     assert isinstance(scheduler, version.stand_in.KvCacheConnectorScheduler)
-    assert worker._shared is scheduler._shared
+    assert worker._rank.shared is scheduler._shared
     scheduler.shutdown()
     worker.shutdown()
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvray.actors.shard.shard import Shard
-from kvray.connector.key_board import KeyBoard, open_board, read_keys
-from kvray.connector.meta import ConnectorMeta, KeyRun, LoadPlan, PageIds, RankLeases, SavePlan
+from kvray.engine.key_board import KeyBoard, open_board, read_keys
+from kvray.engine.meta import ConnectorMeta, KeyRun, LoadPlan, PageIds, RankLeases, SavePlan
 from kvray.identity.block import BlockKey
 from kvray.store import Arena, Lease
 from tests.unit.connector.conftest import MakePair, arena_of
