@@ -107,8 +107,12 @@ class Leader:
         self.finder.forget(request_id)
         is_read = self.shared.is_being_read(request_id)
         if is_read:
-            self._planner.pin(request_id)
+            self.pin(request_id)
         return is_read
+
+    def pin(self, request_id: int) -> None:
+        """Note that the engine keeps the blocks of a finished request until they were read."""
+        self._planner.pin(request_id)
 
     def reset(self, request_id: int) -> None:
         """Forget a request whose blocks were taken away, or whose promise is to be replaced."""

@@ -98,10 +98,11 @@ class Loader:
     def _load(self, arena_id: str, plans: Sequence[LoadPlan], stream: Any) -> None:
         arena = self._shared.link.arena_named(arena_id)
         if arena is None:
+            setting = self._shared.args.spread_setting
             error = LeaseExpired(
                 f"Arena {arena_id}, of which the leader promised blocks, was never attached here,"
                 " or nothing is leased in it now. Ranks on one node must see one arena, and an"
-                f" engine whose ranks are on several nodes needs {self._shared.args.spread_setting}."
+                f" engine whose ranks are on several nodes needs {setting}."
             )
             self._failed += [FailedLoad(plan, error) for plan in plans]
             return

@@ -6,7 +6,8 @@ take minutes to find out.
 
 import os
 import socket
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from kvray.engine.figures import EngineFigures
 from kvray.engine.meta import ConnectorMeta
@@ -75,15 +76,34 @@ class RegisteredPool:
         ConfigError: the model cannot be told from others. LayoutMismatch: another replica claims
         the same `model_key` with another layout.
         """
-        args, figures, num_ranks = self._args, self._figures, self._args.num_parts_ranks
-        name = self.model_name.find(_NAME_WAIT_S)
-        namespace = _namespace_of(args, layout, name or UNNAMED)
-        part_requests = layout.part_requests(num_ranks, args.tokens_per_block)
+        args = self._args
+        facts = PoolFacts.of(args, layout)
+        self._take(facts, rank=args.rank, part_requests=facts.part_requests[args.part_rank])
+
+    def lead(self, facts: "PoolFacts") -> None:
+        """Take what a rank has said of its pool, and tell the shard of a leader without a pool.
+
+        It reads what all its ranks read, which are on this node, and has the number after theirs.
+        Raises as `register`.
+        """
+        every = {one.part: one for requests in facts.part_requests for one in requests}
+        parts = [every[part] for part in sorted(every)]
+        self._take(facts, rank=self._args.num_ranks, part_requests=parts, num_ranks=1)
+
+    def _take(
+        self,
+        facts: "PoolFacts",
+        *,
+        rank: int,
+        part_requests: Sequence[PartRequest],
+        num_ranks: int | None = None,
+    ) -> None:
+        figures, name = self._figures, self.model_name.find(_NAME_WAIT_S)
+        namespace = replace(facts.namespace, model=name or UNNAMED)
         self.unregister()
-        self.is_host = layout.is_host
         registration = Registration(
             replica=self.replica,
-            rank=args.rank,
+            rank=rank,
             namespace=namespace,
             counters=lambda: {**figures.counters(), **self.model_name.counters()},
             prefix_digests=figures.prefix_digests,
@@ -91,18 +111,16 @@ class RegisteredPool:
             block_tokens=figures.block_tokens,
             spans=figures.span_notes,
             prompts=figures.prompts,
-            part_requests=tuple(part_requests[args.part_rank]),
-            num_ranks=num_ranks,
-            adapters=args.adapters,
+            part_requests=tuple(part_requests),
+            num_ranks=num_ranks or self._args.num_parts_ranks,
+            adapters=self._args.adapters,
             tenants=self._tenants_check,
         )
         self._link.register(registration)
         self._registration = registration
-        self.is_flat = layout.is_flat
-        self.part_requests = part_requests
-        self.windowed = tuple(group.window is not None for group in layout.groups)
-        first, *_ = layout.parts(args.part_rank, num_ranks, args.tokens_per_block)
-        self.part_bytes = first.block_bytes
+        self.is_host, self.is_flat = facts.is_host, facts.is_flat
+        self.part_requests, self.windowed = facts.part_requests, facts.windowed
+        self.part_bytes = facts.part_bytes
         if name:
             self.namespace_digest = namespace.digest()
 
@@ -142,11 +160,38 @@ class RegisteredPool:
             self._registration.rename(replica)
 
 
-def _namespace_of(args: EngineArgs, layout: CacheLayout, model: str) -> Namespace:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolFacts:
+    """What a leader must know of a rank's pool; small and picklable."""
+
+    namespace: Namespace  # without the model's name
+    part_requests: list[list[PartRequest]]
+    """For each rank that the leader speaks for, the parts that its lease must have."""
+    windowed: tuple[bool, ...]  # for each layer group, whether it has a window
+    part_bytes: int  # bytes of the first part of a block
+    is_host: bool
+    is_flat: bool
+
+    @classmethod
+    def of(cls, args: EngineArgs, layout: CacheLayout) -> "PoolFacts":
+        """Return the facts of the pool that `layout` describes."""
+        num_ranks, size = args.num_parts_ranks, args.tokens_per_block
+        first, *_ = layout.parts(args.part_rank, num_ranks, size)
+        return cls(
+            namespace=_namespace_of(args, layout),
+            part_requests=layout.part_requests(num_ranks, size),
+            windowed=tuple(group.window is not None for group in layout.groups),
+            part_bytes=first.block_bytes,
+            is_host=layout.is_host,
+            is_flat=layout.is_flat,
+        )
+
+
+def _namespace_of(args: EngineArgs, layout: CacheLayout) -> Namespace:
     num_ranks = args.num_parts_ranks
     parts = layout.parts(args.part_rank, num_ranks, args.tokens_per_block)
     return Namespace(
-        model=model,
+        model=UNNAMED,
         quantization=args.quantization,
         overrides=args.overrides,
         kv_dtype=layout.dtype,

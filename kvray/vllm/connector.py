@@ -1,7 +1,6 @@
 """vLLM's connector class: hands each call to the half that the process asked for.
 
-vLLM makes one in the scheduler's process and one in each worker's, with one engine process for all
-of them where there is a single rank. Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py`
+vLLM makes one for its scheduler and one for each rank, mostly in processes of their own. Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py`
 of vLLM 0.32.
 """
 
@@ -10,11 +9,13 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
 )
 
 from kvray.engine.shared_state import shut_down_at_exit
+from kvray.vllm.metadata import PoolMetadata
 from kvray.vllm.ranks import RankHalf
 from kvray.vllm.scheduling import SchedulingHalf
 from kvray.vllm.start import state_for
@@ -63,12 +64,26 @@ class KvRayConnector(KVConnectorBase_V1):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return whether a save still reads the blocks of the finished request."""
-        return self._scheduler.finish(request.request_id), None
+        """Return whether a save still reads the blocks of the finished request, and its hits.
+
+        They are in vLLM's answer, as `kv_transfer_params`.
+        """
+        is_read, num_hit = self._scheduler.finish(request.request_id)
+        return is_read, {"kvray_hit_tokens": num_hit}
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Take the rank's KV cache, a tensor a layer; ConfigError: kvray cannot serve it."""
         self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return what this rank has registered; the scheduler's half waits for it."""
+        return PoolMetadata(facts=self._worker.facts())
+
+    def set_xfer_handshake_metadata(
+        self, metadata: dict[int, KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Hear what the ranks have registered, by rank."""
+        self._scheduler.lead(metadata[0])
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Have the pass wait for saves that read blocks it may write; called before each pass."""

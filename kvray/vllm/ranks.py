@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from kvray.engine.rank import RankWorker
+from kvray.engine.registered_pool import PoolFacts
 from kvray.engine.shared_state import SharedState
 from kvray.vllm.layout import read_layout
 from kvray.vllm.metadata import PassMetadata
@@ -20,12 +21,19 @@ class RankHalf:
         self._numbers: dict[str, int] = {}
         """Requests of which blocks are being saved, or have been -> their numbers."""
         self._names: dict[int, str] = {}
+        self._facts: PoolFacts | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the rank's cache, a tensor a layer; ConfigError: kvray cannot serve it."""
         layout = read_layout(kv_caches, self._kv_cache_config)
         self._device = next(iter(kv_caches.values())).device
         self._rank.register(layout)
+        self._facts = PoolFacts.of(self._rank.shared.args, layout)
+
+    def facts(self) -> PoolFacts:
+        """Return what the leader must know of the registered pool."""
+        assert self._facts is not None, "vLLM asks for it after the registration"
+        return self._facts
 
     def fence(self, metadata: Any) -> None:
         """Have the coming pass wait for what still reads or writes its blocks."""
@@ -46,7 +54,8 @@ class RankHalf:
     def read_ended(self, finished: set[str]) -> set[str]:
         """Return the requests, of these and of earlier ones, whose blocks are read no more.
 
-        Only those that the scheduler's half has kept blocks of; vLLM has forgotten the others.
+        They are those of which the scheduler's half has had blocks kept: saved, and on a device.
+        vLLM has forgotten all others.
         """
         numbers = [self._numbers.pop(name) for name in finished if name in self._numbers]
         return {self._names.pop(number) for number in self._rank.read_ended(numbers)}

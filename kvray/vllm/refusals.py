@@ -27,12 +27,6 @@ def _reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
     ):
         size = number_of(parallel, name, 1)
         yield size > 1, f"{name} is {size}; kvray serves vLLM with 1."
-    backend = field_of(parallel, "distributed_executor_backend")
-    yield (
-        backend not in (None, "uni"),
-        f"distributed_executor_backend is {backend!r}; kvray serves the model in the engine's own"
-        " process, so leave it out or set it to uni.",
-    )
     yield (
         field_of(vllm_config, "speculative_config") is not None,
         "speculative_config is set; kvray does not serve speculative decoding with vLLM yet, so"

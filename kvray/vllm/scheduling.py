@@ -13,7 +13,7 @@ from kvray.engine.leader import Leader
 from kvray.engine.request.report import PassReport
 from kvray.engine.shared_state import SharedState
 from kvray.vllm.identity import RequestReader
-from kvray.vllm.metadata import PassMetadata
+from kvray.vllm.metadata import PassMetadata, PoolMetadata
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,6 +24,8 @@ class _Known:
     request: Any  # vLLM's own, which has the tokens
     num_external: int = 0
     """Tokens that vLLM took of the last offer and whose pass is not planned yet."""
+    num_hit: int = 0  # all that it took
+    is_saved: bool = False  # whether a pass has saved blocks of it
 
 
 class SchedulingHalf:
@@ -34,6 +36,11 @@ class SchedulingHalf:
         self._reader: RequestReader | None = None
         self._known: dict[str, _Known] = {}
         self._numbers = count()
+
+    def lead(self, metadata: Any) -> None:
+        """Hear what a rank has registered; nothing is promised before."""
+        assert isinstance(metadata, PoolMetadata), "it comes from the other half"
+        self._leader.shared.pool.lead(metadata.facts)
 
     def ask(self, request: Any, num_computed: int) -> int:
         """Promise what can be loaded after vLLM's own tokens; return how many tokens that is."""
@@ -50,6 +57,7 @@ class SchedulingHalf:
         known = self._known.get(request.request_id)
         if known is not None:
             known.num_external = num_external
+            known.num_hit += num_external
             if not num_external:
                 self._leader.decline(known.number)
 
@@ -57,8 +65,12 @@ class SchedulingHalf:
         """Return what the ranks do in the coming pass."""
         reports = list(self._reports(output))
         meta = self._leader.plan([(report, report.is_new) for report in reports])
-        saved = {plan.request_id for plan in meta.saves}
-        names = {one.number: name for name, one in self._known.items() if one.number in saved}
+        names: dict[int, str] = {}
+        if not self._leader.shared.pool.is_host:  # else they are read by the end of the pass
+            saved = {plan.request_id for plan in meta.saves}
+            for name, known in self._known.items():
+                if known.number in saved and not known.is_saved:
+                    known.is_saved, names[known.number] = True, name
         return PassMetadata(meta=meta, names=names)
 
     def note_failed(self, block_ids: Collection[int]) -> None:
@@ -67,10 +79,15 @@ class SchedulingHalf:
             for state in self._leader.states.values():
                 state.lose(block_ids)
 
-    def finish(self, name: str) -> bool:
-        """Return whether a save still reads the blocks of a request that has ended."""
+    def finish(self, name: str) -> tuple[bool, int]:
+        """Return whether a save still reads blocks of a request that has ended, and its hits."""
         known = self._known.pop(name, None)
-        return known is not None and self._leader.finish(known.number)
+        if known is None:
+            return False, 0
+        self._leader.finish(known.number)
+        if known.is_saved:
+            self._leader.pin(known.number)  # the ranks tell when they have read its blocks
+        return known.is_saved, known.num_hit
 
     def close(self) -> None:
         """Release what is promised and let go of the tier. Twice is fine."""

@@ -25,7 +25,7 @@ _ADAPTERS = ("max_lora_rank", "lora_dtype", "fully_sharded_loras", "target_modul
 
 
 def state_for(vllm_config: Any, kv_cache_config: Any) -> SharedState:
-    """Return the state of the engine that `vllm_config` describes, one for both halves here.
+    """Return the state of one half of the connector; the halves meet in what vLLM carries.
 
     ConfigError: the configuration, or a setting of vLLM, cannot be used.
     """
@@ -37,7 +37,7 @@ def state_for(vllm_config: Any, kv_cache_config: Any) -> SharedState:
             " prove wrong. Set it in --kv-transfer-config to have them computed again."
         )
     config = load_config(transfer.get_from_extra_config("kvray_config", None))
-    return shared_state_for(vllm_config, read_args(vllm_config, kv_cache_config), config)
+    return shared_state_for(object(), read_args(vllm_config, kv_cache_config), config)
 
 
 def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:

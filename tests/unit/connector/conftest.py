@@ -13,8 +13,8 @@ from kvray.actors.shard.shard import Shard
 from kvray.config import load_config
 from kvray.store import Arena
 from tests.unit.actors.small_shard import Line, wait_for, wait_until_serving
-from tests.unit.engine.device.host_device import HostDevice
 from tests.unit.connector.pair import Pair
+from tests.unit.engine.device.host_device import HostDevice
 
 MakePair = Callable[..., Pair]
 

@@ -17,8 +17,8 @@ from kvray.store import Arena
 from kvray.store.arena import lease
 from kvray.store.machine.side_file import HOLDER_BYTES
 from tests.unit.connector.conftest import MakePair, arena_of, leased
-from tests.unit.engine.device.host_device import HostDevice
 from tests.unit.connector.pair import BLOCK, Pair, Request
+from tests.unit.engine.device.host_device import HostDevice
 
 PROMPT = list(range(100, 140))
 Fault = Callable[[Arena], None]

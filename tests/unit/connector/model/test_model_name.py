@@ -15,9 +15,9 @@ import torch
 
 from kvray.actors.shard.shard import Shard
 from kvray.connector import KvRayWorker
-from kvray.engine.model import model_name
 from kvray.engine import registered_pool
 from kvray.engine.meta import ConnectorMeta
+from kvray.engine.model import model_name
 from kvray.engine.model.model_name import ModelName
 from kvray.errors import ConfigError, LayoutMismatch
 from kvray.identity.checkpoint import Progress
