@@ -8,6 +8,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from kvray.engine.meta import ConnectorMeta
@@ -34,10 +35,14 @@ _STATES_MAX = 8192
 class Leader:
     """Of the requests that one engine schedules."""
 
-    def __init__(self, shared: SharedState, *, unaligned_advice: str = "") -> None:
+    def __init__(
+        self, shared: SharedState, *, asks_in_vain: bool = False, unaligned_advice: str = ""
+    ) -> None:
         """Take `shared`, which `close` gives back.
 
-        `unaligned_advice` says what to set if the engine has parts of blocks of its own.
+        With `asks_in_vain` the engine asks about requests that it then has no room for; an answer
+        counts once it calls `count`. `unaligned_advice` says what to set if it has parts of blocks
+        of its own.
         """
         self._own_shared = self.shared = shared
         self.states: OrderedDict[int, RequestState] = OrderedDict()
@@ -45,6 +50,9 @@ class Leader:
         self.finder = PrefixFinder()
         self._planner = PassPlanner(self.finder)
         self._prefill = PrefillRate()
+        self._asks_in_vain = asks_in_vain
+        self._uncounted: dict[int, Callable[[], None]] = {}
+        """Requests that were answered -> what counts the answer."""
         self._unaligned_advice = unaligned_advice
         self._warned_unaligned = False
         self._is_closed = False
@@ -70,6 +78,13 @@ class Leader:
             return hit
         self.forget(request_id)  # what was not answered is not promised either
         return 0
+
+    def count(self, request_id: int) -> None:
+        """Count the last answer to a request: it will be computed."""
+        count = self._uncounted.pop(request_id, None)
+        if count is not None:
+            with self.shared.boundary.around("the figures of a request"):
+                count()
 
     def plan(self, reports: Sequence[tuple[Any, bool]]) -> ConnectorMeta:
         """Return what the ranks load before and save after the coming pass.
@@ -137,6 +152,7 @@ class Leader:
     def forget(self, request_id: int) -> None:
         """Drop what is known of a request, and its promise; what it has not saved is lost."""
         state = self.states.pop(request_id, None)
+        self._uncounted.pop(request_id, None)
         if state is not None:
             self.promises.release(self.shared, state)
             if state.is_reported:  # else it may be asked about again
@@ -161,10 +177,10 @@ class Leader:
         """Promise what can be loaded of a prompt, record it, and return how many tokens it is."""
         shared = self.shared
         if asked is None:
-            record_bypassed(shared, request_id)
+            self._record(request_id, partial(record_bypassed, shared, request_id))
             return 0
         if not shared.pool.complete_namespace():
-            record_answer(shared, asked, reason="fingerprinting")
+            self._record(request_id, partial(record_answer, shared, asked, reason="fingerprinting"))
             return 0
         state = self._remember(asked)
         keys = state.prompt_keys(asked.tokens)[: asked.num_askable(state.tokens_per_block)]
@@ -174,10 +190,15 @@ class Leader:
         reason = self._promise(state, honoured, keys, asked.num_computed)
         stage_s = self.finder.waited_s(request_id)
         lease_s = time.monotonic() - began - (stage_s - waited_s)
-        record_answer(
-            shared, asked, reason=reason, state=state, keys=keys, stage_s=stage_s, lease_s=lease_s
-        )
+        count = partial(record_answer, shared, asked, reason=reason, state=state, keys=keys)
+        self._record(request_id, partial(count, stage_s=stage_s, lease_s=lease_s))
         return state.promise.num_blocks * state.tokens_per_block if state.promise else 0
+
+    def _record(self, request_id: int, count: Callable[[], None]) -> None:
+        if self._asks_in_vain:
+            self._uncounted[request_id] = count
+        else:
+            count()
 
     def _remember(self, asked: AskedRequest) -> RequestState:
         shared, identity = self.shared, asked.identity

@@ -81,8 +81,12 @@ class SharedState:
 
     @property
     def verifies_promises(self) -> bool:
-        """Whether blocks are checked before they are promised; parked ones are while they wait."""
-        return self.verifies_loads and not self.loads_later
+        """Whether blocks are checked before they are promised.
+
+        Parked ones are while they wait; others may be when they are loaded.
+        """
+        may_be_late = self.loads_later or self.args.computes_failed_loads
+        return self.verifies_loads and not may_be_late
 
     @property
     def verifies_loads(self) -> bool:

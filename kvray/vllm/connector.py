@@ -1,7 +1,7 @@
 """vLLM's connector class: hands each call to the half that the process asked for.
 
-vLLM makes one for its scheduler and one for each rank, mostly in processes of their own. Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py`
-of vLLM 0.32.
+vLLM makes one for its scheduler and one for each rank, mostly in processes of their own. Source:
+`vllm/distributed/kv_transfer/kv_connector/v1/base.py` of vLLM 0.32.
 """
 
 from collections.abc import Iterable

@@ -24,7 +24,9 @@ class _Known:
     request: Any  # vLLM's own, which has the tokens
     num_external: int = 0
     """Tokens that vLLM took of the last offer and whose pass is not planned yet."""
+    last_hit: int = 0  # the same, until it is asked about again
     num_hit: int = 0  # all that it took
+    is_begun: bool = False  # whether a pass has had it
     is_saved: bool = False  # whether a pass has saved blocks of it
 
 
@@ -32,7 +34,7 @@ class SchedulingHalf:
     """Used by the thread of vLLM's scheduler."""
 
     def __init__(self, shared: SharedState) -> None:
-        self._leader = Leader(shared)
+        self._leader = Leader(shared, asks_in_vain=True)
         self._reader: RequestReader | None = None
         self._known: dict[str, _Known] = {}
         self._numbers = count()
@@ -56,10 +58,11 @@ class SchedulingHalf:
         """Note how much of the offer vLLM takes: all of it or nothing."""
         known = self._known.get(request.request_id)
         if known is not None:
-            known.num_external = num_external
+            known.num_external = known.last_hit = num_external
             known.num_hit += num_external
             if not num_external:
                 self._leader.decline(known.number)
+            self._leader.count(known.number)
 
     def plan(self, output: Any) -> PassMetadata:
         """Return what the ranks do in the coming pass."""
@@ -75,9 +78,10 @@ class SchedulingHalf:
 
     def note_failed(self, block_ids: Collection[int]) -> None:
         """Take blocks that could not be loaded, and what follows them, for not stored."""
-        if block_ids:
-            for state in self._leader.states.values():
-                state.lose(block_ids)
+        for known in self._known.values() if block_ids else ():
+            state = self._leader.states.get(known.number)
+            if state is not None and state.lose(block_ids):
+                known.num_hit, known.last_hit = known.num_hit - known.last_hit, 0
 
     def finish(self, name: str) -> tuple[bool, int]:
         """Return whether a save still reads blocks of a request that has ended, and its hits."""
@@ -127,7 +131,10 @@ class SchedulingHalf:
         state = None if known is None else self._leader.states.get(known.number)
         if known is None or state is None:
             return
+        if is_new and known.is_begun:  # it was preempted
+            self._leader.shared.figures.totals["resumed_requests"] += 1
         num_external, known.num_external = known.num_external, 0
+        known.is_begun = True
         told = 0 if is_new else state.num_tokens
         yield PassReport(
             request_id=known.number,

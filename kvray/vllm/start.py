@@ -31,7 +31,7 @@ def state_for(vllm_config: Any, kv_cache_config: Any) -> SharedState:
     """
     refuse_unsupported(vllm_config)
     transfer = vllm_config.kv_transfer_config
-    if field_of(transfer, "kv_load_failure_policy") != "recompute":
+    if not _computes_failed_loads(vllm_config):
         _log.warning(
             "kvray: kv_load_failure_policy is not recompute: vLLM fails a request whose blocks"
             " prove wrong. Set it in --kv-transfer-config to have them computed again."
@@ -72,8 +72,13 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         checkpoint=read_checkpoint(found),
         is_sparse=False,
         spread_setting="",
+        computes_failed_loads=_computes_failed_loads(vllm_config),
         takes_offers_later=False,
     )
+
+
+def _computes_failed_loads(vllm_config: Any) -> bool:
+    return text_of(vllm_config.kv_transfer_config, "kv_load_failure_policy") == "recompute"
 
 
 def _backend(vllm_config: Any) -> str:

@@ -42,9 +42,8 @@ class VllmEngine:
         """
         self._ids = itertools.count()
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="kvray-llm", daemon=True
-        )
+        run = self._loop.run_forever
+        self._thread = threading.Thread(target=run, name="kvray-llm", daemon=True)
         self._thread.start()
         try:
             self._llm = self._do(_start(model, with_kvray=with_kvray, options=options))
