@@ -52,7 +52,7 @@ class KvRayScheduler(KvCacheConnectorScheduler):
             self._shared.figures.totals["bypassed_requests"] += 1
             return 0, False
         read = partial(self._read, request, num_computed_tokens)
-        hit = self._leader.ask(request_id, read, partial(_num_taken, request))
+        hit = self._leader.ask(request_id, read, partial(_num_taken, request)) or 0
         return hit, hit > 0 and self._shared.loads_later
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:

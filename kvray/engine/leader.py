@@ -14,7 +14,7 @@ from typing import Any
 from kvray.engine.meta import ConnectorMeta
 from kvray.engine.pass_plan import PassPlanner
 from kvray.engine.prefill_rate import PrefillRate
-from kvray.engine.prefix_finder import PrefixFinder, PromptQuery
+from kvray.engine.prefix_finder import AskAgain, PrefixFinder, PromptQuery
 from kvray.engine.promise import Honoured, Promise
 from kvray.engine.promises import Promises
 from kvray.engine.request.identity import AskedRequest
@@ -62,13 +62,16 @@ class Leader:
         request_id: int,
         read: Callable[[SharedState], AskedRequest | None],
         honoured: Honoured | None = None,
-    ) -> int:
+    ) -> int | None:
         """Promise what can be loaded of a request; return how many tokens after the engine's own.
 
-        That is the longest prefix of the prompt that is leased for every rank. `read` returns the
-        request, None if it has no keys; `honoured` tells how many tokens of the offer were taken,
-        if the engine may take less. The request is as new from here on.
+        None: the shard has been asked for more, and the engine is to ask again; only where it does
+        so. Else that is the longest prefix of the prompt that is leased for every rank. `read`
+        returns the request, None if it has no keys; `honoured` tells how many tokens of the offer
+        were taken, if the engine may take less. The request is as new from here on.
         """
+        if self.finder.is_pending(request_id):
+            return None
         began_ns = time.perf_counter_ns()
         self.reset(request_id)
         with self.shared.boundary.around("a request"):
@@ -173,7 +176,9 @@ class Leader:
             self.finder.close()
             self._own_shared.close()
 
-    def _match(self, request_id: int, asked: AskedRequest | None, honoured: Honoured | None) -> int:
+    def _match(
+        self, request_id: int, asked: AskedRequest | None, honoured: Honoured | None
+    ) -> int | None:
         """Promise what can be loaded of a prompt, record it, and return how many tokens it is."""
         shared = self.shared
         if asked is None:
@@ -187,7 +192,11 @@ class Leader:
         first = asked.num_computed // state.tokens_per_block
         state.asked = len(asked.tokens), len(keys), first
         began, waited_s = time.monotonic(), self.finder.waited_s(request_id)
-        reason = self._promise(state, honoured, keys, asked.num_computed)
+        try:
+            reason = self._promise(state, honoured, keys, asked.num_computed)
+        except AskAgain:
+            self.forget(request_id)
+            return None
         stage_s = self.finder.waited_s(request_id)
         lease_s = time.monotonic() - began - (stage_s - waited_s)
         count = partial(record_answer, shared, asked, reason=reason, state=state, keys=keys)

@@ -1,9 +1,11 @@
 """Finds what of a prompt can be promised: here, or in time from disk and other nodes.
 
 The engine's executor thread waits for the shard's answer, so a request costs at most
-`stage_wait_s` of it, however often it is asked about. A prompt of which nobody stores more costs
-one short call. The key of its first missing block is then remembered for `_ABSENT_S`, because a
-full engine asks about the same waiting requests in every pass. It is not remembered for longer: a
+`stage_wait_s` of it, however often it is asked about. An engine that asks again when it is told to
+waits for nothing; there the same time is the longest that its request waits. A prompt of which
+nobody stores more costs one short call. The key of its first missing block is then remembered for
+`_ABSENT_S`, because a full engine asks about the same waiting requests in every pass. It is not
+remembered for longer: a
 prompt that several nodes get at once is soon stored by one of them.
 
 The ranks of one engine may be on several nodes. Then nothing is promised without the shard, which
@@ -14,8 +16,10 @@ import logging
 import time
 from collections import OrderedDict
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
+from kvray.engine.late_stages import LateStages
 from kvray.engine.matching import Matched, lease_exactly, match
 from kvray.engine.promise import LeasedPrefix
 from kvray.engine.shared_state import SharedState
@@ -46,18 +50,30 @@ class PromptQuery(NamedTuple):
     tokens_per_s: float  # the engine's own speed; 0: not known
 
 
+class AskAgain(Exception):
+    """The shard has been asked; nothing is leased meanwhile."""
+
+
 class PrefixFinder:
     """Of one leader; used by the engine's executor thread."""
 
     def __init__(self) -> None:
         self._calls: StageCalls | None = None
+        self._late: LateStages | None = None
         self._asked: OrderedDict[int, tuple[float, Arrivals]] = OrderedDict()
         """Request -> seconds that it has cost, and how blocks came that were staged for it."""
         self._absent: OrderedDict[BlockKey, float] = OrderedDict()
         """Key that no node had -> until when that is taken for granted."""
 
+    def is_pending(self, request_id: int) -> bool:
+        """Whether the shard's answer for a request is under way."""
+        return self._late is not None and self._late.is_pending(request_id)
+
     def find(self, shared: SharedState, query: PromptQuery) -> Answer:
-        """Lease the prefix that is here, or can be staged in time, for every rank."""
+        """Lease the prefix that is here, or can be staged in time, for every rank.
+
+        AskAgain: to an engine that does so.
+        """
         if not shared.args.block_reuse:
             return None, "reuse_disabled"
         if shared.link.arena is None:
@@ -77,7 +93,8 @@ class PrefixFinder:
         """Lease exactly `keys`, the first of those of `prefix`; None if they cannot be had."""
         if not prefix.away:
             return lease_exactly(shared, prefix.arena, keys)
-        reply = self._stage(shared, keys, shared.config.connector.stage_wait_s)
+        until = time.monotonic() + shared.config.connector.stage_wait_s
+        reply = _stage(shared, keys, self._own_calls(shared), until=until)
         if reply.num_blocks < len(keys):
             shared.release_away(reply.leases)
             return None
@@ -91,11 +108,15 @@ class PrefixFinder:
     def forget(self, request_id: int) -> None:
         """The request has ended."""
         self._asked.pop(request_id, None)
+        if self._late is not None:
+            self._late.forget(request_id)
 
     def close(self) -> None:
         """Hang up. Twice is fine."""
         if self._calls is not None:
             self._calls.close()
+        if self._late is not None:
+            self._late.close()
 
     def _find_here(self, shared: SharedState, query: PromptQuery) -> Answer:
         """Lease what this node has, or can be staged here, for ranks that are all here."""
@@ -148,8 +169,11 @@ class PrefixFinder:
 
     def _ask(self, shared: SharedState, query: PromptQuery, have: int) -> StageReply:
         """Ask the shard for what follows `have` blocks, unless that is known or would be late."""
+        late = None if self._late is None else self._late.take(query.request_id)
+        if late is not None:
+            return self._heard(shared, query, have, late.reply, late.began)
         began, key = time.monotonic(), query.keys[have]
-        waited_s, arrivals = self._asked.get(query.request_id, (0.0, ()))
+        waited_s, _ = self._asked.get(query.request_id, (0.0, ()))
         wait_s = shared.config.connector.stage_wait_s
         left_s = wait_s - waited_s
         if began < self._absent.get(key, 0.0):
@@ -158,45 +182,66 @@ class PrefixFinder:
             return StageReply(num_blocks=0, reason="too_slow")
         # Blocks outside this node's arena can only be checked by the node that has them.
         verify_from = have if shared.spans_nodes and shared.verifies_promises else None
-        reply = self._stage(
-            shared, query.keys, left_s, tokens_per_s=query.tokens_per_s, verify_from=verify_from
-        )
-        ended = time.monotonic()
-        if reply.arrivals:
-            arrivals = joined(arrivals, reply.arrivals)
-        _remember(self._asked, query.request_id, (waited_s + ended - began, arrivals))
-        if reply.num_blocks <= have and reply.reason == "not_stored":
-            _remember(self._absent, key, ended + _ABSENT_S)
-        return reply
-
-    def _stage(
-        self,
-        shared: SharedState,
-        keys: list[BlockKey],
-        wait_s: float,
-        *,
-        tokens_per_s: float = 0.0,
-        verify_from: int | None = None,
-    ) -> StageReply:
-        """Ask the shard, unless it has not answered lately."""
-        if self._calls is None:
-            self._calls = StageCalls(shared.link.directory)
-        if not self._calls.can_ask:
-            return StageReply(num_blocks=0, reason="store_down")
-        began_ns = time.perf_counter_ns()
-        reply = self._calls.stage(
-            keys,
-            replica=shared.pool.replica,
-            rank=shared.args.rank,
-            wait_s=wait_s,
-            tokens_per_s=tokens_per_s,
+        stage = partial(
+            _stage,
+            shared,
+            query.keys,
+            until=began + left_s,
+            tokens_per_s=query.tokens_per_s,
             verify_from=verify_from,
         )
-        took_ns = time.perf_counter_ns() - began_ns
+        if shared.args.asks_again and not shared.spans_nodes:
+            if self._late is None:
+                self._late = LateStages(shared.link.directory)
+            self._late.begin(query.request_id, stage, began)
+            raise AskAgain
+        return self._heard(shared, query, have, stage(self._own_calls(shared)), began)
+
+    def _heard(
+        self, shared: SharedState, query: PromptQuery, have: int, reply: StageReply, began: float
+    ) -> StageReply:
+        """Note what the shard has answered to a call for what follows `have` blocks."""
+        took_s, key = time.monotonic() - began, query.keys[have]
         shared.figures.totals["stage_calls"] += 1
-        shared.figures.totals["stage_wait_us"] += took_ns // 1000
-        shared.figures.stage_times.observe(took_ns)
+        shared.figures.totals["stage_wait_us"] += int(1e6 * took_s)
+        shared.figures.stage_times.observe(int(1e9 * took_s))
+        waited_s, arrivals = self._asked.get(query.request_id, (0.0, ()))
+        if reply.arrivals:
+            arrivals = joined(arrivals, reply.arrivals)
+        _remember(self._asked, query.request_id, (waited_s + took_s, arrivals))
+        if reply.num_blocks <= have and reply.reason == "not_stored":
+            _remember(self._absent, key, began + took_s + _ABSENT_S)
         return reply
+
+    def _own_calls(self, shared: SharedState) -> StageCalls:
+        if self._calls is None:
+            self._calls = StageCalls(shared.link.directory)
+        return self._calls
+
+
+def _stage(
+    shared: SharedState,
+    keys: list[BlockKey],
+    calls: StageCalls,
+    *,
+    until: float,
+    tokens_per_s: float = 0.0,
+    verify_from: int | None = None,
+) -> StageReply:
+    """Ask the shard, unless it has not answered lately or it is too late."""
+    if not calls.can_ask:
+        return StageReply(num_blocks=0, reason="store_down")
+    wait_s = until - time.monotonic()
+    if wait_s <= 0:
+        return StageReply(num_blocks=0, reason="too_slow")
+    return calls.stage(
+        keys,
+        replica=shared.pool.replica,
+        rank=shared.pool.rank,
+        wait_s=wait_s,
+        tokens_per_s=tokens_per_s,
+        verify_from=verify_from,
+    )
 
 
 def _lease_along(

@@ -50,6 +50,7 @@ class RegisteredPool:
         """For each rank that the leader speaks for, the parts that its lease must have."""
         self.windowed: tuple[bool, ...] = (False,)
         """For each layer group, whether it has a window."""
+        self.rank = args.rank  # as the shard knows it
         self.part_bytes = 0  # bytes of the first part of a block
         self.is_host = True
         self.is_flat = True
@@ -117,7 +118,7 @@ class RegisteredPool:
             tenants=self._tenants_check,
         )
         self._link.register(registration)
-        self._registration = registration
+        self._registration, self.rank = registration, rank
         self.is_host, self.is_flat = facts.is_host, facts.is_flat
         self.part_requests, self.windowed = facts.part_requests, facts.windowed
         self.part_bytes = facts.part_bytes

@@ -44,8 +44,11 @@ class SchedulingHalf:
         assert isinstance(metadata, PoolMetadata), "it comes from the other half"
         self._leader.shared.pool.lead(metadata.facts)
 
-    def ask(self, request: Any, num_computed: int) -> int:
-        """Promise what can be loaded after vLLM's own tokens; return how many tokens that is."""
+    def ask(self, request: Any, num_computed: int) -> int | None:
+        """Promise what can be loaded after vLLM's own tokens; return how many tokens that is.
+
+        None: the shard has been asked, and vLLM is to ask again.
+        """
         known = self._known.get(request.request_id)
         if known is None or known.request is not request:
             known = _Known(number=next(self._numbers), request=request)

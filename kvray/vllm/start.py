@@ -72,6 +72,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         checkpoint=read_checkpoint(found),
         is_sparse=False,
         spread_setting="",
+        asks_again=True,
         computes_failed_loads=_computes_failed_loads(vllm_config),
         takes_offers_later=False,
     )

@@ -73,6 +73,7 @@ def read_engine_args(
         checkpoint=checkpoint,
         is_sparse=_is_sparse(llm_args, checkpoint),
         spread_setting="gpus_per_node",
+        asks_again=False,
         computes_failed_loads=False,
         takes_offers_later=takes_offers_later,
     )

@@ -35,6 +35,8 @@ class EngineArgs:
     """Attention picks its tokens by an index that is cached beside keys and values."""
     spread_setting: str
     """What a person sets to say how many ranks a node has."""
+    asks_again: bool
+    """The engine may be told to ask again later, and schedules other requests meanwhile."""
     computes_failed_loads: bool
     """The engine computes blocks whose load has failed, so a promise need not be sure."""
     takes_offers_later: bool
