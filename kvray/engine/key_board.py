@@ -9,9 +9,9 @@ Keys for which the board has no room travel with the metadata, 32 bytes a block.
 where ranks are on several nodes. Only a pass that computes many tokens has so many keys, and beside
 its work their sending is nothing. After the pass the request may have ended.
 
-A rank never takes wrong keys. It reads them when a pass begins, and the leader writes the next
-pass's keys only when every rank has answered for this one (`get_finished` gathers from all). Should
-that ever fail, the checksum beside the place differs, and the blocks are not saved.
+A rank never takes wrong keys. It reads them when a pass begins. An engine plans at most so many
+passes ahead of the one that every rank has answered for, and each of them gets its share of the
+board. Should that ever fail, the checksum beside the place differs, and the blocks are not saved.
 """
 
 import secrets
@@ -31,19 +31,23 @@ _BOARD_BYTES = 16 * 2**10
 class KeyBoard:
     """The leader's board in one arena; used by the engine's executor thread."""
 
-    def __init__(self, arena: Arena, reservation: Reservation, slot_bytes: int) -> None:
+    def __init__(
+        self, arena: Arena, reservation: Reservation, slot_bytes: int, *, num_passes: int = 1
+    ) -> None:
+        """Take reserved slots; `num_passes` may be planned before ranks answer for the first."""
         self.arena = arena
         self._reservation = reservation
         self._keys_per_slot = slot_bytes // KEY_BYTES
         self.place = Board(arena.arena_id, tuple(reservation.slots.tolist()))
         self._capacity = self._keys_per_slot * len(self.place.slots)
         self._next = 0
-        self.room = self._capacity
+        self._share = self._capacity // num_passes
+        self.room = self._share
         """How many keys it still takes in this pass."""
 
     def begin_pass(self) -> None:
-        """Take the whole board for the pass that is being planned."""
-        self.room = self._capacity
+        """Take a pass's share of the board for the one that is being planned."""
+        self.room = self._share
 
     def publish(self, keys: list[BlockKey]) -> KeyRun:
         """Write `keys`, at most `room` of them, and return where they are."""
@@ -62,7 +66,7 @@ class KeyBoard:
         self.arena.abort(self._reservation)
 
 
-def open_board(arena: Arena, *, block_bytes: int) -> KeyBoard | None:
+def open_board(arena: Arena, *, block_bytes: int, num_passes: int = 1) -> KeyBoard | None:
     """Reserve a board among the slots of that size; None if the arena has no room or no time."""
     stride = arena.tables.geometry.stride(block_bytes)
     slots = max(1, -(-_BOARD_BYTES // stride))
@@ -70,7 +74,7 @@ def open_board(arena: Arena, *, block_bytes: int) -> KeyBoard | None:
     made = arena.reserve(keys, parent=None, depth=0, part=0, block_bytes=block_bytes)
     if made is None or not len(made.slots):
         return None
-    return KeyBoard(arena, made, stride)
+    return KeyBoard(arena, made, stride, num_passes=num_passes)
 
 
 def read_keys(arena: Arena, board: Board, run: KeyRun) -> list[BlockKey] | None:

@@ -181,7 +181,11 @@ class PassPlanner:
         if self._board is not None and self._board.arena is not arena:
             self._board = None  # it is gone with its arena
         if self._board is None and arena is not None and time.monotonic() >= self._retry_at:
-            self._board = open_board(arena, block_bytes=self._shared.pool.part_bytes)
+            self._board = open_board(
+                arena,
+                block_bytes=self._shared.pool.part_bytes,
+                num_passes=self._shared.args.num_passes,
+            )
             if self._board is None:
                 self._retry_at = time.monotonic() + _BOARD_RETRY_S
         return self._board

@@ -20,7 +20,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
 def _reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     for name in (
-        "tensor_parallel_size",
+        "nnodes",
         "pipeline_parallel_size",
         "prefill_context_parallel_size",
         "decode_context_parallel_size",

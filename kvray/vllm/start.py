@@ -74,6 +74,7 @@ def read_args(vllm_config: Any, kv_cache_config: Any) -> EngineArgs:
         spread_setting="",
         asks_again=True,
         computes_failed_loads=_computes_failed_loads(vllm_config),
+        num_passes=int(vllm_config.max_concurrent_batches),
         takes_offers_later=False,
     )
 

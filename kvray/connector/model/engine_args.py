@@ -75,6 +75,7 @@ def read_engine_args(
         spread_setting="gpus_per_node",
         asks_again=False,
         computes_failed_loads=False,
+        num_passes=1,
         takes_offers_later=takes_offers_later,
     )
 

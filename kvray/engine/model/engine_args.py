@@ -39,6 +39,8 @@ class EngineArgs:
     """The engine may be told to ask again later, and schedules other requests meanwhile."""
     computes_failed_loads: bool
     """The engine computes blocks whose load has failed, so a promise need not be sure."""
+    num_passes: int
+    """Passes that may be planned before all ranks have answered for the first of them."""
     takes_offers_later: bool
     """The engine may come back for an offer after passes, until it cancels it."""
 
