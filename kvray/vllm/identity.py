@@ -5,7 +5,6 @@ bypass the cache. Source: `vllm/v1/request.py`, and `generate_block_hash_extra_k
 `vllm/v1/core/kv_cache_utils.py`, of vLLM 0.32.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from kvray.engine.model.adapters import Adapters, fingerprints_dir
@@ -40,17 +39,15 @@ class RequestReader:
         )
 
     def _identify(self, request: Any) -> Identity | None:
-        if _has_more_than_tokens(request):
+        media = _media_items(request.mm_features)
+        if media is None or _has_more_than_tokens(request):
             return None
-        media = tuple(_media_items(request.mm_features))
         lora: bytes | None = None
         if request.lora_request is not None:
             asked = request.lora_request
             lora = self._adapters.fingerprint(asked.lora_int_id, asked.lora_path)
             if lora is None or asked.load_inplace:
                 return None
-        if any(not item.digest for item in media):
-            return None
         return self._tenancy.apply(Identity(salt=request.cache_salt, lora=lora, media=media))
 
 
@@ -61,15 +58,19 @@ def _has_more_than_tokens(request: Any) -> bool:
     return has_embeds or is_mixed or request.resumable or request.pooling_params is not None
 
 
-def _media_items(features: list[Any]) -> Iterator[MediaItem]:
-    """Yield the media of a request; the digest of one that vLLM does not name is empty.
+def _media_items(features: list[Any]) -> tuple[MediaItem, ...] | None:
+    """Return the media of a request; None if there is one that vLLM does not name.
 
     vLLM's name of an item is a hash of its content and of what the processor was told to make of
     it, or what the caller of the API vouches for.
     """
+    items = []
     for feature in features:
         place, name = feature.mm_position, feature.identifier
+        if not isinstance(name, str) or not name:
+            return None
         mask = b"" if place.is_embed is None else bytes(place.is_embed.cpu().numpy().tobytes())
         extent = f"{feature.modality} {place.length}".encode()
-        digest = frame(name.encode(), extent, mask) if isinstance(name, str) and name else b""
-        yield MediaItem(position=place.offset, digest=digest)
+        digest = frame(name.encode(), extent, mask)
+        items.append(MediaItem(position=place.offset, digest=digest))
+    return tuple(items)
