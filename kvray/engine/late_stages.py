@@ -23,6 +23,7 @@ class LateReply(NamedTuple):
 
     reply: StageReply
     began: float  # when it was asked
+    have: int  # leading blocks that were here then
 
 
 class LateStages:
@@ -37,11 +38,11 @@ class LateStages:
         self._local = threading.local()
         self._calls: list[StageCalls] = []
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="kvray-stage")
-        self._asked: dict[int, tuple[Future[StageReply], float]] = {}
+        self._asked: dict[int, tuple[Future[StageReply], float, int]] = {}
 
-    def begin(self, request_id: int, stage: Stage, now: float) -> None:
-        """Have the shard asked for a request; `take` has the reply. `now` is monotonic."""
-        self._asked[request_id] = self._threads.submit(self._do, stage), now
+    def begin(self, request_id: int, stage: Stage, *, now: float, have: int) -> None:
+        """Have the shard asked for a request; `take` has the reply, with `now` and `have`."""
+        self._asked[request_id] = self._threads.submit(self._do, stage), now, have
 
     def is_pending(self, request_id: int) -> bool:
         """Whether a request has been asked for and has no reply yet."""
@@ -52,8 +53,8 @@ class LateStages:
         """Return the reply, once; None: the request has not been asked for."""
         if request_id not in self._asked:
             return None
-        reply, began = self._asked.pop(request_id)
-        return LateReply(reply.result(), began)
+        reply, began, have = self._asked.pop(request_id)
+        return LateReply(reply.result(), began, have)
 
     def forget(self, request_id: int) -> None:
         """Drop a request's call, if it has not begun, or its reply."""
@@ -63,7 +64,7 @@ class LateStages:
 
     def close(self) -> None:
         """End the threads after the calls that are under way. Twice is fine."""
-        for asked, _ in self._asked.values():
+        for asked, *_ in self._asked.values():
             asked.cancel()
         self._threads.shutdown()
         for calls in self._calls:

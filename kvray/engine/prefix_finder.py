@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvray.engine.late_stages import LateStages
+from kvray.engine.late_stages import LateReply, LateStages
 from kvray.engine.matching import Matched, lease_exactly, match
 from kvray.engine.promise import LeasedPrefix
 from kvray.engine.shared_state import SharedState
@@ -121,8 +121,11 @@ class PrefixFinder:
     def _find_here(self, shared: SharedState, query: PromptQuery) -> Answer:
         """Lease what this node has, or can be staged here, for ranks that are all here."""
         keys, first = query.keys, query.first
+        late = None if self._late is None else self._late.take(query.request_id)
         matched, reason = match(shared, keys, first)
         have = matched.end if matched else 0
+        if late is not None:
+            return self._after(shared, query, late, matched, reason)
         if reason not in _MISSING or not shared.may_stage or len(keys) <= max(have, first):
             return matched, reason
         try:
@@ -142,6 +145,22 @@ class PrefixFinder:
         gained = more.end - max(have, first)
         shared.figures.totals["staged_tokens"] += gained * shared.args.tokens_per_block
         return more, _reason(reason, reply)
+
+    def _after(
+        self,
+        shared: SharedState,
+        query: PromptQuery,
+        late: LateReply,
+        matched: Matched | None,
+        reason: MissReason,
+    ) -> Answer:
+        """Return what is here now that the shard has answered about a request."""
+        reply = self._heard(shared, query, late.have, late.reply, late.began)
+        if reply.leases:
+            return self._note_spread(shared, matched, reply)
+        gained = (matched.end if matched else 0) - max(late.have, query.first)
+        shared.figures.totals["staged_tokens"] += max(0, gained) * shared.args.tokens_per_block
+        return matched, _reason(reason, reply)
 
     def _find_across(self, shared: SharedState, query: PromptQuery) -> Answer:
         """Lease what all ranks have on their nodes, which only the shard can find out."""
@@ -169,9 +188,6 @@ class PrefixFinder:
 
     def _ask(self, shared: SharedState, query: PromptQuery, have: int) -> StageReply:
         """Ask the shard for what follows `have` blocks, unless that is known or would be late."""
-        late = None if self._late is None else self._late.take(query.request_id)
-        if late is not None:
-            return self._heard(shared, query, have, late.reply, late.began)
         began, key = time.monotonic(), query.keys[have]
         waited_s, _ = self._asked.get(query.request_id, (0.0, ()))
         wait_s = shared.config.connector.stage_wait_s
@@ -193,7 +209,7 @@ class PrefixFinder:
         if shared.args.asks_again and not shared.spans_nodes:
             if self._late is None:
                 self._late = LateStages(shared.link.directory)
-            self._late.begin(query.request_id, stage, began)
+            self._late.begin(query.request_id, stage, now=began, have=have)
             raise AskAgain
         return self._heard(shared, query, have, stage(self._own_calls(shared)), began)
 

@@ -2,12 +2,15 @@
 
 import pytest
 
+from kvray.errors import KVRayError
 from kvray.store.arena.layout import READY
 from tests.ray.cluster import wait_for
 from tests.ray.test_drain import arena_of
-from tests.vllm.witness import BLOCK, Witness
+from tests.vllm.witness import BLOCK, Witness, stop
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+ENGINES = ["first", "uncached", "chunked"]
 
 LENGTH = 20 * BLOCK + 9
 HIT = 20 * BLOCK
@@ -59,10 +62,12 @@ def test_a_frozen_shard_holds_nobody_up(witness: Witness) -> None:
 
 def test_an_engine_that_is_killed_leaves_nothing_leased(witness: Witness) -> None:
     prompts = [witness.prompt(110 + index, LENGTH) for index in range(4)]
-    engine = witness.engine("chunked")
+    engine = witness.engines["chunked"]
     calls = [engine.submit(prompt, max_tokens=64) for prompt in prompts]
-    witness.kill("chunked")
-    assert calls
+    stop(engine)
+    for call in calls:
+        with pytest.raises(KVRayError):
+            call.result(10)
     (after,) = witness.ask("uncached", [witness.prompt(100, LENGTH, question=9)])
     assert after.finish_reason == "length"
 

@@ -6,6 +6,8 @@ from tests.vllm.witness import BLOCK, Witness
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200)]
 
+ENGINES = ["small", "uncached", "chunked"]
+
 
 def test_requests_that_are_preempted_come_back_with_their_blocks(witness: Witness) -> None:
     prompts = [witness.prompt(20 + index, 9 * BLOCK) for index in range(8)]
@@ -32,3 +34,10 @@ def test_a_working_set_larger_than_the_arena(witness: Witness) -> None:
     (again,) = witness.ask("uncached", [prompts[-1]], max_tokens=2)
     assert again.hit_tokens == 24 * BLOCK
     witness.ask("uncached", [prompts[0]], max_tokens=2)
+
+
+def test_a_prompt_that_is_computed_in_chunks_is_stored_whole(witness: Witness) -> None:
+    prompt = witness.prompt(4, 30 * BLOCK + 3)
+    (cold,) = witness.ask("chunked", [prompt])
+    (warm,) = witness.ask("uncached", [prompt])
+    assert (cold.hit_tokens, warm.hit_tokens) == (0, 30 * BLOCK)

@@ -6,6 +6,8 @@ from tests.vllm.witness import BLOCK, Witness
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
+ENGINES = ["first", "uncached", "far"]
+
 LENGTH = 20 * BLOCK + 9
 HIT = 20 * BLOCK
 """What an engine loads of a prompt of that length which another has computed."""
@@ -42,13 +44,6 @@ def test_an_engine_on_another_node_loads_it_too(witness: Witness) -> None:
     assert far.hit_tokens == HIT
 
 
-def test_a_prompt_that_is_computed_in_chunks_is_stored_whole(witness: Witness) -> None:
-    prompt = witness.prompt(4, 30 * BLOCK + 3)
-    (cold,) = witness.ask("chunked", [prompt])
-    (warm,) = witness.ask("uncached", [prompt])
-    assert (cold.hit_tokens, warm.hit_tokens) == (0, 30 * BLOCK)
-
-
 def test_a_prompt_of_whole_blocks_has_its_last_one_computed(witness: Witness) -> None:
     prompt = witness.prompt(5, 10 * BLOCK)
     witness.ask("first", [prompt])
@@ -66,10 +61,7 @@ def test_what_was_generated_is_stored_as_well(witness: Witness) -> None:
 
 def test_a_salt_keeps_equal_prompts_apart(witness: Witness) -> None:
     prompt = witness.prompt(7, LENGTH)
-    engine = witness.engine("uncached")
-    hits = []
-    for salt in ("one", "one", "two", None):
-        output = engine.generate([prompt], max_tokens=16, salt=salt)[0]
-        witness.check([prompt], [output], 16)
-        hits.append(output.hit_tokens)
-    assert hits == [0, HIT, 0, 0]
+    outputs = [
+        witness.ask("uncached", [prompt], salt=salt)[0] for salt in ("one", "one", "two", None)
+    ]
+    assert [output.hit_tokens for output in outputs] == [0, HIT, 0, 0]

@@ -1,15 +1,19 @@
 """Engines of vLLM beside a tier, and the same prompts answered by one that has no connector."""
 
+import contextlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
+
+import psutil
 
 from kvray.lab.reference.checkpoint import find_smollm2
 from kvray.lab.reference.output import Output
 from kvray.lab.reference.replica import Replica
 from kvray.lab.reference.tokenizer import load_tokenizer
-from tests.ray.cluster import TwoNodes, wait_for
+from tests.ray.cluster import TwoNodes
 
 BLOCK = 32
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -30,7 +34,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 2048,
     "max_num_batched_tokens": 2048,
 }
-ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
+CHANGES: dict[str, tuple[int, dict[str, Any]]] = {
     "first": (0, {}),
     "chunked": (0, {"max_num_batched_tokens": 256, "max_num_seqs": 64}),
     "uncached": (0, {"enable_prefix_caching": False}),
@@ -38,103 +42,102 @@ ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "far": (1, {}),
 }
 """Name -> the number of its node, and how it differs from the one that says what is true."""
-START_S = 400.0
 _QUESTION = 24
+_END_S = 20.0
+_REPORTED_S = 2.0
+"""Engines report what they count once a second."""
 
 
-class Witness:
-    """The tier, its engines by name, and what is true."""
+def start(name: str, tier: TwoNodes) -> Replica:
+    """Begin to start an engine; `plain` has no connector."""
+    number, changes = CHANGES.get(name, (0, {}))
+    environ = {**ENVIRON, **tier.engine_environ(tier.nodes[number])}
+    return Replica.spawn(
+        name,
+        env={**environ, "KVRAY_CONNECTOR__REPLICA": name},
+        log_path=tier.machine.scratch / f"{name}.log",
+        module=MODULE,
+        **{**OPTIONS, **changes, "with_kvray": name != "plain"},
+    )
 
-    def __init__(self, tier: TwoNodes) -> None:
-        self.tier = tier
-        self._engines: dict[str, Replica] = {}
-        self._true: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+
+def stop(engine: Replica) -> None:
+    """End an engine with SIGKILL, and all processes of vLLM's below it."""
+    below: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        below = psutil.Process(engine.pid).children(recursive=True)
+    engine.kill()
+    for process in below:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    _, living = psutil.wait_procs(below, timeout=_END_S)
+    assert living == []
+
+
+class Truth:
+    """What vLLM answers without a connector."""
+
+    def __init__(self, plain: Replica) -> None:
+        self._plain = plain
+        self._known: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
         text = (files("kvray.lab.demo") / "handbook.txt").read_text(encoding="utf-8")
         self._book = load_tokenizer(find_smollm2()).encode(text)
+
+    def of(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
+        """Return the answers to prompts."""
+        asked = [(tuple(prompt), max_tokens) for prompt in prompts]
+        new = [one for one in dict.fromkeys(asked) if one not in self._known]
+        if new:
+            given = [list(tokens) for tokens, _ in new]
+            outputs = self._plain.generate(given, max_tokens=max_tokens)
+            self._known |= {one: output.token_ids for one, output in zip(new, outputs, strict=True)}
+        return [self._known[one] for one in asked]
 
     def prompt(self, chapter: int, length: int, *, question: int = 0) -> list[int]:
         """Return a prompt that shares all but its last 24 tokens with others of its chapter."""
         shared = self._tokens(997 * chapter, length - _QUESTION)
         return shared + self._tokens(31 * question + 5, _QUESTION)
 
-    def _tokens(self, start: int, count: int) -> list[int]:
+    def _tokens(self, begin: int, count: int) -> list[int]:
         book = self._book
-        return [book[(start + index) % len(book)] for index in range(count)]
+        return [book[(begin + index) % len(book)] for index in range(count)]
 
-    def engine(self, name: str) -> Replica:
-        """Return an engine, started if it is not running; `plain` has no connector."""
-        running = self._engines.get(name)
-        if running is not None and running.is_alive:
-            return running
-        if running is not None:
-            running.kill()
-        number, changes = ENGINES.get(name, (0, {}))
-        node = self.tier.nodes[number]
-        environ = {**ENVIRON, **self.tier.engine_environ(node), "KVRAY_CONNECTOR__REPLICA": name}
-        options = {**OPTIONS, **changes, "with_kvray": name != "plain"}
-        engine = Replica.spawn(name, env=environ, module=MODULE, **options)
-        self._engines[name] = engine
-        engine.wait_ready(START_S)
-        return engine
 
-    def true(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
-        """Return vLLM's own answers."""
-        asked = [(tuple(prompt), max_tokens) for prompt in prompts]
-        new = [one for one in dict.fromkeys(asked) if one not in self._true]
-        if new:
-            outputs = self.engine("plain").generate(
-                [list(tokens) for tokens, _ in new], max_tokens=max_tokens
-            )
-            for one, output in zip(new, outputs, strict=True):
-                self._true[one] = output.token_ids
-        return [self._true[one] for one in asked]
+class Witness:
+    """Engines by name, of which every answer is held against the truth."""
+
+    def __init__(self, tier: TwoNodes, truth: Truth, engines: dict[str, Replica]) -> None:
+        self.tier = tier
+        self.prompt = truth.prompt
+        self.engines = engines
+        self._truth = truth
 
     def ask(
-        self, name: str, prompts: Sequence[Sequence[int]], *, max_tokens: int = 16
+        self,
+        name: str,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 16,
+        salt: str | None = None,
     ) -> list[Output]:
         """Have an engine answer prompts at once; every answer is vLLM's own."""
-        outputs: list[Output] = self.engine(name).generate(
-            [list(prompt) for prompt in prompts], max_tokens=max_tokens
-        )
-        self.check(prompts, outputs, max_tokens)
-        return outputs
-
-    def check(
-        self, prompts: Sequence[Sequence[int]], outputs: Sequence[Output], max_tokens: int
-    ) -> None:
-        """Compare answers with vLLM's own, token by token."""
-        true = self.true(prompts, max_tokens)
+        given = [list(prompt) for prompt in prompts]
+        outputs: list[Output] = self.engines[name].generate(given, max_tokens=max_tokens, salt=salt)
+        true = self._truth.of(prompts, max_tokens)
         wrong = [
             (index, output.hit_tokens, output.token_ids, expected)
             for index, (output, expected) in enumerate(zip(outputs, true, strict=True))
             if output.token_ids != expected
         ]
         assert wrong == []
-
-    def stored(self) -> int:
-        """Return how many blocks the shards have in memory."""
-        return sum(one["arena"]["stored"] for one in self.tier.shards() if "arena" in one)
-
-    def wait_until_stored(self, more_than: int) -> None:
-        """Return when the shards have more blocks than that."""
-        wait_for(lambda: self.stored() > more_than, "storing", timeout_s=30)
+        return outputs
 
     def counters(self, name: str) -> dict[str, int]:
-        """Return what an engine has counted, both halves together, a second from now."""
-        time.sleep(2.0)
-        totals: dict[str, int] = {}
+        """Return what an engine has counted, both halves together."""
+        time.sleep(_REPORTED_S)
+        totals: Counter[str] = Counter()
         for shard in self.tier.shards():
             for rank in shard.get("replicas", ()):
                 if rank["replica"] == name:
-                    for key, value in rank["counters"].items():
-                        totals[key] = totals.get(key, 0) + value
+                    totals.update(rank["counters"])
         return totals
-
-    def kill(self, name: str) -> None:
-        """End an engine with SIGKILL."""
-        self._engines.pop(name).kill()
-
-    def close(self) -> None:
-        """End all engines."""
-        while self._engines:
-            self._engines.popitem()[1].kill()
