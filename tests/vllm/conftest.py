@@ -10,7 +10,7 @@ import pytest
 
 from kvray.lab.chaos.machine import Machine
 from tests.ray.cluster import TwoNodes, open_tier
-from tests.vllm.witness import SETTINGS, Truth, Witness, start, stop
+from tests.vllm.witness import SETTINGS, Truth, Witness, log_shown, start, stop
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
@@ -37,8 +37,9 @@ def witness(request: pytest.FixtureRequest, tier: TwoNodes, truth: Truth) -> Ite
     names = request.module.ENGINES
     engines = {name: start(name, tier) for name in names}
     try:
-        for engine in engines.values():
-            engine.wait_ready()
+        for name, engine in engines.items():
+            with log_shown(name, tier):
+                engine.wait_ready()
         yield Witness(tier, truth, engines)
     finally:
         for engine in engines.values():

@@ -1,5 +1,8 @@
 """vLLM while parts of the tier die, freeze or lie: every answer is vLLM's own, and none hangs."""
 
+import contextlib
+
+import psutil
 import pytest
 
 from kvray.errors import KVRayError
@@ -56,7 +59,8 @@ def test_a_frozen_shard_holds_nobody_up(witness: Witness) -> None:
         (warm,) = witness.ask("uncached", [prompt])
     finally:
         for shard in shards:
-            shard.resume()
+            with contextlib.suppress(psutil.NoSuchProcess):  # the supervisor ends frozen ones
+                shard.resume()
     assert (cold.hit_tokens, warm.hit_tokens) == (0, HIT)
 
 

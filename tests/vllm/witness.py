@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -44,6 +44,7 @@ CHANGES: dict[str, tuple[int, dict[str, Any]]] = {
 """Name -> the number of its node, and how it differs from the one that says what is true."""
 _QUESTION = 24
 _END_S = 20.0
+_LOG_LINES = 120
 _REPORTED_S = 2.0
 """Engines report what they count once a second."""
 
@@ -59,6 +60,17 @@ def start(name: str, tier: TwoNodes) -> Replica:
         module=MODULE,
         **{**OPTIONS, **changes, "with_kvray": name != "plain"},
     )
+
+
+@contextlib.contextmanager
+def log_shown(name: str, tier: TwoNodes) -> Iterator[None]:
+    """Print the end of an engine's log if what is done with it fails."""
+    try:
+        yield
+    except BaseException:
+        lines = (tier.machine.scratch / f"{name}.log").read_text(errors="replace").splitlines()
+        print(*lines[-_LOG_LINES:], sep="\n")
+        raise
 
 
 def stop(engine: Replica) -> None:
